@@ -1,0 +1,42 @@
+# `make demo` and `make test` set up what they need in .venv; nothing else has to be typed first.
+SHELL := bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+FUNCOLLECT_SCALE ?= 1
+export FUNCOLLECT_SCALE
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
+
+.PHONY: demo test soak lint bench clean
+
+$(VENV)/.core: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[envs,viz]
+	touch $@
+
+$(VENV)/.test: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[envs,viz,test,bench]
+	touch $@
+
+demo: $(VENV)/.core
+	$(BIN)/funcollect demo
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest
+
+# The issues' full counts; the output is kept beside the benchmarks' results.
+soak: FUNCOLLECT_SCALE = 10
+soak: $(VENV)/.test
+	set -o pipefail; $(BIN)/python -m pytest tests 2>&1 | tee benchmarks/results/soak.txt
+
+bench: $(VENV)/.test
+	for name in imports memory overhead collect; do $(BIN)/python -m benchmarks $$name || exit 1; done
+
+clean:
+	rm -rf $(VENV) .cache

@@ -1,0 +1,42 @@
+"""`python -m benchmarks NAME`: run one benchmark, print its tables, keep its numbers as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+
+from benchmarks.report import heading, save, setting
+from benchmarks.runner import Options
+
+NAMES = ("collect", "overhead", "memory", "imports")
+RESULTS = Path(__file__).parent / "results"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("name", choices=NAMES)
+    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds of each cell (default: 15)")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the length of a block (default: 1)")
+    parser.add_argument("--only", default="", metavar="SUBSTRING", help="only the cells whose name holds this")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where the JSON goes")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    benchmark = importlib.import_module(f"benchmarks.{arguments.name}")
+    options = Options(rounds=arguments.rounds, scale=arguments.scale, only=arguments.only)
+    facts = setting(options)
+    print(heading(benchmark.__doc__, facts), flush=True)
+    results = {}
+    for result in benchmark.results(options):
+        print(f"\n{result.table}", flush=True)
+        results[result.name] = result.data
+        save(arguments.out, arguments.name, facts, results)
+    if not results:
+        raise SystemExit(f"no cell of {arguments.name} holds {options.only!r} in its name")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Other libraries at the same work, set up as their documentation advises; imported only when they are built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import torch
+from torch import Tensor, nn
+
+from benchmarks.networks import discrete, torch_module
+
+
+class Batches:
+    """A collector, ours or TorchRL's: one batch per run."""
+
+    def __init__(self, collector: Any) -> None:
+        self._collector = collector
+        self._batches = iter(collector)
+
+    def run(self) -> int:
+        return int(next(self._batches).numel())
+
+    def close(self) -> None:
+        self._collector.shutdown()
+
+
+class _Float(nn.Module):
+    """TorchRL hands on float64 observations as they are; a cast in the network costs less than its transform."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, observation: Tensor) -> Any:
+        return self.module(observation.float())
+
+
+def torchrl_collector(env_id: str, num_envs: int, length: int, *, random: bool) -> Batches:
+    """TorchRL's single-process collector over `GymEnv` or `SerialEnv`; without a device, which is faster than "cpu"."""
+    from torchrl.collectors import Collector
+    from torchrl.envs import GymEnv, SerialEnv
+
+    def make() -> Any:
+        return GymEnv(env_id, categorical_action_encoding=True, device=None)
+
+    return Batches(
+        Collector(
+            make() if num_envs == 1 else SerialEnv(num_envs, make),
+            None if random else _torchrl_actor(env_id),
+            frames_per_batch=length * num_envs,
+            total_frames=-1,
+            device=None,
+            auto_register_policy_transforms=False,
+        )
+    )
+
+
+def _torchrl_actor(env_id: str) -> Any:
+    from tensordict.nn import TensorDictModule
+    from torchrl.modules import IndependentNormal, ProbabilisticActor
+
+    env = gymnasium.make(env_id)
+    keys = ["logits"] if discrete(env) else ["loc", "scale"]
+    module = torch_module(env)
+    env.close()
+    return ProbabilisticActor(
+        TensorDictModule(module if len(keys) == 1 else _Float(module), in_keys=["observation"], out_keys=keys),
+        in_keys=keys,
+        out_keys=["action"],
+        distribution_class=torch.distributions.Categorical if len(keys) == 1 else IndependentNormal,
+        return_log_prob=True,
+    )
+
+
+class StableBaselines:
+    """Stable-Baselines3's PPO: one `collect_rollouts` over a `DummyVecEnv` per run.
+
+    Its policy has a value network of the same size beside the actor, which it evaluates at every step.
+    """
+
+    def __init__(self, env_id: str, num_envs: int, length: int) -> None:
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.vec_env import DummyVecEnv
+
+        env = DummyVecEnv([lambda: gymnasium.make(env_id, disable_env_checker=True)] * num_envs)
+        self._model = PPO(
+            "MlpPolicy",
+            env,
+            n_steps=length,
+            batch_size=num_envs * length,
+            policy_kwargs={"net_arch": [64, 64]},
+            device="cpu",
+            seed=0,
+        )
+        _, self._callback = self._model._setup_learn(total_timesteps=1)
+        self._length = length
+
+    def run(self) -> int:
+        model = self._model
+        model.collect_rollouts(model.env, self._callback, model.rollout_buffer, n_rollout_steps=self._length)
+        return self._length * model.n_envs
+
+    def close(self) -> None:
+        self._model.env.close()

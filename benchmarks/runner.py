@@ -1,0 +1,122 @@
+"""Interleaved rounds over named contestants."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import torch
+
+WARM_UP = 2  # calls of `run` at least, before anything is measured
+
+
+class Contestant(Protocol):
+    """Something that does countable work."""
+
+    def run(self) -> int:
+        """Do a piece of work, such as one batch, and say how many frames it was."""
+        ...
+
+    def close(self) -> None:
+        """Let go of simulators and processes."""
+        ...
+
+
+Factory = Callable[[], Contestant]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line says."""
+
+    rounds: int
+    scale: float
+    only: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Contestants that do the same work; `block` is the length of one measured block in seconds."""
+
+    name: str
+    note: str
+    contestants: Mapping[str, Factory]
+    block: float = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a benchmark says about one cell: a table to read, and plain data to keep."""
+
+    name: str
+    table: str
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Frames per second of each contestant, one number per round, and which contestants are not installed."""
+
+    rates: Mapping[str, list[float]]
+    absent: Mapping[str, str]
+
+
+def measure(cell: Cell, options: Options) -> Measured:
+    """Warm every contestant up, then give each one block per round, in a new order each round."""
+    one_thread()
+    contestants, absent = _build(cell.contestants)
+    seconds = cell.block * options.scale
+    rates: dict[str, list[float]] = {name: [] for name in contestants}
+    order = random.Random(0)
+    try:
+        for contestant in contestants.values():
+            _warm_up(contestant, seconds)
+        gc.collect()
+        gc.freeze()  # what the frameworks hold is not gone through again in somebody's block
+        for _ in range(options.rounds):
+            for name in order.sample(list(contestants), len(contestants)):
+                rates[name].append(_block(contestants[name], seconds))
+    finally:
+        gc.unfreeze()
+        for contestant in contestants.values():
+            contestant.close()
+    return Measured(rates=rates, absent=absent)
+
+
+def one_thread() -> None:
+    """One thread each; JAX calls return when they are done (JAX reads this from no environment variable)."""
+    torch.set_num_threads(1)
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
+def _build(factories: Mapping[str, Factory]) -> tuple[dict[str, Contestant], dict[str, str]]:
+    contestants, absent = {}, {}
+    for name, factory in factories.items():
+        try:
+            contestants[name] = factory()
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package in ("funcollect", "benchmarks"):
+                raise
+            absent[name] = f"{package} is not installed"
+    return contestants, absent
+
+
+def _warm_up(contestant: Contestant, seconds: float) -> None:
+    for _ in range(WARM_UP):
+        contestant.run()
+    _block(contestant, seconds)
+
+
+def _block(contestant: Contestant, seconds: float) -> float:
+    gc.collect()
+    frames = 0
+    start = time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds or not frames:
+        frames += contestant.run()
+    return frames / elapsed

@@ -1,0 +1,88 @@
+"""An untrained network for the spaces of any environment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+import funcollect as fc
+from funcollect.policies.torch_policy import TorchPolicy
+from funcollect.specs import Space
+
+__all__ = ["Flatten", "mlp"]
+
+
+def mlp(env: fc.Env, seed: int) -> TorchPolicy:
+    """An untrained network of two tanh layers with 64 units, suited to the spaces of an environment.
+
+    Raises:
+        ValueError: for an action space that no head of it suits.
+    """
+    head, answer = _head(env)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        module = nn.Sequential(
+            Flatten(env.observation_space),
+            nn.Linear(spaces.flatdim(env.observation_space), 64),
+            nn.Tanh(),
+            nn.Linear(64, 64),
+            nn.Tanh(),
+            nn.Linear(64, math.prod(answer)),
+            nn.Unflatten(-1, answer),
+        )
+    return fc.torch_policy(module, head=head)
+
+
+def _head(env: fc.Env) -> tuple[fc.heads.Head, tuple[int, ...]]:
+    """The head for the action space, and the shape of the answer that it wants for one environment."""
+    space, spec = env.action_space, env.action_spec
+    if spec.categories:
+        return fc.heads.categorical, (sum(spec.categories),)
+    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating) and space.shape:
+        head = fc.heads.tanh_normal if space.is_bounded() else fc.heads.normal
+        return head, (*space.shape[:-1], 2 * space.shape[-1])
+    raise ValueError(
+        f"the policy mlp needs a Discrete, MultiDiscrete or floating Box action space with a dimension, {env} has "
+        f"{space}: use --policy random"
+    )
+
+
+class Flatten(nn.Module):
+    """Observations of any space as float32 rows [P, n]: discrete ones one-hot, uint8 ones in [0, 1]."""
+
+    def __init__(self, space: Space) -> None:
+        super().__init__()
+        self.space = space
+
+    def forward(self, observation: Any) -> Tensor:
+        """One row for each environment."""
+        return torch.cat(list(_columns(self.space, observation)), -1)
+
+
+def _columns(space: Space, observation: Any) -> Iterator[Tensor]:
+    match space:
+        case spaces.Dict():
+            for name, child in space.spaces.items():
+                yield from _columns(child, observation[name])
+        case spaces.Tuple():
+            for child, part in zip(space.spaces, observation, strict=True):
+                yield from _columns(child, part)
+        case spaces.Discrete():
+            yield _one_hot(observation - int(space.start), int(space.n))
+        case spaces.MultiDiscrete():
+            indices = (observation - torch.as_tensor(space.start)).flatten(1)
+            for index, count in zip(indices.unbind(-1), space.nvec.ravel().tolist(), strict=True):
+                yield _one_hot(index, count)
+        case _:
+            row = observation.reshape(len(observation), -1).float()
+            yield row / 255 if space.dtype == np.uint8 else row
+
+
+def _one_hot(index: Tensor, count: int) -> Tensor:
+    return nn.functional.one_hot(index.long(), count).float()

@@ -1,0 +1,105 @@
+"""What a run says about itself: statistics for a file, tables for a person."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from funcollect.progress import Collector, EpisodeWindow, track
+from funcollect.trajectories.stats import EpisodeStats
+from funcollect.tree import flatten
+
+__all__ = ["Run", "layout"]
+
+
+class Run:
+    """A run as it goes: its episodes, frames and seconds."""
+
+    def __init__(self) -> None:
+        self._window = EpisodeWindow()
+        self._parts: list[EpisodeStats] = []
+        self._seconds = 0.0
+
+    def follow(self, collector: Collector) -> Iterator[TensorDict]:
+        """The batches, with a progress bar."""
+        began = time.perf_counter()
+        for batch in track(collector, window=self._window):
+            if self._window.last is not None:
+                self._parts.append(replace(self._window.last, open_returns={}))
+            yield batch
+        self._seconds = time.perf_counter() - began
+
+    @property
+    def episodes(self) -> EpisodeStats:
+        """All that ended, and what was open at the end."""
+        whole = EpisodeStats.concatenate(self._parts)
+        return whole if self._window.last is None else replace(whole, open_returns=self._window.last.open_returns)
+
+    def statistics(self) -> dict[str, Any]:
+        """Everything that is said about the run, ready for JSON."""
+        episodes = self.episodes
+        terminated = int(episodes.terminated.sum())
+        return {
+            "frames": self._window.frames,
+            "seconds": self._seconds,
+            "frames_per_second": self._window.frames / self._seconds,
+            "episodes": len(episodes),
+            "terminated": terminated,
+            "truncated": len(episodes) - terminated,
+            **{name: _spread(values) for name, values in _returns(episodes).items()},
+            "length": _spread(episodes.lengths.double()),
+        }
+
+    def table(self) -> str:
+        """The statistics as a person reads them."""
+        statistics = self.statistics()
+        spreads = {name: value for name, value in statistics.items() if isinstance(value, dict)}
+        counts = {name: value for name, value in statistics.items() if name not in spreads}
+        rows = [(name, *map(_number, spread.values())) for name, spread in spreads.items()]
+        return "\n\n".join(
+            (
+                _table([(name, _number(value)) for name, value in counts.items()]),
+                _table([("per episode", "mean", "std", "min", "max"), *rows]),
+            )
+        )
+
+
+def _returns(episodes: EpisodeStats) -> dict[str, Tensor]:
+    if episodes.returns.ndim == 1:
+        return {"return": episodes.returns}
+    return {f"return_{player}": column for player, column in enumerate(episodes.returns.unbind(1))}
+
+
+def _spread(values: Tensor) -> dict[str, float | None]:
+    """Mean, standard deviation, least and greatest; None where there is no such number."""
+    if not len(values):
+        return dict.fromkeys(("mean", "std", "min", "max"))
+    numbers = {"mean": values.mean(), "std": values.std(correction=0), "min": values.min(), "max": values.max()}
+    return {name: float(number) if number.isfinite() else None for name, number in numbers.items()}
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
+
+
+def layout(batch: TensorDict) -> str:
+    """The keys of a batch with their shapes and dtypes."""
+    rows = [(".".join(path), str(list(leaf.shape)), str(leaf.dtype)) for path, leaf in flatten(batch).items()]
+    return _table([("key", "shape", "dtype"), *sorted(rows)])
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

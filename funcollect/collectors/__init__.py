@@ -1,0 +1,1 @@
+"""Collectors: iterators that hold parameters and a state, and call the core."""

@@ -1,0 +1,106 @@
+"""A collector's keywords, checked once where they are given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from funcollect.core.request import Request, check_positive
+from funcollect.policies.torch_policy import checked_device
+from funcollect.specs import Env, ExplorationType
+from funcollect.trajectories.split import split_trajectories
+
+Postproc = Callable[[TensorDictBase], TensorDictBase]
+Device = torch.device | str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What all collectors are given.
+
+    Raises:
+        TypeError, ValueError: for a value out of its range, naming the keyword.
+    """
+
+    frames_per_batch: int
+    total_frames: int = -1
+    device: Device = None
+    storing_device: Device = None
+    env_device: Device = None
+    policy_device: Device = None
+    max_frames_per_traj: int | None = None
+    init_random_frames: int | None = None
+    reset_at_each_iter: bool = False
+    split_trajs: bool = False
+    postproc: Postproc | None = None
+    exploration_type: ExplorationType = ExplorationType.RANDOM
+    reset_when_done: bool = True
+    update_at_each_batch: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every field; `device` fills those that are unset."""
+        check_positive("frames_per_batch", self.frames_per_batch)
+        if self.total_frames != -1:
+            check_positive("total_frames (or -1 for an endless run)", self.total_frames)
+        for name in ("max_frames_per_traj", "init_random_frames"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{name} is {value!r}, expected an int, or None for none")
+        if self.max_frames_per_traj == 0:
+            raise ValueError("max_frames_per_traj is 0, expected a positive int, or None (or negative) for no limit")
+        if self.postproc is not None and not callable(self.postproc):
+            raise TypeError(f"postproc is {type(self.postproc).__name__}, expected a function from batch to batch")
+        if not self.reset_when_done and self.max_frames_per_traj is not None and self.max_frames_per_traj > 0:
+            raise ValueError(
+                "max_frames_per_traj cuts a trajectory so that the lane begins another, reset_when_done=False keeps it "
+                "finished: give one of them"
+            )
+        for name in ("storing_device", "env_device", "policy_device"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, checked_device(self.device if given is None else given))
+
+    def request(self, env: Env, params: Any) -> Request:
+        """One batch's rollout."""
+        lanes = env.num_envs or 1
+        limit = self.max_frames_per_traj
+        return Request(
+            length=math.ceil(self.frames_per_batch / lanes),
+            params=params,
+            exploration_type=self.exploration_type,
+            max_frames_per_traj=limit if limit is not None and limit > 0 else None,
+            random_steps=math.ceil(max(self.init_random_frames or 0, 0) / lanes),
+            reset_when_done=self.reset_when_done,
+        )
+
+    def finish(self, batch: TensorDictBase) -> TensorDictBase:
+        """What the caller gets: moved, split, post-processed, without keys that begin with an underscore."""
+        if self.storing_device is not None and batch.device != self.storing_device:
+            batch = batch.to(self.storing_device)
+        if self.split_trajs:
+            batch = split_trajectories(batch)
+        if self.postproc is not None:
+            batch = self.postproc(batch)
+            if not isinstance(batch, TensorDictBase):
+                raise TypeError(f"postproc returned {type(batch).__name__}, expected the batch: return it")
+        hidden = [key for key in batch.keys(True) if any(part.startswith("_") for part in _parts(key))]
+        return batch.exclude(*hidden, inplace=True) if hidden else batch
+
+
+def _parts(key: Any) -> tuple[str, ...]:
+    return key if isinstance(key, tuple) else (key,)
+
+
+def check_env_device(env: Env, given: Device) -> None:
+    """Raise ValueError where `env_device` asks for another device than the environment's own."""
+    if given is None:
+        return
+    own = getattr(env, "device", torch.device("cpu"))
+    if checked_device(given) != checked_device(own):
+        raise ValueError(
+            f"env_device is {given}, but {env!r} runs on {own}: build the environment there, or leave env_device out"
+        )

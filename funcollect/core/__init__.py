@@ -1,0 +1,1 @@
+"""The pure core: states, loops and the functions over them."""

@@ -1,0 +1,244 @@
+"""The functional core: state in, state out."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from funcollect.core import host_loop, tensor_loop
+from funcollect.core.forking import fork_simulation
+from funcollect.core.request import Request
+from funcollect.core.simulation import Hold, Simulation
+from funcollect.core.state import CollectorState, fresh_counters
+from funcollect.errors import ReplayError
+from funcollect.keys import key_from_seed
+from funcollect.specs import Env, ExplorationType, Policy
+from funcollect.tree import select
+
+_LOOPS: dict[str, ModuleType] = {"host": host_loop, "torch": tensor_loop}
+
+
+def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:
+    """The first state of a collection: environments built and reset, policy state made.
+
+    Args:
+        env: an environment (see `make_env`).
+        policy: a policy (see `torch_policy`, `jax_policy`, `random_policy`).
+        seed: an int in [0, 2**64), from which all randomness follows; None draws one, which ``state.seed`` tells.
+
+    Raises:
+        TypeError: for something that is no environment or no policy.
+        ValueError: for a seed out of range, or a policy that does not suit the environment's spaces.
+        EnvError: where an environment does not reset.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=2)
+    >>> policy = fc.random_policy(env)
+    >>> state = fc.init(env, policy, seed=0)
+    >>> state, batch = fc.rollout(env, policy, state, 16)
+    >>> batch.batch_size, state.frames
+    (torch.Size([2, 16]), 32)
+    """
+    lanes = env.num_envs or 1 if isinstance(env, Env) else 1
+    return init_lanes(env, policy, seed=seed, first_lane=0, total_lanes=lanes)
+
+
+def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, total_lanes: int) -> CollectorState:
+    """`init` for the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`."""
+    check_pair(env, policy)
+    key = key_from_seed(seed)
+    count = env.num_envs or 1
+    lane = torch.arange(first_lane, first_lane + count)
+    counters = fresh_counters(count, getattr(env, "device", "cpu"))
+    if env.backend == "host":
+        simulation = Simulation(env, key, lane)  # type: ignore[arg-type]
+        simulation.restart(range(count))
+        env_state: Any = simulation.release()
+        observation = simulation.observation()
+    else:
+        lane = lane.to(counters["episode"].device)
+        env_state = env.reset(key, lane, counters["episode"])  # type: ignore[attr-defined]
+        observation = tensor_loop.root_of(env, env_state)  # type: ignore[arg-type]
+        tensor_loop.check_root(env, observation, count)  # type: ignore[arg-type]
+    return CollectorState(
+        env_state=env_state,
+        observation=observation,
+        policy_state=policy.init(key, count),
+        key=key,
+        lane=lane,
+        total_lanes=total_lanes,
+        **counters,
+    )
+
+
+def check_pair(env: Any, policy: Any) -> None:
+    """Raise unless `env` is an environment, `policy` a policy, and the one suits the other."""
+    if not isinstance(env, Env):
+        raise TypeError(f"env is {type(env).__name__}, expected an Env: make one with funcollect.make_env")
+    if not all(hasattr(policy, name) for name in ("backend", "noise", "init", "prepare")):
+        raise TypeError(
+            f"policy is {type(policy).__name__}, expected a Policy: wrap a module with funcollect.torch_policy, "
+            "a JAX function with funcollect.jax_policy"
+        )
+    if env.backend not in _LOOPS:
+        raise TypeError(f"env has the backend {env.backend!r}, expected one of {sorted(_LOOPS)}")
+    if taken := {leaf.path[0] for leaf in env.observation_leaves} & set(getattr(policy, "out_names", ())):
+        raise ValueError(f"the policy's outputs {sorted(taken)} collide with the environment's keys: rename them")
+    if hasattr(policy, "check"):
+        policy.check(env.action_spec)
+
+
+def rollout(
+    env: Env,
+    policy: Policy,
+    state: CollectorState,
+    length: int,
+    *,
+    params: Any = None,
+    exploration_type: ExplorationType = ExplorationType.RANDOM,
+    max_frames_per_traj: int | None = None,
+) -> tuple[CollectorState, TensorDict]:
+    """`length` steps of every lane, each lane reset where its episode ends.
+
+    Args:
+        env: the environment with which `state` was made.
+        policy: the policy with which `state` was made.
+        state: where to go on. Over real simulators a state is good for one use; see `fork`.
+        length: T.
+        params: parameters to act with; None for the policy's own, as they are now.
+        exploration_type: whether heads sample or act deterministically.
+        max_frames_per_traj: steps after which a trajectory is truncated; None for no limit.
+
+    Returns:
+        The next state, and the batch: a locked TensorDict [P, T], or [T] for an environment without a batch
+        dimension, with the keys of the README's table.
+
+    Raises:
+        StaleStateError: for a state whose place a later one has taken.
+        EnvError: for an environment that raises or breaks its own spaces; names the lane.
+        PolicyError: for an action of the wrong shape or dtype, or NaN.
+    """
+    request = Request(
+        length=length, params=params, exploration_type=exploration_type, max_frames_per_traj=max_frames_per_traj
+    )
+    return run(env, policy, state, request)
+
+
+def run(env: Env, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
+    """`rollout` with every option."""
+    check_state(env, state)
+    after, batch = _LOOPS[env.backend].run(env, policy, state, request)
+    return after, batch
+
+
+def step(
+    env: Env,
+    policy: Policy,
+    state: CollectorState,
+    *,
+    params: Any = None,
+    exploration_type: ExplorationType = ExplorationType.RANDOM,
+) -> tuple[CollectorState, TensorDict]:
+    """One step of every lane: a rollout of length 1 without its time dimension. Arguments and errors as there."""
+    state, batch = rollout(env, policy, state, 1, params=params, exploration_type=exploration_type)
+    return state, batch[..., 0].lock_()
+
+
+def reset(env: Env, state: CollectorState, mask: Tensor | None = None) -> CollectorState:
+    """A state in which the lanes of `mask`, or all of them, begin another episode under a new trajectory id.
+
+    Args:
+        env: the environment with which `state` was made.
+        state: where to go on. A reset of all lanes accepts a stale state, so there is always a way back.
+        mask: [P] bool; None for all lanes.
+
+    Raises:
+        ValueError: for a mask of another shape or dtype.
+        StaleStateError: for a stale state and a mask.
+    """
+    check_state(env, state)
+    lanes = _checked_mask(mask, state)
+    if env.backend == "host":
+        return _reset_host(state, lanes)
+    episode = state.episode + lanes
+    fresh = env.reset(state.key, state.lane, episode)  # type: ignore[attr-defined]
+    root = tensor_loop.root_of(env, fresh)  # type: ignore[arg-type]
+    return state.replace(
+        env_state=select(lanes, fresh, state.env_state),
+        observation=select(lanes, root, state.observation),
+        **_reset_counters(state, lanes, episode),
+    )
+
+
+def _checked_mask(mask: Tensor | None, state: CollectorState) -> Tensor:
+    if mask is None:
+        return torch.ones_like(state.terminated)
+    mask = torch.as_tensor(mask, device=state.lane.device)
+    if mask.dtype != torch.bool or mask.shape != state.lane.shape:
+        raise ValueError(
+            f"mask is {mask.dtype} {tuple(mask.shape)}, expected bool {tuple(state.lane.shape)}: one flag per lane"
+        )
+    return mask
+
+
+def _reset_counters(state: CollectorState, lanes: Tensor, episode: Tensor) -> dict[str, Tensor]:
+    wide = lanes.reshape(-1, *[1] * (state.returns.ndim - 1))
+    return {
+        "episode": episode,
+        "step": torch.where(lanes, 0, state.step),
+        "returns": torch.where(wide, 0.0, state.returns),
+        "terminated": state.terminated & ~lanes,
+        "truncated": state.truncated & ~lanes,
+    }
+
+
+def _reset_host(state: CollectorState, lanes: Tensor) -> CollectorState:
+    simulation: Simulation = state.env_state.claim(stale=bool(lanes.all()))
+    simulation.simulators.rows.set(state.observation)
+    simulation.restart(lanes.nonzero()[:, 0].tolist())
+    simulation.journal.ages = torch.where(lanes, 0, simulation.journal.ages)
+    return state.replace(
+        env_state=simulation.release(),
+        observation=simulation.observation(),
+        steps=max(simulation.steps, state.steps),
+        **_reset_counters(state, lanes, torch.tensor(simulation.episodes)),
+    )
+
+
+def fork(env: Env, state: CollectorState) -> CollectorState:
+    """An independent copy of a state, which goes its own way from here; `state` stays good.
+
+    Over real simulators the environment is rebuilt and the episode replayed from its seed and actions.
+
+    Raises:
+        ReplayError: where the replayed simulator does not show the same observation.
+        StaleStateError: for a state whose place a later one has taken.
+        ValueError: for an environment instance that cannot be rebuilt.
+    """
+    check_state(env, state)
+    if env.backend != "host":
+        return state
+    hold: Hold = state.env_state
+    hold.check()
+    if env.seeding != "episode":
+        raise ReplayError(f"{env} is seeded by {env.seeding}, so its episode cannot be replayed from a seed")
+    return state.replace(env_state=fork_simulation(hold.simulation, state))
+
+
+def close(state: CollectorState) -> None:
+    """Free the simulators behind a state now, rather than when it is collected. Does nothing for values."""
+    if isinstance(state.env_state, Hold):
+        state.env_state.simulation.close()
+
+
+def check_state(env: Env, state: CollectorState) -> None:
+    """Raise unless `state` is a state of `env`."""
+    if not isinstance(state, CollectorState):
+        raise TypeError(f"state is {type(state).__name__}, expected the CollectorState that init or rollout returned")
+    held = state.env_state.simulation.env if isinstance(state.env_state, Hold) else None
+    if (held is not None and held is not env) or (held is None and env.backend == "host"):
+        raise ValueError(f"the state belongs to another environment than {env!r}: pass the env that it was made with")

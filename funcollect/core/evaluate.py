@@ -1,0 +1,75 @@
+"""How good a policy is: whole episodes, none left out for being long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from funcollect.core.api import close, init, rollout
+from funcollect.core.request import check_positive
+from funcollect.errors import EvaluationError
+from funcollect.specs import Env, ExplorationType, Policy
+from funcollect.trajectories.stats import EpisodeStats, episode_stats
+
+_STEPS_AT_ONCE = 128
+
+
+def evaluate(
+    env: Env,
+    policy: Policy,
+    *,
+    episodes: int,
+    seed: int,
+    params: Any = None,
+    max_frames: int = 10_000_000,
+    exploration_type: ExplorationType = ExplorationType.DETERMINISTIC,
+) -> EpisodeStats:
+    """Statistics of exactly `episodes` whole episodes, on simulators of their own.
+
+    Each lane contributes its first episodes, the earlier lanes one more where the number does not divide: not the first
+    ones to finish, which would favour short episodes.
+
+    Args:
+        env: the environment; an instance that backs a state already is rebuilt from its spec.
+        policy: the policy.
+        episodes: how many, over all lanes.
+        seed: an int; the same seed gives the same statistics.
+        params: parameters to act with; None for the policy's own.
+        max_frames: frames over all lanes after which the evaluation gives up.
+        exploration_type: deterministic unless given.
+
+    Raises:
+        EvaluationError: where `max_frames` did not suffice.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=4)
+    >>> len(evaluate(env, fc.random_policy(env), episodes=10, seed=0))
+    10
+    """
+    check_positive("episodes", episodes)
+    check_positive("max_frames", max_frames)
+    state = init(env, policy, seed=seed)
+    lanes = torch.arange(state.num_lanes)
+    quota = episodes // state.num_lanes + (lanes < episodes % state.num_lanes).long()
+    parts: list[EpisodeStats] = []
+    finished = torch.zeros_like(quota)
+    try:
+        while bool((finished < quota).any()):
+            if state.frames >= max_frames:
+                raise EvaluationError(
+                    f"{int(finished.minimum(quota).sum())} of {episodes} episodes ended within max_frames={max_frames}"
+                    ": raise max_frames, or give the environment a time limit"
+                )
+            state, batch = rollout(env, policy, state, _STEPS_AT_ONCE, params=params, exploration_type=exploration_type)
+            parts.append(episode_stats(batch, parts[-1] if parts else None))
+            finished += torch.bincount(parts[-1].lanes, minlength=len(quota))
+    finally:
+        close(state)
+    return _first_of_each_lane(EpisodeStats.concatenate(parts), quota)
+
+
+def _first_of_each_lane(stats: EpisodeStats, quota: torch.Tensor) -> EpisodeStats:
+    """The first ``quota[lane]`` episodes of each lane, by lane and then by time."""
+    kept = [(stats.lanes == lane).nonzero()[:count, 0] for lane, count in enumerate(quota.tolist())]
+    return stats.select(torch.cat(kept))

@@ -1,0 +1,68 @@
+"""A second set of simulators brought to the point where a first one stands."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from funcollect.core.simulation import Hold, Simulation
+from funcollect.core.state import CollectorState
+from funcollect.errors import ReplayError
+
+
+def fork_simulation(source: Simulation, state: CollectorState) -> Hold:
+    """Replay every lane's episode, from its seed and its actions, on rebuilt simulators.
+
+    Raises:
+        ReplayError: where the actions are no longer all kept, or the observation comes out different.
+    """
+    actions = source.journal.since_reset()
+    if actions is None:
+        raise ReplayError("the current episode is too long to be replayed: reset its lanes first")
+    copy = Simulation(source.env, source.key, state.lane)
+    try:
+        _replay(copy, state, actions, source.journal.ages.tolist())
+        _compare(copy, state)
+    except BaseException:
+        copy.close()
+        raise
+    copy.steps = source.steps
+    copy.journal.extend(actions, source.journal.ages)
+    return copy.release()
+
+
+def _replay(copy: Simulation, state: CollectorState, actions: Tensor, ages: list[int]) -> None:
+    """All lanes in step: a lane is reset when its episode begins, before that it does what it likes."""
+    length = len(actions)
+    copy.episodes = [episode - 1 for episode in state.episode.tolist()]
+    copy.restart(range(len(ages)))
+    frozen: set[int] = set()
+    for t in range(length):
+        if late := [lane for lane, age in enumerate(ages) if t and age == length - t]:
+            _again(copy, late)
+        outcome = copy.simulators.step(actions[t], frozen)
+        ended = [lane for lane in range(len(ages)) if outcome.terminated[lane] or outcome.truncated[lane]]
+        early = [lane for lane in ended if ages[lane] < length - t]
+        frozen.update(lane for lane in ended if lane not in early)
+        if early:
+            _again(copy, early)
+    if begun := [lane for lane, age in enumerate(ages) if age == 0 and length]:
+        _again(copy, begun)
+
+
+def _again(copy: Simulation, lanes: list[int]) -> None:
+    for lane in lanes:
+        copy.episodes[lane] -= 1
+    copy.restart(lanes)
+
+
+def _compare(copy: Simulation, state: CollectorState) -> None:
+    for path, value in copy.observation().items():
+        wanted = state.observation[path]
+        wrong = ~torch.isclose(value, wanted, rtol=0, atol=0, equal_nan=True).reshape(len(wanted), -1).all(-1)
+        if bool(wrong.any()):
+            lane = int(wrong.nonzero()[0])
+            raise ReplayError(
+                f"lane {lane}: replaying the episode's seed and actions gave another {'.'.join(path)}: the environment "
+                "is not a function of these (it may draw from a global generator), so it cannot be forked"
+            )

@@ -1,0 +1,110 @@
+"""What will run, and why: for a person to read before the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from funcollect.core.api import check_pair
+from funcollect.interop.jax_setup import dispatch_note
+from funcollect.specs import Env, Policy
+
+_SEEDING = {
+    "episode": "each episode starts from a seed of its own, so data do not depend on how a run is cut into batches",
+    "lane": "each lane is seeded once; its later episodes follow from the simulator's own generator",
+    "run": "the whole run is seeded once, when the simulators are built",
+}
+_NOISE = {
+    None: "the policy draws none ahead; Torch's global generator is run from the state's key and put back",
+    "key": "one JAX key per step, drawn ahead from the state's key by Philox",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How an environment and a policy run together; `str` gives one line per field.
+
+    Attributes:
+        env, policy: what was given.
+        loop: which loop runs.
+        why: what decides that.
+        copies: what is copied on the way.
+        seeding: how the environment is seeded, and what that guarantees.
+        noise: where the policy's randomness comes from.
+        forking: how `fork` copies a state.
+    """
+
+    env: str
+    policy: str
+    loop: str
+    why: str
+    copies: str
+    seeding: str
+    noise: str
+    forking: str
+
+    def __str__(self) -> str:
+        width = max(len(field.name) for field in fields(self))
+        return "\n".join(f"{field.name:<{width}}  {getattr(self, field.name)}" for field in fields(self))
+
+
+def explain(env: Env, policy: Policy) -> Plan:
+    """Which loop runs for this pair and why, what is copied, how it is seeded.
+
+    Raises:
+        TypeError: for something that is no environment or no policy.
+        ValueError: for a policy that does not suit the environment's spaces.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=8)
+    >>> explain(env, fc.random_policy(env)).loop
+    'host'
+    """
+    check_pair(env, policy)
+    noise = policy.noise(env.action_spec)
+    kind = None if noise is None else noise.kind
+    return Plan(
+        env=f"{env!r}, {_lanes(env)}",
+        policy=_describe(policy),
+        loop=env.backend,
+        why=_why(env, policy),
+        copies=_copies(env, policy),
+        seeding=f"{env.seeding}: {_SEEDING[env.seeding]}",
+        noise=_NOISE.get(kind, f"{kind} noise, drawn ahead for a whole rollout from the state's key by Philox"),
+        forking="the environment is rebuilt and the episode replayed"
+        if env.backend == "host"
+        else "states are values: a fork is the state itself",
+    )
+
+
+def _lanes(env: Env) -> str:
+    return "one environment without a batch dimension" if env.num_envs is None else f"a batch of {env.num_envs}"
+
+
+def _describe(policy: Policy) -> str:
+    head = getattr(policy, "head", None)
+    name = type(policy).__name__ if head is None else f"{type(policy).__name__} with the head {head.name}"
+    return f"{name} ({policy.backend})"
+
+
+def _why(env: Env, policy: Policy) -> str:
+    where = {
+        "host": "the environment lives in simulators on the host",
+        "torch": "the environment is written in Torch and steps all lanes at once",
+    }[env.backend]
+    if policy.backend == "jax":
+        return f"{where}; the policy is one jitted call per step, its outputs read back as one array; {dispatch_note()}"
+    return f"{where}; the policy is one call per step for all lanes"
+
+
+def _copies(env: Env, policy: Policy) -> str:
+    home: Any = getattr(policy, "home", None)
+    place = getattr(env, "device", None) or "cpu"
+    parts = ["each observation once, into the batch"]
+    if home is not None and str(home) != str(place):
+        parts.append(f"each observation to {home} and each action back, at every step")
+    if getattr(policy, "device", None) is not None:
+        parts.append("parameters to the policy's device, at every rollout, where they are elsewhere")
+    else:
+        parts.append("no parameters")
+    return "; ".join(parts)

@@ -1,0 +1,87 @@
+"""What one rollout is asked for, and the policy made ready for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from funcollect.core.state import CollectorState
+from funcollect.keys import draw_ahead
+from funcollect.policies.actor import Actor, Drive
+from funcollect.policies.protocol_actor import make_actor
+from funcollect.policies.random_policy import RandomStart
+from funcollect.specs import Env, ExplorationType, Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One rollout's arguments, checked.
+
+    Attributes:
+        length: T.
+        params: as `rollout` was given them.
+        exploration_type: how heads act.
+        max_frames_per_traj: steps after which a trajectory is truncated, or None.
+        random_steps: lanes act randomly in the run's first so many steps.
+        reset_when_done: False keeps a finished lane finished.
+    """
+
+    length: int
+    params: Any = None
+    exploration_type: ExplorationType = ExplorationType.RANDOM
+    max_frames_per_traj: int | None = None
+    random_steps: int = 0
+    reset_when_done: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every field, here and nowhere else."""
+        check_positive("length", self.length)
+        if self.max_frames_per_traj is not None:
+            check_positive("max_frames_per_traj", self.max_frames_per_traj)
+        if not isinstance(self.exploration_type, ExplorationType):
+            raise TypeError(
+                f"exploration_type is {self.exploration_type!r}, expected a funcollect.ExplorationType: "
+                f"{', '.join(ExplorationType.__members__)}"
+            )
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raise unless `value` is a positive int."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}, expected a positive int")
+    if value < 1:
+        raise ValueError(f"{name} is {value}, expected at least 1")
+
+
+def open_actor(env: Env, policy: Policy, state: CollectorState, request: Request, observation: Any) -> Actor:
+    """The policy bound to this rollout, its noise drawn ahead.
+
+    `observation` is what it reads at each step: the same arrays throughout.
+    """
+    spec = env.action_spec
+    first_lane = int(state.lane[0])
+    noise = policy.noise(spec)
+    drawn = (
+        None
+        if noise is None
+        else draw_ahead(noise, state.key, first_lane, state.num_lanes, state.steps, request.length)
+    )
+    drive = Drive(
+        observation=observation,
+        params=policy.prepare(request.params),
+        policy_state=state.policy_state,
+        initial_state=None if state.policy_state is None else policy.init(state.key, state.num_lanes),
+        noise=drawn,
+        exploration_type=request.exploration_type,
+        spec=spec,
+        num_envs=state.num_lanes,
+        length=request.length,
+    )
+    actor = make_actor(policy, drive)
+    random_left = min(request.random_steps - state.steps, request.length)
+    if random_left > 0:
+        actor = RandomStart(actor, drive, state.key, first_lane, state.steps, random_left)
+    fresh = state.step == 0
+    if bool(fresh.any()):
+        actor.restart(fresh.nonzero()[:, 0].tolist())
+    return actor

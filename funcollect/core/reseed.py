@@ -1,0 +1,62 @@
+"""A live collection taken elsewhere: to another seed, or to where a saved one stood."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from funcollect.core.api import reset
+from funcollect.core.simulation import Hold
+from funcollect.core.state import CollectorState
+from funcollect.keys import key_from_seed
+from funcollect.specs import Env, Policy
+
+_LARGEST_SEED = 2**32 - 1
+
+
+def next_seed(seed: int, lanes: int) -> int:
+    """The seed that follows after `lanes` environments, as TorchRL's `set_seed` returns it."""
+    for _ in range(lanes):
+        seed = int.from_bytes(np.random.default_rng(seed).bytes(8), "big") % _LARGEST_SEED
+    return seed
+
+
+def reseed(env: Env, policy: Policy, state: CollectorState, seed: int) -> CollectorState:
+    """New episodes under another key. Before the first step all counts begin again, so it is as if `init` had it."""
+    key = key_from_seed(seed)
+    untouched = state.steps == 0
+    episode = torch.full_like(state.episode, -1) if untouched else state.episode
+    policy_state = policy.init(key, state.num_lanes)
+    return _restarted(env, state.replace(key=key, episode=episode, policy_state=policy_state))
+
+
+def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> CollectorState:
+    """New episodes under the key and after the counts that were saved.
+
+    Raises:
+        ValueError: for counts of another number of lanes.
+    """
+    if saved["episode"].shape != state.episode.shape:
+        raise ValueError(
+            f"the saved state has {len(saved['episode'])} lanes, this one {state.num_lanes}: "
+            "build the collector with the same number of environments"
+        )
+    return _restarted(
+        env,
+        state.replace(
+            key=saved["key"].numpy().astype(np.uint32),
+            episode=saved["episode"].to(state.episode.device),
+            steps=saved["steps"],
+            policy_version=saved["policy_version"],
+            policy_state=saved["policy_state"],
+        ),
+    )
+
+
+def _restarted(env: Env, state: CollectorState) -> CollectorState:
+    if isinstance(state.env_state, Hold):
+        state.env_state.simulation.rekey(state.key, state.episode.tolist(), state.steps)
+    return reset(env, state)

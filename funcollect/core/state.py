@@ -1,0 +1,107 @@
+"""The collector state: everything that a rollout remembers, as one immutable value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from funcollect.keys import Key, seed_of
+from funcollect.tree import NAMESPACE, Path
+
+_STATIC = ("total_lanes", "steps", "policy_version")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectorState:
+    """Where a collection stands: made by `init`, threaded through `rollout`, never changed.
+
+    A pytree: a node in optree's namespace ``"funcollect"``.
+
+    Attributes:
+        env_state: the environment's own state; over real simulators a handle that one state at a time may use.
+        observation: the current root observation by key, each [P, ...].
+        policy_state: recurrent state and the like.
+        key: uint32[2]: all randomness comes from it.
+        lane: [P] int64, the lanes' ids over all workers.
+        episode: [P] int64, which episode each lane is in.
+        step: [P] int64, steps since that episode began.
+        returns: [P] float64, the sum of the episode's rewards so far; [P, players] for several players.
+        terminated: [P] bool, set only where a finished lane is kept finished.
+        truncated: [P] bool, likewise.
+        total_lanes: how many lanes there were at construction, over all workers.
+        steps: steps that every lane has made since `init`.
+        policy_version: which weights act: 0 at first, one more per update.
+    """
+
+    env_state: Any
+    observation: dict[Path, Tensor]
+    policy_state: Any
+    key: Key
+    lane: Tensor
+    episode: Tensor
+    step: Tensor
+    returns: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    total_lanes: int
+    steps: int = 0
+    policy_version: int = 0
+
+    @property
+    def seed(self) -> int:
+        """The integer seed of the run; what `init` drew where it was given None."""
+        return seed_of(self.key)
+
+    @property
+    def num_lanes(self) -> int:
+        """P."""
+        return len(self.lane)
+
+    @property
+    def frames(self) -> int:
+        """Frames collected since `init`: steps times lanes."""
+        return self.steps * self.num_lanes
+
+    @property
+    def traj_ids(self) -> Tensor:
+        """[P] int64, the ids of the trajectories that the lanes are in."""
+        return trajectory_ids(self.lane, self.episode, self.total_lanes)
+
+    def replace(self, **changes: Any) -> CollectorState:
+        """A state with some fields changed."""
+        return replace(self, **changes)
+
+
+def trajectory_ids(lane: Tensor, episode: Tensor, total_lanes: int) -> Tensor:
+    """Ids unique over all lanes and episodes; with one lane they count 0, 1, 2 and on."""
+    first = ((lane // total_lanes) << 40) + lane % total_lanes
+    return first + episode * total_lanes
+
+
+def fresh_counters(num_lanes: int, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The per-lane counters of lanes that all begin their first episode."""
+    return {
+        "episode": torch.zeros(num_lanes, dtype=torch.int64, device=device),
+        "step": torch.zeros(num_lanes, dtype=torch.int64, device=device),
+        "returns": torch.zeros(num_lanes, dtype=torch.float64, device=device),
+        "terminated": torch.zeros(num_lanes, dtype=torch.bool, device=device),
+        "truncated": torch.zeros(num_lanes, dtype=torch.bool, device=device),
+    }
+
+
+def _flatten(state: CollectorState) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...]]:
+    names = tuple(field.name for field in fields(state) if field.name not in _STATIC)
+    static = tuple(getattr(state, name) for name in _STATIC)
+    return tuple(getattr(state, name) for name in names), static, names
+
+
+def _unflatten(static: tuple[Any, ...], children: tuple[Any, ...]) -> CollectorState:
+    names = [field.name for field in fields(CollectorState) if field.name not in _STATIC]
+    return CollectorState(**dict(zip(names, children, strict=True)), **dict(zip(_STATIC, static, strict=True)))
+
+
+optree.register_pytree_node(CollectorState, _flatten, _unflatten, namespace=NAMESPACE)  # type: ignore[arg-type]

@@ -1,0 +1,165 @@
+"""The loop over environments written in Torch: states are values, all lanes step at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from funcollect.core.deliver import Track, count, deliver
+from funcollect.core.request import Request, open_actor
+from funcollect.core.state import CollectorState
+from funcollect.envs.rows import aligned
+from funcollect.envs.tensor_env import TorchEnv, TorchEnvState, TorchStep
+from funcollect.errors import EnvError
+from funcollect.specs import Policy, assemble, disassemble
+from funcollect.tree import Path, select
+
+
+def root_of(env: TorchEnv, env_state: TorchEnvState) -> dict[Path, Tensor]:
+    """The observation of an environment's state, by key."""
+    leaves = disassemble(env.observation_space, env.observe(env_state.physics))
+    return {leaf.path: value for leaf, value in zip(env.observation_leaves, leaves, strict=True)}
+
+
+def check_root(env: TorchEnv, root: dict[Path, Tensor], num_lanes: int) -> None:
+    """Raise EnvError unless every leaf is [P, *shape] of the space's dtype."""
+    for leaf in env.observation_leaves:
+        value, wanted = root[leaf.path], (num_lanes, *leaf.shape)
+        dtype = torch.from_numpy(aligned((1,), leaf.dtype)).dtype
+        if tuple(value.shape) != wanted or value.dtype != dtype:
+            raise EnvError(
+                f"observation {leaf.name!r} of {env} is {value.dtype} {tuple(value.shape)}, its space wants "
+                f"{dtype} {wanted}: correct observe or the space"
+            )
+
+
+def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
+    """`rollout` for a Torch environment."""
+    loop = _Loop(env, state, request)
+    actor = open_actor(env, policy, state, request, loop.observation(policy.backend))
+    with actor.running():
+        for t in range(request.length):
+            mask = loop.step(t, as_tensor(actor.act(t), env.device))
+            if mask is not None:
+                actor.restart(mask.nonzero()[:, 0].tolist())
+        policy_state, outputs = actor.finish()
+    track = loop.track(outputs)
+    counters = count(state, track, torch.zeros_like(state.step), reset_when_done=request.reset_when_done)
+    after = state.replace(
+        env_state=loop.env_state,
+        observation={path: root.clone() for path, root in loop.root.items()},
+        policy_state=policy_state,
+        steps=state.steps + request.length,
+        **counters.after,
+    )
+    return after, deliver(state, track, counters, batched=env.num_envs is not None)
+
+
+class _Loop:
+    """Columns that fill up, and the current state of all lanes."""
+
+    def __init__(self, env: TorchEnv, state: CollectorState, request: Request) -> None:
+        self._env = env
+        self._state = state
+        self._request = request
+        self.env_state: TorchEnvState = state.env_state
+        self.root = {path: _fixed(value) for path, value in state.observation.items()}
+        self._episode = state.episode.to(env.device)
+        self._lane = state.lane.to(env.device)
+        self._step = state.step.to(env.device)
+        self._frozen = (state.terminated | state.truncated).to(env.device)
+        shape = (request.length, state.num_lanes)
+        self._roots = {path: value.new_empty(request.length, *value.shape) for path, value in self.root.items()}
+        self._nexts = {path: torch.empty_like(rows) for path, rows in self._roots.items()}
+        self._reward = torch.empty(shape, device=env.device)
+        self._terminated = torch.empty(shape, dtype=torch.bool, device=env.device)
+        self._truncated = torch.empty_like(self._terminated)
+
+    def observation(self, backend: str) -> Any:
+        """What the policy reads at each step: the same memory throughout."""
+        leaves: dict[Path, Any] = self.root
+        if backend != "torch":
+            leaves = {path: value.numpy() for path, value in self.root.items()}
+        return assemble(self._env.observation_space, leaves)
+
+    def step(self, t: int, action: Tensor) -> Tensor | None:
+        """Step all lanes; the mask [P] of those that began another episode, or None."""
+        with torch.no_grad():
+            for path, root in self.root.items():
+                self._roots[path][t] = root
+            answer = self._limited(self._env.step(self.env_state, action))
+            observed = disassemble(self._env.observation_space, answer.observation)
+            if not self._request.reset_when_done:
+                answer, observed = self._thawed(t, answer, observed)
+            for root, nexts, value in zip(self.root.values(), self._nexts.values(), observed, strict=True):
+                nexts[t] = value
+                root.copy_(value)
+            self._reward[t] = answer.reward
+            self._terminated[t] = answer.terminated
+            self._truncated[t] = answer.truncated
+            self.env_state = answer.state
+            return self._restarted(answer) if self._request.reset_when_done else None
+
+    def _limited(self, answer: TorchStep) -> TorchStep:
+        limit = self._request.max_frames_per_traj
+        if limit is None:
+            return answer
+        self._step = self._step + 1
+        truncated = answer.truncated | (self._step >= limit)
+        self._step = torch.where(answer.terminated | truncated, 0, self._step)
+        return answer._replace(truncated=truncated)
+
+    def _thawed(self, t: int, answer: TorchStep, observed: list[Tensor]) -> tuple[TorchStep, list[Tensor]]:
+        """Finished lanes repeat what they were, without reward."""
+        frozen = self._frozen
+        terminated = self._terminated[t - 1] if t else self._state.terminated.to(frozen.device)
+        truncated = self._truncated[t - 1] if t else self._state.truncated.to(frozen.device)
+        answer = answer._replace(
+            state=select(frozen, self.env_state, answer.state),
+            reward=torch.where(frozen, 0.0, answer.reward),
+            terminated=torch.where(frozen, terminated, answer.terminated),
+            truncated=torch.where(frozen, truncated, answer.truncated),
+        )
+        observed = [select(frozen, root, value) for root, value in zip(self.root.values(), observed, strict=True)]
+        self._frozen = frozen | answer.terminated | answer.truncated
+        return answer, observed
+
+    def _restarted(self, answer: TorchStep) -> Tensor | None:
+        done: Tensor = answer.terminated | answer.truncated
+        if self._env.device.type == "cpu" and not bool(done.any()):
+            return None
+        self._episode = self._episode + done
+        fresh = self._env.reset(self._state.key, self._lane, self._episode)
+        self.env_state = select(done, fresh, self.env_state)
+        for path, value in root_of(self._env, fresh).items():
+            self.root[path].copy_(select(done, value, self.root[path]))
+        return done
+
+    def track(self, outputs: dict[Path, Tensor]) -> Track:
+        """All columns."""
+        return Track(
+            observation=self._roots,
+            next_observation=self._nexts,
+            outputs=outputs,
+            reward=self._reward,
+            terminated=self._terminated,
+            truncated=self._truncated,
+            info={},
+        )
+
+
+def as_tensor(action: Any, device: torch.device) -> Tensor:
+    """A policy's action as a tensor on `device`; a read-only array is copied."""
+    tensor: Tensor = action if isinstance(action, Tensor) else torch.from_numpy(np.array(action))
+    return tensor.to(device)
+
+
+def _fixed(value: Tensor) -> Tensor:
+    """A copy in memory that stays: aligned on the CPU, since Torch's bits depend on that."""
+    if value.device.type != "cpu":
+        return value.clone()
+    return torch.from_numpy(aligned(tuple(value.shape), value.numpy().dtype)).copy_(value)

@@ -1,0 +1,193 @@
+"""Gymnasium environments: an id, a factory, an instance, a list of these, or a `VectorEnv`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium
+import numpy.typing as npt
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+from funcollect.envs.gymnasium_lanes import GymEnv, Lanes
+from funcollect.envs.host_env import HostEnv, Simulators
+from funcollect.envs.vector_lanes import VectorLanes, check_autoreset
+from funcollect.specs import ActionSpec, observation_leaves
+
+Source = str | EnvSpec | GymEnv | Callable[..., GymEnv]
+Factory = Callable[[], Any]
+
+
+def from_gymnasium(
+    env: Source | VectorEnv[Any, Any, Any] | Sequence[Source],
+    *,
+    num_envs: int | None = None,
+    info_keys: Sequence[str] = (),
+    dtype: npt.DTypeLike | None = None,
+    one_hot: bool = False,
+    **kwargs: Any,
+) -> HostEnv:
+    """A host environment over Gymnasium's.
+
+    Args:
+        env: a registered id, an `EnvSpec`, a factory, an instance, a list of these (one per lane), or a `VectorEnv`
+            built with ``autoreset_mode=AutoresetMode.DISABLED``. An instance backs one state; another state over it is
+            rebuilt from its spec.
+        num_envs: P, made from one id, spec or factory; None for a single environment without a batch dimension.
+        info_keys: keys of `info`, present at every step, to be recorded under ``next.info``.
+        dtype: the dtype of floating observations in a batch; float32 unless given.
+        one_hot: discrete actions as one-hot int64 rows, TorchRL's encoding, instead of integers.
+        **kwargs: for `gymnasium.make`, or for the factory.
+
+    Raises:
+        ValueError: for an unknown id, a count that does not fit, an instance given twice, spaces that differ between
+            lanes, a vector environment that resets itself, or keys that collide with a batch's own.
+        TypeError: for anything else as `env`, and for spaces without arrays of fixed size.
+
+    >>> from_gymnasium("CartPole-v1", num_envs=8)
+    HostEnv('CartPole-v1', num_envs=8)
+    """
+    if isinstance(env, VectorEnv):
+        _refuse("a VectorEnv", num_envs=num_envs, **kwargs)
+        return _vector(env, tuple(info_keys), dtype, one_hot)
+    factories = _factories(env, num_envs, kwargs)
+    first = factories[0]()
+    if not isinstance(first, gymnasium.Env):
+        raise TypeError(
+            f"the factory returned {type(first).__name__}, expected a gymnasium.Env: return the environment"
+        )
+    factories = [_Once(first, factories[0]), *factories[1:]]
+    leaves = observation_leaves(first.observation_space, dtype)
+    spec = ActionSpec(first.action_space, one_hot)
+
+    def opener() -> Simulators:
+        envs = [factory() for factory in factories]
+        for lane, other in enumerate(envs):
+            _check_same_spaces(lane, other, first)
+        return Lanes(envs, leaves, spec, tuple(info_keys))
+
+    single = num_envs is None and (isinstance(env, str) or not isinstance(env, Sequence))
+    return HostEnv(
+        label=_label(first),
+        num_envs=None if single else len(factories),
+        observation_space=first.observation_space,
+        action_spec=spec,
+        observation_leaves=leaves,
+        opener=opener,
+        info_keys=tuple(info_keys),
+    )
+
+
+def _vector(
+    env: VectorEnv[Any, Any, Any], info_keys: tuple[str, ...], dtype: npt.DTypeLike | None, one_hot: bool
+) -> HostEnv:
+    check_autoreset(env)
+    leaves = observation_leaves(env.single_observation_space, dtype)
+    spec = ActionSpec(env.single_action_space, one_hot)
+    take = _Once(env, lambda: _rebuild_vector(env))
+    return HostEnv(
+        label=f"{type(env).__name__} of {env.spec.id if env.spec else type(env).__name__}",
+        num_envs=env.num_envs,
+        observation_space=env.single_observation_space,
+        action_spec=spec,
+        observation_leaves=leaves,
+        opener=lambda: VectorLanes(take(), leaves, spec, info_keys),
+        info_keys=info_keys,
+    )
+
+
+class _Once:
+    """Gives an environment that exists already, the first time, and builds others after that."""
+
+    def __init__(self, env: Any, build: Factory) -> None:
+        self._env = env
+        self._build = build
+
+    def __call__(self) -> Any:
+        env, self._env = self._env, None
+        return self._build() if env is None else env
+
+
+def _factories(env: Source | Sequence[Source], num_envs: int | None, kwargs: dict[str, Any]) -> list[Factory]:
+    if isinstance(env, Sequence) and not isinstance(env, str):
+        if not env:
+            raise ValueError("the list of environments is empty: pass at least one")
+        if num_envs not in (None, len(env)):
+            raise ValueError(f"num_envs is {num_envs}, but the list holds {len(env)} environments: leave num_envs out")
+        instances = [id(one) for one in env if isinstance(one, gymnasium.Env)]
+        if len(set(instances)) < len(instances):
+            raise ValueError("the same environment instance stands twice in the list: pass one instance per lane")
+        return [_factory(one, kwargs) for one in env]
+    if num_envs is None:
+        return [_factory(env, kwargs)]
+    if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
+        raise ValueError(f"num_envs is {num_envs!r}, expected a positive int, or None for no batch dimension")
+    if isinstance(env, gymnasium.Env) and num_envs > 1:
+        raise ValueError(
+            f"num_envs is {num_envs}, but one environment instance was given: pass its id or a factory, or a list"
+        )
+    return [_factory(env, kwargs)] * num_envs
+
+
+def _factory(env: Source, kwargs: dict[str, Any]) -> Factory:
+    if isinstance(env, gymnasium.Env):
+        _refuse("an environment instance", **kwargs)
+        return _Once(env, lambda: _rebuild(env))
+    if isinstance(env, (str, EnvSpec)):
+        return lambda: _make(env, kwargs)
+    if callable(env):
+        return lambda: env(**kwargs)
+    raise TypeError(
+        f"env is {type(env).__name__}, expected a Gymnasium id, an EnvSpec, a factory, a gymnasium.Env or a list"
+    )
+
+
+def _make(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:
+    try:
+        return gymnasium.make(spec, disable_env_checker=True, **kwargs)
+    except (gymnasium.error.Error, ModuleNotFoundError) as error:
+        name = spec if isinstance(spec, str) else spec.id
+        raise ValueError(
+            f"Gymnasium cannot make {name!r}: {error}; look the id up in gymnasium.registry, "
+            "and import the package that registers it first"
+        ) from error
+
+
+def _rebuild(env: GymEnv) -> GymEnv:
+    try:
+        if env.spec is not None:
+            return gymnasium.make(env.spec, disable_env_checker=True)
+        reason = "it has no spec"
+    except Exception as error:
+        reason = repr(error)
+    raise ValueError(
+        f"{env} backs a state already and cannot be rebuilt ({reason}): pass an id or a factory instead of an instance"
+    )
+
+
+def _rebuild_vector(env: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
+    env_fns = getattr(env, "env_fns", None)
+    if env_fns is None:
+        raise ValueError(
+            f"{env} backs a state already and its factories are not known: build another, or pass a list of factories"
+        )
+    rebuilt: VectorEnv[Any, Any, Any] = type(env)(env_fns, autoreset_mode=AutoresetMode.DISABLED)  # type: ignore[call-arg]
+    return rebuilt
+
+
+def _check_same_spaces(lane: int, env: GymEnv, first: GymEnv) -> None:
+    for name in ("observation_space", "action_space"):
+        own, wanted = getattr(env, name), getattr(first, name)
+        if own != wanted:
+            raise ValueError(f"lane {lane} has the {name} {own}, lane 0 has {wanted}: use equal spaces in one batch")
+
+
+def _label(env: GymEnv) -> str:
+    return env.spec.id if env.spec is not None else type(env.unwrapped).__name__
+
+
+def _refuse(what: str, **arguments: Any) -> None:
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        raise ValueError(f"{', '.join(given)} cannot be given with {what}, which is built already: leave it out")

@@ -1,0 +1,87 @@
+"""P separate Gymnasium environments as simulators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import gymnasium
+
+from funcollect.envs.host_env import Outcome, decoder
+from funcollect.envs.rows import Rows
+from funcollect.errors import EnvError
+from funcollect.specs import ActionSpec, Leaf
+
+GymEnv = gymnasium.Env[Any, Any]
+
+
+class Lanes:
+    """One Gymnasium environment per lane, stepped one after the other."""
+
+    def __init__(
+        self, envs: Sequence[GymEnv], leaves: tuple[Leaf, ...], spec: ActionSpec, info_keys: tuple[str, ...]
+    ) -> None:
+        self._envs = list(envs)
+        self._steps: list[Callable[[Any], Any]] = [env.step for env in envs]
+        self._decode = decoder(spec)
+        self._info_keys = info_keys
+        self._answers: list[Any] = []
+        self.rows = Rows(envs[0].observation_space, leaves, len(envs))
+
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
+        """Start an episode in each of `lanes`."""
+        for lane, seed in zip(lanes, seeds, strict=True):
+            try:
+                observation, _ = self._envs[lane].reset(seed=seed)
+            except Exception as error:
+                raise EnvError(f"lane {lane}: reset(seed={seed}) raised {error!r}") from error
+            self.rows.write_lane(lane, observation)
+
+    def step(self, action: Any, frozen: Collection[int] = ()) -> Outcome:
+        """Step every lane but the frozen ones, which repeat their last answer without reward."""
+        actions = self._decode(action)
+        steps = self._thawed(frozen) if frozen else self._steps
+        answers: list[Any] = []
+        append = answers.append
+        try:
+            for step, lane_action in zip(steps, actions, strict=True):
+                append(step(lane_action))
+            observation, reward, terminated, truncated, info = zip(*answers, strict=True)
+        except Exception as error:
+            raise _located(error, answers, actions) from error
+        self._answers = answers
+        self.rows.write(observation)
+        return Outcome(reward, terminated, truncated, self._pick(info) if self._info_keys else ())
+
+    def _thawed(self, frozen: Collection[int]) -> list[Callable[[Any], Any]]:
+        def repeat(lane: int) -> Callable[[Any], Any]:
+            observation, _, *rest = self._answers[lane]
+            return lambda _: (observation, 0.0, *rest)
+
+        return [repeat(lane) if lane in frozen else step for lane, step in enumerate(self._steps)]
+
+    def _pick(self, infos: Sequence[Any]) -> list[tuple[Any, ...]]:
+        try:
+            return [tuple(info[key] for info in infos) for key in self._info_keys]
+        except KeyError as error:
+            lane, info = next((lane, info) for lane, info in enumerate(infos) if error.args[0] not in info)
+            raise EnvError(
+                f"lane {lane}: step returned no info key {error}, which info_keys names: "
+                f"there are {sorted(info)}; name one that every step returns"
+            ) from error
+
+    def close(self) -> None:
+        """Close every environment."""
+        for env in self._envs:
+            env.close()
+
+
+def _located(error: Exception, answers: Sequence[Any], actions: Any) -> EnvError:
+    for lane, answer in enumerate(answers):
+        if not isinstance(answer, tuple) or len(answer) != 5:
+            return EnvError(
+                f"lane {lane}: step returned {answer!r:.80}, expected the five values "
+                "(observation, reward, terminated, truncated, info): use Gymnasium's step API"
+            )
+    lane = len(answers)
+    return EnvError(f"lane {lane}: step({actions[lane]!r}) raised {error!r}")

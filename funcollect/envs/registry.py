@@ -1,0 +1,61 @@
+"""`make_env`: one name for every environment that the library can drive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+
+from funcollect.envs.classic_control import TORCH_ENVS
+from funcollect.envs.gymnasium_env import from_gymnasium
+from funcollect.specs import Env
+
+
+def make_env(env: Any, **kwargs: Any) -> Env:
+    """An environment from whatever describes one.
+
+    Args:
+        env: an `Env`, which is returned as it is; whatever `funcollect.envs.from_gymnasium` takes; a callable that
+            returns one of these; or an id with a namespace of this library's, such as ``"torch/CartPole-v1"``.
+        **kwargs: for the adapter: `num_envs` and, for Gymnasium, `info_keys`, `dtype`, `one_hot` and the arguments of
+            `gymnasium.make`.
+
+    Raises:
+        ValueError: for an unknown id.
+        TypeError: for anything that describes no environment.
+
+    >>> make_env("torch/Pendulum-v1", num_envs=4)
+    Pendulum(num_envs=4)
+    """
+    if isinstance(env, Env):
+        if kwargs:
+            raise ValueError(f"{', '.join(kwargs)} cannot be given with {env!r}, which is made already: leave it out")
+        return env
+    if isinstance(env, str) and env.startswith("torch/"):
+        return _torch_env(env.removeprefix("torch/"), kwargs)
+    if callable(env) and not isinstance(env, gymnasium.Env):
+        return _from_callable(env, kwargs)
+    return from_gymnasium(env, **kwargs)
+
+
+def _torch_env(name: str, kwargs: dict[str, Any]) -> Env:
+    if name not in TORCH_ENVS:
+        raise ValueError(f"there is no Torch environment {name!r}, expected one of {sorted(TORCH_ENVS)}")
+    return TORCH_ENVS[name](**kwargs)
+
+
+_ADAPTER_ARGUMENTS = ("num_envs", "info_keys", "dtype", "one_hot")
+
+
+def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
+    own = {name: value for name, value in kwargs.items() if name not in _ADAPTER_ARGUMENTS}
+    made = factory(**own)
+    if isinstance(made, gymnasium.Env):
+        spare = [made]
+        return from_gymnasium(
+            lambda: spare.pop() if spare else factory(**own),
+            **{name: value for name, value in kwargs.items() if name in _ADAPTER_ARGUMENTS},
+        )
+    if made is None:
+        raise TypeError("the environment's factory returned None: return the environment")
+    return make_env(made, **{name: value for name, value in kwargs.items() if name in _ADAPTER_ARGUMENTS})

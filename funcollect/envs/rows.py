@@ -1,0 +1,159 @@
+"""Observations of many simulators written into one fixed, aligned array per leaf.
+
+Torch's bits depend on the alignment of an input row, and NumPy's assignment broadcasts and truncates in silence. So the
+policy always reads the same 64-byte-aligned arrays, and every row written is checked for shape and dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from funcollect.errors import EnvError
+from funcollect.specs import Leaf, Space, assemble, disassemble
+from funcollect.tree import Path
+
+_ALIGNMENT = 64  # bytes
+Array = npt.NDArray[Any]
+
+
+def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """A zeroed array whose memory begins at a multiple of 64 bytes."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    memory = np.zeros(size + _ALIGNMENT, np.uint8)
+    offset = -memory.ctypes.data % _ALIGNMENT
+    return memory[offset : offset + size].view(dtype).reshape(shape)
+
+
+class LeafRows:
+    """The current rows of one leaf: `array` is [P, *shape]."""
+
+    def __init__(self, leaf: Leaf, num_envs: int) -> None:
+        self.leaf = leaf
+        self.array = aligned((num_envs, *leaf.shape), leaf.dtype)
+        casting: Literal["same_kind", "safe"] = "same_kind" if leaf.dtype.kind == "f" else "safe"
+        self._casting = casting
+        dtypes = [np.dtype(kind) for kind in "?bhilqBHILQefd"]
+        self._dtypes = {dtype for dtype in dtypes if np.can_cast(dtype, leaf.dtype, casting)}
+        self._shapes = [leaf.shape] * num_envs
+        self._flat = self.array.reshape(num_envs * leaf.shape[0], *leaf.shape[1:]) if leaf.shape else self.array
+        self.write = self._write_single if num_envs == 1 else self._write_all
+
+    def _write_single(self, values: Sequence[Any]) -> None:
+        self.write_lane(0, values[0])
+
+    def _write_all(self, values: Sequence[Any]) -> None:
+        try:
+            if not self.leaf.shape:
+                scalars = np.array(values)
+                if scalars.shape == self.array.shape and scalars.dtype in self._dtypes:
+                    self.array[:] = scalars
+                    return
+            elif [value.shape for value in values] == self._shapes:
+                np.concatenate(values, out=self._flat, casting=self._casting)
+                return
+        except (AttributeError, TypeError, ValueError):
+            pass  # said below, with the lane
+        for lane, value in enumerate(values):
+            self.write_lane(lane, value)
+
+    def write_batch(self, values: Any) -> None:
+        """Write [P, *shape] at once."""
+        if np.shape(values) != self.array.shape:
+            raise EnvError(
+                f"observation {self.leaf.name!r} of the vector environment has shape {np.shape(values)}, "
+                f"its space wants {self.array.shape}: correct the space or the observation"
+            )
+        if values.dtype in self._dtypes:
+            self.array[...] = values
+        else:
+            for lane, value in enumerate(values):
+                self.write_lane(lane, value)
+
+    def write_lane(self, lane: int, value: Any) -> None:
+        """Write one lane's row, or say what is wrong with it."""
+        if getattr(value, "dtype", None) in self._dtypes and value.shape == self.leaf.shape:
+            self.array[lane] = value
+            return
+        given = np.asarray(value)
+        if given.shape != self.leaf.shape:
+            raise EnvError(
+                f"lane {lane}: observation {self.leaf.name!r} has shape {given.shape}, "
+                f"its space wants {self.leaf.shape}: correct the space or the observation"
+            )
+        if given.dtype not in self._dtypes and not self._lossless(given):
+            raise EnvError(
+                f"lane {lane}: observation {self.leaf.name!r} has dtype {given.dtype}, "
+                f"its space wants {self.leaf.dtype}: correct the space's dtype or cast the observation"
+            )
+        self.array[lane] = given
+
+    def _lossless(self, given: Array) -> bool:
+        if self.leaf.dtype.kind not in "iub" or given.dtype.kind not in "iub":
+            return False
+        return bool((given.astype(self.leaf.dtype) == given).all())
+
+
+class Rows:
+    """The current observation of all lanes, leaf by leaf."""
+
+    def __init__(self, space: Space, leaves: tuple[Leaf, ...], num_envs: int) -> None:
+        self.space = space
+        self.leaves = tuple(LeafRows(leaf, num_envs) for leaf in leaves)
+        self._single = len(self.leaves) == 1 and leaves[0].path == ("observation",)
+
+    @property
+    def arrays(self) -> dict[Path, Array]:
+        """[P, ...] per leaf: always the same memory."""
+        return {rows.leaf.path: rows.array for rows in self.leaves}
+
+    @property
+    def observation(self) -> Any:
+        """What a NumPy or JAX policy reads: the arrays in the space's structure."""
+        return assemble(self.space, self.arrays)
+
+    @property
+    def torch_observation(self) -> Any:
+        """What a Torch policy reads: tensors over the same memory, in the space's structure."""
+        return assemble(self.space, {path: torch.from_numpy(array) for path, array in self.arrays.items()})
+
+    def write(self, observations: Sequence[Any]) -> None:
+        """Write every lane's observation."""
+        if self._single:
+            self.leaves[0].write(observations)
+            return
+        parts = zip(*(self._parts(lane, observation) for lane, observation in enumerate(observations)), strict=True)
+        for rows, values in zip(self.leaves, parts, strict=True):
+            rows.write(values)
+
+    def write_lane(self, lane: int, observation: Any) -> None:
+        """Write one lane's observation."""
+        if self._single:
+            self.leaves[0].write_lane(lane, observation)
+            return
+        for rows, value in zip(self.leaves, self._parts(lane, observation), strict=True):
+            rows.write_lane(lane, value)
+
+    def write_batch(self, observations: Any) -> None:
+        """Write a vector environment's observation, whose leaves are [P, ...]."""
+        for rows, values in zip(self.leaves, self._parts(None, observations), strict=True):
+            rows.write_batch(values)
+
+    def set(self, observation: dict[Path, torch.Tensor]) -> None:
+        """Take over a state's root observation."""
+        for rows in self.leaves:
+            rows.array[...] = observation[rows.leaf.path].numpy()
+
+    def _parts(self, lane: int | None, observation: Any) -> list[Any]:
+        try:
+            return disassemble(self.space, observation)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            where = "the vector environment" if lane is None else f"lane {lane}"
+            raise EnvError(
+                f"{where}: the observation {type(observation).__name__} lacks the structure of its space "
+                f"{self.space} ({error!r}): return every key that the space names"
+            ) from error

@@ -1,0 +1,108 @@
+"""A Gymnasium `VectorEnv` as simulators: the library resets its lanes, never the environment itself."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+from funcollect.envs.host_env import Outcome, decoder
+from funcollect.envs.rows import Rows
+from funcollect.errors import EnvError
+from funcollect.specs import ActionSpec, Leaf
+
+
+def check_autoreset(env: VectorEnv[Any, Any, Any]) -> None:
+    """Raise ValueError unless the vector environment leaves resets to its caller."""
+    mode = (env.metadata or {}).get("autoreset_mode")
+    if mode != AutoresetMode.DISABLED:
+        raise ValueError(
+            f"the vector environment resets its lanes itself (autoreset_mode={getattr(mode, 'name', mode)}), expected "
+            "autoreset_mode=AutoresetMode.DISABLED: build it with that argument, or pass a list of environments"
+        )
+
+
+class VectorLanes:
+    """A vector environment stepped as a whole and reset by masks."""
+
+    def __init__(
+        self, env: VectorEnv[Any, Any, Any], leaves: tuple[Leaf, ...], spec: ActionSpec, info_keys: tuple[str, ...]
+    ) -> None:
+        self._env = env
+        self._spec = spec
+        self._info_keys = info_keys
+        self._started = False
+        self._decode_lanes = decoder(spec)
+        self._ended = np.zeros(env.num_envs, bool)
+        self._flags = np.zeros((2, env.num_envs), bool)
+        self.rows = Rows(env.single_observation_space, leaves, env.num_envs)
+
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
+        """Start an episode in each of `lanes`."""
+        count = self._env.num_envs
+        mask = np.zeros(count, bool)
+        mask[list(lanes)] = True
+        by_lane: list[int | None] = [None] * count
+        for lane, seed in zip(lanes, seeds, strict=True):
+            by_lane[lane] = seed
+        partial = self._started and not mask.all()
+        before = [rows.array.copy() for rows in self.rows.leaves]
+        try:
+            observation, _ = self._env.reset(seed=by_lane, options={"reset_mask": mask} if partial else None)  # type: ignore[arg-type]
+        except Exception as error:
+            raise EnvError(f"lanes {list(lanes)}: reset(seed={by_lane}) raised {error!r}") from error
+        self._started = True
+        self._ended[mask] = False
+        self.rows.write_batch(observation)
+        for rows, old in zip(self.rows.leaves, before, strict=True):
+            rows.array[~mask] = old[~mask]
+
+    def step(self, action: Any, frozen: Collection[int] = ()) -> Outcome:
+        """Step every lane; what the frozen ones do is hidden, and they repeat their last flags without reward."""
+        still = list(frozen)
+        self._restart(still)
+        before = [rows.array[still] for rows in self.rows.leaves]
+        try:
+            observation, reward, terminated, truncated, info = self._env.step(self._decode(action))
+        except Exception as error:
+            raise EnvError(f"the vector environment's step raised {error!r}") from error
+        self._ended = terminated | truncated
+        self.rows.write_batch(observation)
+        for rows, old in zip(self.rows.leaves, before, strict=True):
+            rows.array[still] = old
+        outcome = np.array([reward, terminated, truncated], np.float64)
+        outcome[:, still] = self._frozen_flags(still)
+        self._flags = outcome[1:] > 0
+        return Outcome(outcome[0].tolist(), self._flags[0].tolist(), self._flags[1].tolist(), self._pick(info))
+
+    def _frozen_flags(self, still: list[int]) -> npt.NDArray[np.float64]:
+        return np.stack([np.zeros(len(still)), *self._flags[:, still]])
+
+    def _restart(self, still: list[int]) -> None:
+        """A vector environment steps all lanes, so a frozen lane that has ended is started again unseen."""
+        mask = np.zeros(self._env.num_envs, bool)
+        mask[still] = self._ended[still]
+        if mask.any():
+            self._env.reset(options={"reset_mask": mask})
+
+    def _decode(self, action: Any) -> Any:
+        return np.asarray(self._decode_lanes(action), self._spec.space.dtype)
+
+    def _pick(self, info: dict[str, Any]) -> list[tuple[Any, ...]]:
+        picked = []
+        for key in self._info_keys:
+            present = info.get(f"_{key}", np.ones(self._env.num_envs, bool) if key in info else np.zeros(1, bool))
+            if not np.all(present):
+                raise EnvError(
+                    f"lane {int(np.argmin(present))}: step returned no info key {key!r}, which info_keys names: "
+                    f"there are {sorted(k for k in info if not k.startswith('_'))}; name one that every step returns"
+                )
+            picked.append(tuple(info[key]))
+        return picked
+
+    def close(self) -> None:
+        """Close the vector environment."""
+        self._env.close()

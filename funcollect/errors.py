@@ -1,0 +1,33 @@
+"""Every error that the library raises by a name of its own.
+
+Bad arguments raise `ValueError` or `TypeError`. The classes here name what goes wrong later, inside a run; each also
+derives from the built-in class that a caller would expect.
+"""
+
+
+class FuncollectError(Exception):
+    """Base of the library's named errors."""
+
+
+class StaleStateError(FuncollectError, RuntimeError):
+    """A state over real simulators was used after a later state had taken its place."""
+
+
+class ClosedError(FuncollectError, RuntimeError):
+    """The simulators behind a state, or a collector, were closed before this use."""
+
+
+class ReplayError(FuncollectError, RuntimeError):
+    """A simulator could not be brought to the same point again by replaying its seed and actions."""
+
+
+class EnvError(FuncollectError, RuntimeError):
+    """An environment raised, or answered outside its own spaces. Names the lane."""
+
+
+class PolicyError(FuncollectError, ValueError):
+    """A policy answered with missing, misshapen, mistyped or non-finite outputs."""
+
+
+class EvaluationError(FuncollectError, RuntimeError):
+    """An evaluation reached its frame limit before every lane had its episodes."""

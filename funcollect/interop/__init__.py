@@ -1,0 +1,1 @@
+"""Where JAX and Torch meet."""

@@ -1,0 +1,35 @@
+"""The library's own first import of JAX."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import cache
+from typing import Any
+
+
+@cache
+def import_jax() -> Any:
+    """JAX, set up before its first import for sharing a machine with Torch.
+
+    What acts only before JAX makes its client is set here, and only if the user has neither imported JAX nor set it:
+    no preallocation of the whole GPU, and synchronous dispatch on the CPU, which makes a small network's call cheaper.
+    """
+    first = "jax" not in sys.modules
+    if first:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import jax
+
+    if first and "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
+        jax.config.update("jax_cpu_enable_async_dispatch", False)  # type: ignore[no-untyped-call]
+    return jax
+
+
+def dispatch_note() -> str:
+    """How JAX dispatches on the CPU, in words."""
+    if import_jax().config.values.get("jax_cpu_enable_async_dispatch", True):
+        return (
+            "asynchronous CPU dispatch (JAX's default; "
+            "jax.config.update('jax_cpu_enable_async_dispatch', False) before first use makes small calls cheaper)"
+        )
+    return "synchronous CPU dispatch"

@@ -1,0 +1,168 @@
+"""Threaded randomness: keys, lane seeds and noise that is drawn ahead.
+
+A key is a ``uint32[2]`` array, the high and low words of a 64-bit seed (the layout of a legacy JAX key). Whatever is
+random is a pure function of the key, a purpose, a lane and an episode or step, so no draw depends on what ran before.
+
+Two counter-based generators serve it. Philox 4x64 (Salmon et al., 2011, as NumPy ships it) draws the noise of a whole
+rollout at once. SplitMix64 (Steele et al., 2014) gives single words: in Python integers for one lane, in int64 tensors
+for many, with equal results.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Key = npt.NDArray[np.uint32]  # [2]
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
+_WORDS_PER_BLOCK = 8  # one Philox block is 4 x 64 bits
+
+
+class Purpose(IntEnum):
+    """What a draw is for; draws for different purposes are independent."""
+
+    RESET = 1
+    NOISE = 2
+    RANDOM_ACTION = 3
+    GENERATOR = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """What a policy wants drawn ahead for each step.
+
+    ``uniform`` lies in (0, 1); ``gumbel`` and ``normal`` are standard; all are float32, one array of `shape` per lane.
+    ``key`` is one ``uint32[2]`` for all lanes (a JAX function's own randomness), and has no shape.
+    """
+
+    kind: Literal["uniform", "gumbel", "normal", "key"]
+    shape: tuple[int, ...] = ()
+
+
+def key_from_seed(seed: int | None) -> Key:
+    """The key of an integer seed in ``[0, 2**64)``; None draws fresh entropy from the system.
+
+    >>> key_from_seed(7)
+    array([0, 7], dtype=uint32)
+    """
+    if seed is None:
+        seed = secrets.randbits(32)
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
+        raise TypeError(f"seed is {type(seed).__name__}, expected an int or None: pass for example seed=0")
+    if not 0 <= seed <= _MASK:
+        raise ValueError(f"seed is {seed}, expected 0 <= seed < 2**64: take it modulo 2**64")
+    return np.array([int(seed) >> 32, int(seed) & 0xFFFFFFFF], np.uint32)
+
+
+def seed_of(key: Key) -> int:
+    """The integer seed that a key holds: the inverse of `key_from_seed`."""
+    return int(key[0]) << 32 | int(key[1])
+
+
+def fold(key: Key, *words: int) -> int:
+    """A 64-bit word that depends on the key and on every one of `words`."""
+    return _fold(seed_of(key), *words)
+
+
+def _fold(word: int, *words: int) -> int:
+    for data in words:
+        word = (word + _GOLDEN * (data + 1)) & _MASK
+        word = ((word ^ word >> 30) * _MULTIPLIERS[0]) & _MASK
+        word = ((word ^ word >> 27) * _MULTIPLIERS[1]) & _MASK
+        word ^= word >> 31
+    return word
+
+
+@dataclass(frozen=True)
+class EpisodeSeeds:
+    """The 32-bit seeds with which a lane's episodes start."""
+
+    stream: int
+
+    @classmethod
+    def of(cls, key: Key, lane: int) -> EpisodeSeeds:
+        """The seeds of one lane."""
+        return cls(fold(key, Purpose.RESET, lane))
+
+    def __getitem__(self, episode: int) -> int:
+        return _fold(self.stream, episode) >> 32
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >= 1 << 63 else word
+
+
+def _mix(words: Tensor) -> Tensor:
+    for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, 1), strict=True):
+        words = (words ^ ((words >> shift) & ((1 << (64 - shift)) - 1))) * _signed(multiplier)
+    return words
+
+
+def lane_uniforms(key: Key, lanes: Tensor, episodes: Tensor, count: int) -> Tensor:
+    """Uniform numbers in (0, 1) with which each lane starts its episode.
+
+    Args:
+        key: the state's key.
+        lanes: [P] int64, the lanes' ids.
+        episodes: [P] int64, the episodes' numbers.
+        count: how many numbers each lane needs.
+
+    Returns:
+        [P, count] float64, on the device of `lanes`.
+    """
+    words = torch.full_like(lanes, _signed(fold(key, Purpose.RESET)))
+    draws = torch.arange(count, dtype=torch.int64, device=lanes.device)
+    for data in (lanes, episodes):
+        words = _mix(words + _signed(_GOLDEN) * (data + 1))
+    words = _mix(words[:, None] + _signed(_GOLDEN) * (draws + 1))
+    return (((words >> 11) & ((1 << 53) - 1)).double() + 0.5) * 2.0**-53
+
+
+def random_words(key: Key, purpose: Purpose, lane: int, start: int, length: int, width: int) -> npt.NDArray[np.uint32]:
+    """Philox words for the steps ``start … start + length - 1``: [length, width] uint32.
+
+    Step ``s`` always gets the same words, whichever range it was drawn in. `lane` is the first lane's id.
+    """
+    blocks = math.ceil(width / _WORDS_PER_BLOCK)
+    stream = np.array([seed_of(key), int(purpose) << 48 | lane], np.uint64)
+    counter = np.array([start * blocks, 0, 0, 0], np.uint64)
+    raw = np.random.Philox(key=stream, counter=counter).random_raw(length * blocks * 4)
+    return raw.view(np.uint32).reshape(length, blocks * _WORDS_PER_BLOCK)[:, :width]
+
+
+def uniforms(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
+    """Float32 numbers in (0, 1), both ends excluded, from uint32 words."""
+    centred = (words >> 9).astype(np.float32) + np.float32(0.5)
+    scaled: npt.NDArray[np.float32] = centred * np.float32(2.0**-23)
+    return scaled
+
+
+def normals(uniform: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Standard normal float32 numbers from uniform ones, by the inverse of the distribution function."""
+    normal: npt.NDArray[np.float32] = torch.special.ndtri(torch.from_numpy(uniform).double()).float().numpy()
+    return normal
+
+
+def draw_ahead(noise: Noise, key: Key, lane: int, num_envs: int, start: int, length: int) -> Tensor:
+    """The noise of a whole rollout: [length, P, *shape] float32, or [length, 2] uint32 keys."""
+    if noise.kind == "key":
+        return torch.from_numpy(random_words(key, Purpose.NOISE, lane, start, length, 2).copy())
+    width = num_envs * math.prod(noise.shape)
+    drawn = uniforms(random_words(key, Purpose.NOISE, lane, start, length, width))
+    if noise.kind == "gumbel":
+        drawn = -np.log(-np.log(drawn))
+    elif noise.kind == "normal":
+        drawn = normals(drawn)
+    return torch.from_numpy(drawn.reshape(length, num_envs, *noise.shape))

@@ -1,0 +1,112 @@
+"""Parameters bound to a private skeleton of a Torch module.
+
+The skeleton is a structural copy: its submodules are its own, its tensors are whichever were bound last. The user's
+module is only read, so a trainer may go on using it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from funcollect.tree import flatten
+
+Slots = dict[str, tuple[dict[str, Any], dict[str, Any], str]]  # name: the module's dict, the skeleton's, its key
+
+
+class Binding:
+    """A module and its skeleton on `device` (None: wherever the module is).
+
+    A module that cannot be copied is used as it is, and then only with its own parameters.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device | None = None) -> None:
+        self.module = module
+        self.device = device
+        tensors = [*module.parameters(), *module.buffers()]
+        memo = {id(tensor): tensor for tensor in tensors}
+        try:
+            self.skeleton: nn.Module = copy.deepcopy(module, memo)
+            self.obstacle: str | None = None
+        except Exception as error:
+            self.skeleton = module
+            self.obstacle = repr(error)
+        if self.obstacle and device is not None and any(tensor.device != device for tensor in tensors):
+            raise ValueError(
+                f"the policy cannot be copied to {device} ({self.obstacle}): move it there before, or pass "
+                "policy_factory, a function that builds it there"
+            )
+        self._modes = list(zip(module.modules(), self.skeleton.modules(), strict=True))
+        self._parameters = self._slots("_parameters")
+        self._buffers = self._slots("_buffers")
+
+    def _slots(self, kind: str) -> Slots:
+        slots: Slots = {}
+        for (name, source), target in zip(self.module.named_modules(), self.skeleton.modules(), strict=True):
+            for key, tensor in getattr(source, kind).items():
+                if tensor is not None:
+                    slots[f"{name}.{key}" if name else key] = (getattr(source, kind), getattr(target, kind), key)
+        return slots
+
+    @property
+    def params(self) -> TensorDict:
+        """The module's own current parameters and buffers, nested as its submodules are."""
+        return TensorDict.from_module(self.module)
+
+    def prepare(self, params: Any) -> dict[str, Tensor] | None:
+        """Parameters by dotted name, checked against the module's; None stands for the module's own.
+
+        Raises:
+            TypeError: for something that holds no tensors by name.
+            ValueError: for a missing, unknown or misshapen parameter, or a module that cannot be copied.
+        """
+        if params is None:
+            return None
+        if self.obstacle:
+            raise ValueError(
+                f"params= needs a copy of the policy, which cannot be copied ({self.obstacle}): "
+                "pass params=None, or policy_factory, a function that builds it"
+            )
+        if not isinstance(params, (Mapping, TensorDictBase)):
+            raise TypeError(f"params is {type(params).__name__}, expected a TensorDict or a state dict of the module")
+        given = {".".join(path): value for path, value in flatten(params).items()}
+        return {name: self._checked(name, given, slot[0][slot[2]]) for name, slot in self._named(given).items()}
+
+    def _named(self, given: Mapping[str, Any]) -> Slots:
+        slots = {**self._parameters, **self._buffers}
+        if unknown := sorted(set(given) - set(slots)):
+            raise ValueError(f"params holds {unknown}, which the module lacks: it has {sorted(slots)}")
+        if missing := sorted(set(self._parameters) - set(given)):
+            raise ValueError(f"params lacks {missing}: pass every parameter of the module")
+        return {name: slot for name, slot in slots.items() if name in given}
+
+    def _checked(self, name: str, given: Mapping[str, Any], own: Tensor) -> Tensor:
+        value = given[name]
+        if not isinstance(value, Tensor) or value.shape != own.shape:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"parameter {name!r} is {got}, the module wants a tensor of shape {tuple(own.shape)}")
+        return value
+
+    def bind(self, prepared: dict[str, Tensor] | None) -> nn.Module:
+        """The skeleton over the given tensors or, for None, over the module's own as they are now.
+
+        Parameters are shared, not copied. Buffers are copied, so that a forward pass that writes them (batch
+        statistics in training mode) leaves the user's module as it is.
+        """
+        if self.skeleton is self.module:
+            return self.module
+        for source, target in self._modes:
+            target.training = source.training
+        for name, (source_slot, target_slot, key) in self._parameters.items():
+            tensor = source_slot[key] if prepared is None else prepared[name]
+            target_slot[key] = tensor if self.device is None else tensor.to(self.device)
+        for name, (source_slot, target_slot, key) in self._buffers.items():
+            own: Tensor = source_slot[key]
+            buffer = own if prepared is None else prepared.get(name, own)
+            target_slot[key] = buffer.detach().to(self.device or buffer.device, copy=True)
+        return self.skeleton

@@ -1,0 +1,257 @@
+"""Heads: from a network's answer to an action and its log-probability.
+
+A head is pure and serves Torch and JAX alike. The noise with which it samples is an argument, drawn ahead for a whole
+rollout. `categorical`, `greedy`, `normal` and `tanh_normal` are heads; `epsilon_greedy(epsilon)` makes one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from gymnasium import spaces
+
+from funcollect.errors import PolicyError
+from funcollect.keys import Noise
+from funcollect.specs import ActionSpec
+
+__all__ = ["Head", "categorical", "epsilon_greedy", "greedy", "normal", "tanh_normal"]
+
+Parameters = tuple[Any, ...]  # of the distribution, each [..., n]
+
+
+class Head(Protocol):
+    """What a policy needs of a head. `xp` holds the functions of `funcollect.policies.numerics`."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        ...
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The keys under which a dict answer holds the parameters."""
+        ...
+
+    def check(self, spec: ActionSpec) -> None:
+        """Raise ValueError where the action space does not suit."""
+        ...
+
+    def noise(self, spec: ActionSpec) -> Noise | None:
+        """What to draw ahead for one lane's step."""
+        ...
+
+    def parse(self, xp: Any, answer: Any, spec: ActionSpec) -> Parameters:
+        """The distribution's parameters, of checked shapes, from the network's answer."""
+        ...
+
+    def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Any:
+        """An action; `noise` is None for the mode."""
+        ...
+
+    def log_prob(self, xp: Any, parameters: Parameters, action: Any, noise: Any, spec: ActionSpec) -> Any:
+        """The log-probability of a sampled action, [...]; None where the head defines none."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Discrete:
+    """Logits or values of each choice; a MultiDiscrete space has them one component after the other."""
+
+    name: str
+    names: tuple[str, ...]
+
+    def check(self, spec: ActionSpec) -> None:
+        if not spec.categories:
+            raise ValueError(
+                f"the head {self.name} needs a Discrete or MultiDiscrete action space, got {spec.space}: "
+                "use normal or tanh_normal for a Box"
+            )
+
+    def parse(self, xp: Any, answer: Any, spec: ActionSpec) -> Parameters:
+        wanted = sum(spec.categories)
+        if not hasattr(answer, "shape") or answer.ndim < 1 or answer.shape[-1] != wanted:
+            raise PolicyError(
+                f"the policy answered {_shape(answer)}, the head {self.name} wants [P, {wanted}]: "
+                f"one number for each choice of {spec.space}"
+            )
+        return (answer,)
+
+    def _split(self, array: Any, spec: ActionSpec) -> list[Any]:
+        ends = np.cumsum((0, *spec.categories))
+        return [array[..., start:end] for start, end in itertools.pairwise(ends)]
+
+    def _encode(self, xp: Any, chosen: list[Any], spec: ActionSpec) -> Any:
+        """Indices from 0, one array per component, as the action spec wants them."""
+        if spec.one_hot:
+            return xp.concatenate([xp.one_hot(i, n) for i, n in zip(chosen, spec.categories, strict=True)])
+        start = spec.start
+        if isinstance(spec.space, spaces.Discrete):
+            return chosen[0] + int(start) if start else chosen[0]
+        stacked = xp.stack(chosen)
+        shaped = stacked.reshape(*stacked.shape[:-1], *spec.shape)
+        return shaped + xp.constant(start, shaped) if start.any() else shaped
+
+    def _decode(self, xp: Any, action: Any, spec: ActionSpec) -> list[Any]:
+        if spec.one_hot:
+            return [part.argmax(-1) for part in self._split(action, spec)]
+        start = spec.start.ravel()
+        lead = action.shape[: action.ndim - len(spec.shape)]
+        flat = action.reshape(*lead, -1)
+        return [flat[..., i] - int(start[i if start.size > 1 else 0]) for i in range(len(spec.categories))]
+
+
+@dataclass(frozen=True)
+class _Categorical(_Discrete):
+    def noise(self, spec: ActionSpec) -> Noise | None:
+        return Noise(kind="gumbel", shape=(sum(spec.categories),))
+
+    def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Any:
+        (logits,) = parameters
+        perturbed = logits if noise is None else logits + noise  # the Gumbel-max trick
+        if len(spec.categories) == 1:
+            return self._encode(xp, [perturbed.argmax(-1)], spec)
+        return self._encode(xp, [part.argmax(-1) for part in self._split(perturbed, spec)], spec)
+
+    def log_prob(self, xp: Any, parameters: Parameters, action: Any, noise: Any, spec: ActionSpec) -> Any:
+        logits = self._split(parameters[0], spec)
+        indices = self._decode(xp, action, spec)
+        return sum(xp.take(xp.log_softmax(part), index) for part, index in zip(logits, indices, strict=True))
+
+
+@dataclass(frozen=True)
+class _EpsilonGreedy(_Discrete):
+    epsilon: float
+
+    def noise(self, spec: ActionSpec) -> Noise | None:
+        return Noise(kind="uniform", shape=(2, len(spec.categories))) if self.epsilon else None
+
+    def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Any:
+        best = [part.argmax(-1) for part in self._split(parameters[0], spec)]
+        if noise is None:
+            return self._encode(xp, best, spec)
+        chosen = []
+        for i, (index, count) in enumerate(zip(best, spec.categories, strict=True)):
+            anything = xp.clip(xp.floor_int(noise[..., 1, i] * count), 0, count - 1)
+            chosen.append(xp.where(noise[..., 0, i] < self.epsilon, anything, index))
+        return self._encode(xp, chosen, spec)
+
+    def log_prob(self, xp: Any, parameters: Parameters, action: Any, noise: Any, spec: ActionSpec) -> Any:
+        if not self.epsilon:
+            return None
+        total: Any = 0.0
+        indices = self._decode(xp, action, spec)
+        for part, index, count in zip(self._split(parameters[0], spec), indices, spec.categories, strict=True):
+            share = part[..., 0] * 0 + self.epsilon / count
+            total = total + xp.log(xp.where(part.argmax(-1) == index, share + (1 - self.epsilon), share))
+        return total
+
+
+@dataclass(frozen=True)
+class _Normal:
+    """A pair loc, scale, or one array of twice the action's size whose second half goes through softplus."""
+
+    name: str = "normal"
+    names: tuple[str, ...] = ("loc", "scale")
+
+    def check(self, spec: ActionSpec) -> None:
+        if not isinstance(spec.space, spaces.Box) or not np.issubdtype(spec.space.dtype, np.floating):
+            raise ValueError(
+                f"the head {self.name} needs a floating Box action space, got {spec.space}: "
+                "use categorical for discrete actions"
+            )
+
+    def noise(self, spec: ActionSpec) -> Noise | None:
+        return Noise(kind="normal", shape=spec.shape)
+
+    def parse(self, xp: Any, answer: Any, spec: ActionSpec) -> Parameters:
+        dims = len(spec.shape)
+        if isinstance(answer, (tuple, list)) and len(answer) == 2:
+            loc, scale = answer
+            if _tail(loc, dims) == spec.shape and _tail(scale, dims) == spec.shape:
+                return (loc, scale) if loc.shape == scale.shape else tuple(xp.broadcast(loc, scale))
+        elif hasattr(answer, "shape") and spec.shape and _tail(answer, dims) == (*spec.shape[:-1], 2 * spec.shape[-1]):
+            size = spec.shape[-1]
+            return answer[..., :size], xp.softplus(answer[..., size:])
+        raise PolicyError(
+            f"the policy answered {_shape(answer)}, the head {self.name} wants a pair (loc, scale), each [P, "
+            f"*{spec.shape}], or one array of twice the size: return these"
+        )
+
+    def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Any:
+        loc, scale = parameters
+        return loc if noise is None else loc + scale * noise
+
+    def log_prob(self, xp: Any, parameters: Parameters, action: Any, noise: Any, spec: ActionSpec) -> Any:
+        return self._total(self._density(xp, parameters, action), spec)
+
+    def _density(self, xp: Any, parameters: Parameters, value: Any) -> Any:
+        loc, scale = parameters
+        deviation = (value - loc) / scale
+        return -0.5 * deviation * deviation - xp.log(scale) - 0.5 * math.log(2 * math.pi)
+
+    def _total(self, density: Any, spec: ActionSpec) -> Any:
+        return density.sum(tuple(range(-len(spec.shape), 0))) if spec.shape else density
+
+
+@dataclass(frozen=True)
+class _TanhNormal(_Normal):
+    """A normal squashed by tanh to the bounds of the action space (Haarnoja et al., 2018, appendix C)."""
+
+    name: str = "tanh_normal"
+
+    def check(self, spec: ActionSpec) -> None:
+        super().check(spec)
+        if not spec.space.is_bounded():  # type: ignore[attr-defined]
+            raise ValueError(f"the head tanh_normal needs bounds on every action, got {spec.space}: use normal")
+
+    def _bounds(self, xp: Any, spec: ActionSpec, like: Any) -> tuple[Any, Any]:
+        space: Any = spec.space
+        return xp.constant(space.low, like), xp.constant(space.high, like)
+
+    def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Any:
+        squashed = xp.tanh(super().sample(xp, parameters, noise, spec))
+        low, high = self._bounds(xp, spec, squashed)
+        return xp.clip(low + (squashed + 1) * (high - low) / 2, low, high)
+
+    def log_prob(self, xp: Any, parameters: Parameters, action: Any, noise: Any, spec: ActionSpec) -> Any:
+        raw = super().sample(xp, parameters, noise, spec)
+        low, high = self._bounds(xp, spec, raw)
+        slope = 2 * (math.log(2) - raw - xp.softplus(-2 * raw)) + xp.log((high - low) / 2)
+        return self._total(self._density(xp, parameters, raw) - slope, spec)
+
+
+def _tail(array: Any, dims: int) -> tuple[int, ...] | None:
+    shape = tuple(getattr(array, "shape", ()))
+    return shape[len(shape) - dims :] if len(shape) >= dims else None
+
+
+def _shape(answer: Any) -> str:
+    if hasattr(answer, "shape"):
+        return f"an array of shape {tuple(answer.shape)}"
+    if isinstance(answer, (tuple, list)):
+        return f"a {type(answer).__name__} of {[_shape(part) for part in answer]}"
+    if isinstance(answer, Mapping):
+        return f"a dict with the keys {sorted(answer)}"
+    return type(answer).__name__
+
+
+categorical: Head = _Categorical("categorical", ("logits",))
+greedy: Head = _EpsilonGreedy("greedy", ("action_value",), 0.0)
+normal: Head = _Normal()
+tanh_normal: Head = _TanhNormal()
+
+
+def epsilon_greedy(epsilon: float) -> Head:
+    """The best-valued action, or with probability `epsilon` one drawn uniformly from all.
+
+    Raises:
+        ValueError: for an `epsilon` outside [0, 1].
+    """
+    if not 0 <= epsilon <= 1:
+        raise ValueError(f"epsilon is {epsilon}, expected a probability in [0, 1]")
+    return _EpsilonGreedy("epsilon_greedy", ("action_value",), float(epsilon))

@@ -1,0 +1,245 @@
+"""JAX functions as policies: one jitted call per step, its outputs packed in one array."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from funcollect.errors import PolicyError
+from funcollect.interop.jax_setup import import_jax
+from funcollect.keys import Key, Noise
+from funcollect.policies.actor import Columns, Drive, check_action, check_outputs, lane_mask, split_answer
+from funcollect.policies.heads import Head
+from funcollect.policies.numerics import jax_numerics
+from funcollect.policies.packing import Field, layout, pack
+from funcollect.specs import ActionSpec, ExplorationType
+
+
+def jax_policy(
+    apply: Callable[..., Any], params: Any, *, head: Head | None = None, initial_state: Any = None
+) -> JaxPolicy:
+    """A policy from a JAX function.
+
+    Args:
+        apply: called under `jit` as ``apply(params, observation)`` with the batch dimension; `observation` is an array
+            [P, ...], a dict of them for a Dict space, a tuple for a Tuple space. Where it has a parameter `key`, it
+            also gets a fresh ``uint32[2]`` key by that name. It answers as a Torch module does (see `torch_policy`).
+        params: a pytree of arrays.
+        head: one of `funcollect.heads`.
+        initial_state: makes the policy recurrent: the state of one environment at the start of an episode, a pytree
+            without a batch dimension. The call is then ``apply(params, observation, state) -> (answer, next_state)``.
+
+    Raises:
+        TypeError: for something that cannot be called, or a head that is none.
+
+    >>> import jax.numpy as jnp, funcollect as fc
+    >>> policy = jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=fc.heads.categorical)
+    >>> env = fc.make_env("CartPole-v1", num_envs=3)
+    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
+    >>> batch["action_log_prob"].shape
+    torch.Size([3, 5])
+    """
+    if not callable(apply):
+        raise TypeError(f"apply is {type(apply).__name__}, expected a function (params, observation) -> answer")
+    if head is not None and not hasattr(head, "log_prob"):
+        raise TypeError(f"head is {head!r}, expected one of funcollect.heads: categorical, normal, …")
+    return JaxPolicy(apply, params, head, initial_state)
+
+
+class JaxPolicy:
+    """See `jax_policy`. `params` may be set: the next rollout reads it."""
+
+    backend: Literal["jax"] = "jax"
+
+    def __init__(self, apply: Callable[..., Any], params: Any, head: Head | None, initial_state: Any) -> None:
+        self.apply = apply
+        self.params = params
+        self.head = head
+        self.initial_state = initial_state
+        self.takes_key = "key" in inspect.signature(apply).parameters
+        self._programs: dict[Any, tuple[ActionSpec, Callable[..., Any], tuple[Field, ...]]] = {}
+        self._prepared: tuple[list[Any], Any] | None = None
+
+    def check(self, spec: ActionSpec) -> None:
+        """Raise ValueError where the head does not suit the action space."""
+        if self.head is not None:
+            self.head.check(spec)
+
+    def noise(self, spec: ActionSpec) -> Noise | None:
+        """A key where the function takes one, else what the head samples with."""
+        if self.takes_key:
+            return Noise(kind="key")
+        return self.head.noise(spec) if self.head else None
+
+    def init(self, key: Key, num_envs: int) -> Any:
+        """The initial recurrent state for each lane, or None."""
+        jax = import_jax()
+
+        def expand(leaf: Any) -> Any:
+            array = jax.numpy.asarray(leaf)
+            return jax.numpy.tile(array, (num_envs, *[1] * array.ndim))
+
+        return None if self.initial_state is None else jax.tree.map(expand, self.initial_state)
+
+    def prepare(self, params: Any) -> Any:
+        """Parameters on the device, once per version; None stands for the policy's own, read at each rollout.
+
+        Raises:
+            ValueError: for a structure or shapes other than the policy's own.
+        """
+        jax = import_jax()
+        given = self.params if params is None else params
+        leaves = jax.tree.leaves(given)
+        if self._prepared and len(leaves) == len(self._prepared[0]) and all(map(_is, leaves, self._prepared[0])):
+            return self._prepared[1]
+        if params is not None:
+            self._check_params(params)
+        prepared = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.numpy.array(leaf), given)
+        if all(isinstance(leaf, jax.Array) for leaf in leaves):
+            self._prepared = (leaves, prepared)
+        return prepared
+
+    def _check_params(self, params: Any) -> None:
+        own, given = _shapes(self.params), _shapes(params)
+        if own != given:
+            differing = sorted(key for key in own.keys() | given.keys() if own.get(key) != given.get(key))
+            raise ValueError(
+                f"params differ from the policy's own at {differing}: got {[given.get(key) for key in differing]}, "
+                f"expected {[own.get(key) for key in differing]}: pass a pytree of the same structure and shapes"
+            )
+
+    def __call__(
+        self, params: Any, policy_state: Any, observation: Any, noise: Any, exploration_type: ExplorationType
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """One step by itself: see `funcollect.Policy`. Heads need the action space, so a loop uses `actor`."""
+        if self.head is not None:
+            raise TypeError("a policy with a head acts through funcollect.step, which knows the action space")
+        return self.answer(None, True, params, policy_state, observation, noise)
+
+    def answer(
+        self, spec: ActionSpec | None, stochastic: bool, params: Any, policy_state: Any, observation: Any, noise: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """One traced step: the next policy state and the outputs."""
+        extra = {}
+        if self.takes_key:
+            extra["key"], noise = import_jax().random.split(noise)
+        inputs = (observation,) if policy_state is None else (observation, policy_state)
+        answer = self.apply(params, *inputs, **extra)
+        if policy_state is not None:
+            answer, policy_state = answer
+        inner, extras = split_answer(answer, self.head)
+        outputs = dict(extras)
+        if self.head is None or spec is None:
+            return policy_state, {"action": inner, **outputs}
+        xp = jax_numerics()
+        parameters = self.head.parse(xp, inner, spec)
+        if self.takes_key:
+            noise = jax_noise(self.head.noise(spec), noise, parameters[0].shape[0])
+        noise = noise if stochastic else None
+        action = self.head.sample(xp, parameters, noise, spec)
+        log_prob = self.head.log_prob(xp, parameters, action, noise, spec)
+        if log_prob is not None:
+            outputs["action_log_prob"] = log_prob
+        return policy_state, {"action": action, **outputs}
+
+    def program(self, drive: Drive) -> tuple[Callable[..., Any], tuple[Field, ...]]:
+        """The jitted, packed step for this action space, and where its outputs lie; made once."""
+        which = (id(drive.spec), drive.stochastic, drive.num_envs)
+        if which not in self._programs:
+            self._programs[which] = (drive.spec, *self._compile(drive))
+        return self._programs[which][1:]
+
+    def _compile(self, drive: Drive) -> tuple[Callable[..., Any], tuple[Field, ...]]:
+        jax = import_jax()
+        step = functools.partial(self.answer, drive.spec, drive.stochastic)
+        noise = None if drive.noise is None else drive.noise[0].numpy()
+        _, shapes = jax.eval_shape(step, drive.params, drive.policy_state, drive.observation, noise)
+        if not hasattr(shapes["action"], "shape"):
+            raise PolicyError(f"the policy's action is {type(shapes['action']).__name__}, expected an array")
+        check_action(shapes["action"], drive.spec, drive.num_envs)
+        fields = layout(shapes, drive.num_envs)
+
+        def packed(params: Any, policy_state: Any, observation: Any, noise: Any) -> tuple[Any, Any]:
+            policy_state, outputs = step(params, policy_state, observation, noise)
+            return policy_state, pack(outputs, fields)
+
+        return jax.jit(packed), fields
+
+    def actor(self, drive: Drive) -> JaxActor:
+        """The policy at work in a rollout."""
+        return JaxActor(self, drive)
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    jax = import_jax()
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in leaves}
+
+
+def jax_noise(noise: Noise | None, key: Any, num_envs: int) -> Any:
+    """A head's noise drawn in JAX: [P, *shape] float32."""
+    if noise is None:
+        return None
+    draw = {"gumbel": "gumbel", "normal": "normal", "uniform": "uniform"}[noise.kind]
+    return getattr(import_jax().random, draw)(key, (num_envs, *noise.shape))
+
+
+class JaxActor:
+    """One jitted call and one read-back per step."""
+
+    def __init__(self, policy: JaxPolicy, drive: Drive) -> None:
+        self._step, self._fields = policy.program(drive)
+        self._drive = drive
+        self._params = drive.params
+        self._recurrent = drive.policy_state
+        self._observation = drive.observation
+        self._noise: Any = [None] * drive.length if drive.noise is None else drive.noise.numpy()
+        self._words = np.empty((drive.length, drive.num_envs, self._fields[-1].stop), np.int32)
+        action = self._fields[0]
+        self._scalar = not action.shape and np.dtype(action.dtype) == np.int32
+
+    def running(self) -> contextlib.AbstractContextManager[Any]:
+        """Nothing is needed."""
+        return contextlib.nullcontext()
+
+    def act(self, t: int) -> Any:
+        """The action [P, ...] of step `t`."""
+        self._recurrent, packed = self._step(self._params, self._recurrent, self._observation, self._noise[t])
+        words = np.asarray(packed)
+        self._words[t] = words
+        return words[:, 0] if self._scalar else self._fields[0].unpack(words)
+
+    def restart(self, lanes: Sequence[int]) -> None:
+        """Give these lanes their initial recurrent state."""
+        if self._recurrent is not None:
+            mask = lane_mask(lanes, self._drive.num_envs).numpy()
+            self._recurrent = _select()(mask, self._drive.initial_state, self._recurrent)
+
+    def finish(self) -> tuple[Any, Columns]:
+        """The next policy state and every output, [T, P, ...]."""
+        columns: Columns = {(field.name,): torch.from_numpy(field.unpack(self._words)) for field in self._fields}
+        columns[("action",)] = columns[("action",)].to(self._drive.spec.dtype)
+        check_outputs(columns, self._drive.spec)
+        return self._recurrent, columns
+
+
+@functools.cache
+def _select() -> Callable[[Any, Any, Any], Any]:
+    jax = import_jax()
+
+    def pick(mask: Any, one: Any, two: Any) -> Any:
+        return jax.numpy.where(mask.reshape(-1, *[1] * (one.ndim - 1)), one, two)
+
+    return jax.jit(  # type: ignore[no-any-return]
+        lambda mask, chosen, other: jax.tree.map(lambda one, two: pick(mask, one, two), chosen, other)
+    )
+
+
+def _is(one: Any, two: Any) -> bool:
+    return one is two

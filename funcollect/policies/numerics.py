@@ -1,0 +1,53 @@
+"""The few functions that a head needs, once for Torch and once for JAX, under the same names."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+def _take(array: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return array.gather(-1, index[..., None])[..., 0]
+
+
+TORCH = SimpleNamespace(
+    log_softmax=lambda x: torch.log_softmax(x, -1),
+    softplus=torch.nn.functional.softplus,
+    tanh=torch.tanh,
+    log=torch.log,
+    where=torch.where,
+    take=_take,
+    stack=lambda parts: torch.stack(parts, -1),
+    concatenate=lambda parts: torch.cat(parts, -1),
+    one_hot=lambda index, count: torch.nn.functional.one_hot(index, count),
+    broadcast=torch.broadcast_tensors,
+    clip=torch.clamp,
+    floor_int=lambda x: x.to(torch.int64),
+    constant=lambda value, like: torch.as_tensor(value, device=like.device),
+)
+
+
+@cache
+def jax_numerics() -> Any:
+    """The same functions on JAX arrays."""
+    import jax
+    import jax.numpy as jnp
+
+    return SimpleNamespace(
+        log_softmax=jax.nn.log_softmax,
+        softplus=jax.nn.softplus,
+        tanh=jnp.tanh,
+        log=jnp.log,
+        where=jnp.where,
+        take=lambda array, index: jnp.take_along_axis(array, index[..., None], -1)[..., 0],
+        stack=lambda parts: jnp.stack(parts, -1),
+        concatenate=lambda parts: jnp.concatenate(parts, -1),
+        one_hot=lambda index, count: jax.nn.one_hot(index, count, dtype=jnp.int32),
+        broadcast=jnp.broadcast_arrays,
+        clip=jnp.clip,
+        floor_int=lambda x: x.astype(jnp.int32),
+        constant=lambda value, like: jnp.asarray(value),
+    )

@@ -1,0 +1,155 @@
+"""Policies that are called on a TensorDict: `TensorDictModule`, TorchRL's actors, functions of a ``tensordict``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import set_interaction_type
+from torch import Tensor, nn
+
+from funcollect.errors import PolicyError
+from funcollect.keys import Key, Noise, Purpose, fold
+from funcollect.policies.actor import (
+    Columns,
+    Drive,
+    Recorder,
+    check_action,
+    check_outputs,
+    generator_state,
+    torch_generator,
+)
+from funcollect.policies.binding import Binding
+from funcollect.policies.torch_policy import TorchPolicyState
+from funcollect.specs import RESERVED, ActionSpec, ExplorationType
+from funcollect.tree import Path, flatten, nest
+
+
+class TensorDictPolicy:
+    """A callable that reads its in_keys from a TensorDict [P] and writes its out_keys into it.
+
+    It may draw from Torch's global generator: the generator runs from a state that travels in the policy state.
+    """
+
+    backend: Literal["torch"] = "torch"
+
+    def __init__(self, module: Callable[..., Any], device: torch.device | None = None) -> None:
+        self.module = module
+        self.device = device
+        self._binding = Binding(module, device) if isinstance(module, nn.Module) else None
+
+    @property
+    def params(self) -> Any:
+        """The module's current parameters and buffers; None for a function."""
+        return self._binding.params if self._binding else None
+
+    def noise(self, spec: ActionSpec) -> Noise | None:
+        """None: the module draws its own."""
+
+    def init(self, key: Key, num_envs: int) -> TorchPolicyState:
+        """A generator seeded from the key."""
+        return TorchPolicyState(None, generator_state(fold(key, Purpose.GENERATOR)))
+
+    def prepare(self, params: Any) -> dict[str, Tensor] | None:
+        """Parameters by name, checked; None stands for the module's own."""
+        if self._binding:
+            return self._binding.prepare(params)
+        if params is not None:
+            raise ValueError("params were given to a policy that is a plain function: pass a torch.nn.Module")
+        return None
+
+    def __call__(
+        self,
+        params: Any,
+        policy_state: TorchPolicyState,
+        observation: Any,
+        noise: Any,
+        exploration_type: ExplorationType,
+    ) -> tuple[TorchPolicyState, Mapping[str, Any]]:
+        """One step by itself: see `funcollect.Policy`."""
+        generator = policy_state.generator.clone()
+        with torch.no_grad(), set_interaction_type(exploration_type), torch_generator(generator):
+            outputs = run_module(self.bound(params), flatten(_as_mapping(observation)), self.device)
+        return TorchPolicyState(None, generator), {".".join(path): leaf for path, leaf in outputs.items()}
+
+    def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
+        """The callable over these parameters."""
+        return self._binding.bind(prepared) if self._binding else self.module
+
+    def actor(self, drive: Drive) -> TensorDictActor:
+        """The policy at work in a rollout."""
+        return TensorDictActor(self, drive)
+
+
+class TensorDictActor:
+    """One TensorDict per step, as the module wants it."""
+
+    def __init__(self, policy: TensorDictPolicy, drive: Drive) -> None:
+        self._drive = drive
+        self._module = policy.bound(drive.params)
+        self._device = policy.device
+        self._generator = drive.policy_state.generator.clone()
+        observation = drive.observation
+        self._inputs = flatten(_as_mapping(observation))
+        self._names: list[Path] = []
+        self._recorder = Recorder(observation, drive.length)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """No gradients, the asked interaction type, and the global generator running from the policy's state."""
+        with torch.no_grad(), set_interaction_type(self._drive.exploration_type), torch_generator(self._generator):
+            yield
+
+    def act(self, t: int) -> Any:
+        """The action [P, ...] of step `t`."""
+        outputs = run_module(self._module, self._inputs, self._device)
+        if t == 0:
+            self._check(outputs)
+        action = outputs[("action",)]
+        if t == 0 or action.shape[1:] != self._drive.spec.shape:
+            check_action(action, self._drive.spec, self._drive.num_envs)
+        self._recorder.append(tuple(outputs[name] for name in self._names))
+        return action
+
+    def _check(self, outputs: dict[Path, Any]) -> None:
+        if ("action",) not in outputs:
+            raise PolicyError(f"the policy wrote {sorted(map('.'.join, outputs))}, expected 'action' among them")
+        if taken := sorted({path[0] for path in outputs} & (RESERVED - {"action", "action_log_prob"})):
+            raise PolicyError(f"the policy wrote {taken}, which a batch uses itself: rename these out_keys")
+        self._names = sorted(path for path, leaf in outputs.items() if isinstance(leaf, Tensor))
+
+    def restart(self, lanes: Sequence[int]) -> None:
+        """There is no recurrent state."""
+
+    def finish(self) -> tuple[TorchPolicyState, Columns]:
+        """The next policy state and every output, [T, P, ...]."""
+        columns = dict(zip(self._names, self._recorder.columns(), strict=True))
+        columns[("action",)] = columns[("action",)].to(self._drive.spec.dtype)
+        check_outputs(columns, self._drive.spec)
+        return TorchPolicyState(None, self._generator), columns
+
+
+def run_module(
+    module: Callable[..., Any], inputs: Mapping[Path, Tensor], device: torch.device | None
+) -> dict[Path, Any]:
+    """What the module writes into a TensorDict of its own that holds `inputs`, each [P, ...]."""
+    own: Any = nest({path: leaf.clone() for path, leaf in inputs.items()})
+    answer = module(TensorDict(own, batch_size=next(iter(inputs.values())).shape[:1], device=device))
+    if not isinstance(answer, TensorDictBase):
+        raise PolicyError(f"the policy returned {type(answer).__name__}, expected the TensorDict with its outputs")
+    return {path: leaf for path, leaf in flatten(answer).items() if path not in inputs}
+
+
+def _as_mapping(observation: Any) -> dict[str, Any]:
+    if isinstance(observation, dict):
+        return {name: _open(value) for name, value in observation.items()}
+    return {"observation": _open(observation)}
+
+
+def _open(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return {str(index): _open(part) for index, part in enumerate(value)}
+    return _as_mapping(value) if isinstance(value, dict) else value

@@ -1,0 +1,215 @@
+"""Random actions: as a policy of their own, and in place of another policy's at the start of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from funcollect.keys import Key, Noise, Purpose, normals, random_words, uniforms
+from funcollect.policies.actor import Actor, Columns, Drive
+from funcollect.specs import ActionSpec, Env, ExplorationType
+
+MASK_KEY = "action_mask"
+
+
+def random_policy(env: Env) -> RandomPolicy:
+    """A policy that draws uniformly from the environment's action space.
+
+    Where the observation is a Dict with an entry ``action_mask`` of the actions' size, only actions that it allows are
+    drawn. Unbounded Box components are drawn as Gymnasium's `Box.sample` draws them: normal, or exponential from the
+    side that is bounded.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("Pendulum-v1", num_envs=2)
+    >>> policy = random_policy(env)
+    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
+    >>> batch["action"].shape
+    torch.Size([2, 4, 1])
+    """
+    return RandomPolicy(env.action_spec)
+
+
+class RandomPolicy:
+    """See `random_policy`."""
+
+    backend: Literal["torch"] = "torch"
+    params = None
+
+    def __init__(self, spec: ActionSpec) -> None:
+        self.spec = spec
+
+    def noise(self, spec: ActionSpec) -> Noise | None:
+        """One uniform number per choice or component."""
+        return Noise(kind="uniform", shape=_draw_shape(spec))
+
+    def init(self, key: Key, num_envs: int) -> None:
+        """There is no state."""
+
+    def prepare(self, params: Any) -> None:
+        """There are no parameters.
+
+        Raises:
+            ValueError: where some are given.
+        """
+        if params is not None:
+            raise ValueError("params were given to a random policy, which has none: leave them out")
+
+    def __call__(
+        self, params: Any, policy_state: Any, observation: Any, noise: Any, exploration_type: ExplorationType
+    ) -> tuple[None, Mapping[str, Any]]:
+        """Actions from uniform `noise`, whatever the exploration type."""
+        return None, {"action": draw_actions(self.spec, noise, action_mask(observation, self.spec))}
+
+    def actor(self, drive: Drive) -> RandomActor:
+        """The policy at work in a rollout."""
+        return RandomActor(drive)
+
+
+class RandomActor:
+    """Actions for the whole rollout at once, or step by step where a mask has to be heeded."""
+
+    def __init__(self, drive: Drive) -> None:
+        assert drive.noise is not None
+        self._spec = drive.spec
+        self._observation = drive.observation
+        self._noise = drive.noise
+        masked = action_mask(drive.observation, drive.spec) is not None
+        self.actions = torch.empty(drive.noise.shape[:2] + drive.spec.shape, dtype=drive.spec.dtype)
+        self._masked = masked
+        if not masked:
+            self.actions.copy_(draw_actions(drive.spec, drive.noise, None))
+        self.log_prob = torch.full(drive.noise.shape[:2], _log_density(drive.spec))
+        self.log_prob = self.log_prob if masked or not _is_uneven(drive.spec) else _uneven(drive.spec, self.actions)
+        self._rows = self.actions.unbind(0)
+
+    def running(self) -> contextlib.AbstractContextManager[Any]:
+        """Nothing is needed."""
+        return contextlib.nullcontext()
+
+    def act(self, t: int) -> Tensor:
+        """The action [P, ...] of step `t`."""
+        if self._masked:
+            mask = action_mask(self._observation, self._spec)
+            assert mask is not None
+            self._rows[t].copy_(draw_actions(self._spec, self._noise[t], mask))
+            self.log_prob[t] = -mask.sum(-1).float().log()
+        return self._rows[t]
+
+    def restart(self, lanes: Sequence[int]) -> None:
+        """There is no state."""
+
+    def finish(self) -> tuple[None, Columns]:
+        """The actions, [T, P, ...]."""
+        return None, {("action",): self.actions}
+
+
+class RandomStart:
+    """Another actor whose first `count` actions are random; it runs all the same, so every batch has the same keys."""
+
+    def __init__(self, actor: Actor, drive: Drive, key: Key, lane: int, start: int, count: int) -> None:
+        self._actor = actor
+        self._count = count
+        shape = _draw_shape(drive.spec)
+        width = drive.num_envs * math.prod(shape)
+        drawn = uniforms(random_words(key, Purpose.RANDOM_ACTION, lane, start, count, width))
+        noise = torch.from_numpy(drawn.reshape(count, drive.num_envs, *shape))
+        self._random = RandomActor(Drive(**{**vars(drive), "noise": noise}))
+        self.running = actor.running
+        self.restart = actor.restart
+
+    def act(self, t: int) -> Any:
+        """A random action at first, then the policy's."""
+        action = self._actor.act(t)
+        return self._random.act(t) if t < self._count else action
+
+    def finish(self) -> tuple[Any, Columns]:
+        """The policy's outputs, with the actions and log-probabilities that were acted on."""
+        policy_state, columns = self._actor.finish()
+        columns[("action",)][: self._count] = self._random.actions
+        if ("action_log_prob",) in columns:
+            columns[("action_log_prob",)][: self._count] = self._random.log_prob
+        return policy_state, columns
+
+
+def action_mask(observation: Any, spec: ActionSpec) -> Tensor | None:
+    """The mask [P, n] of allowed actions that an observation holds, or None."""
+    if not isinstance(observation, Mapping) or not isinstance(spec.space, spaces.Discrete):
+        return None
+    mask = torch.as_tensor(observation.get(MASK_KEY, ()))
+    return mask.bool() if mask.shape[1:] == (int(spec.space.n),) else None
+
+
+def _draw_shape(spec: ActionSpec) -> tuple[int, ...]:
+    return (len(spec.categories),) if spec.categories else tuple(spec.space.shape or ())
+
+
+def draw_actions(spec: ActionSpec, uniform: Tensor, mask: Tensor | None) -> Tensor:
+    """Actions [..., *spec.shape] from uniform numbers, one per component of each action."""
+    if spec.categories:
+        return _draw_choices(spec, uniform, mask)
+    if isinstance(spec.space, spaces.MultiBinary):
+        return (uniform < 0.5).to(spec.dtype)
+    return torch.from_numpy(_draw_box(spec.space, uniform.numpy()))  # type: ignore[arg-type]
+
+
+def _draw_choices(spec: ActionSpec, uniform: Tensor, mask: Tensor | None) -> Tensor:
+    counts = torch.tensor(spec.categories)
+    if mask is None:
+        chosen = torch.minimum((uniform.double() * counts).long(), counts - 1)
+    else:
+        rank = (uniform[..., 0].double() * mask.sum(-1)).long()
+        chosen = (mask.cumsum(-1) > rank[..., None]).long().argmax(-1, keepdim=True)
+    if spec.one_hot:
+        hot = [torch.nn.functional.one_hot(chosen[..., i], count) for i, count in enumerate(spec.categories)]
+        return torch.cat(hot, -1)
+    shaped = chosen.reshape(*chosen.shape[:-1], *spec.shape)
+    return shaped + torch.from_numpy(spec.start)
+
+
+def _draw_box(space: spaces.Box, uniform: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+    if not np.issubdtype(space.dtype, np.floating):
+        return np.floor(low + uniform * (high - low + 1)).clip(low, high).astype(space.dtype)
+    below, above = np.isfinite(low), np.isfinite(high)
+    bounded = np.where(below & above, low, 0) + uniform * np.where(below & above, high - low, 0)
+    tail = -np.log(uniform)
+    drawn = np.where(
+        below & above, bounded, np.where(below, low + tail, np.where(above, high - tail, normals(uniform)))
+    )
+    return drawn.astype(space.dtype)
+
+
+def _is_uneven(spec: ActionSpec) -> bool:
+    return isinstance(spec.space, spaces.Box) and not spec.space.is_bounded()
+
+
+def _log_density(spec: ActionSpec) -> float:
+    """The log-probability of any one action, where all are equally likely."""
+    if spec.categories:
+        return -sum(math.log(count) for count in spec.categories)
+    if isinstance(spec.space, spaces.MultiBinary):
+        return -math.prod(spec.shape) * math.log(2)
+    space: Any = spec.space
+    width = space.high.astype(np.float64) - space.low + (space.dtype.kind != "f")
+    return -float(np.log(width).sum()) if np.isfinite(width).all() else math.nan
+
+
+def _uneven(spec: ActionSpec, actions: Tensor) -> Tensor:
+    """The log-density of actions of which some components are unbounded: [T, P]."""
+    space: Any = spec.space
+    value = actions.numpy().astype(np.float64)
+    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+    below, above = np.isfinite(low), np.isfinite(high)
+    with np.errstate(invalid="ignore"):
+        inside = -np.log(np.where(below & above, high - low, 1))
+        normal = -0.5 * value**2 - 0.5 * math.log(2 * math.pi)
+        each = np.where(below & above, inside, np.where(below, low - value, np.where(above, value - high, normal)))
+    return torch.from_numpy(each.reshape(*value.shape[:2], -1).sum(-1).astype(np.float32))

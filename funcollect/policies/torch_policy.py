@@ -1,0 +1,282 @@
+"""Torch modules as policies."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from funcollect.errors import PolicyError
+from funcollect.keys import Key, Noise, Purpose, fold
+from funcollect.policies.actor import (
+    Columns,
+    Drive,
+    NoiseRow,
+    Recorder,
+    check_action,
+    check_numbers,
+    check_outputs,
+    generator_state,
+    lane_mask,
+    split_answer,
+    torch_generator,
+)
+from funcollect.policies.binding import Binding
+from funcollect.policies.heads import Head
+from funcollect.policies.numerics import TORCH
+from funcollect.specs import ActionSpec, ExplorationType
+from funcollect.tree import select
+
+
+class TorchPolicyState(NamedTuple):
+    """What a Torch policy carries from step to step."""
+
+    recurrent: Any  # a pytree of tensors [P, ...], or None
+    generator: Tensor  # uint8: the state of Torch's global generator, for modules that draw from it
+
+
+def torch_policy(
+    module: nn.Module | Callable[..., Any],
+    *,
+    head: Head | None = None,
+    initial_state: Any = None,
+    device: torch.device | str | None = None,
+) -> TorchPolicy:
+    """A policy from a Torch module.
+
+    Args:
+        module: called as ``module(observation)`` with the batch dimension; `observation` is a tensor [P, ...], a dict
+            of them for a Dict space, a tuple for a Tuple space. With a head it answers with the distribution's
+            parameters, without one with the action; or with a dict that holds these and whatever else is to be
+            recorded, each [P, ...].
+        head: one of `funcollect.heads`.
+        initial_state: makes the policy recurrent: the state of one environment at the start of an episode, a pytree of
+            tensors without a batch dimension. The module is then called as ``module(observation, state)`` and answers
+            ``(answer, next_state)``, with the batch dimension.
+        device: where the policy runs; unless given, where its parameters are.
+
+    Raises:
+        TypeError: for a module that cannot be called, or a head that is none.
+        ValueError: for a device that is not there.
+
+    >>> import torch, funcollect as fc
+    >>> policy = torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
+    >>> env = fc.make_env("CartPole-v1", num_envs=3)
+    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
+    >>> batch["action"].shape
+    torch.Size([3, 5])
+    """
+    if not callable(module):
+        raise TypeError(f"the policy is {type(module).__name__}, expected a torch.nn.Module or a function")
+    if head is not None and not hasattr(head, "log_prob"):
+        raise TypeError(f"head is {head!r}, expected one of funcollect.heads: categorical, normal, …")
+    return TorchPolicy(module, head, initial_state, checked_device(device))
+
+
+def checked_device(device: torch.device | str | None) -> torch.device | None:
+    """The device, shown to exist.
+
+    Raises:
+        ValueError: where Torch cannot allocate on it.
+    """
+    if device is None:
+        return None
+    try:
+        return torch.empty(0, device=torch.device(device)).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(
+            f"device {str(device)!r} is not to be had here: {error}; choose another, such as 'cpu'"
+        ) from error
+
+
+class TorchPolicy:
+    """See `torch_policy`."""
+
+    backend: Literal["torch"] = "torch"
+
+    def __init__(
+        self, module: nn.Module | Callable[..., Any], head: Head | None, initial_state: Any, device: torch.device | None
+    ) -> None:
+        self.module = module
+        self.head = head
+        self.device = device
+        self.initial_state = initial_state
+        self._binding = Binding(module, device) if isinstance(module, nn.Module) else None
+
+    @property
+    def home(self) -> torch.device | None:
+        """The device on which the policy runs; None for a function without one."""
+        if self.device is not None or self._binding is None:
+            return self.device
+        return next((tensor.device for tensor in self._binding.module.parameters()), None)
+
+    @property
+    def params(self) -> Any:
+        """The module's current parameters and buffers, a TensorDict; None for a function."""
+        return self._binding.params if self._binding else None
+
+    def check(self, spec: ActionSpec) -> None:
+        """Raise ValueError where the head does not suit the action space."""
+        if self.head is not None:
+            self.head.check(spec)
+
+    def noise(self, spec: ActionSpec) -> Noise | None:
+        """What the head samples with."""
+        return self.head.noise(spec) if self.head else None
+
+    def init(self, key: Key, num_envs: int) -> TorchPolicyState:
+        """The initial recurrent state for each lane, and a generator seeded from the key."""
+
+        def expand(leaf: Any) -> Tensor:
+            tensor = torch.as_tensor(leaf, device=self.device)
+            return tensor.expand(num_envs, *tensor.shape).clone()
+
+        recurrent = None if self.initial_state is None else optree.tree_map(expand, self.initial_state)
+        return TorchPolicyState(recurrent, generator_state(fold(key, Purpose.GENERATOR)))
+
+    def prepare(self, params: Any) -> dict[str, Tensor] | None:
+        """Parameters by name, checked; None stands for the module's own, read at each rollout."""
+        if self._binding:
+            return self._binding.prepare(params)
+        if params is not None:
+            raise ValueError("params were given to a policy that is a plain function: pass a torch.nn.Module")
+        return None
+
+    def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
+        """The callable over these parameters."""
+        return self._binding.bind(prepared) if self._binding else self.module
+
+    def __call__(
+        self,
+        params: Any,
+        policy_state: TorchPolicyState,
+        observation: Any,
+        noise: Any,
+        exploration_type: ExplorationType,
+    ) -> tuple[TorchPolicyState, Mapping[str, Any]]:
+        """One step by itself: see `funcollect.Policy`. Heads need the action space, so a loop uses `actor`."""
+        if self.head is not None:
+            raise TypeError("a policy with a head acts through funcollect.step, which knows the action space")
+        generator = policy_state.generator.clone()
+        with torch.no_grad(), torch_generator(generator):
+            module = self.bound(params)
+            answer, recurrent = module(observation), None
+            if policy_state.recurrent is not None:
+                answer, recurrent = module(observation, policy_state.recurrent)
+        action, extras = split_answer(answer, None)
+        return TorchPolicyState(recurrent, generator), {"action": action, **extras}
+
+    def actor(self, drive: Drive) -> TorchActor:
+        """The policy at work in a rollout."""
+        return TorchActor(self, drive)
+
+
+class TorchActor:
+    """One forward pass per step; log-probabilities and checks once at the end."""
+
+    def __init__(self, policy: TorchPolicy, drive: Drive) -> None:
+        self._drive = drive
+        self._head = policy.head
+        self._module = policy.bound(drive.params)
+        self._move = _mover(policy, drive.observation)
+        self._home = policy.home or torch.device("cpu")
+        self._noise = NoiseRow(drive.noise if drive.stochastic else None)
+        self._recurrent = drive.policy_state.recurrent
+        self._generator = drive.policy_state.generator.clone()
+        self._wanted = torch.Size((drive.num_envs, *drive.spec.shape))
+        self._names: tuple[str, ...] | None = None
+        self._recorder = Recorder(drive.observation, drive.length)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """No gradients, and Torch's global generator running from the policy's state."""
+        with torch.no_grad(), torch_generator(self._generator):
+            yield
+
+    def act(self, t: int) -> Tensor:
+        """The action [P, ...] of step `t`."""
+        observation = self._drive.observation if self._move is None else self._move(self._drive.observation)
+        if self._recurrent is None:
+            answer = self._module(observation)
+        else:
+            answer, self._recurrent = self._module(observation, self._recurrent)
+        extras: tuple[Tensor, ...] = ()
+        if isinstance(answer, Mapping):
+            answer, extras = self._open(answer)
+        if self._head is None:
+            action, parameters = answer, ()
+        else:
+            parameters = self._head.parse(TORCH, answer, self._drive.spec)
+            noise = self._noise.at(t)
+            if noise is not None and self._home.type != "cpu":
+                noise = noise.to(self._home)
+            action = self._head.sample(TORCH, parameters, noise, self._drive.spec)
+        if t == 0 or action.shape != self._wanted:
+            check_action(action, self._drive.spec, self._drive.num_envs)
+        self._recorder.append((action, *parameters, *extras))
+        return action  # type: ignore[no-any-return]
+
+    def _open(self, answer: Mapping[str, Any]) -> tuple[Any, tuple[Tensor, ...]]:
+        """A dict's part for the head, or its action, and the extras; their names are fixed by the first step."""
+        inner, extras = split_answer(answer, self._head)
+        names = tuple(sorted(extras))
+        if self._names is None:
+            self._names = names
+            check_extras(extras, self._drive.num_envs)
+        elif names != self._names:
+            raise PolicyError(
+                f"the policy answered with {list(names)} after {list(self._names)}: keep the keys the same"
+            )
+        return inner, tuple(extras[name] for name in names)
+
+    def restart(self, lanes: Sequence[int]) -> None:
+        """Give these lanes their initial recurrent state."""
+        if self._recurrent is not None:
+            mask = lane_mask(lanes, self._drive.num_envs).to(self._home)
+            self._recurrent = select(mask, self._drive.initial_state.recurrent, self._recurrent)
+
+    def finish(self) -> tuple[TorchPolicyState, Columns]:
+        """The next policy state and every output, [T, P, ...]."""
+        spec = self._drive.spec
+        columns = self._recorder.columns()
+        names = self._names or ()
+        action, parameters, extras = (
+            columns[0],
+            columns[1 : len(columns) - len(names)],
+            columns[len(columns) - len(names) :],
+        )
+        outputs: Columns = {("action",): action.to(spec.dtype)}
+        outputs |= {(name,): extra for name, extra in zip(names, extras, strict=True)}
+        if self._head is None:
+            check_outputs(outputs, spec)
+        else:
+            check_numbers(outputs | {(f"the head's input {i}",): each for i, each in enumerate(parameters)})
+            outputs |= self._scored(action, tuple(parameters))
+        return TorchPolicyState(self._recurrent, self._generator), outputs
+
+    def _scored(self, action: Tensor, parameters: tuple[Tensor, ...]) -> Columns:
+        assert self._head is not None
+        noise = self._drive.noise if self._drive.stochastic else None
+        noise = None if noise is None else noise.to(self._home)
+        log_prob = self._head.log_prob(TORCH, parameters, action, noise, self._drive.spec)
+        return {} if log_prob is None else {("action_log_prob",): log_prob}
+
+
+def _mover(policy: TorchPolicy, observation: Any) -> Callable[[Any], Any] | None:
+    """What brings an observation to the policy's device; None where it is there already."""
+    home = policy.home
+    if home is None or all(leaf.device == home for leaf in optree.tree_leaves(observation)):
+        return None
+    return lambda tree: optree.tree_map(lambda leaf: leaf.to(home), tree)
+
+
+def check_extras(extras: Mapping[str, Any], num_envs: int) -> None:
+    """Raise PolicyError for an extra output that has no row per environment."""
+    for name, value in extras.items():
+        if not isinstance(value, Tensor) or value.shape[:1] != (num_envs,):
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise PolicyError(f"the policy's {name!r} is {got}, expected a tensor of shape [{num_envs}, ...]")

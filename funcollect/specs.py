@@ -1,0 +1,243 @@
+"""What the layers agree on: batch keys, the environment and policy protocols, spaces and shapes.
+
+Letters in shapes are fixed throughout the library: ``T`` time, ``P`` environments in one batch, ``W`` workers,
+``L`` lanes (``W * P``), ``*B`` whatever batch dimensions there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gymnasium import spaces
+from tensordict.nn import InteractionType as ExplorationType
+
+from funcollect.keys import Key, Noise
+from funcollect.tree import Path
+
+__all__ = ["ActionSpec", "Backend", "Env", "ExplorationType", "Leaf", "Policy", "Seeding", "observation_leaves"]
+
+Backend = Literal["host", "torch", "jax"]
+Seeding = Literal["episode", "lane", "run"]
+Space = spaces.Space[Any]
+
+RESERVED = frozenset({"action", "action_log_prob", "collector", "done", "next", "reward", "terminated", "truncated"})
+
+
+@runtime_checkable
+class Env(Protocol):
+    """An environment, single or batched: a description from which live simulators or states are made.
+
+    `num_envs` is P, or None for an environment without a batch dimension. The spaces are those of one environment.
+    `seeding` says how finely it can be seeded: each episode, each lane once, or only the whole run.
+    A ``"host"`` environment also has ``open() -> Simulators``; a ``"torch"`` one ``reset`` and ``step`` over values.
+    """
+
+    @property
+    def backend(self) -> Backend:
+        """Which loop drives it."""
+        ...
+
+    @property
+    def num_envs(self) -> int | None:
+        """P, or None."""
+        ...
+
+    @property
+    def observation_space(self) -> Space:
+        """The observation space of one environment."""
+        ...
+
+    @property
+    def action_space(self) -> Space:
+        """The action space of one environment."""
+        ...
+
+    @property
+    def seeding(self) -> Seeding:
+        """How finely it can be seeded."""
+        ...
+
+    @property
+    def observation_leaves(self) -> tuple[Leaf, ...]:
+        """The leaves that an observation has in a batch."""
+        ...
+
+    @property
+    def action_spec(self) -> ActionSpec:
+        """How an action looks in a batch."""
+        ...
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """A policy: a pure function with parameters as an argument and its recurrent state threaded through.
+
+    `noise` of an action spec says what is drawn ahead for each call, or None. The call takes ``[P, ...]`` arrays.
+    """
+
+    @property
+    def backend(self) -> Backend:
+        """Whether it reads Torch tensors or arrays for JAX."""
+        ...
+
+    @property
+    def params(self) -> Any:
+        """The policy's own current parameters."""
+        ...
+
+    def noise(self, spec: ActionSpec) -> Noise | None:
+        """What to draw ahead, per lane and step."""
+        ...
+
+    def init(self, key: Key, num_envs: int) -> Any:
+        """The state that the policy starts with: recurrent state, or the generator's."""
+        ...
+
+    def prepare(self, params: Any) -> Any:
+        """Parameters in the form that the call wants: moved, laid out, checked. None means the current ones."""
+        ...
+
+    def __call__(
+        self, params: Any, policy_state: Any, observation: Any, noise: Any, exploration_type: ExplorationType
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """One action for each of P environments: the next policy state and the outputs, ``action`` among them."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """One array of an observation: its key in a batch, its shape and dtype in one environment."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def name(self) -> str:
+        """The path as a person reads it."""
+        return ".".join(self.path)
+
+
+def observation_leaves(space: Space, dtype: npt.DTypeLike | None = None) -> tuple[Leaf, ...]:
+    """The leaves of an observation space, in a fixed order.
+
+    Args:
+        space: the space of one environment.
+        dtype: the dtype of floating boxes in a batch; float32 unless given.
+
+    Raises:
+        TypeError: for a space that has no fixed-size arrays (Text, Sequence, Graph, OneOf).
+        ValueError: for a Dict key that a batch uses itself.
+    """
+    floating = np.dtype(np.float32 if dtype is None else dtype)
+    if floating.kind != "f":
+        raise ValueError(f"dtype is {floating}, expected a floating one: it applies to floating boxes only")
+    root = () if isinstance(space, spaces.Dict) else ("observation",)
+    leaves = tuple(_leaves(space, root, floating))
+    for leaf in leaves:
+        if leaf.path[0] in RESERVED:
+            raise ValueError(
+                f"the observation key {leaf.path[0]!r} collides with the batch's own: "
+                f"rename it with a Gymnasium wrapper; taken are {sorted(RESERVED)}"
+            )
+        if any("." in part or not part for part in leaf.path):
+            raise ValueError(f"the observation key {leaf.path} holds a dot or is empty: rename it")
+    return leaves
+
+
+def _leaves(space: Space, path: Path, floating: np.dtype[Any]) -> list[Leaf]:
+    match space:
+        case spaces.Dict():
+            parts = [(str(name), child) for name, child in space.spaces.items()]
+        case spaces.Tuple():
+            parts = [(str(index), child) for index, child in enumerate(space.spaces)]
+        case spaces.Box() | spaces.Discrete() | spaces.MultiDiscrete() | spaces.MultiBinary():
+            own = np.dtype(space.dtype)
+            return [Leaf(path=path, shape=tuple(space.shape or ()), dtype=floating if own.kind == "f" else own)]
+        case _:
+            raise TypeError(
+                f"the observation space at {'.'.join(path) or 'the root'} is {type(space).__name__}, expected Box, "
+                "Discrete, MultiDiscrete, MultiBinary, Dict or Tuple: flatten it with a Gymnasium wrapper"
+            )
+    return [leaf for name, child in parts for leaf in _leaves(child, (*path, name), floating)]
+
+
+def assemble(space: Space, flat: Mapping[Path, Any]) -> Any:
+    """An observation as a policy takes it: an array, a dict for a Dict space, a tuple for a Tuple space."""
+    return _assemble(space, () if isinstance(space, spaces.Dict) else ("observation",), flat)
+
+
+def _assemble(space: Space, path: Path, flat: Mapping[Path, Any]) -> Any:
+    match space:
+        case spaces.Dict():
+            return {name: _assemble(child, (*path, str(name)), flat) for name, child in space.spaces.items()}
+        case spaces.Tuple():
+            return tuple(_assemble(child, (*path, str(index)), flat) for index, child in enumerate(space.spaces))
+        case _:
+            return flat[path]
+
+
+def disassemble(space: Space, observation: Any) -> list[Any]:
+    """The leaves of one environment's observation, in the order of `observation_leaves`."""
+    match space:
+        case spaces.Dict():
+            return [leaf for name, child in space.spaces.items() for leaf in disassemble(child, observation[name])]
+        case spaces.Tuple():
+            pairs = zip(space.spaces, observation, strict=True)
+            return [leaf for child, part in pairs for leaf in disassemble(child, part)]
+        case _:
+            return [observation]
+
+
+@dataclass(frozen=True)
+class ActionSpec:
+    """How an action looks in a batch: the space, and whether discrete ones are one-hot (TorchRL's encoding).
+
+    Raises:
+        TypeError: for a space that is not Box, Discrete, MultiDiscrete or MultiBinary.
+        ValueError: for one-hot actions of a space that has no categories.
+    """
+
+    space: Space
+    one_hot: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the space once, here."""
+        if not isinstance(self.space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
+            raise TypeError(
+                f"the action space is {type(self.space).__name__}, expected Box, Discrete, MultiDiscrete or "
+                "MultiBinary: flatten it with a Gymnasium wrapper"
+            )
+        if self.one_hot and not self.categories:
+            raise ValueError(f"one_hot=True needs a Discrete or MultiDiscrete action space, got {self.space}")
+
+    @property
+    def categories(self) -> tuple[int, ...]:
+        """The number of choices of each discrete component; empty for Box and MultiBinary."""
+        match self.space:
+            case spaces.Discrete():
+                return (int(self.space.n),)
+            case spaces.MultiDiscrete():
+                return tuple(int(n) for n in self.space.nvec.ravel())
+            case _:
+                return ()
+
+    @property
+    def start(self) -> npt.NDArray[np.int64]:
+        """The lowest value of each discrete component, in the space's own shape."""
+        return np.asarray(getattr(self.space, "start", 0), np.int64)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one action in a batch."""
+        return (sum(self.categories),) if self.one_hot else tuple(self.space.shape or ())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of an action in a batch."""
+        return torch.from_numpy(np.empty(0, np.int64 if self.one_hot else self.space.dtype)).dtype

@@ -1,0 +1,1 @@
+"""What is read off batches: trajectories cut apart, and statistics of finished episodes."""

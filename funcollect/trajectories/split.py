@@ -1,0 +1,162 @@
+"""Batches cut into trajectories: one padded row for each.
+
+TorchRL's `split_trajectories` merges equal ids of adjacent rows and takes no more than two batch dimensions. Here a
+trajectory never leaves its row, and any number of dimensions may stand before time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
+from torch import Tensor
+
+from funcollect.tree import Path
+
+__all__ = ["split_trajectories"]
+
+MASK = ("collector", "mask")
+TRAJECTORY_IDS = ("collector", "traj_ids")
+
+# Indexed assignment knows no wide unsigned integers; it moves bits, so the signed type of the same width does.
+_ASSIGNABLE = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+_Nested = dict[str, "Tensor | _Nested"]
+
+
+def split_trajectories(batch: TensorDictBase, *, trajectory_key: str | Path = TRAJECTORY_IDS) -> TensorDict:
+    """Cut a batch into its trajectories, one row each, zero padded at the end.
+
+    A trajectory is a longest stretch of equal ids within one row of the batch. It also ends after a frame with
+    ``next.done``, unless the frame after that has ``done`` at its root: a lane that stays finished was not reset, and
+    its repeated frames stay with the trajectory. The last stretch of a row is kept, finished or not.
+
+    Args:
+        batch: ``[*B, T]``, time last; leaves ``[*B, T, ...]``, strided or not, on any device.
+        trajectory_key: where the ids are, ``[*B, T]`` integers.
+
+    Returns:
+        ``[N, Tmax]``: the N trajectories in the order of the rows, then of time. Every leaf is ``[N, Tmax, ...]`` in
+        its own dtype; besides them stands ``("collector", "mask")``, ``[N, Tmax]`` bool: True for a frame, False for
+        padding. Unlocked, on the batch's device, and no memory is shared with `batch`.
+
+    Raises:
+        TypeError: for something other than a TensorDict, leaves that are not tensors, and ids that are not integers.
+        ValueError: without batch dimensions, without ids, for ids of another shape, and for a batch already split.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> ids = torch.tensor([[0, 0, 2], [1, 1, 1]])
+    >>> batch = TensorDict({"action": torch.tensor([[1, 2, 3], [4, 5, 6]]), "collector": {"traj_ids": ids}}, [2, 3])
+    >>> trajectories = split_trajectories(batch)
+    >>> trajectories["action"]
+    tensor([[1, 2, 0],
+            [3, 0, 0],
+            [4, 5, 6]])
+    >>> trajectories["collector", "mask"].sum(-1)
+    tensor([2, 1, 3])
+    """
+    check_batch(batch)
+    if batch.get(MASK, None) is not None:
+        raise ValueError(f"the batch has {_readable(MASK)} already: it is split; give the batch that it was split from")
+    ids = require(batch, trajectory_key, tail=())
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise TypeError(f"{_readable(trajectory_key)} is {ids.dtype}, expected integers: one id per trajectory")
+    layout = _layout(_begins(batch, ids))
+    leaves = _map_leaves(layout.place, batch, ())
+    result = TensorDict(leaves, batch_size=layout.shape, device=batch.device)
+    result.set(MASK, layout.place(torch.ones_like(ids, dtype=torch.bool)))
+    return result
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where each frame of a batch goes: row `run` and column `position` of a table of the given shape."""
+
+    run: Tensor  # [*B, T] int64
+    position: Tensor  # [*B, T] int64
+    shape: tuple[int, int]  # N, Tmax
+
+    def place(self, leaf: Tensor) -> Tensor:
+        """The table of a leaf: ``[*B, T, ...]`` to ``[N, Tmax, ...]``."""
+        table = torch.zeros(self.shape + leaf.shape[self.run.ndim :], dtype=leaf.dtype, device=leaf.device)
+        dtype = _ASSIGNABLE.get(leaf.dtype)
+        target, source = (table, leaf) if dtype is None else (table.view(dtype), leaf.view(dtype))
+        target[self.run, self.position] = source
+        return table
+
+
+def _layout(begins: Tensor) -> _Layout:
+    """The layout of trajectories that begin where `begins`, ``[*B, T]`` bool, is True."""
+    flat = begins.reshape(-1)
+    run = flat.cumsum(0) - 1
+    frame = torch.arange(flat.numel(), device=flat.device)
+    position = frame - frame[flat][run]
+    shape = (int(run[-1]) + 1, int(position.max()) + 1) if flat.numel() else (0, 0)
+    return _Layout(run.view(begins.shape), position.view(begins.shape), shape)
+
+
+def _begins(batch: TensorDictBase, ids: Tensor) -> Tensor:
+    """Which frames are the first of their trajectory: ``[*B, T]`` bool."""
+    begins = torch.ones(ids.shape, dtype=torch.bool, device=ids.device)
+    begins[..., 1:] = ids[..., 1:] != ids[..., :-1]
+    if batch.get(("next", "done"), None) is None:
+        return begins
+    ended = require(batch, ("next", "done"), tail=(1,))[..., :-1, 0]
+    if batch.get("done", None) is not None:
+        ended = ended & ~require(batch, "done", tail=(1,))[..., 1:, 0]
+    begins[..., 1:] |= ended
+    return begins
+
+
+def _map_leaves(function: Callable[[Tensor], Tensor], node: TensorDictBase, path: Path) -> _Nested:
+    """The leaves of a TensorDict, mapped, as a nested dict; lazily stacked ones are read as one."""
+    mapped: _Nested = {}
+    for name in node.keys():  # noqa: SIM118
+        value, here = node.get(name), (*path, name)
+        if is_non_tensor(value) or not (is_tensor_collection(value) or isinstance(value, Tensor)):
+            raise TypeError(
+                f"{_readable(here)} is {type(value).__name__}, expected a tensor: only tensors have a padding; "
+                f"leave it out with batch.exclude({here!r})"
+            )
+        mapped[name] = _map_leaves(function, value, here) if is_tensor_collection(value) else function(value)
+    return mapped
+
+
+def check_batch(batch: TensorDictBase) -> None:
+    """Check that a batch is a TensorDict with batch dimensions.
+
+    Raises:
+        TypeError: for something else.
+        ValueError: without batch dimensions.
+    """
+    if not isinstance(batch, TensorDictBase):
+        raise TypeError(f"the batch is {type(batch).__name__}, expected a TensorDict: give what rollout returned")
+    if batch.batch_dims == 0:
+        raise ValueError("the batch has no batch dimensions, expected [*B, T], time last: set its batch_size")
+
+
+def require(batch: TensorDictBase, key: str | Path, *, tail: tuple[int, ...] | None) -> Tensor:
+    """The leaf under a key, checked to be ``[*B, T, *tail]``, or ``[*B, T, n]`` with any n where `tail` is None.
+
+    Raises:
+        ValueError: without the key, and for another shape.
+    """
+    leaf = batch.get(key, None)
+    if not isinstance(leaf, Tensor):
+        present = sorted(_readable(path) for path in batch.keys(include_nested=True, leaves_only=True))
+        raise ValueError(f"the batch has no tensor {_readable(key)}, which is needed here; it has {present}")
+    expected = [*batch.batch_size, *(leaf.shape[-1:] if tail is None else tail)]
+    if list(leaf.shape) != expected:
+        wanted = [*batch.batch_size, "n"] if tail is None else expected
+        raise ValueError(
+            f"{_readable(key)} has shape {list(leaf.shape)}, the batch wants [{', '.join(map(str, wanted))}]: "
+            "time is the last batch dimension"
+        )
+    return leaf
+
+
+def _readable(key: str | Path) -> str:
+    return key if isinstance(key, str) else ".".join(key)

@@ -1,0 +1,261 @@
+"""Returns and lengths of the episodes that end in a batch, right across the borders of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from funcollect.trajectories.split import MASK, check_batch, require
+from funcollect.tree import Path
+
+__all__ = ["EpisodeStats", "OpenReturn", "episode_stats"]
+
+
+class OpenReturn(NamedTuple):
+    """What is known of a trajectory that goes on after a batch."""
+
+    lane: int
+    length: int  # frames so far
+    value: Tensor  # [] float64 ([players] for several): the return so far
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class EpisodeStats:
+    """E finished episodes, in the order in which they ended.
+
+    >>> import torch
+    >>> ended = dict(traj_ids=torch.tensor([0, 1]), lanes=torch.tensor([0, 1]), terminated=torch.tensor([True, False]))
+    >>> EpisodeStats(returns=torch.tensor([3.0, 4.0]), lengths=torch.tensor([3, 4]), **ended)
+    EpisodeStats(2 episodes, mean return 3.5, mean length 3.5, 1 terminated, 0 open)
+    """
+
+    returns: Tensor  # [E] float64 ([E, players] for several players): undiscounted
+    lengths: Tensor  # [E] int64: frames
+    traj_ids: Tensor  # [E] int64
+    lanes: Tensor  # [E] int64
+    terminated: Tensor  # [E] bool: ended by termination, else truncated
+    open_returns: Mapping[int, OpenReturn] = field(default_factory=dict)  # by the id of the unfinished trajectory
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def mean_return(self) -> float:
+        """The mean of `returns`; nan without episodes.
+
+        Raises:
+            ValueError: for several players, whose returns have no common mean.
+        """
+        if self.returns.ndim > 1:
+            players = self.returns.shape[1]
+            raise ValueError(f"the mean return is one player's, these episodes have {players}: take returns.mean(0)")
+        return float(self.returns.mean())
+
+    @property
+    def mean_length(self) -> float:
+        """The mean of `lengths` in frames; nan without episodes."""
+        return float(self.lengths.double().mean())
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[EpisodeStats]) -> EpisodeStats:
+        """The episodes of all parts, one after another; the open trajectories are those of the last part.
+
+        Raises:
+            ValueError: for no parts.
+        """
+        if not parts:
+            raise ValueError("there is nothing to concatenate: give one EpisodeStats or more")
+        return cls(
+            returns=torch.cat([part.returns for part in parts]),
+            lengths=torch.cat([part.lengths for part in parts]),
+            traj_ids=torch.cat([part.traj_ids for part in parts]),
+            lanes=torch.cat([part.lanes for part in parts]),
+            terminated=torch.cat([part.terminated for part in parts]),
+            open_returns=parts[-1].open_returns,
+        )
+
+    def select(self, index: Tensor) -> EpisodeStats:
+        """The episodes at `index`, an int64 or bool tensor, with no open trajectories."""
+        names = ("returns", "lengths", "traj_ids", "lanes", "terminated")
+        return EpisodeStats(**{name: getattr(self, name)[index] for name in names})
+
+    def __repr__(self) -> str:
+        mean = f"mean return {self.mean_return:.6g}" if self.returns.ndim == 1 else f"{self.returns.shape[1]} players"
+        ended = f"{int(self.terminated.sum())} terminated, {len(self.open_returns)} open"
+        return f"EpisodeStats({len(self)} episodes, {mean}, mean length {self.mean_length:.6g}, {ended})"
+
+
+def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -> EpisodeStats:
+    """The episodes that end in a batch, with their whole returns.
+
+    An episode's frames are summed in their order in float64, on from what `previous` knows of it, so the results are
+    the same bits however a run is cut into batches. An episode of which frames are missing is left out, as is a
+    trajectory cut from outside; frames of lanes that stay finished, and padding of split trajectories, do not count.
+
+    Args:
+        batch: ``[*B, T]`` by the data contract: ``next.reward`` ``[*B, T, 1]`` (or players), ``next.done`` and
+            ``next.terminated`` ``[*B, T, 1]``, ``collector.traj_ids``, ``.step`` and ``.lane`` ``[*B, T]``. Split
+            trajectories are taken as well.
+        previous: what this function returned for the batch before.
+
+    Returns:
+        The episodes, ordered by the time of their ending in the batch, then by row; all on the CPU. `open_returns`
+        holds the trajectories that go on after this batch, those of lanes that are not in it included.
+
+    Raises:
+        TypeError: for something other than a TensorDict.
+        ValueError: without batch dimensions, for missing keys or other shapes, and for another number of players.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> ids, step, lane = torch.tensor([[0, 0, 1], [0, 1, 0], [0, 0, 0]])
+    >>> collector = {"traj_ids": ids, "step": step, "lane": lane}
+    >>> done = torch.tensor([[False], [True], [False]])
+    >>> next_ = {"reward": torch.ones(3, 1), "done": done, "terminated": done}
+    >>> stats = episode_stats(TensorDict({"next": next_, "collector": collector}, [3]))
+    >>> stats.returns, stats.open_returns[1].value
+    (tensor([2.], dtype=torch.float64), tensor(1., dtype=torch.float64))
+    """
+    frames, lanes = _read(batch)
+    opened = {} if previous is None else previous.open_returns
+    trajectories, of_frame = _trajectories(frames, opened)
+    ends = frames.done.nonzero()[:, 0]
+    ends = ends[trajectories.whole[of_frame[ends]]]
+    ends = ends[frames.order[ends].argsort()]
+    return EpisodeStats(
+        returns=_by_player(trajectories.returns[of_frame[ends]]),
+        lengths=frames.steps[ends] + 1,
+        traj_ids=frames.traj_ids[ends],
+        lanes=frames.lanes[ends],
+        terminated=frames.terminated[ends],
+        open_returns=_elsewhere(opened, lanes) | _unfinished(trajectories),
+    )
+
+
+class _Frames(NamedTuple):
+    """The F frames of a batch that count, row by row, on the CPU."""
+
+    rewards: Tensor  # [F, players] float64
+    done: Tensor  # [F] bool
+    terminated: Tensor  # [F] bool
+    traj_ids: Tensor  # [F] int64
+    steps: Tensor  # [F] int64
+    lanes: Tensor  # [F] int64
+    order: Tensor  # [F] int64: by time, then row
+
+
+class _Trajectories(NamedTuple):
+    """The G trajectories of a batch, by ascending id, as they stand at its end."""
+
+    traj_ids: Tensor  # [G] int64
+    lanes: Tensor  # [G] int64
+    lengths: Tensor  # [G] int64
+    returns: Tensor  # [G, players] float64
+    whole: Tensor  # [G] bool: every frame so far is known
+    ended: Tensor  # [G] bool
+
+
+def _read(batch: TensorDictBase) -> tuple[_Frames, Tensor]:
+    """The frames that count, and the lanes of all frames, padding excepted."""
+    check_batch(batch)
+    time, rows = batch.batch_size[-1], batch.batch_size[:-1].numel()
+    rewards = _column(batch, ("next", "reward"), None)
+    columns = _Frames(
+        rewards=rewards.reshape(rows * time, rewards.shape[-1]).double(),
+        done=_column(batch, ("next", "done"), (1,)).reshape(-1).bool(),
+        terminated=_column(batch, ("next", "terminated"), (1,)).reshape(-1).bool(),
+        traj_ids=_column(batch, ("collector", "traj_ids"), ()).reshape(-1).long(),
+        steps=_column(batch, ("collector", "step"), ()).reshape(-1).long(),
+        lanes=_column(batch, ("collector", "lane"), ()).reshape(-1).long(),
+        order=torch.arange(rows * time).reshape(time, rows).T.reshape(-1),
+    )
+    real = _flags(batch, MASK, (), default=True)
+    counted = real & ~_flags(batch, ("done",), (1,), default=False)
+    frames = columns if counted.all() else _Frames(*(column[counted] for column in columns))
+    return frames, torch.unique(columns.lanes[real])
+
+
+def _column(batch: TensorDictBase, key: Path, tail: tuple[int, ...] | None) -> Tensor:
+    return require(batch, key, tail=tail).detach().cpu()
+
+
+def _flags(batch: TensorDictBase, key: Path, tail: tuple[int, ...], *, default: bool) -> Tensor:
+    """A flag of each frame, or the default for all where a batch doesn't have it."""
+    if batch.get(key, None) is None:
+        return torch.full((batch.batch_size.numel(),), default)
+    return _column(batch, key, tail).reshape(-1).bool()
+
+
+def _trajectories(frames: _Frames, opened: Mapping[int, OpenReturn]) -> tuple[_Trajectories, Tensor]:
+    """The trajectories, and which of them each frame belongs to, ``[F]`` int64."""
+    run_ids, run, sizes = torch.unique_consecutive(frames.traj_ids, return_inverse=True, return_counts=True)
+    traj_ids, of_run = torch.unique(run_ids, return_inverse=True)
+    of_frame, final = of_run[run], sizes.cumsum(0) - 1
+    lengths, returns = _heads(opened, traj_ids, frames.rewards.shape[1])
+    lengths.index_add_(0, of_run, sizes)
+    _accumulate(returns, of_frame, frames.rewards)
+    last = torch.zeros_like(traj_ids).scatter_reduce_(0, of_run, frames.steps[final], "amax", include_self=False)
+    return _Trajectories(
+        traj_ids=traj_ids,
+        lanes=torch.zeros_like(traj_ids).scatter_(0, of_run, frames.lanes[final]),
+        lengths=lengths,
+        returns=returns,
+        whole=lengths == last + 1,
+        ended=torch.zeros_like(traj_ids, dtype=torch.bool).index_fill_(0, of_frame[frames.done], True),
+    ), of_frame
+
+
+def _heads(opened: Mapping[int, OpenReturn], traj_ids: Tensor, players: int) -> tuple[Tensor, Tensor]:
+    """What went before the batch: ``[G]`` int64 frames and ``[G, players]`` float64 returns, zero where unknown."""
+    lengths = torch.zeros_like(traj_ids)
+    returns = torch.zeros((len(traj_ids), players), dtype=torch.float64)
+    if not opened:
+        return lengths, returns
+    values = torch.stack([head.value.reshape(-1) for head in opened.values()])
+    if values.shape[1] != players:
+        raise ValueError(f"the batch has rewards of {players} players, `previous` of {values.shape[1]}: give one run's")
+    known = torch.tensor(list(opened))
+    here = torch.isin(known, traj_ids)
+    place = torch.searchsorted(traj_ids, known[here])
+    lengths[place] = torch.tensor([head.length for head in opened.values()])[here]
+    returns[place] = values[here]
+    return lengths, returns
+
+
+def _accumulate(returns: Tensor, of_frame: Tensor, rewards: Tensor) -> None:
+    """Add each frame's rewards to its trajectory's, in place: one-dimensional, Torch adds them one after another."""
+    players = returns.shape[1]
+    place = of_frame[:, None] * players + torch.arange(players)
+    returns.view(-1).index_add_(0, place.reshape(-1), rewards.reshape(-1))
+
+
+def _unfinished(trajectories: _Trajectories) -> dict[int, OpenReturn]:
+    """The trajectories that go on: of each lane the newest, whose id is the highest, if it hasn't ended."""
+    lanes, of_trajectory = torch.unique(trajectories.lanes, return_inverse=True)
+    newest = torch.zeros_like(lanes).scatter_reduce_(
+        0, of_trajectory, trajectories.traj_ids, "amax", include_self=False
+    )
+    goes_on = trajectories.whole & ~trajectories.ended & (trajectories.traj_ids == newest[of_trajectory])
+    heads = zip(
+        trajectories.lanes[goes_on].tolist(),
+        trajectories.lengths[goes_on].tolist(),
+        _by_player(trajectories.returns[goes_on]).unbind(),
+        strict=True,
+    )
+    return dict(zip(trajectories.traj_ids[goes_on].tolist(), map(OpenReturn._make, heads), strict=True))
+
+
+def _elsewhere(opened: Mapping[int, OpenReturn], lanes: Tensor) -> dict[int, OpenReturn]:
+    """The open trajectories of lanes that are not among `lanes`."""
+    present = set(lanes.tolist())
+    return {traj_id: head for traj_id, head in opened.items() if head.lane not in present}
+
+
+def _by_player(returns: Tensor) -> Tensor:
+    """``[E, players]`` as it is, but ``[E]`` for one player."""
+    return returns[:, 0] if returns.shape[1] == 1 else returns

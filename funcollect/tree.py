@@ -1,0 +1,82 @@
+"""TensorDicts as optree nodes, and nested dicts by path.
+
+tensordict registers its own node in optree's namespace ``"torch"``, in insertion order and without the lock. The node
+here, in the namespace `NAMESPACE`, sorts the keys, keeps the lock and stores the batch dimensions as a count, so that a
+function mapped over the leaves may add or drop leading dimensions only together with the batch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import optree
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+NAMESPACE = "funcollect"
+
+Path = tuple[str, ...]
+
+
+def _flatten(batch: TensorDictBase) -> tuple[tuple[Any, ...], Any, tuple[str, ...]]:
+    keys = tuple(sorted(batch.keys()))
+    return tuple(batch.get(key) for key in keys), (keys, batch.batch_dims, batch.is_locked), keys
+
+
+def _unflatten(metadata: tuple[tuple[str, ...], int, bool], children: Iterable[Any]) -> TensorDict:
+    keys, batch_dims, locked = metadata
+    values = dict(zip(keys, children, strict=True))
+    shape = next((value.shape[:batch_dims] for value in values.values() if hasattr(value, "shape")), torch.Size([]))
+    batch = TensorDict(values, batch_size=shape)
+    return batch.lock_() if locked else batch
+
+
+optree.register_pytree_node(TensorDict, _flatten, _unflatten, namespace=NAMESPACE)  # type: ignore[arg-type]
+
+
+def nest(flat: Mapping[Path, Any]) -> dict[str, Any]:
+    """A nested dict from one by paths.
+
+    >>> nest({("a",): 1, ("b", "c"): 2})
+    {'a': 1, 'b': {'c': 2}}
+    """
+    nested: dict[str, Any] = {}
+    for path, value in flat.items():
+        node = nested
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        node[path[-1]] = value
+    return nested
+
+
+def flatten(nested: Mapping[str, Any], prefix: Path = ()) -> dict[Path, Any]:
+    """A dict by paths from a nested one; the inverse of `nest`.
+
+    >>> flatten({'a': 1, 'b': {'c': 2}})
+    {('a',): 1, ('b', 'c'): 2}
+    """
+    flat: dict[Path, Any] = {}
+    for name, value in nested.items():
+        path = (*prefix, str(name))
+        flat.update(flatten(value, path) if isinstance(value, (Mapping, TensorDictBase)) else {path: value})
+    return flat
+
+
+def to_tensordict(flat: Mapping[Path, torch.Tensor], batch_size: tuple[int, ...]) -> TensorDict:
+    """A TensorDict over leaves by path, all of which begin with `batch_size`; nothing is checked or copied."""
+    return _build(nest(flat), torch.Size(batch_size))
+
+
+def _build(nested: Mapping[str, Any], batch_size: torch.Size) -> TensorDict:
+    leaves = {name: _build(value, batch_size) if isinstance(value, dict) else value for name, value in nested.items()}
+    return TensorDict._new_unsafe(leaves, batch_size=batch_size)
+
+
+def select(mask: torch.Tensor, chosen: Any, other: Any) -> Any:
+    """A pytree with the lanes of `mask` [P] taken from `chosen`, the rest from `other`."""
+
+    def pick(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask.reshape(-1, *[1] * (one.ndim - 1)), one, two)
+
+    return optree.tree_map(pick, chosen, other, namespace=NAMESPACE)

@@ -1,0 +1,448 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict
+
+import funcollect as fc
+from funcollect.cli import main
+from funcollect.cli.network import Flatten, mlp
+from funcollect.progress import EpisodeWindow
+from funcollect.specs import Space
+
+CARTPOLE = ("collect", "CartPole-v1", "--policy", "mlp", "--num-envs", "3", "--frames", "600", "--seed", "7")
+
+
+def run(out: Path, *arguments: str) -> int:
+    return main([*CARTPOLE, "--frames-per-batch", "150", "--out", str(out), *arguments])
+
+
+def the_same_by_hand() -> list[TensorDict]:
+    env = fc.make_env("CartPole-v1", num_envs=3)
+    with fc.SyncDataCollector(env, mlp(env, 7), frames_per_batch=150, total_frames=600, seed=7) as collector:
+        return list(collector)
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def error_of(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on standard error."""
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("funcollect: error: ")
+    return line
+
+
+class Rigged(gymnasium.Env[Any, Any]):
+    """Does `deed` at its twentieth step."""
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, deed: type[BaseException]) -> None:
+        self.deed = deed
+        self.count = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.count += 1
+        if self.count == 20:
+            raise self.deed("the arm broke off")
+        return np.zeros(2, np.float32), 0.0, False, False, {}
+
+
+def unmade() -> gymnasium.Env[Any, Any]:
+    raise RuntimeError("no licence:\n  ask at the desk")
+
+
+@pytest.fixture
+def rigged() -> Iterator[None]:
+    gymnasium.register("Interrupted-v0", lambda: Rigged(KeyboardInterrupt))
+    gymnasium.register("Broken-v0", lambda: Rigged(ArithmeticError))
+    gymnasium.register("Unmade-v0", unmade)
+    yield
+    for name in ("Interrupted-v0", "Broken-v0", "Unmade-v0"):
+        del gymnasium.registry[name]
+
+
+# --- collect ----------------------------------------------------------------------------------------------------------
+
+
+def test_collect_saves_what_the_collector_delivers(tmp_path: Path) -> None:
+    assert run(tmp_path / "out") == 0
+    saved = TensorDict.load_memmap(tmp_path / "out" / "batch")
+    wanted = torch.cat(the_same_by_hand(), -1)
+    assert saved.shape == (3, 200)
+    assert set(saved.keys(True, True)) == set(wanted.keys(True, True))
+    for key in wanted.keys(True, True):
+        assert saved[key].dtype == wanted[key].dtype
+        assert torch.equal(saved[key], wanted[key]), key
+
+
+def test_collect_writes_statistics_and_plot(tmp_path: Path) -> None:
+    assert run(tmp_path / "out") == 0
+    window = EpisodeWindow(10_000)
+    for batch in the_same_by_hand():
+        window.add(batch)
+    statistics = json.loads((tmp_path / "out" / "stats.json").read_text())
+    assert statistics["env"] == "CartPole-v1"
+    assert statistics["seed"] == 7
+    assert statistics["frames"] == 600
+    assert statistics["episodes"] == statistics["terminated"] + statistics["truncated"] == window.episodes > 10
+    assert statistics["return"]["mean"] == pytest.approx(window.mean_returns[0])
+    assert statistics["length"]["mean"] == pytest.approx(window.mean_length)
+    assert statistics["return"]["min"] <= statistics["return"]["mean"] <= statistics["return"]["max"]
+    assert statistics["frames_per_second"] == pytest.approx(600 / statistics["seconds"])
+    assert (tmp_path / "out" / "returns.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_collect_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path / "out") == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^frames +600$", said, re.M)
+    assert re.search(r"^episodes +\d+$", said, re.M)
+    assert re.search(r"^truncated +0$", said, re.M)
+    assert re.search(r"^per episode +mean +std +min +max$", said, re.M)
+    assert re.search(r"^return( +\d+\.\d\d){4}$", said, re.M)
+    assert str(tmp_path / "out") in said
+
+
+def test_nothing_else_is_left_beside_the_folder(tmp_path: Path) -> None:
+    assert run(tmp_path / "new" / "out") == 0
+    assert os.listdir(tmp_path / "new") == ["out"]
+    assert sorted(os.listdir(tmp_path / "new" / "out")) == ["batch", "returns.png", "stats.json"]
+
+
+def test_the_last_batch_is_whole(tmp_path: Path) -> None:
+    arguments = ["--policy", "random", "--num-envs", "2", "--frames", "100", "--frames-per-batch", "70"]
+    assert main(["collect", "CartPole-v1", *arguments, "--out", str(tmp_path / "out")]) == 0
+    saved = TensorDict.load_memmap(tmp_path / "out" / "batch")
+    assert saved.shape == (2, 70)
+    assert saved["collector", "step"][:, 0].tolist() == [0, 0]
+    assert saved["observation"].abs().sum(-1).gt(0).all()
+
+
+def test_a_fresh_seed_is_noted_and_gives_the_run_again(tmp_path: Path) -> None:
+    arguments = ["collect", "CartPole-v1", "--policy", "mlp", "--frames", "50"]
+    assert main([*arguments, "--out", str(tmp_path / "a")]) == 0
+    seed = json.loads((tmp_path / "a" / "stats.json").read_text())["seed"]
+    assert main([*arguments, "--out", str(tmp_path / "b"), "--seed", str(seed)]) == 0
+    assert snapshot(tmp_path / "a" / "batch") == snapshot(tmp_path / "b" / "batch")
+
+
+def test_no_episode_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--policy", "random", "--frames", "4", "--out", str(tmp_path / "out")]
+    assert main(["collect", "Pendulum-v1", *arguments]) == 0
+    assert json.loads((tmp_path / "out" / "stats.json").read_text())["return"]["mean"] is None
+    assert re.search(r"^return( +-){4}$", capsys.readouterr().out, re.M)
+
+
+def test_without_matplotlib_the_rest_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert run(tmp_path / "out") == 0
+    assert sorted(os.listdir(tmp_path / "out")) == ["batch", "stats.json"]
+    assert "pip install funcollect[viz]" in capsys.readouterr().err
+
+
+# --- the folder -------------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert run(tmp_path / "out") == 0
+    assert (tmp_path / "out" / "stats.json").exists()
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("no copy")
+    assert run(tmp_path / "out") == 2
+    assert "--overwrite" in error_of(capsys)
+    assert run(tmp_path / "out", "--overwrite") == 2
+    assert "thesis.tex" in error_of(capsys)
+    assert snapshot(tmp_path) == {"out/thesis.tex": b"no copy"}
+
+
+def test_overwrite_replaces_an_earlier_run(tmp_path: Path) -> None:
+    assert run(tmp_path / "out") == 0
+    before = snapshot(tmp_path / "out" / "batch")
+    assert run(tmp_path / "out", "--overwrite", "--seed", "8") == 0
+    after = snapshot(tmp_path / "out" / "batch")
+    assert before.keys() == after.keys()
+    assert before["observation.memmap"] != after["observation.memmap"]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_failed_run_leaves_the_earlier_one(tmp_path: Path, rigged: None) -> None:
+    assert run(tmp_path / "out") == 0
+    before = snapshot(tmp_path)
+    arguments = ["--policy", "random", "--frames", "100", "--out", str(tmp_path / "out"), "--overwrite"]
+    assert main(["collect", "Broken-v0", *arguments]) == 2
+    assert snapshot(tmp_path) == before
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_file_and_the_working_folder_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").write_text("")
+    assert run(tmp_path / "out") == 2
+    assert "is a file" in error_of(capsys)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert run(Path()) == 2
+    assert "name a folder inside it" in error_of(capsys)
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("env", "policy", "message"),
+    [
+        ("NoSuchEnv-v0", "mlp", "NoSuchEnv"),
+        ("no_such_package:Env-v0", "random", "no_such_package"),
+        ("torch/NoSuchEnv", "random", "expected one of"),
+        ("Unmade-v0", "random", "Unmade-v0.*no licence: ask at the desk"),
+        ("Broken-v0", "random", "the arm broke off"),
+    ],
+)
+def test_a_bad_env_is_one_line_and_two(
+    env: str, policy: str, message: str, tmp_path: Path, rigged: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--policy", policy, "--frames", "100", "--out", str(tmp_path / "out")]
+    assert main(["collect", env, *arguments]) == 2
+    assert re.search(message, error_of(capsys))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["fly"],
+        ["collect", "CartPole-v1", "--frames", "10", "--out", "x"],
+        ["collect", "CartPole-v1", "--policy", "dqn", "--frames", "10", "--out", "x"],
+        ["collect", "CartPole-v1", "--policy", "mlp", "--frames", "0", "--out", "x"],
+        ["collect", "CartPole-v1", "--policy", "mlp", "--frames", "ten", "--out", "x"],
+        ["collect", "CartPole-v1", "--policy", "mlp", "--frames", "10"],
+    ],
+)
+def test_bad_arguments_end_with_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: funcollect" in capsys.readouterr().err
+
+
+def test_a_disk_without_room_is_seen_before_collecting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    assert run(tmp_path / "out") == 2
+    assert re.search(r"no room for 0\.1 MB in .*: No space left on device", error_of(capsys))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_disk_that_fills_up_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert run(tmp_path / "out") == 2
+    assert "No space left on device" in error_of(capsys)
+    assert os.listdir(tmp_path) == []
+
+
+def test_files_beyond_the_allowed_size(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "funcollect", *CARTPOLE, "--out", str(tmp_path / "out")],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)),
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("funcollect: error: ")
+    assert os.listdir(tmp_path) == []
+
+
+def test_ctrl_c_inside_a_run(tmp_path: Path, rigged: None, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--policy", "random", "--frames", "100", "--frames-per-batch", "10", "--out", str(tmp_path / "out")]
+    assert main(["collect", "Interrupted-v0", *arguments]) == 130
+    assert capsys.readouterr().err == "funcollect: interrupted\n"
+    assert os.listdir(tmp_path) == []
+
+
+INTERRUPTIBLE = """
+import sys
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+from funcollect.cli import main
+
+class Telling(CartPoleEnv):
+    steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 50:
+            print("saving has begun", flush=True)
+        return super().step(action)
+
+gymnasium.register("Telling-v0", Telling)
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_from_outside(tmp_path: Path) -> None:
+    arguments = [
+        "--policy",
+        "random",
+        "--frames",
+        "3000000",
+        "--frames-per-batch",
+        "10",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    command = [sys.executable, "-c", INTERRUPTIBLE, "collect", "Telling-v0", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "saving has begun\n"
+        assert list(tmp_path.rglob("*.memmap"))
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate()
+    assert process.returncode == 130
+    assert said == "funcollect: interrupted\n"
+    assert os.listdir(tmp_path) == []
+
+
+# --- demo, help -------------------------------------------------------------------------------------------------------
+
+
+def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--frames", "4000"]) == 0
+    said = capsys.readouterr().out
+    env = fc.make_env("CartPole-v1", num_envs=8)
+    assert said.startswith(str(fc.explain(env, mlp(env, 0))))
+    assert re.search(r"^episodes +\d+$", said, re.M)
+    assert re.search(r"^frames_per_second +[\d,.]+$", said, re.M)
+    assert re.search(r"^next\.observation +\[8, 256, 4\] +torch\.float32$", said, re.M)
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys; from funcollect.cli import main\ntry: main(['--help'])\nfinally: print('torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "collect" in said
+    assert said.endswith("False\n")
+
+
+# --- the network ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Box(-1, 1, (3,)),
+        spaces.Box(-1, 1, ()),
+        spaces.Box(0, 9, (2, 3), np.int64),
+        spaces.Discrete(4, start=-1),
+        spaces.MultiDiscrete([2, 3]),
+        spaces.MultiDiscrete([[2, 3], [4, 2]], start=[[0, 1], [2, -3]]),
+        spaces.MultiBinary((2, 2)),
+        spaces.Dict({"b": spaces.Discrete(3), "a": spaces.Tuple((spaces.Box(0, 1, (2,)), spaces.MultiBinary(2)))}),
+    ],
+    ids=str,
+)
+def test_observations_are_flattened_as_gymnasium_does(space: Space) -> None:
+    space.seed(0)
+    samples = [space.sample() for _ in range(5)]
+    batched = gymnasium.vector.utils.batch_space(space, 5)
+    stacked = gymnasium.vector.utils.concatenate(space, samples, gymnasium.vector.utils.create_empty_array(space, 5))
+    assert stacked in batched
+    rows = Flatten(space)(map_arrays(torch.as_tensor, stacked))
+    wanted = np.stack([spaces.flatten(space, sample) for sample in samples]).astype(np.float32)
+    assert torch.equal(rows, torch.from_numpy(wanted))
+
+
+def map_arrays(function: Any, nested: Any) -> Any:
+    if isinstance(nested, dict):
+        return {name: map_arrays(function, value) for name, value in nested.items()}
+    if isinstance(nested, tuple):
+        return tuple(map_arrays(function, value) for value in nested)
+    return function(nested)
+
+
+def test_pixels_are_scaled() -> None:
+    rows = Flatten(spaces.Box(0, 255, (2, 2), np.uint8))(torch.full((3, 2, 2), 255, dtype=torch.uint8))
+    assert torch.equal(rows, torch.ones(3, 4))
+
+
+class Spaced(gymnasium.Env[Any, Any]):
+    def __init__(self, action_space: Space) -> None:
+        self.observation_space = spaces.Discrete(3)
+        self.action_space = action_space
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return np.int64(1), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert action in self.action_space
+        return np.int64(2), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Discrete(3, start=5),
+        spaces.MultiDiscrete([[2, 3], [4, 2]]),
+        spaces.Box(-2, 3, (2, 3)),
+        spaces.Box(-np.inf, np.inf, (2,)),
+    ],
+    ids=str,
+)
+def test_the_network_suits_the_action_space(space: Space) -> None:
+    env = fc.make_env(lambda: Spaced(space), num_envs=2)
+    policy = mlp(env, 0)
+    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
+    assert batch["action"].shape == (2, 4, *space.shape)
+
+
+@pytest.mark.parametrize(
+    "space", [spaces.MultiBinary(3), spaces.Box(-1, 1, ()), spaces.Box(0, 9, (2,), np.int64)], ids=str
+)
+def test_other_action_spaces_are_refused(space: Space) -> None:
+    with pytest.raises(ValueError, match=r"mlp needs a Discrete.*--policy random"):
+        mlp(fc.make_env(lambda: Spaced(space), num_envs=2), 0)
+
+
+def test_the_networks_seed_leaves_torchs_alone() -> None:
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    before = torch.get_rng_state()
+    one, same, other = mlp(env, 0).params, mlp(env, 0).params, mlp(env, 1).params
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (one == same).all()
+    assert not (one == other).all()

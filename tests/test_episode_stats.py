@@ -1,0 +1,336 @@
+"""Returns and lengths across the borders of batches, against a run simulated frame by frame."""
+
+import copy
+import math
+import pickle
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from funcollect.trajectories.split import split_trajectories
+from funcollect.trajectories.stats import EpisodeStats, OpenReturn, episode_stats
+
+GOES_ON, TERMINATED, TRUNCATED, BOTH, CUT = range(5)
+
+
+@dataclass
+class Run:
+    """A whole run of L lanes, `[L, T]`, and the episodes that a loop counts in it."""
+
+    batch: TensorDict
+    episodes: list = field(default_factory=list)  # (begin, end, lane, id, length, return, terminated)
+    open: list = field(default_factory=list)  # (begin, lane, id, length, return)
+
+
+def simulate(events, rewards, *, freeze=False):
+    """`events[lane][time]` says what happens after a frame; with `freeze` a finished lane stays finished."""
+    lanes, times, players = rewards.shape
+    columns = {name: torch.zeros(lanes, times, dtype=torch.int64) for name in ("traj_ids", "step", "lane")}
+    flags = {name: torch.zeros(lanes, times, 1, dtype=torch.bool) for name in ("root", "terminated", "truncated")}
+    run = Run(TensorDict({}, [lanes, times]))
+    for lane in range(lanes):
+        episode, step, value, frozen = 0, 0, [0.0] * players, False
+        for time in range(times):
+            event = GOES_ON if frozen else events[lane][time]
+            if event == CUT and time == times - 1:
+                event = GOES_ON  # no frame after it tells the two apart
+            traj_id = episode * lanes + lane
+            columns["traj_ids"][lane, time], columns["step"][lane, time] = traj_id, step
+            columns["lane"][lane, time] = lane
+            flags["root"][lane, time] = frozen
+            flags["terminated"][lane, time] = frozen or event in (TERMINATED, BOTH)
+            flags["truncated"][lane, time] = event in (TRUNCATED, BOTH)
+            if frozen:
+                continue
+            value = [old + new for old, new in zip(value, rewards[lane, time].double().tolist(), strict=True)]
+            if event in (TERMINATED, TRUNCATED, BOTH):
+                terminated = event != TRUNCATED
+                run.episodes.append((time - step, time, lane, traj_id, step + 1, value, terminated))
+                frozen = freeze
+            if event == GOES_ON:
+                step += 1
+            elif not frozen:
+                episode, step, value = episode + 1, 0, [0.0] * players
+        if step and not frozen:
+            run.open.append((times - step, lane, episode * lanes + lane, step, value))
+    run.batch["done"] = flags["root"]
+    done = flags["terminated"] | flags["truncated"]
+    next_ = {"reward": rewards, "done": done, "terminated": flags["terminated"], "truncated": flags["truncated"]}
+    run.batch["next"] = TensorDict(next_, [lanes, times])
+    run.batch["collector"] = TensorDict(columns, [lanes, times])
+    run.episodes.sort(key=lambda episode: (episode[1], episode[2]))
+    return run
+
+
+@st.composite
+def runs(draw, players=(1, 2), freeze=(False, True)):
+    lanes, times, players = draw(st.integers(1, 4)), draw(st.integers(1, 14)), draw(st.sampled_from(players))
+    event = st.sampled_from([GOES_ON] * 5 + [TERMINATED, TRUNCATED, BOTH, CUT])
+    events = draw(st.lists(st.lists(event, min_size=times, max_size=times), min_size=lanes, max_size=lanes))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    rewards = torch.randn(times, lanes, players, generator=generator).transpose(0, 1) * 1e3
+    return simulate(events, rewards, freeze=draw(st.sampled_from(freeze)))
+
+
+@st.composite
+def cuts(draw, run):
+    """The run's batches, cut anywhere."""
+    times = run.batch.shape[-1]
+    borders = sorted(draw(st.sets(st.integers(1, times - 1)))) if times > 1 else []
+    return [run.batch[:, a:b] for a, b in zip([0, *borders], [*borders, times], strict=True)]
+
+
+def rows(stats):
+    returns = stats.returns if stats.returns.ndim > 1 else stats.returns[:, None]
+    columns = (stats.lanes, stats.traj_ids, stats.lengths, returns, stats.terminated)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def opened(stats):
+    return {traj_id: (*head[:2], head.value.reshape(-1).tolist()) for traj_id, head in stats.open_returns.items()}
+
+
+def expected_rows(run):
+    return [episode[2:] for episode in run.episodes]
+
+
+def expected_open(run):
+    return {traj_id: (lane, length, value) for _, lane, traj_id, length, value in run.open}
+
+
+def chain(batches):
+    parts, previous = [], None
+    for batch in batches:
+        previous = episode_stats(batch, previous)
+        parts.append(previous)
+    return EpisodeStats.concatenate(parts)
+
+
+def check(stats, run):
+    assert rows(stats) == expected_rows(run)
+    assert opened(stats) == expected_open(run)
+
+
+@given(run=runs())
+@settings(max_examples=100, deadline=None)
+def test_a_whole_run_is_counted_to_the_bit(run):
+    stats = episode_stats(run.batch)
+    check(stats, run)
+    assert [column.dtype for column in (stats.returns, stats.lengths, stats.traj_ids, stats.lanes)] == [
+        torch.float64,
+        torch.int64,
+        torch.int64,
+        torch.int64,
+    ]
+    assert stats.terminated.dtype == torch.bool
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_run_cut_anywhere_is_the_same_to_the_bit(data):
+    run = data.draw(runs())
+    check(chain(data.draw(cuts(run))), run)
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_episodes_that_began_before_the_first_batch_are_left_out(data):
+    run = data.draw(runs())
+    first = data.draw(st.integers(0, run.batch.shape[-1] - 1))
+    stats = episode_stats(run.batch[:, first:])
+    assert rows(stats) == [episode[2:] for episode in run.episodes if episode[0] >= first]
+    assert opened(stats).keys() == {traj_id for begin, _, traj_id, *_ in run.open if begin >= first}
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_skipped_batch_leaves_out_the_episodes_that_it_had_a_part_in(data):
+    run = data.draw(runs())
+    times = run.batch.shape[-1]
+    a = data.draw(st.integers(0, times - 1))
+    b = data.draw(st.integers(a + 1, times))
+    parts = [batch for batch in (run.batch[:, :a], run.batch[:, b:]) if batch.numel() and batch.shape[-1]]
+    seen = [row for row in run.episodes if row[1] < a or row[0] >= b]
+    if parts:
+        assert rows(chain(parts)) == [episode[2:] for episode in seen]
+
+
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_asynchronous_workers_keep_what_they_have_open(data):
+    """Each lane is a worker; they deliver in any order and as often as they like."""
+    run = data.draw(runs())
+    lanes, times = run.batch.shape
+    at, previous, parts = [0] * lanes, None, []
+    while min(at) < times:
+        lane = data.draw(st.sampled_from([lane for lane in range(lanes) if at[lane] < times]))
+        stop = data.draw(st.integers(at[lane] + 1, times))
+        previous = episode_stats(run.batch[lane, at[lane] : stop], previous)
+        parts.append(previous)
+        at[lane] = stop
+    stats = EpisodeStats.concatenate(parts)
+    assert sorted(rows(stats)) == sorted(expected_rows(run))
+    assert opened(stats) == expected_open(run)
+
+
+def test_an_open_trajectory_is_dropped_once_its_lane_has_gone_on():
+    run = simulate([[GOES_ON, CUT, GOES_ON, GOES_ON]], torch.ones(1, 4, 1))
+    first = episode_stats(run.batch[:, :2])
+    assert opened(first) == {0: (0, 2, [2.0])}
+    assert opened(episode_stats(run.batch[:, 2:], first)) == {1: (0, 2, [2.0])}
+
+
+def test_an_open_trajectory_is_dropped_when_its_lane_is_found_finished():
+    run = simulate([[GOES_ON, TERMINATED, GOES_ON]], torch.ones(1, 3, 1), freeze=True)
+    first = episode_stats(run.batch[:, :1])
+    assert opened(first) == {0: (0, 1, [1.0])}
+    assert opened(episode_stats(run.batch[:, 2:], first)) == {}
+
+
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_layouts_of_the_same_frames(data):
+    run = data.draw(runs())
+    lanes, times = run.batch.shape
+    check(episode_stats(run.batch.reshape(1, lanes, times)), run)
+    check(episode_stats(run.batch.reshape(lanes, 1, times)), run)
+    for layout in (run.batch.reshape(-1), torch.cat([run.batch[lane : lane + 1] for lane in range(lanes)], -1)):
+        stats = episode_stats(layout)
+        assert sorted(rows(stats)) == sorted(expected_rows(run))
+        assert opened(stats) == expected_open(run)
+
+
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_split_trajectories_count_as_the_batch_does(data):
+    run = data.draw(runs())
+    batches = data.draw(cuts(run))
+    whole, split = chain(batches), chain([split_trajectories(batch) for batch in batches])
+    assert sorted(rows(split)) == sorted(rows(whole))
+    assert opened(split) == opened(whole)
+
+
+def test_episodes_come_by_time_and_then_by_row():
+    events = [[GOES_ON, TERMINATED, GOES_ON], [TRUNCATED, GOES_ON, TERMINATED], [GOES_ON, TERMINATED, TERMINATED]]
+    stats = episode_stats(simulate(events, torch.ones(3, 3, 1)).batch)
+    assert stats.lanes.tolist() == [1, 0, 2, 1, 2]
+    assert stats.lengths.tolist() == [1, 2, 2, 2, 1]
+    assert stats.terminated.tolist() == [False, True, True, True, True]
+
+
+def test_one_player_has_a_row_of_returns_and_several_a_table():
+    for players, shape in ((1, (1,)), (3, (1, 3))):
+        stats = episode_stats(simulate([[GOES_ON, TERMINATED, GOES_ON]], torch.ones(1, 3, players)).batch)
+        assert stats.returns.shape == shape
+        assert stats.open_returns[1].value.shape == shape[1:]
+
+
+def test_no_episodes():
+    stats = episode_stats(simulate([[GOES_ON] * 3], torch.ones(1, 3, 1)).batch)
+    assert len(stats) == 0
+    assert stats.returns.shape == (0,)
+    assert math.isnan(stats.mean_return)
+    assert math.isnan(stats.mean_length)
+    assert repr(stats) == "EpisodeStats(0 episodes, mean return nan, mean length nan, 0 terminated, 1 open)"
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 3)])
+def test_a_batch_without_frames_carries_everything_over(shape):
+    batch = simulate([[GOES_ON] * 3], torch.ones(1, 3, 1)).batch
+    first = episode_stats(batch)
+    stats = episode_stats(batch[: shape[0], : shape[1]], first)
+    assert len(stats) == 0
+    assert opened(stats) == opened(first)
+
+
+def test_root_flags_may_be_absent():
+    run = simulate([[GOES_ON, TERMINATED]], torch.ones(1, 2, 1))
+    check(episode_stats(run.batch.exclude("done")), run)
+
+
+def test_the_batch_and_what_came_before_are_left_as_they_were():
+    run = simulate([[GOES_ON] * 4], torch.ones(1, 4, 1))
+    first = episode_stats(run.batch[:, :2])
+    remembered, batch = copy.deepcopy(opened(first)), run.batch.clone()
+    episode_stats(run.batch[:, 2:].lock_(), first)
+    assert opened(first) == remembered
+    assert (run.batch == batch).all()
+
+
+def test_results_share_no_memory_with_the_batch():
+    batch = simulate([[GOES_ON, TERMINATED, GOES_ON]], torch.ones(1, 3, 1).double()).batch
+    stats = episode_stats(batch)
+    before = rows(stats), opened(stats)
+    batch.zero_()
+    assert (rows(stats), opened(stats)) == before
+
+
+def test_means_and_concatenation():
+    run = simulate([[GOES_ON, TERMINATED, TRUNCATED, GOES_ON]], torch.tensor([[[1.0], [2.0], [5.0], [7.0]]]))
+    stats = chain([run.batch[:, :2], run.batch[:, 2:]])
+    assert (len(stats), stats.mean_return, stats.mean_length) == (2, 4.0, 1.5)
+    assert opened(stats) == {2: (0, 1, [7.0])}
+    assert repr(stats) == "EpisodeStats(2 episodes, mean return 4, mean length 1.5, 1 terminated, 1 open)"
+    with pytest.raises(ValueError, match="nothing to concatenate"):
+        EpisodeStats.concatenate([])
+
+
+def test_statistics_travel_between_processes():
+    stats = episode_stats(simulate([[TERMINATED, GOES_ON]], torch.ones(1, 2, 1)).batch)
+    copied = pickle.loads(pickle.dumps(stats))
+    assert (rows(copied), opened(copied)) == (rows(stats), opened(stats))
+
+
+def test_several_players_have_no_common_mean():
+    stats = episode_stats(simulate([[TERMINATED]], torch.ones(1, 1, 2)).batch)
+    with pytest.raises(ValueError, match="these episodes have 2"):
+        _ = stats.mean_return
+    assert repr(stats) == "EpisodeStats(1 episodes, 2 players, mean length 1, 1 terminated, 0 open)"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu():
+    run = simulate([[GOES_ON, TERMINATED, GOES_ON]], torch.ones(1, 3, 1))
+    check(episode_stats(run.batch.to("cuda")), run)
+
+
+ONE = {"returns": torch.zeros(0), "lengths": torch.zeros(0), "traj_ids": torch.zeros(0), "lanes": torch.zeros(0)}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda batch: batch.to_dict(), TypeError, "the batch is dict, expected a TensorDict"),
+        (lambda batch: TensorDict({}), ValueError, "no batch dimensions"),
+        (lambda batch: batch.exclude(("next", "reward")), ValueError, "no tensor next.reward"),
+        (lambda batch: batch.exclude(("next", "terminated")), ValueError, "no tensor next.terminated"),
+        (lambda batch: batch.exclude(("collector", "step")), ValueError, "no tensor collector.step"),
+        (lambda batch: batch.exclude("collector"), ValueError, "no tensor collector.traj_ids"),
+        (
+            lambda batch: batch.set(("next", "reward"), torch.zeros(1, 3)),
+            ValueError,
+            r"next.reward has shape \[1, 3\], the batch wants \[1, 3, n\]",
+        ),
+        (
+            lambda batch: batch.set(("next", "done"), torch.zeros(1, 3, 2, dtype=torch.bool)),
+            ValueError,
+            r"next.done has shape \[1, 3, 2\], the batch wants \[1, 3, 1\]",
+        ),
+    ],
+)
+def test_bad_input(change, error, message):
+    with pytest.raises(error, match=message):
+        episode_stats(change(simulate([[GOES_ON] * 3], torch.ones(1, 3, 1)).batch))
+
+
+def test_another_number_of_players():
+    batch = simulate([[GOES_ON] * 3], torch.ones(1, 3, 2)).batch
+    head = OpenReturn(lane=0, length=1, value=torch.tensor(1.0, dtype=torch.float64))
+    previous = EpisodeStats(**ONE, terminated=torch.zeros(0, dtype=torch.bool), open_returns={0: head})
+    with pytest.raises(ValueError, match="rewards of 2 players, `previous` of 1"):
+        episode_stats(batch, previous)

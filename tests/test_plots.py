@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from funcollect import plots
+from funcollect.trajectories.stats import EpisodeStats, OpenReturn
+
+
+def make_stats(
+    returns: list[float], lengths: list[int], lanes: list[int], open_lanes: tuple[int, ...] = ()
+) -> EpisodeStats:
+    count = len(returns)
+    return EpisodeStats(
+        returns=torch.tensor(returns, dtype=torch.float64),
+        lengths=torch.tensor(lengths, dtype=torch.int64),
+        traj_ids=torch.arange(count),
+        lanes=torch.tensor(lanes, dtype=torch.int64),
+        terminated=torch.ones(count, dtype=torch.bool),
+        open_returns={1000 + lane: OpenReturn(lane, 1, torch.tensor(0.0)) for lane in open_lanes},
+    )
+
+
+def test_an_episode_stands_where_it_ended() -> None:
+    stats = make_stats([1.0, 2.0, 3.0, 4.0], [4, 5, 3, 4], [0, 1, 0, 1])
+    points, _ = plots.returns(stats).axes[0].lines
+    assert points.get_xydata().tolist() == [[8, 1], [10, 2], [14, 3], [18, 4]]
+
+
+def test_a_lane_without_an_episode_counts_too() -> None:
+    stats = make_stats([1.0, 2.0], [4, 5], [0, 0], open_lanes=(0, 1, 2))
+    points, _ = plots.returns(stats).axes[0].lines
+    assert points.get_xdata().tolist() == [12, 27]
+
+
+def test_the_rolling_mean_covers_the_last_episodes() -> None:
+    stats = make_stats([1.0, 3.0, 5.0, 9.0], [1] * 4, [0] * 4)
+    _, mean = plots.returns(stats, window=2).axes[0].lines
+    assert mean.get_ydata().tolist() == [1, 2, 4, 7]
+
+
+def test_the_batches_of_a_run_one_after_another() -> None:
+    parts = [make_stats([1.0], [4], [0]), make_stats([2.0], [5], [0])]
+    points, _ = plots.returns(parts).axes[0].lines
+    assert points.get_xydata().tolist() == [[4, 1], [9, 2]]
+
+
+def test_several_players_have_a_curve_each() -> None:
+    one = make_stats([1.0, 2.0], [4, 5], [0, 0])
+    stats = EpisodeStats(
+        returns=torch.stack([one.returns, -one.returns], -1),
+        lengths=one.lengths,
+        traj_ids=one.traj_ids,
+        lanes=one.lanes,
+        terminated=one.terminated,
+    )
+    axes = plots.returns(stats).axes[0]
+    assert [line.get_ydata().tolist() for line in axes.lines] == [[1, 2], [1, 1.5], [-1, -2], [-1, -1.5]]
+    assert len(axes.get_legend().get_texts()) == 2
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_few_episodes_are_no_error(count: int, tmp_path: Path) -> None:
+    path = tmp_path / "returns.png"
+    plots.returns(make_stats([1.0] * count, [4] * count, [0] * count), path=path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_leaves_pyplot_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
+    plots.returns(make_stats([1.0], [4], [0]), path=tmp_path / "returns.png")
+    assert "matplotlib.pyplot" not in sys.modules
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="window is 0, expected a positive"):
+        plots.returns(make_stats([1.0], [4], [0]), window=0)
+    with pytest.raises(ValueError, match="nothing to concatenate"):
+        plots.returns([])
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install funcollect\[viz\]"):
+        plots.returns(make_stats([1.0], [4], [0]))

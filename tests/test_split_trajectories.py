@@ -1,0 +1,233 @@
+"""Trajectories cut from batches, against a loop over frames."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
+from torch.testing import assert_close
+
+from funcollect.trajectories.split import split_trajectories
+
+SHAPES = st.lists(st.integers(1, 3), max_size=2).flatmap(lambda rows: st.integers(1, 9).map(lambda time: (*rows, time)))
+
+
+def strided(leaf):
+    """The same values in time-major memory, as the loops record them."""
+    time = leaf.ndim - 2
+    return leaf.movedim(time, 0).contiguous().movedim(0, time)
+
+
+def batch_of(ids, next_done=None, done=None):
+    """Every frame holds its own number, in leaves of several dtypes and shapes."""
+    ids = torch.as_tensor(ids)
+    number = torch.arange(1, ids.numel() + 1).reshape(ids.shape)
+    batch = TensorDict(
+        {
+            "observation": strided(number[..., None].float() * torch.tensor([1.0, -1.0, 0.5])),
+            "action": number.to(torch.int32),
+            "next": {"info": {"wide": number.to(torch.uint16)}, "reward": number[..., None].double()},
+            "collector": {"traj_ids": ids},
+        },
+        batch_size=ids.shape,
+    )
+    if next_done is not None:
+        batch["next", "done"] = torch.as_tensor(next_done)[..., None]
+    if done is not None:
+        batch["done"] = torch.as_tensor(done)[..., None]
+    return batch
+
+
+def oracle(batch):
+    """The frames of each trajectory, as lists of (row, time)."""
+    rows = batch.reshape(-1, batch.shape[-1])
+    next_done = rows.get(("next", "done"), torch.zeros(*rows.shape, 1, dtype=torch.bool))
+    done = rows.get("done", torch.zeros(*rows.shape, 1, dtype=torch.bool))
+    trajectories = []
+    for row in range(rows.shape[0]):
+        for time in range(rows.shape[1]):
+            ids = rows["collector", "traj_ids"][row]
+            same = time > 0 and ids[time] == ids[time - 1]
+            if not same or (next_done[row, time - 1] and not done[row, time]):
+                trajectories.append([])
+            trajectories[-1].append((row, time))
+    return trajectories
+
+
+def check(batch):
+    result, expected = split_trajectories(batch), oracle(batch)
+    assert result.batch_size == (len(expected), max(map(len, expected)))
+    mask = result["collector", "mask"]
+    assert mask.dtype == torch.bool
+    assert mask.sum(-1).tolist() == [len(frames) for frames in expected]
+    assert not (mask[:, 1:] & ~mask[:, :-1]).any()
+    rows = batch.reshape(-1, batch.shape[-1])
+    assert set(result.keys(True, True)) == {*batch.keys(True, True), ("collector", "mask")}
+    for key in batch.keys(True, True):
+        assert result[key].dtype == batch[key].dtype
+        wanted = torch.zeros(result[key].shape, dtype=batch[key].dtype)
+        for index, frames in enumerate(expected):
+            for position, frame in enumerate(frames):
+                wanted[index, position] = rows[key][frame]
+        assert torch.equal(result[key], wanted), key
+    return result
+
+
+@given(shape=SHAPES, data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_every_frame_stands_where_a_loop_puts_it(shape, data):
+    def draw(values):
+        drawn = data.draw(st.lists(values, min_size=torch.Size(shape).numel(), max_size=torch.Size(shape).numel()))
+        return torch.tensor(drawn).reshape(shape)
+
+    ids = draw(st.integers(0, 2))
+    next_done = draw(st.booleans()) if data.draw(st.booleans()) else None
+    done = draw(st.booleans()) if data.draw(st.booleans()) else None
+    check(batch_of(ids, next_done, done))
+
+
+def test_equal_ids_in_adjacent_rows_stay_apart():
+    result = check(batch_of([[4, 4, 4], [4, 4, 5]]))
+    assert result["action"].tolist() == [[1, 2, 3], [4, 5, 0], [6, 0, 0]]
+
+
+def test_equal_ids_apart_in_one_row_are_two_trajectories():
+    assert split_trajectories(batch_of([7, 8, 7]))["action"].tolist() == [[1], [2], [3]]
+
+
+def test_a_done_frame_ends_a_trajectory_whatever_the_ids_say():
+    result = split_trajectories(batch_of([0, 0, 0, 0], next_done=[False, True, False, True]))
+    assert result["action"].tolist() == [[1, 2], [3, 4]]
+
+
+def test_frames_of_a_lane_that_stays_finished_stay_with_their_trajectory():
+    result = split_trajectories(batch_of([0, 0, 0], [False, True, True], [False, False, True]))
+    assert result["action"].tolist() == [[1, 2, 3]]
+
+
+def test_three_batch_dimensions_come_in_row_order():
+    ids = torch.tensor([[[0, 0], [2, 4]], [[1, 1], [3, 3]]])
+    assert split_trajectories(batch_of(ids))["collector", "traj_ids"][:, 0].tolist() == [0, 2, 4, 1, 3]
+
+
+def test_ids_under_another_key():
+    batch = batch_of([0, 0, 0])
+    batch["episode"] = torch.tensor([0, 1, 1], dtype=torch.uint8)
+    assert split_trajectories(batch, trajectory_key="episode")["action"].tolist() == [[1, 0], [2, 3]]
+
+
+def test_a_batch_without_other_metadata_gets_its_mask():
+    batch = TensorDict({"episode": torch.tensor([0, 1, 1])}, [3])
+    assert split_trajectories(batch, trajectory_key="episode")["collector", "mask"].tolist() == [[1, 0], [1, 1]]
+
+
+def test_ids_beyond_32_bits():
+    check(batch_of(torch.tensor([[1 << 40, (1 << 40) + 1], [1 << 41, 1 << 41]])))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int8, torch.uint16, torch.uint32, torch.uint64, torch.bfloat16]
+)
+def test_leaves_keep_their_dtype(dtype):
+    batch = TensorDict({"x": torch.ones(3, 2).to(dtype), "collector": {"traj_ids": torch.tensor([0, 0, 1])}}, [3])
+    leaf = split_trajectories(batch)["x"]
+    assert leaf.dtype == dtype
+    assert leaf.double().tolist() == [[[1, 1], [1, 1]], [[1, 1], [0, 0]]]
+
+
+def test_the_result_is_unlocked_and_owns_its_memory():
+    batch = batch_of([[0, 0], [1, 1]]).lock_()
+    before = batch.clone()
+    result = split_trajectories(batch)
+    assert not result.is_locked
+    assert batch.is_locked
+    result["next", "more"] = torch.zeros(2, 2)
+    for key in batch.keys(True, True):
+        result[key].fill_(0)
+    assert (batch == before).all()
+
+
+def test_empty_nested_dicts_and_deeper_batch_sizes():
+    batch = batch_of([0, 1])
+    batch["next", "info", "deep"] = TensorDict({"x": torch.ones(2, 3)}, [2, 3])
+    batch["empty"] = TensorDict({}, [2])
+    result = split_trajectories(batch)
+    assert result["empty"].is_empty()
+    assert result["next", "info", "deep", "x"].shape == (2, 1, 3)
+
+
+def test_lazily_stacked_batches():
+    rows = [batch_of([0, 0, 1]), batch_of([2, 3, 3])]
+    assert (split_trajectories(lazy_stack(rows)) == split_trajectories(torch.stack(rows))).all()
+
+
+def test_gradients_reach_the_batch():
+    batch = batch_of([0, 0, 1])
+    batch["value"] = torch.ones(3, requires_grad=True)
+    split_trajectories(batch)["value"].sum().backward()
+    assert_close(batch["value"].grad, torch.ones(3))
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
+def test_a_batch_without_frames(shape):
+    result = split_trajectories(batch_of(torch.zeros(shape, dtype=torch.int64)))
+    assert result.batch_size == (0, 0)
+    assert result["observation"].shape == (0, 0, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu():
+    batch = batch_of([[0, 0, 1], [2, 2, 2]], [[False, True, False]] * 2)
+    result = split_trajectories(batch.to("cuda"))
+    assert result.device.type == "cuda"
+    assert (result.cpu() == split_trajectories(batch)).all()
+
+
+def without_ids(batch):
+    del batch["collector"]
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda batch: batch.to_dict(), TypeError, "the batch is dict, expected a TensorDict"),
+        (lambda batch: TensorDict({}), ValueError, r"no batch dimensions, expected \[\*B, T\]"),
+        (without_ids, ValueError, "no tensor collector.traj_ids.*it has .*next.reward"),
+        (
+            lambda batch: batch.set(("collector", "traj_ids"), torch.zeros(2, 3)),
+            TypeError,
+            "float32, expected integers",
+        ),
+        (
+            lambda batch: batch.set(("collector", "traj_ids"), torch.zeros(2, 3, dtype=torch.bool)),
+            TypeError,
+            "bool, expected integers",
+        ),
+        (
+            lambda batch: batch.set(("collector", "traj_ids"), torch.zeros(2, 3, 1).long()),
+            ValueError,
+            r"collector.traj_ids has shape \[2, 3, 1\], the batch wants \[2, 3\]",
+        ),
+        (
+            lambda batch: batch.set(("next", "done"), torch.zeros(2, 3, dtype=torch.bool)),
+            ValueError,
+            r"next.done has shape \[2, 3\], the batch wants \[2, 3, 1\]",
+        ),
+        (
+            lambda batch: batch.set(("next", "name"), NonTensorData("x", batch_size=[2, 3])),
+            TypeError,
+            "next.name is NonTensorData, expected a tensor.*exclude",
+        ),
+        (
+            lambda batch: batch.set("names", NonTensorStack.from_list([["a", "b", "c"]] * 2)),
+            TypeError,
+            "names is NonTensorStack, expected a tensor",
+        ),
+        (split_trajectories, ValueError, "has collector.mask already"),
+    ],
+)
+def test_bad_input(change, error, message):
+    with pytest.raises(error, match=message):
+        split_trajectories(change(batch_of([[0, 0, 1], [2, 2, 2]])))
