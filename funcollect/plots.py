@@ -55,7 +55,7 @@ def returns(
     for player, value in enumerate(values.T):
         who = f"player {player}, " if values.shape[1] > 1 else ""
         color = f"C{player}"
-        axes.plot(frames, value, ".", markersize=3, alpha=0.3, color=color, markeredgewidth=0)
+        axes.plot(frames, value, ".", markersize=4, alpha=0.4, color=color, markeredgewidth=0)
         axes.plot(frames, _rolling_mean(value, window), color=color, label=f"{who}mean of the last {window}")
     axes.grid(alpha=0.3)
     axes.legend(loc="best")

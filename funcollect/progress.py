@@ -135,5 +135,7 @@ def _track(collector: Collector, episodes: EpisodeWindow, bar: Callable[..., Any
         for batch in collector:
             frames = episodes.add(batch)
             shown.set_postfix(episodes.summary(), refresh=False)
+            if shown.total is not None:
+                shown.total = max(shown.total, shown.n + frames)  # the last batch is whole
             shown.update(frames)
             yield batch

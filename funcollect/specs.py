@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -216,7 +217,7 @@ class ActionSpec:
         if self.one_hot and not self.categories:
             raise ValueError(f"one_hot=True needs a Discrete or MultiDiscrete action space, got {self.space}")
 
-    @property
+    @cached_property
     def categories(self) -> tuple[int, ...]:
         """The number of choices of each discrete component; empty for Box and MultiBinary."""
         match self.space:
@@ -227,17 +228,17 @@ class ActionSpec:
             case _:
                 return ()
 
-    @property
+    @cached_property
     def start(self) -> npt.NDArray[np.int64]:
         """The lowest value of each discrete component, in the space's own shape."""
         return np.asarray(getattr(self.space, "start", 0), np.int64)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of one action in a batch."""
         return (sum(self.categories),) if self.one_hot else tuple(self.space.shape or ())
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of an action in a batch."""
         return torch.from_numpy(np.empty(0, np.int64 if self.one_hot else self.space.dtype)).dtype

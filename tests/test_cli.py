@@ -203,6 +203,21 @@ def test_a_failed_run_leaves_the_earlier_one(tmp_path: Path, rigged: None) -> No
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_ctrl_c_while_changing_places_keeps_the_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(tmp_path / "out") == 0
+    before = snapshot(tmp_path)
+    rename = Path.rename
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if self.name == "new":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    assert run(tmp_path / "out", "--overwrite", "--seed", "8") == 130
+    assert snapshot(tmp_path) == before
+
+
 def test_a_file_and_the_working_folder_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -349,8 +364,18 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     env = fc.make_env("CartPole-v1", num_envs=8)
     assert said.startswith(str(fc.explain(env, mlp(env, 0))))
     assert re.search(r"^episodes +\d+$", said, re.M)
-    assert re.search(r"^frames_per_second +[\d,.]+$", said, re.M)
+    assert re.search(r"^frames/second +[\d,.]+$", said, re.M)
     assert re.search(r"^next\.observation +\[8, 256, 4\] +torch\.float32$", said, re.M)
+
+
+def test_torch_has_as_many_threads_as_before() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert main(["demo", "--frames", "100"]) == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_help_does_not_wait_for_torch() -> None:

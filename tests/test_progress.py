@@ -74,6 +74,14 @@ def test_the_bar_shows_frames_rate_and_episodes() -> None:
     assert file.getvalue().endswith("\n")
 
 
+def test_a_whole_last_batch_may_be_more_than_the_total() -> None:
+    file = io.StringIO()
+    for _ in track(FakeCollector(seven_frames_each(2), total_frames=20), disable=False, file=file):
+        pass
+    assert drawn(file.getvalue()).startswith("100%")
+    assert "28.0/28.0" in drawn(file.getvalue())
+
+
 def test_an_endless_collector_has_no_total() -> None:
     file = io.StringIO()
     for _ in track(FakeCollector(seven_frames_each(2), total_frames=-1), disable=False, file=file):

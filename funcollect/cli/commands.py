@@ -6,7 +6,11 @@ import argparse
 import json
 import secrets
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import torch
 
 import funcollect as fc
 from funcollect import plots
@@ -17,6 +21,18 @@ from funcollect.cli.report import Run, layout
 __all__ = ["collect", "demo"]
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Torch with one thread: a small network gains nothing from more, and on a busy machine loses most of its speed."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@_one_thread()
 def demo(arguments: argparse.Namespace) -> None:
     """Collect on CartPole-v1 with a Torch MLP, and show what came of it."""
     frames, seed = arguments.frames, arguments.seed
@@ -32,6 +48,7 @@ def demo(arguments: argparse.Namespace) -> None:
     print(run.table(), layout(last), sep="\n\n")
 
 
+@_one_thread()
 def collect(arguments: argparse.Namespace) -> None:
     """Collect and save: the batch as a memory-mapped TensorDict, the statistics as JSON, the returns as a picture."""
     num_envs, frames = arguments.num_envs, arguments.frames
@@ -61,6 +78,8 @@ def collect(arguments: argparse.Namespace) -> None:
 def _make_env(name: str, num_envs: int) -> fc.Env:
     try:
         return fc.make_env(name, num_envs=num_envs)
+    except (ValueError, TypeError):
+        raise
     except Exception as error:  # the environment's own code may raise anything
         raise ValueError(f"cannot make {name!r}: {error or type(error).__name__}") from error
 

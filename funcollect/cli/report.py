@@ -63,7 +63,7 @@ class Run:
         rows = [(name, *map(_number, spread.values())) for name, spread in spreads.items()]
         return "\n\n".join(
             (
-                _table([(name, _number(value)) for name, value in counts.items()]),
+                _table([(name.replace("_per_", "/"), _number(value)) for name, value in counts.items()]),
                 _table([("per episode", "mean", "std", "min", "max"), *rows]),
             )
         )

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 
 from funcollect.core.request import Request, check_positive
-from funcollect.policies.torch_policy import checked_device
+from funcollect.devices import checked_device
 from funcollect.specs import Env, ExplorationType
 from funcollect.trajectories.split import split_trajectories
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -16,7 +15,7 @@ from funcollect.core.request import Request, open_actor
 from funcollect.core.simulation import Simulation
 from funcollect.core.state import CollectorState
 from funcollect.envs.host_env import HostEnv, Outcome
-from funcollect.envs.rows import Rows
+from funcollect.envs.rows import Array, Rows
 from funcollect.errors import EnvError
 from funcollect.policies.actor import Actor
 from funcollect.specs import Policy
@@ -35,7 +34,7 @@ def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -
     with actor.running():
         _loop(simulation, actor, recording, state, request)
         policy_state, outputs = actor.finish()
-    track = recording.track(state.observation, outputs)
+    track = recording.track(outputs)
     counters = count(state, track, simulation.journal.ages, reset_when_done=request.reset_when_done)
     batch = deliver(state, track, counters, batched=env.num_envs is not None)
     simulation.journal.extend(outputs[("action",)], counters.age)
@@ -50,26 +49,30 @@ def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -
 
 
 def _loop(simulation: Simulation, actor: Actor, recording: Recording, state: CollectorState, request: Request) -> None:
-    act, step, record = actor.act, simulation.simulators.step, recording.record
+    act, step, reward = actor.act, simulation.simulators.step, recording.reward
     limit = Limit(state.step, request.max_frames_per_traj) if request.max_frames_per_traj else None
     frozen = set((state.terminated | state.truncated).nonzero()[:, 0].tolist())
     for t in range(request.length):
+        for store, row in recording.roots:
+            store[t] = row
         outcome = step(act(t), frozen)
         if limit is not None:
             outcome = limit.apply(outcome, frozen)
-        record(t, outcome)
-        if True in outcome.terminated or True in outcome.truncated:
+        for store, row in recording.nexts:
+            store[t] = row
+        try:
+            reward[t] = outcome.reward
+        except (TypeError, ValueError) as error:
+            raise _bad_reward(outcome.reward) from error
+        if outcome.info:
+            recording.inform(outcome)
+        if any(outcome.terminated) or any(outcome.truncated):
             ended = recording.end(t, outcome)
             if request.reset_when_done:
-                _restart(simulation, actor, recording, t, ended)
+                simulation.restart(ended)
+                actor.restart(ended)
             else:
                 frozen.update(ended)
-
-
-def _restart(simulation: Simulation, actor: Actor, recording: Recording, t: int, ended: list[int]) -> None:
-    simulation.restart(ended)
-    recording.reset(t, ended)
-    actor.restart(ended)
 
 
 class Limit:
@@ -93,31 +96,27 @@ class Limit:
 
 
 class Recording:
-    """What the simulators answered, written as it comes. Root observations follow from it at the end."""
+    """What the simulators answered, written as it comes.
+
+    Attributes:
+        roots, nexts: pairs of a column [T, P, ...] and the row [P, ...] that goes into it, before and after each step.
+        reward: [T, P] float32.
+    """
 
     def __init__(self, rows: Rows, length: int, info_keys: Sequence[str]) -> None:
-        self._rows = rows
-        self._next = {path: np.empty((length, *array.shape), array.dtype) for path, array in rows.arrays.items()}
-        self._pairs = [(self._next[path], array) for path, array in rows.arrays.items()]
-        shape = (length, len(rows.leaves[0].array))
-        self._reward = np.empty(shape, np.float32)
+        self._paths = list(rows.arrays)
+        self.roots = [(np.empty((length, *row.shape), row.dtype), row) for row in rows.arrays.values()]
+        self.nexts = [(np.empty_like(store), row) for store, row in self.roots]
+        shape = (length, len(self.roots[0][1]))
+        self.reward = np.empty(shape, np.float32)
         self._terminated = np.zeros(shape, bool)
         self._truncated = np.zeros(shape, bool)
         self._info: dict[str, list[Any]] = {key: [] for key in info_keys}
-        self._resets: list[tuple[int, list[int]]] = []
-        self._roots: list[list[npt.NDArray[Any]]] = [[] for _ in self._pairs]
 
-    def record(self, t: int, outcome: Outcome) -> None:
-        """Keep step `t`: the rows as they stand now, before any reset."""
-        for store, array in self._pairs:
-            store[t] = array
-        try:
-            self._reward[t] = outcome.reward
-        except (TypeError, ValueError) as error:
-            raise _bad_reward(outcome.reward) from error
-        if self._info:
-            for values, value in zip(self._info.values(), outcome.info, strict=True):
-                values.append(value)
+    def inform(self, outcome: Outcome) -> None:
+        """Keep a step's infos."""
+        for values, value in zip(self._info.values(), outcome.info, strict=True):
+            values.append(value)
 
     def end(self, t: int, outcome: Outcome) -> list[int]:
         """Keep the flags of a step at which some lane is done: which lanes are."""
@@ -126,38 +125,20 @@ class Recording:
         ended: list[int] = (self._terminated[t] | self._truncated[t]).nonzero()[0].tolist()
         return ended
 
-    def reset(self, t: int, lanes: list[int]) -> None:
-        """Keep the reset observations, the roots of step ``t + 1``."""
-        if t + 1 < len(self._reward):
-            self._resets.append((t + 1, lanes))
-            for roots, (_, array) in zip(self._roots, self._pairs, strict=True):
-                roots.append(array[lanes])
-
-    def track(self, first: dict[Path, Tensor], outputs: dict[Path, Tensor]) -> Track:
+    def track(self, outputs: dict[Path, Tensor]) -> Track:
         """All of it, as columns."""
         return Track(
-            observation={path: torch.from_numpy(root) for path, root in self._observations(first).items()},
-            next_observation={path: torch.from_numpy(rows) for path, rows in self._next.items()},
+            observation=self._columns(self.roots),
+            next_observation=self._columns(self.nexts),
             outputs=outputs,
-            reward=torch.from_numpy(self._reward),
+            reward=torch.from_numpy(self.reward),
             terminated=torch.from_numpy(self._terminated),
             truncated=torch.from_numpy(self._truncated),
             info={(key,): _info_column(key, values) for key, values in self._info.items()},
         )
 
-    def _observations(self, first: dict[Path, Tensor]) -> dict[Path, npt.NDArray[Any]]:
-        """Every root is the next observation of the row before, or what a reset gave."""
-        times = [t for t, lanes in self._resets for _ in lanes]
-        lanes = [lane for _, lanes in self._resets for lane in lanes]
-        roots = {}
-        for (path, after), reset_rows in zip(self._next.items(), self._roots, strict=True):
-            root = np.empty_like(after)
-            root[0] = first[path].numpy()
-            root[1:] = after[:-1]
-            if reset_rows:
-                root[times, lanes] = np.concatenate(reset_rows)
-            roots[path] = root
-        return roots
+    def _columns(self, pairs: list[tuple[Array, Array]]) -> dict[Path, Tensor]:
+        return {path: torch.from_numpy(store) for path, (store, _) in zip(self._paths, pairs, strict=True)}
 
 
 def _bad_reward(rewards: Sequence[Any]) -> EnvError:

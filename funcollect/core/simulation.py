@@ -7,6 +7,7 @@ each lane has begun, and the actions since, from which `fork` replays them.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,24 +25,25 @@ class Journal:
     """The actions of the last steps, [steps, P, ...], in chunks as rollouts brought them."""
 
     def __init__(self, num_lanes: int) -> None:
-        self._chunks: list[Tensor] = []
+        self._chunks: deque[Tensor] = deque()
+        self._length = 0
         self.ages = torch.zeros(num_lanes, dtype=torch.int64)  # steps of the loop since each lane's reset
 
     def extend(self, actions: Tensor, ages: Tensor) -> None:
         """Add a rollout's actions; drop what no lane's episode needs."""
         self._chunks.append(actions.clone())
+        self._length += len(actions)
         self.ages = ages
         needed = min(int(ages.max()), _LONGEST_JOURNAL)
-        length = sum(map(len, self._chunks))
-        while self._chunks and length - len(self._chunks[0]) >= needed:
-            length -= len(self._chunks.pop(0))
+        while self._chunks and self._length - len(self._chunks[0]) >= needed:
+            self._length -= len(self._chunks.popleft())
 
     def since_reset(self) -> Tensor | None:
         """The actions of the last ``ages.max()`` steps; None where they are not all kept."""
         longest = int(self.ages.max())
-        if sum(map(len, self._chunks)) < longest:
+        if self._length < longest:
             return None
-        return torch.cat(self._chunks)[-longest:] if longest else torch.empty(0, len(self.ages))
+        return torch.cat(tuple(self._chunks))[-longest:] if longest else torch.empty(0, len(self.ages))
 
 
 class Simulation:

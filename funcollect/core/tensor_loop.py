@@ -12,9 +12,9 @@ from torch import Tensor
 from funcollect.core.deliver import Track, count, deliver
 from funcollect.core.request import Request, open_actor
 from funcollect.core.state import CollectorState
-from funcollect.envs.rows import aligned
 from funcollect.envs.tensor_env import TorchEnv, TorchEnvState, TorchStep
 from funcollect.errors import EnvError
+from funcollect.interop.memory import aligned
 from funcollect.specs import Policy, assemble, disassemble
 from funcollect.tree import Path, select
 

@@ -14,19 +14,11 @@ import numpy.typing as npt
 import torch
 
 from funcollect.errors import EnvError
+from funcollect.interop.memory import aligned
 from funcollect.specs import Leaf, Space, assemble, disassemble
 from funcollect.tree import Path
 
-_ALIGNMENT = 64  # bytes
 Array = npt.NDArray[Any]
-
-
-def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """A zeroed array whose memory begins at a multiple of 64 bytes."""
-    size = int(np.prod(shape)) * dtype.itemsize
-    memory = np.zeros(size + _ALIGNMENT, np.uint8)
-    offset = -memory.ctypes.data % _ALIGNMENT
-    return memory[offset : offset + size].view(dtype).reshape(shape)
 
 
 class LeafRows:
@@ -39,7 +31,7 @@ class LeafRows:
         self._casting = casting
         dtypes = [np.dtype(kind) for kind in "?bhilqBHILQefd"]
         self._dtypes = {dtype for dtype in dtypes if np.can_cast(dtype, leaf.dtype, casting)}
-        self._shapes = [leaf.shape] * num_envs
+        self._lengths = set(leaf.shape[:1])
         self._flat = self.array.reshape(num_envs * leaf.shape[0], *leaf.shape[1:]) if leaf.shape else self.array
         self.write = self._write_single if num_envs == 1 else self._write_all
 
@@ -53,7 +45,7 @@ class LeafRows:
                 if scalars.shape == self.array.shape and scalars.dtype in self._dtypes:
                     self.array[:] = scalars
                     return
-            elif [value.shape for value in values] == self._shapes:
+            elif set(map(len, values)) == self._lengths:  # concatenate itself compares the other dimensions
                 np.concatenate(values, out=self._flat, casting=self._casting)
                 return
         except (AttributeError, TypeError, ValueError):

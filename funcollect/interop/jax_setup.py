@@ -12,7 +12,7 @@ from typing import Any
 def import_jax() -> Any:
     """JAX, set up before its first import for sharing a machine with Torch.
 
-    What acts only before JAX makes its client is set here, and only if the user has neither imported JAX nor set it:
+    What acts only before JAX makes its client is set here, and only if the user has not imported JAX before:
     no preallocation of the whole GPU, and synchronous dispatch on the CPU, which makes a small network's call cheaper.
     """
     first = "jax" not in sys.modules
@@ -20,7 +20,7 @@ def import_jax() -> Any:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
-    if first and "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
+    if first:
         jax.config.update("jax_cpu_enable_async_dispatch", False)  # type: ignore[no-untyped-call]
     return jax
 

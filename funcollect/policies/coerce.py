@@ -10,9 +10,10 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
+from funcollect.devices import checked_device
 from funcollect.policies.opaque import TensorDictPolicy
 from funcollect.policies.random_policy import RandomPolicy
-from funcollect.policies.torch_policy import TorchPolicy, checked_device
+from funcollect.policies.torch_policy import TorchPolicy
 from funcollect.specs import Env, Policy
 
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.keys import Key, Noise
-from funcollect.policies.actor import Columns, Drive, check_action, check_outputs, lane_mask, split_answer
+from funcollect.policies.actor import Columns, Drive, check_outputs, lane_mask, split_answer
 from funcollect.policies.heads import Head
+from funcollect.policies.jax_program import Program
 from funcollect.policies.numerics import jax_numerics
-from funcollect.policies.packing import Field, layout, pack
 from funcollect.specs import ActionSpec, ExplorationType
 
 
@@ -63,7 +62,7 @@ class JaxPolicy:
         self.head = head
         self.initial_state = initial_state
         self.takes_key = "key" in inspect.signature(apply).parameters
-        self._programs: dict[Any, tuple[ActionSpec, Callable[..., Any], tuple[Field, ...]]] = {}
+        self._programs: dict[Any, tuple[ActionSpec, Program]] = {}
         self._prepared: tuple[list[Any], Any] | None = None
 
     def check(self, spec: ActionSpec) -> None:
@@ -148,28 +147,12 @@ class JaxPolicy:
             outputs["action_log_prob"] = log_prob
         return policy_state, {"action": action, **outputs}
 
-    def program(self, drive: Drive) -> tuple[Callable[..., Any], tuple[Field, ...]]:
-        """The jitted, packed step for this action space, and where its outputs lie; made once."""
+    def program(self, drive: Drive) -> Program:
+        """The jitted step for this action space and number of lanes; made once."""
         which = (id(drive.spec), drive.stochastic, drive.num_envs)
         if which not in self._programs:
-            self._programs[which] = (drive.spec, *self._compile(drive))
-        return self._programs[which][1:]
-
-    def _compile(self, drive: Drive) -> tuple[Callable[..., Any], tuple[Field, ...]]:
-        jax = import_jax()
-        step = functools.partial(self.answer, drive.spec, drive.stochastic)
-        noise = None if drive.noise is None else drive.noise[0].numpy()
-        _, shapes = jax.eval_shape(step, drive.params, drive.policy_state, drive.observation, noise)
-        if not hasattr(shapes["action"], "shape"):
-            raise PolicyError(f"the policy's action is {type(shapes['action']).__name__}, expected an array")
-        check_action(shapes["action"], drive.spec, drive.num_envs)
-        fields = layout(shapes, drive.num_envs)
-
-        def packed(params: Any, policy_state: Any, observation: Any, noise: Any) -> tuple[Any, Any]:
-            policy_state, outputs = step(params, policy_state, observation, noise)
-            return policy_state, pack(outputs, fields)
-
-        return jax.jit(packed), fields
+            self._programs[which] = (drive.spec, Program(partial(self.answer, drive.spec, drive.stochastic), drive))
+        return self._programs[which][1]
 
     def actor(self, drive: Drive) -> JaxActor:
         """The policy at work in a rollout."""
@@ -194,12 +177,14 @@ class JaxActor:
     """One jitted call and one read-back per step."""
 
     def __init__(self, policy: JaxPolicy, drive: Drive) -> None:
-        self._step, self._fields = policy.program(drive)
+        program = policy.program(drive)
         self._drive = drive
-        self._params = drive.params
+        self._step = program.step
+        self._params = program.params(drive.params)
         self._recurrent = drive.policy_state
-        self._observation = drive.observation
+        self._inputs, self._others, _ = program.inputs(drive)
         self._noise: Any = [None] * drive.length if drive.noise is None else drive.noise.numpy()
+        self._fields = program.fields
         self._words = np.empty((drive.length, drive.num_envs, self._fields[-1].stop), np.int32)
         action = self._fields[0]
         self._scalar = not action.shape and np.dtype(action.dtype) == np.int32
@@ -210,7 +195,8 @@ class JaxActor:
 
     def act(self, t: int) -> Any:
         """The action [P, ...] of step `t`."""
-        self._recurrent, packed = self._step(self._params, self._recurrent, self._observation, self._noise[t])
+        self._inputs.fill(self._noise[t])
+        self._recurrent, packed = self._step(self._params, self._recurrent, self._inputs.buffer, self._others)
         words = np.asarray(packed)
         self._words[t] = words
         return words[:, 0] if self._scalar else self._fields[0].unpack(words)
@@ -229,7 +215,7 @@ class JaxActor:
         return self._recurrent, columns
 
 
-@functools.cache
+@cache
 def _select() -> Callable[[Any, Any, Any], Any]:
     jax = import_jax()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,11 @@ import numpy.typing as npt
 
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.memory import aligned
 
 Words = npt.NDArray[np.int32]
+
+_LARGEST_VECTOR = 1 << 16  # floats
 
 
 @dataclass(frozen=True)
@@ -75,3 +79,63 @@ def pack(outputs: Mapping[str, Any], fields: tuple[Field, ...]) -> Any:
         words = value if value.dtype == np.int32 else jax.lax.bitcast_convert_type(value, np.int32)
         parts.append(words.reshape(value.shape[0], -1))
     return jax.numpy.concatenate(parts, -1)
+
+
+class Inputs:
+    """Arrays of 32-bit words that a jitted call reads, side by side in one buffer: one transfer instead of several.
+
+    Args:
+        sources: what is read at each step: always the same memory.
+        noise: one step's noise, if any.
+    """
+
+    def __init__(self, sources: Sequence[npt.NDArray[Any]], noise: Sequence[npt.NDArray[Any]]) -> None:
+        arrays = [*sources, *noise]
+        ends = np.cumsum([0, *(array.size for array in arrays)]).tolist()
+        self.buffer = aligned((ends[-1],), np.dtype(np.int32))
+        self._layout = [
+            (slice(start, end), array.shape, array.dtype)
+            for array, (start, end) in zip(arrays, itertools.pairwise(ends), strict=True)
+        ]
+        views = [self.buffer[where].view(dtype).reshape(shape) for where, shape, dtype in self._layout]
+        self._copies = list(zip(views, sources, strict=False))
+        self._noise = views[len(sources) :]
+
+    def fill(self, noise: npt.NDArray[Any] | None) -> None:
+        """Bring in what the sources hold now, and this step's noise."""
+        for view, source in self._copies:
+            view[...] = source
+        for view in self._noise:
+            view[...] = noise
+
+    def unpack(self, buffer: Any) -> list[Any]:
+        """The arrays; traced."""
+        bitcast = import_jax().lax.bitcast_convert_type
+        return [bitcast(buffer[where], dtype).reshape(shape) for where, shape, dtype in self._layout]
+
+
+class Vector:
+    """A pytree of small float32 arrays as one vector: one argument of a jitted call instead of many.
+
+    Worth it where the call's own cost counts; a large network's arrays stay as they are.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        jax = import_jax()
+        leaves, self._treedef = jax.tree.flatten(tree)
+        self._shapes = [np.shape(leaf) for leaf in leaves]
+        sizes = [math.prod(shape) for shape in self._shapes]
+        self._ends = np.cumsum(sizes)[:-1].tolist()
+        self.worth_it = (
+            len(leaves) > 1
+            and sum(sizes) <= _LARGEST_VECTOR
+            and all(getattr(leaf, "dtype", None) == np.float32 for leaf in leaves)
+        )
+        self.pack = jax.jit(lambda tree: jax.numpy.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)]))
+
+    def unpack(self, vector: Any) -> Any:
+        """The pytree; traced."""
+        jax = import_jax()
+        parts = jax.numpy.split(vector, self._ends)
+        leaves = [part.reshape(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        return jax.tree.unflatten(self._treedef, leaves)

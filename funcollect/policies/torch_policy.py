@@ -10,6 +10,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from funcollect.devices import checked_device
 from funcollect.errors import PolicyError
 from funcollect.keys import Key, Noise, Purpose, fold
 from funcollect.policies.actor import (
@@ -75,22 +76,6 @@ def torch_policy(
     if head is not None and not hasattr(head, "log_prob"):
         raise TypeError(f"head is {head!r}, expected one of funcollect.heads: categorical, normal, …")
     return TorchPolicy(module, head, initial_state, checked_device(device))
-
-
-def checked_device(device: torch.device | str | None) -> torch.device | None:
-    """The device, shown to exist.
-
-    Raises:
-        ValueError: where Torch cannot allocate on it.
-    """
-    if device is None:
-        return None
-    try:
-        return torch.empty(0, device=torch.device(device)).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(
-            f"device {str(device)!r} is not to be had here: {error}; choose another, such as 'cpu'"
-        ) from error
 
 
 class TorchPolicy:

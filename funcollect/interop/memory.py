@@ -1,0 +1,19 @@
+"""Memory that both frameworks read without a copy."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_ALIGNMENT = 64  # bytes: what XLA takes without a copy, and what keeps Torch's bits the same from run to run
+
+
+def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """A zeroed array whose memory begins at a multiple of 64 bytes."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + _ALIGNMENT, np.uint8)
+    offset = -memory.ctypes.data % _ALIGNMENT
+    return memory[offset : offset + size].view(dtype).reshape(shape)
