@@ -234,6 +234,16 @@ class ActionSpec:
         return np.asarray(getattr(self.space, "start", 0), np.int64)
 
     @cached_property
+    def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The lowest and the highest value of each integer component of an action in a batch."""
+        low, high = np.zeros((), np.int64), np.ones((), np.int64)
+        if isinstance(self.space, spaces.Box):
+            low, high = (bound.astype(np.int64) for bound in (self.space.low, self.space.high))
+        elif self.categories and not self.one_hot:
+            low, high = self.start, self.start + np.reshape(self.categories, self.start.shape) - 1
+        return torch.as_tensor(low), torch.as_tensor(high)
+
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of one action in a batch."""
         return (sum(self.categories),) if self.one_hot else tuple(self.space.shape or ())

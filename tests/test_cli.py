@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -293,12 +292,12 @@ def test_a_disk_that_fills_up_meanwhile(
 
 
 def test_files_beyond_the_allowed_size(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "funcollect", *CARTPOLE, "--out", str(tmp_path / "out")],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)),
-        capture_output=True,
-        text=True,
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); "
+        "from funcollect.cli import main; sys.exit(main(sys.argv[1:]))"
     )
+    command = [sys.executable, "-c", code, *CARTPOLE, "--out", str(tmp_path / "out")]
+    ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr
     assert ended.stderr.splitlines()[-1].startswith("funcollect: error: ")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from funcollect.core.request import Request, check_positive
+from funcollect.core.request import Request, check_exploration, check_positive
 from funcollect.devices import checked_device
 from funcollect.specs import Env, ExplorationType
 from funcollect.trajectories.split import split_trajectories
@@ -45,16 +45,19 @@ class Options:
     def __post_init__(self) -> None:
         """Check every field; `device` fills those that are unset."""
         check_positive("frames_per_batch", self.frames_per_batch)
+        check_exploration(self.exploration_type)
+        if self.total_frames == 0:
+            raise ValueError("total_frames is 0, expected at least 1: give a number, or -1 for an endless run")
         if self.total_frames != -1:
-            check_positive("total_frames (or -1 for an endless run)", self.total_frames)
+            check_positive("total_frames", self.total_frames)
         for name in ("max_frames_per_traj", "init_random_frames"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TypeError(f"{name} is {value!r}, expected an int, or None for none")
+                raise TypeError(f"{name} is {value!r}, expected an int: give one, or None for none")
         if self.max_frames_per_traj == 0:
             raise ValueError("max_frames_per_traj is 0, expected a positive int, or None (or negative) for no limit")
         if self.postproc is not None and not callable(self.postproc):
-            raise TypeError(f"postproc is {type(self.postproc).__name__}, expected a function from batch to batch")
+            raise TypeError(f"postproc is {self.postproc!r:.80}, expected a function from batch to batch: pass one")
         if not self.reset_when_done and self.max_frames_per_traj is not None and self.max_frames_per_traj > 0:
             raise ValueError(
                 "max_frames_per_traj cuts a trajectory so that the lane begins another, reset_when_done=False keeps it "
@@ -62,7 +65,8 @@ class Options:
             )
         for name in ("storing_device", "env_device", "policy_device"):
             given = getattr(self, name)
-            object.__setattr__(self, name, checked_device(self.device if given is None else given))
+            place = checked_device(self.device) if given is None else checked_device(given, name)
+            object.__setattr__(self, name, place)
 
     def request(self, env: Env, params: Any) -> Request:
         """One batch's rollout."""
@@ -86,7 +90,7 @@ class Options:
         if self.postproc is not None:
             batch = self.postproc(batch)
             if not isinstance(batch, TensorDictBase):
-                raise TypeError(f"postproc returned {type(batch).__name__}, expected the batch: return it")
+                raise TypeError(f"postproc returned {type(batch).__name__}, expected a TensorDict: return the batch")
         hidden = [key for key in batch.keys(True) if any(part.startswith("_") for part in _parts(key))]
         return batch.exclude(*hidden, inplace=True) if hidden else batch
 
@@ -100,7 +104,7 @@ def check_env_device(env: Env, given: Device) -> None:
     if given is None:
         return
     own = getattr(env, "device", torch.device("cpu"))
-    if checked_device(given) != checked_device(own):
+    if checked_device(given, "env_device") != checked_device(own):
         raise ValueError(
             f"env_device is {given}, but {env!r} runs on {own}: build the environment there, or leave env_device out"
         )

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import numpy as np
+import optree
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 
 from funcollect.collectors.options import Device, Options, Postproc, check_env_device
 from funcollect.core import api
@@ -18,6 +19,33 @@ from funcollect.envs.registry import make_env
 from funcollect.errors import ClosedError
 from funcollect.policies.coerce import as_policy
 from funcollect.specs import ExplorationType
+from funcollect.tree import NAMESPACE
+
+_SAVED = ("policy_state_dict", "key", "episode", "steps", "policy_version", "policy_state", "frames", "iter")
+
+
+def _from_factory(policy: Any, factory: Any) -> Any:
+    if policy is not None:
+        raise ValueError("policy and policy_factory are both given, expected one: leave the other out")
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise TypeError(
+            f"policy_factory is {type(factory).__name__}, expected a function that returns a policy: pass one, or pass "
+            "the policy as policy"
+        )
+    if (made := factory()) is None:
+        raise TypeError("policy_factory returned None, expected a policy: return it")
+    return made
+
+
+def _snapshot(params: Any) -> Any:
+    """Weights in memory of their own: a trainer may go on writing those that were given."""
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, (Tensor, TensorDictBase)):
+            return leaf.detach().clone()
+        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+    return optree.tree_map(copied, params, namespace=NAMESPACE)
 
 
 class SyncDataCollector:
@@ -101,9 +129,7 @@ class SyncDataCollector:
             update_at_each_batch=update_at_each_batch,
         )
         if policy_factory is not None:
-            if policy is not None:
-                raise ValueError("policy and policy_factory are both given: give one of them")
-            policy = policy_factory()
+            policy = _from_factory(policy, policy_factory)
         self.env = make_env(create_env_fn, **(create_env_kwargs or {}))
         if self.env.backend != "host" or env_device is not None:
             check_env_device(self.env, self.options.env_device)
@@ -147,7 +173,7 @@ class SyncDataCollector:
         if self.options.reset_at_each_iter and self._batches:
             self.reset()
         if self.options.update_at_each_batch and self._batches:
-            self.update_policy_weights_()
+            self.update_policy_weights_(self.params)
         return self.options.finish(self.rollout())
 
     def rollout(self) -> TensorDictBase:
@@ -168,7 +194,13 @@ class SyncDataCollector:
     def reset(self, mask: Tensor | None = None) -> None:
         """Begin new episodes in the lanes of `mask` [P], or in all."""
         self._check_open()
-        self.state = api.reset(self.env, self.state, mask)
+        try:
+            self.state = api.reset(self.env, self.state, mask)
+        except (TypeError, ValueError):
+            raise  # a bad mask, said before the state is used
+        except BaseException:
+            self._interrupted = True
+            raise
         self._interrupted = self._interrupted and mask is not None
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -191,14 +223,14 @@ class SyncDataCollector:
         self._check_open()
         if params is not None:
             self.policy.prepare(params)
-            self.params = params
+        self.params = params
         self.state = self.state.replace(policy_version=self.state.policy_version + 1)
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs: weights, key, counters. Episodes in flight begin anew after loading."""
         params = self.policy.params if self.params is None else self.params
         return {
-            "policy_state_dict": params.clone() if isinstance(params, TensorDictBase) else params,
+            "policy_state_dict": _snapshot(params),
             "key": torch.from_numpy(self.state.key.astype(np.int64)),
             "episode": self.state.episode.clone(),
             "steps": self.state.steps,
@@ -215,6 +247,8 @@ class SyncDataCollector:
             ValueError: for a state of another number of lanes, or weights that do not fit.
         """
         self._check_open()
+        if missing := [key for key in _SAVED if key not in state_dict]:
+            raise ValueError(f"the state_dict lacks {missing}, expected {list(_SAVED)}: pass what state_dict gave")
         params = state_dict["policy_state_dict"]
         if params is not None:
             self.policy.prepare(params)
@@ -241,7 +275,7 @@ class SyncDataCollector:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("the collector was shut down: build another one")
+            raise ClosedError(f"{self!r} was shut down: build another collector")
 
     def __enter__(self) -> Self:
         return self

@@ -52,11 +52,16 @@ def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, t
     check_pair(env, policy)
     key = key_from_seed(seed)
     count = env.num_envs or 1
+    policy_state = policy.init(key, count)
     lane = torch.arange(first_lane, first_lane + count)
     counters = fresh_counters(count, getattr(env, "device", "cpu"))
     if env.backend == "host":
         simulation = Simulation(env, key, lane)  # type: ignore[arg-type]
-        simulation.restart(range(count))
+        try:
+            simulation.restart(range(count))
+        except BaseException:
+            simulation.close()
+            raise
         env_state: Any = simulation.release()
         observation = simulation.observation()
     else:
@@ -67,7 +72,7 @@ def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, t
     return CollectorState(
         env_state=env_state,
         observation=observation,
-        policy_state=policy.init(key, count),
+        policy_state=policy_state,
         key=key,
         lane=lane,
         total_lanes=total_lanes,
@@ -78,18 +83,24 @@ def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, t
 def check_pair(env: Any, policy: Any) -> None:
     """Raise unless `env` is an environment, `policy` a policy, and the one suits the other."""
     if not isinstance(env, Env):
-        raise TypeError(f"env is {type(env).__name__}, expected an Env: make one with funcollect.make_env")
-    if not all(hasattr(policy, name) for name in ("backend", "noise", "init", "prepare")):
-        raise TypeError(
-            f"policy is {type(policy).__name__}, expected a Policy: wrap a module with funcollect.torch_policy, "
-            "a JAX function with funcollect.jax_policy"
-        )
+        swapped = " (the policy is one: env comes first)" if isinstance(policy, Env) else ""
+        raise TypeError(f"env is {type(env).__name__}, expected an Env{swapped}: make one with funcollect.make_env")
+    check_policy(policy)
     if env.backend not in _LOOPS:
         raise TypeError(f"env has the backend {env.backend!r}, expected one of {sorted(_LOOPS)}")
     if taken := {leaf.path[0] for leaf in env.observation_leaves} & set(getattr(policy, "out_names", ())):
         raise ValueError(f"the policy's outputs {sorted(taken)} collide with the environment's keys: rename them")
     if hasattr(policy, "check"):
         policy.check(env.action_spec)
+
+
+def check_policy(policy: Any) -> None:
+    """Raise TypeError unless `policy` is a policy."""
+    if isinstance(policy, type) or not all(hasattr(policy, name) for name in ("backend", "noise", "init", "prepare")):
+        raise TypeError(
+            f"policy is {policy!r:.80}, expected a Policy: wrap a module with funcollect.torch_policy, "
+            "a JAX function with funcollect.jax_policy"
+        )
 
 
 def rollout(
@@ -130,6 +141,7 @@ def rollout(
 
 def run(env: Env, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """`rollout` with every option."""
+    check_policy(policy)
     check_state(env, state)
     after, batch = _LOOPS[env.backend].run(env, policy, state, request)
     return after, batch
@@ -177,7 +189,10 @@ def reset(env: Env, state: CollectorState, mask: Tensor | None = None) -> Collec
 def _checked_mask(mask: Tensor | None, state: CollectorState) -> Tensor:
     if mask is None:
         return torch.ones_like(state.terminated)
-    mask = torch.as_tensor(mask, device=state.lane.device)
+    try:
+        mask = torch.as_tensor(mask, device=state.lane.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"mask is {mask!r:.80}, expected bool {tuple(state.lane.shape)}: one flag per lane") from error
     if mask.dtype != torch.bool or mask.shape != state.lane.shape:
         raise ValueError(
             f"mask is {mask.dtype} {tuple(mask.shape)}, expected bool {tuple(state.lane.shape)}: one flag per lane"
@@ -231,6 +246,8 @@ def fork(env: Env, state: CollectorState) -> CollectorState:
 
 def close(state: CollectorState) -> None:
     """Free the simulators behind a state now, rather than when it is collected. Does nothing for values."""
+    if not isinstance(state, CollectorState):
+        raise TypeError(f"state is {type(state).__name__}, expected a CollectorState: pass what rollout returned")
     if isinstance(state.env_state, Hold):
         state.env_state.simulation.close()
 
@@ -238,7 +255,18 @@ def close(state: CollectorState) -> None:
 def check_state(env: Env, state: CollectorState) -> None:
     """Raise unless `state` is a state of `env`."""
     if not isinstance(state, CollectorState):
-        raise TypeError(f"state is {type(state).__name__}, expected the CollectorState that init or rollout returned")
-    held = state.env_state.simulation.env if isinstance(state.env_state, Hold) else None
-    if (held is not None and held is not env) or (held is None and env.backend == "host"):
+        raise TypeError(
+            f"state is {type(state).__name__}, expected a CollectorState: pass what init or rollout returned (after "
+            "env and policy)"
+        )
+    if not hasattr(env, "observation_leaves"):
+        raise TypeError(f"env is {type(env).__name__}, expected an Env: pass the env that the state was made with")
+    if state.num_lanes != (env.num_envs or 1):
+        raise ValueError(f"the state has {state.num_lanes} lanes, {env!r} has {env.num_envs or 1}: pass its own env")
+    if isinstance(state.env_state, Hold):
+        fits = state.env_state.simulation.env is env
+    else:
+        shapes = {path: value.shape[1:] for path, value in state.observation.items()}
+        fits = env.backend != "host" and shapes == {leaf.path: leaf.shape for leaf in env.observation_leaves}
+    if not fits:
         raise ValueError(f"the state belongs to another environment than {env!r}: pass the env that it was made with")

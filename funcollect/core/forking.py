@@ -18,7 +18,10 @@ def fork_simulation(source: Simulation, state: CollectorState) -> Hold:
     """
     actions = source.journal.since_reset()
     if actions is None:
-        raise ReplayError("the current episode is too long to be replayed: reset its lanes first")
+        raise ReplayError(
+            "the current episode is too long for its actions to be kept, expected at most 2**20 steps: begin another "
+            "with funcollect.reset(env, state), then fork"
+        )
     copy = Simulation(source.env, source.key, state.lane)
     try:
         _replay(copy, state, actions, source.journal.ages.tolist())
@@ -63,6 +66,7 @@ def _compare(copy: Simulation, state: CollectorState) -> None:
         if bool(wrong.any()):
             lane = int(wrong.nonzero()[0])
             raise ReplayError(
-                f"lane {lane}: replaying the episode's seed and actions gave another {'.'.join(path)}: the environment "
-                "is not a function of these (it may draw from a global generator), so it cannot be forked"
+                f"lane {lane}: replaying the episode's seed and actions gave another {'.'.join(path)}, expected the "
+                "same: the environment is not a function of these. Let it draw from self.np_random, not from a global "
+                "generator, or go on without a fork: the state is as good as before"
             )

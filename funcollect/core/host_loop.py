@@ -12,9 +12,9 @@ from torch import Tensor
 
 from funcollect.core.deliver import Track, count, deliver
 from funcollect.core.request import Request, open_actor
-from funcollect.core.simulation import Simulation
+from funcollect.core.simulation import Hold, Simulation
 from funcollect.core.state import CollectorState
-from funcollect.envs.host_env import HostEnv, Outcome
+from funcollect.envs.host_env import HostEnv, Outcome, check_outcome, check_rewards
 from funcollect.envs.rows import Array, Rows
 from funcollect.errors import EnvError
 from funcollect.policies.actor import Actor
@@ -24,16 +24,19 @@ from funcollect.tree import Path
 
 def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """`rollout` for a host environment."""
-    simulation: Simulation = state.env_state.claim()
-    simulation.steps = state.steps + request.length
-    rows = simulation.simulators.rows
-    rows.set(state.observation)
+    hold: Hold = state.env_state
+    hold.check()
+    rows = hold.simulation.simulators.rows
     recording = Recording(rows, request.length, env.info_keys)
     observation = rows.torch_observation if policy.backend == "torch" else rows.observation
-    actor = open_actor(env, policy, state, request, observation)
+    actor = open_actor(env, policy, state, request, observation)  # bad arguments are said before the state is used
+    simulation = hold.claim()
+    simulation.steps = state.steps + request.length
+    rows.set(state.observation)
     with actor.running():
         _loop(simulation, actor, recording, state, request)
         policy_state, outputs = actor.finish()
+    check_rewards(recording.reward)
     track = recording.track(outputs)
     counters = count(state, track, simulation.journal.ages, reset_when_done=request.reset_when_done)
     batch = deliver(state, track, counters, batched=env.num_envs is not None)
@@ -62,17 +65,28 @@ def _loop(simulation: Simulation, actor: Actor, recording: Recording, state: Col
             store[t] = row
         try:
             reward[t] = outcome.reward
+            over = any(outcome.terminated) or any(outcome.truncated)
         except (TypeError, ValueError) as error:
-            raise _bad_reward(outcome.reward) from error
+            raise _bad(outcome) from error
         if outcome.info:
             recording.inform(outcome)
-        if any(outcome.terminated) or any(outcome.truncated):
+        if over:
             ended = recording.end(t, outcome)
             if request.reset_when_done:
                 simulation.restart(ended)
                 actor.restart(ended)
             else:
                 frozen.update(ended)
+    check_outcome(outcome)  # what an environment answers wrongly, it answers so in the last step, too
+
+
+def _bad(outcome: Outcome) -> EnvError:
+    """Why an outcome could not be recorded."""
+    try:
+        check_outcome(outcome)
+    except EnvError as error:
+        return error
+    return EnvError(f"step returned {outcome!r:.200}, expected one reward and two flags per lane: correct that")
 
 
 class Limit:
@@ -85,13 +99,16 @@ class Limit:
     def apply(self, outcome: Outcome, frozen: set[int]) -> Outcome:
         """The outcome, with lanes truncated that reach the limit."""
         truncated = list(outcome.truncated)
-        for lane, terminated in enumerate(outcome.terminated):
-            if lane in frozen:
-                continue
-            self._step[lane] += 1
-            truncated[lane] = bool(truncated[lane]) or self._step[lane] >= self._limit
-            if terminated or truncated[lane]:
-                self._step[lane] = 0
+        try:
+            for lane, terminated in enumerate(outcome.terminated):
+                if lane in frozen:
+                    continue
+                self._step[lane] += 1
+                truncated[lane] = bool(truncated[lane]) or self._step[lane] >= self._limit
+                if terminated or truncated[lane]:
+                    self._step[lane] = 0
+        except (TypeError, ValueError) as error:
+            raise _bad(outcome) from error
         return Outcome(outcome.reward, outcome.terminated, truncated, outcome.info)
 
 
@@ -120,8 +137,11 @@ class Recording:
 
     def end(self, t: int, outcome: Outcome) -> list[int]:
         """Keep the flags of a step at which some lane is done: which lanes are."""
-        self._terminated[t] = outcome.terminated
-        self._truncated[t] = outcome.truncated
+        try:
+            self._terminated[t] = outcome.terminated
+            self._truncated[t] = outcome.truncated
+        except (TypeError, ValueError) as error:
+            raise _bad(outcome) from error
         ended: list[int] = (self._terminated[t] | self._truncated[t]).nonzero()[0].tolist()
         return ended
 
@@ -139,13 +159,6 @@ class Recording:
 
     def _columns(self, pairs: list[tuple[Array, Array]]) -> dict[Path, Tensor]:
         return {path: torch.from_numpy(store) for path, (store, _) in zip(self._paths, pairs, strict=True)}
-
-
-def _bad_reward(rewards: Sequence[Any]) -> EnvError:
-    for lane, reward in enumerate(rewards):
-        if np.shape(reward) or not isinstance(reward, (int, float, np.number, np.ndarray)):
-            return EnvError(f"lane {lane}: reward is {reward!r:.60}, expected a number: return a float")
-    return EnvError(f"the rewards are {rewards!r:.60}, expected one number per lane")
 
 
 def _info_column(key: str, values: list[Any]) -> Tensor:

@@ -38,19 +38,25 @@ class Request:
         check_positive("length", self.length)
         if self.max_frames_per_traj is not None:
             check_positive("max_frames_per_traj", self.max_frames_per_traj)
-        if not isinstance(self.exploration_type, ExplorationType):
-            raise TypeError(
-                f"exploration_type is {self.exploration_type!r}, expected a funcollect.ExplorationType: "
-                f"{', '.join(ExplorationType.__members__)}"
-            )
+        check_exploration(self.exploration_type)
+
+
+def check_exploration(value: Any) -> None:
+    """Raise TypeError unless `value` is an exploration type."""
+    if not isinstance(value, ExplorationType):
+        members = ", ".join(ExplorationType.__members__)
+        raise TypeError(
+            f"exploration_type is {value!r}, expected a member of funcollect.ExplorationType ({members}): pass for "
+            "example funcollect.ExplorationType.DETERMINISTIC"
+        )
 
 
 def check_positive(name: str, value: Any) -> None:
     """Raise unless `value` is a positive int."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}, expected a positive int")
+        raise TypeError(f"{name} is {value!r}, expected a positive int: pass for example {name}=128")
     if value < 1:
-        raise ValueError(f"{name} is {value}, expected at least 1")
+        raise ValueError(f"{name} is {value}, expected at least 1: pass for example {name}=128")
 
 
 def open_actor(env: Env, policy: Policy, state: CollectorState, request: Request, observation: Any) -> Actor:
@@ -61,16 +67,14 @@ def open_actor(env: Env, policy: Policy, state: CollectorState, request: Request
     spec = env.action_spec
     first_lane = int(state.lane[0])
     noise = policy.noise(spec)
-    drawn = (
-        None
-        if noise is None
-        else draw_ahead(noise, state.key, first_lane, state.num_lanes, state.steps, request.length)
-    )
+    drawn = None
+    if noise is not None:
+        drawn = draw_ahead(noise, state.key, first_lane, state.num_lanes, state.steps, request.length)
     drive = Drive(
         observation=observation,
         params=policy.prepare(request.params),
         policy_state=state.policy_state,
-        initial_state=None if state.policy_state is None else policy.init(state.key, state.num_lanes),
+        initial_state=_initial_state(policy, state),
         noise=drawn,
         exploration_type=request.exploration_type,
         spec=spec,
@@ -85,3 +89,14 @@ def open_actor(env: Env, policy: Policy, state: CollectorState, request: Request
     if bool(fresh.any()):
         actor.restart(fresh.nonzero()[:, 0].tolist())
     return actor
+
+
+def _initial_state(policy: Policy, state: CollectorState) -> Any:
+    initial = policy.init(state.key, state.num_lanes)
+    if type(initial) is not type(state.policy_state):
+        raise ValueError(
+            f"the state holds the policy state {type(state.policy_state).__name__}, this policy wants "
+            f"{type(initial).__name__}: pass the policy that the state was made with, or go on with "
+            "state.replace(policy_state=policy.init(state.key, state.num_lanes))"
+        )
+    return initial

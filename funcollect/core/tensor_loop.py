@@ -21,8 +21,18 @@ from funcollect.tree import Path, select
 
 def root_of(env: TorchEnv, env_state: TorchEnvState) -> dict[Path, Tensor]:
     """The observation of an environment's state, by key."""
-    leaves = disassemble(env.observation_space, env.observe(env_state.physics))
-    return {leaf.path: value for leaf, value in zip(env.observation_leaves, leaves, strict=True)}
+    return _by_path(env, env.observe(env_state.physics))
+
+
+def _by_path(env: TorchEnv, observation: Any) -> dict[Path, Tensor]:
+    try:
+        leaves = disassemble(env.observation_space, observation)
+        return {leaf.path: value for leaf, value in zip(env.observation_leaves, leaves, strict=True)}
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise EnvError(
+            f"the observation of {env} is {type(observation).__name__} and lacks the structure of its space "
+            f"{env.observation_space} ({error!r}): correct observe or the space"
+        ) from error
 
 
 def check_root(env: TorchEnv, root: dict[Path, Tensor], num_lanes: int) -> None:
@@ -30,11 +40,23 @@ def check_root(env: TorchEnv, root: dict[Path, Tensor], num_lanes: int) -> None:
     for leaf in env.observation_leaves:
         value, wanted = root[leaf.path], (num_lanes, *leaf.shape)
         dtype = torch.from_numpy(aligned((1,), leaf.dtype)).dtype
-        if tuple(value.shape) != wanted or value.dtype != dtype:
+        if not isinstance(value, Tensor) or tuple(value.shape) != wanted or value.dtype != dtype:
+            got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise EnvError(
-                f"observation {leaf.name!r} of {env} is {value.dtype} {tuple(value.shape)}, its space wants "
+                f"observation {leaf.name!r} of {env} is {got}, its space wants "
                 f"{dtype} {wanted}: correct observe or the space"
             )
+
+
+def check_step(env: TorchEnv, answer: TorchStep, num_lanes: int) -> None:
+    """Raise EnvError unless what `advance` gave is [P], the flag bool, and the observation as `check_root` wants it."""
+    for name, value in (("reward", answer.reward), ("terminated", answer.terminated)):
+        if not isinstance(value, Tensor) or value.shape != (num_lanes,):
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise EnvError(f"the {name} of {env} is {got}, expected a tensor of shape ({num_lanes},): correct advance")
+    if answer.terminated.dtype != torch.bool:
+        raise EnvError(f"terminated of {env} is {answer.terminated.dtype}, expected torch.bool: compare in advance")
+    check_root(env, _by_path(env, answer.observation), num_lanes)
 
 
 def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
@@ -43,12 +65,15 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
     actor = open_actor(env, policy, state, request, loop.observation(policy.backend))
     with actor.running():
         for t in range(request.length):
+            loop.keep_root(t)
             mask = loop.step(t, as_tensor(actor.act(t), env.device))
             if mask is not None:
                 actor.restart(mask.nonzero()[:, 0].tolist())
         policy_state, outputs = actor.finish()
     track = loop.track(outputs)
-    counters = count(state, track, torch.zeros_like(state.step), reset_when_done=request.reset_when_done)
+    counters = count(
+        state, track, torch.zeros(state.num_lanes, dtype=torch.int64), reset_when_done=request.reset_when_done
+    )
     after = state.replace(
         env_state=loop.env_state,
         observation={path: root.clone() for path, root in loop.root.items()},
@@ -86,12 +111,18 @@ class _Loop:
             leaves = {path: value.numpy() for path, value in self.root.items()}
         return assemble(self._env.observation_space, leaves)
 
+    def keep_root(self, t: int) -> None:
+        """Record what the policy is about to read, and may write."""
+        for path, root in self.root.items():
+            self._roots[path][t] = root
+
     def step(self, t: int, action: Tensor) -> Tensor | None:
         """Step all lanes; the mask [P] of those that began another episode, or None."""
         with torch.no_grad():
-            for path, root in self.root.items():
-                self._roots[path][t] = root
-            answer = self._limited(self._env.step(self.env_state, action))
+            answer = self._env.step(self.env_state, action)
+            if t == 0:
+                check_step(self._env, answer, self._state.num_lanes)
+            answer = self._limited(answer)
             observed = disassemble(self._env.observation_space, answer.observation)
             if not self._request.reset_when_done:
                 answer, observed = self._thawed(t, answer, observed)
@@ -124,7 +155,8 @@ class _Loop:
             terminated=torch.where(frozen, terminated, answer.terminated),
             truncated=torch.where(frozen, truncated, answer.truncated),
         )
-        observed = [select(frozen, root, value) for root, value in zip(self.root.values(), observed, strict=True)]
+        roots = [column[t] for column in self._roots.values()]
+        observed = [select(frozen, root, value) for root, value in zip(roots, observed, strict=True)]
         self._frozen = frozen | answer.terminated | answer.truncated
         return answer, observed
 
@@ -153,9 +185,10 @@ class _Loop:
 
 
 def as_tensor(action: Any, device: torch.device) -> Tensor:
-    """A policy's action as a tensor on `device`; a read-only array is copied."""
-    tensor: Tensor = action if isinstance(action, Tensor) else torch.from_numpy(np.array(action))
-    return tensor.to(device)
+    """A copy of a policy's action as a tensor on `device`: an environment's state may keep it."""
+    if isinstance(action, Tensor):
+        return action.to(device, copy=True)
+    return torch.from_numpy(np.array(action)).to(device)
 
 
 def _fixed(value: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import gymnasium
 import numpy.typing as npt
@@ -48,24 +49,23 @@ def from_gymnasium(
     >>> from_gymnasium("CartPole-v1", num_envs=8)
     HostEnv('CartPole-v1', num_envs=8)
     """
+    _check_info_keys(info_keys)
     if isinstance(env, VectorEnv):
         _refuse("a VectorEnv", num_envs=num_envs, **kwargs)
         return _vector(env, tuple(info_keys), dtype, one_hot)
     factories = _factories(env, num_envs, kwargs)
-    first = factories[0]()
-    if not isinstance(first, gymnasium.Env):
-        raise TypeError(
-            f"the factory returned {type(first).__name__}, expected a gymnasium.Env: return the environment"
-        )
-    factories = [_Once(first, factories[0]), *factories[1:]]
+    made = factories[0] if isinstance(factories[0], _Made) else _Made(factories[0](), factories[0])
+    factories[0], first = made, made.env
+    for lane, factory in enumerate(factories):
+        if isinstance(factory, _Made):
+            _check_lane(lane, factory.env, first)
     leaves = observation_leaves(first.observation_space, dtype)
     spec = ActionSpec(first.action_space, one_hot)
+    if info_keys and any(leaf.path[0] == "info" for leaf in leaves):
+        raise ValueError("the observation key 'info' collides with info_keys: rename it, or leave info_keys out")
 
     def opener() -> Simulators:
-        envs = [factory() for factory in factories]
-        for lane, other in enumerate(envs):
-            _check_same_spaces(lane, other, first)
-        return Lanes(envs, leaves, spec, tuple(info_keys))
+        return Lanes(_open(factories, first), leaves, spec, tuple(info_keys))
 
     single = num_envs is None and (isinstance(env, str) or not isinstance(env, Sequence))
     return HostEnv(
@@ -85,28 +85,57 @@ def _vector(
     check_autoreset(env)
     leaves = observation_leaves(env.single_observation_space, dtype)
     spec = ActionSpec(env.single_action_space, one_hot)
-    take = _Once(env, lambda: _rebuild_vector(env))
+    made = _Made(env, lambda: _rebuild_vector(env))
     return HostEnv(
         label=f"{type(env).__name__} of {env.spec.id if env.spec else type(env).__name__}",
         num_envs=env.num_envs,
         observation_space=env.single_observation_space,
         action_spec=spec,
         observation_leaves=leaves,
-        opener=lambda: VectorLanes(take(), leaves, spec, info_keys),
+        opener=lambda: VectorLanes(_taken(made()), leaves, spec, info_keys),
         info_keys=info_keys,
     )
 
 
-class _Once:
-    """Gives an environment that exists already, the first time, and builds others after that."""
+_TAKEN: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by id: what backs a state, or did before it was closed
+
+
+class _Made:
+    """Gives an environment that exists already, unless it is taken, and builds others after that."""
 
     def __init__(self, env: Any, build: Factory) -> None:
-        self._env = env
+        self.env = env
         self._build = build
 
     def __call__(self) -> Any:
-        env, self._env = self._env, None
-        return self._build() if env is None else env
+        return self._build() if id(self.env) in _TAKEN else self.env
+
+
+def _taken(env: Any) -> Any:
+    _TAKEN[id(env)] = env
+    return env
+
+
+def _open(factories: Sequence[Factory], first: GymEnv) -> list[GymEnv]:
+    """One environment per lane; if that fails, those that were made are given back or closed."""
+    envs: list[GymEnv] = []
+    try:
+        for lane, factory in enumerate(factories):
+            env = factory()
+            _check_lane(lane, env, first)
+            if id(env) in _TAKEN:
+                raise ValueError(
+                    f"lane {lane}: the factory returned an environment that backs a lane already: build a new one at "
+                    "each call"
+                )
+            envs.append(_taken(env))
+    except BaseException:
+        for factory, env in zip(factories, envs, strict=False):
+            del _TAKEN[id(env)]
+            if not isinstance(factory, _Made) or factory.env is not env:
+                env.close()
+        raise
+    return envs
 
 
 def _factories(env: Source | Sequence[Source], num_envs: int | None, kwargs: dict[str, Any]) -> list[Factory]:
@@ -133,7 +162,7 @@ def _factories(env: Source | Sequence[Source], num_envs: int | None, kwargs: dic
 def _factory(env: Source, kwargs: dict[str, Any]) -> Factory:
     if isinstance(env, gymnasium.Env):
         _refuse("an environment instance", **kwargs)
-        return _Once(env, lambda: _rebuild(env))
+        return _Made(env, lambda: _rebuild(env))
     if isinstance(env, (str, EnvSpec)):
         return lambda: _make(env, kwargs)
     if callable(env):
@@ -144,10 +173,16 @@ def _factory(env: Source, kwargs: dict[str, Any]) -> Factory:
 
 
 def _make(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:
+    name = spec if isinstance(spec, str) else spec.id
     try:
         return gymnasium.make(spec, disable_env_checker=True, **kwargs)
+    except TypeError as error:
+        if not kwargs:
+            raise
+        raise TypeError(
+            f"Gymnasium cannot make {name!r}: {error}; leave out what its constructor does not take"
+        ) from error
     except (gymnasium.error.Error, ModuleNotFoundError) as error:
-        name = spec if isinstance(spec, str) else spec.id
         raise ValueError(
             f"Gymnasium cannot make {name!r}: {error}; look the id up in gymnasium.registry, "
             "and import the package that registers it first"
@@ -176,7 +211,18 @@ def _rebuild_vector(env: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
     return rebuilt
 
 
-def _check_same_spaces(lane: int, env: GymEnv, first: GymEnv) -> None:
+def _check_info_keys(info_keys: Sequence[str]) -> None:
+    if isinstance(info_keys, str) or not all(isinstance(key, str) for key in info_keys):
+        raise TypeError(f"info_keys is {info_keys!r}, expected a list of strings, such as ['x_position']")
+    if len(set(info_keys)) < len(info_keys):
+        raise ValueError(f"info_keys is {list(info_keys)}, expected each key once: leave the others out")
+
+
+def _check_lane(lane: int, env: Any, first: GymEnv) -> None:
+    if not isinstance(env, gymnasium.Env):
+        raise TypeError(
+            f"lane {lane}: the factory returned {type(env).__name__}, expected a gymnasium.Env: return the environment"
+        )
     for name in ("observation_space", "action_space"):
         own, wanted = getattr(env, name), getattr(first, name)
         if own != wanted:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import gymnasium
 
-from funcollect.envs.host_env import Outcome, decoder
+from funcollect.envs.host_env import ONWARD, Outcome, decoder
 from funcollect.envs.rows import Rows
 from funcollect.errors import EnvError
-from funcollect.specs import ActionSpec, Leaf
+from funcollect.specs import ActionSpec, Leaf, Space
 
 GymEnv = gymnasium.Env[Any, Any]
 
@@ -24,6 +24,7 @@ class Lanes:
         self._envs = list(envs)
         self._steps: list[Callable[[Any], Any]] = [env.step for env in envs]
         self._decode = decoder(spec)
+        self._space = spec.space
         self._info_keys = info_keys
         self._answers: list[Any] = []
         self.rows = Rows(envs[0].observation_space, leaves, len(envs))
@@ -32,10 +33,15 @@ class Lanes:
         """Start an episode in each of `lanes`."""
         for lane, seed in zip(lanes, seeds, strict=True):
             try:
-                observation, _ = self._envs[lane].reset(seed=seed)
+                answer: Any = self._envs[lane].reset(seed=seed)
             except Exception as error:
-                raise EnvError(f"lane {lane}: reset(seed={seed}) raised {error!r}") from error
-            self.rows.write_lane(lane, observation)
+                raise EnvError(f"lane {lane}: reset(seed={seed}) raised {error!r}: {ONWARD}") from error
+            if not isinstance(answer, tuple) or len(answer) != 2:
+                raise EnvError(
+                    f"lane {lane}: reset returned {answer!r:.80}, expected the two values (observation, info): "
+                    "use Gymnasium's reset API"
+                )
+            self.rows.write_lane(lane, answer[0])
 
     def step(self, action: Any, frozen: Collection[int] = ()) -> Outcome:
         """Step every lane but the frozen ones, which repeat their last answer without reward."""
@@ -48,7 +54,7 @@ class Lanes:
                 append(step(lane_action))
             observation, reward, terminated, truncated, info = zip(*answers, strict=True)
         except Exception as error:
-            raise _located(error, answers, actions) from error
+            raise _located(error, answers, actions, self._space) from error
         self._answers = answers
         self.rows.write(observation)
         return Outcome(reward, terminated, truncated, self._pick(info) if self._info_keys else ())
@@ -63,25 +69,41 @@ class Lanes:
     def _pick(self, infos: Sequence[Any]) -> list[tuple[Any, ...]]:
         try:
             return [tuple(info[key] for info in infos) for key in self._info_keys]
-        except KeyError as error:
-            lane, info = next((lane, info) for lane, info in enumerate(infos) if error.args[0] not in info)
-            raise EnvError(
-                f"lane {lane}: step returned no info key {error}, which info_keys names: "
-                f"there are {sorted(info)}; name one that every step returns"
-            ) from error
+        except (KeyError, TypeError) as error:
+            raise _no_info(self._info_keys, infos) from error
 
     def close(self) -> None:
-        """Close every environment."""
-        for env in self._envs:
-            env.close()
+        """Close every environment, then raise EnvError for the first one that could not be."""
+        failed: list[tuple[int, Exception]] = []
+        for lane, env in enumerate(self._envs):
+            try:
+                env.close()
+            except Exception as error:
+                failed.append((lane, error))
+        for lane, reason in failed:
+            raise EnvError(f"lane {lane}: close raised {reason!r}: correct that; the others are closed") from reason
 
 
-def _located(error: Exception, answers: Sequence[Any], actions: Any) -> EnvError:
+def _no_info(keys: Sequence[str], infos: Sequence[Any]) -> EnvError:
+    for lane, info in enumerate(infos):
+        if not isinstance(info, Mapping):
+            return EnvError(f"lane {lane}: step returned the info {info!r:.80}, expected a dict: return one")
+        if missing := [key for key in keys if key not in info]:
+            return EnvError(
+                f"lane {lane}: step returned no info key {missing[0]!r}, which info_keys names: "
+                f"there are {sorted(map(str, info))}; name one that every step returns"
+            )
+    return EnvError(f"the infos {infos!r:.80} cannot be read: return dicts")
+
+
+def _located(error: Exception, answers: Sequence[Any], actions: Any, space: Space) -> EnvError:
     for lane, answer in enumerate(answers):
-        if not isinstance(answer, tuple) or len(answer) != 5:
+        if not isinstance(answer, (tuple, list)) or len(answer) != 5:
             return EnvError(
                 f"lane {lane}: step returned {answer!r:.80}, expected the five values "
                 "(observation, reward, terminated, truncated, info): use Gymnasium's step API"
             )
     lane = len(answers)
-    return EnvError(f"lane {lane}: step({actions[lane]!r}) raised {error!r}")
+    action = actions[lane]
+    outside = "" if space.contains(action) else f" (the action is not in {space}: look at the policy)"
+    return EnvError(f"lane {lane}: step({action!r}) raised {error!r}{outside}: {ONWARD}")

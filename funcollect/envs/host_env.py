@@ -13,9 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from funcollect.envs.rows import Rows
+from funcollect.errors import EnvError
 from funcollect.specs import ActionSpec, Leaf, Seeding, Space
 
 Info = Mapping[str, Any]
+
+ONWARD = "correct that, or begin new episodes with funcollect.reset(env, state), as a collector does by itself"
 
 
 class Outcome(NamedTuple):
@@ -25,6 +28,40 @@ class Outcome(NamedTuple):
     terminated: Sequence[Any]  # [P] bool
     truncated: Sequence[Any]  # [P] bool
     info: Sequence[tuple[Any, ...]]  # per info key: [P]
+
+
+_NUMBERS = {float, int, np.float64, np.float32}
+_FLAGS = {bool, np.bool_}
+
+
+def check_outcome(outcome: Outcome) -> None:
+    """Raise EnvError for the first lane whose reward is no number, or whose flag is no bool."""
+    flags = {*map(type, outcome.terminated), *map(type, outcome.truncated)}
+    if flags <= _FLAGS and set(map(type, outcome.reward)) <= _NUMBERS:
+        return
+    _check_each("reward", outcome.reward, "biuf", "a number: return a float")
+    for name, values in (("terminated", outcome.terminated), ("truncated", outcome.truncated)):
+        _check_each(name, values, "biu", "a bool: return (observation, reward, terminated, truncated, info)")
+
+
+def _check_each(name: str, values: Sequence[Any], kinds: str, expected: str) -> None:
+    for lane, value in enumerate(values):
+        try:
+            array = np.asarray(value)
+        except (TypeError, ValueError, RuntimeError):
+            array = np.empty(0)
+        if array.shape or array.dtype.kind not in kinds:
+            raise EnvError(f"lane {lane}: step returned the {name} {value!r:.60}, expected {expected}")
+
+
+def check_rewards(rewards: npt.NDArray[np.float32]) -> None:
+    """Raise EnvError for the first row [T, P] that is NaN; a NumPy array takes None for NaN, too."""
+    if len(wrong := np.argwhere(np.isnan(rewards))):
+        step, lane = wrong[0].tolist()
+        raise EnvError(
+            f"lane {lane}, step {step} of this batch: the reward is NaN or None, expected a number: look at the action "
+            f"and the observation of that step; {ONWARD}"
+        )
 
 
 class Simulators(Protocol):
@@ -85,13 +122,14 @@ def decoder(spec: ActionSpec) -> Callable[[Any], Any]:
     shape = tuple(spec.space.shape or ())
     if spec.one_hot:
         return lambda action: _from_one_hot(spec, np.asarray(action))
-    if not shape:
+    if spec.categories and not shape:
         return lambda action: action.tolist()
 
     def rows(action: Any) -> npt.NDArray[Any]:
-        array = np.asarray(action)
-        return array if array.dtype == dtype else array.astype(dtype)
+        return np.asarray(action).astype(dtype)  # a copy: an environment may keep its action, or write it
 
+    if not shape:
+        return lambda action: [np.asarray(value) for value in rows(action)]  # as Box.sample gives it
     return rows
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector import VectorEnv
 
 from funcollect.envs.classic_control import TORCH_ENVS
 from funcollect.envs.gymnasium_env import from_gymnasium
@@ -40,8 +43,14 @@ def make_env(env: Any, **kwargs: Any) -> Env:
 
 def _torch_env(name: str, kwargs: dict[str, Any]) -> Env:
     if name not in TORCH_ENVS:
-        raise ValueError(f"there is no Torch environment {name!r}, expected one of {sorted(TORCH_ENVS)}")
-    return TORCH_ENVS[name](**kwargs)
+        raise ValueError(
+            f"there is no Torch environment {name!r}, expected one of {sorted(TORCH_ENVS)}: leave 'torch/' out for "
+            "Gymnasium's, or pass an instance of your own TorchEnv"
+        )
+    try:
+        return TORCH_ENVS[name](**kwargs)
+    except TypeError as error:
+        raise TypeError(f"'torch/{name}': {error}: it takes num_envs and device, leave the rest out") from error
 
 
 _ADAPTER_ARGUMENTS = ("num_envs", "info_keys", "dtype", "one_hot")
@@ -56,6 +65,9 @@ def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
             lambda: spare.pop() if spare else factory(**own),
             **{name: value for name, value in kwargs.items() if name in _ADAPTER_ARGUMENTS},
         )
-    if made is None:
-        raise TypeError("the environment's factory returned None: return the environment")
+    if not isinstance(made, (Env, str, EnvSpec, VectorEnv, Sequence)):
+        raise TypeError(
+            f"the environment's factory returned {type(made).__name__}, expected an Env, a gymnasium.Env or what else "
+            "make_env takes: return the environment"
+        )
     return make_env(made, **{name: value for name, value in kwargs.items() if name in _ADAPTER_ARGUMENTS})

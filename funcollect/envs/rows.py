@@ -6,7 +6,7 @@ policy always reads the same 64-byte-aligned arrays, and every row written is ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -55,9 +55,10 @@ class LeafRows:
 
     def write_batch(self, values: Any) -> None:
         """Write [P, *shape] at once."""
-        if np.shape(values) != self.array.shape:
+        values = self._as_array("the vector environment", values)
+        if values.shape != self.array.shape:
             raise EnvError(
-                f"observation {self.leaf.name!r} of the vector environment has shape {np.shape(values)}, "
+                f"observation {self.leaf.name!r} of the vector environment has shape {values.shape}, "
                 f"its space wants {self.array.shape}: correct the space or the observation"
             )
         if values.dtype in self._dtypes:
@@ -71,7 +72,7 @@ class LeafRows:
         if getattr(value, "dtype", None) in self._dtypes and value.shape == self.leaf.shape:
             self.array[lane] = value
             return
-        given = np.asarray(value)
+        given = self._as_array(f"lane {lane}", value)
         if given.shape != self.leaf.shape:
             raise EnvError(
                 f"lane {lane}: observation {self.leaf.name!r} has shape {given.shape}, "
@@ -83,6 +84,15 @@ class LeafRows:
                 f"its space wants {self.leaf.dtype}: correct the space's dtype or cast the observation"
             )
         self.array[lane] = given
+
+    def _as_array(self, where: str, value: Any) -> Array:
+        try:
+            return np.asarray(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise EnvError(
+                f"{where}: observation {self.leaf.name!r} is {type(value).__name__} and no array ({error}), "
+                f"its space wants {self.leaf.dtype} {self.leaf.shape}: correct the space or the observation"
+            ) from error
 
     def _lossless(self, given: Array) -> bool:
         if self.leaf.dtype.kind not in "iub" or given.dtype.kind not in "iub":
@@ -146,6 +156,14 @@ class Rows:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             where = "the vector environment" if lane is None else f"lane {lane}"
             raise EnvError(
-                f"{where}: the observation {type(observation).__name__} lacks the structure of its space "
-                f"{self.space} ({error!r}): return every key that the space names"
+                f"{where}: the observation is {_structure(observation)} and lacks the structure of its space, "
+                f"{_structure(getattr(self.space, 'spaces', None))} ({error!r}): return every one of these"
             ) from error
+
+
+def _structure(observation: Any) -> str:
+    if isinstance(observation, Mapping):
+        return f"a dict with the keys {sorted(map(str, observation))}"
+    if isinstance(observation, (tuple, list)):
+        return f"a tuple of {len(observation)}"
+    return f"of type {type(observation).__name__}"

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from funcollect.devices import checked_device
 from funcollect.keys import Key, lane_uniforms
 from funcollect.specs import ActionSpec, Leaf, Seeding, Space, observation_leaves
 
@@ -43,7 +44,8 @@ class TorchEnv(ABC):
         device: where the state lives.
 
     Raises:
-        ValueError: for a `num_envs` below 1.
+        ValueError: for a `num_envs` below 1, or a device that is not there.
+        TypeError: for a subclass without the attributes above.
 
     >>> import torch, gymnasium
     >>> class Walk(TorchEnv):
@@ -71,8 +73,10 @@ class TorchEnv(ABC):
     def __init__(self, num_envs: int | None = None, *, device: torch.device | str = "cpu") -> None:
         if num_envs is not None and (isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1):
             raise ValueError(f"num_envs is {num_envs!r}, expected a positive int, or None for no batch dimension")
+        if missing := [name for name in ("observation_space", "action_space", "draws") if not hasattr(self, name)]:
+            raise TypeError(f"{type(self).__name__} lacks {missing}, expected as attributes of the class: set them")
         self.num_envs = num_envs
-        self.device = torch.device(device)
+        self.device = checked_device(device) or torch.device("cpu")
 
     @abstractmethod
     def start(self, uniforms: Tensor) -> Any:
@@ -106,7 +110,7 @@ class TorchEnv(ABC):
         physics, reward, terminated = self.advance(state.physics, action)
         elapsed = state.elapsed + 1
         limit = self.max_episode_steps
-        truncated = torch.zeros_like(terminated) if limit is None else elapsed >= limit
+        truncated = torch.zeros_like(elapsed, dtype=torch.bool) if limit is None else elapsed >= limit
         return TorchStep(TorchEnvState(physics, elapsed), self.observe(physics), reward, terminated, truncated)
 
     def __repr__(self) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from funcollect.envs.host_env import Outcome, decoder
+from funcollect.envs.host_env import ONWARD, Outcome, decoder
 from funcollect.envs.rows import Rows
 from funcollect.errors import EnvError
 from funcollect.specs import ActionSpec, Leaf
@@ -36,12 +36,14 @@ class VectorLanes:
         self._info_keys = info_keys
         self._started = False
         self._decode_lanes = decoder(spec)
-        self._ended = np.zeros(env.num_envs, bool)
+        self._ended: npt.NDArray[np.bool_] = np.zeros(env.num_envs, bool)
         self._flags = np.zeros((2, env.num_envs), bool)
         self.rows = Rows(env.single_observation_space, leaves, env.num_envs)
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
         """Start an episode in each of `lanes`."""
+        if not lanes:
+            return  # Gymnasium takes no empty mask
         count = self._env.num_envs
         mask = np.zeros(count, bool)
         mask[list(lanes)] = True
@@ -51,12 +53,17 @@ class VectorLanes:
         partial = self._started and not mask.all()
         before = [rows.array.copy() for rows in self.rows.leaves]
         try:
-            observation, _ = self._env.reset(seed=by_lane, options={"reset_mask": mask} if partial else None)  # type: ignore[arg-type]
+            answer: Any = self._env.reset(seed=by_lane, options={"reset_mask": mask} if partial else None)  # type: ignore[arg-type]
         except Exception as error:
-            raise EnvError(f"lanes {list(lanes)}: reset(seed={by_lane}) raised {error!r}") from error
+            raise EnvError(f"lanes {list(lanes)}: reset(seed={by_lane}) raised {error!r}: {ONWARD}") from error
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise EnvError(
+                f"the vector environment: reset returned {answer!r:.80}, expected the two values (observation, info): "
+                "use Gymnasium's reset API"
+            )
         self._started = True
         self._ended[mask] = False
-        self.rows.write_batch(observation)
+        self.rows.write_batch(answer[0])
         for rows, old in zip(self.rows.leaves, before, strict=True):
             rows.array[~mask] = old[~mask]
 
@@ -66,17 +73,30 @@ class VectorLanes:
         self._restart(still)
         before = [rows.array[still] for rows in self.rows.leaves]
         try:
-            observation, reward, terminated, truncated, info = self._env.step(self._decode(action))
+            observation, *answer, info = self._env.step(self._decode(action))
         except Exception as error:
-            raise EnvError(f"the vector environment's step raised {error!r}") from error
-        self._ended = terminated | truncated
+            raise EnvError(f"the vector environment: step raised {error!r}: {ONWARD}") from error
+        outcome = self._checked(answer)
+        self._ended = np.any(outcome[1:] > 0, axis=0)
         self.rows.write_batch(observation)
         for rows, old in zip(self.rows.leaves, before, strict=True):
             rows.array[still] = old
-        outcome = np.array([reward, terminated, truncated], np.float64)
         outcome[:, still] = self._frozen_flags(still)
         self._flags = outcome[1:] > 0
         return Outcome(outcome[0].tolist(), self._flags[0].tolist(), self._flags[1].tolist(), self._pick(info))
+
+    def _checked(self, answer: Sequence[Any]) -> npt.NDArray[np.float64]:
+        """Reward, terminated, truncated: [3, P]."""
+        try:
+            outcome = np.array(answer, np.float64)
+        except (TypeError, ValueError):
+            outcome = np.empty(0)
+        if outcome.shape != (3, self._env.num_envs):
+            raise EnvError(
+                f"the vector environment: step returned {answer!r:.120} between observation and info, expected reward, "
+                f"terminated and truncated with {self._env.num_envs} values each: use Gymnasium's step API"
+            )
+        return outcome
 
     def _frozen_flags(self, still: list[int]) -> npt.NDArray[np.float64]:
         return np.stack([np.zeros(len(still)), *self._flags[:, still]])

@@ -95,47 +95,98 @@ def check_action(action: Any, spec: ActionSpec, num_envs: int) -> None:
     """Raise PolicyError unless `action` is [P, *spec.shape] of a dtype that the space can take."""
     wanted = (num_envs, *spec.shape)
     if not hasattr(action, "shape"):
-        raise PolicyError(f"the policy's action is {type(action).__name__}, expected an array of shape {wanted}")
+        raise PolicyError(
+            f"the policy's action is {type(action).__name__}, expected an array of shape {wanted}: return a tensor"
+        )
     if tuple(action.shape) != wanted:
         raise PolicyError(
             f"action has shape {tuple(action.shape)}, the space {spec.space} wants {wanted} for {num_envs} "
             f"environment{'s' if num_envs > 1 else ''}: return one action of shape {spec.shape} per environment"
         )
-    kind = "float" if "float" in str(action.dtype) else "int"
+    kind = next((kind for kind in ("float", "complex") if kind in str(action.dtype)), "int")
     if kind != ("float" if spec.dtype.is_floating_point else "int"):
         raise PolicyError(f"action has dtype {action.dtype}, the space {spec.space} wants {spec.dtype}: cast it")
+
+
+def check_tensor(action: Any) -> None:
+    """Raise PolicyError unless `action` is a tensor; its shape is checked elsewhere."""
+    if not isinstance(action, Tensor):
+        raise PolicyError(
+            f"the policy's action is a {type(action).__module__}.{type(action).__name__}, expected a torch.Tensor: "
+            "return a tensor, or wrap a JAX function with funcollect.jax_policy"
+        )
+
+
+def check_recurrent(answer: Any, before: Any) -> None:
+    """Raise PolicyError unless a recurrent policy answered with a pair whose state has the shapes of `before`."""
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+        raise PolicyError(
+            f"the policy has an initial_state and answered with {type(answer).__name__}, expected the pair "
+            "(answer, next_state): return both, or leave initial_state out"
+        )
+    got, expected = (
+        [list(getattr(leaf, "shape", ())) for leaf in optree.tree_leaves(state)] for state in (answer[1], before)
+    )
+    if got != expected:
+        raise PolicyError(
+            f"the policy's next state has the shapes {got}, expected {expected}: return it as initial_state is, with "
+            "the batch dimension"
+        )
 
 
 def check_numbers(columns: Columns) -> None:
     """Raise PolicyError for the first row that is NaN."""
     for path, column in columns.items():
         if column.is_floating_point() and bool(torch.isnan(column.sum())):
-            _raise_at(torch.isnan(column), f"{'.'.join(path)} is NaN", column)
+            scale = "; a scale has to be positive" if path == ("action_log_prob",) else ""
+            _raise_at(torch.isnan(column), f"{'.'.join(path)} is NaN, expected numbers", column, _LOOK + scale)
 
 
 def check_outputs(columns: Columns, spec: ActionSpec) -> None:
-    """Raise PolicyError for the first row that is NaN, or an action that is infinite or outside its choices."""
-    check_numbers(columns)
+    """Raise PolicyError for the first row that is NaN, or an action that is infinite or outside its choices.
+
+    Actions outside a floating Box are the environment's business: many clip them.
+    """
     action = columns[("action",)]
+    check_numbers({("action",): action})
     if action.is_floating_point():
         if bool(torch.isinf(action.sum())):
-            _raise_at(torch.isinf(action), "the action is infinite", action)
-    elif spec.categories and not spec.one_hot:
-        low = torch.from_numpy(spec.start).to(action.device)
-        counts = torch.tensor(spec.categories, device=action.device).reshape(spec.shape)
-        wrong = (action < low) | (action >= low + counts)
-        if bool(wrong.any()):
-            _raise_at(wrong, f"the action lies outside {spec.space}", action)
+            _raise_at(torch.isinf(action), "the action is infinite, expected finite numbers", action, _LOOK)
+    else:
+        _check_choices(action, spec)
+    check_numbers(columns)
 
 
-def _raise_at(wrong: Tensor, what: str, column: Tensor) -> None:
+def _check_choices(action: Tensor, spec: ActionSpec) -> None:
+    low, high = spec.bounds
+    wrong = (action < low.to(action.device)) | (action > high.to(action.device))
+    if spec.one_hot:
+        hot = [part.sum(-1) != 1 for part in torch.split(action, list(spec.categories), -1)]
+        wrong = torch.stack(hot, -1) | wrong.any(-1, True)
+    if bool(wrong.any()):
+        expected = f"one-hot rows for {spec.space}" if spec.one_hot else str(spec.space)
+        _raise_at(wrong, f"the action is outside its space, expected {expected}", action, "return one of these")
+
+
+def finished(columns: Columns, spec: ActionSpec, *, chosen: bool = False) -> Columns:
+    """A policy's columns, checked, the action in the dtype of its space; `chosen`: a head chose among what there is."""
+    if chosen and spec.categories:
+        check_numbers(columns)
+    else:
+        check_outputs(columns, spec)
+    return columns | {("action",): columns[("action",)].to(spec.dtype)}
+
+
+_LOOK = "look at the policy's parameters, and at the observation of that step"
+
+
+def _raise_at(wrong: Tensor, what: str, column: Tensor, mend: str) -> None:
     rows = wrong.reshape(*wrong.shape[:2], -1).any(-1)
     if not bool(rows.any()):
         return  # values whose sum overflows
     step, lane = rows.nonzero()[0].tolist()
     raise PolicyError(
-        f"lane {lane}, step {step} of this batch: {what} (it is {column[step, lane].tolist()}): "
-        "look at the parameters and at the observation of that step"
+        f"lane {lane}, step {step} of this batch: {what} (it is {column[step, lane].tolist()!s:.80}): {mend}"
     )
 
 
@@ -149,15 +200,15 @@ def split_answer(answer: Any, head: Head | None) -> tuple[Any, Mapping[str, Any]
         return answer, {}
     names = ("action",) if head is None else head.names
     if any(name not in answer for name in names):
+        mend = "return the action, or a dict that holds it" if head is None else f"the head {head.name} reads them"
         raise PolicyError(
-            f"the policy answered with the keys {sorted(answer)}, expected {list(names)} among them: "
-            f"{'return the action, or a dict that holds it' if head is None else 'its head reads these'}"
+            f"the policy answered with the keys {sorted(map(str, answer))}, expected {list(names)} among them: {mend}"
         )
     parts = tuple(answer[name] for name in names)
     extras = {name: value for name, value in answer.items() if head is not None or name != "action"}
     own = RESERVED if head is not None else RESERVED - {"action_log_prob"}
     if taken := sorted(own & set(extras)):
-        raise PolicyError(f"the policy answered with {taken}, which a batch uses itself: rename them")
+        raise PolicyError(f"the policy answered with {taken}, keys that a batch uses itself: rename them")
     return parts if len(parts) > 1 else parts[0], extras
 
 
@@ -166,12 +217,13 @@ class Recorder:
 
     Thousands of live tensors would set off Python's full garbage collections; a copy per step would cost a dispatch.
     A policy that answers with memory which it writes again, or with a view of its input, is noticed at the first two
-    steps; its answers are then copied.
+    steps; its answers are then copied. `always_copy` is for one that may begin to do so later.
     """
 
-    def __init__(self, observation: Any, length: int) -> None:
+    def __init__(self, observation: Any, length: int, *, always_copy: bool = False) -> None:
         tensors = optree.tree_leaves(observation, namespace=NAMESPACE)
-        self._memory = {_memory(leaf) for leaf in tensors if isinstance(leaf, Tensor)}
+        self._memory = {memory_of(leaf) for leaf in tensors if isinstance(leaf, Tensor)}
+        self._always_copy = always_copy
         self._length = length
         self._first: tuple[Tensor, ...] = ()
         self._held: list[tuple[Tensor, ...]] = []
@@ -192,15 +244,28 @@ class Recorder:
             self._first = tensors
             self._columns = [tensor.new_empty(self._length, *tensor.shape) for tensor in tensors]
         elif self._written + len(self._held) == 1:
-            self._memory.update(_memory(tensor) for tensor in self._first)
-            self._copying = any(_memory(tensor) in self._memory for tensor in tensors)
+            self._memory.update(memory_of(tensor) for tensor in self._first)
+            self._copying = self._always_copy or any(memory_of(tensor) in self._memory for tensor in tensors)
         return tuple(tensor.clone() for tensor in tensors)
 
     def _write(self) -> None:
         start, self._written = self._written, self._written + len(self._held)
-        for column, parts in zip(self._columns, zip(*self._held, strict=True), strict=True):
-            torch.stack(parts, out=column[start : self._written])
+        try:
+            for column, parts in zip(self._columns, zip(*self._held, strict=True), strict=True):
+                torch.stack(parts, out=column[start : self._written])
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise self._changed(start) from error
         self._held.clear()
+
+    def _changed(self, start: int) -> PolicyError:
+        expected = _kinds(self._first)
+        for step, tensors in enumerate(self._held, start):
+            if (got := _kinds(tensors)) != expected:
+                return PolicyError(
+                    f"step {step} of this batch: the policy answered {got} (action first) after {expected}: keep the "
+                    "shapes and dtypes of its outputs the same"
+                )
+        return PolicyError(f"the policy's outputs {expected} cannot be stacked: return tensors")
 
     def columns(self) -> list[Tensor]:
         """Each output, [T, P, ...]."""
@@ -224,7 +289,12 @@ class NoiseRow:
         return self.tensor
 
 
-def _memory(tensor: Tensor) -> int:
+def _kinds(outputs: tuple[Any, ...]) -> list[str]:
+    return [f"{getattr(each, 'dtype', type(each).__name__)} {list(getattr(each, 'shape', ()))}" for each in outputs]
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Where the memory begins that a tensor is a view of."""
     return tensor.untyped_storage().data_ptr()
 
 

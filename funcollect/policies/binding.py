@@ -54,6 +54,13 @@ class Binding:
         return slots
 
     @property
+    def home(self) -> torch.device | None:
+        """Where the skeleton runs; None for a module without parameters."""
+        if self.device is not None:
+            return self.device
+        return next((source[key].device for source, _, key in self._parameters.values()), None)
+
+    @property
     def params(self) -> TensorDict:
         """The module's own current parameters and buffers, nested as its submodules are."""
         return TensorDict.from_module(self.module)
@@ -73,23 +80,32 @@ class Binding:
                 "pass params=None, or policy_factory, a function that builds it"
             )
         if not isinstance(params, (Mapping, TensorDictBase)):
-            raise TypeError(f"params is {type(params).__name__}, expected a TensorDict or a state dict of the module")
+            raise TypeError(
+                f"params is {type(params).__name__}, expected a TensorDict or a state dict of the module: pass "
+                "policy.params or module.state_dict()"
+            )
         given = {".".join(path): value for path, value in flatten(params).items()}
         return {name: self._checked(name, given, slot[0][slot[2]]) for name, slot in self._named(given).items()}
 
     def _named(self, given: Mapping[str, Any]) -> Slots:
         slots = {**self._parameters, **self._buffers}
         if unknown := sorted(set(given) - set(slots)):
-            raise ValueError(f"params holds {unknown}, which the module lacks: it has {sorted(slots)}")
+            raise ValueError(f"params holds {unknown}, expected only what the module has, {sorted(slots)}: drop them")
         if missing := sorted(set(self._parameters) - set(given)):
-            raise ValueError(f"params lacks {missing}: pass every parameter of the module")
+            raise ValueError(
+                f"params holds {sorted(given)} and lacks {missing}: pass every parameter of the module, as "
+                "policy.params does"
+            )
         return {name: slot for name, slot in slots.items() if name in given}
 
     def _checked(self, name: str, given: Mapping[str, Any], own: Tensor) -> Tensor:
         value = given[name]
         if not isinstance(value, Tensor) or value.shape != own.shape:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"parameter {name!r} is {got}, the module wants a tensor of shape {tuple(own.shape)}")
+            raise ValueError(
+                f"parameter {name!r} of params is {got}, the module wants a tensor of shape {tuple(own.shape)}: pass "
+                "the parameters of a module like it"
+            )
         return value
 
     def bind(self, prepared: dict[str, Tensor] | None) -> nn.Module:

@@ -31,7 +31,11 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
         TypeError: for something that cannot be called.
         ValueError: for a device that is not there, or a policy that is elsewhere and cannot be copied.
     """
-    place = checked_device(device)
+    place = checked_device(device, "policy_device")
+    if isinstance(policy, type):
+        raise TypeError(
+            f"policy is the class {policy.__name__}, expected an instance: build it, {policy.__name__}(...)"
+        )
     if policy is None:
         return RandomPolicy(env.action_spec)
     if isinstance(policy, TorchPolicy):
@@ -39,10 +43,10 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
         return TorchPolicy(policy.module, policy.head, policy.initial_state, place) if moved else policy
     if isinstance(policy, Policy):
         return policy
-    if isinstance(policy, type) or not callable(policy):
+    if not callable(policy):
         raise TypeError(
             f"policy is {policy!r:.80}, expected a Policy, a torch.nn.Module, a function from observation to action, "
-            "or None for random actions"
+            "or None for random actions: pass one of these"
         )
     if isinstance(policy, TensorDictModuleBase) or _takes_tensordict(policy):
         return TensorDictPolicy(policy, place)

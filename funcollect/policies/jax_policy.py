@@ -13,8 +13,8 @@ import torch
 
 from funcollect.interop.jax_setup import import_jax
 from funcollect.keys import Key, Noise
-from funcollect.policies.actor import Columns, Drive, check_outputs, lane_mask, split_answer
-from funcollect.policies.heads import Head
+from funcollect.policies.actor import Columns, Drive, check_recurrent, finished, lane_mask, split_answer
+from funcollect.policies.heads import Head, check_head
 from funcollect.policies.jax_program import Program
 from funcollect.policies.numerics import jax_numerics
 from funcollect.specs import ActionSpec, ExplorationType
@@ -44,11 +44,16 @@ def jax_policy(
     >>> batch["action_log_prob"].shape
     torch.Size([3, 5])
     """
-    if not callable(apply):
-        raise TypeError(f"apply is {type(apply).__name__}, expected a function (params, observation) -> answer")
-    if head is not None and not hasattr(head, "log_prob"):
-        raise TypeError(f"head is {head!r}, expected one of funcollect.heads: categorical, normal, …")
+    if isinstance(apply, (type, torch.nn.Module)) or not callable(apply):
+        raise TypeError(
+            f"apply is {apply!r:.80}, expected a function (params, observation) -> answer: pass one, or wrap a Torch "
+            "module with funcollect.torch_policy"
+        )
+    check_head(head)
     return JaxPolicy(apply, params, head, initial_state)
+
+
+_PROBE = "what the head reads"  # NaN where that is, for a head without a log-probability that would show it
 
 
 class JaxPolicy:
@@ -131,6 +136,7 @@ class JaxPolicy:
         inputs = (observation,) if policy_state is None else (observation, policy_state)
         answer = self.apply(params, *inputs, **extra)
         if policy_state is not None:
+            check_recurrent(answer, policy_state)
             answer, policy_state = answer
         inner, extras = split_answer(answer, self.head)
         outputs = dict(extras)
@@ -143,7 +149,9 @@ class JaxPolicy:
         noise = noise if stochastic else None
         action = self.head.sample(xp, parameters, noise, spec)
         log_prob = self.head.log_prob(xp, parameters, action, noise, spec)
-        if log_prob is not None:
+        if log_prob is None:
+            outputs[_PROBE] = sum(xp.where(each == each, 0.0, each).sum(-1) for each in parameters)
+        else:
             outputs["action_log_prob"] = log_prob
         return policy_state, {"action": action, **outputs}
 
@@ -209,9 +217,9 @@ class JaxActor:
 
     def finish(self) -> tuple[Any, Columns]:
         """The next policy state and every output, [T, P, ...]."""
-        columns: Columns = {(field.name,): torch.from_numpy(field.unpack(self._words)) for field in self._fields}
-        columns[("action",)] = columns[("action",)].to(self._drive.spec.dtype)
-        check_outputs(columns, self._drive.spec)
+        columns: Columns = {(field.name,): field.column(self._words) for field in self._fields}
+        columns = finished(columns, self._drive.spec)
+        columns.pop((_PROBE,), None)
         return self._recurrent, columns
 
 

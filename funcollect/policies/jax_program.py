@@ -32,7 +32,8 @@ class Program:
         noise = None if drive.noise is None else drive.noise[0].numpy()
         _, shapes = jax.eval_shape(answer, drive.params, drive.policy_state, drive.observation, noise)
         if not hasattr(shapes["action"], "shape"):
-            raise PolicyError(f"the policy's action is {type(shapes['action']).__name__}, expected an array")
+            kind = type(shapes["action"]).__name__
+            raise PolicyError(f"the policy's action is {kind}, expected an array: return one")
         check_action(shapes["action"], drive.spec, drive.num_envs)
         self.fields = layout(shapes, drive.num_envs)
         self._vector = Vector(drive.params)

@@ -13,11 +13,18 @@ def _take(array: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return array.gather(-1, index[..., None])[..., 0]
 
 
+def _log_softmax(array: torch.Tensor) -> torch.Tensor:
+    """Over the last dimension, moved to the front first: Torch then works on many rows at once, not on a few numbers."""
+    return torch.log_softmax(array.movedim(-1, 0).contiguous(), 0).movedim(0, -1)
+
+
 TORCH = SimpleNamespace(
-    log_softmax=lambda x: torch.log_softmax(x, -1),
+    log_softmax=_log_softmax,
     softplus=torch.nn.functional.softplus,
     tanh=torch.tanh,
     log=torch.log,
+    log1p=torch.log1p,
+    exp=torch.exp,
     where=torch.where,
     take=_take,
     stack=lambda parts: torch.stack(parts, -1),
@@ -41,6 +48,8 @@ def jax_numerics() -> Any:
         softplus=jax.nn.softplus,
         tanh=jnp.tanh,
         log=jnp.log,
+        log1p=jnp.log1p,
+        exp=jnp.exp,
         where=jnp.where,
         take=lambda array, index: jnp.take_along_axis(array, index[..., None], -1)[..., 0],
         stack=lambda parts: jnp.stack(parts, -1),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,8 @@ from funcollect.policies.actor import (
     Drive,
     Recorder,
     check_action,
-    check_outputs,
+    check_tensor,
+    finished,
     generator_state,
     torch_generator,
 )
@@ -108,17 +109,27 @@ class TensorDictActor:
         outputs = run_module(self._module, self._inputs, self._device)
         if t == 0:
             self._check(outputs)
+        try:
+            recorded = tuple(outputs[name] for name in self._names)
+        except KeyError as error:
+            raise PolicyError(
+                f"step {t} of this batch: the policy wrote {_names(outputs)} after {_names(self._names)}: write the "
+                "same keys at every step"
+            ) from error
         action = outputs[("action",)]
         if t == 0 or action.shape[1:] != self._drive.spec.shape:
             check_action(action, self._drive.spec, self._drive.num_envs)
-        self._recorder.append(tuple(outputs[name] for name in self._names))
+            check_tensor(action)
+        self._recorder.append(recorded)
         return action
 
     def _check(self, outputs: dict[Path, Any]) -> None:
         if ("action",) not in outputs:
-            raise PolicyError(f"the policy wrote {sorted(map('.'.join, outputs))}, expected 'action' among them")
+            raise PolicyError(
+                f"the policy wrote {_names(outputs)}, expected 'action' among them: add it to the out_keys"
+            )
         if taken := sorted({path[0] for path in outputs} & (RESERVED - {"action", "action_log_prob"})):
-            raise PolicyError(f"the policy wrote {taken}, which a batch uses itself: rename these out_keys")
+            raise PolicyError(f"the policy wrote {taken}, keys that a batch uses itself: rename these out_keys")
         self._names = sorted(path for path, leaf in outputs.items() if isinstance(leaf, Tensor))
 
     def restart(self, lanes: Sequence[int]) -> None:
@@ -127,9 +138,7 @@ class TensorDictActor:
     def finish(self) -> tuple[TorchPolicyState, Columns]:
         """The next policy state and every output, [T, P, ...]."""
         columns = dict(zip(self._names, self._recorder.columns(), strict=True))
-        columns[("action",)] = columns[("action",)].to(self._drive.spec.dtype)
-        check_outputs(columns, self._drive.spec)
-        return TorchPolicyState(None, self._generator), columns
+        return TorchPolicyState(None, self._generator), finished(columns, self._drive.spec)
 
 
 def run_module(
@@ -137,10 +146,25 @@ def run_module(
 ) -> dict[Path, Any]:
     """What the module writes into a TensorDict of its own that holds `inputs`, each [P, ...]."""
     own: Any = nest({path: leaf.clone() for path, leaf in inputs.items()})
-    answer = module(TensorDict(own, batch_size=next(iter(inputs.values())).shape[:1], device=device))
+    given = TensorDict(own, batch_size=next(iter(inputs.values())).shape[:1], device=device)
+    try:
+        answer = module(given)
+    except KeyError as error:
+        wanted = [key if isinstance(key, tuple) else (key,) for key in getattr(module, "in_keys", ())]
+        if all(path in inputs for path in wanted):
+            raise
+        raise PolicyError(
+            f"the policy reads the in_keys {_names(wanted)}, the environment gives {_names(inputs)}: name these"
+        ) from error
     if not isinstance(answer, TensorDictBase):
-        raise PolicyError(f"the policy returned {type(answer).__name__}, expected the TensorDict with its outputs")
+        raise PolicyError(
+            f"the policy returned {type(answer).__name__}, expected the TensorDict with its outputs: return it"
+        )
     return {path: leaf for path, leaf in flatten(answer).items() if path not in inputs}
+
+
+def _names(paths: Iterable[Path]) -> list[str]:
+    return sorted(map(".".join, paths))
 
 
 def _as_mapping(observation: Any) -> dict[str, Any]:

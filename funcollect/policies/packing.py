@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
@@ -37,6 +38,11 @@ class Field:
         values: npt.NDArray[Any] = part.view(wide).reshape(*words.shape[:-1], *self.shape)
         return values.astype(_host_dtype(self.dtype))
 
+    def column(self, words: Words) -> torch.Tensor:
+        """The output as a tensor of the dtype that the policy gave it; NumPy itself lacks bfloat16."""
+        values = torch.from_numpy(self.unpack(words))
+        return values.bfloat16() if np.dtype(self.dtype).name == "bfloat16" else values
+
 
 def _carrier(dtype: Any) -> Any:
     """The 32- or 64-bit dtype in which values of `dtype` travel without loss."""
@@ -61,9 +67,13 @@ def layout(outputs: Mapping[str, Any], num_envs: int) -> tuple[Field, ...]:
     fields: list[Field] = []
     start = 0
     for name in sorted(outputs, key=lambda name: (name != "action", name)):
-        shape = tuple(outputs[name].shape)
+        shape = tuple(getattr(outputs[name], "shape", ()))
         if shape[:1] != (num_envs,):
-            raise PolicyError(f"the policy's {name!r} has shape {shape}, expected [{num_envs}, ...]")
+            got = f"of shape {shape}" if hasattr(outputs[name], "shape") else type(outputs[name]).__name__
+            raise PolicyError(
+                f"the policy's output {name!r} is {got}, expected an array of shape [{num_envs}, ...]: return one row "
+                "per environment"
+            )
         words = math.prod(shape[1:]) * np.dtype(_carrier(outputs[name].dtype)).itemsize // 4
         fields.append(Field(name, shape[1:], outputs[name].dtype, start, start + words))
         start += words

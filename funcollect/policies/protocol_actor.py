@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from funcollect.errors import PolicyError
 from funcollect.policies.actor import (
     Actor,
     Columns,
     Drive,
     Recorder,
     check_action,
-    check_outputs,
+    finished,
     lane_mask,
     split_answer,
 )
@@ -49,7 +50,13 @@ class ProtocolActor:
         self._state, outputs = self._policy(drive.params, self._state, drive.observation, noise, drive.exploration_type)
         action, extras = split_answer(outputs, None)
         check_action(action, drive.spec, drive.num_envs)
-        self._names = sorted(extras)
+        names = sorted(extras)
+        if t and names != self._names:
+            raise PolicyError(
+                f"step {t} of this batch: the policy answered with the extra keys {names} after {self._names}: keep "
+                "them the same at every step"
+            )
+        self._names = names
         self._recorder.append((torch.as_tensor(action), *(torch.as_tensor(extras[name]) for name in self._names)))
         return action
 
@@ -63,6 +70,4 @@ class ProtocolActor:
         columns: Columns = dict(
             zip([("action",), *((name,) for name in self._names)], self._recorder.columns(), strict=True)
         )
-        columns[("action",)] = columns[("action",)].to(self._drive.spec.dtype)
-        check_outputs(columns, self._drive.spec)
-        return self._state, columns
+        return self._state, finished(columns, self._drive.spec)

@@ -27,6 +27,9 @@ def random_policy(env: Env) -> RandomPolicy:
     drawn. Unbounded Box components are drawn as Gymnasium's `Box.sample` draws them: normal, or exponential from the
     side that is bounded.
 
+    Raises:
+        TypeError: for something that is no environment.
+
     >>> import funcollect as fc
     >>> env = fc.make_env("Pendulum-v1", num_envs=2)
     >>> policy = random_policy(env)
@@ -34,6 +37,8 @@ def random_policy(env: Env) -> RandomPolicy:
     >>> batch["action"].shape
     torch.Size([2, 4, 1])
     """
+    if not isinstance(env, Env):
+        raise TypeError(f"env is {type(env).__name__}, expected an Env: make one with funcollect.make_env")
     return RandomPolicy(env.action_spec)
 
 
@@ -135,8 +140,14 @@ class RandomStart:
         policy_state, columns = self._actor.finish()
         columns[("action",)][: self._count] = self._random.actions
         if ("action_log_prob",) in columns:
-            columns[("action_log_prob",)][: self._count] = self._random.log_prob
+            self._score(columns[("action_log_prob",)][: self._count])
         return policy_state, columns
+
+
+    def _score(self, log_prob: Tensor) -> None:
+        """Write the log-probabilities [count, P]; over components [count, P, n], shares that add up to them."""
+        parts = log_prob.shape[2:]
+        log_prob.copy_(self._random.log_prob.reshape(*log_prob.shape[:2], *[1] * len(parts)) / math.prod(parts))
 
 
 def action_mask(observation: Any, spec: ActionSpec) -> Tensor | None:

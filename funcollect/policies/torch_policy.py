@@ -20,14 +20,17 @@ from funcollect.policies.actor import (
     Recorder,
     check_action,
     check_numbers,
-    check_outputs,
+    check_recurrent,
+    check_tensor,
+    finished,
     generator_state,
     lane_mask,
+    memory_of,
     split_answer,
     torch_generator,
 )
 from funcollect.policies.binding import Binding
-from funcollect.policies.heads import Head
+from funcollect.policies.heads import Head, check_head
 from funcollect.policies.numerics import TORCH
 from funcollect.specs import ActionSpec, ExplorationType
 from funcollect.tree import select
@@ -71,10 +74,9 @@ def torch_policy(
     >>> batch["action"].shape
     torch.Size([3, 5])
     """
-    if not callable(module):
-        raise TypeError(f"the policy is {type(module).__name__}, expected a torch.nn.Module or a function")
-    if head is not None and not hasattr(head, "log_prob"):
-        raise TypeError(f"head is {head!r}, expected one of funcollect.heads: categorical, normal, …")
+    if isinstance(module, type) or not callable(module):
+        raise TypeError(f"the policy is {module!r:.80}, expected a torch.nn.Module or a function: pass an instance")
+    check_head(head)
     return TorchPolicy(module, head, initial_state, checked_device(device))
 
 
@@ -95,9 +97,7 @@ class TorchPolicy:
     @property
     def home(self) -> torch.device | None:
         """The device on which the policy runs; None for a function without one."""
-        if self.device is not None or self._binding is None:
-            return self.device
-        return next((tensor.device for tensor in self._binding.module.parameters()), None)
+        return self._binding.home if self._binding else self.device
 
     @property
     def params(self) -> Any:
@@ -149,9 +149,10 @@ class TorchPolicy:
         generator = policy_state.generator.clone()
         with torch.no_grad(), torch_generator(generator):
             module = self.bound(params)
-            answer, recurrent = module(observation), None
-            if policy_state.recurrent is not None:
-                answer, recurrent = module(observation, policy_state.recurrent)
+            if policy_state.recurrent is None:
+                answer, recurrent = module(observation), None
+            else:
+                answer, recurrent = module(observation, _copied(policy_state.recurrent))
         action, extras = split_answer(answer, None)
         return TorchPolicyState(recurrent, generator), {"action": action, **extras}
 
@@ -167,14 +168,16 @@ class TorchActor:
         self._drive = drive
         self._head = policy.head
         self._module = policy.bound(drive.params)
-        self._move = _mover(policy, drive.observation)
-        self._home = policy.home or torch.device("cpu")
+        home = policy.home
+        self._move = _mover(home, drive.observation)
+        self._home = home or torch.device("cpu")
         self._noise = NoiseRow(drive.noise if drive.stochastic else None)
-        self._recurrent = drive.policy_state.recurrent
+        self._recurrent = _copied(drive.policy_state.recurrent)
+        self._read = {memory_of(leaf) for leaf in optree.tree_leaves(drive.observation)}
         self._generator = drive.policy_state.generator.clone()
         self._wanted = torch.Size((drive.num_envs, *drive.spec.shape))
         self._names: tuple[str, ...] | None = None
-        self._recorder = Recorder(drive.observation, drive.length)
+        self._recorder = Recorder(drive.observation, drive.length, always_copy=self._recurrent is not None)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -188,7 +191,10 @@ class TorchActor:
         if self._recurrent is None:
             answer = self._module(observation)
         else:
-            answer, self._recurrent = self._module(observation, self._recurrent)
+            answer = self._module(observation, self._recurrent)
+            if t == 0:
+                check_recurrent(answer, self._recurrent)
+            answer, self._recurrent = answer[0], self._apart(answer[1])
         extras: tuple[Tensor, ...] = ()
         if isinstance(answer, Mapping):
             answer, extras = self._open(answer)
@@ -202,8 +208,14 @@ class TorchActor:
             action = self._head.sample(TORCH, parameters, noise, self._drive.spec)
         if t == 0 or action.shape != self._wanted:
             check_action(action, self._drive.spec, self._drive.num_envs)
+            check_tensor(action)
         self._recorder.append((action, *parameters, *extras))
         return action  # type: ignore[no-any-return]
+
+    def _apart(self, recurrent: Any) -> Any:
+        """The next recurrent state outside the observation's memory, which the next step overwrites."""
+        shared = any(memory_of(leaf) in self._read for leaf in optree.tree_leaves(recurrent))
+        return _copied(recurrent) if shared else recurrent
 
     def _open(self, answer: Mapping[str, Any]) -> tuple[Any, tuple[Tensor, ...]]:
         """A dict's part for the head, or its action, and the extras; their names are fixed by the first step."""
@@ -214,7 +226,8 @@ class TorchActor:
             check_extras(extras, self._drive.num_envs)
         elif names != self._names:
             raise PolicyError(
-                f"the policy answered with {list(names)} after {list(self._names)}: keep the keys the same"
+                f"the policy answered with the extra keys {list(names)} after {list(self._names)}: keep them the same "
+                "at every step"
             )
         return inner, tuple(extras[name] for name in names)
 
@@ -234,14 +247,12 @@ class TorchActor:
             columns[1 : len(columns) - len(names)],
             columns[len(columns) - len(names) :],
         )
-        outputs: Columns = {("action",): action.to(spec.dtype)}
-        outputs |= {(name,): extra for name, extra in zip(names, extras, strict=True)}
-        if self._head is None:
-            check_outputs(outputs, spec)
-        else:
-            check_numbers(outputs | {(f"the head's input {i}",): each for i, each in enumerate(parameters)})
+        outputs: Columns = {(name,): extra for name, extra in zip(names, extras, strict=True)}
+        if self._head is not None:
+            check_numbers({(name,): each for name, each in zip(self._head.names, parameters, strict=True)})
             outputs |= self._scored(action, tuple(parameters))
-        return TorchPolicyState(self._recurrent, self._generator), outputs
+        outputs = finished({("action",): action, **outputs}, spec, chosen=self._head is not None)
+        return TorchPolicyState(_copied(self._recurrent), self._generator), outputs
 
     def _scored(self, action: Tensor, parameters: tuple[Tensor, ...]) -> Columns:
         assert self._head is not None
@@ -251,9 +262,13 @@ class TorchActor:
         return {} if log_prob is None else {("action_log_prob",): log_prob}
 
 
-def _mover(policy: TorchPolicy, observation: Any) -> Callable[[Any], Any] | None:
+def _copied(recurrent: Any) -> Any:
+    """Recurrent state in memory of its own: a module may write its state in place, or keep what it returned."""
+    return optree.tree_map(torch.clone, recurrent)
+
+
+def _mover(home: torch.device | None, observation: Any) -> Callable[[Any], Any] | None:
     """What brings an observation to the policy's device; None where it is there already."""
-    home = policy.home
     if home is None or all(leaf.device == home for leaf in optree.tree_leaves(observation)):
         return None
     return lambda tree: optree.tree_map(lambda leaf: leaf.to(home), tree)
@@ -264,4 +279,7 @@ def check_extras(extras: Mapping[str, Any], num_envs: int) -> None:
     for name, value in extras.items():
         if not isinstance(value, Tensor) or value.shape[:1] != (num_envs,):
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise PolicyError(f"the policy's {name!r} is {got}, expected a tensor of shape [{num_envs}, ...]")
+            raise PolicyError(
+                f"the policy's extra output {name!r} is {got}, expected a tensor of shape [{num_envs}, ...]: return "
+                "one row per environment"
+            )

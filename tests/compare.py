@@ -1,0 +1,47 @@
+"""Batches compared bit for bit."""
+
+import hashlib
+
+import torch
+
+
+def leaves(batch):
+    """Every leaf by its path, in a fixed order."""
+    named = batch.items(include_nested=True, leaves_only=True)
+    paths = {(path,) if isinstance(path, str) else tuple(path): leaf for path, leaf in named}
+    return dict(sorted(paths.items()))
+
+
+def bits(leaf):
+    """The memory of a tensor in C order."""
+    return leaf.detach().cpu().contiguous().numpy().tobytes()
+
+
+def assert_same(one, two):
+    """The same keys, shapes, dtypes and bits."""
+    ones, twos = leaves(one), leaves(two)
+    assert ones.keys() == twos.keys()
+    assert one.batch_size == two.batch_size
+    for path, leaf in ones.items():
+        assert (leaf.dtype, leaf.shape) == (twos[path].dtype, twos[path].shape), path
+        assert bits(leaf) == bits(twos[path]), f"{path} differs: {differing(leaf, twos[path])}"
+
+
+def differing(one, two):
+    """Where two tensors of one shape differ, for a message."""
+    where = (one != two).nonzero()[:3].tolist()
+    return f"{int((one != two).sum())} of {one.numel()}, first at {where}"
+
+
+def digest(batch):
+    """A hash of every leaf's path, shape, dtype and bits."""
+    total = hashlib.sha256(str(tuple(batch.batch_size)).encode())
+    for path, leaf in leaves(batch).items():
+        total.update(f"{path} {leaf.dtype} {tuple(leaf.shape)}".encode())
+        total.update(bits(leaf))
+    return total.hexdigest()
+
+
+def joined(batches):
+    """Consecutive batches as one: time is the last batch dimension."""
+    return torch.cat([batch.clone() for batch in batches], dim=batches[0].batch_dims - 1)

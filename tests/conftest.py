@@ -1,0 +1,21 @@
+"""What every test runs under, and how much of it."""
+
+import os
+import warnings
+
+os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")  # acts only before JAX makes its client
+
+import torch
+
+with warnings.catch_warnings():  # its SWIG types warn as they are made, and crash where a warning is an error
+    warnings.simplefilter("ignore")
+    import Box2D  # noqa: F401
+
+torch.set_num_threads(1)
+
+SCALE = int(os.environ.get("FUNCOLLECT_SCALE", "1"))
+
+
+def scaled(count):
+    """A count for CI, times FUNCOLLECT_SCALE: 1 in CI, 10 for the full counts."""
+    return count * SCALE

@@ -1,0 +1,162 @@
+"""Misuses as a table, and environments and policies that go wrong once, at a known lane and step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+import funcollect as fc
+
+FAULT = 3  # the step of an episode, counted from 1, at which a rigged environment goes wrong
+OBSERVATION = np.array([1.0, 2.0], np.float32)
+
+
+@dataclass(frozen=True)
+class Misuse:
+    """Something wrong, the error that says so, and the way out that the error names.
+
+    `says` are parts of the message, in this order: what and where, what was got, what was expected, the mend.
+    """
+
+    what: str
+    do: Callable[..., Any]
+    error: type[BaseException]
+    says: tuple[str, ...]
+    mend: Callable[..., Any] | None = None
+
+
+def table(*misuses: Misuse) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("misuse", [pytest.param(each, id=each.what) for each in misuses])
+
+
+@contextmanager
+def refused(error: type[BaseException], says: tuple[str, ...]) -> Iterator[None]:
+    """The block raises exactly `error`, with the parts of `says` in the message, in this order."""
+    with pytest.raises(error) as caught:
+        yield
+    assert type(caught.value) is error
+    message, start = str(caught.value), 0
+    for part in says:
+        assert part in message[start:], f"{part!r} does not stand in {message!r} from {start} on"
+        start = message.index(part, start) + len(part)
+
+
+class Rigged(gymnasium.Env[Any, Any]):
+    """A harmless environment, except that `spoil` is applied once to what step (or reset) number `at` returns."""
+
+    observation_space: spaces.Space[Any] = spaces.Box(-9, 9, (2,))
+    action_space: spaces.Space[Any] = spaces.Discrete(3)
+
+    def __init__(
+        self, spoil: Callable[[Any], Any] | None = None, space: Any = None, good: Any = OBSERVATION, at: int = FAULT
+    ) -> None:
+        self.observation_space = Rigged.observation_space if space is None else space
+        self.spoil = spoil
+        self.good = good
+        self.at = at
+        self.time = 0
+        self.closed = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.time = 0
+        return self._spoilt((self.good, {}))
+
+    def step(self, action: Any) -> Any:
+        self.time += 1
+        return self._spoilt((self.good, 1.0, False, False, {"speed": 0.5}))
+
+    def _spoilt(self, answer: Any) -> Any:
+        if self.spoil is None or self.time != self.at:
+            return answer
+        spoil, self.spoil = self.spoil, None
+        return spoil(answer)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Acting(Rigged):
+    """The same, with another action space."""
+
+    def __init__(self, space: Any) -> None:
+        super().__init__()
+        self.action_space = space
+
+
+def raises(error: BaseException) -> Callable[[Any], Any]:
+    """A spoiler that raises."""
+
+    def spoil(_: Any) -> Any:
+        raise error
+
+    return spoil
+
+
+def swaps(index: int, value: Any) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A spoiler that puts `value` in place `index` of the answer."""
+    return lambda answer: (*answer[:index], value, *answer[index + 1 :])
+
+
+class Once:
+    """A function from observations to `good`, except that its call number `at`, from 0, answers with `bad`."""
+
+    def __init__(self, good: Any, bad: Any, at: int = 2) -> None:
+        self.good, self.bad, self.at = good, bad, at
+        self.calls = 0
+
+    def __call__(self, observation: Any, *state: Any) -> Any:
+        self.calls += 1
+        return self.bad if self.calls == self.at + 1 else self.good
+
+
+def runs(env: Any, policy: Any = None, state: Any = None) -> Any:
+    """Collect a few steps; the next state."""
+    policy = fc.random_policy(env) if policy is None else policy
+    state = fc.init(env, policy, seed=0) if state is None else state
+    state, batch = fc.rollout(env, policy, state, 4)
+    assert batch.numel() == 4 * state.num_lanes
+    return state
+
+
+def fails_then_runs(
+    make_env: Callable[[], Any],
+    make_policy: Callable[[Any], Any],
+    error: type[BaseException],
+    says: tuple[str, ...],
+    steps: int = 6,
+    repair: Callable[[Any], Any] | None = None,
+) -> None:
+    """A rollout and a collector both raise; then a reset is the way back, and the collector finds it by itself."""
+    env = make_env()
+    policy = make_policy(env)
+    state = fc.init(env, policy, seed=0)
+    with refused(error, says):
+        fc.rollout(env, policy, state, steps)
+    if repair is not None:
+        repair(policy)
+    after, batch = fc.rollout(env, policy, fc.reset(env, state), steps)
+    assert batch["collector", "step"][..., 0].eq(0).all()
+    assert after.num_lanes == state.num_lanes
+    fc.close(after)
+
+    env = make_env()
+    policy = make_policy(env)
+    lanes = env.num_envs or 1
+    with fc.SyncDataCollector(env, policy, frames_per_batch=steps * lanes, total_frames=2 * steps * lanes) as collector:
+        with refused(error, says):
+            next(collector)
+        if repair is not None:
+            repair(policy)
+        batches = list(collector)
+    assert [each.numel() for each in batches] == [steps * lanes] * 2
+    assert batches[0]["collector", "step"][..., 0].eq(0).all()
+    if lanes > 1:
+        assert batches[0]["collector", "traj_ids"].ge(lanes).all()  # never an id of the broken episodes

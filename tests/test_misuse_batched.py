@@ -1,0 +1,101 @@
+"""Vector environments and Torch environments that go wrong: all their lanes step at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from misuse import FAULT, Misuse, Rigged, fails_then_runs, raises, refused, runs, swaps, table
+
+import funcollect as fc
+from funcollect.errors import EnvError
+
+VECTOR = "the vector environment"
+RETURNED = f"{VECTOR}: step returned"
+SHAPE = f"'observation' of {VECTOR} has shape"
+
+
+def spoilt_vector(spoil: Any) -> Any:
+    """A vector environment of which one step is spoilt, once."""
+
+    class Vector(SyncVectorEnv):
+        times = 0
+
+        def step(self, actions: Any) -> Any:
+            self.times += 1
+            answer = super().step(actions)
+            return spoil(answer) if self.times == FAULT else answer
+
+    return fc.make_env(Vector([Rigged] * 2, autoreset_mode=AutoresetMode.DISABLED))
+
+
+def vector(what: str, spoil: Any, *says: str) -> Misuse:
+    return Misuse(what, lambda: spoilt_vector(spoil), EnvError, says)
+
+
+@table(
+    vector("step raises", raises(OSError("cut")), VECTOR, "step raised OSError('cut')", "begin new episodes"),
+    vector("flags for one lane", swaps(2, np.zeros(1, bool)), RETURNED, "2 values each", "use Gymnasium's"),
+    vector("no rewards", swaps(1, None), RETURNED, "[None", "2 values each", "use Gymnasium's"),
+    vector("three values", lambda answer: answer[:3], RETURNED, "expected reward, terminated", "use Gymnasium's"),
+    vector("a wrong shape", swaps(0, np.ones((2, 3))), SHAPE, "(2, 3)", "wants (2, 2)", "correct"),
+    vector("one lane", swaps(0, np.ones((1, 2))), SHAPE, "(1, 2)", "wants (2, 2)", "correct"),
+    vector("complex numbers", swaps(0, np.ones((2, 2), complex)), "lane 0", "complex128", "wants float32", "cast"),
+    vector("no array", swaps(0, [[1.0], 2.0]), VECTOR, "is list and no array", "wants", "correct"),
+    vector("NaN", swaps(1, np.array([0.0, np.nan])), "lane 1, step 2", "the reward is NaN", "expected a number"),
+)
+def test_a_vector_environment_that_goes_wrong(misuse: Misuse) -> None:
+    fails_then_runs(misuse.do, fc.random_policy, misuse.error, misuse.says)
+
+
+class Walk(fc.envs.TorchEnv):
+    """A Torch environment without a fault."""
+
+    observation_space = spaces.Box(-9, 9, (2,))
+    action_space = spaces.Discrete(3)
+    draws = 2
+
+    def start(self, uniforms: Any) -> Any:
+        return uniforms
+
+    def observe(self, physics: Any) -> Any:
+        return physics.float()
+
+    def advance(self, physics: Any, action: Any) -> Any:
+        return physics, physics[:, 0], physics[:, 0] > 9
+
+
+def walk(what: str, method: str, change: Any, *says: str) -> Misuse:
+    """A `Walk` whose method's answer goes through `change`."""
+    own = getattr(Walk, method)
+    wrong = type("Walk", (Walk,), {method: lambda self, *given: change(own(self, *given))})
+    return Misuse(what, lambda: wrong(num_envs=3), EnvError, says)
+
+
+@table(
+    walk("a wrong shape", "observe", lambda x: x[:, :1], "'observation' of Walk", "(3, 1)", "wants", "(3, 2)", "corr"),
+    walk("a wrong dtype", "observe", lambda x: x.double(), "'observation' of Walk", "float64", "float32", "correct"),
+    walk("no tensor", "observe", lambda x: x.tolist(), "'observation' of Walk", "is list", "wants", "correct"),
+    walk("a wide reward", "advance", swaps(1, torch.ones(3, 1)), "reward of Walk", "(3, 1)", "(3,)", "correct"),
+    walk("a number", "advance", swaps(1, 1.0), "the reward of Walk", "is float", "(3,)", "correct advance"),
+    walk("one flag", "advance", swaps(2, torch.tensor(True)), "terminated of Walk", "()", "(3,)", "correct"),
+    walk("a float flag", "advance", swaps(2, torch.zeros(3)), "terminated of Walk", "float32", "bool", "compare"),
+)
+def test_a_torch_environment_that_goes_wrong_is_found_at_once(misuse: Misuse) -> None:
+    with refused(misuse.error, misuse.says):
+        runs(misuse.do())
+    runs(Walk(num_envs=3))
+
+
+def test_a_torch_environment_that_lacks_a_key() -> None:
+    class Nested(Walk):
+        observation_space = spaces.Dict({"left": Walk.observation_space, "right": Walk.observation_space})
+
+        def observe(self, physics: Any) -> Any:
+            return {"left": physics.float()}
+
+    with refused(EnvError, ("the observation of Nested", "lacks the structure", "right", "correct observe")):
+        runs(Nested(num_envs=3))

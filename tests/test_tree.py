@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import optree
+import pytest
+import torch
+from tensordict import TensorDict
+
+import funcollect as fc
+from funcollect.core.state import CollectorState
+from funcollect.tree import NAMESPACE, flatten, nest, select, to_tensordict
+
+
+def nested_batch() -> TensorDict:
+    inner = TensorDict({"z": torch.arange(6).reshape(2, 3), "y": torch.ones(2, 3, 4)}, [2, 3])
+    return TensorDict({"c": torch.zeros(2, 3, 1), "b": inner, "a": torch.arange(6.0).reshape(2, 3)}, [2, 3])
+
+
+def assert_same(one: TensorDict, two: TensorDict) -> None:
+    assert one.batch_size == two.batch_size
+    assert one.is_locked == two.is_locked
+    assert sorted(map(str, one.keys(True))) == sorted(map(str, two.keys(True)))
+    assert bool((one == two).all())
+
+
+def test_leaves_come_in_the_order_of_sorted_keys() -> None:
+    paths, leaves, _ = optree.tree_flatten_with_path(nested_batch(), namespace=NAMESPACE)
+    assert paths == [("a",), ("b", "y"), ("b", "z"), ("c",)]
+    assert [leaf.shape[2:] for leaf in leaves] == [(), (4,), (), (1,)]
+
+
+def test_the_order_of_insertion_does_not_show() -> None:
+    one = TensorDict({"a": torch.zeros(2), "b": torch.ones(2)}, [2])
+    two = TensorDict({"b": torch.ones(2), "a": torch.zeros(2)}, [2])
+    assert optree.tree_structure(one, namespace=NAMESPACE) == optree.tree_structure(two, namespace=NAMESPACE)
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_flatten_and_unflatten_give_back_the_same(locked: bool) -> None:
+    batch = nested_batch().lock_() if locked else nested_batch()
+    leaves, structure = optree.tree_flatten(batch, namespace=NAMESPACE)
+    back = optree.tree_unflatten(structure, leaves)
+    assert_same(back, batch)
+    assert back["b"].batch_size == (2, 3)
+    assert back["b"].is_locked == locked
+    assert back["a"].data_ptr() == batch["a"].data_ptr()
+
+
+def test_a_lock_is_part_of_the_structure() -> None:
+    free, locked = nested_batch(), nested_batch().lock_()
+    assert optree.tree_structure(free, namespace=NAMESPACE) != optree.tree_structure(locked, namespace=NAMESPACE)
+
+
+def test_a_locked_node_cannot_get_new_keys() -> None:
+    mapped = optree.tree_map(lambda leaf: leaf + 1, nested_batch().lock_(), namespace=NAMESPACE)
+    with pytest.raises(RuntimeError, match="lock"):
+        mapped["new"] = torch.zeros(2, 3)
+
+
+def test_batch_dimensions_are_a_count_which_a_map_may_resize() -> None:
+    batch = nested_batch()
+    last = optree.tree_map(lambda leaf: leaf[:, -1:], batch, namespace=NAMESPACE)
+    assert last.batch_size == (2, 1)
+    assert last["b"].batch_size == (2, 1)
+    swapped = optree.tree_map(lambda leaf: leaf.transpose(0, 1), batch, namespace=NAMESPACE)
+    assert swapped.batch_size == (3, 2)
+
+
+def test_a_tensordict_in_other_containers_is_mapped_too() -> None:
+    tree = {"batch": nested_batch(), "rest": (torch.ones(1), None)}
+    doubled = optree.tree_map(lambda leaf: leaf * 2, tree, namespace=NAMESPACE)
+    assert torch.equal(doubled["batch"]["b", "y"], torch.full((2, 3, 4), 2.0))
+    assert doubled["rest"][1] is None
+
+
+def test_other_namespaces_are_left_alone() -> None:
+    batch = TensorDict({"b": torch.zeros(2), "a": torch.zeros(2)}, [2])
+    assert optree.tree_leaves(batch) == [batch]
+
+
+def test_nest_and_flatten_are_inverse() -> None:
+    flat = {("observation",): 1, ("next", "observation"): 2, ("next", "info", "x"): 3}
+    nested = {"observation": 1, "next": {"observation": 2, "info": {"x": 3}}}
+    assert nest(flat) == nested
+    assert flatten(nested) == flat
+    assert list(flatten(nested_batch())) == [("c",), ("b", "z"), ("b", "y"), ("a",)]
+
+
+def test_to_tensordict_nests_by_path_with_one_batch_size() -> None:
+    leaves = {("a",): torch.zeros(2, 3, 1), ("next", "info", "x"): torch.ones(2, 3)}
+    batch = to_tensordict(leaves, (2, 3))
+    assert batch["next", "info"].batch_size == (2, 3)
+    assert batch["next", "info", "x"] is leaves["next", "info", "x"]
+
+
+def test_select_takes_lanes_of_every_leaf() -> None:
+    mask = torch.tensor([True, False, True])
+    chosen = {"x": torch.ones(3, 2), "y": (torch.arange(3), torch.ones(3, 1, 2, dtype=torch.bool))}
+    other = {"x": torch.zeros(3, 2), "y": (torch.arange(3) + 10, torch.zeros(3, 1, 2, dtype=torch.bool))}
+    picked = select(mask, chosen, other)
+    assert picked["x"].tolist() == [[1, 1], [0, 0], [1, 1]]
+    assert picked["y"][0].tolist() == [0, 11, 2]
+    assert picked["y"][1].reshape(3, 2).tolist() == [[True, True], [False, False], [True, True]]
+
+
+def test_select_writes_neither_tree() -> None:
+    chosen, other = torch.ones(3), torch.zeros(3)
+    select(torch.tensor([True, False, True]), chosen, other)[1] = 9
+    assert chosen.tolist() == [1, 1, 1]
+    assert other.tolist() == [0, 0, 0]
+
+
+@pytest.fixture
+def state() -> CollectorState:
+    env = fc.make_env("torch/CartPole-v1", num_envs=3)
+    policy = fc.torch_policy(lambda x, h: (x[:, :2] + h, h + 1), head=fc.heads.categorical, initial_state=torch.ones(2))
+    state = fc.init(env, policy, seed=5)
+    return fc.rollout(env, policy, state, 30)[0]
+
+
+def test_a_collector_state_is_a_node_and_comes_back_whole(state: CollectorState) -> None:
+    leaves, structure = optree.tree_flatten(state, namespace=NAMESPACE)
+    back = optree.tree_unflatten(structure, leaves)
+    assert isinstance(back, CollectorState)
+    for field in dataclasses.fields(state):
+        own, other = getattr(state, field.name), getattr(back, field.name)
+        assert optree.tree_structure(own, namespace=NAMESPACE) == optree.tree_structure(other, namespace=NAMESPACE)
+        assert all(a is b for a, b in zip(optree.tree_leaves(own), optree.tree_leaves(other), strict=True))
+    assert (back.steps, back.total_lanes, back.policy_version) == (30, 3, 0)
+
+
+def test_a_collector_state_that_was_mapped_goes_on_the_same(state: CollectorState) -> None:
+    env = fc.make_env("torch/CartPole-v1", num_envs=3)
+    policy = fc.torch_policy(lambda x, h: (x[:, :2] + h, h + 1), head=fc.heads.categorical, initial_state=torch.ones(2))
+    copied = optree.tree_map(
+        lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf.clone(), state, namespace=NAMESPACE
+    )
+    assert_same(fc.rollout(env, policy, state, 20)[1], fc.rollout(env, policy, copied, 20)[1])
+
+
+def test_a_collector_state_is_frozen(state: CollectorState) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        state.steps = 3
+    assert state.replace(steps=3).steps == 3
+    assert state.steps == 30
