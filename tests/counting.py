@@ -10,11 +10,11 @@ import functools
 import gymnasium
 import numpy as np
 import torch
+from compare import leaves
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
-from compare import leaves
 from funcollect.envs import TorchEnv
 from funcollect.envs.tensor_env import TorchEnvState, TorchStep
 

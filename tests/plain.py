@@ -2,8 +2,8 @@
 
 import numpy as np
 import torch
-
 from compare import bits, leaves
+
 from funcollect.keys import EpisodeSeeds, key_from_seed
 
 

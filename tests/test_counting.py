@@ -4,11 +4,11 @@ import random
 
 import pytest
 import torch
-
-import funcollect as fc
 from compare import assert_same, leaves
 from conftest import scaled
 from counting import always, check, make_counting
+
+import funcollect as fc
 from funcollect.core.state import trajectory_ids
 
 ONE = {"lengths": (3, 2)}
@@ -93,7 +93,7 @@ def test_a_single_environment_goes_on(backend):
 @pytest.mark.parametrize("backend", MANY)
 def test_one_lane_has_a_batch_dimension_and_ids_from_zero(backend):
     env = make_counting(backend, ONE)
-    state, batch = fc.rollout(env, always(0), fc.init(env, always(0), seed=0), 6)
+    _, batch = fc.rollout(env, always(0), fc.init(env, always(0), seed=0), 6)
     check(batch, "0.0 0.1 0.2t 1.0 1.1t 2.0")
     assert batch.batch_size == (1, 6)
     assert batch["collector", "traj_ids"].tolist() == [[0, 0, 0, 1, 1, 2]]
@@ -161,7 +161,7 @@ def test_step_is_a_rollout_without_time(backend):
 @pytest.mark.parametrize("backend", SINGLE)
 def test_a_transition_of_a_single_environment(backend):
     env = make_counting(backend, ONE, batched=False)
-    state, transition = fc.step(env, always(2), fc.init(env, always(2), seed=0))
+    _, transition = fc.step(env, always(2), fc.init(env, always(2), seed=0))
     assert transition.batch_size == ()
     shapes = {".".join(path): tuple(leaf.shape) for path, leaf in leaves(transition).items()}
     assert (shapes["observation"], shapes["action"], shapes["next.reward"], shapes["collector.step"]) == (
@@ -175,7 +175,7 @@ def test_a_transition_of_a_single_environment(backend):
 @pytest.mark.parametrize("backend", SINGLE)
 def test_batches_of_functions_are_locked(backend):
     env = make_counting(backend, *THREE)
-    state, batch = fc.rollout(env, always(0), fc.init(env, always(0), seed=0), 3)
+    _, batch = fc.rollout(env, always(0), fc.init(env, always(0), seed=0), 3)
     assert batch.is_locked
     assert batch["next"].is_locked
     with pytest.raises(RuntimeError, match="lock"):
@@ -222,10 +222,14 @@ def test_any_run_against_a_count(backend, seed):
         if choose.random() < 0.5:
             mask = [choose.random() < 0.5 for _ in lanes]
             state = fc.reset(env, state, torch.tensor(mask))
-            at = [(episode + 1, 0) if begun else (episode, step) for begun, (episode, step) in zip(mask, at, strict=True)]
+            at = [
+                (episode + 1, 0) if begun else (episode, step) for begun, (episode, step) in zip(mask, at, strict=True)
+            ]
         limit, length = choose.choice([None, 2, 4]), choose.randint(1, 9)
         state, batch = fc.rollout(env, policy, state, length, max_frames_per_traj=limit)
-        words, at = zip(*[count(lane["lengths"], *one, length, limit) for lane, one in zip(lanes, at, strict=True)], strict=True)
+        words, at = zip(
+            *[count(lane["lengths"], *one, length, limit) for lane, one in zip(lanes, at, strict=True)], strict=True
+        )
         check(batch, *words)
         assert list(zip(state.episode.tolist(), state.step.tolist(), strict=True)) == list(at)
 

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-
-import funcollect as fc
 from compare import assert_same, joined, leaves
 from counting import always, check, make_counting
+
+import funcollect as fc
 
 ONE = {"lengths": (3, 2)}
 THREE = ({"lengths": (3, 2)}, {"lengths": (2,), "truncated": (1,)}, {"lengths": (4, 1)})
@@ -127,6 +127,23 @@ def test_the_first_frames_are_random(backend):
     check(plain, *WORDS, ignored=["action_log_prob"])
 
 
+@pytest.mark.parametrize("parts", [(), (1,), (6,)])
+@pytest.mark.parametrize("backend", SINGLE)
+def test_log_probabilities_of_random_frames_have_the_policys_shape(backend, parts):
+    """A policy may give one for each component of an action: their sum is what counts."""
+    env = fc.make_env("Pendulum-v1" if backend == "host" else "torch/Pendulum-v1", num_envs=2)
+
+    def module(observation):
+        return {"action": torch.zeros(len(observation), 1), "action_log_prob": torch.ones(len(observation), *parts)}
+
+    batch = next(fc.SyncDataCollector(env, module, frames_per_batch=12, init_random_frames=8, seed=0))
+    log_prob = batch["action_log_prob"]
+    assert log_prob.shape == (2, 6, *parts)
+    assert torch.allclose(log_prob.reshape(2, 6, -1).sum(-1)[:, :4], torch.tensor(-math.log(4)))
+    assert (log_prob[:, 4:] == 1).all()
+    assert (batch["action"][:, :4] != 0).all()
+
+
 WORDS = (
     "0.0 0.1 0.2t 1.0 1.1t 2.0 2.1 2.2t 3.0 3.1t 4.0 4.1",
     "0.0 0.1t 1.0 1.1c 2.0 2.1t 3.0 3.1t 4.0 4.1t 5.0 5.1t",
@@ -148,7 +165,7 @@ def test_split_then_postproc_then_hidden_keys_dropped():
     seen = []
 
     def postproc(batch):
-        seen.append((batch.batch_size, "_hidden" in batch.keys(), batch.is_locked))
+        seen.append((batch.batch_size, "_hidden" in batch, batch.is_locked))
         batch["_mine"] = batch["_hidden"] * 2
         batch["next", "_deep"] = batch["_hidden"]
         batch["kept"] = batch["_mine"] + 1
@@ -163,7 +180,7 @@ def test_split_then_postproc_then_hidden_keys_dropped():
     assert seen == [((5, 4), True, False)]
     assert not [path for path in leaves(batch) if any(part.startswith("_") for part in path)]
     assert batch["kept"][0].tolist() == [1, 3, 5, 1]
-    assert "_hidden" in collector.rollout().keys()  # what the core returned
+    assert "_hidden" in collector.rollout()  # what the core returned
 
 
 def test_versions_count_updates():

@@ -123,8 +123,9 @@ def test_simulators_are_closed_whether_or_not_it_succeeds(count: int) -> None:
     fc.evaluate(lanes(count), ONE, episodes=2, seed=0)
     assert sorted(Fixed.closed) == list(range(count))
     Fixed.closed.clear()
-    with pytest.raises(fc.EvaluationError, match=r"0 of 2 episodes ended within max_frames=200.*time limit"):
+    with pytest.raises(fc.EvaluationError, match=r"0 of 2 episodes ended within max_frames=200.*time limit") as caught:
         fc.evaluate(fc.make_env([lambda: Fixed(5, 10**9)] * count), ONE, episodes=2, seed=0, max_frames=200)
+    assert caught.tb is not None  # which keeps the frames of the call, and what stands in them, alive
     assert Fixed.closed == [5] * count
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,3 +102,49 @@ def test_a_torch_environment_that_lacks_a_key() -> None:
 
     with refused(EnvError, ("the observation of Nested", "lacks the structure", "right", "correct observe")):
         runs(Nested(num_envs=3))
+
+
+ASYNC = """
+import gymnasium, warnings
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode
+import funcollect as fc
+from misuse import Rigged, raises
+
+warnings.simplefilter("ignore")
+
+def dying():
+    return Rigged(raises(OSError("gone")))
+
+def interrupted(env, timeout=None):
+    raise KeyboardInterrupt
+
+def trial(last, error):
+    env = fc.make_env(AsyncVectorEnv([Rigged, last], autoreset_mode=AutoresetMode.DISABLED))
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    try:
+        fc.rollout(env, policy, state, 6)
+    except error as caught:
+        print(type(caught).__name__, caught)
+    AsyncVectorEnv.step_wait = original
+    state, batch = fc.rollout(env, policy, fc.reset(env, state), 2)
+    print(batch["collector", "step"].tolist())
+    fc.close(state)
+
+original = AsyncVectorEnv.step_wait
+trial(dying, fc.EnvError)
+AsyncVectorEnv.step_wait = interrupted
+trial(Rigged, KeyboardInterrupt)
+"""
+
+
+def test_workers_of_a_vector_environment_that_die_or_owe_an_answer_are_replaced() -> None:
+    """In a process of its own: workers are forked, and by now this one holds JAX's threads."""
+    done = subprocess.run(
+        [sys.executable, "-c", ASYNC], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    error, steps, interrupt, others = done.stdout.strip().splitlines()
+    assert error.startswith("EnvError the vector environment: step raised OSError(")
+    assert interrupt.strip() == "KeyboardInterrupt"
+    assert steps == others == "[[0, 1], [0, 1]]"

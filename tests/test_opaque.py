@@ -97,7 +97,7 @@ def test_other_policies_become_what_they_are() -> None:
     assert isinstance(as_policy(push, env), TorchPolicy)
     assert isinstance(as_policy(by_name_td, env), TensorDictPolicy)
     for wrong in (3, "random", nn.Linear):
-        with pytest.raises(TypeError, match="expected an? "):
+        with pytest.raises(TypeError, match=r"expected an? "):
             as_policy(wrong, env)
 
 

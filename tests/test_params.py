@@ -4,13 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from cases import Recurrent, jax_weights, make_env, mlp
+from compare import assert_same, joined
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
 import funcollect as fc
-from cases import Recurrent, jax_weights, make_env, mlp
-from compare import assert_same, joined
 from funcollect.policies.coerce import as_policy
 
 HIDDEN = 5
@@ -186,7 +186,7 @@ def test_numpy_parameters_written_in_place_are_seen():
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
 def test_a_collector_acts_with_what_it_is_given(name):
-    module, policy = policies()["plain"]
+    _, policy = policies()["plain"]
     other, wanted = policies(seed=1)["plain"]
     with fc.SyncDataCollector(make_env(name, 3), policy, frames_per_batch=60, seed=0) as collector:
         first = next(collector)

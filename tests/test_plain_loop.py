@@ -4,13 +4,13 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
-
-import funcollect as fc
 from cases import POLICIES
 from compare import assert_same, joined, leaves
 from conftest import scaled
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from plain import check_lane, plain_loop
+
+import funcollect as fc
 
 LENGTHS = [1, 30, 64, 7, 58]
 LIMITS = {"CartPole-v1": 30, "LunarLander-v3": 70, "HalfCheetah-v5": 25, "Pendulum-v1": 40}
@@ -49,8 +49,10 @@ def check_lanes(batch, make_one, seed, **kwargs):
 
 
 @pytest.mark.parametrize("seed", range(scaled(1)))
-@pytest.mark.parametrize("kind", ["random", "torch_mlp", "jax_mlp"])
-@pytest.mark.parametrize("num_envs", [None, 1, 3])
+@pytest.mark.parametrize(
+    ("kind", "num_envs"),
+    [(kind, count) for kind in ("random", "torch_mlp") for count in (None, 1, 3)] + [("jax_mlp", 3)],
+)
 @pytest.mark.parametrize("name", LIMITS)
 def test_every_leaf_equals_the_plain_loop(name, num_envs, kind, seed):
     env = fc.make_env(name, num_envs=num_envs, max_episode_steps=LIMITS[name])

@@ -233,3 +233,4 @@ def test_the_journal_drops_what_no_episode_needs() -> None:
     assert journal.since_reset().tolist() == [[4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]]
     journal.extend(torch.arange(16, 20).reshape(2, 2), torch.tensor([0, 1]))
     assert journal.since_reset().tolist() == [[18, 19]]
+    assert sum(map(len, journal._chunks)) == 2

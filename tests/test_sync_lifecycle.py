@@ -189,8 +189,9 @@ def test_with_shuts_down_also_after_an_exception() -> None:
         next(collector)
     assert [simulator.closed for simulator in LIVE] == [1, 1]
     LIVE.clear()
-    with pytest.raises(fc.EnvError), make() as collector:
-        LIVE[0].error = ("step", ZeroDivisionError())
+    collector = make()
+    LIVE[0].error = ("step", ZeroDivisionError())
+    with pytest.raises(fc.EnvError), collector:
         next(collector)
     assert [simulator.closed for simulator in LIVE] == [1, 1]
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from compare import assert_same
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict
 from torch import Tensor, nn
 
@@ -88,7 +89,7 @@ def test_a_dict_holds_loc_and_scale() -> None:
 
 
 class Buffered(nn.Module):
-    """Answers with memory that it writes again, or with a view of what it was given."""
+    """Answers with memory that it writes again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,24 +99,44 @@ class Buffered(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         self.out.copy_(push(x))
         self.kept.copy_(x * 2)
-        return {"action": self.out, "kept": self.kept, "same": x, "view": x[:, 1:3], "row": x.T[0]}
+        return {"action": self.out, "kept": self.kept, "part": self.kept[:, 1:3]}
+
+
+def views(x: Tensor) -> dict[str, Tensor]:
+    return {"action": push(x), "same": x, "part": x[:, 1:3], "row": x.T[0]}
 
 
 @both
 @pytest.mark.parametrize("lengths", [(40,), (1, 39), (2, 38), (3, 37), (1, 1, 1, 1)])
 def test_memory_that_is_written_again_is_recorded_right(name: str, lengths: tuple[int, ...]) -> None:
-    batch = collect(make_env(name), fc.torch_policy(Buffered()), *lengths)
-    x = batch["observation"]
-    assert torch.equal(batch["action"], (x[..., 2] > 0).long())
-    for key, wanted in {"kept": x * 2, "same": x, "view": x[..., 1:3], "row": x[..., 0]}.items():
-        assert torch.equal(batch[key], wanted), key
+    buffered = collect(make_env(name), fc.torch_policy(Buffered()), *lengths)
+    viewed = collect(make_env(name), fc.torch_policy(views), *lengths)
+    x = buffered["observation"]
+    assert torch.equal(buffered["action"], (x[..., 2] > 0).long())
+    assert torch.equal(buffered["kept"], x * 2)
+    assert torch.equal(buffered["part"], x[..., 1:3] * 2)
+    assert torch.equal(viewed["observation"], x)
+    for key, wanted in {"same": x, "part": x[..., 1:3], "row": x[..., 0]}.items():
+        assert torch.equal(viewed[key], wanted), key
 
 
-@both
-def test_a_module_that_writes_its_observation_does_not_corrupt_the_data(name: str) -> None:
-    env, clean = make_env(name), collect(make_env(name), fc.torch_policy(push), 30)
-    batch = collect(env, fc.torch_policy(lambda x: push(x) + 0 * x.zero_()[:, 0].long()), 30)
-    assert_same(batch, clean)
+def vector_env() -> Any:
+    factories = [lambda: gymnasium.make("CartPole-v1")] * 3
+    return SyncVectorEnv(factories, autoreset_mode=AutoresetMode.DISABLED)
+
+
+@pytest.mark.parametrize("reset_when_done", [True, False])
+@pytest.mark.parametrize("name", [*ENVS, "vector"])
+def test_a_module_that_writes_its_observation_does_not_corrupt_the_data(name: str, reset_when_done: bool) -> None:
+    batches = []
+    for module in (push, lambda x: push(x) + 0 * x.zero_()[:, 0].long()):
+        env = fc.make_env(vector_env()) if name == "vector" else make_env(name)
+        kwargs = {"frames_per_batch": 90, "reset_when_done": reset_when_done, "seed": 1}
+        with fc.SyncDataCollector(env, module, **kwargs) as collector:
+            batches += [next(collector), next(collector)]
+    assert_same(batches[0], batches[2])
+    assert_same(batches[1], batches[3])
+    assert batches[0]["next", "done"].any()
 
 
 def structured(space: gymnasium.Space[Any]) -> Any:
@@ -215,12 +236,6 @@ def test_a_device_at_which_everything_is_already_changes_nothing(name: str) -> N
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="cuda:99"):
         fc.torch_policy(push, device="cuda:99")
-
-
-@both
-def test_a_policy_of_one_environment_sees_a_batch_of_one(name: str) -> None:
-    batch = collect(make_env(name, None), fc.torch_policy(lambda x: torch.full((1,), int(x.shape == (1, 4)))), 10)
-    assert batch["action"].tolist() == [1] * 10
 
 
 @both

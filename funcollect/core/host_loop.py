@@ -58,7 +58,10 @@ def _loop(simulation: Simulation, actor: Actor, recording: Recording, state: Col
     for t in range(request.length):
         for store, row in recording.roots:
             store[t] = row
-        outcome = step(act(t), frozen)
+        action = act(t)
+        if frozen:
+            recording.restore(t, list(frozen))
+        outcome = step(action, frozen)
         if limit is not None:
             outcome = limit.apply(outcome, frozen)
         for store, row in recording.nexts:
@@ -129,6 +132,11 @@ class Recording:
         self._terminated = np.zeros(shape, bool)
         self._truncated = np.zeros(shape, bool)
         self._info: dict[str, list[Any]] = {key: [] for key in info_keys}
+
+    def restore(self, t: int, lanes: list[int]) -> None:
+        """Undo what a policy wrote into the rows of finished lanes, which no step writes again."""
+        for store, row in self.roots:
+            row[lanes] = store[t, lanes]
 
     def inform(self, outcome: Outcome) -> None:
         """Keep a step's infos."""

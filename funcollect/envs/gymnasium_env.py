@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -85,14 +86,15 @@ def _vector(
     check_autoreset(env)
     leaves = observation_leaves(env.single_observation_space, dtype)
     spec = ActionSpec(env.single_action_space, one_hot)
-    made = _Made(env, lambda: _rebuild_vector(env))
+    rebuild = partial(_rebuild_vector, env)
+    made = _Made(env, rebuild)
     return HostEnv(
         label=f"{type(env).__name__} of {env.spec.id if env.spec else type(env).__name__}",
         num_envs=env.num_envs,
         observation_space=env.single_observation_space,
         action_spec=spec,
         observation_leaves=leaves,
-        opener=lambda: VectorLanes(_taken(made()), leaves, spec, info_keys),
+        opener=lambda: VectorLanes(_taken(made()), leaves, spec, info_keys, rebuild),
         info_keys=info_keys,
     )
 
@@ -202,12 +204,13 @@ def _rebuild(env: GymEnv) -> GymEnv:
 
 
 def _rebuild_vector(env: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
-    env_fns = getattr(env, "env_fns", None)
-    if env_fns is None:
+    try:
+        rebuilt: VectorEnv[Any, Any, Any] = type(env)(env.env_fns, autoreset_mode=AutoresetMode.DISABLED)  # type: ignore
+    except Exception as error:
         raise ValueError(
-            f"{env} backs a state already and its factories are not known: build another, or pass a list of factories"
-        )
-    rebuilt: VectorEnv[Any, Any, Any] = type(env)(env_fns, autoreset_mode=AutoresetMode.DISABLED)  # type: ignore[call-arg]
+            f"{env} backs a state already and cannot be rebuilt from its env_fns ({error!r}): build another, or pass a "
+            "list of factories"
+        ) from error
     return rebuilt
 
 

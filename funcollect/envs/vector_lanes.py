@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from funcollect.envs.host_env import ONWARD, Outcome, decoder
 from funcollect.envs.rows import Rows
@@ -29,9 +29,16 @@ class VectorLanes:
     """A vector environment stepped as a whole and reset by masks."""
 
     def __init__(
-        self, env: VectorEnv[Any, Any, Any], leaves: tuple[Leaf, ...], spec: ActionSpec, info_keys: tuple[str, ...]
+        self,
+        env: VectorEnv[Any, Any, Any],
+        leaves: tuple[Leaf, ...],
+        spec: ActionSpec,
+        info_keys: tuple[str, ...],
+        rebuild: Callable[[], VectorEnv[Any, Any, Any]],
     ) -> None:
         self._env = env
+        self._rebuild = rebuild
+        self._broken_off = False
         self._spec = spec
         self._info_keys = info_keys
         self._started = False
@@ -50,7 +57,11 @@ class VectorLanes:
         by_lane: list[int | None] = [None] * count
         for lane, seed in zip(lanes, seeds, strict=True):
             by_lane[lane] = seed
+        if self._broken_off and mask.all() and isinstance(self._env, AsyncVectorEnv):
+            self._env.close(terminate=True)  # an answer is pending, or a worker is gone: it takes no further call
+            self._env = self._rebuild()
         partial = self._started and not mask.all()
+        self._broken_off = True
         before = [rows.array.copy() for rows in self.rows.leaves]
         try:
             answer: Any = self._env.reset(seed=by_lane, options={"reset_mask": mask} if partial else None)  # type: ignore[arg-type]
@@ -63,6 +74,7 @@ class VectorLanes:
             )
         self._started = True
         self._ended[mask] = False
+        self._broken_off = False
         self.rows.write_batch(answer[0])
         for rows, old in zip(self.rows.leaves, before, strict=True):
             rows.array[~mask] = old[~mask]
@@ -72,10 +84,12 @@ class VectorLanes:
         still = list(frozen)
         self._restart(still)
         before = [rows.array[still] for rows in self.rows.leaves]
+        self._broken_off = True
         try:
             observation, *answer, info = self._env.step(self._decode(action))
         except Exception as error:
             raise EnvError(f"the vector environment: step raised {error!r}: {ONWARD}") from error
+        self._broken_off = False
         outcome = self._checked(answer)
         self._ended = np.any(outcome[1:] > 0, axis=0)
         self.rows.write_batch(observation)

@@ -13,7 +13,8 @@ import torch
 
 from funcollect.interop.jax_setup import import_jax
 from funcollect.keys import Key, Noise
-from funcollect.policies.actor import Columns, Drive, check_recurrent, finished, lane_mask, split_answer
+from funcollect.policies.actor import Columns, Drive, lane_mask, split_answer
+from funcollect.policies.checks import check_recurrent, finished
 from funcollect.policies.heads import Head, check_head
 from funcollect.policies.jax_program import Program
 from funcollect.policies.numerics import jax_numerics

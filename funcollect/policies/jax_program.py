@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
-from funcollect.policies.actor import Drive, check_action
+from funcollect.policies.actor import Drive
+from funcollect.policies.checks import check_action
 from funcollect.policies.packing import Inputs, Vector, layout, pack
 
 Answer = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]  # params, policy_state, observation, noise

@@ -13,9 +13,18 @@ def _take(array: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return array.gather(-1, index[..., None])[..., 0]
 
 
+_WHOLE_VECTORS = 64  # rows
+
+
 def _log_softmax(array: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension, moved to the front first: Torch then works on many rows at once, not on a few numbers."""
-    return torch.log_softmax(array.movedim(-1, 0).contiguous(), 0).movedim(0, -1)
+    """Over the last dimension, put first: Torch then works on many rows at once, not on the few numbers of each.
+
+    The rows are padded to whole vectors, since Torch rounds a remainder differently and a cut of a run would show.
+    """
+    rows = array.reshape(-1, array.shape[-1])
+    columns = rows.new_zeros(rows.shape[1], -(-len(rows) // _WHOLE_VECTORS) * _WHOLE_VECTORS)
+    columns[:, : len(rows)] = rows.T
+    return torch.log_softmax(columns, 0)[:, : len(rows)].T.reshape(array.shape)
 
 
 TORCH = SimpleNamespace(

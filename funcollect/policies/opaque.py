@@ -13,17 +13,9 @@ from torch import Tensor, nn
 
 from funcollect.errors import PolicyError
 from funcollect.keys import Key, Noise, Purpose, fold
-from funcollect.policies.actor import (
-    Columns,
-    Drive,
-    Recorder,
-    check_action,
-    check_tensor,
-    finished,
-    generator_state,
-    torch_generator,
-)
+from funcollect.policies.actor import Columns, Drive, Recorder, generator_state, torch_generator
 from funcollect.policies.binding import Binding
+from funcollect.policies.checks import check_action, check_tensor, finished
 from funcollect.policies.torch_policy import TorchPolicyState
 from funcollect.specs import RESERVED, ActionSpec, ExplorationType
 from funcollect.tree import Path, flatten, nest

@@ -9,16 +9,8 @@ from typing import Any
 import torch
 
 from funcollect.errors import PolicyError
-from funcollect.policies.actor import (
-    Actor,
-    Columns,
-    Drive,
-    Recorder,
-    check_action,
-    finished,
-    lane_mask,
-    split_answer,
-)
+from funcollect.policies.actor import Actor, Columns, Drive, Recorder, lane_mask, split_answer
+from funcollect.policies.checks import check_action, finished
 from funcollect.specs import Policy
 from funcollect.tree import select
 

@@ -143,7 +143,6 @@ class RandomStart:
             self._score(columns[("action_log_prob",)][: self._count])
         return policy_state, columns
 
-
     def _score(self, log_prob: Tensor) -> None:
         """Write the log-probabilities [count, P]; over components [count, P, n], shares that add up to them."""
         parts = log_prob.shape[2:]

@@ -18,11 +18,6 @@ from funcollect.policies.actor import (
     Drive,
     NoiseRow,
     Recorder,
-    check_action,
-    check_numbers,
-    check_recurrent,
-    check_tensor,
-    finished,
     generator_state,
     lane_mask,
     memory_of,
@@ -30,6 +25,7 @@ from funcollect.policies.actor import (
     torch_generator,
 )
 from funcollect.policies.binding import Binding
+from funcollect.policies.checks import check_action, check_numbers, check_recurrent, check_tensor, finished
 from funcollect.policies.heads import Head, check_head
 from funcollect.policies.numerics import TORCH
 from funcollect.specs import ActionSpec, ExplorationType
