@@ -21,13 +21,16 @@ Path = tuple[str, ...]
 
 def _flatten(batch: TensorDictBase) -> tuple[tuple[Any, ...], Any, tuple[str, ...]]:
     keys = tuple(sorted(batch.keys()))
-    return tuple(batch.get(key) for key in keys), (keys, batch.batch_dims, batch.is_locked), keys
+    empty = None if keys else batch.batch_size  # which nothing else would tell
+    return tuple(batch.get(key) for key in keys), (keys, batch.batch_dims, batch.is_locked, empty), keys
 
 
-def _unflatten(metadata: tuple[tuple[str, ...], int, bool], children: Iterable[Any]) -> TensorDict:
-    keys, batch_dims, locked = metadata
+def _unflatten(metadata: tuple[tuple[str, ...], int, bool, Any], children: Iterable[Any]) -> TensorDict:
+    keys, batch_dims, locked, empty = metadata
     values = dict(zip(keys, children, strict=True))
-    shape = next((value.shape[:batch_dims] for value in values.values() if hasattr(value, "shape")), torch.Size([]))
+    shape = next(
+        (value.shape[:batch_dims] for value in values.values() if hasattr(value, "shape")), empty or torch.Size([])
+    )
     batch = TensorDict(values, batch_size=shape)
     return batch.lock_() if locked else batch
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import ENVS, POLICIES, Recurrent, make_env, pair, pairs
 from compare import assert_same, leaves
+from counting import make_counting
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
@@ -204,6 +205,16 @@ def test_recurrent_state_in_memory_that_is_written_again(name, way, num_envs):
     assert torch.equal(batch["after"], wanted)
     begun = batch["collector", "step"][..., 1:, None] == 0
     assert torch.equal(batch["before"][..., 1:, :], torch.where(begun, 0.0, wanted[..., :-1, :]))
+
+
+@pytest.mark.parametrize("backend", ["host", "torch"])
+def test_state_written_in_place_is_recorded_after_an_end_at_the_first_row(backend):
+    """Memory that was new at the first two steps is written again at the later ones."""
+    env = make_counting(backend, {"lengths": (4, 9)}, batched=False)
+    policy = fc.torch_policy(Shared("in place"), initial_state=torch.zeros(4))
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+    _, batch = fc.rollout(env, policy, state, 6)
+    assert batch["after"][:, 0].tolist() == [4, 1, 2, 3, 4, 5]
 
 
 def test_a_recurrent_state_may_be_recorded_beside_the_heads_inputs():

@@ -1,6 +1,8 @@
 """States as values: forked, used again, stepped one by one."""
 
 import gymnasium
+import jax
+import numpy as np
 import pytest
 import torch
 from cases import ENVS, KINDS, POLICIES, make_env, pair, pairs
@@ -133,6 +135,32 @@ def test_an_old_state_over_simulators_is_refused_and_the_way_back_is_open(name):
     assert state.steps == 5  # noise that was used is not drawn again
     _, batch = fc.rollout(env, policy, state, 5)
     assert (batch["collector", "step"][:, 0] == 0).all()
+
+
+def values(state):
+    """Copies of everything that a state holds, but for the hold on its simulators."""
+    held = {name: value for name, value in vars(state).items() if name != "env_state" or not hasattr(value, "version")}
+    return [np.asarray(leaf).copy() for leaf in jax.tree.leaves(held)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ENVS)
+def test_a_state_never_changes(name, kind):
+    env, policy = pair(name, kind, 3)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 13)
+    states, kept = [state], [values(state)]
+    for change in (
+        lambda state: fc.rollout(env, policy, state, 11)[0],
+        lambda state: fc.reset(env, state, torch.tensor([True, False, False])),
+        lambda state: fc.step(env, policy, state)[0],
+        lambda state: fc.reset(env, state),
+        lambda state: fc.fork(env, state),
+        lambda state: fc.rollout(env, policy, state, 40)[0],
+    ):
+        states.append(change(states[-1]))
+        kept.append(values(states[-1]))
+    for state, before in zip(states, kept, strict=True):
+        assert all(map(np.array_equal, values(state), before))
 
 
 @pytest.mark.parametrize("num_envs", [None, 3])

@@ -7,21 +7,29 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import numpy as np
-import optree
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from funcollect.collectors.options import Device, Options, Postproc, check_env_device
 from funcollect.core import api
-from funcollect.core.reseed import next_seed, reseed, resume
+from funcollect.core.reseed import next_seed, reseed, resume, saved_leaves
 from funcollect.envs.registry import make_env
 from funcollect.errors import ClosedError
 from funcollect.policies.coerce import as_policy
 from funcollect.specs import ExplorationType
-from funcollect.tree import NAMESPACE
 
-_SAVED = ("policy_state_dict", "key", "episode", "steps", "policy_version", "policy_state", "frames", "iter")
+_SAVED = (
+    "policy_state_dict",
+    "own_weights",
+    "key",
+    "episode",
+    "steps",
+    "policy_version",
+    "policy_state",
+    "frames",
+    "iter",
+)
 
 
 def _from_factory(policy: Any, factory: Any) -> Any:
@@ -35,17 +43,6 @@ def _from_factory(policy: Any, factory: Any) -> Any:
     if (made := factory()) is None:
         raise TypeError("policy_factory returned None, expected a policy: return it")
     return made
-
-
-def _snapshot(params: Any) -> Any:
-    """Weights in memory of their own: a trainer may go on writing those that were given."""
-
-    def copied(leaf: Any) -> Any:
-        if isinstance(leaf, (Tensor, TensorDictBase)):
-            return leaf.detach().clone()
-        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
-
-    return optree.tree_map(copied, params, namespace=NAMESPACE)
 
 
 class SyncDataCollector:
@@ -227,15 +224,19 @@ class SyncDataCollector:
         self.state = self.state.replace(policy_version=self.state.policy_version + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs: weights, key, counters. Episodes in flight begin anew after loading."""
-        params = self.policy.params if self.params is None else self.params
+        """What `load_state_dict` needs: weights, key, counters. Episodes in flight begin anew after loading.
+
+        Tensors, numbers and strings only: `torch.load` reads it with ``weights_only=True``.
+        """
+        weights = getattr(self.policy, "state_dict", None)
         return {
-            "policy_state_dict": _snapshot(params),
+            "policy_state_dict": {} if weights is None else weights(self.params),
+            "own_weights": self.params is None,
             "key": torch.from_numpy(self.state.key.astype(np.int64)),
             "episode": self.state.episode.clone(),
             "steps": self.state.steps,
             "policy_version": self.state.policy_version,
-            "policy_state": self.state.policy_state,
+            "policy_state": saved_leaves(self.state.policy_state),
             "frames": self.frames,
             "iter": self._batches,
         }
@@ -243,17 +244,21 @@ class SyncDataCollector:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`: the same weights, key and counts; new episodes under ids not used before.
 
+        Weights that were the policy's own at saving are written into the policy; others become `params`.
+
         Raises:
             ValueError: for a state of another number of lanes, or weights that do not fit.
         """
         self._check_open()
         if missing := [key for key in _SAVED if key not in state_dict]:
             raise ValueError(f"the state_dict lacks {missing}, expected {list(_SAVED)}: pass what state_dict gave")
-        params = state_dict["policy_state_dict"]
-        if params is not None:
-            self.policy.prepare(params)
+        weights = state_dict["policy_state_dict"] or None
+        if weights is not None:
+            self.policy.prepare(weights)
         self.state = resume(self.env, self.state, state_dict)
-        self.params = params
+        self.params = None if state_dict["own_weights"] else weights
+        if weights is not None and self.params is None:
+            self.policy.load(weights)  # type: ignore[attr-defined]
         self.frames = state_dict["frames"]
         self._batches = state_dict["iter"]
         self._interrupted = False

@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import optree
 import torch
 
 from funcollect.core.api import reset
 from funcollect.core.simulation import Hold
 from funcollect.core.state import CollectorState
+from funcollect.interop.jax_setup import import_jax
 from funcollect.keys import key_from_seed
 from funcollect.specs import Env, Policy
+from funcollect.tree import NAMESPACE
 
 _LARGEST_SEED = 2**32 - 1
 
@@ -51,9 +54,31 @@ def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> Collect
             episode=saved["episode"].to(state.episode.device),
             steps=saved["steps"],
             policy_version=saved["policy_version"],
-            policy_state=saved["policy_state"],
+            policy_state=_restored(state.policy_state, saved["policy_state"]),
         ),
     )
+
+
+def saved_leaves(tree: Any) -> list[torch.Tensor]:
+    """The leaves of a policy's state, copied, as tensors."""
+    leaves = optree.tree_leaves(tree, namespace=NAMESPACE)
+    return [leaf.clone() if isinstance(leaf, torch.Tensor) else torch.from_numpy(np.array(leaf)) for leaf in leaves]
+
+
+def _restored(like: Any, leaves: list[torch.Tensor]) -> Any:
+    """A policy's state of the structure, devices and kinds of `like` from what `saved_leaves` gave."""
+    own, treedef = optree.tree_flatten(like, namespace=NAMESPACE)
+    if [tuple(leaf.shape) for leaf in own] != [tuple(leaf.shape) for leaf in leaves]:
+        raise ValueError("the saved policy state is of another policy: build the collector with the same one")
+    kinds = [
+        one.to(old.device) if isinstance(old, torch.Tensor) else _jax_array(one)
+        for old, one in zip(own, leaves, strict=True)
+    ]
+    return optree.tree_unflatten(treedef, kinds)
+
+
+def _jax_array(leaf: torch.Tensor) -> Any:
+    return import_jax().numpy.array(leaf.numpy())
 
 
 def _restarted(env: Env, state: CollectorState) -> CollectorState:

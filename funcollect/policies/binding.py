@@ -65,6 +65,18 @@ class Binding:
         """The module's own current parameters and buffers, nested as its submodules are."""
         return TensorDict.from_module(self.module)
 
+    def state_dict(self, params: Any) -> dict[str, Tensor]:
+        """A copy of `params`, or of the module's own, by dotted name."""
+        given = flatten(self.params if params is None else params)
+        return {".".join(path): value.detach().clone() for path, value in given.items()}
+
+    def load(self, params: Any) -> None:
+        """Write `params` into the user's module, which a caller that loads a checkpoint asks for."""
+        with torch.no_grad():
+            for name, value in self._matched(params).items():
+                source, _, key = (self._parameters | self._buffers)[name]
+                source[key].copy_(value)
+
     def prepare(self, params: Any) -> dict[str, Tensor] | None:
         """Parameters by dotted name, checked against the module's; None stands for the module's own.
 
@@ -72,13 +84,14 @@ class Binding:
             TypeError: for something that holds no tensors by name.
             ValueError: for a missing, unknown or misshapen parameter, or a module that cannot be copied.
         """
-        if params is None:
-            return None
-        if self.obstacle:
+        if params is not None and self.obstacle:
             raise ValueError(
                 f"params= needs a copy of the policy, which cannot be copied ({self.obstacle}): "
                 "pass params=None, or policy_factory, a function that builds it"
             )
+        return None if params is None else self._matched(params)
+
+    def _matched(self, params: Any) -> dict[str, Tensor]:
         if not isinstance(params, (Mapping, TensorDictBase)):
             raise TypeError(
                 f"params is {type(params).__name__}, expected a TensorDict or a state dict of the module: pass "

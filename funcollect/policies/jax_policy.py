@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from funcollect.interop.jax_setup import import_jax
 from funcollect.keys import Key, Noise
@@ -99,12 +100,12 @@ class JaxPolicy:
             ValueError: for a structure or shapes other than the policy's own.
         """
         jax = import_jax()
-        given = self.params if params is None else params
+        given = self.params if params is None else self._tree(params)
         leaves = jax.tree.leaves(given)
         if self._prepared and len(leaves) == len(self._prepared[0]) and all(map(_is, leaves, self._prepared[0])):
             return self._prepared[1]
         if params is not None:
-            self._check_params(params)
+            self._check_params(given)
         prepared = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.numpy.array(leaf), given)
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
             self._prepared = (leaves, prepared)
@@ -118,6 +119,25 @@ class JaxPolicy:
                 f"params differ from the policy's own at {differing}: got {[given.get(key) for key in differing]}, "
                 f"expected {[own.get(key) for key in differing]}: pass a pytree of the same structure and shapes"
             )
+
+    def state_dict(self, params: Any = None) -> dict[str, Tensor]:
+        """A copy of `params`, or of the policy's own, by path."""
+        tree = import_jax().tree_util
+        leaves = tree.tree_leaves_with_path(self.params if params is None else params)
+        return {tree.keystr(path): torch.from_numpy(np.array(leaf)) for path, leaf in leaves}
+
+    def load(self, params: Any) -> None:
+        """Act with `params`, a pytree or what `state_dict` gave, from the next rollout on."""
+        self.params = self.prepare(self._tree(params))
+
+    def _tree(self, params: Any) -> Any:
+        """A pytree like the policy's own from what `state_dict` gave; anything else as it is."""
+        tree = import_jax().tree_util
+        paths, treedef = tree.tree_flatten_with_path(self.params)
+        names = [tree.keystr(path) for path, _ in paths]
+        if not isinstance(params, Mapping) or set(params) != set(names) or not names:
+            return params
+        return tree.tree_unflatten(treedef, [import_jax().numpy.array(np.asarray(params[name])) for name in names])
 
     def __call__(
         self, params: Any, policy_state: Any, observation: Any, noise: Any, exploration_type: ExplorationType

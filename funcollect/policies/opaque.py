@@ -68,6 +68,15 @@ class TensorDictPolicy:
             outputs = run_module(self.bound(params), flatten(_as_mapping(observation)), self.device)
         return TorchPolicyState(None, generator), {".".join(path): leaf for path, leaf in outputs.items()}
 
+    def state_dict(self, params: Any = None) -> dict[str, Tensor]:
+        """A copy of `params`, or of the module's own, by name: what `load` and `prepare` take."""
+        return self._binding.state_dict(params) if self._binding else {}
+
+    def load(self, params: Any) -> None:
+        """Write `params` into the user's module."""
+        if self._binding:
+            self._binding.load(params)
+
     def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
         """The callable over these parameters."""
         return self._binding.bind(prepared) if self._binding else self.module

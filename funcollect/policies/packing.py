@@ -74,6 +74,8 @@ def layout(outputs: Mapping[str, Any], num_envs: int) -> tuple[Field, ...]:
                 f"the policy's output {name!r} is {got}, expected an array of shape [{num_envs}, ...]: return one row "
                 "per environment"
             )
+        if np.dtype(outputs[name].dtype).kind == "c":
+            raise PolicyError(f"the policy's output {name!r} is complex, expected real numbers: return two outputs")
         words = math.prod(shape[1:]) * np.dtype(_carrier(outputs[name].dtype)).itemsize // 4
         fields.append(Field(name, shape[1:], outputs[name].dtype, start, start + words))
         start += words
