@@ -150,8 +150,8 @@ class Recording:
             self._truncated[t] = outcome.truncated
         except (TypeError, ValueError) as error:
             raise _bad(outcome) from error
-        ended: list[int] = (self._terminated[t] | self._truncated[t]).nonzero()[0].tolist()
-        return ended
+        flags = zip(outcome.terminated, outcome.truncated, strict=True)
+        return [lane for lane, (terminated, truncated) in enumerate(flags) if terminated or truncated]
 
     def track(self, outputs: dict[Path, Tensor]) -> Track:
         """All of it, as columns."""

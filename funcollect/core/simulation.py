@@ -51,6 +51,7 @@ class Simulation:
 
     def __init__(self, env: HostEnv, key: Key, lanes: Tensor) -> None:
         self.env = env
+        self._each_episode = env.seeding == "episode"
         self.lanes: list[int] = lanes.tolist()
         self.simulators: Simulators = env.open()
         self.version = 0
@@ -71,9 +72,8 @@ class Simulation:
         """Begin the next episode of each of `lanes`, seeded as finely as the environment can be."""
         seeds: list[int | None] = []
         for lane in lanes:
-            self.episodes[lane] += 1
-            seeded = self.env.seeding == "episode" or self.episodes[lane] == 0
-            seeds.append(self._seeds[lane][self.episodes[lane]] if seeded else None)
+            self.episodes[lane] = episode = self.episodes[lane] + 1
+            seeds.append(self._seeds[lane][episode] if self._each_episode or not episode else None)
         self.simulators.reset(lanes, seeds)
 
     def observation(self) -> dict[tuple[str, ...], Tensor]:

@@ -209,9 +209,12 @@ class JaxActor:
         program = policy.program(drive)
         self._drive = drive
         self._step = program.step
+        self._plain = program.plain
+        self._chosen = policy.head is not None
         self._params = program.params(drive.params)
         self._recurrent = drive.policy_state
         self._inputs, self._others, _ = program.inputs(drive)
+        self._buffer = self._inputs.buffer
         self._noise: Any = [None] * drive.length if drive.noise is None else drive.noise.numpy()
         self._fields = program.fields
         self._words = np.empty((drive.length, drive.num_envs, self._fields[-1].stop), np.int32)
@@ -225,9 +228,11 @@ class JaxActor:
     def act(self, t: int) -> Any:
         """The action [P, ...] of step `t`."""
         self._inputs.fill(self._noise[t])
-        self._recurrent, packed = self._step(self._params, self._recurrent, self._inputs.buffer, self._others)
-        words = np.asarray(packed)
-        self._words[t] = words
+        if self._plain:
+            packed = self._step(self._params, self._buffer)
+        else:
+            self._recurrent, packed = self._step(self._params, self._buffer, self._recurrent, self._others)
+        self._words[t] = words = np.asarray(packed)
         return words[:, 0] if self._scalar else self._fields[0].unpack(words)
 
     def restart(self, lanes: Sequence[int]) -> None:
@@ -239,7 +244,7 @@ class JaxActor:
     def finish(self) -> tuple[Any, Columns]:
         """The next policy state and every output, [T, P, ...]."""
         columns: Columns = {(field.name,): field.column(self._words) for field in self._fields}
-        columns = finished(columns, self._drive.spec)
+        columns = finished(columns, self._drive.spec, chosen=self._chosen)
         columns.pop((_PROBE,), None)
         return self._recurrent, columns
 

@@ -21,7 +21,8 @@ class Program:
     """The jitted step of a policy for one action space and number of lanes.
 
     32-bit observations and the noise travel in one buffer; the others are arguments of their own. Small parameters
-    travel as one vector.
+    travel as one vector. A `plain` policy, with neither state nor other observations, is ``step(params, buffer)`` and
+    returns its packed outputs; any other is ``step(params, buffer, policy_state, others)`` and returns both.
 
     Args:
         answer: the policy's traced step.
@@ -42,7 +43,7 @@ class Program:
         inputs, _, treedef = self.inputs(drive)
         wide = [_is_word(leaf) for leaf in jax.tree.leaves(drive.observation)]
 
-        def step(params: Any, policy_state: Any, buffer: Any, others: list[Any]) -> tuple[Any, Any]:
+        def step(params: Any, buffer: Any, policy_state: Any, others: list[Any]) -> tuple[Any, Any]:
             arrays, rest = iter(inputs.unpack(buffer)), iter(others)
             leaves = [next(arrays) if word else next(rest) for word in wide]
             observation = jax.tree.unflatten(treedef, leaves)
@@ -50,7 +51,8 @@ class Program:
             policy_state, outputs = answer(self._unpacked(params), policy_state, observation, drawn)
             return policy_state, pack(outputs, self.fields)
 
-        self.step = jax.jit(step)
+        self.plain = drive.policy_state is None and all(wide)
+        self.step = jax.jit(lambda params, buffer: step(params, buffer, None, [])[1]) if self.plain else jax.jit(step)
 
     def params(self, prepared: Any) -> Any:
         """The parameters as `step` takes them, laid out once per version."""
