@@ -78,11 +78,15 @@ def fold(key: Key, *words: int) -> int:
 
 def _fold(word: int, *words: int) -> int:
     for data in words:
-        word = (word + _GOLDEN * (data + 1)) & _MASK
-        word = ((word ^ word >> 30) * _MULTIPLIERS[0]) & _MASK
-        word = ((word ^ word >> 27) * _MULTIPLIERS[1]) & _MASK
-        word ^= word >> 31
+        word = _fold_one(word, data)
     return word
+
+
+def _fold_one(word: int, data: int) -> int:
+    word = (word + _GOLDEN * (data + 1)) & _MASK
+    word = ((word ^ word >> 30) * _MULTIPLIERS[0]) & _MASK
+    word = ((word ^ word >> 27) * _MULTIPLIERS[1]) & _MASK
+    return word ^ word >> 31
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class EpisodeSeeds:
         return cls(fold(key, Purpose.RESET, lane))
 
     def __getitem__(self, episode: int) -> int:
-        return _fold(self.stream, episode) >> 32
+        return _fold_one(self.stream, episode) >> 32
 
 
 def _signed(word: int) -> int:

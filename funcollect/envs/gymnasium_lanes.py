@@ -23,6 +23,7 @@ class Lanes:
     ) -> None:
         self._envs = list(envs)
         self._steps: list[Callable[[Any], Any]] = [env.step for env in envs]
+        self._resets: list[Callable[..., Any]] = [env.reset for env in envs]
         self._decode = decoder(spec)
         self._space = spec.space
         self._info_keys = info_keys
@@ -31,9 +32,10 @@ class Lanes:
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
         """Start an episode in each of `lanes`."""
+        resets, write = self._resets, self.rows.write_lane
         for lane, seed in zip(lanes, seeds, strict=True):
             try:
-                answer: Any = self._envs[lane].reset(seed=seed)
+                answer = resets[lane](seed=seed)
             except Exception as error:
                 raise EnvError(f"lane {lane}: reset(seed={seed}) raised {error!r}: {ONWARD}") from error
             if not isinstance(answer, tuple) or len(answer) != 2:
@@ -41,7 +43,7 @@ class Lanes:
                     f"lane {lane}: reset returned {answer!r:.80}, expected the two values (observation, info): "
                     "use Gymnasium's reset API"
                 )
-            self.rows.write_lane(lane, answer[0])
+            write(lane, answer[0])
 
     def step(self, action: Any, frozen: Collection[int] = ()) -> Outcome:
         """Step every lane but the frozen ones, which repeat their last answer without reward."""

@@ -6,7 +6,7 @@ policy always reads the same 64-byte-aligned arrays, and every row written is ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -101,12 +101,19 @@ class LeafRows:
 
 
 class Rows:
-    """The current observation of all lanes, leaf by leaf."""
+    """The current observation of all lanes, leaf by leaf.
+
+    Attributes:
+        write: writes every lane's observation, given as a sequence.
+        write_lane: writes one lane's.
+    """
 
     def __init__(self, space: Space, leaves: tuple[Leaf, ...], num_envs: int) -> None:
         self.space = space
         self.leaves = tuple(LeafRows(leaf, num_envs) for leaf in leaves)
-        self._single = len(self.leaves) == 1 and leaves[0].path == ("observation",)
+        plain = len(self.leaves) == 1 and leaves[0].path == ("observation",)
+        self.write: Callable[[Sequence[Any]], None] = self.leaves[0].write if plain else self._write
+        self.write_lane: Callable[[int, Any], None] = self.leaves[0].write_lane if plain else self._write_lane
 
     @property
     def arrays(self) -> dict[Path, Array]:
@@ -123,20 +130,12 @@ class Rows:
         """What a Torch policy reads: tensors over the same memory, in the space's structure."""
         return assemble(self.space, {path: torch.from_numpy(array) for path, array in self.arrays.items()})
 
-    def write(self, observations: Sequence[Any]) -> None:
-        """Write every lane's observation."""
-        if self._single:
-            self.leaves[0].write(observations)
-            return
+    def _write(self, observations: Sequence[Any]) -> None:
         parts = zip(*(self._parts(lane, observation) for lane, observation in enumerate(observations)), strict=True)
         for rows, values in zip(self.leaves, parts, strict=True):
             rows.write(values)
 
-    def write_lane(self, lane: int, observation: Any) -> None:
-        """Write one lane's observation."""
-        if self._single:
-            self.leaves[0].write_lane(lane, observation)
-            return
+    def _write_lane(self, lane: int, observation: Any) -> None:
         for rows, value in zip(self.leaves, self._parts(lane, observation), strict=True):
             rows.write_lane(lane, value)
 

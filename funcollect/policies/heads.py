@@ -120,9 +120,12 @@ class _Categorical(_Discrete):
         return self._encode(xp, [part.argmax(-1) for part in self._split(perturbed, spec)], spec)
 
     def log_prob(self, xp: Any, parameters: Parameters, action: Any, noise: Any, spec: ActionSpec) -> Any:
+        if isinstance(spec.space, spaces.Discrete) and not spec.one_hot:
+            start = int(spec.start)
+            return xp.log_categorical(parameters[0], action - start if start else action)
         logits = self._split(parameters[0], spec)
         indices = self._decode(xp, action, spec)
-        scores = [xp.take(xp.log_softmax(part), index) for part, index in zip(logits, indices, strict=True)]
+        scores = [xp.log_categorical(part, index) for part, index in zip(logits, indices, strict=True)]
         return functools.reduce(operator.add, scores)
 
 

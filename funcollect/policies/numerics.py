@@ -9,33 +9,29 @@ from typing import Any
 import torch
 
 
-def _take(array: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return array.gather(-1, index[..., None])[..., 0]
-
-
 _WHOLE_VECTORS = 64  # rows
 
 
-def _log_softmax(array: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension, put first: Torch then works on many rows at once, not on the few numbers of each.
+def _log_categorical(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Choices are put first: Torch then works on many rows at once, not on the few numbers of each.
 
     The rows are padded to whole vectors, since Torch rounds a remainder differently and a cut of a run would show.
     """
-    rows = array.reshape(-1, array.shape[-1])
+    rows = logits.reshape(-1, logits.shape[-1])
     columns = rows.new_zeros(rows.shape[1], -(-len(rows) // _WHOLE_VECTORS) * _WHOLE_VECTORS)
     columns[:, : len(rows)] = rows.T
-    return torch.log_softmax(columns, 0)[:, : len(rows)].T.reshape(array.shape)
+    chosen = torch.log_softmax(columns, 0)[:, : len(rows)].gather(0, index.reshape(1, -1))
+    return chosen.reshape(index.shape)
 
 
 TORCH = SimpleNamespace(
-    log_softmax=_log_softmax,
+    log_categorical=_log_categorical,  # the log-probability of each index [...] under logits [..., n]
     softplus=torch.nn.functional.softplus,
     tanh=torch.tanh,
     log=torch.log,
     log1p=torch.log1p,
     exp=torch.exp,
     where=torch.where,
-    take=_take,
     stack=lambda parts: torch.stack(parts, -1),
     concatenate=lambda parts: torch.cat(parts, -1),
     one_hot=lambda index, count: torch.nn.functional.one_hot(index, count),
@@ -53,14 +49,15 @@ def jax_numerics() -> Any:
     import jax.numpy as jnp
 
     return SimpleNamespace(
-        log_softmax=jax.nn.log_softmax,
+        log_categorical=lambda logits, index: jnp.take_along_axis(jax.nn.log_softmax(logits), index[..., None], -1)[
+            ..., 0
+        ],
         softplus=jax.nn.softplus,
         tanh=jnp.tanh,
         log=jnp.log,
         log1p=jnp.log1p,
         exp=jnp.exp,
         where=jnp.where,
-        take=lambda array, index: jnp.take_along_axis(array, index[..., None], -1)[..., 0],
         stack=lambda parts: jnp.stack(parts, -1),
         concatenate=lambda parts: jnp.concatenate(parts, -1),
         one_hot=lambda index, count: jax.nn.one_hot(index, count, dtype=jnp.int32),
