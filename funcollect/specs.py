@@ -135,7 +135,10 @@ def observation_leaves(space: Space, dtype: npt.DTypeLike | None = None) -> tupl
         TypeError: for a space that has no fixed-size arrays (Text, Sequence, Graph, OneOf).
         ValueError: for a Dict key that a batch uses itself.
     """
-    floating = np.dtype(np.float32 if dtype is None else dtype)
+    try:
+        floating = np.dtype(np.float32 if dtype is None else dtype)
+    except TypeError as error:
+        raise TypeError(f"dtype is {dtype!r}, expected a NumPy dtype ({error}): pass for example np.float64") from error
     if floating.kind != "f":
         raise ValueError(f"dtype is {floating}, expected a floating one: it applies to floating boxes only")
     root = () if isinstance(space, spaces.Dict) else ("observation",)
@@ -215,7 +218,9 @@ class ActionSpec:
                 "MultiBinary: flatten it with a Gymnasium wrapper"
             )
         if self.one_hot and not self.categories:
-            raise ValueError(f"one_hot=True needs a Discrete or MultiDiscrete action space, got {self.space}")
+            raise ValueError(
+                f"one_hot=True needs a Discrete or MultiDiscrete action space, got {self.space}: leave it out"
+            )
 
     @cached_property
     def categories(self) -> tuple[int, ...]:

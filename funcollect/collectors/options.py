@@ -46,10 +46,13 @@ class Options:
         """Check every field; `device` fills those that are unset."""
         check_positive("frames_per_batch", self.frames_per_batch)
         check_exploration(self.exploration_type)
-        if self.total_frames == 0:
-            raise ValueError("total_frames is 0, expected at least 1: give a number, or -1 for an endless run")
+        if isinstance(self.total_frames, int) and self.total_frames < 1 and self.total_frames != -1:
+            raise ValueError(
+                f"total_frames is {self.total_frames}, expected at least 1: give a number, or -1 for an endless run"
+            )
         if self.total_frames != -1:
             check_positive("total_frames", self.total_frames)
+        self._check_switches()
         for name in ("max_frames_per_traj", "init_random_frames"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
@@ -67,6 +70,11 @@ class Options:
             given = getattr(self, name)
             place = checked_device(self.device) if given is None else checked_device(given, name)
             object.__setattr__(self, name, place)
+
+    def _check_switches(self) -> None:
+        for name in ("reset_at_each_iter", "split_trajs", "reset_when_done", "update_at_each_batch"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {getattr(self, name)!r:.80}, expected a bool: pass True or False")
 
     def request(self, env: Env, params: Any) -> Request:
         """One batch's rollout."""

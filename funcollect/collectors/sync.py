@@ -127,7 +127,18 @@ class SyncDataCollector:
         )
         if policy_factory is not None:
             policy = _from_factory(policy, policy_factory)
+        if not isinstance(create_env_kwargs, (Mapping, type(None))):
+            raise TypeError(
+                f"create_env_kwargs is {create_env_kwargs!r:.80}, expected a dict of keyword arguments for make_env: "
+                "pass one"
+            )
+        self.create_env_fn, self.create_env_kwargs, self.policy_factory = (
+            create_env_fn,
+            create_env_kwargs,
+            policy_factory,
+        )
         self.env = make_env(create_env_fn, **(create_env_kwargs or {}))
+        # `device` may name an accelerator for the policy while simulators stay on the host; `env_device` may not.
         if self.env.backend != "host" or env_device is not None:
             check_env_device(self.env, self.options.env_device)
         self.policy = as_policy(policy, self.env, self.options.policy_device)
@@ -141,10 +152,13 @@ class SyncDataCollector:
         self._closed = False
 
     def __getattr__(self, name: str) -> Any:
-        """The keywords of `Options`, as given."""
+        """The keywords of `Options`, as given; devices as `device` filled them."""
         if name != "options" and name in Options.__dataclass_fields__:
             return getattr(self.options, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *Options.__dataclass_fields__]
 
     @property
     def seed(self) -> int:
@@ -174,7 +188,10 @@ class SyncDataCollector:
         return self.options.finish(self.rollout())
 
     def rollout(self) -> TensorDictBase:
-        """One batch as the core returns it, whether or not the run has ended: not split, not post-processed."""
+        """One batch as the core returns it, whether or not the run has ended: not split, not post-processed.
+
+        Its frames count from here on, also where a `postproc` that raises loses the batch.
+        """
         self._check_open()
         if self._interrupted:
             self.reset()
@@ -250,6 +267,8 @@ class SyncDataCollector:
             ValueError: for a state of another number of lanes, or weights that do not fit.
         """
         self._check_open()
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict is {type(state_dict).__name__}, expected a dict: pass what state_dict gave")
         if missing := [key for key in _SAVED if key not in state_dict]:
             raise ValueError(f"the state_dict lacks {missing}, expected {list(_SAVED)}: pass what state_dict gave")
         weights = state_dict["policy_state_dict"] or None

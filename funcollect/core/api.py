@@ -43,13 +43,12 @@ def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:
     >>> batch.batch_size, state.frames
     (torch.Size([2, 16]), 32)
     """
-    lanes = env.num_envs or 1 if isinstance(env, Env) else 1
-    return init_lanes(env, policy, seed=seed, first_lane=0, total_lanes=lanes)
+    check_pair(env, policy)
+    return init_lanes(env, policy, seed=seed, first_lane=0, total_lanes=env.num_envs or 1)
 
 
 def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, total_lanes: int) -> CollectorState:
-    """`init` for the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`."""
-    check_pair(env, policy)
+    """`init`, for a checked pair, of the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`."""
     key = key_from_seed(seed)
     count = env.num_envs or 1
     policy_state = policy.init(key, count)
@@ -94,11 +93,15 @@ def check_pair(env: Any, policy: Any) -> None:
         policy.check(env.action_spec)
 
 
+def _kind(given: Any) -> str:
+    return f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+
+
 def check_policy(policy: Any) -> None:
     """Raise TypeError unless `policy` is a policy."""
     if isinstance(policy, type) or not all(hasattr(policy, name) for name in ("backend", "noise", "init", "prepare")):
         raise TypeError(
-            f"policy is {policy!r:.80}, expected a Policy: wrap a module with funcollect.torch_policy, "
+            f"policy is {_kind(policy)}, expected a Policy: wrap a module with funcollect.torch_policy, "
             "a JAX function with funcollect.jax_policy"
         )
 
@@ -143,8 +146,8 @@ def run(env: Env, policy: Policy, state: CollectorState, request: Request) -> tu
     """`rollout` with every option."""
     check_policy(policy)
     check_state(env, state)
-    after, batch = _LOOPS[env.backend].run(env, policy, state, request)
-    return after, batch
+    result: tuple[CollectorState, TensorDict] = _LOOPS[env.backend].run(env, policy, state, request)
+    return result
 
 
 def step(
@@ -195,7 +198,7 @@ def _checked_mask(mask: Tensor | None, state: CollectorState) -> Tensor:
         raise ValueError(f"mask is {mask!r:.80}, expected bool {tuple(state.lane.shape)}: one flag per lane") from error
     if mask.dtype != torch.bool or mask.shape != state.lane.shape:
         raise ValueError(
-            f"mask is {mask.dtype} {tuple(mask.shape)}, expected bool {tuple(state.lane.shape)}: one flag per lane"
+            f"mask is {mask.dtype} {tuple(mask.shape)}, expected bool {tuple(state.lane.shape)}: pass one flag per lane"
         )
     return mask
 

@@ -61,7 +61,8 @@ def evaluate(
                     f"{int(finished.minimum(quota).sum())} of {episodes} episodes ended within max_frames={max_frames}"
                     ": raise max_frames, or give the environment a time limit"
                 )
-            state, batch = rollout(env, policy, state, _STEPS_AT_ONCE, params=params, exploration_type=exploration_type)
+            length = min(_STEPS_AT_ONCE, -(-(max_frames - state.frames) // state.num_lanes))
+            state, batch = rollout(env, policy, state, length, params=params, exploration_type=exploration_type)
             parts.append(episode_stats(batch, parts[-1] if parts else None))
             finished += torch.bincount(parts[-1].lanes, minlength=len(quota))
     finally:

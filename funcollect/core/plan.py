@@ -71,10 +71,16 @@ def explain(env: Env, policy: Policy) -> Plan:
         copies=_copies(env, policy),
         seeding=f"{env.seeding}: {_SEEDING[env.seeding]}",
         noise=_NOISE.get(kind, f"{kind} noise, drawn ahead for a whole rollout from the state's key by Philox"),
-        forking="the environment is rebuilt and the episode replayed"
-        if env.backend == "host"
-        else "states are values: a fork is the state itself",
+        forking=_forking(env),
     )
+
+
+def _forking(env: Env) -> str:
+    if env.backend != "host":
+        return "states are values: a fork is the state itself"
+    if env.seeding != "episode":
+        return f"not to be had: an environment seeded by {env.seeding} cannot be replayed"
+    return "the environment is rebuilt and the episode replayed"
 
 
 def _lanes(env: Env) -> str:

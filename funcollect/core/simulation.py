@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,6 +61,13 @@ class Simulation:
         self.rekey(key, [-1] * len(self.lanes), 0)
         self.journal = Journal(len(self.lanes))
         self._finalizer = weakref.finalize(self, self.simulators.close)
+
+    def __reduce__(self) -> Any:
+        """Simulators are not copied or pickled: for MuJoCo and ALE a copy would go another way, silently."""
+        raise TypeError(
+            f"the simulators of {self.env} cannot be copied or pickled: take funcollect.fork(env, state), or save the "
+            "collector's state_dict()"
+        )
 
     def rekey(self, key: Key, episodes: list[int], steps: int) -> None:
         """Take the randomness of what follows from `key`; `episodes` [P] have been begun, `steps` made."""

@@ -37,7 +37,8 @@ def from_gymnasium(
             built with ``autoreset_mode=AutoresetMode.DISABLED``. An instance backs one state; another state over it is
             rebuilt from its spec.
         num_envs: P, made from one id, spec or factory; None for a single environment without a batch dimension.
-        info_keys: keys of `info`, present at every step, to be recorded under ``next.info``.
+        info_keys: keys of `info` to be recorded under ``next.info``, present at every step (`RecordEpisodeStatistics`
+            gives its ``episode`` at ends only: use `funcollect.episode_stats`).
         dtype: the dtype of floating observations in a batch; float32 unless given.
         one_hot: discrete actions as one-hot int64 rows, TorchRL's encoding, instead of integers.
         **kwargs: for `gymnasium.make`, or for the factory.
@@ -89,7 +90,7 @@ def _vector(
     rebuild = partial(_rebuild_vector, env)
     made = _Made(env, rebuild)
     return HostEnv(
-        label=f"{type(env).__name__} of {env.spec.id if env.spec else type(env).__name__}",
+        label=f"{type(env).__name__} of {env.spec.id}" if env.spec else type(env).__name__,
         num_envs=env.num_envs,
         observation_space=env.single_observation_space,
         action_spec=spec,
@@ -170,7 +171,8 @@ def _factory(env: Source, kwargs: dict[str, Any]) -> Factory:
     if callable(env):
         return lambda: env(**kwargs)
     raise TypeError(
-        f"env is {type(env).__name__}, expected a Gymnasium id, an EnvSpec, a factory, a gymnasium.Env or a list"
+        f"env is {type(env).__name__}, expected a Gymnasium id, an EnvSpec, a factory, a gymnasium.Env "
+        "or a list: pass one of these"
     )
 
 

@@ -5,7 +5,7 @@ A host environment is a description; `open` makes simulators, which are mutable 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -15,8 +15,6 @@ import numpy.typing as npt
 from funcollect.envs.rows import Rows
 from funcollect.errors import EnvError
 from funcollect.specs import ActionSpec, Leaf, Seeding, Space
-
-Info = Mapping[str, Any]
 
 ONWARD = "correct that, or begin new episodes with funcollect.reset(env, state), as a collector does by itself"
 

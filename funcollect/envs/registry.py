@@ -11,7 +11,7 @@ from gymnasium.vector import VectorEnv
 
 from funcollect.envs.classic_control import TORCH_ENVS
 from funcollect.envs.gymnasium_env import from_gymnasium
-from funcollect.specs import Env
+from funcollect.specs import Env, Policy
 
 
 def make_env(env: Any, **kwargs: Any) -> Env:
@@ -30,6 +30,8 @@ def make_env(env: Any, **kwargs: Any) -> Env:
     >>> make_env("torch/Pendulum-v1", num_envs=4)
     Pendulum(num_envs=4)
     """
+    if isinstance(env, Policy):
+        raise TypeError(f"env is the policy {type(env).__name__}, expected an environment: it comes before the policy")
     if isinstance(env, Env):
         if kwargs:
             raise ValueError(f"{', '.join(kwargs)} cannot be given with {env!r}, which is made already: leave it out")

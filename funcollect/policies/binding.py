@@ -7,8 +7,8 @@ module is only read, so a trainer may go on using it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -139,3 +139,50 @@ class Binding:
             buffer = own if prepared is None else prepared.get(name, own)
             target_slot[key] = buffer.detach().to(self.device or buffer.device, copy=True)
         return self.skeleton
+
+
+class TorchBacked:
+    """What the policies over a Torch module, or over a plain function, share: parameters, device, checkpoints.
+
+    Args:
+        module: the user's; a plain function has no parameters.
+        device: where it is to run; None for where it is.
+    """
+
+    backend: Literal["torch"] = "torch"
+
+    def __init__(self, module: Callable[..., Any], device: torch.device | None = None) -> None:
+        self.module = module
+        self.device = device
+        self._binding = Binding(module, device) if isinstance(module, nn.Module) else None
+
+    @property
+    def home(self) -> torch.device | None:
+        """The device on which the policy runs; None for a function without one."""
+        return self._binding.home if self._binding else self.device
+
+    @property
+    def params(self) -> Any:
+        """The module's current parameters and buffers, a TensorDict; None for a function."""
+        return self._binding.params if self._binding else None
+
+    def prepare(self, params: Any) -> dict[str, Tensor] | None:
+        """Parameters by name, checked; None stands for the module's own, read at each rollout."""
+        if self._binding:
+            return self._binding.prepare(params)
+        if params is not None:
+            raise ValueError("params were given to a policy that is a plain function: pass a torch.nn.Module")
+        return None
+
+    def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
+        """The callable over these parameters."""
+        return self._binding.bind(prepared) if self._binding else self.module
+
+    def state_dict(self, params: Any = None) -> dict[str, Tensor]:
+        """A copy of `params`, or of the module's own, by name: what `load` and `prepare` take."""
+        return self._binding.state_dict(params) if self._binding else {}
+
+    def load(self, params: Any) -> None:
+        """Write `params` into the user's module."""
+        if self._binding:
+            self._binding.load(params)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-
 _WHOLE_VECTORS = 64  # rows
 
 

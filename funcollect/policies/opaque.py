@@ -4,40 +4,28 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import set_interaction_type
-from torch import Tensor, nn
+from torch import Tensor
 
 from funcollect.errors import PolicyError
 from funcollect.keys import Key, Noise, Purpose, fold
 from funcollect.policies.actor import Columns, Drive, Recorder, generator_state, torch_generator
-from funcollect.policies.binding import Binding
+from funcollect.policies.binding import TorchBacked
 from funcollect.policies.checks import check_action, check_tensor, finished
 from funcollect.policies.torch_policy import TorchPolicyState
 from funcollect.specs import RESERVED, ActionSpec, ExplorationType
 from funcollect.tree import Path, flatten, nest
 
 
-class TensorDictPolicy:
+class TensorDictPolicy(TorchBacked):
     """A callable that reads its in_keys from a TensorDict [P] and writes its out_keys into it.
 
     It may draw from Torch's global generator: the generator runs from a state that travels in the policy state.
     """
-
-    backend: Literal["torch"] = "torch"
-
-    def __init__(self, module: Callable[..., Any], device: torch.device | None = None) -> None:
-        self.module = module
-        self.device = device
-        self._binding = Binding(module, device) if isinstance(module, nn.Module) else None
-
-    @property
-    def params(self) -> Any:
-        """The module's current parameters and buffers; None for a function."""
-        return self._binding.params if self._binding else None
 
     def noise(self, spec: ActionSpec) -> Noise | None:
         """None: the module draws its own."""
@@ -45,14 +33,6 @@ class TensorDictPolicy:
     def init(self, key: Key, num_envs: int) -> TorchPolicyState:
         """A generator seeded from the key."""
         return TorchPolicyState(None, generator_state(fold(key, Purpose.GENERATOR)))
-
-    def prepare(self, params: Any) -> dict[str, Tensor] | None:
-        """Parameters by name, checked; None stands for the module's own."""
-        if self._binding:
-            return self._binding.prepare(params)
-        if params is not None:
-            raise ValueError("params were given to a policy that is a plain function: pass a torch.nn.Module")
-        return None
 
     def __call__(
         self,
@@ -67,19 +47,6 @@ class TensorDictPolicy:
         with torch.no_grad(), set_interaction_type(exploration_type), torch_generator(generator):
             outputs = run_module(self.bound(params), flatten(_as_mapping(observation)), self.device)
         return TorchPolicyState(None, generator), {".".join(path): leaf for path, leaf in outputs.items()}
-
-    def state_dict(self, params: Any = None) -> dict[str, Tensor]:
-        """A copy of `params`, or of the module's own, by name: what `load` and `prepare` take."""
-        return self._binding.state_dict(params) if self._binding else {}
-
-    def load(self, params: Any) -> None:
-        """Write `params` into the user's module."""
-        if self._binding:
-            self._binding.load(params)
-
-    def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
-        """The callable over these parameters."""
-        return self._binding.bind(prepared) if self._binding else self.module
 
     def actor(self, drive: Drive) -> TensorDictActor:
         """The policy at work in a rollout."""

@@ -86,13 +86,14 @@ class RandomActor:
         self._spec = drive.spec
         self._observation = drive.observation
         self._noise = drive.noise
-        masked = action_mask(drive.observation, drive.spec) is not None
+        self._masked = action_mask(drive.observation, drive.spec) is not None
         self.actions = torch.empty(drive.noise.shape[:2] + drive.spec.shape, dtype=drive.spec.dtype)
-        self._masked = masked
-        if not masked:
+        if not self._masked:
             self.actions.copy_(draw_actions(drive.spec, drive.noise, None))
-        self.log_prob = torch.full(drive.noise.shape[:2], _log_density(drive.spec))
-        self.log_prob = self.log_prob if masked or not _is_uneven(drive.spec) else _uneven(drive.spec, self.actions)
+        if _is_uneven(drive.spec):
+            self.log_prob = _uneven(drive.spec, self.actions)
+        else:
+            self.log_prob = torch.full(drive.noise.shape[:2], _log_density(drive.spec))
         self._rows = self.actions.unbind(0)
 
     def running(self) -> contextlib.AbstractContextManager[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -24,7 +24,7 @@ from funcollect.policies.actor import (
     split_answer,
     torch_generator,
 )
-from funcollect.policies.binding import Binding
+from funcollect.policies.binding import TorchBacked
 from funcollect.policies.checks import check_action, check_numbers, check_recurrent, check_tensor, finished
 from funcollect.policies.heads import Head, check_head
 from funcollect.policies.numerics import TORCH
@@ -51,8 +51,8 @@ def torch_policy(
     Args:
         module: called as ``module(observation)`` with the batch dimension; `observation` is a tensor [P, ...], a dict
             of them for a Dict space, a tuple for a Tuple space. With a head it answers with the distribution's
-            parameters, without one with the action; or with a dict that holds these and whatever else is to be
-            recorded, each [P, ...].
+            parameters, without one with the action; or with a flat dict that holds these and whatever else is to
+            be recorded, each [P, ...].
         head: one of `funcollect.heads`.
         initial_state: makes the policy recurrent: the state of one environment at the start of an episode, a pytree of
             tensors without a batch dimension. The module is then called as ``module(observation, state)`` and answers
@@ -76,29 +76,15 @@ def torch_policy(
     return TorchPolicy(module, head, initial_state, checked_device(device))
 
 
-class TorchPolicy:
+class TorchPolicy(TorchBacked):
     """See `torch_policy`."""
-
-    backend: Literal["torch"] = "torch"
 
     def __init__(
         self, module: nn.Module | Callable[..., Any], head: Head | None, initial_state: Any, device: torch.device | None
     ) -> None:
-        self.module = module
+        super().__init__(module, device)
         self.head = head
-        self.device = device
         self.initial_state = initial_state
-        self._binding = Binding(module, device) if isinstance(module, nn.Module) else None
-
-    @property
-    def home(self) -> torch.device | None:
-        """The device on which the policy runs; None for a function without one."""
-        return self._binding.home if self._binding else self.device
-
-    @property
-    def params(self) -> Any:
-        """The module's current parameters and buffers, a TensorDict; None for a function."""
-        return self._binding.params if self._binding else None
 
     def check(self, spec: ActionSpec) -> None:
         """Raise ValueError where the head does not suit the action space."""
@@ -118,27 +104,6 @@ class TorchPolicy:
 
         recurrent = None if self.initial_state is None else optree.tree_map(expand, self.initial_state)
         return TorchPolicyState(recurrent, generator_state(fold(key, Purpose.GENERATOR)))
-
-    def prepare(self, params: Any) -> dict[str, Tensor] | None:
-        """Parameters by name, checked; None stands for the module's own, read at each rollout."""
-        if self._binding:
-            return self._binding.prepare(params)
-        if params is not None:
-            raise ValueError("params were given to a policy that is a plain function: pass a torch.nn.Module")
-        return None
-
-    def state_dict(self, params: Any = None) -> dict[str, Tensor]:
-        """A copy of `params`, or of the module's own, by name: what `load` and `prepare` take."""
-        return self._binding.state_dict(params) if self._binding else {}
-
-    def load(self, params: Any) -> None:
-        """Write `params` into the user's module."""
-        if self._binding:
-            self._binding.load(params)
-
-    def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
-        """The callable over these parameters."""
-        return self._binding.bind(prepared) if self._binding else self.module
 
     def __call__(
         self,
