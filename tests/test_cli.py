@@ -21,9 +21,8 @@ from tensordict import TensorDict
 
 import funcollect as fc
 from funcollect.cli import main
-from funcollect.cli.network import Flatten, mlp
+from funcollect.cli.network import mlp
 from funcollect.progress import EpisodeWindow
-from funcollect.specs import Space
 
 CARTPOLE = ("collect", "CartPole-v1", "--policy", "mlp", "--num-envs", "3", "--frames", "600", "--seed", "7")
 
@@ -316,6 +315,7 @@ import sys
 import gymnasium
 from gymnasium.envs.classic_control import CartPoleEnv
 from funcollect.cli import main
+from funcollect.cli.network import mlp
 
 class Telling(CartPoleEnv):
     steps = 0
@@ -382,91 +382,3 @@ def test_help_does_not_wait_for_torch() -> None:
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "collect" in said
     assert said.endswith("False\n")
-
-
-# --- the network ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "space",
-    [
-        spaces.Box(-1, 1, (3,)),
-        spaces.Box(-1, 1, ()),
-        spaces.Box(0, 9, (2, 3), np.int64),
-        spaces.Discrete(4, start=-1),
-        spaces.MultiDiscrete([2, 3]),
-        spaces.MultiDiscrete([[2, 3], [4, 2]], start=[[0, 1], [2, -3]]),
-        spaces.MultiBinary((2, 2)),
-        spaces.Dict({"b": spaces.Discrete(3), "a": spaces.Tuple((spaces.Box(0, 1, (2,)), spaces.MultiBinary(2)))}),
-    ],
-    ids=str,
-)
-def test_observations_are_flattened_as_gymnasium_does(space: Space) -> None:
-    space.seed(0)
-    samples = [space.sample() for _ in range(5)]
-    batched = gymnasium.vector.utils.batch_space(space, 5)
-    stacked = gymnasium.vector.utils.concatenate(space, samples, gymnasium.vector.utils.create_empty_array(space, 5))
-    assert stacked in batched
-    rows = Flatten(space)(map_arrays(torch.as_tensor, stacked))
-    wanted = np.stack([spaces.flatten(space, sample) for sample in samples]).astype(np.float32)
-    assert torch.equal(rows, torch.from_numpy(wanted))
-
-
-def map_arrays(function: Any, nested: Any) -> Any:
-    if isinstance(nested, dict):
-        return {name: map_arrays(function, value) for name, value in nested.items()}
-    if isinstance(nested, tuple):
-        return tuple(map_arrays(function, value) for value in nested)
-    return function(nested)
-
-
-def test_pixels_are_scaled() -> None:
-    rows = Flatten(spaces.Box(0, 255, (2, 2), np.uint8))(torch.full((3, 2, 2), 255, dtype=torch.uint8))
-    assert torch.equal(rows, torch.ones(3, 4))
-
-
-class Spaced(gymnasium.Env[Any, Any]):
-    def __init__(self, action_space: Space) -> None:
-        self.observation_space = spaces.Discrete(3)
-        self.action_space = action_space
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        return np.int64(1), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        assert action in self.action_space
-        return np.int64(2), 0.0, False, False, {}
-
-
-@pytest.mark.parametrize(
-    "space",
-    [
-        spaces.Discrete(3, start=5),
-        spaces.MultiDiscrete([[2, 3], [4, 2]]),
-        spaces.Box(-2, 3, (2, 3)),
-        spaces.Box(-np.inf, np.inf, (2,)),
-    ],
-    ids=str,
-)
-def test_the_network_suits_the_action_space(space: Space) -> None:
-    env = fc.make_env(lambda: Spaced(space), num_envs=2)
-    policy = mlp(env, 0)
-    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
-    assert batch["action"].shape == (2, 4, *space.shape)
-
-
-@pytest.mark.parametrize(
-    "space", [spaces.MultiBinary(3), spaces.Box(-1, 1, ()), spaces.Box(0, 9, (2,), np.int64)], ids=str
-)
-def test_other_action_spaces_are_refused(space: Space) -> None:
-    with pytest.raises(ValueError, match=r"mlp needs a Discrete.*--policy random"):
-        mlp(fc.make_env(lambda: Spaced(space), num_envs=2), 0)
-
-
-def test_the_networks_seed_leaves_torchs_alone() -> None:
-    env = fc.make_env("CartPole-v1", num_envs=2)
-    before = torch.get_rng_state()
-    one, same, other = mlp(env, 0).params, mlp(env, 0).params, mlp(env, 1).params
-    assert torch.equal(torch.get_rng_state(), before)
-    assert (one == same).all()
-    assert not (one == other).all()

@@ -18,8 +18,22 @@ def test_a_block_runs(block, capsys):
     exec(compile(block, "<block>", "exec"), {"__name__": "__main__"})
 
 
-def test_there_are_blocks():
+def test_there_are_blocks_and_no_gaps():
     assert len(BLOCKS) >= 3
+    assert not [page.name for page in ROOT.glob("*.md") if re.search(r"@[A-Z]+@", page.read_text())]
+
+
+def test_the_top_level_names_agree():
+    """The names stand three times: for type checkers, for their homes, and for ``import *``."""
+    import ast
+
+    import funcollect as fc
+
+    tree = ast.parse(Path(fc.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    typed = {alias.asname or alias.name for node in block.body for alias in node.names}
+    assert typed == set(fc.__all__) == {*fc._HOME_OF, *fc._MODULES}
+    assert fc.__dir__() == sorted([*fc.__all__, "__version__"])
 
 
 def test_documents_name_only_what_there_is():
