@@ -234,6 +234,16 @@ class ActionSpec:
                 return ()
 
     @cached_property
+    def choices(self) -> int:
+        """The number of choices of all discrete components together."""
+        return sum(self.categories)
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether an action is an index from 0 on, as a network's answer has it."""
+        return isinstance(self.space, spaces.Discrete) and not self.one_hot and not self.space.start
+
+    @cached_property
     def start(self) -> npt.NDArray[np.int64]:
         """The lowest value of each discrete component, in the space's own shape."""
         return np.asarray(getattr(self.space, "start", 0), np.int64)

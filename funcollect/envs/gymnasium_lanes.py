@@ -24,6 +24,7 @@ class Lanes:
         self._envs = list(envs)
         self._steps: list[Callable[[Any], Any]] = [env.step for env in envs]
         self._resets: list[Callable[..., Any]] = [env.reset for env in envs]
+        self._alone = self._steps[0] if len(envs) == 1 else None
         self._decode = decoder(spec)
         self._space = spec.space
         self._info_keys = info_keys
@@ -47,6 +48,8 @@ class Lanes:
 
     def step(self, action: Any, frozen: Collection[int] = ()) -> Outcome:
         """Step every lane but the frozen ones, which repeat their last answer without reward."""
+        if self._alone is not None and not frozen:
+            return self._step_alone(self._alone, action)
         actions = self._decode(action)
         steps = self._thawed(frozen) if frozen else self._steps
         answers: list[Any] = []
@@ -60,6 +63,20 @@ class Lanes:
         self._answers = answers
         self.rows.write(observation)
         return Outcome(reward, terminated, truncated, self._pick(info) if self._info_keys else ())
+
+    def _step_alone(self, step: Callable[[Any], Any], action: Any) -> Outcome:
+        """One lane needs no loop: at this size a step's cost is its calls."""
+        (only,) = self._decode(action)
+        answers: list[Any] = []
+        try:
+            answers.append(step(only))
+            observation, reward, terminated, truncated, info = answers[0]
+        except Exception as error:
+            raise _located(error, answers, [only], self._space) from error
+        self._answers = answers
+        self.rows.write_lane(0, observation)
+        picked = self._pick((info,)) if self._info_keys else ()
+        return Outcome((reward,), (terminated,), (truncated,), picked)
 
     def _thawed(self, frozen: Collection[int]) -> list[Callable[[Any], Any]]:
         def repeat(lane: int) -> Callable[[Any], Any]:

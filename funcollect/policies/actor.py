@@ -7,7 +7,7 @@ checks for NaN) happens once, over the stacked outputs of all steps, in `Actor.f
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -176,18 +176,22 @@ class Recorder:
 
 
 class NoiseRow:
-    """The noise of one step at a time, always in the same memory; None where nothing is drawn."""
+    """The noise of one step at a time, on the policy's device; on the CPU always in the same memory."""
 
-    def __init__(self, noise: Tensor | None) -> None:
-        self.tensor = None if noise is None else noise[0].clone()
-        self._all = None if noise is None else noise.numpy()
-        self._row = None if self.tensor is None else self.tensor.numpy()
+    def __init__(self, noise: Tensor | None, home: torch.device) -> None:
+        if noise is None:
+            self.at: Callable[[int], Tensor | None] = lambda t: None
+        elif home.type != "cpu":
+            self.at = noise.to(home).__getitem__
+        else:
+            self._all = noise.numpy()
+            self._tensor = noise[0].clone()
+            self._row = self._tensor.numpy()
+            self.at = self._copied
 
-    def at(self, t: int) -> Tensor | None:
-        """The noise of step `t`, [P, ...], good until the next call."""
-        if self._row is not None and self._all is not None:
-            self._row[...] = self._all[t]
-        return self.tensor
+    def _copied(self, t: int) -> Tensor:
+        self._row[...] = self._all[t]
+        return self._tensor
 
 
 def _kinds(outputs: tuple[Any, ...]) -> list[str]:

@@ -75,8 +75,8 @@ class _Discrete:
             )
 
     def parse(self, xp: Any, answer: Any, spec: ActionSpec) -> Parameters:
-        wanted = sum(spec.categories)
-        if not hasattr(answer, "shape") or answer.ndim < 1 or answer.shape[-1] != wanted:
+        wanted = spec.choices
+        if not hasattr(answer, "shape") or answer.shape[-1:] != (wanted,):
             raise PolicyError(
                 f"the policy answered {_shape(answer)}, the head {self.name} wants [P, {wanted}]: "
                 f"one number for each choice of {spec.space}"
@@ -110,19 +110,20 @@ class _Discrete:
 @dataclass(frozen=True)
 class _Categorical(_Discrete):
     def noise(self, spec: ActionSpec) -> Noise | None:
-        return Noise(kind="gumbel", shape=(sum(spec.categories),))
+        return Noise(kind="gumbel", shape=(spec.choices,))
 
     def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Any:
         (logits,) = parameters
         perturbed = logits if noise is None else logits + noise  # the Gumbel-max trick
+        if spec.plain:
+            return perturbed.argmax(-1)
         if len(spec.categories) == 1:
             return self._encode(xp, [perturbed.argmax(-1)], spec)
         return self._encode(xp, [part.argmax(-1) for part in self._split(perturbed, spec)], spec)
 
     def log_prob(self, xp: Any, parameters: Parameters, action: Any, noise: Any, spec: ActionSpec) -> Any:
-        if isinstance(spec.space, spaces.Discrete) and not spec.one_hot:
-            start = int(spec.start)
-            return xp.log_categorical(parameters[0], action - start if start else action)
+        if spec.plain:
+            return xp.log_categorical(parameters[0], action)
         logits = self._split(parameters[0], spec)
         indices = self._decode(xp, action, spec)
         scores = [xp.log_categorical(part, index) for part, index in zip(logits, indices, strict=True)]

@@ -141,13 +141,16 @@ class TorchActor:
         home = policy.home
         self._move = _mover(home, drive.observation)
         self._home = home or torch.device("cpu")
-        self._noise = NoiseRow(drive.noise if drive.stochastic else None)
+        self._noise = NoiseRow(drive.noise if drive.stochastic else None, self._home)
+        self._observation = drive.observation
+        self._spec = drive.spec
         self._recurrent = _copied(drive.policy_state.recurrent)
         self._read = {memory_of(leaf) for leaf in optree.tree_leaves(drive.observation)}
         self._generator = drive.policy_state.generator.clone()
         self._wanted = torch.Size((drive.num_envs, *drive.spec.shape))
         self._names: tuple[str, ...] | None = None
         self._recorder = Recorder(drive.observation, drive.length, always_copy=self._recurrent is not None)
+        self._record = self._recorder.append
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -157,7 +160,7 @@ class TorchActor:
 
     def act(self, t: int) -> Tensor:
         """The action [P, ...] of step `t`."""
-        observation = self._drive.observation if self._move is None else self._move(self._drive.observation)
+        observation = self._observation if self._move is None else self._move(self._observation)
         if self._recurrent is None:
             answer = self._module(observation)
         else:
@@ -166,20 +169,17 @@ class TorchActor:
                 check_recurrent(answer, self._recurrent)
             answer, self._recurrent = answer[0], self._apart(answer[1])
         extras: tuple[Tensor, ...] = ()
-        if isinstance(answer, Mapping):
+        if type(answer) is not Tensor and isinstance(answer, Mapping):
             answer, extras = self._open(answer)
         if self._head is None:
             action, parameters = answer, ()
         else:
-            parameters = self._head.parse(TORCH, answer, self._drive.spec)
-            noise = self._noise.at(t)
-            if noise is not None and self._home.type != "cpu":
-                noise = noise.to(self._home)
-            action = self._head.sample(TORCH, parameters, noise, self._drive.spec)
+            parameters = self._head.parse(TORCH, answer, self._spec)
+            action = self._head.sample(TORCH, parameters, self._noise.at(t), self._spec)
         if t == 0 or action.shape != self._wanted:
-            check_action(action, self._drive.spec, self._drive.num_envs)
+            check_action(action, self._spec, self._drive.num_envs)
             check_tensor(action)
-        self._recorder.append((action, *parameters, *extras))
+        self._record((action, *parameters, *extras))
         return action  # type: ignore[no-any-return]
 
     def _apart(self, recurrent: Any) -> Any:
