@@ -33,7 +33,7 @@ test: lint
 # The issues' full counts; the output is kept beside the benchmarks' results.
 soak: FUNCOLLECT_SCALE = 10
 soak: $(VENV)/.test
-	set -o pipefail; $(BIN)/python -m pytest tests 2>&1 | tee benchmarks/results/soak.txt
+	set -o pipefail; $(BIN)/python -m pytest -q tests 2>&1 | tee benchmarks/results/soak.txt
 
 bench: $(VENV)/.test
 	for name in imports memory overhead collect; do $(BIN)/python -m benchmarks $$name || exit 1; done
