@@ -5,6 +5,7 @@ import warnings
 
 os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")  # acts only before JAX makes its client
 
+import pytest
 import torch
 
 with warnings.catch_warnings():  # its SWIG types warn as they are made, and crash where a warning is an error
@@ -19,3 +20,9 @@ SCALE = int(os.environ.get("FUNCOLLECT_SCALE", "1"))
 def scaled(count):
     """A count for CI, times FUNCOLLECT_SCALE: 1 in CI, 10 for the full counts."""
     return count * SCALE
+
+
+def pytest_runtest_setup(item):
+    """Tests marked `gpu` need a CUDA device; nothing else is skipped."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")

@@ -293,7 +293,6 @@ def test_several_players_have_no_common_mean():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu():
     run = simulate([[GOES_ON, TERMINATED, GOES_ON]], torch.ones(1, 3, 1))
     check(episode_stats(run.batch.to("cuda")), run)

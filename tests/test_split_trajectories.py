@@ -176,7 +176,6 @@ def test_a_batch_without_frames(shape):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu():
     batch = batch_of([[0, 0, 1], [2, 2, 2]], [[False, True, False]] * 2)
     result = split_trajectories(batch.to("cuda"))
