@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import threading
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
@@ -134,15 +135,35 @@ def lane_uniforms(key: Key, lanes: Tensor, episodes: Tensor, count: int) -> Tens
     return (((words >> 11) & ((1 << 53) - 1)).double() + 0.5) * 2.0**-53
 
 
+class _Thread(threading.local):
+    """A thread's generator: to make one draws entropy from the system, which costs more than its draws here."""
+
+    def __init__(self) -> None:
+        self.philox = np.random.Philox(0)
+
+
+_THREAD = _Thread()
+
+
 def random_words(key: Key, purpose: Purpose, lane: int, start: int, length: int, width: int) -> npt.NDArray[np.uint32]:
     """Philox words for the steps ``start … start + length - 1``: [length, width] uint32.
 
     Step ``s`` always gets the same words, whichever range it was drawn in. `lane` is the first lane's id.
     """
     blocks = math.ceil(width / _WORDS_PER_BLOCK)
-    stream = np.array([seed_of(key), int(purpose) << 48 | lane], np.uint64)
-    counter = np.array([start * blocks, 0, 0, 0], np.uint64)
-    raw = np.random.Philox(key=stream, counter=counter).random_raw(length * blocks * 4)
+    generator = _THREAD.philox
+    generator.state = {
+        "bit_generator": "Philox",
+        "state": {
+            "counter": np.array([start * blocks, 0, 0, 0], np.uint64),
+            "key": np.array([seed_of(key), int(purpose) << 48 | lane], np.uint64),
+        },
+        "buffer": np.zeros(4, np.uint64),
+        "buffer_pos": 4,  # nothing is left in it
+        "has_uint32": 0,
+        "uinteger": 0,
+    }
+    raw = generator.random_raw(length * blocks * 4)
     return raw.view(np.uint32).reshape(length, blocks * _WORDS_PER_BLOCK)[:, :width]
 
 

@@ -34,12 +34,13 @@ class Track:
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """Where each row stands in its trajectory, and where the lanes stand after the last one."""
+    """Where each row stands in its trajectory, and where the lanes stand after the last one.
 
-    episode: Tensor  # [T, P] int64
-    step: Tensor  # [T, P] int64
-    root_terminated: Tensor  # [T, P] bool
-    root_truncated: Tensor  # [T, P] bool
+    A tensor's call costs as much as a step of a small environment, so leaves of one kind are made side by side.
+    """
+
+    numbers: Tensor  # [4, P, T] int64: trajectory id, step, lane, policy version
+    flags: Tensor  # [6, P, T, 1] bool: terminated, truncated and done, at the root and next
     age: Tensor  # [P] int64, steps of the loop since the lane's last reset, counting those before this rollout
     after: dict[str, Tensor]  # the state's counters, each [P]
 
@@ -53,63 +54,76 @@ def count(state: CollectorState, track: Track, age: Tensor, *, reset_when_done: 
         age: [P], steps of the loop since each lane's reset, at the rollout's start.
         reset_when_done: whether a done lane began another episode, or stayed as it was.
     """
-    terminated, truncated = track.terminated.cpu().numpy(), track.truncated.cpu().numpy()
+    length, num_lanes = track.terminated.shape
+    numbers = np.empty((4, num_lanes, length), np.int64)
+    flags = np.zeros((6, num_lanes, length), bool)
+    flags[3], flags[4] = track.terminated.cpu().numpy().T, track.truncated.cpu().numpy().T
+    np.logical_or(flags[3], flags[4], out=flags[5])
     fates = _resets if reset_when_done else _freezes
-    return fates(state, terminated, truncated, track.reward, age.numpy())
-
-
-def _resets(state: CollectorState, terminated: Array, truncated: Array, reward: Tensor, age: Array) -> Counters:
-    """Every done lane began another episode."""
-    done = terminated | truncated
-    length = len(done)
-    time = np.arange(length)[:, None]
-    start = np.empty(done.shape, np.int64)  # the row in which the row's episode began; before this batch, negative
-    start[0] = -state.step.cpu().numpy()
-    np.copyto(start[1:], np.where(done[:-1], time[1:], start[0]))
-    np.maximum.accumulate(start, 0, out=start)
-    episode = np.empty_like(start)
-    episode[0] = state.episode.cpu().numpy()
-    episode[1:] = done[:-1]
-    np.cumsum(episode, 0, out=episode)
-    after = np.where(done[-1], length, start[-1])  # where the episode began that is open after the last row
-    flags = torch.zeros(done.shape, dtype=torch.bool)
-    return _counters(
-        state,
-        episode=episode,
-        step=time - start,
-        roots=(flags, flags.clone()),
-        age=np.where(after > 0, length - after, age + length),
-        after={
-            "episode": episode[-1] + done[-1],
-            "step": length - after,
-            "returns": _open_returns(state, reward, after),
-            "terminated": np.zeros_like(done[0]),
-            "truncated": np.zeros_like(done[0]),
-        },
+    after, ages = fates(state, numbers, flags, track.reward, age.numpy())
+    numbers[2] = state.lane.cpu().numpy()[:, None]
+    numbers[3] = state.policy_version
+    device = state.step.device
+    return Counters(
+        numbers=torch.from_numpy(numbers).to(device),
+        flags=torch.from_numpy(flags[..., None]).to(device),
+        age=torch.from_numpy(ages),
+        after={name: torch.from_numpy(value).to(device) for name, value in after.items()},
     )
 
 
-def _freezes(state: CollectorState, terminated: Array, truncated: Array, reward: Tensor, age: Array) -> Counters:
+def _resets(
+    state: CollectorState, numbers: Array, flags: Array, reward: Tensor, age: Array
+) -> tuple[dict[str, Array], Array]:
+    """Every done lane began another episode: an episode's rows lie side by side, lane after lane."""
+    done = flags[5]
+    num_lanes, length = done.shape
+    begins = np.empty(done.size, bool)
+    begins[1:] = done.ravel()[:-1]
+    begins[::length] = True
+    start = begins.nonzero()[0]  # the first row of each episode that has rows here
+    lane = start // length
+    first = (start == lane * length).nonzero()[0]  # [P], each lane's first episode among them
+    number = state.episode.cpu().numpy()[lane] + np.arange(len(start)) - first[lane]
+    origin = start.copy()  # where its step 0 lies
+    origin[first] -= state.step.cpu().numpy()
+    rows = np.diff(start, append=done.size)
+    ids = trajectory_ids(state.lane.cpu().numpy()[lane], number, state.total_lanes)
+    numbers[0] = ids.repeat(rows).reshape(done.shape)
+    numbers[1] = (np.arange(done.size) - origin.repeat(rows)).reshape(done.shape)
+    last = np.append(first[1:], len(start)) - 1  # [P], the episode of each lane's last row
+    ended = done[:, -1]
+    open_since = np.where(ended, length, origin[last] - np.arange(num_lanes) * length)
+    after = {
+        "episode": number[last] + ended,
+        "step": length - open_since,
+        "returns": _open_returns(state, reward, open_since),
+        "terminated": np.zeros(num_lanes, bool),
+        "truncated": np.zeros(num_lanes, bool),
+    }
+    return after, np.where(open_since > 0, length - open_since, age + length)
+
+
+def _freezes(
+    state: CollectorState, numbers: Array, flags: Array, reward: Tensor, age: Array
+) -> tuple[dict[str, Array], Array]:
     """Finished lanes keep their counters, and their rows show the flags at the root."""
-    rows = np.concatenate([state.terminated.cpu().numpy()[None], terminated])
-    cuts = np.concatenate([state.truncated.cpu().numpy()[None], truncated])
-    live = ~np.logical_or.accumulate(rows | cuts, 0)[:-1]
+    flags[0, :, 0], flags[1, :, 0] = state.terminated.cpu().numpy(), state.truncated.cpu().numpy()
+    flags[:2, :, 1:] = flags[3:5, :, :-1]
+    np.logical_or(flags[0], flags[1], out=flags[2])
+    live = ~np.logical_or.accumulate(flags[2], 1)
     episode, step = state.episode.cpu().numpy(), state.step.cpu().numpy()
-    steps = np.concatenate([np.zeros_like(step)[None], live.cumsum(0)]) + step
-    return _counters(
-        state,
-        episode=np.broadcast_to(episode, live.shape).copy(),
-        step=steps[:-1],
-        roots=(torch.from_numpy(rows[:-1]), torch.from_numpy(cuts[:-1])),
-        age=age + len(live),
-        after={
-            "episode": episode,
-            "step": steps[-1],
-            "returns": _open_returns(state, reward, np.zeros_like(step)),
-            "terminated": rows[-1],
-            "truncated": cuts[-1],
-        },
-    )
+    steps = live.cumsum(1) + step[:, None]
+    numbers[0] = trajectory_ids(state.lane.cpu().numpy(), episode, state.total_lanes)[:, None]
+    numbers[1] = steps - live
+    after = {
+        "episode": episode.copy(),
+        "step": steps[:, -1].copy(),
+        "returns": _open_returns(state, reward, np.zeros_like(step)),
+        "terminated": flags[3, :, -1].copy(),
+        "truncated": flags[4, :, -1].copy(),
+    }
+    return after, age + live.shape[1]
 
 
 def _open_returns(state: CollectorState, reward: Tensor, start: Array) -> Array:
@@ -117,30 +131,12 @@ def _open_returns(state: CollectorState, reward: Tensor, start: Array) -> Array:
     rewards = reward.cpu().numpy()
     before = state.returns.cpu().numpy()
     wide = start.reshape(start.shape + (1,) * (rewards.ndim - 2))
-    time = np.arange(len(rewards)).reshape(-1, *[1] * (rewards.ndim - 1))
-    rows = np.where(time >= wide, rewards, np.float64(0))
+    earliest = min(max(int(start.min()), 0), len(rewards) - 1)
+    time = np.arange(earliest, len(rewards)).reshape(-1, *[1] * (rewards.ndim - 1))
+    rows = np.where(time >= wide, rewards[earliest:], np.float64(0))
     rows[0] += np.where(wide <= 0, before if before.shape == rows.shape[1:] else 0.0, 0.0)
     total: Array = rows.cumsum(0, dtype=np.float64)[-1]
     return total
-
-
-def _counters(
-    state: CollectorState,
-    episode: Array,
-    step: Array,
-    roots: tuple[Tensor, Tensor],
-    age: Array,
-    after: dict[str, Array],
-) -> Counters:
-    device = state.step.device
-    return Counters(
-        episode=torch.from_numpy(episode).to(device),
-        step=torch.from_numpy(step).to(device),
-        root_terminated=roots[0].to(device),
-        root_truncated=roots[1].to(device),
-        age=torch.from_numpy(age),
-        after={name: torch.from_numpy(np.array(value)).to(device) for name, value in after.items()},
-    )
 
 
 def deliver(state: CollectorState, track: Track, counters: Counters, *, batched: bool) -> TensorDict:
@@ -150,28 +146,29 @@ def deliver(state: CollectorState, track: Track, counters: Counters, *, batched:
         PolicyError: for an output of the policy under the key of an observation.
     """
     _check_apart(track.outputs, track.observation)
-    lane = state.lane.expand_as(counters.step).clone()
-    flat: dict[Path, Tensor] = {
+    reward = track.reward
+    recorded: dict[Path, Tensor] = {
         **track.observation,
         **track.outputs,
-        ("terminated",): counters.root_terminated.unsqueeze(-1),
-        ("truncated",): counters.root_truncated.unsqueeze(-1),
-        ("done",): (counters.root_terminated | counters.root_truncated).unsqueeze(-1),
         **{("next", *path): leaf for path, leaf in track.next_observation.items()},
         **{("next", "info", *path): leaf for path, leaf in track.info.items()},
-        ("next", "reward"): track.reward.unsqueeze(-1) if track.reward.ndim == 2 else track.reward,
-        ("next", "terminated"): track.terminated.unsqueeze(-1),
-        ("next", "truncated"): track.truncated.unsqueeze(-1),
-        ("next", "done"): (track.terminated | track.truncated).unsqueeze(-1),
-        ("collector", "traj_ids"): trajectory_ids(state.lane, counters.episode, state.total_lanes),
-        ("collector", "step"): counters.step,
-        ("collector", "lane"): lane,
-        ("collector", "policy_version"): torch.full_like(lane, state.policy_version),
+        ("next", "reward"): reward.unsqueeze(-1) if reward.ndim == 2 else reward,
     }
-    length, num_envs = counters.step.shape
+    numbers, flags = counters.numbers, counters.flags
+    num_envs, length = numbers.shape[1:]
     if batched:
-        return to_tensordict({path: leaf.transpose(0, 1) for path, leaf in flat.items()}, (num_envs, length)).lock_()
-    return to_tensordict({path: leaf[:, 0] for path, leaf in flat.items()}, (length,)).lock_()
+        batch_size: tuple[int, ...] = (num_envs, length)
+        leaves = {path: leaf.transpose(0, 1) for path, leaf in recorded.items()}
+    else:
+        batch_size = (length,)
+        numbers, flags = numbers[:, 0], flags[:, 0]
+        leaves = {path: leaf[:, 0] for path, leaf in recorded.items()}
+    leaves |= dict(zip(_NUMBERS, numbers.unbind(), strict=True)) | dict(zip(_FLAGS, flags.unbind(), strict=True))
+    return to_tensordict(leaves, batch_size).lock_()
+
+
+_NUMBERS = [("collector", name) for name in ("traj_ids", "step", "lane", "policy_version")]
+_FLAGS = [(*prefix, name) for prefix in ((), ("next",)) for name in ("terminated", "truncated", "done")]
 
 
 def _check_apart(outputs: Iterable[Path], observation: Iterable[Path]) -> None:

@@ -43,8 +43,8 @@ def _replay(copy: Simulation, state: CollectorState, actions: Tensor, ages: list
     for t in range(length):
         if late := [lane for lane, age in enumerate(ages) if t and age == length - t]:
             _again(copy, late)
-        outcome = copy.simulators.step(actions[t], frozen)
-        ended = [lane for lane in range(len(ages)) if outcome.terminated[lane] or outcome.truncated[lane]]
+        _, terminated, truncated, _ = copy.simulators.step(actions[t], frozen)
+        ended = [lane for lane in range(len(ages)) if terminated[lane] or truncated[lane]]
         early = [lane for lane in ended if ages[lane] < length - t]
         frozen.update(lane for lane in ended if lane not in early)
         if early:

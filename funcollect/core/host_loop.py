@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,13 +68,14 @@ def _loop(simulation: Simulation, actor: Actor, recording: Recording, state: Col
             outcome = limit.apply(outcome, frozen)
         for store, row in recording.nexts:
             store[t] = row
+        numbers, terminated, truncated, info = outcome
         try:
-            reward[t] = outcome.reward
-            over = any(outcome.terminated) or any(outcome.truncated)
+            reward[t] = numbers
+            over = any(terminated) or any(truncated)
         except (TypeError, ValueError) as error:
             raise _bad(outcome) from error
-        if outcome.info:
-            recording.inform(outcome)
+        if info:
+            recording.inform(info)
         if over:
             ended = recording.end(t, outcome)
             if request.reset_when_done:
@@ -101,18 +104,19 @@ class Limit:
 
     def apply(self, outcome: Outcome, frozen: set[int]) -> Outcome:
         """The outcome, with lanes truncated that reach the limit."""
-        truncated = list(outcome.truncated)
+        reward, terminated, cut, info = outcome
+        truncated = list(cut)
         try:
-            for lane, terminated in enumerate(outcome.terminated):
+            for lane, over in enumerate(terminated):
                 if lane in frozen:
                     continue
                 self._step[lane] += 1
                 truncated[lane] = bool(truncated[lane]) or self._step[lane] >= self._limit
-                if terminated or truncated[lane]:
+                if over or truncated[lane]:
                     self._step[lane] = 0
         except (TypeError, ValueError) as error:
             raise _bad(outcome) from error
-        return Outcome(outcome.reward, outcome.terminated, truncated, outcome.info)
+        return reward, terminated, truncated, info
 
 
 class Recording:
@@ -128,6 +132,7 @@ class Recording:
         self.roots = [(np.empty((length, *row.shape), row.dtype), row) for row in rows.arrays.values()]
         self.nexts = [(np.empty_like(store), row) for store, row in self.roots]
         shape = (length, len(self.roots[0][1]))
+        self._lanes = range(shape[1])
         self.reward = np.empty(shape, np.float32)
         self._terminated = np.zeros(shape, bool)
         self._truncated = np.zeros(shape, bool)
@@ -138,20 +143,22 @@ class Recording:
         for store, row in self.roots:
             row[lanes] = store[t, lanes]
 
-    def inform(self, outcome: Outcome) -> None:
+    def inform(self, info: Sequence[tuple[Any, ...]]) -> None:
         """Keep a step's infos."""
-        for values, value in zip(self._info.values(), outcome.info, strict=True):
+        for values, value in zip(self._info.values(), info, strict=True):
             values.append(value)
 
     def end(self, t: int, outcome: Outcome) -> list[int]:
         """Keep the flags of a step at which some lane is done: which lanes are."""
+        _, terminated, truncated, _ = outcome
         try:
-            self._terminated[t] = outcome.terminated
-            self._truncated[t] = outcome.truncated
+            ended = list(itertools.compress(self._lanes, map(operator.or_, terminated, truncated)))
+            for lane in ended:
+                self._terminated[t, lane] = terminated[lane]
+                self._truncated[t, lane] = truncated[lane]
         except (TypeError, ValueError) as error:
             raise _bad(outcome) from error
-        flags = zip(outcome.terminated, outcome.truncated, strict=True)
-        return [lane for lane, (terminated, truncated) in enumerate(flags) if terminated or truncated]
+        return ended
 
     def track(self, outputs: dict[Path, Tensor]) -> Track:
         """All of it, as columns."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import optree
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 from funcollect.keys import Key, seed_of
 from funcollect.tree import NAMESPACE, Path
 
+Integers = TypeVar("Integers", Tensor, npt.NDArray[np.int64])
 _STATIC = ("total_lanes", "steps", "policy_version")
 
 
@@ -76,7 +79,7 @@ class CollectorState:
         return replace(self, **changes)
 
 
-def trajectory_ids(lane: Tensor, episode: Tensor, total_lanes: int) -> Tensor:
+def trajectory_ids(lane: Integers, episode: Integers, total_lanes: int) -> Integers:
     """Ids unique over all lanes and episodes; with one lane they count 0, 1, 2 and on."""
     first = ((lane // total_lanes) << 40) + lane % total_lanes
     return first + episode * total_lanes

@@ -62,7 +62,7 @@ class Lanes:
             raise _located(error, answers, actions, self._space) from error
         self._answers = answers
         self.rows.write(observation)
-        return Outcome(reward, terminated, truncated, self._pick(info) if self._info_keys else ())
+        return reward, terminated, truncated, self._pick(info) if self._info_keys else ()
 
     def _step_alone(self, step: Callable[[Any], Any], action: Any) -> Outcome:
         """One lane needs no loop: at this size a step's cost is its calls."""
@@ -76,7 +76,7 @@ class Lanes:
         self._answers = answers
         self.rows.write_lane(0, observation)
         picked = self._pick((info,)) if self._info_keys else ()
-        return Outcome((reward,), (terminated,), (truncated,), picked)
+        return (reward,), (terminated,), (truncated,), picked
 
     def _thawed(self, frozen: Collection[int]) -> list[Callable[[Any], Any]]:
         def repeat(lane: int) -> Callable[[Any], Any]:

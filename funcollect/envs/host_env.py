@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +19,9 @@ from funcollect.specs import ActionSpec, Leaf, Seeding, Space
 ONWARD = "correct that, or begin new episodes with funcollect.reset(env, state), as a collector does by itself"
 
 
-class Outcome(NamedTuple):
-    """What one step of all P lanes gave beside the observations."""
-
-    reward: Sequence[Any]  # [P]
-    terminated: Sequence[Any]  # [P] bool
-    truncated: Sequence[Any]  # [P] bool
-    info: Sequence[tuple[Any, ...]]  # per info key: [P]
+# What one step of all P lanes gave beside the observations: reward [P], terminated [P] bool, truncated [P] bool and,
+# per info key, [P]. A plain tuple, since one is made at every step.
+Outcome = tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[tuple[Any, ...]]]
 
 
 _NUMBERS = {float, int, np.float64, np.float32}
@@ -34,11 +30,12 @@ _FLAGS = {bool, np.bool_}
 
 def check_outcome(outcome: Outcome) -> None:
     """Raise EnvError for the first lane whose reward is no number, or whose flag is no bool."""
-    flags = {*map(type, outcome.terminated), *map(type, outcome.truncated)}
-    if flags <= _FLAGS and set(map(type, outcome.reward)) <= _NUMBERS:
+    reward, terminated, truncated, _ = outcome
+    flags = {*map(type, terminated), *map(type, truncated)}
+    if flags <= _FLAGS and set(map(type, reward)) <= _NUMBERS:
         return
-    _check_each("reward", outcome.reward, "biuf", "a number: return a float")
-    for name, values in (("terminated", outcome.terminated), ("truncated", outcome.truncated)):
+    _check_each("reward", reward, "biuf", "a number: return a float")
+    for name, values in (("terminated", terminated), ("truncated", truncated)):
         _check_each(name, values, "biu", "a bool: return (observation, reward, terminated, truncated, info)")
 
 
@@ -54,8 +51,9 @@ def _check_each(name: str, values: Sequence[Any], kinds: str, expected: str) -> 
 
 def check_rewards(rewards: npt.NDArray[np.float32]) -> None:
     """Raise EnvError for the first row [T, P] that is NaN; a NumPy array takes None for NaN, too."""
-    if len(wrong := np.argwhere(np.isnan(rewards))):
-        step, lane = wrong[0].tolist()
+    wrong = np.isnan(rewards)
+    if wrong.any():
+        step, lane = np.argwhere(wrong)[0].tolist()
         raise EnvError(
             f"lane {lane}, step {step} of this batch: the reward is NaN or None, expected a number: look at the action "
             f"and the observation of that step; {ONWARD}"

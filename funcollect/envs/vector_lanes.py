@@ -97,7 +97,7 @@ class VectorLanes:
             rows.array[still] = old
         outcome[:, still] = self._frozen_flags(still)
         self._flags = outcome[1:] > 0
-        return Outcome(outcome[0].tolist(), self._flags[0].tolist(), self._flags[1].tolist(), self._pick(info))
+        return outcome[0].tolist(), self._flags[0].tolist(), self._flags[1].tolist(), self._pick(info)
 
     def _checked(self, answer: Sequence[Any]) -> npt.NDArray[np.float64]:
         """Reward, terminated, truncated: [3, P]."""

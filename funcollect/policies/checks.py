@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import optree
@@ -58,27 +59,28 @@ def check_recurrent(answer: Any, before: Any) -> None:
         )
 
 
-def check_numbers(columns: Columns) -> None:
-    """Raise PolicyError for the first row that is NaN."""
+def check_numbers(columns: Columns, causes: Columns | None = None) -> None:
+    """Raise PolicyError for the first row that is NaN, in `causes` if it can be found there already."""
     for path, column in columns.items():
-        if column.is_floating_point() and bool(torch.isnan(column.sum())):
+        if column.is_floating_point() and math.isnan(column.sum().item()):
+            check_numbers(causes or {})
             scale = "; a scale has to be positive" if path == ("action_log_prob",) else ""
             _raise_at(torch.isnan(column), f"{'.'.join(path)} is NaN, expected numbers", column, _LOOK + scale)
 
 
-def check_outputs(columns: Columns, spec: ActionSpec) -> None:
+def check_outputs(columns: Columns, spec: ActionSpec, parameters: Columns | None = None) -> None:
     """Raise PolicyError for the first row that is NaN, or an action that is infinite or outside its choices.
 
     Actions outside a floating Box are the environment's business: many clip them.
     """
     action = columns[("action",)]
-    check_numbers({("action",): action})
+    check_numbers({("action",): action}, parameters)
     if action.is_floating_point():
-        if bool(torch.isinf(action.sum())):
+        if math.isinf(action.sum().item()):
             _raise_at(torch.isinf(action), "the action is infinite, expected finite numbers", action, _LOOK)
     else:
         _check_choices(action, spec)
-    check_numbers(columns)
+    check_numbers({path: column for path, column in columns.items() if column is not action}, parameters)
 
 
 def _check_choices(action: Tensor, spec: ActionSpec) -> None:
@@ -92,12 +94,21 @@ def _check_choices(action: Tensor, spec: ActionSpec) -> None:
         _raise_at(wrong, f"the action is outside its space, expected {expected}", action, "return one of these")
 
 
-def finished(columns: Columns, spec: ActionSpec, *, chosen: bool = False) -> Columns:
-    """A policy's columns, checked, the action in the dtype of its space; `chosen`: a head chose among what there is."""
+def finished(columns: Columns, spec: ActionSpec, *, parameters: Columns | None = None, chosen: bool = False) -> Columns:
+    """A policy's columns, checked, the action in the dtype of its space.
+
+    Args:
+        columns: the outputs.
+        spec: how the action should look.
+        parameters: what a head read; its log-probability, where it has one, tells of every NaN in them.
+        chosen: whether a head chose the action.
+    """
+    if parameters and ("action_log_prob",) not in columns:
+        check_numbers(parameters)
     if chosen and spec.categories:
-        check_numbers(columns)
+        check_numbers(columns, parameters)
     else:
-        check_outputs(columns, spec)
+        check_outputs(columns, spec, parameters)
     return columns | {("action",): columns[("action",)].to(spec.dtype)}
 
 

@@ -33,10 +33,9 @@ class Field:
 
     def unpack(self, words: Words) -> npt.NDArray[Any]:
         """The output [..., *shape] from words [..., width], in memory of its own."""
-        part = np.ascontiguousarray(words[..., self.start : self.stop])
-        wide = np.dtype(_carrier(self.dtype))
-        values: npt.NDArray[Any] = part.view(wide).reshape(*words.shape[:-1], *self.shape)
-        return values.astype(_host_dtype(self.dtype))
+        part = words[..., self.start : self.stop].copy()
+        values: npt.NDArray[Any] = part.view(_carrier(self.dtype)).reshape(*words.shape[:-1], *self.shape)
+        return values.astype(_host_dtype(self.dtype), copy=False)
 
     def column(self, words: Words) -> torch.Tensor:
         """The output as a tensor of the dtype that the policy gave it; NumPy itself lacks bfloat16."""
@@ -103,7 +102,7 @@ class Inputs:
 
     def __init__(self, sources: Sequence[npt.NDArray[Any]], noise: Sequence[npt.NDArray[Any]]) -> None:
         arrays = [*sources, *noise]
-        ends = np.cumsum([0, *(array.size for array in arrays)]).tolist()
+        ends = list(itertools.accumulate((array.size for array in arrays), initial=0))
         self.buffer = aligned((ends[-1],), np.dtype(np.int32))
         self._layout = [
             (slice(start, end), array.shape, array.dtype)

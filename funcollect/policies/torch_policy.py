@@ -25,7 +25,7 @@ from funcollect.policies.actor import (
     torch_generator,
 )
 from funcollect.policies.binding import TorchBacked
-from funcollect.policies.checks import check_action, check_numbers, check_recurrent, check_tensor, finished
+from funcollect.policies.checks import check_action, check_recurrent, check_tensor, finished
 from funcollect.policies.heads import Head, check_head
 from funcollect.policies.numerics import TORCH
 from funcollect.specs import ActionSpec, ExplorationType
@@ -219,9 +219,11 @@ class TorchActor:
         )
         outputs: Columns = {(name,): extra for name, extra in zip(names, extras, strict=True)}
         if self._head is not None:
-            check_numbers({(name,): each for name, each in zip(self._head.names, parameters, strict=True)})
             outputs |= self._scored(action, tuple(parameters))
-        outputs = finished({("action",): action, **outputs}, spec, chosen=self._head is not None)
+            read: Columns = {(name,): each for name, each in zip(self._head.names, parameters, strict=True)}
+            outputs = finished({("action",): action, **outputs}, spec, parameters=read, chosen=True)
+        else:
+            outputs = finished({("action",): action, **outputs}, spec)
         return TorchPolicyState(_copied(self._recurrent), self._generator), outputs
 
     def _scored(self, action: Tensor, parameters: tuple[Tensor, ...]) -> Columns:
@@ -234,7 +236,7 @@ class TorchActor:
 
 def _copied(recurrent: Any) -> Any:
     """Recurrent state in memory of its own: a module may write its state in place, or keep what it returned."""
-    return optree.tree_map(torch.clone, recurrent)
+    return None if recurrent is None else optree.tree_map(torch.clone, recurrent)
 
 
 def _mover(home: torch.device | None, observation: Any) -> Callable[[Any], Any] | None:
