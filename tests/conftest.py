@@ -3,8 +3,6 @@
 import os
 import warnings
 
-os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")  # acts only before JAX makes its client
-
 import pytest
 import torch
 

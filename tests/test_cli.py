@@ -311,6 +311,7 @@ def test_ctrl_c_inside_a_run(tmp_path: Path, rigged: None, capsys: pytest.Captur
 
 
 INTERRUPTIBLE = """
+import signal
 import sys
 import gymnasium
 from gymnasium.envs.classic_control import CartPoleEnv
@@ -326,6 +327,7 @@ class Telling(CartPoleEnv):
             print("saving has begun", flush=True)
         return super().step(action)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 gymnasium.register("Telling-v0", Telling)
 sys.exit(main())
 """
