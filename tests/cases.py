@@ -7,7 +7,7 @@ import gymnasium
 import jax
 import jax.numpy as jnp
 import torch
-from compare import digest, joined
+from compare import collect, digest
 from conftest import SCALE
 from tensordict.nn import InteractionType, ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
 from tensordict.nn import TensorDictModule as Module
@@ -186,17 +186,6 @@ def pairs(*num_envs):
     return [(kind, count) for kind in POLICIES for count in num_envs if SCALE > 1 or count == 3 or kind in KINDS]
 
 
-def run(env, policy, lengths, seed=0):
-    """One run, cut into batches of `lengths` steps."""
-    state = fc.init(env, policy, seed=seed)
-    batches = []
-    for length in lengths:
-        state, batch = fc.rollout(env, policy, state, length)
-        batches.append(batch)
-    fc.close(state)
-    return joined(batches)
-
-
 @functools.cache
 def pair(name, kind, num_envs):
     """An environment and a policy, the same ones for all tests, so that JAX compiles each once."""
@@ -206,7 +195,11 @@ def pair(name, kind, num_envs):
 
 def digests(num_envs, lengths, kinds):
     """A digest for every environment and policy."""
-    return {f"{name} {kind}": digest(run(*pair(name, kind, num_envs), lengths)) for name in ENVS for kind in kinds}
+    return {
+        f"{name} {kind}": digest(collect(*pair(name, kind, num_envs), *lengths, seed=0))
+        for name in ENVS
+        for kind in kinds
+    }
 
 
 def main(num_envs, lengths, *kinds):

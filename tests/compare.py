@@ -1,8 +1,10 @@
-"""Batches compared bit for bit."""
+"""Runs, and their batches compared bit for bit."""
 
 import hashlib
 
 import torch
+
+import funcollect as fc
 
 
 def leaves(batch):
@@ -40,6 +42,16 @@ def digest(batch):
         total.update(f"{path} {leaf.dtype} {tuple(leaf.shape)}".encode())
         total.update(bits(leaf))
     return total.hexdigest()
+
+
+def collect(env, policy, *lengths, seed=1, **options):
+    """One run, cut into batches of `lengths` steps, joined again."""
+    state, batches = fc.init(env, policy, seed=seed), []
+    for length in lengths:
+        state, batch = fc.rollout(env, policy, state, length, **options)
+        batches.append(batch)
+    fc.close(state)
+    return joined(batches)
 
 
 def joined(batches):

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
+from torch import nn
 
 import funcollect as fc
 
@@ -160,3 +162,22 @@ def fails_then_runs(
     assert batches[0]["collector", "step"][..., 0].eq(0).all()
     if lanes > 1:
         assert batches[0]["collector", "traj_ids"].ge(lanes).all()  # never an id of the broken episodes
+
+
+def linear(outputs: int = 2) -> nn.Linear:
+    return nn.Linear(4, outputs)
+
+
+def good() -> Any:
+    return fc.torch_policy(linear(), head=fc.heads.categorical)
+
+
+def apply(params: Any, observation: Any) -> Any:
+    return observation @ params["w"]
+
+
+WEIGHTS = {"w": jnp.zeros((4, 2))}
+
+
+def good_jax() -> Any:
+    return fc.jax_policy(apply, WEIGHTS, head=fc.heads.categorical)

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import ENVS, KINDS, POLICIES, digests, make_env, pair, pairs, run
-from compare import assert_same, bits
+from cases import ENVS, KINDS, POLICIES, digests, make_env, pair, pairs
+from compare import assert_same, bits, collect
 from conftest import SCALE, scaled
 
 import funcollect as fc
@@ -26,10 +26,10 @@ def cut(length, total=TOTAL):
 @pytest.mark.parametrize("name", ENVS)
 def test_how_a_run_is_cut_into_batches_never_changes_its_data(name, kind, num_envs):
     env, policy = pair(name, kind, num_envs)
-    whole = run(env, policy, cut(200))
+    whole = collect(env, policy, *cut(200), seed=0)
     for length, total in ((64, 130), (7, 70), (1, 20)):
         total = min(TOTAL, scaled(total))
-        assert_same(whole[..., :total], run(env, policy, cut(length, total)))
+        assert_same(whole[..., :total], collect(env, policy, *cut(length, total), seed=0))
     assert whole["next", "done"].sum() >= 6 * (env.num_envs or 1)  # episodes did end on the way
 
 
@@ -37,13 +37,13 @@ def test_how_a_run_is_cut_into_batches_never_changes_its_data(name, kind, num_en
 @pytest.mark.parametrize("name", ENVS)
 def test_again_in_a_process_whatever_ran_before(name, kind):
     env, policy = pair(name, kind, 3)
-    first = run(env, policy, [50, 14])
+    first = collect(env, policy, 50, 14, seed=0)
     torch.rand(7), np.random.rand(3), random.random()
-    other = run(env, policy, [30], seed=1)
+    other = collect(env, policy, 30, seed=1)
     if name == "torch/CartPole-v1" or SCALE > 1:
         env = make_env(name, 3)
         policy = POLICIES[kind](env)
-    assert_same(first, run(env, policy, [50, 14]))
+    assert_same(first, collect(env, policy, 50, 14, seed=0))
     assert not torch.equal(first["observation"][:, :30], other["observation"])
     assert not torch.equal(first["action"][:, :30], other["action"])
 
@@ -51,7 +51,7 @@ def test_again_in_a_process_whatever_ran_before(name, kind):
 @pytest.mark.parametrize("kind", ["torch_mlp", "torch_recurrent", "jax_mlp", "random"])
 @pytest.mark.parametrize("name", ENVS)
 def test_a_batch_of_one_equals_a_single_environment(name, kind):
-    assert_same(run(*pair(name, kind, None), [90]), run(*pair(name, kind, 1), [90])[0])
+    assert_same(collect(*pair(name, kind, None), 90), collect(*pair(name, kind, 1), 90)[0])
 
 
 def test_another_process_gives_the_same_bits():
@@ -140,7 +140,7 @@ def test_drawn_noise_has_the_distribution_it_should():
     env = fc.make_env("torch/CartPole-v1", num_envs=50)
     chances = torch.tensor([0.2, 0.8])
     policy = fc.torch_policy(lambda x: chances.log().expand(len(x), 2), head=fc.heads.categorical)
-    batch = run(env, policy, [scaled(200)])
+    batch = collect(env, policy, scaled(200), seed=0)
     count = batch["action"].numel()
     assert abs(batch["action"].float().mean() - 0.8) < 3.3 * (0.16 / count) ** 0.5
     lanes = batch["action"].float().mean(1)

@@ -10,25 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from compare import assert_same
+from compare import assert_same, collect
 from gymnasium import spaces
-from tensordict import TensorDict
 
 import funcollect as fc
 from funcollect.policies.packing import layout, pack
 
 ENVS = ["CartPole-v1", "torch/CartPole-v1"]
 both = pytest.mark.parametrize("name", ENVS)
-
-
-def collect(env: Any, policy: Any, *lengths: int, seed: int = 1, **options: Any) -> TensorDict:
-    """A run in batches of these lengths, joined."""
-    state, batches = fc.init(env, policy, seed=seed), []
-    for length in lengths:
-        state, batch = fc.rollout(env, policy, state, length, **options)
-        batches.append(batch)
-    fc.close(state)
-    return torch.cat(batches, -1)
 
 
 def push(x: Any) -> Any:

@@ -8,32 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
-from misuse import Acting, Misuse, Rigged, refused, runs, table
+from misuse import WEIGHTS, Acting, Misuse, Rigged, apply, good, good_jax, linear, refused, runs, table
 from torch import nn
 
 import funcollect as fc
 from funcollect.errors import PolicyError
 
 HEADS = fc.heads
-
-
-def linear(outputs: int = 2) -> nn.Linear:
-    return nn.Linear(4, outputs)
-
-
-def good() -> Any:
-    return fc.torch_policy(linear(), head=HEADS.categorical)
-
-
-def apply(params: Any, observation: Any) -> Any:
-    return observation @ params["w"]
-
-
-WEIGHTS = {"w": jnp.zeros((4, 2))}
-
-
-def good_jax() -> Any:
-    return fc.jax_policy(apply, WEIGHTS, head=HEADS.categorical)
 
 
 def collector(policy: Any = None, **how: Any) -> Any:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from cases import POLICIES
-from compare import assert_same, joined, leaves
+from compare import assert_same, collect, joined, leaves
 from conftest import scaled
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from plain import check_lane, plain_loop
@@ -19,16 +19,6 @@ TERMINATING = ("CartPole-v1", "LunarLander-v3")
 
 def make(name):
     return gymnasium.make(name, max_episode_steps=LIMITS[name], disable_env_checker=True)
-
-
-def collect(env, policy, seed, lengths=LENGTHS):
-    state = fc.init(env, policy, seed=seed)
-    batches = []
-    for length in lengths:
-        state, batch = fc.rollout(env, policy, state, length)
-        batches.append(batch)
-    fc.close(state)
-    return joined(batches)
 
 
 def as_given(action):
@@ -56,7 +46,7 @@ def check_lanes(batch, make_one, seed, **kwargs):
 @pytest.mark.parametrize("name", LIMITS)
 def test_every_leaf_equals_the_plain_loop(name, num_envs, kind, seed):
     env = fc.make_env(name, num_envs=num_envs, max_episode_steps=LIMITS[name])
-    batch = collect(env, POLICIES[kind](env), seed)
+    batch = collect(env, POLICIES[kind](env), *LENGTHS, seed=seed)
     check_lanes(batch, lambda: make(name), seed)
     assert batch["next", "done"].any()
     if seed == 0:  # both kinds of end are among them
@@ -90,19 +80,19 @@ def test_a_vector_environment_records_infos_as_its_environments_do(num_envs):
     """HalfCheetah's numbers differ between lanes and steps."""
     keys = ["x_position", "reward_ctrl"]
     env = fc.make_env("HalfCheetah-v5", num_envs=num_envs, max_episode_steps=25, info_keys=keys)
-    batch = collect(env, fc.random_policy(env), 0, [60])
+    batch = collect(env, fc.random_policy(env), 60, seed=0)
     check_lanes(batch, lambda: make("HalfCheetah-v5"), 0, info_keys=keys)
     if num_envs:
         factories = [lambda: make("HalfCheetah-v5")] * 3
         vector = fc.make_env(SyncVectorEnv(factories, autoreset_mode=AutoresetMode.DISABLED), info_keys=keys)
-        assert_same(batch, collect(vector, fc.random_policy(vector), 0, [60]))
+        assert_same(batch, collect(vector, fc.random_policy(vector), 60, seed=0))
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16])
 @pytest.mark.parametrize("num_envs", [None, 2])
 def test_observations_in_another_dtype(num_envs, dtype):
     env = fc.make_env("HalfCheetah-v5", num_envs=num_envs, max_episode_steps=25, dtype=dtype)
-    batch = collect(env, fc.random_policy(env), 1, [40])
+    batch = collect(env, fc.random_policy(env), 40, seed=1)
     assert batch["observation"].dtype == torch.from_numpy(np.empty(0, dtype)).dtype
     check_lanes(batch, lambda: make("HalfCheetah-v5"), 1, dtype=dtype)
 
@@ -112,8 +102,8 @@ def test_an_instance_and_a_factory_run_as_the_id_does():
     for source in ("CartPole-v1", make("CartPole-v1"), lambda: make("CartPole-v1"), gymnasium.spec("CartPole-v1")):
         kwargs = {} if not isinstance(source, str | gymnasium.envs.registration.EnvSpec) else {"max_episode_steps": 30}
         env = fc.make_env(source, **kwargs)
-        runs.append(collect(env, POLICIES["torch_mlp"](env), 3, [90]))
-        runs.append(collect(env, POLICIES["torch_mlp"](env), 3, [90]))  # an instance is rebuilt from its spec
+        runs.append(collect(env, POLICIES["torch_mlp"](env), 90, seed=3))
+        runs.append(collect(env, POLICIES["torch_mlp"](env), 90, seed=3))  # an instance is rebuilt from its spec
     for other in runs[1:]:
         assert_same(runs[0], other)
 
@@ -145,5 +135,5 @@ class Meddling(gymnasium.Env):
 @pytest.mark.parametrize("num_envs", [None, 3])
 def test_an_environment_that_writes_in_what_it_gives_and_gets(num_envs, kind):
     env = fc.make_env(Meddling, num_envs=num_envs)
-    batch = collect(env, POLICIES[kind](env), 0, [40, 90])
+    batch = collect(env, POLICIES[kind](env), 40, 90, seed=0)
     check_lanes(batch, Meddling, 0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cases import mlp
-from compare import assert_same, joined, leaves
+from compare import assert_same, collect, leaves
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from plain import check_lane, plain_loop
@@ -16,7 +16,8 @@ from tensordict.nn import TensorDictModule
 
 import funcollect as fc
 
-STEPS = 24
+LENGTHS = (10, 1, 13)
+STEPS = sum(LENGTHS)
 BOX = spaces.Box(-1, 1, (2,), np.float32)
 
 
@@ -40,16 +41,6 @@ class Sampling(gymnasium.Env):
         info = {"half": self.left / 2, "pair": np.array([self.left, -self.left]), "flag": self.left > 2}
         reward = float(flat @ (np.arange(flat.size) + 1))
         return self.observation_space.sample(), reward, self.left == 0, self.left % 4 == 1, info
-
-
-def collect(env, policy, lengths=(10, 1, STEPS - 11)):
-    state = fc.init(env, policy, seed=3)
-    batches = []
-    for length in lengths:
-        state, batch = fc.rollout(env, policy, state, length)
-        batches.append(batch)
-    fc.close(state)
-    return joined(batches)
 
 
 def check(batch, factory, decode, extras=(), **kwargs):
@@ -91,12 +82,12 @@ def test_observation_spaces(name, num_envs):
         return Sampling(OBSERVATIONS[name])
 
     env = fc.make_env(factory, num_envs=num_envs)
-    batch = collect(env, fc.random_policy(env))
+    batch = collect(env, fc.random_policy(env), *LENGTHS, seed=3)
     check(batch, factory, lambda action: action)
     assert {leaf.path for leaf in env.observation_leaves} <= leaves(batch).keys()
     if num_envs == 3:
         vector = fc.make_env(SyncVectorEnv([factory] * 3, autoreset_mode=AutoresetMode.DISABLED))
-        assert_same(batch, collect(vector, fc.random_policy(vector)))
+        assert_same(batch, collect(vector, fc.random_policy(vector), *LENGTHS, seed=3))
 
 
 def test_names_of_nested_observations():
@@ -136,7 +127,7 @@ def test_a_policy_sees_the_rows_that_are_recorded(backend, num_envs):
         outputs = ["action", "seen", "image_seen", "sum", "box"]
         collector = fc.SyncDataCollector(env, TensorDictModule(module, keys, outputs), frames_per_batch=1)
         policy = collector.policy
-    batch = collect(env, policy)
+    batch = collect(env, policy, *LENGTHS, seed=3)
     assert torch.equal(batch["seen"], batch["vector"])
     assert torch.equal(batch["image_seen"], batch["image"])
     assert torch.equal(batch["box"], batch["inner", "pair", "0"])
@@ -152,7 +143,7 @@ def test_a_tuple_reaches_the_policy_as_a_tuple():
         fc.torch_policy(lambda x: {"action": x[1] // 2, "seen": x[2]["deep"]}),
         fc.jax_policy(lambda _, x: {"action": x[1] // 2, "seen": x[2]["deep"]}, {}),
     ):
-        batch = collect(env, policy)
+        batch = collect(env, policy, *LENGTHS, seed=3)
         assert torch.equal(batch["seen"], batch["observation", "2", "deep"])
         assert torch.equal(batch["action"], batch["observation", "1"] // 2)
 
@@ -212,7 +203,7 @@ def policy_for(kind, env, outputs, head):
 def test_random_actions_of_every_space(name, num_envs):
     space = ACTIONS[name]
     env = fc.make_env(lambda: Sampling(BOX, space), num_envs=num_envs)
-    batch = collect(env, fc.random_policy(env))
+    batch = collect(env, fc.random_policy(env), *LENGTHS, seed=3)
     assert batch["action"].shape == (*batch.batch_size, *space.shape)
     assert batch["action"].numpy().dtype == space.dtype
     assert len(batch["action"].flatten().unique()) > 1
@@ -229,14 +220,14 @@ def test_choices_as_integers_and_one_hot(name, kind, one_hot, num_envs):
     env = fc.make_env(lambda: Sampling(BOX, space), num_envs=num_envs, one_hot=one_hot)
     random = kind == "random"
     policy = fc.random_policy(env) if random else policy_for(kind, env, answers(space), fc.heads.categorical)
-    batch = collect(env, policy)
+    batch = collect(env, policy, *LENGTHS, seed=3)
     assert batch["action"].dtype == torch.int64
     decode = from_one_hot(space) if one_hot else integer(space)
     check(batch, lambda: Sampling(BOX, space), decode, extras=("action_log_prob",))
     if one_hot:
         twin = fc.make_env(lambda: Sampling(BOX, space), num_envs=num_envs)
         policy = fc.random_policy(twin) if random else policy
-        assert_same(batch.exclude("action"), collect(twin, policy).exclude("action"))
+        assert_same(batch.exclude("action"), collect(twin, policy, *LENGTHS, seed=3).exclude("action"))
 
 
 @pytest.mark.parametrize("num_envs", [None, 3])
@@ -258,7 +249,7 @@ def test_continuous_actions(name, kind, head, num_envs):
     else:
         weights = jnp.linspace(-1, 1, 4 * size).reshape(2, 2 * size)
         policy = fc.jax_policy(lambda params, x: split(x @ params), weights, head=head)
-    batch = collect(env, policy)
+    batch = collect(env, policy, *LENGTHS, seed=3)
     assert batch["action"].numpy().dtype == space.dtype
     check(batch, lambda: Sampling(BOX, space), lambda row: row, extras=("action_log_prob",))
 
@@ -267,7 +258,7 @@ def test_continuous_actions(name, kind, head, num_envs):
 def test_infos_of_every_shape(num_envs):
     keys = ["half", "pair", "flag"]
     env = fc.make_env(Sampling, num_envs=num_envs, info_keys=keys)
-    batch = collect(env, fc.random_policy(env))
+    batch = collect(env, fc.random_policy(env), *LENGTHS, seed=3)
     check(batch, Sampling, lambda action: action, info_keys=keys)
     infos = batch["next", "info"]
     assert [infos[key].dtype for key in keys] == [torch.float32, torch.int64, torch.bool]
@@ -275,4 +266,4 @@ def test_infos_of_every_shape(num_envs):
     if num_envs:
         vector = SyncVectorEnv([Sampling] * 3, autoreset_mode=AutoresetMode.DISABLED)
         env = fc.make_env(vector, info_keys=keys)
-        assert_same(batch, collect(env, fc.random_policy(env)))
+        assert_same(batch, collect(env, fc.random_policy(env), *LENGTHS, seed=3))

@@ -8,9 +8,8 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from compare import assert_same
+from compare import assert_same, collect
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from tensordict import TensorDict
 from torch import Tensor, nn
 
 import funcollect as fc
@@ -25,16 +24,6 @@ def make_env(name: str, num_envs: int | None = 3) -> Any:
     if name.startswith("torch/"):
         env.max_episode_steps = 7
     return env
-
-
-def collect(env: Any, policy: Any, *lengths: int, seed: int = 1, **options: Any) -> TensorDict:
-    """A run in batches of these lengths, joined."""
-    state, batches = fc.init(env, policy, seed=seed), []
-    for length in lengths:
-        state, batch = fc.rollout(env, policy, state, length, **options)
-        batches.append(batch)
-    fc.close(state)
-    return torch.cat(batches, -1)
 
 
 def push(observation: Tensor) -> Tensor:
