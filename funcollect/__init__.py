@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from funcollect.policies.torch_policy import torch_policy
     from funcollect.progress import track
     from funcollect.specs import Env, ExplorationType, Policy
+    from funcollect.trajectories.advantages import gae
     from funcollect.trajectories.split import split_trajectories
     from funcollect.trajectories.stats import EpisodeStats, episode_stats
 
@@ -56,6 +57,7 @@ _HOMES = {
     "funcollect.core.plan": ["Plan", "explain"],
     "funcollect.core.state": ["CollectorState"],
     "funcollect.specs": ["Env", "ExplorationType", "Policy"],
+    "funcollect.trajectories.advantages": ["gae"],
     "funcollect.trajectories.split": ["split_trajectories"],
     "funcollect.trajectories.stats": ["EpisodeStats", "episode_stats"],
 }
@@ -85,6 +87,7 @@ __all__ = [
     "evaluate",
     "explain",
     "fork",
+    "gae",
     "heads",
     "init",
     "jax_policy",
