@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from funcollect import envs, errors
+    from funcollect import envs, errors, plots
     from funcollect.collectors.sync import SyncDataCollector
     from funcollect.core.api import close, fork, init, reset, rollout, step
     from funcollect.core.evaluate import evaluate
@@ -62,7 +62,12 @@ _HOMES = {
     "funcollect.trajectories.stats": ["EpisodeStats", "episode_stats"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = {"envs": "funcollect.envs", "errors": "funcollect.errors", "heads": "funcollect.policies.heads"}
+_MODULES = {
+    "envs": "funcollect.envs",
+    "errors": "funcollect.errors",
+    "heads": "funcollect.policies.heads",
+    "plots": "funcollect.plots",
+}
 
 __version__ = "0.1.0"
 __all__ = [
@@ -92,6 +97,7 @@ __all__ = [
     "init",
     "jax_policy",
     "make_env",
+    "plots",
     "random_policy",
     "reset",
     "rollout",
