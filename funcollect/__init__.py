@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         ReplayError,
         StaleStateError,
     )
+    from funcollect.plots.recording import record
     from funcollect.policies import heads
     from funcollect.policies.jax_policy import jax_policy
     from funcollect.policies.random_policy import random_policy
@@ -48,6 +49,7 @@ _HOMES = {
         "ReplayError",
         "StaleStateError",
     ],
+    "funcollect.plots.recording": ["record"],
     "funcollect.policies.jax_policy": ["jax_policy"],
     "funcollect.policies.random_policy": ["random_policy"],
     "funcollect.policies.torch_policy": ["torch_policy"],
@@ -99,6 +101,7 @@ __all__ = [
     "make_env",
     "plots",
     "random_policy",
+    "record",
     "reset",
     "rollout",
     "split_trajectories",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def film(path: str | PathLike[str], fps: float) -> Iterator[Callable[[Picture], 
         ImportError: without imageio.
         ValueError: for another suffix, and an `fps` that is not positive.
     """
-    target = checked(path, fps)
+    target = check_film(path, fps)
     imageio = _imageio()
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
@@ -42,7 +42,7 @@ def film(path: str | PathLike[str], fps: float) -> Iterator[Callable[[Picture], 
         partial.unlink(missing_ok=True)
 
 
-def checked(path: str | PathLike[str], fps: float | None) -> Path:
+def check_film(path: str | PathLike[str], fps: float | None) -> Path:
     """The path of a film.
 
     Raises:
@@ -78,6 +78,30 @@ def _mp4(imageio: Any, path: Path, fps: float) -> Iterator[Callable[[Picture], N
         height, width = picture.shape[:2]
         return np.pad(picture, [(0, height % 2), (0, width % 2), (0, 0)], mode="edge")
 
+    def add(picture: Picture) -> None:
+        with _spawned():  # ffmpeg starts with the first picture
+            file.append_data(even(picture))
+
     file = imageio.v2.get_writer(path, format="FFMPEG", mode="I", fps=fps, macro_block_size=1)
-    with closing(file):  # by itself it goes on writing after an exception
-        yield lambda picture: file.append_data(even(picture))
+    try:
+        yield add
+    except BaseException:
+        with suppress(Exception):  # Ctrl-C ends ffmpeg as well, which is not the news
+            file.close()
+        raise
+    file.close()
+
+
+@contextmanager
+def _spawned() -> Iterator[None]:
+    """Have imageio-ffmpeg start its process without `fork`, which may hang once JAX has threads (it warns of that)."""
+    name = "IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
