@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from funcollect import envs, errors
+    from funcollect import envs, errors, plots
     from funcollect.collectors.sync import SyncDataCollector
     from funcollect.core.api import close, fork, init, reset, rollout, step
     from funcollect.core.evaluate import evaluate
@@ -26,12 +26,14 @@ if TYPE_CHECKING:
         ReplayError,
         StaleStateError,
     )
+    from funcollect.plots.recording import record
     from funcollect.policies import heads
     from funcollect.policies.jax_policy import jax_policy
     from funcollect.policies.random_policy import random_policy
     from funcollect.policies.torch_policy import torch_policy
     from funcollect.progress import track
     from funcollect.specs import Env, ExplorationType, Policy
+    from funcollect.trajectories.advantages import gae
     from funcollect.trajectories.split import split_trajectories
     from funcollect.trajectories.stats import EpisodeStats, episode_stats
 
@@ -47,6 +49,7 @@ _HOMES = {
         "ReplayError",
         "StaleStateError",
     ],
+    "funcollect.plots.recording": ["record"],
     "funcollect.policies.jax_policy": ["jax_policy"],
     "funcollect.policies.random_policy": ["random_policy"],
     "funcollect.policies.torch_policy": ["torch_policy"],
@@ -56,11 +59,17 @@ _HOMES = {
     "funcollect.core.plan": ["Plan", "explain"],
     "funcollect.core.state": ["CollectorState"],
     "funcollect.specs": ["Env", "ExplorationType", "Policy"],
+    "funcollect.trajectories.advantages": ["gae"],
     "funcollect.trajectories.split": ["split_trajectories"],
     "funcollect.trajectories.stats": ["EpisodeStats", "episode_stats"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = {"envs": "funcollect.envs", "errors": "funcollect.errors", "heads": "funcollect.policies.heads"}
+_MODULES = {
+    "envs": "funcollect.envs",
+    "errors": "funcollect.errors",
+    "heads": "funcollect.policies.heads",
+    "plots": "funcollect.plots",
+}
 
 __version__ = "0.1.0"
 __all__ = [
@@ -85,11 +94,14 @@ __all__ = [
     "evaluate",
     "explain",
     "fork",
+    "gae",
     "heads",
     "init",
     "jax_policy",
     "make_env",
+    "plots",
     "random_policy",
+    "record",
     "reset",
     "rollout",
     "split_trajectories",

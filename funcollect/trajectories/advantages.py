@@ -1,0 +1,188 @@
+"""Generalised advantage estimates of a batch, in Torch and in JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from funcollect.interop.jax_setup import import_jax
+from funcollect.trajectories.split import MASK, TRAJECTORY_IDS, check_batch, require
+from funcollect.tree import flatten
+
+__all__ = ["gae"]
+
+_NEEDED = {"reward": ("next", "reward"), "terminated": ("next", "terminated"), "done": ("next", "done")}
+_OPTIONAL = {"traj_ids": TRAJECTORY_IDS, "mask": MASK, "stays": ("done",)}
+
+
+def gae(
+    batch: TensorDictBase | Mapping[str, Any],
+    value: Any,
+    next_value: Any,
+    *,
+    gamma: float = 0.99,
+    lmbda: float = 0.95,
+) -> tuple[Any, Any]:
+    """Generalised advantage estimates, and the targets that a value function is fitted to.
+
+    With ``delta = reward + gamma * next_value - value`` (no `next_value` after a termination), a frame's advantage is
+    the sum of its own and all later deltas of its trajectory, each weighted by ``gamma * lmbda`` once per step between
+    (Schulman et al., 2016, https://arxiv.org/abs/1506.02438). After a truncation `next_value`, that of the terminal
+    observation, stands for what would have followed; so it does where a trajectory is cut from outside, or goes on
+    after the batch. With ``lmbda=1`` the targets are the discounted returns to go. Padding of split trajectories, and
+    rows of lanes that stay finished, have the advantage zero.
+
+    Gradients flow through both results: losses that take them as constants detach them, or stop their gradients.
+
+    Args:
+        batch: ``[*B, T]`` by the data contract: ``next.reward`` ``[*B, T, 1]`` (or players), ``next.terminated`` and
+            ``next.done`` ``[*B, T, 1]``; ``collector.traj_ids`` where there is one. Split trajectories are taken as
+            well. Or a nested dict of JAX arrays, time first and without the trailing 1, ``[T, P]`` (``[T, P, players]``
+            for several), inside `jit`, `vmap` and `grad` too.
+        value: of the observations; shaped as ``next.reward``, floating.
+        next_value: of ``next.observation``, likewise.
+        gamma: the discount of a step, in [0, 1]; for JAX also a scalar array.
+        lmbda: how far to trust rewards over values, in [0, 1]: 0 takes one step's, 1 a whole trajectory's.
+
+    Returns:
+        ``(advantage, value_target)``, both shaped as `value`; the target is ``advantage + value``.
+
+    Raises:
+        TypeError: for a batch that is neither, values that are not floating tensors (arrays), factors not numbers.
+        ValueError: for missing keys, other shapes, and factors outside [0, 1].
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> ended = torch.tensor([[False], [False], [True]])
+    >>> batch = TensorDict({"next": {"reward": torch.ones(3, 1), "terminated": ended, "done": ended}}, [3])
+    >>> zero = torch.zeros(3, 1)
+    >>> advantage, value_target = gae(batch, zero, zero, gamma=0.5, lmbda=1.0)
+    >>> value_target[:, 0]
+    tensor([1.7500, 1.5000, 1.0000])
+    """
+    in_jax = isinstance(batch, Mapping) and not isinstance(batch, TensorDictBase)
+    _check_factor("gamma", gamma, in_jax)
+    _check_factor("lmbda", lmbda, in_jax)
+    if in_jax:
+        return _estimate(import_jax().numpy, *_read_jax(batch, value, next_value), gamma, lmbda)
+    advantage, target = _estimate(torch, *_read_torch(batch, value, next_value), gamma, lmbda)
+    return advantage.movedim(0, -2), target.movedim(0, -2)
+
+
+class _Frames(NamedTuple):
+    """What is read of a batch: tensors or JAX arrays, time first, broadcast with one another and with values."""
+
+    reward: Any  # [T, ...]
+    terminated: Any  # [T, ...] bool
+    done: Any  # [T, ...] bool
+    traj_ids: Any = None  # [T, ...] integers
+    mask: Any = None  # [T, ...] bool: frames, not padding
+    stays: Any = None  # [T, ...] bool: a lane that stays finished repeats its terminal frame
+
+
+def _estimate(xp: Any, frames: _Frames, value: Any, next_value: Any, gamma: Any, lmbda: Any) -> tuple[Any, Any]:
+    """The advantages and targets, [T, ...] as the values; `xp` is `torch` or `jax.numpy`."""
+    delta = frames.reward + gamma * xp.where(frames.terminated, 0.0, next_value) - value
+    if frames.mask is not None:
+        delta = xp.where(frames.mask, delta, 0.0)
+    if frames.stays is not None:
+        delta = xp.where(frames.stays, 0.0, delta)
+    discount = xp.asarray(gamma * lmbda, dtype=delta.dtype) * ~_ends(xp, frames)
+    advantage = _discounted_sums(xp, delta, discount)
+    return advantage, advantage + value
+
+
+def _ends(xp: Any, frames: _Frames) -> Any:
+    """Which frames the next row does not go on from: [T, ...] bool."""
+    done, ids = frames.done, frames.traj_ids
+    before_last = done[:-1] if ids is None else done[:-1] | (ids[1:] != ids[:-1])
+    return xp.concatenate([before_last, xp.ones_like(done[-1:])])
+
+
+def _discounted_sums(xp: Any, values: Any, discount: Any) -> Any:
+    """``sums[t] = values[t] + discount[t] * sums[t + 1]``, in log2(T) rounds of whole arrays instead of T steps.
+
+    Each round adds every odd row into the even one before it, which leaves the same problem of half the length.
+    Nothing is divided by products of discounts, so long trajectories keep their precision.
+
+    Args:
+        xp: `torch` or `jax.numpy`.
+        values: [T, ...].
+        discount: [T, ...], zero in the last row.
+    """
+    length = len(values)
+    if length <= 1:
+        return values
+    if length % 2:
+        values, discount = (xp.concatenate([rows, xp.zeros_like(rows[:1])]) for rows in (values, discount))
+    even, odd, step = values[::2], values[1::2], discount[::2]
+    sums = _discounted_sums(xp, even + step * odd, step * discount[1::2])
+    after = xp.roll(sums, -1, 0)  # the last row is discounted to nothing
+    both = xp.stack([sums, odd + discount[1::2] * after], 1)
+    return both.reshape(values.shape)[:length]
+
+
+def _read_torch(batch: TensorDictBase, value: Any, next_value: Any) -> tuple[_Frames, Tensor, Tensor]:
+    """The frames of a TensorDict and their values, each leaf ``[T, *B, n]``."""
+    check_batch(batch)
+    columns = {}
+    for name, path in (_NEEDED | _OPTIONAL).items():
+        if name in _OPTIONAL and batch.get(path, None) is None:
+            continue
+        tail = None if name == "reward" else () if name in ("traj_ids", "mask") else (1,)
+        leaf = require(batch, path, tail=tail)
+        columns[name] = leaf[..., None] if tail == () else leaf
+    for name, values in (("value", value), ("next_value", next_value)):
+        if not isinstance(values, Tensor):
+            raise TypeError(f"{name} is {type(values).__name__}, expected a tensor, as a TensorDict's leaves are")
+        _check_values(name, values, values.is_floating_point(), columns["reward"].shape)
+    frames = _Frames(**{name: leaf.movedim(-2, 0) for name, leaf in columns.items()})
+    return frames, value.movedim(-2, 0), next_value.movedim(-2, 0)
+
+
+def _read_jax(batch: Mapping[str, Any], value: Any, next_value: Any) -> tuple[_Frames, Any, Any]:
+    """The frames of a nested dict and their values, each leaf ``[T, ...]``."""
+    jnp, flat = import_jax().numpy, flatten(batch)
+    given = {name: flat[path] for name, path in (_NEEDED | _OPTIONAL).items() if path in flat}
+    if missing := [".".join(path) for name, path in _NEEDED.items() if name not in given]:
+        raise ValueError(f"the batch lacks {missing}, which are needed here; it has {sorted(map('.'.join, flat))}")
+    for name, leaf in (given | {"value": value, "next_value": next_value}).items():
+        if isinstance(leaf, Tensor) or not hasattr(leaf, "shape"):
+            raise TypeError(f"{name} is {type(leaf).__name__}, expected a JAX array: tensors come in a TensorDict")
+    reward, done = given["reward"], given["done"]
+    for name, leaf in given.items():
+        fits = leaf.shape == done.shape or (name == "reward" and leaf.shape[:-1] == done.shape)
+        if not fits or not done.ndim:
+            raise ValueError(
+                f"{name} has shape {list(leaf.shape)}, next.done {list(done.shape)}, expected [T, P], and [T, P, "
+                "players] for rewards of several players: time first, no trailing 1"
+            )
+    for name, values in (("value", value), ("next_value", next_value)):
+        _check_values(name, values, jnp.issubdtype(values.dtype, jnp.floating), reward.shape)
+    columns = {name: jnp.asarray(leaf) for name, leaf in given.items()}
+    if reward.ndim > done.ndim:
+        columns = {name: leaf if name == "reward" else leaf[..., None] for name, leaf in columns.items()}
+    return _Frames(**columns), jnp.asarray(value), jnp.asarray(next_value)
+
+
+def _check_values(name: str, values: Any, floating: bool, shape: tuple[int, ...]) -> None:
+    if not floating:
+        raise TypeError(f"{name} is {values.dtype}, expected a floating dtype: give what the value function answered")
+    if tuple(values.shape) == tuple(shape):
+        return
+    mend = f"it wants {name}[..., None]" if tuple(values.shape) == tuple(shape[:-1]) else "one value for each reward"
+    raise ValueError(f"{name} has shape {list(values.shape)}, expected {list(shape)} as next.reward: {mend}")
+
+
+def _check_factor(name: str, factor: Any, in_jax: bool) -> None:
+    if in_jax and isinstance(factor, import_jax().Array) and not factor.ndim:
+        return  # within `jit` it may have no value yet
+    if isinstance(factor, bool) or not isinstance(factor, Real):
+        raise TypeError(f"{name} is {factor!r:.60}, expected a number in [0, 1]: give a float")
+    if not 0 <= float(factor) <= 1:
+        raise ValueError(f"{name} is {factor}, expected a number in [0, 1]: 0.99 and 0.95 are usual")
