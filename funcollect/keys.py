@@ -10,9 +10,11 @@ for many, with equal results.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
@@ -191,3 +193,20 @@ def draw_ahead(noise: Noise, key: Key, lane: int, num_envs: int, start: int, len
     elif noise.kind == "normal":
         drawn = normals(drawn)
     return torch.from_numpy(drawn.reshape(length, num_envs, *noise.shape))
+
+
+@contextlib.contextmanager
+def torch_generator(state: Tensor) -> Iterator[None]:
+    """Torch's global CPU generator runs from `state`, a private copy that is moved on; afterwards it is as it was."""
+    before = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        yield
+        state.copy_(torch.get_rng_state())
+    finally:
+        torch.set_rng_state(before)
+
+
+def generator_state(seed: int) -> Tensor:
+    """The state of a CPU generator seeded with `seed` (64 bits)."""
+    return torch.Generator().manual_seed(seed).get_state()

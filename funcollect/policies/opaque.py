@@ -12,8 +12,8 @@ from tensordict.nn import set_interaction_type
 from torch import Tensor
 
 from funcollect.errors import PolicyError
-from funcollect.keys import Key, Noise, Purpose, fold
-from funcollect.policies.actor import Columns, Drive, Recorder, generator_state, torch_generator
+from funcollect.keys import Key, Noise, Purpose, fold, generator_state, torch_generator
+from funcollect.policies.actor import Columns, Drive, Recorder
 from funcollect.policies.binding import TorchBacked
 from funcollect.policies.checks import check_action, check_tensor, finished
 from funcollect.policies.torch_policy import TorchPolicyState
