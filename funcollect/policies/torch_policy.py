@@ -58,8 +58,9 @@ def torch_policy(
             tensors without a batch dimension. The module is then called as ``module(observation, state)`` and answers
             ``(answer, next_state)``, with the batch dimension.
         compile: ``"inductor"`` compiles the module, when it is first called, by `torch.compile`; equal to the module
-            itself within rounding. Weights that change reach the next rollout without compiling again; training and
-            evaluation mode are compiled one by one.
+            itself within rounding. It takes seconds, a C++ compiler, and about 15 microseconds per call, so on a CPU it
+            does not pay for a small MLP. Weights that change reach the next rollout without compiling again; training
+            and evaluation mode are compiled one by one.
         device: where the policy runs; unless given, where its parameters are.
 
     Raises:
