@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from funcollect.plots.recording import record
     from funcollect.policies import heads
     from funcollect.policies.jax_policy import jax_policy
+    from funcollect.policies.opaque import tensordict_policy
     from funcollect.policies.random_policy import random_policy
     from funcollect.policies.torch_policy import torch_policy
     from funcollect.progress import track
@@ -51,6 +52,7 @@ _HOMES = {
     ],
     "funcollect.plots.recording": ["record"],
     "funcollect.policies.jax_policy": ["jax_policy"],
+    "funcollect.policies.opaque": ["tensordict_policy"],
     "funcollect.policies.random_policy": ["random_policy"],
     "funcollect.policies.torch_policy": ["torch_policy"],
     "funcollect.progress": ["track"],
@@ -106,6 +108,7 @@ __all__ = [
     "rollout",
     "split_trajectories",
     "step",
+    "tensordict_policy",
     "torch_policy",
     "track",
 ]

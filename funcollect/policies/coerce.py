@@ -11,6 +11,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
 from funcollect.devices import checked_device
+from funcollect.policies.carried import carried_states
 from funcollect.policies.opaque import TensorDictPolicy
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.torch_policy import TorchPolicy
@@ -40,7 +41,8 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
         return RandomPolicy(env.action_spec)
     if isinstance(policy, TorchPolicy):
         moved = place is not None and policy.home not in (None, place)
-        return TorchPolicy(policy.module, policy.head, policy.initial_state, place) if moved else policy
+        parts = (policy.module, policy.head, policy.initial_state, place, policy.compiler)
+        return TorchPolicy(*parts) if moved else policy
     if isinstance(policy, Policy):
         return policy
     if not callable(policy):
@@ -49,8 +51,18 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
             "or None for random actions: pass one of these"
         )
     if isinstance(policy, TensorDictModuleBase) or _takes_tensordict(policy):
-        return TensorDictPolicy(policy, place)
+        return _on_tensordict(policy, env, place)
     return TorchPolicy(policy, None, None, place)
+
+
+def _on_tensordict(policy: Any, env: Env, place: torch.device | None) -> TensorDictPolicy:
+    carried = carried_states(policy, None, getattr(env, "primers", None))
+    if taken := sorted({leaf.path for leaf in env.observation_leaves} & set(carried)):
+        raise ValueError(
+            f"the environment delivers {['.'.join(path) for path in taken]}, which the policy carries from step to "
+            "step: take the TensorDictPrimer out of the environments inside, the policy's state needs none"
+        )
+    return TensorDictPolicy(policy, place, carried)
 
 
 def _takes_tensordict(policy: Any) -> bool:

@@ -2,37 +2,87 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import set_interaction_type
 from torch import Tensor
 
-from funcollect.errors import PolicyError
-from funcollect.keys import Key, Noise, Purpose, fold
-from funcollect.policies.actor import Columns, Drive, Recorder, generator_state, torch_generator
+from funcollect.devices import checked_device
+from funcollect.keys import Key, Noise, Purpose, fold, generator_state, torch_generator
+from funcollect.policies.actor import Drive
 from funcollect.policies.binding import TorchBacked
-from funcollect.policies.checks import check_action, check_tensor, finished
+from funcollect.policies.carried import INIT, carried_states, paths
+from funcollect.policies.tensordict_actor import TensorDictActor, by_path, outputs_of, run_module
 from funcollect.policies.torch_policy import TorchPolicyState
-from funcollect.specs import RESERVED, ActionSpec, ExplorationType
-from funcollect.tree import Path, flatten, nest
+from funcollect.specs import ActionSpec, ExplorationType
+from funcollect.tree import Path
+
+
+def tensordict_policy(
+    module: Callable[..., Any],
+    *,
+    initial_state: Mapping[Any, Any] | None = None,
+    device: torch.device | str | None = None,
+) -> TensorDictPolicy:
+    """A policy from what is called on a TensorDict [P]; a collector makes it by itself.
+
+    The module reads its in_keys, and writes ``action`` and whatever else is to be recorded, each [P, ...]. A key that
+    it reads and also writes as ``("next", key)`` is a hidden state: it is carried from step to step, begins anew with
+    each trajectory, and stands in the batch under both keys. ``is_init`` [P, 1], True at a trajectory's first step, is
+    there for a module that reads it. ``exploration_type`` sets tensordict's interaction type. What is drawn from
+    Torch's global generator comes from a state of its own.
+
+    Args:
+        module: a `TensorDictModule` or `TensorDictSequential`, one of TorchRL's actors, or a function of a TensorDict.
+        initial_state: the hidden states at the start of an episode, by key, without a batch dimension; unless given,
+            those of the module's primers (`make_tensordict_primer`).
+        device: where the policy runs; unless given, where its parameters are.
+
+    Raises:
+        TypeError: for a module that cannot be called.
+        ValueError: for a hidden state of which nothing says how it begins.
+
+    >>> import torch, funcollect as fc
+    >>> from tensordict.nn import TensorDictModule
+    >>> policy = tensordict_policy(TensorDictModule(lambda x: (x[:, 2] > 0).long(), ["observation"], ["action"]))
+    >>> env = fc.make_env("CartPole-v1", num_envs=3)
+    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
+    >>> batch["action"].shape
+    torch.Size([3, 5])
+    """
+    if isinstance(module, type) or not callable(module):
+        raise TypeError(f"the policy is {module!r:.80}, expected a TensorDictModule or a function: pass an instance")
+    return TensorDictPolicy(module, checked_device(device), carried_states(module, initial_state))
 
 
 class TensorDictPolicy(TorchBacked):
-    """A callable that reads its in_keys from a TensorDict [P] and writes its out_keys into it.
+    """See `tensordict_policy`.
 
-    It may draw from Torch's global generator: the generator runs from a state that travels in the policy state.
+    Args:
+        module: the user's.
+        device: where it is to run; None for where it is.
+        carried: hidden states at the start of an episode, in one environment.
     """
+
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        device: torch.device | None = None,
+        carried: Mapping[Path, Tensor] | None = None,
+    ) -> None:
+        super().__init__(module, device)
+        self.carried = dict(carried or {})
+        self.reads_init = INIT in paths(getattr(module, "in_keys", None))
 
     def noise(self, spec: ActionSpec) -> Noise | None:
         """None: the module draws its own."""
 
     def init(self, key: Key, num_envs: int) -> TorchPolicyState:
-        """A generator seeded from the key."""
-        return TorchPolicyState(None, generator_state(fold(key, Purpose.GENERATOR)))
+        """The hidden states of each lane, and a generator seeded from the key."""
+        hidden = {path: leaf.expand(num_envs, *leaf.shape).clone() for path, leaf in self.carried.items()}
+        return TorchPolicyState(hidden or None, generator_state(fold(key, Purpose.GENERATOR)))
 
     def __call__(
         self,
@@ -42,106 +92,17 @@ class TensorDictPolicy(TorchBacked):
         noise: Any,
         exploration_type: ExplorationType,
     ) -> tuple[TorchPolicyState, Mapping[str, Any]]:
-        """One step by itself: see `funcollect.Policy`."""
+        """One step by itself, no trajectory's first: see `funcollect.Policy`."""
         generator = policy_state.generator.clone()
+        inputs = by_path(observation) | (policy_state.recurrent or {})
+        if self.reads_init and INIT not in inputs:
+            inputs[INIT] = torch.zeros(next(iter(inputs.values())).shape[0], 1, dtype=torch.bool)
         with torch.no_grad(), set_interaction_type(exploration_type), torch_generator(generator):
-            outputs = run_module(self.bound(params), flatten(_as_mapping(observation)), self.device)
-        return TorchPolicyState(None, generator), {".".join(path): leaf for path, leaf in outputs.items()}
+            outputs = outputs_of(run_module(self.bound(params), inputs, self.device), inputs)
+        hidden = {path: outputs.pop(("next", *path)) for path in self.carried}
+        named = {".".join(path): leaf for path, leaf in outputs.items()}
+        return TorchPolicyState(hidden or None, generator), named
 
     def actor(self, drive: Drive) -> TensorDictActor:
         """The policy at work in a rollout."""
         return TensorDictActor(self, drive)
-
-
-class TensorDictActor:
-    """One TensorDict per step, as the module wants it."""
-
-    def __init__(self, policy: TensorDictPolicy, drive: Drive) -> None:
-        self._drive = drive
-        self._module = policy.bound(drive.params)
-        self._device = policy.device
-        self._generator = drive.policy_state.generator.clone()
-        observation = drive.observation
-        self._inputs = flatten(_as_mapping(observation))
-        self._names: list[Path] = []
-        self._recorder = Recorder(observation, drive.length)
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """No gradients, the asked interaction type, and the global generator running from the policy's state."""
-        with torch.no_grad(), set_interaction_type(self._drive.exploration_type), torch_generator(self._generator):
-            yield
-
-    def act(self, t: int) -> Any:
-        """The action [P, ...] of step `t`."""
-        outputs = run_module(self._module, self._inputs, self._device)
-        if t == 0:
-            self._check(outputs)
-        try:
-            recorded = tuple(outputs[name] for name in self._names)
-        except KeyError as error:
-            raise PolicyError(
-                f"step {t} of this batch: the policy wrote {_names(outputs)} after {_names(self._names)}: write the "
-                "same keys at every step"
-            ) from error
-        action = outputs[("action",)]
-        if t == 0 or action.shape[1:] != self._drive.spec.shape:
-            check_action(action, self._drive.spec, self._drive.num_envs)
-            check_tensor(action)
-        self._recorder.append(recorded)
-        return action
-
-    def _check(self, outputs: dict[Path, Any]) -> None:
-        if ("action",) not in outputs:
-            raise PolicyError(
-                f"the policy wrote {_names(outputs)}, expected 'action' among them: add it to the out_keys"
-            )
-        if taken := sorted({path[0] for path in outputs} & (RESERVED - {"action", "action_log_prob"})):
-            raise PolicyError(f"the policy wrote {taken}, keys that a batch uses itself: rename these out_keys")
-        self._names = sorted(path for path, leaf in outputs.items() if isinstance(leaf, Tensor))
-
-    def restart(self, lanes: Sequence[int]) -> None:
-        """There is no recurrent state."""
-
-    def finish(self) -> tuple[TorchPolicyState, Columns]:
-        """The next policy state and every output, [T, P, ...]."""
-        columns = dict(zip(self._names, self._recorder.columns(), strict=True))
-        return TorchPolicyState(None, self._generator), finished(columns, self._drive.spec)
-
-
-def run_module(
-    module: Callable[..., Any], inputs: Mapping[Path, Tensor], device: torch.device | None
-) -> dict[Path, Any]:
-    """What the module writes into a TensorDict of its own that holds `inputs`, each [P, ...]."""
-    own: Any = nest({path: leaf.clone() for path, leaf in inputs.items()})
-    given = TensorDict(own, batch_size=next(iter(inputs.values())).shape[:1], device=device)
-    try:
-        answer = module(given)
-    except KeyError as error:
-        wanted = [key if isinstance(key, tuple) else (key,) for key in getattr(module, "in_keys", ())]
-        if all(path in inputs for path in wanted):
-            raise
-        raise PolicyError(
-            f"the policy reads the in_keys {_names(wanted)}, the environment gives {_names(inputs)}: name these"
-        ) from error
-    if not isinstance(answer, TensorDictBase):
-        raise PolicyError(
-            f"the policy returned {type(answer).__name__}, expected the TensorDict with its outputs: return it"
-        )
-    return {path: leaf for path, leaf in flatten(answer).items() if path not in inputs}
-
-
-def _names(paths: Iterable[Path]) -> list[str]:
-    return sorted(map(".".join, paths))
-
-
-def _as_mapping(observation: Any) -> dict[str, Any]:
-    if isinstance(observation, dict):
-        return {name: _open(value) for name, value in observation.items()}
-    return {"observation": _open(observation)}
-
-
-def _open(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return {str(index): _open(part) for index, part in enumerate(value)}
-    return _as_mapping(value) if isinstance(value, dict) else value
