@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol, TextIO
 
 from tensordict import TensorDict
-from tqdm.auto import tqdm
+from tqdm import TqdmWarning
 
 from funcollect.trajectories.stats import EpisodeStats, episode_stats
+
+with warnings.catch_warnings():  # in a notebook without ipywidgets, whose lack costs nothing but the looks of the bar
+    warnings.simplefilter("ignore", TqdmWarning)
+    from tqdm.auto import tqdm
 
 __all__ = ["Collector", "EpisodeWindow", "track"]
 
