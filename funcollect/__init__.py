@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from funcollect.policies import heads
     from funcollect.policies.jax_policy import jax_policy
+    from funcollect.policies.opaque import tensordict_policy
     from funcollect.policies.random_policy import random_policy
     from funcollect.policies.torch_policy import torch_policy
     from funcollect.progress import track
@@ -49,6 +50,7 @@ _HOMES = {
         "StaleStateError",
     ],
     "funcollect.policies.jax_policy": ["jax_policy"],
+    "funcollect.policies.opaque": ["tensordict_policy"],
     "funcollect.policies.random_policy": ["random_policy"],
     "funcollect.policies.torch_policy": ["torch_policy"],
     "funcollect.progress": ["track"],
@@ -97,6 +99,7 @@ __all__ = [
     "rollout",
     "split_trajectories",
     "step",
+    "tensordict_policy",
     "torch_policy",
     "track",
 ]

@@ -66,6 +66,11 @@ def flatten(nested: Mapping[str, Any], prefix: Path = ()) -> dict[Path, Any]:
     return flat
 
 
+def key_of(path: Path) -> str | Path:
+    """A path as TensorDict writes its key: a string, where it has one part."""
+    return path if path[1:] else path[0]
+
+
 def to_tensordict(flat: Mapping[Path, torch.Tensor], batch_size: tuple[int, ...]) -> TensorDict:
     """A TensorDict over leaves by path, all of which begin with `batch_size`; nothing is checked or copied."""
     return _build(nest(flat), torch.Size(batch_size))

@@ -11,6 +11,8 @@ from gymnasium.vector import VectorEnv
 
 from funcollect.envs.classic_control import TORCH_ENVS
 from funcollect.envs.gymnasium_env import from_gymnasium
+from funcollect.envs.torchrl_env import from_torchrl
+from funcollect.envs.torchrl_specs import is_torchrl
 from funcollect.specs import Env, Policy
 
 
@@ -18,8 +20,9 @@ def make_env(env: Any, **kwargs: Any) -> Env:
     """An environment from whatever describes one.
 
     Args:
-        env: an `Env`, which is returned as it is; whatever `funcollect.envs.from_gymnasium` takes; a callable that
-            returns one of these; or an id with a namespace of this library's, such as ``"torch/CartPole-v1"``.
+        env: an `Env`, which is returned as it is; whatever `funcollect.envs.from_gymnasium` or `from_torchrl` takes; a
+            callable that returns one of these; or an id with a namespace of this library's, such as
+            ``"torch/CartPole-v1"``.
         **kwargs: for the adapter: `num_envs` and, for Gymnasium, `info_keys`, `dtype`, `one_hot` and the arguments of
             `gymnasium.make`.
 
@@ -30,6 +33,8 @@ def make_env(env: Any, **kwargs: Any) -> Env:
     >>> make_env("torch/Pendulum-v1", num_envs=4)
     Pendulum(num_envs=4)
     """
+    if is_torchrl(env):  # before its attributes are looked at: a ParallelEnv asks its processes for them
+        return from_torchrl(env, **kwargs)
     if isinstance(env, Policy):
         raise TypeError(f"env is the policy {type(env).__name__}, expected an environment: it comes before the policy")
     if isinstance(env, Env):
@@ -61,15 +66,14 @@ _ADAPTER_ARGUMENTS = ("num_envs", "info_keys", "dtype", "one_hot")
 def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
     own = {name: value for name, value in kwargs.items() if name not in _ADAPTER_ARGUMENTS}
     made = factory(**own)
-    if isinstance(made, gymnasium.Env):
+    given = {name: value for name, value in kwargs.items() if name in _ADAPTER_ARGUMENTS}
+    if is_torchrl(made) or isinstance(made, gymnasium.Env):
         spare = [made]
-        return from_gymnasium(
-            lambda: spare.pop() if spare else factory(**own),
-            **{name: value for name, value in kwargs.items() if name in _ADAPTER_ARGUMENTS},
-        )
+        adapter = from_torchrl if is_torchrl(made) else from_gymnasium
+        return adapter(lambda: spare.pop() if spare else factory(**own), **given)
     if not isinstance(made, (Env, str, EnvSpec, VectorEnv, Sequence)):
         raise TypeError(
             f"the environment's factory returned {type(made).__name__}, expected an Env, a gymnasium.Env or what else "
             "make_env takes: return the environment"
         )
-    return make_env(made, **{name: value for name, value in kwargs.items() if name in _ADAPTER_ARGUMENTS})
+    return make_env(made, **given)

@@ -7,7 +7,7 @@ checks for NaN) happens once, over the stacked outputs of all steps, in `Actor.f
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -72,23 +72,6 @@ class Actor(Protocol):
     def finish(self) -> tuple[Any, Columns]:
         """The policy's next state, and its outputs of all steps."""
         ...
-
-
-@contextlib.contextmanager
-def torch_generator(state: Tensor) -> Iterator[None]:
-    """Torch's global CPU generator runs from `state`, a private copy that is moved on; afterwards it is as it was."""
-    before = torch.get_rng_state()
-    torch.set_rng_state(state)
-    try:
-        yield
-        state.copy_(torch.get_rng_state())
-    finally:
-        torch.set_rng_state(before)
-
-
-def generator_state(seed: int) -> Tensor:
-    """The state of a CPU generator seeded with `seed` (64 bits)."""
-    return torch.Generator().manual_seed(seed).get_state()
 
 
 def split_answer(answer: Any, head: Head | None) -> tuple[Any, Mapping[str, Any]]:

@@ -11,6 +11,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
 from funcollect.devices import checked_device
+from funcollect.policies.carried import carried_states
 from funcollect.policies.opaque import TensorDictPolicy
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.torch_policy import TorchPolicy
@@ -49,8 +50,18 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
             "or None for random actions: pass one of these"
         )
     if isinstance(policy, TensorDictModuleBase) or _takes_tensordict(policy):
-        return TensorDictPolicy(policy, place)
+        return _on_tensordict(policy, env, place)
     return TorchPolicy(policy, None, None, place)
+
+
+def _on_tensordict(policy: Any, env: Env, place: torch.device | None) -> TensorDictPolicy:
+    carried = carried_states(policy, None, getattr(env, "primers", None))
+    if taken := sorted({leaf.path for leaf in env.observation_leaves} & set(carried)):
+        raise ValueError(
+            f"the environment delivers {['.'.join(path) for path in taken]}, which the policy carries from step to "
+            "step: take the TensorDictPrimer out of the environments inside, the policy's state needs none"
+        )
+    return TensorDictPolicy(policy, place, carried)
 
 
 def _takes_tensordict(policy: Any) -> bool:

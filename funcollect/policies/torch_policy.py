@@ -12,17 +12,15 @@ from torch import Tensor, nn
 
 from funcollect.devices import checked_device
 from funcollect.errors import PolicyError
-from funcollect.keys import Key, Noise, Purpose, fold
+from funcollect.keys import Key, Noise, Purpose, fold, generator_state, torch_generator
 from funcollect.policies.actor import (
     Columns,
     Drive,
     NoiseRow,
     Recorder,
-    generator_state,
     lane_mask,
     memory_of,
     split_answer,
-    torch_generator,
 )
 from funcollect.policies.binding import TorchBacked
 from funcollect.policies.checks import check_action, check_recurrent, check_tensor, finished
