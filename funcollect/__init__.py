@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from funcollect import envs, errors
+    from funcollect import envs, errors, plots
     from funcollect.collectors.sync import SyncDataCollector
     from funcollect.core.api import close, fork, init, reset, rollout, step
     from funcollect.core.evaluate import evaluate
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         ReplayError,
         StaleStateError,
     )
+    from funcollect.plots.recording import record
     from funcollect.policies import heads
     from funcollect.policies.jax_policy import jax_policy
     from funcollect.policies.opaque import tensordict_policy
@@ -49,6 +50,7 @@ _HOMES = {
         "ReplayError",
         "StaleStateError",
     ],
+    "funcollect.plots.recording": ["record"],
     "funcollect.policies.jax_policy": ["jax_policy"],
     "funcollect.policies.opaque": ["tensordict_policy"],
     "funcollect.policies.random_policy": ["random_policy"],
@@ -64,7 +66,12 @@ _HOMES = {
     "funcollect.trajectories.stats": ["EpisodeStats", "episode_stats"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = {"envs": "funcollect.envs", "errors": "funcollect.errors", "heads": "funcollect.policies.heads"}
+_MODULES = {
+    "envs": "funcollect.envs",
+    "errors": "funcollect.errors",
+    "heads": "funcollect.policies.heads",
+    "plots": "funcollect.plots",
+}
 
 __version__ = "0.1.0"
 __all__ = [
@@ -94,7 +101,9 @@ __all__ = [
     "init",
     "jax_policy",
     "make_env",
+    "plots",
     "random_policy",
+    "record",
     "reset",
     "rollout",
     "split_trajectories",

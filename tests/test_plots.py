@@ -30,6 +30,15 @@ def test_an_episode_stands_where_it_ended() -> None:
     assert points.get_xydata().tolist() == [[8, 1], [10, 2], [14, 3], [18, 4]]
 
 
+def test_lengths_are_drawn_like_returns(tmp_path: Path) -> None:
+    figure = plots.lengths(make_stats([1.0, 2.0], [4, 6], [0, 0]), window=2, path=tmp_path / "lengths.svg")
+    points, mean = figure.axes[0].lines
+    assert points.get_xydata().tolist() == [[4, 4], [10, 6]]
+    assert mean.get_ydata().tolist() == [4, 5]
+    assert figure.axes[0].get_ylabel() == "episode length in frames"
+    assert "<svg" in (tmp_path / "lengths.svg").read_text()
+
+
 def test_a_lane_without_an_episode_counts_too() -> None:
     stats = make_stats([1.0, 2.0], [4, 5], [0, 0], open_lanes=(0, 1, 2))
     points, _ = plots.returns(stats).axes[0].lines

@@ -7,7 +7,7 @@ from typing import Any
 
 import gymnasium
 
-from funcollect.envs.host_env import ONWARD, Outcome, decoder
+from funcollect.envs.host_env import ONWARD, Camera, Outcome, decoder
 from funcollect.envs.rows import Rows
 from funcollect.errors import EnvError
 from funcollect.specs import ActionSpec, Leaf, Space
@@ -90,6 +90,11 @@ class Lanes:
             return [tuple(info[key] for info in infos) for key in self._info_keys]
         except (KeyError, TypeError) as error:
             raise _no_info(self._info_keys, infos) from error
+
+    def camera(self, lane: int) -> Camera:
+        """How an environment shows itself."""
+        env = self._envs[lane]
+        return Camera(env.render_mode, (env.metadata or {}).get("render_fps"), env.render)
 
     def close(self) -> None:
         """Close every environment, then raise EnvError for the first one that could not be."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,14 @@ ONWARD = "correct that, or begin new episodes with funcollect.reset(env, state),
 # What one step of all P lanes gave beside the observations: reward [P], terminated [P] bool, truncated [P] bool and,
 # per info key, [P]. A plain tuple, since one is made at every step.
 Outcome = tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[tuple[Any, ...]]]
+
+
+class Camera(NamedTuple):
+    """How a simulator shows itself; `Simulators` that can have a method ``camera(lane) -> Camera``."""
+
+    mode: str | None  # Gymnasium's render_mode
+    fps: float | None  # the frames per second that the environment names
+    shoot: Callable[[], Any]  # what it shows now: [H, W, 3] uint8 in the mode "rgb_array"
 
 
 _NUMBERS = {float, int, np.float64, np.float32}

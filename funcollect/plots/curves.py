@@ -1,4 +1,4 @@
-"""Plots of what was collected. Matplotlib is imported on first use: ``pip install funcollect[viz]``."""
+"""Episode returns and lengths over the frames of a run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from funcollect.plots.figures import new_figure, saved
 from funcollect.trajectories.stats import EpisodeStats
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["returns"]
+__all__ = ["lengths", "returns"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -45,31 +46,46 @@ def returns(
     >>> returns(stats, window=2).axes[0].lines[-1].get_xydata().tolist()
     [[10.0, 1.0], [20.0, 2.0], [50.0, 5.5]]
     """
+    whole = _whole(stats, window)
+    values = whole.returns.double().numpy().reshape(len(whole), -1) if len(whole) else np.empty((0, 1))
+    return _curves(whole, values, "episode return", window, path)
+
+
+def lengths(
+    stats: EpisodeStats | Sequence[EpisodeStats], *, window: int = 100, path: str | PathLike[str] | None = None
+) -> Figure:
+    """Episode lengths over the frames of a run, with a rolling mean. Arguments, result and errors as for `returns`.
+
+    >>> import torch
+    >>> from funcollect import EpisodeStats
+    >>> ended = dict(traj_ids=torch.arange(2), lanes=torch.zeros(2).long(), terminated=torch.ones(2).bool())
+    >>> stats = EpisodeStats(returns=torch.tensor([1.0, 3.0]), lengths=torch.tensor([10, 30]), **ended)
+    >>> lengths(stats).axes[0].lines[-1].get_xydata().tolist()
+    [[10.0, 10.0], [40.0, 20.0]]
+    """
+    whole = _whole(stats, window)
+    return _curves(whole, whole.lengths.double().numpy()[:, None], "episode length in frames", window, path)
+
+
+def _whole(stats: EpisodeStats | Sequence[EpisodeStats], window: int) -> EpisodeStats:
     if window < 1:
         raise ValueError(f"the window is {window}, expected a positive number of episodes")
-    whole = stats if isinstance(stats, EpisodeStats) else EpisodeStats.concatenate(stats)
-    frames = _frames(whole)
-    values = whole.returns.double().numpy().reshape(len(whole), -1) if len(whole) else np.empty((0, 1))
-    figure = _figure()
-    axes = figure.add_subplot(xlabel="frames", ylabel="episode return", title=f"{len(whole)} episodes")
+    return stats if isinstance(stats, EpisodeStats) else EpisodeStats.concatenate(stats)
+
+
+def _curves(stats: EpisodeStats, values: Floats, label: str, window: int, path: str | PathLike[str] | None) -> Figure:
+    """Points and their rolling mean over frames, for each column of `values` [E, players]."""
+    frames = _frames(stats)
+    figure = new_figure(8, 4.5)
+    axes = figure.add_subplot(xlabel="frames", ylabel=label, title=f"{len(stats)} episodes")
     for player, value in enumerate(values.T):
         who = f"player {player}, " if values.shape[1] > 1 else ""
         color = f"C{player}"
-        axes.plot(frames, value, ".", markersize=4, alpha=0.4, color=color, markeredgewidth=0)
+        axes.plot(frames, value, ".", markersize=5, alpha=0.5, color=color, markeredgewidth=0)
         axes.plot(frames, _rolling_mean(value, window), color=color, label=f"{who}mean of the last {window}")
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
-    if path is not None:
-        figure.savefig(path)
-    return figure
-
-
-def _figure() -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need Matplotlib, which is not installed: pip install funcollect[viz]") from error
-    return Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    return saved(figure, path)
 
 
 def _frames(stats: EpisodeStats) -> npt.NDArray[Any]:

@@ -1,0 +1,90 @@
+"""One trajectory picked out of a batch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from funcollect.trajectories.split import MASK, TRAJECTORY_IDS, check_batch, require
+from funcollect.tree import Path, flatten
+
+_FIELDS = frozenset({"reward", "done", "terminated", "truncated", "info"})  # under "next", beside the observation
+
+
+class Trajectory(NamedTuple):
+    """The frames of one trajectory that a batch holds, in their order, on the CPU."""
+
+    traj_id: int
+    frames: TensorDictBase  # [T]
+
+    @property
+    def observations(self) -> dict[Path, Tensor]:
+        """Each observation leaf, [T + 1, ...]: what the policy saw, then what the last step produced."""
+        after = flatten(self.frames["next"])
+        roots = flatten(self.frames.exclude("next"))
+        paths = [path for path in after if path[0] not in _FIELDS and path in roots]
+        return {path: torch.cat([roots[path], after[path][-1:]]) for path in paths}
+
+    @property
+    def first_step(self) -> int:
+        """How many steps of the trajectory went before; 0 where the batch doesn't say."""
+        step = self.frames.get(("collector", "step"), None)
+        return 0 if step is None else int(step[0])
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in a word."""
+        flags = {name: self.frames.get(("next", name), None) for name in ("terminated", "truncated")}
+        ended = [name for name, flag in flags.items() if flag is not None and bool(flag[-1].any())]
+        return " and ".join(ended) or "goes on"
+
+
+def pick(batch: TensorDictBase, traj_id: int | None) -> Trajectory:
+    """The frames of one trajectory of a batch, those of split batches included.
+
+    Args:
+        batch: ``[*B, T]`` with ``collector.traj_ids``.
+        traj_id: which; None for the longest of those that are whole, or of all where none is.
+
+    Raises:
+        TypeError: for something other than a TensorDict.
+        ValueError: without ids or frames, and for an id that is not in the batch.
+    """
+    check_batch(batch)
+    ids = require(batch, TRAJECTORY_IDS, tail=())
+    real = _real(batch)
+    if not real.any():
+        raise ValueError(f"the batch {list(batch.batch_size)} has no frames, expected one trajectory or more")
+    if traj_id is None:
+        traj_id = _longest(batch, ids, real)
+    chosen = (ids == traj_id) & real
+    if not chosen.any():
+        present = torch.unique(ids[real]).tolist()
+        raise ValueError(
+            f"the batch has no trajectory {traj_id}, expected one of {present[:10]} ({len(present)} in all)"
+        )
+    frames = batch[chosen.nonzero(as_tuple=True)].cpu()
+    step = frames.get(("collector", "step"), None)
+    return Trajectory(int(traj_id), frames if step is None else frames[step.argsort(stable=True)])
+
+
+def _real(batch: TensorDictBase) -> Tensor:
+    """Which frames are neither padding nor the repeated end of a lane that stays finished: [*B, T] bool."""
+    mask, stays = batch.get(MASK, None), batch.get("done", None)
+    real = torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device) if mask is None else mask
+    return real if stays is None else real & ~stays[..., 0]
+
+
+def _longest(batch: TensorDictBase, ids: Tensor, real: Tensor) -> int:
+    """The trajectory with most frames, a whole one (from step 0 to done) if there is one; the first of equals."""
+    present, place, counts = torch.unique(ids[real], return_inverse=True, return_counts=True)
+    begins, ends = torch.zeros_like(present), torch.zeros_like(present)
+    if (step := batch.get(("collector", "step"), None)) is not None:
+        begins.index_add_(0, place, (step[real] == 0).to(present.dtype))
+    if (done := batch.get(("next", "done"), None)) is not None:
+        ends.index_add_(0, place, done[..., 0][real].to(present.dtype))
+    whole = (begins > 0) & (ends > 0)
+    return int(present[(counts + whole * ids.numel()).argmax()])

@@ -1,0 +1,140 @@
+"""A progress bar around any collector, with scalars for TensorBoard on request."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
+from os import PathLike
+from typing import Any, Protocol, TextIO
+
+from tensordict import TensorDict
+from tqdm import TqdmWarning
+
+from funcollect.progress.scalars import Scalars, check_tensorboard, scalars
+from funcollect.progress.window import EpisodeWindow
+
+with warnings.catch_warnings():  # in a notebook without ipywidgets, whose lack costs nothing but the looks of the bar
+    warnings.simplefilter("ignore", TqdmWarning)
+    from tqdm.auto import tqdm
+
+__all__ = ["Collector", "Tracked", "track"]
+
+
+class Collector(Protocol):
+    """What `track` needs of a collector."""
+
+    @property
+    def total_frames(self) -> int:
+        """The frames after which it ends; negative for an endless one."""
+        ...
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        """Its batches."""
+        ...
+
+
+def track(
+    collector: Collector,
+    *,
+    window: int | EpisodeWindow = 100,
+    total: int | None = None,
+    disable: bool | None = None,
+    file: TextIO | None = None,
+    log_dir: str | PathLike[str] | None = None,
+) -> Tracked:
+    """A collector's batches, with a progress bar: frames, frames per second, episodes, mean return and length.
+
+    The rate is that of the whole loop, what happens between two batches included. Where a `postproc` has taken the keys
+    of episodes away, only frames are shown. Breaking off closes the bar and leaves the collector as it is.
+
+    With `log_dir`, TensorBoard gets the same over the run's frames: ``speed/frames_per_second`` of each batch, and
+    ``episode/return`` (``episode/return/0``, … for several players) and ``episode/length``, means over the episodes
+    that ended in it. Numbers of your own go beside them by `Tracked.log`.
+
+    Args:
+        collector: any collector.
+        window: how many of the last finished episodes the means cover, or an `EpisodeWindow` to be read meanwhile.
+        total: frames at which the bar is full; the collector's `total_frames` unless given.
+        disable: True hides the bar, False always shows it, None shows it on a terminal or in a notebook.
+        file: where to draw; standard error unless given.
+        log_dir: the folder of TensorBoard's event files; None for none.
+
+    Raises:
+        ImportError: for a `log_dir` without TensorBoard.
+        ValueError: for a window below 1.
+
+    >>> import funcollect as fc
+    >>> with fc.SyncDataCollector("CartPole-v1", None, frames_per_batch=100, total_frames=300, seed=0) as collector:
+    ...     sum(batch.numel() for batch in track(collector, disable=True))
+    300
+    """
+    episodes = window if isinstance(window, EpisodeWindow) else EpisodeWindow(window)
+    if log_dir is not None:
+        check_tensorboard()
+    frames = collector.total_frames if total is None else total
+    if disable is None and "ipykernel" in sys.modules:
+        disable = False  # tqdm sees no terminal in a notebook
+    bar = partial(tqdm, total=frames if frames > 0 else None, unit=" frames", disable=disable, file=file)
+    return Tracked(collector, episodes, bar, log_dir)
+
+
+class Tracked:
+    """What `track` returns: batches to loop over, and a place for numbers of one's own.
+
+    A loop that was broken off goes on in another one over the same object. The bar and the event file are closed when a
+    loop ends, is broken off or raises.
+    """
+
+    def __init__(
+        self, collector: Collector, episodes: EpisodeWindow, bar: partial[Any], log_dir: str | PathLike[str] | None
+    ) -> None:
+        self._collector = collector
+        self._episodes = episodes
+        self._bar = bar
+        self._log_dir = log_dir
+        self._scalars: Scalars | None = None
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        frames = getattr(self._collector, "frames", 0)  # of a run that goes on after a break
+        log = nullcontext() if self._log_dir is None else scalars(self._log_dir, frames)
+        try:
+            with self._bar(initial=frames, unit_scale=True, dynamic_ncols=True) as bar, log as self._scalars:
+                for batch in self._collector:
+                    self._show(bar, self._episodes.add(batch))
+                    yield batch
+        finally:
+            self._scalars = None
+
+    def _show(self, bar: Any, frames: int) -> None:
+        """Count a batch of so many frames in."""
+        bar.set_postfix(self._episodes.summary(), refresh=False)
+        if bar.total is not None:
+            bar.total = max(bar.total, bar.n + frames)  # the last batch is whole
+        bar.update(frames)
+        if self._scalars is not None:
+            self._scalars.add_batch(frames, self._episodes.last)
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Write scalars for TensorBoard at the frames of the batch in hand; without `log_dir`, do nothing.
+
+        Args:
+            values: numbers by name, such as ``{"loss/value": loss}``: floats, or tensors or arrays of one element.
+
+        Raises:
+            RuntimeError: outside of a loop over the batches.
+            ValueError: for a value that is not one number.
+
+        >>> import funcollect as fc, tempfile
+        >>> collector = fc.SyncDataCollector("CartPole-v1", frames_per_batch=100, total_frames=300, seed=0)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     batches = fc.track(collector, log_dir=folder, disable=True)
+        ...     for batch in batches:
+        ...         batches.log({"reward/mean": batch["next", "reward"].mean()})
+        """
+        if self._scalars is not None:
+            self._scalars.add(values)
+        elif self._log_dir is not None:
+            raise RuntimeError("log was called outside of the loop, expected a batch in hand: call it inside the loop")

@@ -1,0 +1,81 @@
+"""The one module that writes TensorBoard's event files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike, fspath
+from typing import Any
+
+from torch import Tensor
+
+from funcollect.trajectories.stats import EpisodeStats
+
+__all__ = ["Scalars", "scalars"]
+
+
+class Scalars:
+    """An event file that is being written, with the frame and the time of the last batch.
+
+    Args:
+        writer: a `SummaryWriter`.
+        frames: of the run so far.
+    """
+
+    def __init__(self, writer: Any, frames: int) -> None:
+        self._writer = writer
+        self.frames = frames
+        self._then = time.perf_counter()
+
+    def add_batch(self, frames: int, episodes: EpisodeStats | None) -> None:
+        """Write what a batch of so many frames tells: its speed, and the means of the episodes that ended in it."""
+        self.frames += frames
+        now = time.perf_counter()
+        self.add({"speed/frames_per_second": frames / (now - self._then)})
+        self._then = now
+        if episodes is not None and len(episodes):
+            returns = episodes.returns.mean(0)
+            values = {"episode/return": returns} if returns.ndim == 0 else _by_player(returns.tolist())
+            self.add({**values, "episode/length": episodes.mean_length})
+        self._writer.flush()
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Write scalars at the current frame."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, _number(name, value), self.frames)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} is {value!r:.80}, expected one number: give its mean, say") from error
+
+
+def _by_player(returns: list[float]) -> dict[str, float]:
+    return {f"episode/return/{player}": value for player, value in enumerate(returns)}
+
+
+@contextmanager
+def scalars(log_dir: str | PathLike[str], frames: int) -> Iterator[Scalars]:
+    """An event file in a folder, for a run that goes on after so many frames; closed in the end."""
+    # What a run that is taken up again from an earlier frame had written after that is hidden.
+    writer = _summary_writer()(fspath(log_dir), purge_step=frames + 1 if frames else None)
+    try:
+        yield Scalars(writer, frames)
+    finally:
+        writer.close()
+
+
+def check_tensorboard() -> None:
+    """Raise ImportError without TensorBoard."""
+    _summary_writer()
+
+
+def _summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError("log_dir needs TensorBoard, which is not installed: pip install funcollect[viz]") from error
+    return SummaryWriter

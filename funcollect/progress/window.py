@@ -1,0 +1,74 @@
+"""The running summary of the episodes in a stream of batches."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from tensordict import TensorDict
+
+from funcollect.trajectories.split import MASK
+from funcollect.trajectories.stats import EpisodeStats, episode_stats
+
+__all__ = ["EpisodeWindow"]
+
+
+class EpisodeWindow:
+    """The last episodes of a stream of batches, and what has been counted since its beginning.
+
+    Args:
+        size: how many of the last finished episodes the means cover.
+
+    Attributes:
+        frames: frames of all batches so far, the padding of split ones excepted.
+        episodes: episodes finished so far.
+        last: the statistics of the last batch; None where it lacked what they need, as after a `postproc`.
+
+    Raises:
+        ValueError: for a `size` below 1.
+    """
+
+    def __init__(self, size: int = 100) -> None:
+        if size < 1:
+            raise ValueError(f"the window is {size}, expected a positive number of episodes")
+        self.frames = 0
+        self.episodes = 0
+        self.last: EpisodeStats | None = None
+        self._returns: deque[list[float]] = deque(maxlen=size)  # [players] each
+        self._lengths: deque[int] = deque(maxlen=size)
+
+    def add(self, batch: TensorDict) -> int:
+        """Count a batch in.
+
+        Returns:
+            The number of its frames.
+        """
+        mask = batch.get(MASK, None)
+        frames = batch.numel() if mask is None else int(mask.sum())
+        self.frames += frames
+        try:
+            self.last = episode_stats(batch, self.last)
+        except ValueError:  # a postproc may leave any keys and shapes
+            self.last = None
+        else:
+            self.episodes += len(self.last)
+            returns = self.last.returns
+            self._returns.extend((returns[:, None] if returns.ndim == 1 else returns).tolist())
+            self._lengths.extend(self.last.lengths.tolist())
+        return frames
+
+    @property
+    def mean_returns(self) -> list[float]:
+        """The mean return of the episodes in the window, [players]; empty before the first episode."""
+        return [sum(one) / len(one) for one in zip(*self._returns, strict=True)]
+
+    @property
+    def mean_length(self) -> float:
+        """The mean length in frames of the episodes in the window; nan before the first."""
+        return sum(self._lengths) / len(self._lengths) if self._lengths else float("nan")
+
+    def summary(self) -> dict[str, str]:
+        """What a progress bar shows; nothing of episodes before one has been seen."""
+        if not self.episodes:
+            return {}
+        returns = "/".join(f"{value:.4g}" for value in self.mean_returns)
+        return {"episodes": str(self.episodes), "return": returns, "length": f"{self.mean_length:.4g}"}
