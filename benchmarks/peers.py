@@ -39,15 +39,11 @@ class _Float(nn.Module):
 def torchrl_collector(env_id: str, num_envs: int, length: int, *, random: bool) -> Batches:
     """TorchRL's single-process collector over `GymEnv` or `SerialEnv`; without a device, which is faster than "cpu"."""
     from torchrl.collectors import Collector
-    from torchrl.envs import GymEnv, SerialEnv
-
-    def make() -> Any:
-        return GymEnv(env_id, categorical_action_encoding=True, device=None)
 
     return Batches(
         Collector(
-            make() if num_envs == 1 else SerialEnv(num_envs, make),
-            None if random else _torchrl_actor(env_id),
+            torchrl_env(env_id, num_envs),
+            None if random else torchrl_actor(env_id),
             frames_per_batch=length * num_envs,
             total_frames=-1,
             device=None,
@@ -56,7 +52,18 @@ def torchrl_collector(env_id: str, num_envs: int, length: int, *, random: bool) 
     )
 
 
-def _torchrl_actor(env_id: str) -> Any:
+def torchrl_env(env_id: str, num_envs: int) -> Any:
+    """`GymEnv`, or a `SerialEnv` of several."""
+    from torchrl.envs import GymEnv, SerialEnv
+
+    def make() -> Any:
+        return GymEnv(env_id, categorical_action_encoding=True, device=None)
+
+    return make() if num_envs == 1 else SerialEnv(num_envs, make)
+
+
+def torchrl_actor(env_id: str) -> Any:
+    """TorchRL's `ProbabilisticActor` around the network."""
     from tensordict.nn import TensorDictModule
     from torchrl.modules import IndependentNormal, ProbabilisticActor
 
@@ -71,6 +78,30 @@ def _torchrl_actor(env_id: str) -> Any:
         distribution_class=torch.distributions.Categorical if len(keys) == 1 else IndependentNormal,
         return_log_prob=True,
     )
+
+
+class TorchRLLoop:
+    """The limit of TorchRL's own parts: its environment and its actor in a loop that stores nothing."""
+
+    def __init__(self, env_id: str, num_envs: int, length: int) -> None:
+        self._env = torchrl_env(env_id, num_envs)
+        self._actor = torchrl_actor(env_id)
+        self._root = self._env.reset()
+        self._length = length
+        self._frames = length * num_envs
+
+    def run(self) -> int:
+        from tensordict.nn import InteractionType, set_interaction_type
+
+        env, actor, root = self._env, self._actor, self._root
+        with torch.no_grad(), set_interaction_type(InteractionType.RANDOM):
+            for _ in range(self._length):
+                _, root = env.step_and_maybe_reset(actor(root))
+        self._root = root
+        return self._frames
+
+    def close(self) -> None:
+        self._env.close()
 
 
 class StableBaselines:

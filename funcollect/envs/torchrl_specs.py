@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,8 +129,8 @@ def _primed(primer: Any) -> Any:
     return primer(TensorDict({}, batch_size=primer.primers.shape))
 
 
-def _observation_space(spec: Any, primers: Iterable[Path]) -> Space:
-    space = observation_space(spec.exclude(*primers) if primers else spec)
+def _observation_space(spec: Any, primers: Collection[Path]) -> Space:
+    space = observation_space(spec, without=primers)
     assert isinstance(space, spaces.Dict)
     if list(space) == ["observation"]:
         return space["observation"]
@@ -139,8 +139,8 @@ def _observation_space(spec: Any, primers: Iterable[Path]) -> Space:
     return space
 
 
-def observation_space(spec: Any, name: str = "") -> Space:
-    """The space of an observation's spec.
+def observation_space(spec: Any, path: Path = (), without: Collection[Path] = ()) -> Space:
+    """The space of an observation's spec, less the leaves at the paths `without`.
 
     Composite gives Dict; a single Categorical gives Discrete; all else gives a Box in the spec's shape and dtype, of
     zeros and ones for OneHot, MultiOneHot, Binary and bool.
@@ -148,7 +148,9 @@ def observation_space(spec: Any, name: str = "") -> Space:
     from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, OneHot, Unbounded
 
     if isinstance(spec, Composite):
-        return spaces.Dict({key: observation_space(child, f"{name}.{key}".strip(".")) for key, child in spec.items()})
+        parts = {key: (child, (*path, key)) for key, child in spec.items() if (*path, key) not in without}
+        return spaces.Dict({key: observation_space(*part, without) for key, part in parts.items()})
+    name = ".".join(path)
     dtype = _numpy_dtype(spec, name)
     shape = tuple(spec.shape)
     if isinstance(spec, (Binary, OneHot)) or dtype.kind == "b":

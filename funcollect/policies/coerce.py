@@ -41,7 +41,8 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
         return RandomPolicy(env.action_spec)
     if isinstance(policy, TorchPolicy):
         moved = place is not None and policy.home not in (None, place)
-        return TorchPolicy(policy.module, policy.head, policy.initial_state, place) if moved else policy
+        parts = (policy.module, policy.head, policy.initial_state, place, policy.compiler)
+        return TorchPolicy(*parts) if moved else policy
     if isinstance(policy, Policy):
         return policy
     if not callable(policy):

@@ -24,6 +24,7 @@ from funcollect.policies.actor import (
 )
 from funcollect.policies.binding import TorchBacked
 from funcollect.policies.checks import check_action, check_recurrent, check_tensor, finished
+from funcollect.policies.compiled import CompiledCall, Compiler, check_compiler
 from funcollect.policies.heads import Head, check_head
 from funcollect.policies.numerics import TORCH
 from funcollect.specs import ActionSpec, ExplorationType
@@ -42,6 +43,7 @@ def torch_policy(
     *,
     head: Head | None = None,
     initial_state: Any = None,
+    compile: Compiler | None = None,  # noqa: A002  (TorchRL's collectors and torch itself call it so)
     device: torch.device | str | None = None,
 ) -> TorchPolicy:
     """A policy from a Torch module.
@@ -55,11 +57,15 @@ def torch_policy(
         initial_state: makes the policy recurrent: the state of one environment at the start of an episode, a pytree of
             tensors without a batch dimension. The module is then called as ``module(observation, state)`` and answers
             ``(answer, next_state)``, with the batch dimension.
+        compile: ``"inductor"`` compiles the module, when it is first called, by `torch.compile`; equal to the module
+            itself within rounding. It takes seconds, a C++ compiler, and about 15 microseconds per call, so on a CPU it
+            does not pay for a small MLP. Weights that change reach the next rollout without compiling again; training
+            and evaluation mode are compiled one by one.
         device: where the policy runs; unless given, where its parameters are.
 
     Raises:
         TypeError: for a module that cannot be called, or a head that is none.
-        ValueError: for a device that is not there.
+        ValueError: for a device or a compiler that is not there.
 
     >>> import torch, funcollect as fc
     >>> policy = torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
@@ -71,18 +77,31 @@ def torch_policy(
     if isinstance(module, type) or not callable(module):
         raise TypeError(f"the policy is {module!r:.80}, expected a torch.nn.Module or a function: pass an instance")
     check_head(head)
-    return TorchPolicy(module, head, initial_state, checked_device(device))
+    check_compiler(compile)
+    return TorchPolicy(module, head, initial_state, checked_device(device), compile)
 
 
 class TorchPolicy(TorchBacked):
     """See `torch_policy`."""
 
     def __init__(
-        self, module: nn.Module | Callable[..., Any], head: Head | None, initial_state: Any, device: torch.device | None
+        self,
+        module: nn.Module | Callable[..., Any],
+        head: Head | None,
+        initial_state: Any,
+        device: torch.device | None,
+        compiler: Compiler | None = None,
     ) -> None:
         super().__init__(module, device)
+        self.compiler = compiler
+        self._compiled = CompiledCall(compiler) if compiler else None
         self.head = head
         self.initial_state = initial_state
+
+    def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
+        """The callable over these parameters, compiled where that was asked for."""
+        module = super().bound(prepared)
+        return module if self._compiled is None else self._compiled(module, self.home or torch.device("cpu"))
 
     def check(self, spec: ActionSpec) -> None:
         """Raise ValueError where the head does not suit the action space."""
