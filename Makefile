@@ -7,7 +7,7 @@ FUNCOLLECT_SCALE ?= 1
 export FUNCOLLECT_SCALE
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 
-.PHONY: demo test soak lint bench clean
+.PHONY: demo test soak lint notebooks bench clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,6 +29,15 @@ lint: $(VENV)/.test
 
 test: lint
 	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --nbmake --nbmake-timeout=280 notebooks
+
+# Runs the notebooks and keeps their pictures. Coalescing leaves the last state of each progress bar.
+notebooks: NBCONVERT = $(BIN)/jupyter-nbconvert --to notebook --inplace notebooks/*.ipynb
+notebooks: export SDL_VIDEODRIVER = dummy
+notebooks: export SDL_AUDIODRIVER = dummy
+notebooks: $(VENV)/.test
+	$(NBCONVERT) --execute --ExecutePreprocessor.record_timing=False
+	$(NBCONVERT) --coalesce-streams
 
 # The issues' full counts; the output is kept beside the benchmarks' results.
 soak: FUNCOLLECT_SCALE = 10

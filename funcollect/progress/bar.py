@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -10,10 +11,14 @@ from os import PathLike
 from typing import Any, Protocol, TextIO
 
 from tensordict import TensorDict
-from tqdm.auto import tqdm
+from tqdm import TqdmWarning
 
 from funcollect.progress.scalars import Scalars, check_tensorboard, scalars
 from funcollect.progress.window import EpisodeWindow
+
+with warnings.catch_warnings():  # in a notebook without ipywidgets, whose lack costs nothing but the looks of the bar
+    warnings.simplefilter("ignore", TqdmWarning)
+    from tqdm.auto import tqdm
 
 __all__ = ["Collector", "Tracked", "track"]
 
