@@ -1,0 +1,7 @@
+"""Conformance: one call that the author of an adapter, a policy or a collector runs."""
+
+from funcollect.testing.env import CHECKS as ENV_CHECKS
+from funcollect.testing.env import check_env
+from funcollect.testing.report import Report
+
+__all__ = ["ENV_CHECKS", "Report", "check_env"]
