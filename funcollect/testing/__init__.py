@@ -2,6 +2,8 @@
 
 from funcollect.testing.env import CHECKS as ENV_CHECKS
 from funcollect.testing.env import check_env
+from funcollect.testing.policy import CHECKS as POLICY_CHECKS
+from funcollect.testing.policy import check_policy
 from funcollect.testing.report import Report
 
-__all__ = ["ENV_CHECKS", "Report", "check_env"]
+__all__ = ["ENV_CHECKS", "POLICY_CHECKS", "Report", "check_env", "check_policy"]
