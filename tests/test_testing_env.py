@@ -94,10 +94,10 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
     ("generators", over(faulty.DrawsFromTorch), r"Torch's global generator: .*moved by rollout"),
     ("same_seed", over(faulty.SeedsItself), r"the second run, lane 0, step 0, next.observation.*seed=0"),
     ("another_seed", over(faulty.IgnoresItsSeed), r"seed=1 than with seed=0.*differ from episode to episode"),
-    ("cuts", through(faulty.ReplacesItsRows), r"the run cut into \[1, 20, 1, 38\], lane 0, step 1, next.observation"),
+    ("cuts", through(faulty.ReplacesItsRows), r"the run cut into \[1, 20, 1, 20\], lane 0, step 1, next.observation"),
     ("resets", over(faulty.RemembersEpisodes), r"where episode 0 begins: .*begun directly.*reset\(seed="),
     ("resets", through(faulty.ForgetsToWrite, seeding="lane"), r"the root after an end: .*the terminal one still"),
-    ("terminal", over(faulty.ResetsItself), r"next at an end: .*without its own autoreset"),
+    ("terminal", over(faulty.ResetsItself), r"next where an episode is terminated: .*without its own autoreset"),
     ("reset_mask", through(faulty.ResetsASlice), r"lane 1, observation after a reset of lanes \[0, 2\]"),
     ("reset_mask", through(faulty.DisturbsAnother), r"lanes \[1\].*after a reset of the others"),
     ("lanes_alone", lambda: faulty.MixesItsLanes(3), r"lane 0 of the batch.*by itself.*depend on that lane only"),
@@ -212,8 +212,10 @@ def test_an_instance_without_a_spec_is_told_what_to_pass() -> None:
 
 
 def test_steps_are_checked() -> None:
-    with pytest.raises(ValueError, match="steps is 0, expected at least 1"):
-        check_env("CartPole-v1", steps=0)
+    for steps, words in ((0, "steps is 0, expected at least 1"), (5, "steps is 5, expected at least 6")):
+        with pytest.raises(ValueError, match=words):
+            check_env("CartPole-v1", steps=steps)
+    assert check_env("CartPole-v1", steps=6, num_envs=2).passed
 
 
 def test_the_lanes_compared_may_be_given() -> None:

@@ -117,7 +117,7 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
     ("pure", faulty.Counts, r"the answer to a question asked again.*keep nothing in self"),
     ("pure", faulty.choosing(faulty.LearnsAsItActs(2, 3)), r"the policy's own 0.weight after a rollout"),
     ("same_seed", faulty.StartsAnyhow, r"the second run, lane \d.*seed=0"),
-    ("cuts", faulty.hesitant, r"the run cut into \[1, 13, 1, 25\], lane 0, step 0, scores"),
+    ("cuts", faulty.hesitant, r"the run cut into \[1, 13, 1, 13\], lane 0, step 0, scores"),
     (
         "batch_memory",
         lambda: faulty.recurrent(faulty.KeepsItsColumns),

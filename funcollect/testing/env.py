@@ -7,14 +7,13 @@ from typing import Any
 
 from gymnasium.envs.registration import EnvSpec
 
-from funcollect.core.request import check_positive
 from funcollect.envs.registry import make_env
 from funcollect.envs.tensor_env import TorchEnv
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.specs import Env
 from funcollect.testing import env_checks, env_resets, env_runs, pair_checks
 from funcollect.testing.report import Check, Report, run_checks
-from funcollect.testing.trial import Trial
+from funcollect.testing.trial import Trial, check_steps
 
 CHECKS: tuple[Check[Trial], ...] = (
     env_checks.describes,
@@ -64,7 +63,7 @@ def check_env(env: Any, *, steps: int = 100, seed: int = 0, single: Env | None =
     >>> "same_seed" in report.passed
     True
     """
-    check_positive("steps", steps)
+    check_steps(steps)
     made = make_env(env, **kwargs)
     trial = Trial(
         env=made,

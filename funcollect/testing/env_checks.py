@@ -36,8 +36,7 @@ def describes(trial: Trial) -> None:
 
 def runs(trial: Trial) -> None:
     """It resets and steps: observations have their space's structure, shape and dtype, rewards and flags are such."""
-    alone = min(_STEPS_ALONE, trial.steps)
-    trial.run(*[1] * alone, max(1, trial.steps - alone))  # each rollout's first step is looked at most closely
+    trial.run(*[1] * _STEPS_ALONE, trial.third)  # each rollout's first step is looked at most closely
 
 
 def layout(trial: Trial) -> None:

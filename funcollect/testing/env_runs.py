@@ -25,6 +25,7 @@ def lanes_alone(trial: Trial) -> None:
         raise NotApplicableError("there is one lane" if trial.lanes < 2 else f"seeding is {trial.env.seeding!r}")
     if trial.single is None:
         raise NotApplicableError("pass an id, or single=: the same environment with num_envs=1")
+    _expect_torch_drives(trial)
     host = trial.env.backend == "host"
     length = trial.steps if host else min(trial.steps, _FEW)
     for lane in range(trial.lanes):
@@ -40,6 +41,11 @@ def lanes_alone(trial: Trial) -> None:
         )
 
 
+def _expect_torch_drives(trial: Trial) -> None:
+    if trial.env.backend == "jax":
+        raise NotApplicableError("its loop is traced, so the policies of this check cannot look into it")
+
+
 def _alone(trial: Trial, single: Env, lane: int, actions: Tensor) -> TensorDict:
     """The run of one lane under given actions [T, 1, ...]: [1, T]."""
     policy = Replay(actions)
@@ -52,7 +58,7 @@ def _alone(trial: Trial, single: Env, lane: int, actions: Tensor) -> TensorDict:
 
 def fork(trial: Trial) -> None:
     """A fork goes on as its source does, and neither touches the other."""
-    third = max(1, trial.steps // 3)
+    third = trial.third
     with trial.started() as state:
         state, _ = trial.go_on(state, third)
         try:
@@ -62,15 +68,15 @@ def fork(trial: Trial) -> None:
                 raise NotApplicableError(explain(trial.env, trial.policy).forking) from error
             raise
         try:
-            _, other = trial.go_on(twin, 2 * third)
+            _, other = trial.go_on(twin, third)
         finally:
             if trial.env.backend == "host":
                 release(twin)
-        _, own = trial.go_on(state, 2 * third)
+        _, own = trial.go_on(state, third)
     for batch, what in ((other, "the fork"), (own, "its source, after the fork had run")):
         expect_equal(
             batch,
-            trial.run(3 * third)[:, third:],
+            trial.batch[:, third : 2 * third],
             what=what,
             source="the run without a fork",
             mend="let a step be a function of the episode's seed and actions; share nothing between environments",
@@ -79,6 +85,7 @@ def fork(trial: Trial) -> None:
 
 def action_memory(trial: Trial) -> None:
     """The environment leaves the action that it is given as it is."""
+    _expect_torch_drives(trial)
     policy = Scribbler(trial.env.action_spec)
     batch = trial.run(trial.steps, policy=policy)
     given = torch.stack(policy.actions, 1)
@@ -93,6 +100,7 @@ def action_memory(trial: Trial) -> None:
 
 def observation_memory(trial: Trial) -> None:
     """What a policy writes over its observation does not reach the environment."""
+    _expect_torch_drives(trial)
     expect_equal(
         trial.run(trial.steps, policy=Scribbler(trial.env.action_spec)),
         trial.batch,
@@ -104,7 +112,7 @@ def observation_memory(trial: Trial) -> None:
 
 def old_states(trial: Trial) -> None:
     """An old state gives the same answer again where states are values, and an error where they are not."""
-    length = max(1, trial.steps // 3)
+    length = trial.third
     with trial.started() as state:
         _, first = trial.go_on(state, length)
         if trial.env.backend == "host":

@@ -65,8 +65,7 @@ def same_seed(trial: Trial) -> None:
 
 def cuts(trial: Trial) -> None:
     """How a run is cut into batches changes nothing."""
-    third = max(1, trial.steps // 3)
-    lengths = [length for length in (1, third, 1, trial.steps - third - 2) if length > 0]
+    lengths = [1, trial.third, 1, trial.third]
     got = trial.run(*lengths)
     expect_equal(
         got,
@@ -79,11 +78,10 @@ def cuts(trial: Trial) -> None:
 
 def batch_memory(trial: Trial) -> None:
     """Whatever is written into a batch, later ones are the same; and later ones write into none."""
-    third = max(1, trial.steps // 3)
     batches, first, kept = [], None, None
     with trial.started() as state:
         for _ in range(2):
-            state, batch = api.rollout(trial.env, trial.policy, state, third)
+            state, batch = api.rollout(trial.env, trial.policy, state, trial.third)
             batches.append(by_lane(trial.env, batch).clone())
             if first is None:
                 first, kept = batch, batch.clone()
@@ -91,10 +89,11 @@ def batch_memory(trial: Trial) -> None:
                 _expect_kept(trial, first, kept)
                 _zero(batch)
         _zero(first)
-        batches.append(trial.go_on(state, third)[1])
+        batches.append(trial.go_on(state, trial.third)[1])
+    got = torch.cat(batches, 1)
     expect_equal(
-        torch.cat(batches, 1),
-        trial.run(3 * third),
+        got,
+        trial.batch[:, : got.shape[1]],
         what="the run whose batches were zeroed",
         source="the run whose batches were left alone",
         mend="copy what is kept: a batch is the caller's own",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from funcollect.core.request import check_positive
 from funcollect.envs.registry import make_env
 from funcollect.policies.coerce import as_policy
 from funcollect.testing import densities, pair_checks, policy_checks, policy_weights
 from funcollect.testing.asking import PolicyTrial
 from funcollect.testing.report import Check, Report, run_checks
+from funcollect.testing.trial import check_steps
 
 CHECKS: tuple[Check[PolicyTrial], ...] = (
     policy_checks.suits,
@@ -51,7 +51,7 @@ def check_policy(policy: Any, env: Any, *, steps: int = 40, seed: int = 0, **kwa
     >>> "log_probs" in check_policy(policy, "CartPole-v1", num_envs=2).passed
     True
     """
-    check_positive("steps", steps)
+    check_steps(steps)
     made = make_env(env, **kwargs)
     trial = PolicyTrial(env=made, policy=as_policy(policy, made), steps=steps, seed=seed)
     return run_checks(f"{type(trial.policy).__name__} in {made!r}", CHECKS, trial)

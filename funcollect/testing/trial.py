@@ -12,8 +12,13 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from funcollect.core import api
+from funcollect.core.request import check_positive
 from funcollect.core.state import CollectorState
 from funcollect.specs import Env, Policy
+from funcollect.testing.parameters import to_tensor
+from funcollect.tree import Path
+
+_FEWEST = 6  # steps of a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +43,11 @@ class Trial:
     def lanes(self) -> int:
         """P."""
         return self.env.num_envs or 1
+
+    @property
+    def third(self) -> int:
+        """A third of a run's steps: few lengths serve all checks, as a traced loop is compiled for each."""
+        return max(1, self.steps // 3)
 
     @cached_property
     def batch(self) -> TensorDict:
@@ -74,6 +84,13 @@ class Trial:
             release(state)
 
 
+def check_steps(steps: Any) -> None:
+    """Raise unless `steps` is enough for a run to be cut in three."""
+    check_positive("steps", steps)
+    if steps < _FEWEST:
+        raise ValueError(f"steps is {steps}, expected at least {_FEWEST}: pass for example steps=100")
+
+
 def release(state: CollectorState) -> None:
     """Free a state's simulators, come what may."""
     with contextlib.suppress(Exception):
@@ -83,3 +100,8 @@ def release(state: CollectorState) -> None:
 def by_lane(env: Env, batch: TensorDictBase) -> Any:
     """The batch as [P, T], also where the environment has no batch dimension."""
     return batch.unsqueeze(0) if env.num_envs is None else batch
+
+
+def root_of(state: CollectorState) -> dict[Path, torch.Tensor]:
+    """The root observation of a state, each [P, ...], as tensors on the host."""
+    return {path: to_tensor(leaf).cpu() for path, leaf in state.observation.items()}
