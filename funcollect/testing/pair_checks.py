@@ -72,7 +72,8 @@ def cuts(trial: Trial) -> None:
         trial.batch[:, : got.shape[1]],
         what=f"the run cut into {lengths}",
         source="the run in one piece",
-        mend="keep what outlives a call in the simulators or in the state, and rows always in the same memory",
+        mend="keep what outlives a call in the state: simulators, with rows that stay; a policy's memory "
+        "in its recurrent state (buffers that it writes begin anew with each batch)",
     )
 
 
