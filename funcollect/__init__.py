@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from funcollect import envs, errors, plots
+    from funcollect import envs, errors, plots, testing
     from funcollect.collectors.sync import SyncDataCollector
     from funcollect.core.api import close, fork, init, reset, rollout, step
     from funcollect.core.evaluate import evaluate
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from funcollect.core.state import CollectorState
     from funcollect.envs.registry import make_env
     from funcollect.errors import (
+        CheckError,
         ClosedError,
         EnvError,
         EvaluationError,
@@ -42,6 +43,7 @@ _HOMES = {
     "funcollect.collectors.sync": ["SyncDataCollector"],
     "funcollect.envs.registry": ["make_env"],
     "funcollect.errors": [
+        "CheckError",
         "ClosedError",
         "EnvError",
         "EvaluationError",
@@ -71,10 +73,12 @@ _MODULES = {
     "errors": "funcollect.errors",
     "heads": "funcollect.policies.heads",
     "plots": "funcollect.plots",
+    "testing": "funcollect.testing",
 }
 
 __version__ = "0.1.0"
 __all__ = [
+    "CheckError",
     "ClosedError",
     "CollectorState",
     "Env",
@@ -109,6 +113,7 @@ __all__ = [
     "split_trajectories",
     "step",
     "tensordict_policy",
+    "testing",
     "torch_policy",
     "track",
 ]

@@ -31,3 +31,20 @@ class PolicyError(FuncollectError, ValueError):
 
 class EvaluationError(FuncollectError, RuntimeError):
     """An evaluation reached its frame limit before every lane had its episodes."""
+
+
+class CheckError(FuncollectError, AssertionError):
+    """A conformance check of `funcollect.testing` failed.
+
+    Attributes:
+        check: the name of the check.
+        report: the `Report` of the checks before it.
+    """
+
+    def __init__(self, message: str, check: str = "", report: object = None) -> None:
+        super().__init__(message, check, report)
+        self.check = check
+        self.report = report
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -1,4 +1,4 @@
-"""The commands ``funcollect demo`` and ``funcollect collect``: arguments and exit codes.
+"""The commands ``funcollect demo``, ``collect``, ``check`` and ``explain``: arguments and exit codes.
 
 What the commands do is imported with the first of them, so that help and mistyped arguments don't wait for Torch.
 """
@@ -11,9 +11,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from funcollect.errors import FuncollectError
+from funcollect.errors import CheckError, FuncollectError
 
 __all__ = ["main"]
+
+POLICIES = ("mlp", "random")
+_MLP = "mlp: an untrained Torch network, 2x64 tanh"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments, those of the process unless given.
 
     Returns:
-        The exit code: 0; 2 for what the user can mend, said in one line; 130 after Ctrl-C.
+        The exit code: 0; 1 for a check that failed; 2 for what the user can mend, said in one line; 130 after Ctrl-C.
 
     Raises:
         SystemExit: for arguments that cannot be parsed, with 2, and for ``--help``, with 0.
@@ -36,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail("interrupted", 130)
     except MemoryError as error:
         return _fail(f"error: out of memory {error}", 2)
+    except CheckError as error:
+        return _fail(f"check failed: {error}", 1)
     except (FuncollectError, ValueError, TypeError, OSError) as error:
         return _fail(f"error: {error}", 2)
     return 0
@@ -55,17 +60,36 @@ def _parser() -> argparse.ArgumentParser:
     add("--frames", type=_count, default=100_000, metavar="N", help="rounded up to whole batches; default: 100000")
     add("--seed", type=int, default=0, metavar="S", help="default: 0")
 
-    collect = commands.add_parser("collect", help="collect experience and save it")
-    add = collect.add_argument
+    _add_collect(commands.add_parser("collect", help="collect experience and save it"))
+
+    check = commands.add_parser("check", help="check that an environment keeps its contract")
+    _add_env(check, num_envs=3)
+    add = check.add_argument
+    add("--steps", type=_count, default=100, metavar="N", help="T of a run; episodes should end in it; default: 100")
+    add("--seed", type=int, default=0, metavar="S", help="default: 0")
+
+    explain = commands.add_parser("explain", help="say how an environment and a policy would run together")
+    _add_env(explain, num_envs=1)
+    explain.add_argument("--policy", choices=POLICIES, required=True, help=_MLP)
+    return parser
+
+
+def _add_env(parser: argparse.ArgumentParser, num_envs: int) -> None:
+    add = parser.add_argument
     add("env", metavar="ENV", help="a Gymnasium id, or one with a namespace such as torch/CartPole-v1")
-    add("--policy", choices=["mlp", "random"], required=True, help="mlp: an untrained Torch network, 2x64 tanh")
-    add("--num-envs", type=_count, default=1, metavar="N", help="P, environments in one batch; default: 1")
+    what = f"P, environments in one batch; default: {num_envs}"
+    add("--num-envs", type=_count, default=num_envs, metavar="N", help=what)
+
+
+def _add_collect(parser: argparse.ArgumentParser) -> None:
+    _add_env(parser, num_envs=1)
+    add = parser.add_argument
+    add("--policy", choices=POLICIES, required=True, help=_MLP)
     add("--frames", type=_count, required=True, metavar="N", help="rounded up to whole batches")
     add("--frames-per-batch", type=_count, metavar="N", help="default: 128 per environment, but 2000 at least")
     add("--seed", type=int, metavar="S", help="default: a fresh one, noted in stats.json")
     add("--out", type=Path, required=True, metavar="DIR", help="gets batch/, stats.json and returns.png")
     add("--overwrite", action="store_true", help="replace what an earlier run left in DIR")
-    return parser
 
 
 def _count(text: str) -> int:

@@ -18,7 +18,7 @@ from funcollect.cli.network import mlp
 from funcollect.cli.output import output_folder, save
 from funcollect.cli.report import Run, layout
 
-__all__ = ["collect", "demo"]
+__all__ = ["check", "collect", "demo", "explain"]
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def collect(arguments: argparse.Namespace) -> None:
     frames_per_batch = arguments.frames_per_batch or min(frames, max(2000, 128 * num_envs))
     with output_folder(arguments.out, arguments.overwrite) as folder:
         env = _make_env(arguments.env, num_envs)
-        policy = mlp(env, seed) if arguments.policy == "mlp" else fc.random_policy(env)
+        policy = _make_policy(arguments.policy, env, seed)
         run = Run()
         with fc.SyncDataCollector(
             env, policy, frames_per_batch=frames_per_batch, total_frames=frames, seed=seed
@@ -73,6 +73,27 @@ def collect(arguments: argparse.Namespace) -> None:
         (folder / "stats.json").write_text(json.dumps(about | run.statistics(), indent=2) + "\n")
         _plot(run, folder / "returns.png")
     print(run.table(), f"saved in {arguments.out}", sep="\n\n")
+
+
+@_one_thread()
+def check(arguments: argparse.Namespace) -> None:
+    """Print what `funcollect.testing.check_env` finds, up to the first check that fails."""
+    env, single = (_make_env(arguments.env, count) for count in (arguments.num_envs, 1))
+    try:
+        print(fc.testing.check_env(env, steps=arguments.steps, seed=arguments.seed, single=single))
+    except fc.CheckError as error:
+        print(error.report)
+        raise
+
+
+def explain(arguments: argparse.Namespace) -> None:
+    """Print how the environment and the policy would run together."""
+    env = _make_env(arguments.env, arguments.num_envs)
+    print(fc.explain(env, _make_policy(arguments.policy, env, seed=0)))
+
+
+def _make_policy(name: str, env: fc.Env, seed: int) -> fc.Policy:
+    return mlp(env, seed) if name == "mlp" else fc.random_policy(env)
 
 
 def _make_env(name: str, num_envs: int) -> fc.Env:

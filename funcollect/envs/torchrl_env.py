@@ -102,7 +102,8 @@ class _Source:
 
     def _built(self) -> Any:
         assert self._factory is not None
-        built = self._factory()
+        with torch_generator(generator_state(0)):  # some draw a seed as they are built
+            built = self._factory()
         if not is_torchrl(built):
             raise TypeError(
                 f"the factory returned {type(built).__name__}, expected a torchrl.envs.EnvBase: return the environment"

@@ -1,0 +1,119 @@
+"""The data contract, said of rows that are there: layout, flags, counters, and how rows follow each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from funcollect.testing.compare import bits_differ, first_row, shown, spot
+from funcollect.testing.report import fail
+from funcollect.tree import Path, flatten
+
+FLAGS = ("terminated", "truncated", "done")
+COUNTERS = ("traj_ids", "step", "lane", "policy_version")
+REPORT_IT = "this is the library's part, or a wrapper's around it: it has to follow the README's table"
+
+
+def expect_layout(batch: TensorDictBase) -> None:
+    """Fail unless a batch [*B] has the keys, shapes and dtypes that every batch has."""
+    leaves, size = flatten(batch), tuple(batch.batch_size)
+    wanted: dict[Path, tuple[tuple[int, ...], torch.dtype]] = {
+        **{(*prefix, name): ((*size, 1), torch.bool) for prefix in ((), ("next",)) for name in FLAGS},
+        **{("collector", name): (size, torch.int64) for name in COUNTERS},
+        ("next", "reward"): ((*size, players(leaves)), torch.float32),
+        **{("next", *path): (tuple(leaf.shape), leaf.dtype) for path, leaf in roots(leaves).items()},
+    }
+    if ("action",) not in leaves:
+        raise fail("the batch", expected="the key 'action'", got=sorted(map(".".join, leaves)), mend=REPORT_IT)
+    for path, kind in wanted.items():
+        leaf = leaves.get(path)
+        got = None if leaf is None else (tuple(leaf.shape), leaf.dtype)
+        if got != kind:
+            raise fail(f"the batch's {'.'.join(path)}", expected=kind, got=got, mend=REPORT_IT)
+    for path, leaf in leaves.items():
+        if leaf.shape[: len(size)] != size:
+            raise fail(
+                f"the batch's {'.'.join(path)}", expected=f"{[*size, '...']}", got=list(leaf.shape), mend=REPORT_IT
+            )
+
+
+def players(leaves: Mapping[Path, Tensor]) -> int:
+    """How many rewards a row has."""
+    reward = leaves.get(("next", "reward"))
+    return 1 if reward is None or not reward.ndim else reward.shape[-1]
+
+
+def roots(leaves: Mapping[Path, Tensor]) -> dict[Path, Tensor]:
+    """The leaves of the root observation: those that stand under `next`, too."""
+    own = {("reward",), *((name,) for name in FLAGS)}
+    nexts = {path[1:] for path in leaves if path[0] == "next" and path[1] != "info"} - own
+    return {path: leaf for path, leaf in leaves.items() if path in nexts}
+
+
+def expect_flags(batch: TensorDictBase) -> None:
+    """Fail unless ``done`` is terminated or truncated, and no root of a batch [P, T] is done."""
+    for prefix in ((), ("next",)):
+        terminated, truncated, done = (batch[(*prefix, name)] for name in FLAGS)
+        if place := first_row(done != (terminated | truncated)):
+            raise fail(
+                spot(*place, (*prefix, "done")),
+                expected="terminated or truncated",
+                got=f"{shown(done[place])} with terminated={shown(terminated[place])}, "
+                f"truncated={shown(truncated[place])}",
+                mend="set the two flags apart, and never done itself",
+            )
+    if place := first_row(batch["done"]):
+        raise fail(spot(*place, ("done",)), expected="False: a done lane begins again", got=True, mend=REPORT_IT)
+
+
+def expect_counters(rows: TensorDictBase, *, cut: bool = False) -> None:
+    """Fail unless steps count from 0 in each trajectory and ids are used once, over consecutive rows [P, T].
+
+    `cut` allows trajectories that end without a done flag, as after a reset from outside.
+    """
+    ids, step = rows["collector", "traj_ids"], rows["collector", "step"]
+    over = rows["next", "done"][:, :-1, 0]
+    begins = over | (cut & (step[:, 1:] == 0))
+    wanted = torch.where(begins, 0, step[:, :-1] + 1)
+    if place := first_row(step[:, 1:] != wanted):
+        raise fail(
+            spot(place[0], place[1] + 1, ("collector", "step")),
+            expected=f"{shown(wanted[place])}, as the row before is {'done' if over[place] else 'not done'}",
+            got=shown(step[:, 1:][place]),
+            mend=REPORT_IT,
+        )
+    if place := first_row((ids[:, 1:] != ids[:, :-1]) != begins):
+        raise fail(
+            spot(place[0], place[1] + 1, ("collector", "traj_ids")),
+            expected="another id after a done row, and only there",
+            got=f"{shown(ids[:, 1:][place])} after {shown(ids[:, :-1][place])}",
+            mend=REPORT_IT,
+        )
+    expect_used_once([segment for lane in ids for segment in lane.unique_consecutive().tolist()])
+
+
+def expect_used_once(ids: list[int]) -> None:
+    """Fail where a trajectory's id comes twice."""
+    if again := sorted(each for each, count in Counter(ids).items() if count > 1):
+        raise fail(
+            "collector.traj_ids", expected="every id for one trajectory", got=f"{again[:3]} twice", mend=REPORT_IT
+        )
+
+
+def expect_chained(rows: TensorDictBase) -> None:
+    """Fail unless, inside a trajectory of consecutive rows [P, T], each root is what the step before produced."""
+    leaves = flatten(rows)
+    within = rows["collector", "traj_ids"][:, 1:] == rows["collector", "traj_ids"][:, :-1]
+    for path, root in roots(leaves).items():
+        produced = leaves["next", *path][:, :-1]
+        if place := first_row(bits_differ(root[:, 1:], produced) & within):
+            raise fail(
+                spot(place[0], place[1] + 1, path),
+                expected=f"{shown(produced[place])}, the next observation of the row before",
+                got=shown(root[:, 1:][place]),
+                mend="write observations in reset and step only, and only those of the lanes that were asked for",
+            )
