@@ -87,6 +87,8 @@ def from_ale(
     spec = _spec_of(game)
     spec.additional_wrappers = tuple(wrappers)
     spec.kwargs |= {"frameskip": 1, "repeat_action_probability": repeat_action_probability}
+    if grayscale:
+        spec.kwargs["obs_type"] = "grayscale"  # what no wrapper reads is cheaper to fetch
     return from_gymnasium(spec, num_envs=num_envs, info_keys=info_keys, one_hot=one_hot, parallel=parallel, **kwargs)
 
 
