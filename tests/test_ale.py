@@ -104,6 +104,16 @@ def test_a_fork_goes_on_as_its_source_does(monkeypatch: pytest.MonkeyPatch, stic
         assert_same(fc.rollout(env, policy, own, rest.shape[-1])[1], rest)
 
 
+def test_a_fork_knows_the_action_that_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine frames of ten repeat it, and no copy of a game holds it: a fork from the last copy would go another way."""
+    monkeypatch.setattr(atari_lanes, "_APART", 12)
+    env = ale(num_envs=4, max_episode_steps=200, repeat_action_probability=0.9)
+    policy, state, parts, forks = walk(env, [25, 12, 12])  # one step after a copy
+    parts.append(fc.rollout(env, policy, state, 4)[1])
+    for taken, fork in enumerate(forks[1:], 1):
+        assert_same(fc.rollout(env, policy, fork, 4)[1], torch.cat(parts[taken:], -1)[:, :4])
+
+
 def test_a_fork_of_a_fork_and_of_lanes_that_were_reset() -> None:
     env = ale("Breakout", max_episode_steps=30)
     policy, state, _, _ = walk(env, [12])

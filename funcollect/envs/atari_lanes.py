@@ -1,16 +1,18 @@
 """Atari games under whatever Gymnasium wrappers, which can be brought to the same point again.
 
 ALE's own clone holds the machine and its generator, but not the action that it repeats where actions are sticky. So a
-game is copied every few hundred steps, and the calls since the last copy but one are remembered: made again from that
-copy, the action before it is forgotten long before they end.
+game is copied every hundred steps or so, and the calls since the last copy but one are remembered. To follow it, they
+are made again from that copy, once for each action that may have come before, until the machine stands where it should.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -19,7 +21,8 @@ from funcollect.envs.gymnasium_lanes import GymEnv, Lanes
 from funcollect.errors import ReplayError
 from funcollect.specs import ActionSpec, Leaf
 
-_APART = 512  # calls between two copies: a copy takes as long as one or two steps
+_APART = 128  # calls between two copies: a copy takes as long as one or two steps
+_UNLIKELY = 1e-12  # that an action has not been taken up, though it was asked for again and again
 _CHANGELESS = frozenset({"env", "ale", "spec", "_cached_spec", "observation_space", "_observation_space"})
 _RESET = object()  # stands for a reset without a seed where an action would stand
 
@@ -72,13 +75,14 @@ def _copied(attributes: list[dict[str, Any]], old: Sequence[Any], new: Sequence[
 
 @dataclass(frozen=True)
 class _History:
-    """A copy, or None for the seeded reset that the calls begin with, and the calls since."""
+    """A copy, or None for the seeded reset with which all began, the calls since, and where they have led."""
 
     seed: int | None
     older: _Copy | None
     newer: _Copy | None
     before: list[Any]  # between the two copies
     since: list[Any]
+    machine: Any = None
 
 
 class RememberedGame:
@@ -129,19 +133,43 @@ class RememberedGame:
                 f"the wrappers of {self.env} hold what cannot be copied ({self._unfit!r}): leave out the wrapper that "
                 "does, or go on without a fork: the state is as good as before"
             ) from self._unfit
-        return replace(self._history, since=list(self._calls))
+        machine = self.env.unwrapped.ale.cloneState(include_rng=True)  # type: ignore[attr-defined]
+        return replace(self._history, since=list(self._calls), machine=machine)
 
     def follow(self, history: _History) -> Any:
-        """Go to where another game's history leads; gives the answer of the last call."""
-        answer: Any = None
+        """Go to where another game's history leads; gives the answer of the last call.
+
+        Raises:
+            ReplayError: where it does not lead there.
+        """
+        ale = self.env.unwrapped.ale  # type: ignore[attr-defined]
+        for begin in self._beginnings(history, ale):
+            answer = begin()
+            for call in (*history.before, *history.since):
+                answer = self.env.reset() if call is _RESET else self._step(call)
+            if ale.cloneState(include_rng=True).equals(history.machine):
+                self._begin(replace(history, since=list(history.since)))
+                return answer
+        raise ReplayError(
+            f"{self.env} went another way from the same point: let its wrappers draw from np_random, not from a global "
+            "generator, or go on without a fork: the state is as good as before"
+        )
+
+    def _beginnings(self, history: _History, ale: Any) -> Iterator[Callable[[], Any]]:
         if history.older is None:
-            answer = self.env.reset(seed=history.seed)
-        else:
-            history.older.put_into(self.env)
-        for call in (*history.before, *history.since):
-            answer = self.env.reset() if call is _RESET else self._step(call)
-        self._begin(replace(history, since=list(history.since)))
-        return answer
+            yield partial(self.env.reset, seed=history.seed)
+            return
+        for action in dict.fromkeys((*ale.getMinimalActionSet(), *ale.getLegalActionSet())):
+            _ask_for(ale, action)
+            yield partial(history.older.put_into, self.env)
+
+
+def _ask_for(ale: Any, action: Any) -> None:
+    """Make `action` the one that is repeated."""
+    repeats = ale.getFloat("repeat_action_probability")
+    ale.reset_game()  # a game that is over takes no action
+    for _ in range(math.ceil(math.log(_UNLIKELY) / math.log(repeats)) if 0 < repeats < 1 else 1):
+        ale.act(action)
 
 
 class AtariLanes(Lanes):
