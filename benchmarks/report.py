@@ -23,6 +23,8 @@ PACKAGES = (
     "tensordict",
     "gymnasium",
     "mujoco",
+    "envpool",
+    "ale-py",
     "optree",
     "torchrl",
     "stable_baselines3",

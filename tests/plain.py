@@ -7,8 +7,11 @@ from compare import bits, leaves
 from funcollect.keys import EpisodeSeeds, key_from_seed
 
 
-def plain_loop(env, *, seed, actions, lane=0, lanes=1, info_keys=(), dtype=np.float32):
-    """One lane's rows: {path: [T, ...]}, the observation's leaves in `dtype` where they are floating."""
+def plain_loop(env, *, seed, actions, lane=0, lanes=1, info_keys=(), dtype=np.float32, reseed=True):
+    """One lane's rows: {path: [T, ...]}, the observation's leaves in `dtype` where they are floating.
+
+    `reseed`: whether later episodes have seeds, too, or follow from the first one's.
+    """
     seeds = EpisodeSeeds.of(key_from_seed(seed), lane)
     episode = step = 0
     observation, _ = env.reset(seed=seeds[0])
@@ -28,7 +31,7 @@ def plain_loop(env, *, seed, actions, lane=0, lanes=1, info_keys=(), dtype=np.fl
         step += 1
         if terminated or truncated:
             episode, step = episode + 1, 0
-            observation, _ = env.reset(seed=seeds[episode])
+            observation, _ = env.reset(seed=seeds[episode] if reseed else None)
     env.close()
     return {path: torch.from_numpy(np.array([row[path] for row in rows])) for path in rows[0]}
 

@@ -137,3 +137,13 @@ def test_an_environment_that_writes_in_what_it_gives_and_gets(num_envs, kind):
     env = fc.make_env(Meddling, num_envs=num_envs)
     batch = collect(env, POLICIES[kind](env), 40, 90, seed=0)
     check_lanes(batch, Meddling, 0)
+
+
+@pytest.mark.parametrize(("name", "limit"), [("Humanoid-v5", 12), ("BipedalWalker-v3", 15), ("CarRacing-v3", 4)])
+def test_larger_simulators(name, limit):
+    """Many numbers in float64, contacts, and pixels."""
+    env = fc.make_env(name, num_envs=2, max_episode_steps=limit)
+    batch = collect(env, fc.random_policy(env), 2 * limit + 3, seed=0)
+    check_lanes(batch, lambda: gymnasium.make(name, max_episode_steps=limit, disable_env_checker=True), 0)
+    assert batch["next", "done"].sum() >= 4
+    assert batch["observation"].dtype == (torch.uint8 if name == "CarRacing-v3" else torch.float32)

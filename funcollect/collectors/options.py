@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from funcollect.core.request import Request, check_exploration, check_positive
+from funcollect.arguments import check_positive
+from funcollect.core.request import Request, check_exploration
 from funcollect.devices import checked_device
 from funcollect.specs import Env, ExplorationType
 from funcollect.trajectories.split import split_trajectories

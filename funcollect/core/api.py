@@ -14,7 +14,6 @@ from funcollect.core.forking import fork_simulation
 from funcollect.core.request import Request
 from funcollect.core.simulation import Hold, Simulation
 from funcollect.core.state import CollectorState, fresh_counters
-from funcollect.errors import ReplayError
 from funcollect.keys import key_from_seed
 from funcollect.specs import Env, ExplorationType, Policy
 from funcollect.tree import select
@@ -230,10 +229,12 @@ def _reset_host(state: CollectorState, lanes: Tensor) -> CollectorState:
 def fork(env: Env, state: CollectorState) -> CollectorState:
     """An independent copy of a state, which goes its own way from here; `state` stays good.
 
-    Over real simulators the environment is rebuilt and the episode replayed from its seed and actions.
+    Over real simulators the environment is rebuilt, and the episode replayed from its seed and actions, or the whole
+    state of the simulator put into it where it gives one (ALE).
 
     Raises:
-        ReplayError: where the replayed simulator does not show the same observation.
+        ReplayError: for an environment that allows neither (EnvPool, ALE in processes of its own), and where the
+            new simulator does not show the same observation.
         StaleStateError: for a state whose place a later one has taken.
         ValueError: for an environment instance that cannot be rebuilt.
     """
@@ -242,8 +243,6 @@ def fork(env: Env, state: CollectorState) -> CollectorState:
         return state
     hold: Hold = state.env_state
     hold.check()
-    if env.seeding != "episode":
-        raise ReplayError(f"{env} is seeded by {env.seeding}, so its episode cannot be replayed from a seed")
     return state.replace(env_state=fork_simulation(hold.simulation, state))
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from funcollect.arguments import check_positive
 from funcollect.core.api import close, init, rollout
-from funcollect.core.request import check_positive
 from funcollect.errors import EvaluationError
 from funcollect.specs import Env, ExplorationType, Policy
 from funcollect.trajectories.stats import EpisodeStats, episode_stats

@@ -1,41 +1,56 @@
-"""A second set of simulators brought to the point where a first one stands."""
+"""A second set of simulators brought to the point where a first one stands, by replay or by a snapshot."""
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
-from torch import Tensor
 
 from funcollect.core.simulation import Hold, Simulation
 from funcollect.core.state import CollectorState
+from funcollect.envs.host_env import SnapshotSimulators
 from funcollect.errors import ReplayError
 
 
 def fork_simulation(source: Simulation, state: CollectorState) -> Hold:
-    """Replay every lane's episode, from its seed and its actions, on rebuilt simulators.
+    """Rebuild the simulators and bring them to where the source's stand.
 
     Raises:
-        ReplayError: where the actions are no longer all kept, or the observation comes out different.
+        ReplayError: where their environment allows neither replay nor a snapshot, where the actions are no longer all
+            kept, or where the observation comes out different.
     """
-    actions = source.journal.since_reset()
+    env = source.env
+    if env.forking == "none":
+        raise ReplayError(
+            f"{env} is seeded by {env.seeding} and gives no snapshot, so it cannot be forked: begin a second run with "
+            "funcollect.init, or take the same simulator through funcollect.envs.from_gymnasium"
+        )
+    copy = Simulation(env, source.key, state.lane)
+    try:
+        if env.forking == "replay":
+            _replay(copy, source, state)
+        else:
+            snapshot = cast(SnapshotSimulators, source.simulators).snapshot()
+            cast(SnapshotSimulators, copy.simulators).restore(snapshot)
+        _compare(copy, state)
+    except BaseException:
+        copy.close()
+        raise
+    copy.go_on_as(source)
+    return copy.release()
+
+
+def _replay(copy: Simulation, source: Simulation, state: CollectorState) -> None:
+    """Every lane's episode, from its seed and its actions, all lanes in step.
+
+    A lane is reset when its episode begins, before that it does what it likes.
+    """
+    actions, ages = source.journal.since_reset(), source.journal.ages.tolist()
     if actions is None:
         raise ReplayError(
             "the current episode is too long for its actions to be kept, expected at most 2**20 steps: begin another "
             "with funcollect.reset(env, state), then fork"
         )
-    copy = Simulation(source.env, source.key, state.lane)
-    try:
-        _replay(copy, state, actions, source.journal.ages.tolist())
-        _compare(copy, state)
-    except BaseException:
-        copy.close()
-        raise
-    copy.steps = source.steps
-    copy.journal.extend(actions, source.journal.ages)
-    return copy.release()
-
-
-def _replay(copy: Simulation, state: CollectorState, actions: Tensor, ages: list[int]) -> None:
-    """All lanes in step: a lane is reset when its episode begins, before that it does what it likes."""
     length = len(actions)
     copy.episodes = [episode - 1 for episode in state.episode.tolist()]
     copy.restart(range(len(ages)))

@@ -16,7 +16,7 @@ from funcollect.core.deliver import Track, count, deliver
 from funcollect.core.request import Request, open_actor
 from funcollect.core.simulation import Hold, Simulation
 from funcollect.core.state import CollectorState
-from funcollect.envs.host_env import HostEnv, Outcome, check_outcome, check_rewards
+from funcollect.envs.host_env import Column, HostEnv, Outcome, check_outcome, check_rewards
 from funcollect.envs.rows import Array, Rows
 from funcollect.errors import EnvError
 from funcollect.policies.actor import Actor
@@ -143,7 +143,7 @@ class Recording:
         for store, row in self.roots:
             row[lanes] = store[t, lanes]
 
-    def inform(self, info: Sequence[tuple[Any, ...]]) -> None:
+    def inform(self, info: Sequence[Column]) -> None:
         """Keep a step's infos."""
         for values, value in zip(self._info.values(), info, strict=True):
             values.append(value)

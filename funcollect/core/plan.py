@@ -11,8 +11,19 @@ from funcollect.specs import Env, Policy
 
 _SEEDING = {
     "episode": "each episode starts from a seed of its own, so data do not depend on how a run is cut into batches",
-    "lane": "each lane is seeded once; its later episodes follow from the simulator's own generator",
-    "run": "the whole run is seeded once, when the simulators are built",
+    "lane": (
+        "each lane is seeded once, and its later episodes follow from the simulator's own generator: data depend on "
+        "every step and reset since, not on how a run is cut into batches"
+    ),
+    "run": (
+        "all lanes are seeded together, when the simulators are built, and their later episodes follow from that: data "
+        "depend on every step and reset since, not on how a run is cut into batches"
+    ),
+}
+_FORKING = {
+    "replay": "the environment is rebuilt and the episode replayed",
+    "snapshot": "the environment is rebuilt, takes an earlier snapshot of the simulator, and repeats the steps since",
+    "none": "not to be had: the simulators can neither be replayed from a seed nor give a snapshot",
 }
 _NOISE = {
     None: "the policy draws none ahead; Torch's global generator is run from the state's key and put back",
@@ -78,9 +89,7 @@ def explain(env: Env, policy: Policy) -> Plan:
 def _forking(env: Env) -> str:
     if env.backend != "host":
         return "states are values: a fork is the state itself"
-    if env.seeding != "episode":
-        return f"not to be had: an environment seeded by {env.seeding} cannot be replayed"
-    return "the environment is rebuilt and the episode replayed"
+    return _FORKING[env.forking]  # type: ignore[attr-defined]
 
 
 def _lanes(env: Env) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from funcollect.arguments import check_positive
 from funcollect.core.state import CollectorState
 from funcollect.keys import draw_ahead
 from funcollect.policies.actor import Actor, Drive
@@ -51,14 +50,6 @@ def check_exploration(value: Any) -> None:
             f"exploration_type is {value!r}, expected a member of funcollect.ExplorationType ({members}): pass for "
             "example funcollect.ExplorationType.DETERMINISTIC"
         )
-
-
-def check_positive(name: str, value: Any) -> None:
-    """Raise unless `value` is a positive int."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} is {value!r}, expected a positive int: pass for example {name}=128")
-    if value < 1:
-        raise ValueError(f"{name} is {value}, expected at least 1: pass for example {name}=128")
 
 
 def open_actor(env: Env, policy: Policy, state: CollectorState, request: Request, observation: Any) -> Actor:

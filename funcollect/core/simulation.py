@@ -23,19 +23,27 @@ _LONGEST_JOURNAL = 1 << 20  # steps; a longer episode cannot be forked
 
 
 class Journal:
-    """The actions of the last steps, [steps, P, ...], in chunks as rollouts brought them."""
+    """The actions of the last steps, [steps, P, ...], in chunks as rollouts brought them.
 
-    def __init__(self, num_lanes: int) -> None:
+    Args:
+        num_lanes: P.
+        limit: the most steps to keep; 0 where no replay will ask for them.
+    """
+
+    def __init__(self, num_lanes: int, limit: int = _LONGEST_JOURNAL) -> None:
         self._chunks: deque[Tensor] = deque()
         self._length = 0
+        self._limit = limit
         self.ages = torch.zeros(num_lanes, dtype=torch.int64)  # steps of the loop since each lane's reset
 
     def extend(self, actions: Tensor, ages: Tensor) -> None:
         """Add a rollout's actions; drop what no lane's episode needs."""
+        self.ages = ages
+        if not self._limit:
+            return
         self._chunks.append(actions.clone())
         self._length += len(actions)
-        self.ages = ages
-        needed = min(int(ages.max()), _LONGEST_JOURNAL)
+        needed = min(int(ages.max()), self._limit)
         while self._chunks and self._length - len(self._chunks[0]) >= needed:
             self._length -= len(self._chunks.popleft())
 
@@ -45,6 +53,12 @@ class Journal:
         if self._length < longest:
             return None
         return torch.cat(tuple(self._chunks))[-longest:] if longest else torch.empty(0, len(self.ages))
+
+    def copy(self) -> Journal:
+        """The same journal, to go its own way; the chunks themselves are never written again."""
+        twin = Journal(len(self.ages), self._limit)
+        twin._chunks, twin._length, twin.ages = self._chunks.copy(), self._length, self.ages
+        return twin
 
 
 class Simulation:
@@ -59,7 +73,7 @@ class Simulation:
         self.busy = False
         self.closed = False
         self.rekey(key, [-1] * len(self.lanes), 0)
-        self.journal = Journal(len(self.lanes))
+        self.journal = Journal(len(self.lanes), _LONGEST_JOURNAL if env.forking == "replay" else 0)
         self._finalizer = weakref.finalize(self, self.simulators.close)
 
     def __reduce__(self) -> Any:
@@ -75,14 +89,30 @@ class Simulation:
         self.episodes = episodes
         self.steps = steps
         self._seeds = [EpisodeSeeds.of(key, lane) for lane in self.lanes]
+        self.seed_again()
+
+    def seed_again(self) -> None:
+        """Give every lane a seed at its next reset: after a call that did not end, simulators may stand anywhere."""
+        self._unseeded = set(range(len(self.lanes)))
 
     def restart(self, lanes: Sequence[int]) -> None:
-        """Begin the next episode of each of `lanes`, seeded as finely as the environment can be."""
+        """Begin the next episode of each of `lanes`, seeded as finely as the environment can be.
+
+        Where that is by lane or by run, only the first reset under a key has a seed.
+        """
         seeds: list[int | None] = []
         for lane in lanes:
             self.episodes[lane] = episode = self.episodes[lane] + 1
-            seeds.append(self._seeds[lane][episode] if self._each_episode or not episode else None)
+            seeds.append(self._seeds[lane][episode] if self._each_episode or lane in self._unseeded else None)
         self.simulators.reset(lanes, seeds)
+        if self._unseeded:
+            self._unseeded.difference_update(lanes)
+
+    def go_on_as(self, source: Simulation) -> None:
+        """Take over what `source` remembers, now that the simulators stand where its own do."""
+        self.episodes, self.steps = list(source.episodes), source.steps
+        self._unseeded = set(source._unseeded)
+        self.journal = source.journal.copy()
 
     def observation(self) -> dict[tuple[str, ...], Tensor]:
         """A copy of the current root observation."""
@@ -117,6 +147,8 @@ class Hold:
             StaleStateError: where this hold was used before.
         """
         self.check(stale=stale)
+        if self.simulation.busy:
+            self.simulation.seed_again()
         self.simulation.version += 1
         self.simulation.busy = True
         return self.simulation

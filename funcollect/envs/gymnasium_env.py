@@ -5,26 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
-import gymnasium
 import numpy.typing as npt
-from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from funcollect.envs.gymnasium_lanes import GymEnv, Lanes
-from funcollect.envs.host_env import HostEnv, Simulators
+from funcollect.envs.atari_lanes import AtariLanes, is_atari
+from funcollect.envs.gymnasium_lanes import Lanes
+from funcollect.envs.gymnasium_making import (
+    Made,
+    Source,
+    check_lane,
+    factory_of,
+    open_lanes,
+    refuse,
+    sources_of,
+    taken,
+    worker_factory_of,
+)
+from funcollect.envs.host_env import Forking, HostEnv, Simulators, check_info_keys
 from funcollect.envs.vector_lanes import VectorLanes, check_autoreset
-from funcollect.specs import ActionSpec, observation_leaves
+from funcollect.envs.worker_processes import open_processes
+from funcollect.specs import ActionSpec, Leaf, observation_leaves
 
-Source = str | EnvSpec | GymEnv | Callable[..., GymEnv]
-Factory = Callable[[], Any]
+Opener = Callable[[tuple[Leaf, ...], ActionSpec, tuple[str, ...]], Simulators]
 
 
 def from_gymnasium(
     env: Source | VectorEnv[Any, Any, Any] | Sequence[Source],
     *,
     num_envs: int | None = None,
+    parallel: bool = False,
     info_keys: Sequence[str] = (),
     dtype: npt.DTypeLike | None = None,
     one_hot: bool = False,
@@ -32,11 +42,16 @@ def from_gymnasium(
 ) -> HostEnv:
     """A host environment over Gymnasium's.
 
+    Each episode is seeded. Atari games (ale-py's, under any wrappers) are seeded once per lane instead, since a seeded
+    reset loads the game anew; `fork` takes a snapshot of them.
+
     Args:
         env: a registered id, an `EnvSpec`, a factory, an instance, a list of these (one per lane), or a `VectorEnv`
             built with ``autoreset_mode=AutoresetMode.DISABLED``. An instance backs one state; another state over it is
             rebuilt from its spec.
         num_envs: P, made from one id, spec or factory; None for a single environment without a batch dimension.
+        parallel: a process of its own for every lane, for simulators whose step takes longer than a message to it (some
+            50 µs); the data are the same. Factories and lambdas travel by cloudpickle, instances do not.
         info_keys: keys of `info` to be recorded under ``next.info``, present at every step (`RecordEpisodeStatistics`
             gives its ``episode`` at ends only: use `funcollect.episode_stats`).
         dtype: the dtype of floating observations in a batch; float32 unless given.
@@ -51,157 +66,86 @@ def from_gymnasium(
     >>> from_gymnasium("CartPole-v1", num_envs=8)
     HostEnv('CartPole-v1', num_envs=8)
     """
-    _check_info_keys(info_keys)
+    check_info_keys(info_keys)
+    describe = partial(_described, info_keys=tuple(info_keys), dtype=dtype, one_hot=one_hot)
     if isinstance(env, VectorEnv):
-        _refuse("a VectorEnv", num_envs=num_envs, **kwargs)
-        return _vector(env, tuple(info_keys), dtype, one_hot)
-    factories = _factories(env, num_envs, kwargs)
-    made = factories[0] if isinstance(factories[0], _Made) else _Made(factories[0](), factories[0])
+        refuse("a VectorEnv", num_envs=num_envs, parallel=parallel or None, **kwargs)
+        return _vector(env, describe)
+    sources = sources_of(env, num_envs)
+    single = num_envs is None and (isinstance(env, str) or not isinstance(env, Sequence))
+    count = None if single else len(sources)
+    return (_parallel if parallel else _in_process)(sources, kwargs, count, describe)
+
+
+def _in_process(
+    sources: list[Source], kwargs: dict[str, Any], num_envs: int | None, describe: Callable[..., HostEnv]
+) -> HostEnv:
+    factories = [factory_of(source, kwargs) for source in sources]
+    made = factories[0] if isinstance(factories[0], Made) else Made(factories[0](), factories[0])
     factories[0], first = made, made.env
     for lane, factory in enumerate(factories):
-        if isinstance(factory, _Made):
-            _check_lane(lane, factory.env, first)
-    leaves = observation_leaves(first.observation_space, dtype)
-    spec = ActionSpec(first.action_space, one_hot)
+        if isinstance(factory, Made):
+            check_lane(lane, factory.env, first)
+    lanes = AtariLanes if is_atari(first) else Lanes
+    return describe(
+        first,
+        num_envs,
+        lambda *parts: lanes(open_lanes(factories, first), *parts),
+        forking="snapshot" if is_atari(first) else "replay",
+    )
+
+
+def _parallel(
+    sources: list[Source], kwargs: dict[str, Any], num_envs: int | None, describe: Callable[..., HostEnv]
+) -> HostEnv:
+    build = partial(open_processes, [worker_factory_of(source, kwargs) for source in sources])
+    first = factory_of(sources[0], kwargs)()
+    check_lane(0, first, first)
+    first.close()  # only its spaces are wanted
+    return describe(
+        first,
+        num_envs,
+        lambda *parts: VectorLanes(build(), *parts, rebuild=build),
+        where=" in processes",
+        forking="none" if is_atari(first) else "replay",
+    )
+
+
+def _vector(env: VectorEnv[Any, Any, Any], describe: Callable[..., HostEnv]) -> HostEnv:
+    check_autoreset(env)
+    rebuild = partial(_rebuild_vector, env)
+    made = Made(env, rebuild)
+    return describe(env, env.num_envs, lambda *parts: VectorLanes(taken(made()), *parts, rebuild=rebuild))
+
+
+def _described(
+    env: Any,
+    num_envs: int | None,
+    opener: Opener,
+    *,
+    where: str = "",
+    forking: Forking = "replay",
+    info_keys: tuple[str, ...],
+    dtype: npt.DTypeLike | None,
+    one_hot: bool,
+) -> HostEnv:
+    """The host environment of which `env` shows the spaces: one lane, or a vector environment."""
+    vector = isinstance(env, VectorEnv)
+    space = env.single_observation_space if vector else env.observation_space
+    leaves = observation_leaves(space, dtype)
+    spec = ActionSpec(env.single_action_space if vector else env.action_space, one_hot)
     if info_keys and any(leaf.path[0] == "info" for leaf in leaves):
         raise ValueError("the observation key 'info' collides with info_keys: rename it, or leave info_keys out")
-
-    def opener() -> Simulators:
-        return Lanes(_open(factories, first), leaves, spec, tuple(info_keys))
-
-    single = num_envs is None and (isinstance(env, str) or not isinstance(env, Sequence))
     return HostEnv(
-        label=_label(first),
-        num_envs=None if single else len(factories),
-        observation_space=first.observation_space,
+        label=_label(env) + where,
+        num_envs=num_envs,
+        observation_space=space,
         action_spec=spec,
         observation_leaves=leaves,
-        opener=opener,
-        info_keys=tuple(info_keys),
-    )
-
-
-def _vector(
-    env: VectorEnv[Any, Any, Any], info_keys: tuple[str, ...], dtype: npt.DTypeLike | None, one_hot: bool
-) -> HostEnv:
-    check_autoreset(env)
-    leaves = observation_leaves(env.single_observation_space, dtype)
-    spec = ActionSpec(env.single_action_space, one_hot)
-    rebuild = partial(_rebuild_vector, env)
-    made = _Made(env, rebuild)
-    return HostEnv(
-        label=f"{type(env).__name__} of {env.spec.id}" if env.spec else type(env).__name__,
-        num_envs=env.num_envs,
-        observation_space=env.single_observation_space,
-        action_spec=spec,
-        observation_leaves=leaves,
-        opener=lambda: VectorLanes(_taken(made()), leaves, spec, info_keys, rebuild),
+        opener=lambda: opener(leaves, spec, info_keys),
         info_keys=info_keys,
-    )
-
-
-_TAKEN: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by id: what backs a state, or did before it was closed
-
-
-class _Made:
-    """Gives an environment that exists already, unless it is taken, and builds others after that."""
-
-    def __init__(self, env: Any, build: Factory) -> None:
-        self.env = env
-        self._build = build
-
-    def __call__(self) -> Any:
-        return self._build() if id(self.env) in _TAKEN else self.env
-
-
-def _taken(env: Any) -> Any:
-    _TAKEN[id(env)] = env
-    return env
-
-
-def _open(factories: Sequence[Factory], first: GymEnv) -> list[GymEnv]:
-    """One environment per lane; if that fails, those that were made are given back or closed."""
-    envs: list[GymEnv] = []
-    try:
-        for lane, factory in enumerate(factories):
-            env = factory()
-            _check_lane(lane, env, first)
-            if id(env) in _TAKEN:
-                raise ValueError(
-                    f"lane {lane}: the factory returned an environment that backs a lane already: build a new one at "
-                    "each call"
-                )
-            envs.append(_taken(env))
-    except BaseException:
-        for factory, env in zip(factories, envs, strict=False):
-            del _TAKEN[id(env)]
-            if not isinstance(factory, _Made) or factory.env is not env:
-                env.close()
-        raise
-    return envs
-
-
-def _factories(env: Source | Sequence[Source], num_envs: int | None, kwargs: dict[str, Any]) -> list[Factory]:
-    if isinstance(env, Sequence) and not isinstance(env, str):
-        if not env:
-            raise ValueError("the list of environments is empty: pass at least one")
-        if num_envs not in (None, len(env)):
-            raise ValueError(f"num_envs is {num_envs}, but the list holds {len(env)} environments: leave num_envs out")
-        instances = [id(one) for one in env if isinstance(one, gymnasium.Env)]
-        if len(set(instances)) < len(instances):
-            raise ValueError("the same environment instance stands twice in the list: pass one instance per lane")
-        return [_factory(one, kwargs) for one in env]
-    if num_envs is None:
-        return [_factory(env, kwargs)]
-    if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
-        raise ValueError(f"num_envs is {num_envs!r}, expected a positive int, or None for no batch dimension")
-    if isinstance(env, gymnasium.Env) and num_envs > 1:
-        raise ValueError(
-            f"num_envs is {num_envs}, but one environment instance was given: pass its id or a factory, or a list"
-        )
-    return [_factory(env, kwargs)] * num_envs
-
-
-def _factory(env: Source, kwargs: dict[str, Any]) -> Factory:
-    if isinstance(env, gymnasium.Env):
-        _refuse("an environment instance", **kwargs)
-        return _Made(env, lambda: _rebuild(env))
-    if isinstance(env, (str, EnvSpec)):
-        return lambda: _make(env, kwargs)
-    if callable(env):
-        return lambda: env(**kwargs)
-    raise TypeError(
-        f"env is {type(env).__name__}, expected a Gymnasium id, an EnvSpec, a factory, a gymnasium.Env "
-        "or a list: pass one of these"
-    )
-
-
-def _make(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:
-    name = spec if isinstance(spec, str) else spec.id
-    try:
-        return gymnasium.make(spec, disable_env_checker=True, **kwargs)
-    except TypeError as error:
-        if not kwargs:
-            raise
-        raise TypeError(
-            f"Gymnasium cannot make {name!r}: {error}; leave out what its constructor does not take"
-        ) from error
-    except (gymnasium.error.Error, ModuleNotFoundError) as error:
-        raise ValueError(
-            f"Gymnasium cannot make {name!r}: {error}; look the id up in gymnasium.registry, "
-            "and import the package that registers it first"
-        ) from error
-
-
-def _rebuild(env: GymEnv) -> GymEnv:
-    try:
-        if env.spec is not None:
-            return gymnasium.make(env.spec, disable_env_checker=True)
-        reason = "it has no spec"
-    except Exception as error:
-        reason = repr(error)
-    raise ValueError(
-        f"{env} backs a state already and cannot be rebuilt ({reason}): pass an id or a factory instead of an instance"
+        seeding="lane" if not vector and is_atari(env) else "episode",
+        forking=forking,
     )
 
 
@@ -216,29 +160,7 @@ def _rebuild_vector(env: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
     return rebuilt
 
 
-def _check_info_keys(info_keys: Sequence[str]) -> None:
-    if isinstance(info_keys, str) or not all(isinstance(key, str) for key in info_keys):
-        raise TypeError(f"info_keys is {info_keys!r}, expected a list of strings, such as ['x_position']")
-    if len(set(info_keys)) < len(info_keys):
-        raise ValueError(f"info_keys is {list(info_keys)}, expected each key once: leave the others out")
-
-
-def _check_lane(lane: int, env: Any, first: GymEnv) -> None:
-    if not isinstance(env, gymnasium.Env):
-        raise TypeError(
-            f"lane {lane}: the factory returned {type(env).__name__}, expected a gymnasium.Env: return the environment"
-        )
-    for name in ("observation_space", "action_space"):
-        own, wanted = getattr(env, name), getattr(first, name)
-        if own != wanted:
-            raise ValueError(f"lane {lane} has the {name} {own}, lane 0 has {wanted}: use equal spaces in one batch")
-
-
-def _label(env: GymEnv) -> str:
+def _label(env: Any) -> str:
+    if isinstance(env, VectorEnv):
+        return f"{type(env).__name__} of {env.spec.id}" if env.spec else type(env).__name__
     return env.spec.id if env.spec is not None else type(env.unwrapped).__name__
-
-
-def _refuse(what: str, **arguments: Any) -> None:
-    given = [name for name, value in arguments.items() if value is not None]
-    if given:
-        raise ValueError(f"{', '.join(given)} cannot be given with {what}, which is built already: leave it out")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import gymnasium
 
@@ -15,11 +15,42 @@ from funcollect.specs import ActionSpec, Leaf, Space
 GymEnv = gymnasium.Env[Any, Any]
 
 
+class Lane(Protocol):
+    """What is asked of a Gymnasium environment here."""
+
+    observation_space: Space
+
+    @property
+    def step(self) -> Callable[[Any], Any]:
+        """Takes an action."""
+        ...
+
+    @property
+    def reset(self) -> Callable[..., Any]:
+        """Takes a seed, or None."""
+        ...
+
+    @property
+    def close(self) -> Callable[[], None]:
+        """Takes nothing."""
+        ...
+
+    @property
+    def unwrapped(self) -> Any:
+        """The environment within its wrappers."""
+        ...
+
+    @property
+    def render(self) -> Callable[[], Any]:
+        """What it shows."""
+        ...
+
+
 class Lanes:
     """One Gymnasium environment per lane, stepped one after the other."""
 
     def __init__(
-        self, envs: Sequence[GymEnv], leaves: tuple[Leaf, ...], spec: ActionSpec, info_keys: tuple[str, ...]
+        self, envs: Sequence[Lane], leaves: tuple[Leaf, ...], spec: ActionSpec, info_keys: tuple[str, ...]
     ) -> None:
         self._envs = list(envs)
         self._steps: list[Callable[[Any], Any]] = [env.step for env in envs]
@@ -94,7 +125,7 @@ class Lanes:
     def camera(self, lane: int) -> Camera:
         """How an environment shows itself."""
         env = self._envs[lane]
-        return Camera(env.render_mode, (env.metadata or {}).get("render_fps"), env.render)
+        return Camera(env.unwrapped.render_mode, (env.unwrapped.metadata or {}).get("render_fps"), env.render)
 
     def close(self) -> None:
         """Close every environment, then raise EnvError for the first one that could not be."""

@@ -16,12 +16,14 @@ from funcollect.envs.rows import Rows
 from funcollect.errors import EnvError
 from funcollect.specs import ActionSpec, Leaf, Seeding, Space
 
+Forking = Literal["replay", "snapshot", "none"]
 ONWARD = "correct that, or begin new episodes with funcollect.reset(env, state), as a collector does by itself"
 
 
 # What one step of all P lanes gave beside the observations: reward [P], terminated [P] bool, truncated [P] bool and,
-# per info key, [P]. A plain tuple, since one is made at every step.
-Outcome = tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[tuple[Any, ...]]]
+# per info key, [P, ...]. A plain tuple, since one is made at every step.
+Column = Sequence[Any] | npt.NDArray[Any]
+Outcome = tuple[Column, Column, Column, Sequence[Column]]
 
 
 class Camera(NamedTuple):
@@ -47,7 +49,7 @@ def check_outcome(outcome: Outcome) -> None:
         _check_each(name, values, "biu", "a bool: return (observation, reward, terminated, truncated, info)")
 
 
-def _check_each(name: str, values: Sequence[Any], kinds: str, expected: str) -> None:
+def _check_each(name: str, values: Column, kinds: str, expected: str) -> None:
     for lane, value in enumerate(values):
         try:
             array = np.asarray(value)
@@ -86,6 +88,18 @@ class Simulators(Protocol):
         ...
 
 
+class SnapshotSimulators(Simulators, Protocol):
+    """Simulators that can say where they stand, generators included, and others of the same environment go there."""
+
+    def snapshot(self) -> Any:
+        """All that the next steps depend on; later steps do not change it."""
+        ...
+
+    def restore(self, snapshot: Any) -> None:
+        """Go to where `snapshot` was taken, rows included, on these or on other simulators."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostEnv:
     """A host environment (see `funcollect.Env`).
@@ -94,6 +108,8 @@ class HostEnv:
         label: how it is called in messages.
         info_keys: the keys of `info` that a batch records under ``next.info``.
         opener: makes the simulators.
+        forking: how `fork` copies them: by replaying episodes from their seeds, by a full snapshot (the simulators are
+            `SnapshotSimulators`), or not at all.
     """
 
     label: str
@@ -104,6 +120,7 @@ class HostEnv:
     opener: Callable[[], Simulators]
     info_keys: tuple[str, ...] = ()
     seeding: Seeding = "episode"
+    forking: Forking = "replay"
     backend: Literal["host"] = "host"
 
     @property
@@ -118,6 +135,22 @@ class HostEnv:
     def __repr__(self) -> str:
         lanes = "" if self.num_envs is None else f", num_envs={self.num_envs}"
         return f"HostEnv({self.label!r}{lanes})"
+
+
+def check_info_keys(info_keys: Sequence[str]) -> None:
+    """Raise unless `info_keys` is a sequence of different strings."""
+    if isinstance(info_keys, str) or not all(isinstance(key, str) for key in info_keys):
+        raise TypeError(f"info_keys is {info_keys!r}, expected a list of strings, such as ['x_position']")
+    if len(set(info_keys)) < len(info_keys):
+        raise ValueError(f"info_keys is {list(info_keys)}, expected each key once: leave the others out")
+
+
+def batch_decoder(spec: ActionSpec) -> Callable[[Any], npt.NDArray[Any]]:
+    """A function from a batch's action [P, ...] (Torch or NumPy) to a copy that vector environments take, [P, ...]."""
+    dtype = np.dtype(spec.space.dtype)
+    if spec.one_hot:
+        return lambda action: np.array(_from_one_hot(spec, np.asarray(action)), dtype)
+    return lambda action: np.asarray(action).astype(dtype)
 
 
 def decoder(spec: ActionSpec) -> Callable[[Any], Any]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 
+from funcollect.envs.ale import from_ale
 from funcollect.envs.classic_control import TORCH_ENVS
+from funcollect.envs.envpool_env import from_envpool
 from funcollect.envs.gymnasium_env import from_gymnasium
 from funcollect.envs.torchrl_env import from_torchrl
 from funcollect.envs.torchrl_specs import is_torchrl
@@ -21,10 +23,10 @@ def make_env(env: Any, **kwargs: Any) -> Env:
 
     Args:
         env: an `Env`, which is returned as it is; whatever `funcollect.envs.from_gymnasium` or `from_torchrl` takes; a
-            callable that returns one of these; or an id with a namespace of this library's, such as
-            ``"torch/CartPole-v1"``.
-        **kwargs: for the adapter: `num_envs` and, for Gymnasium, `info_keys`, `dtype`, `one_hot` and the arguments of
-            `gymnasium.make`.
+            callable that returns one of these; or an id with a namespace of this library's: ``"torch/CartPole-v1"``,
+            ``"envpool/CartPole-v1"``, ``"ale/Pong"``.
+        **kwargs: for the adapter: `num_envs` and, for Gymnasium, `parallel`, `info_keys`, `dtype`, `one_hot` and the
+            arguments of `gymnasium.make`.
 
     Raises:
         ValueError: for an unknown id.
@@ -41,14 +43,14 @@ def make_env(env: Any, **kwargs: Any) -> Env:
         if kwargs:
             raise ValueError(f"{', '.join(kwargs)} cannot be given with {env!r}, which is made already: leave it out")
         return env
-    if isinstance(env, str) and env.startswith("torch/"):
-        return _torch_env(env.removeprefix("torch/"), kwargs)
+    if isinstance(env, str) and (namespace := env.partition("/")[0]) in _NAMESPACES:
+        return _NAMESPACES[namespace](env.partition("/")[2], **kwargs)
     if callable(env) and not isinstance(env, gymnasium.Env):
         return _from_callable(env, kwargs)
     return from_gymnasium(env, **kwargs)
 
 
-def _torch_env(name: str, kwargs: dict[str, Any]) -> Env:
+def _torch_env(name: str, **kwargs: Any) -> Env:
     if name not in TORCH_ENVS:
         raise ValueError(
             f"there is no Torch environment {name!r}, expected one of {sorted(TORCH_ENVS)}: leave 'torch/' out for "
@@ -60,7 +62,8 @@ def _torch_env(name: str, kwargs: dict[str, Any]) -> Env:
         raise TypeError(f"'torch/{name}': {error}: it takes num_envs and device, leave the rest out") from error
 
 
-_ADAPTER_ARGUMENTS = ("num_envs", "info_keys", "dtype", "one_hot")
+_NAMESPACES: dict[str, Callable[..., Env]] = {"ale": from_ale, "envpool": from_envpool, "torch": _torch_env}
+_ADAPTER_ARGUMENTS = ("num_envs", "parallel", "info_keys", "dtype", "one_hot")
 
 
 def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
@@ -68,6 +71,9 @@ def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
     made = factory(**own)
     given = {name: value for name, value in kwargs.items() if name in _ADAPTER_ARGUMENTS}
     if is_torchrl(made) or isinstance(made, gymnasium.Env):
+        if kwargs.get("parallel") and not is_torchrl(made):
+            made.close()
+            return from_gymnasium(factory, **kwargs)
         spare = [made]
         adapter = from_torchrl if is_torchrl(made) else from_gymnasium
         return adapter(lambda: spare.pop() if spare else factory(**own), **given)

@@ -53,18 +53,19 @@ class LeafRows:
         for lane, value in enumerate(values):
             self.write_lane(lane, value)
 
-    def write_batch(self, values: Any) -> None:
-        """Write [P, *shape] at once."""
+    def write_batch(self, values: Any, lanes: Array | None = None) -> None:
+        """Write [P, *shape] at once, or [k, *shape] into k of the `lanes`."""
         values = self._as_array("the vector environment", values)
-        if values.shape != self.array.shape:
+        wanted = self.array.shape if lanes is None else (len(lanes), *self.leaf.shape)
+        if values.shape != wanted:
             raise EnvError(
                 f"observation {self.leaf.name!r} of the vector environment has shape {values.shape}, "
-                f"its space wants {self.array.shape}: correct the space or the observation"
+                f"its space wants {wanted}: correct the space or the observation"
             )
         if values.dtype in self._dtypes:
-            self.array[...] = values
+            self.array[... if lanes is None else lanes] = values
         else:
-            for lane, value in enumerate(values):
+            for lane, value in zip(range(len(values)) if lanes is None else lanes, values, strict=True):
                 self.write_lane(lane, value)
 
     def write_lane(self, lane: int, value: Any) -> None:
@@ -139,10 +140,10 @@ class Rows:
         for rows, value in zip(self.leaves, self._parts(lane, observation), strict=True):
             rows.write_lane(lane, value)
 
-    def write_batch(self, observations: Any) -> None:
-        """Write a vector environment's observation, whose leaves are [P, ...]."""
+    def write_batch(self, observations: Any, lanes: Array | None = None) -> None:
+        """Write a vector environment's observation, whose leaves are [P, ...], or [k, ...] for k of the `lanes`."""
         for rows, values in zip(self.leaves, self._parts(None, observations), strict=True):
-            rows.write_batch(values)
+            rows.write_batch(values, lanes)
 
     def set(self, observation: dict[Path, torch.Tensor]) -> None:
         """Take over a state's root observation."""

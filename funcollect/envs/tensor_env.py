@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from funcollect.arguments import check_num_envs
 from funcollect.devices import checked_device
 from funcollect.keys import Key, lane_uniforms
 from funcollect.specs import ActionSpec, Leaf, Seeding, Space, observation_leaves
@@ -71,8 +72,7 @@ class TorchEnv(ABC):
     max_episode_steps: int | None = None
 
     def __init__(self, num_envs: int | None = None, *, device: torch.device | str = "cpu") -> None:
-        if num_envs is not None and (isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1):
-            raise ValueError(f"num_envs is {num_envs!r}, expected a positive int, or None for no batch dimension")
+        check_num_envs(num_envs)
         if missing := [name for name in ("observation_space", "action_space", "draws") if not hasattr(self, name)]:
             raise TypeError(f"{type(self).__name__} lacks {missing}, expected as attributes of the class: set them")
         self.num_envs = num_envs

@@ -57,7 +57,7 @@ def from_torchrl(env: Any, *, dtype: npt.DTypeLike | None = None, **kwargs: Any)
     >>> from_torchrl(lambda: SerialEnv(2, lambda: GymEnv("CartPole-v1")))
     HostEnv('SerialEnv', num_envs=2)
     """
-    if given := sorted(kwargs.keys() & {"num_envs", "info_keys", "one_hot"}):
+    if given := sorted(kwargs.keys() & {"num_envs", "parallel", "info_keys", "one_hot"}):
         raise TypeError(
             f"{', '.join(given)} cannot be given for an environment of TorchRL's, which says so itself: build it that "
             "way, several as torchrl.envs.SerialEnv(num_envs, factory)"

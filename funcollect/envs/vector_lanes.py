@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
-from funcollect.envs.host_env import ONWARD, Outcome, decoder
+from funcollect.envs.host_env import ONWARD, Outcome, batch_decoder
 from funcollect.envs.rows import Rows
+from funcollect.envs.worker_processes import close_processes, death_of, end_processes
 from funcollect.errors import EnvError
 from funcollect.specs import ActionSpec, Leaf
 
@@ -34,15 +35,15 @@ class VectorLanes:
         leaves: tuple[Leaf, ...],
         spec: ActionSpec,
         info_keys: tuple[str, ...],
+        *,
         rebuild: Callable[[], VectorEnv[Any, Any, Any]],
     ) -> None:
         self._env = env
         self._rebuild = rebuild
         self._broken_off = False
-        self._spec = spec
         self._info_keys = info_keys
         self._started = False
-        self._decode_lanes = decoder(spec)
+        self._decode = batch_decoder(spec)
         self._ended: npt.NDArray[np.bool_] = np.zeros(env.num_envs, bool)
         self._flags = np.zeros((2, env.num_envs), bool)
         self.rows = Rows(env.single_observation_space, leaves, env.num_envs)
@@ -58,7 +59,7 @@ class VectorLanes:
         for lane, seed in zip(lanes, seeds, strict=True):
             by_lane[lane] = seed
         if self._broken_off and mask.all() and isinstance(self._env, AsyncVectorEnv):
-            self._env.close(terminate=True)  # an answer is pending, or a worker is gone: it takes no further call
+            end_processes(self._env)  # an answer is pending, or a worker is gone: it takes no further call
             self._env = self._rebuild()
         partial = self._started and not mask.all()
         self._broken_off = True
@@ -66,7 +67,7 @@ class VectorLanes:
         try:
             answer: Any = self._env.reset(seed=by_lane, options={"reset_mask": mask} if partial else None)  # type: ignore[arg-type]
         except Exception as error:
-            raise EnvError(f"lanes {list(lanes)}: reset(seed={by_lane}) raised {error!r}: {ONWARD}") from error
+            raise self._said(f"lanes {list(lanes)}: reset(seed={by_lane})", error) from error
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise EnvError(
                 f"the vector environment: reset returned {answer!r:.80}, expected the two values (observation, info): "
@@ -82,13 +83,13 @@ class VectorLanes:
     def step(self, action: Any, frozen: Collection[int] = ()) -> Outcome:
         """Step every lane; what the frozen ones do is hidden, and they repeat their last flags without reward."""
         still = list(frozen)
-        self._restart(still)
         before = [rows.array[still] for rows in self.rows.leaves]
         self._broken_off = True
         try:
+            self._restart(still)
             observation, *answer, info = self._env.step(self._decode(action))
         except Exception as error:
-            raise EnvError(f"the vector environment: step raised {error!r}: {ONWARD}") from error
+            raise self._said("the vector environment: step", error) from error
         self._broken_off = False
         outcome = self._checked(answer)
         self._ended = np.any(outcome[1:] > 0, axis=0)
@@ -98,6 +99,9 @@ class VectorLanes:
         outcome[:, still] = self._frozen_flags(still)
         self._flags = outcome[1:] > 0
         return outcome[0].tolist(), self._flags[0].tolist(), self._flags[1].tolist(), self._pick(info)
+
+    def _said(self, call: str, error: Exception) -> EnvError:
+        return EnvError(f"{death_of(self._env, error) or f'{call} raised {error!r}'}: {ONWARD}")
 
     def _checked(self, answer: Sequence[Any]) -> npt.NDArray[np.float64]:
         """Reward, terminated, truncated: [3, P]."""
@@ -122,9 +126,6 @@ class VectorLanes:
         if mask.any():
             self._env.reset(options={"reset_mask": mask})
 
-    def _decode(self, action: Any) -> Any:
-        return np.asarray(self._decode_lanes(action), self._spec.space.dtype)
-
     def _pick(self, info: dict[str, Any]) -> list[tuple[Any, ...]]:
         picked = []
         for key in self._info_keys:
@@ -139,4 +140,9 @@ class VectorLanes:
 
     def close(self) -> None:
         """Close the vector environment."""
-        self._env.close()
+        if not isinstance(self._env, AsyncVectorEnv):
+            self._env.close()
+        elif self._broken_off:
+            end_processes(self._env)
+        else:
+            close_processes(self._env)

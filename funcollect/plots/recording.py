@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from tensordict import TensorDict
 
+from funcollect.arguments import check_positive
 from funcollect.core.api import close, init, reset, run
-from funcollect.core.request import Request, check_positive
+from funcollect.core.request import Request
 from funcollect.core.simulation import Hold
 from funcollect.core.state import CollectorState
 from funcollect.envs.host_env import Camera

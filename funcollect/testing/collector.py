@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from funcollect.core.request import check_positive
+from funcollect.arguments import check_positive
 from funcollect.testing import collector_checks, collector_life
 from funcollect.testing.collecting import CollectorTrial
 from funcollect.testing.report import Check, Report, run_checks

@@ -60,7 +60,8 @@ def _expected(trial: PolicyTrial) -> Tensor:
     module: Any = getattr(policy, "module", None)
     if not hasattr(module, "get_dist"):
         raise NotApplicableError("it has neither a head nor get_dist")
-    leaves = {leaf.path: trial.batch[leaf.path] for leaf in trial.env.observation_leaves}
+    read = [key if isinstance(key, tuple) else (key,) for key in module.in_keys]  # hidden states and is_init, too
+    leaves = {path: trial.batch[path] for path in read}
     flat = to_tensordict({path: leaf.flatten(0, 1) for path, leaf in leaves.items()}, (trial.batch.numel(),))
     with torch.no_grad():
         scored: Tensor = module.get_dist(flat).log_prob(trial.batch["action"].flatten(0, 1))

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from funcollect.arguments import check_positive
 from funcollect.core import api
-from funcollect.core.request import check_positive
 from funcollect.core.state import CollectorState
 from funcollect.specs import Env, Policy
 from funcollect.testing.parameters import to_tensor

@@ -1,0 +1,25 @@
+"""Processes that are spawned without running the caller's script again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def hidden_main() -> Iterator[None]:
+    """While this lasts, a spawned process does not import the file of ``__main__``.
+
+    Without it a script that has no main guard would start itself again in each of them. What a process needs from
+    ``__main__`` has to travel by value, as cloudpickle sends it.
+    """
+    main: dict[str, Any] = vars(sys.modules["__main__"])
+    kept: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
+    main.pop("__file__", None)
+    main["__spec__"] = None
+    try:
+        yield
+    finally:
+        main.update(kept)
