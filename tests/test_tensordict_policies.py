@@ -36,6 +36,7 @@ from torchrl.objectives.value import GAE
 import funcollect as fc
 from funcollect.policies import straight
 from funcollect.policies.coerce import as_policy
+from funcollect.testing import POLICY_CHECKS, check_policy
 
 
 def lstm():
@@ -352,3 +353,27 @@ def test_misuses_of_hidden_states_are_said():
     inside = fc.make_env(lambda: SerialEnv(2, lambda: TransformedEnv(cartpole(), lstm().make_tensordict_primer())))
     with pytest.raises(ValueError, match=r"'recurrent_state_h'.*take the TensorDictPrimer out"):
         as_policy(recurrent_actor(lstm()), inside)
+
+
+def exploring():
+    values = QValueActor(mlp(4, 2), spec=Categorical(2), in_keys=["observation"], action_space="categorical")
+    return TensorDictSequential(values, EGreedyModule(Categorical(2), eps_init=0.5))
+
+
+FORMS = {
+    "lstm": (lambda: fc.tensordict_policy(recurrent_actor(lstm())), set()),
+    "gru": (lambda: fc.tensordict_policy(recurrent_actor(gru())), set()),
+    "q-values": (
+        lambda: QValueActor(mlp(4, 2), spec=Categorical(2), in_keys=["observation"], action_space="categorical"),
+        {"log_probs", "recurrent"},
+    ),
+    "exploring": (exploring, {"log_probs", "recurrent"}),
+    "actor": (lambda: actor_of(torch.distributions.Categorical), {"recurrent"}),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_check_of_a_policy_passes(name):
+    make, idle = FORMS[name]
+    report = check_policy(make(), fc.make_env("CartPole-v1", num_envs=3))
+    assert {*report.passed} == {check.__name__ for check in POLICY_CHECKS} - idle, str(report)

@@ -46,7 +46,7 @@ def vector() -> Any:
     return SyncVectorEnv([Walk] * 3, autoreset_mode=AutoresetMode.DISABLED)
 
 
-# One row per adapter and kind of source; a new adapter adds its own. What to check, and which checks do not apply.
+# One row per adapter and kind of source; a new adapter adds its own. What to check, and which checks need not apply.
 GOOD: dict[str, tuple[Callable[[], Any], dict[str, Any], set[str]]] = {
     "gymnasium single": (lambda: "CartPole-v1", {}, {"reset_mask", "lanes_alone"}),
     "gymnasium batch": (lambda: "CartPole-v1", {"num_envs": 3}, set()),
@@ -60,6 +60,9 @@ GOOD: dict[str, tuple[Callable[[], Any], dict[str, Any], set[str]]] = {
     "torch": (lambda: "torch/CartPole-v1", {"num_envs": 3}, set()),
     "torch without ends": (lambda: "torch/Pendulum-v1", {"num_envs": 2}, {"terminal"}),
     "torch single": (lambda: TorchWalk(), {}, {"reset_mask", "lanes_alone"}),
+    "envpool": (lambda: "envpool/CartPole-v1", {"num_envs": 3}, {"fork"}),
+    "atari": (lambda: "ale/Breakout", {"num_envs": 2}, {"another_seed", "lanes_alone", "terminal"}),
+    "processes": (lambda: "CartPole-v1", {"num_envs": 2, "parallel": True}, set()),
     "seeded by lane": (lambda: replace(over(Walk)(), seeding="lane"), {}, {"lanes_alone", "fork"}),
     "seeded by run": (lambda: replace(over(Walk)(), seeding="run"), {}, {"lanes_alone", "fork"}),
 }
@@ -70,7 +73,7 @@ def test_a_good_environment_passes_every_check_that_applies(name: str) -> None:
     make, kwargs, idle = GOOD[name]
     report = check_env(make(), steps=scaled(60), **kwargs)
     assert [result.name for result in report.results] == NAMES
-    assert {*report.passed} == {*NAMES} - idle, str(report)
+    assert {*NAMES} - {*report.passed} <= idle, str(report)
 
 
 # check, environment, and words of the message

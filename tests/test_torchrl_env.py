@@ -17,6 +17,7 @@ from torchrl.envs import (
     NoopResetEnv,
     ObservationNorm,
     ParallelEnv,
+    PendulumEnv,
     RenameTransform,
     RewardSum,
     SerialEnv,
@@ -27,6 +28,7 @@ from torchrl.envs import (
 import funcollect as fc
 from funcollect.envs import from_torchrl
 from funcollect.keys import EpisodeSeeds, key_from_seed
+from funcollect.testing import ENV_CHECKS, check_env
 
 LENGTH = 90
 
@@ -267,3 +269,14 @@ def test_what_an_environment_raises_names_it_and_a_reset_goes_on():
     with pytest.raises(fc.EnvError, match=r"Failing: step raised RuntimeError\('out of order'\)"):
         fc.rollout(env, policy, state, 3)
     assert fc.reset(env, state).observation["agent", "place"].sum() == 0
+
+
+@pytest.mark.parametrize("name", ENVS)
+def test_every_check_of_an_environment_passes(name):
+    report = check_env(ENVS[name], steps=100)
+    idle = {"fork", "lanes_alone"} if "serial" in name else {"fork", "lanes_alone", "reset_mask"}
+    assert {*report.passed} == {check.__name__ for check in ENV_CHECKS} - idle, str(report)
+
+
+def test_what_is_drawn_while_an_environment_is_built_is_put_back():
+    check_env(lambda: TransformedEnv(PendulumEnv(), StepCounter(20)), steps=25)

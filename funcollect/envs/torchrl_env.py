@@ -78,6 +78,7 @@ def from_torchrl(env: Any, *, dtype: npt.DTypeLike | None = None, **kwargs: Any)
         observation_leaves=leaves,
         opener=opener,
         seeding="run",
+        forking="none",
         primers=layout.primers,
     )
 
