@@ -60,7 +60,7 @@ GOOD: dict[str, tuple[Callable[[], Any], dict[str, Any], set[str]]] = {
     "torch": (lambda: "torch/CartPole-v1", {"num_envs": 3}, set()),
     "torch without ends": (lambda: "torch/Pendulum-v1", {"num_envs": 2}, {"terminal"}),
     "torch single": (lambda: TorchWalk(), {}, {"reset_mask", "lanes_alone"}),
-    "envpool": (lambda: "envpool/CartPole-v1", {"num_envs": 3}, {"fork"}),
+    "envpool": (lambda: "envpool/CartPole-v1", {"num_envs": 3}, {"fork", "lanes_alone"}),
     "atari": (lambda: "ale/Breakout", {"num_envs": 2}, {"another_seed", "lanes_alone", "terminal"}),
     "processes": (lambda: "CartPole-v1", {"num_envs": 2, "parallel": True}, set()),
     "seeded by lane": (lambda: replace(over(Walk)(), seeding="lane"), {}, {"lanes_alone", "fork"}),
