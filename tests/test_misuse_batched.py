@@ -145,6 +145,6 @@ def test_workers_of_a_vector_environment_that_die_or_owe_an_answer_are_replaced(
     )
     assert done.returncode == 0, done.stderr
     error, steps, interrupt, others = done.stdout.strip().splitlines()
-    assert error.startswith("EnvError the vector environment: step raised OSError(")
+    assert error.startswith("EnvError lane 1: its process is gone (exit code ")
     assert interrupt.strip() == "KeyboardInterrupt"
     assert steps == others == "[[0, 1], [0, 1]]"
