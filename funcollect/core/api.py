@@ -9,17 +9,19 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.core import host_loop, tensor_loop
+from funcollect.core import fused_loop, host_loop, tensor_loop, traced
 from funcollect.core.forking import fork_simulation
 from funcollect.core.request import Request
 from funcollect.core.simulation import Hold, Simulation
 from funcollect.core.state import CollectorState, fresh_counters
+from funcollect.envs.jax_env import JaxEnv
 from funcollect.errors import ReplayError
-from funcollect.keys import key_from_seed
+from funcollect.interop.jax_setup import import_jax
+from funcollect.keys import Key, key_from_seed
 from funcollect.specs import Env, ExplorationType, Policy
 from funcollect.tree import select
 
-_LOOPS: dict[str, ModuleType] = {"host": host_loop, "torch": tensor_loop}
+_LOOPS: dict[str, ModuleType] = {"host": host_loop, "torch": tensor_loop, "jax": fused_loop}
 
 
 def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:
@@ -51,6 +53,8 @@ def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, t
     """`init`, for a checked pair, of the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`."""
     key = key_from_seed(seed)
     count = env.num_envs or 1
+    if env.backend == "jax":
+        return _init_jax(env, policy, key, first_lane, total_lanes)  # type: ignore[arg-type]
     policy_state = policy.init(key, count)
     lane = torch.arange(first_lane, first_lane + count)
     counters = fresh_counters(count, getattr(env, "device", "cpu"))
@@ -77,6 +81,14 @@ def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, t
         total_lanes=total_lanes,
         **counters,
     )
+
+
+def _init_jax(env: JaxEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
+    def first(key: Any, lane: Any) -> CollectorState:
+        return traced.init(env, policy, None, key=key, first_lane=lane, total_lanes=total_lanes)
+
+    state: CollectorState = import_jax().jit(first)(key, first_lane)
+    return state
 
 
 def check_pair(env: Any, policy: Any) -> None:

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import Any
+
+
+_WAITING: list[Callable[[Any], None]] = []
+
+
+def with_jax(act: Callable[[Any], None]) -> None:
+    """Call `act` with JAX as soon as the library imports it, or now if it has."""
+    if import_jax.cache_info().currsize:
+        act(import_jax())
+    else:
+        _WAITING.append(act)
 
 
 @cache
@@ -22,6 +34,8 @@ def import_jax() -> Any:
 
     if first:
         jax.config.update("jax_cpu_enable_async_dispatch", False)  # type: ignore[no-untyped-call]
+    while _WAITING:
+        _WAITING.pop()(jax)
     return jax
 
 

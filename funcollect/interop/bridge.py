@@ -1,0 +1,12 @@
+"""Arrays between JAX and Torch by DLPack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def to_torch(array: Any) -> torch.Tensor:
+    """A tensor over the memory of a JAX array, which is kept alive with it."""
+    return torch.from_dlpack(array)
