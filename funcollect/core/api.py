@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +17,7 @@ from funcollect.core.simulation import Hold, Simulation
 from funcollect.core.state import CollectorState, fresh_counters
 from funcollect.envs.jax_env import JaxEnv
 from funcollect.errors import ReplayError
-from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.jax_setup import compiled
 from funcollect.keys import Key, key_from_seed
 from funcollect.specs import Env, ExplorationType, Policy
 from funcollect.tree import select
@@ -87,7 +88,7 @@ def _init_jax(env: JaxEnv, policy: Policy, key: Key, first_lane: int, total_lane
     def first(key: Any, lane: Any) -> CollectorState:
         return traced.init(env, policy, None, key=key, first_lane=lane, total_lanes=total_lanes)
 
-    state: CollectorState = import_jax().jit(first)(key, first_lane)
+    state: CollectorState = compiled(policy, ("init", env, total_lanes), first)(key, first_lane)
     return state
 
 
@@ -191,6 +192,8 @@ def reset(env: Env, state: CollectorState, mask: Tensor | None = None) -> Collec
     lanes = _checked_mask(mask, state)
     if env.backend == "host":
         return _reset_host(state, lanes)
+    if env.backend == "jax":
+        return _reset_jax(env, state, lanes)  # type: ignore[arg-type]
     episode = state.episode + lanes
     fresh = env.reset(state.key, state.lane, episode)  # type: ignore[attr-defined]
     root = tensor_loop.root_of(env, fresh)  # type: ignore[arg-type]
@@ -201,11 +204,17 @@ def reset(env: Env, state: CollectorState, mask: Tensor | None = None) -> Collec
     )
 
 
+def _reset_jax(env: JaxEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
+    after: CollectorState = compiled(env, "reset", partial(traced.reset, env))(state, lanes.numpy())
+    return after
+
+
 def _checked_mask(mask: Tensor | None, state: CollectorState) -> Tensor:
+    device = state.lane.device if isinstance(state.lane, Tensor) else "cpu"
     if mask is None:
-        return torch.ones_like(state.terminated)
+        return torch.ones(state.num_lanes, dtype=torch.bool, device=device)
     try:
-        mask = torch.as_tensor(mask, device=state.lane.device)
+        mask = torch.as_tensor(mask, device=device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"mask is {mask!r:.80}, expected bool {tuple(state.lane.shape)}: one flag per lane") from error
     if mask.dtype != torch.bool or mask.shape != state.lane.shape:

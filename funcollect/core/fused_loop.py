@@ -15,7 +15,7 @@ from funcollect.core.state import CollectorState
 from funcollect.envs.jax_env import JaxEnv
 from funcollect.interop import words
 from funcollect.interop.bridge import to_torch
-from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.policies.checks import finished
 from funcollect.policies.traced_policy import traced_policy
 from funcollect.specs import Policy
@@ -43,27 +43,23 @@ def bucket(length: int) -> int:
 
 
 def _program(env: JaxEnv, policy: Policy, num_envs: int, request: Request) -> Callable[..., Any]:
-    """The compiled loop: made once for an environment, a policy and what is static in a request."""
-    programs: dict[Any, Callable[..., Any]] = vars(policy).setdefault("_fused", {})
-    which = (
-        env,
-        num_envs,
-        bucket(request.length),
-        request.exploration_type,
-        request.max_frames_per_traj,
-        request.random_steps,
-        request.reset_when_done,
+    """The compiled loop: one for what is static in a request."""
+    capacity = bucket(request.length)
+    setting = Setting(
+        env=env,
+        answer=traced_policy(policy, env.action_spec, num_envs, request.exploration_type),
+        max_frames_per_traj=request.max_frames_per_traj,
+        random_steps=request.random_steps,
+        reset_when_done=request.reset_when_done,
     )
-    if which not in programs:
-        setting = Setting(
-            env=env,
-            answer=traced_policy(policy, env.action_spec, num_envs, request.exploration_type),
-            max_frames_per_traj=request.max_frames_per_traj,
-            random_steps=request.random_steps,
-            reset_when_done=request.reset_when_done,
-        )
-        programs[which] = import_jax().jit(partial(_loop, setting, bucket(request.length)))
-    return programs[which]
+    which = (
+        "rollout",
+        num_envs,
+        capacity,
+        request.exploration_type,
+        *(getattr(setting, name) for name in ("env", "max_frames_per_traj", "random_steps", "reset_when_done")),
+    )
+    return compiled(policy, which, partial(_loop, setting, capacity))
 
 
 def _loop(setting: Setting, capacity: int, params: Any, state: CollectorState, length: Any) -> Any:

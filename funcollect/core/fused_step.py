@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from funcollect.core.state import CollectorState
 from funcollect.envs.jax_env import JaxEnv, JaxEnvState, Transition
 from funcollect.interop import words
 from funcollect.interop.jax_setup import import_jax
@@ -15,6 +13,7 @@ from funcollect.policies.traced_policy import Answer, traced_random
 from funcollect.specs import assemble, disassemble
 from funcollect.tree import Path
 
+Traced = Any  # a CollectorState of JAX arrays
 Row = dict[Path, Any]  # each [P, ...]
 
 
@@ -34,7 +33,7 @@ class Setting:
     reset_when_done: bool = True
 
 
-def step(setting: Setting, params: Any, state: CollectorState) -> tuple[CollectorState, Row]:
+def step(setting: Setting, params: Any, state: Traced) -> tuple[Traced, Row]:
     """The next state, and what the step recorded."""
     env = setting.env
     policy_state, outputs = _act(setting, params, state)
@@ -43,7 +42,7 @@ def step(setting: Setting, params: Any, state: CollectorState) -> tuple[Collecto
     if frozen is not None:
         moved = _frozen(env, state, moved, frozen)
     nexts = by_path(env, moved.observation)
-    row = {
+    row: Row = {
         **state.observation,
         **{(name,): value for name, value in outputs.items()},
         **{("next", *path): value for path, value in nexts.items()},
@@ -59,7 +58,7 @@ def step(setting: Setting, params: Any, state: CollectorState) -> tuple[Collecto
     return _next(setting, state, policy_state, moved, nexts, frozen), row
 
 
-def _act(setting: Setting, params: Any, state: CollectorState) -> tuple[Any, dict[str, Any]]:
+def _act(setting: Setting, params: Any, state: Traced) -> tuple[Any, dict[str, Any]]:
     env = setting.env
     observation = assemble(env.observation_space, state.observation)
     key = _at_step(state, Purpose.NOISE)
@@ -69,9 +68,7 @@ def _act(setting: Setting, params: Any, state: CollectorState) -> tuple[Any, dic
     return policy_state, outputs
 
 
-def _random_start(
-    setting: Setting, state: CollectorState, observation: Any, outputs: dict[str, Any]
-) -> dict[str, Any]:
+def _random_start(setting: Setting, state: Traced, observation: Any, outputs: dict[str, Any]) -> dict[str, Any]:
     """Random actions while the run is young; the policy runs all the same, so every batch has the same keys."""
     jnp = import_jax().numpy
     spec = setting.env.action_spec
@@ -80,30 +77,30 @@ def _random_start(
     return {name: jnp.where(early, drawn[name], value) if name in drawn else value for name, value in outputs.items()}
 
 
-def _at_step(state: CollectorState, purpose: Purpose) -> Any:
+def _at_step(state: Traced, purpose: Purpose) -> Any:
     """One key per purpose and step, folded with the first lane's id: shards of one run draw different noise."""
     fold = import_jax().random.fold_in
     key = fold(fold(state.key, int(purpose)), state.lane[0])
     return fold(fold(key, state.steps[1]), state.steps[0])
 
 
-def _advance(env: JaxEnv, state: CollectorState, action: Any) -> Transition:
+def _advance(env: JaxEnv, state: Traced, action: Any) -> Transition:
     jax = import_jax()
     keys = jax.vmap(jax.random.fold_in, (None, 0))(_dynamics_key(state), state.lane)
     moved: Transition = jax.vmap(env.advance)(keys, state.env_state.physics, action)
     return moved
 
 
-def _dynamics_key(state: CollectorState) -> Any:
+def _dynamics_key(state: Traced) -> Any:
     fold = import_jax().random.fold_in
     return fold(fold(fold(state.key, int(Purpose.DYNAMICS)), state.steps[1]), state.steps[0])
 
 
-def _limited(moved: Transition, state: CollectorState, limit: int | None) -> Transition:
+def _limited(moved: Transition, state: Traced, limit: int | None) -> Transition:
     return moved if limit is None else moved._replace(truncated=moved.truncated | (state.step + 1 >= limit))
 
 
-def _frozen(env: JaxEnv, state: CollectorState, moved: Transition, frozen: Any) -> Transition:
+def _frozen(env: JaxEnv, state: Traced, moved: Transition, frozen: Any) -> Transition:
     """Finished lanes repeat what they were, without reward."""
     jnp = import_jax().numpy
     before = Transition(
@@ -114,17 +111,18 @@ def _frozen(env: JaxEnv, state: CollectorState, moved: Transition, frozen: Any) 
         truncated=state.truncated,
         info=moved.info,
     )
-    return lanes(frozen, before, moved)
+    kept: Transition = lanes(frozen, before, moved)
+    return kept
 
 
 def _next(
     setting: Setting,
-    state: CollectorState,
+    state: Traced,
     policy_state: Any,
     moved: Transition,
     nexts: dict[Path, Any],
     frozen: Any,
-) -> CollectorState:
+) -> Traced:
     jnp = import_jax().numpy
     lived = 1 if frozen is None else (~frozen).astype(jnp.int32)
     after = state.replace(
@@ -140,7 +138,7 @@ def _next(
     return restart(setting.env, after, moved.terminated | moved.truncated)
 
 
-def restart(env: JaxEnv, state: CollectorState, mask: Any) -> CollectorState:
+def restart(env: JaxEnv, state: Traced, mask: Any) -> Traced:
     """The lanes of `mask` [P] begin another episode."""
     jax = import_jax()
     jnp = jax.numpy
@@ -171,7 +169,7 @@ def begin(env: JaxEnv, key: Any, lane: Any, episode: Any) -> tuple[Any, Any]:
     return started
 
 
-def trajectory_words(state: CollectorState) -> Any:
+def trajectory_words(state: Traced) -> Any:
     """The trajectory ids [P, 2] as words (see `funcollect.core.state.trajectory_ids`)."""
     jnp = import_jax().numpy
     lane = state.lane.astype(jnp.uint32)
@@ -195,6 +193,3 @@ def by_path(env: JaxEnv, observation: Any) -> dict[Path, Any]:
     """An observation's leaves by their keys in a batch, in the dtypes that a batch has."""
     leaves = disassemble(env.observation_space, observation)
     return {leaf.path: value.astype(leaf.dtype) for leaf, value in zip(env.observation_leaves, leaves, strict=True)}
-
-
-Step = Callable[[Any, CollectorState], tuple[CollectorState, Row]]

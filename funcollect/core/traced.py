@@ -1,8 +1,8 @@
 """The functional core on JAX arrays, for use inside the user's own `jit`, `vmap`, `grad` and `shard_map`.
 
-Environments are JAX ones, policies JAX ones or `random_policy`; `params` is an argument, since a value closed over would be baked into
-the compiled code. Batches are plain nested dicts, time-major ``[T, P, ...]``, rewards and flags without a trailing
-dimension; `funcollect.deliver` makes a TensorDict of one.
+Environments are JAX ones, policies JAX ones or `random_policy`. `params` is an argument, since a value closed over
+would be baked into the compiled code. Batches are plain nested dicts, time-major ``[T, P, ...]``, rewards and flags
+without a trailing dimension; `funcollect.deliver` makes a TensorDict of one.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _players(env: JaxEnv) -> tuple[int, ...]:
 
     def reward(key: Any) -> Any:
         physics, _ = env.begin(key)
-        action = jax.numpy.zeros(env.action_spec.shape, env.action_space.dtype)
+        action = jax.numpy.zeros(env.action_spec.shape, jax.dtypes.canonicalize_dtype(env.action_space.dtype))
         return env.advance(key, physics, action).reward
 
     return tuple(jax.eval_shape(reward, jax.ShapeDtypeStruct((2,), "uint32")).shape)
@@ -74,7 +74,8 @@ def _players(env: JaxEnv) -> tuple[int, ...]:
 def reset(env: JaxEnv, state: CollectorState, mask: Any = None) -> CollectorState:
     """The lanes of `mask` [P] bool, or all, begin another episode under a new trajectory id."""
     jnp = import_jax().numpy
-    return restart(env, state, jnp.ones_like(state.terminated) if mask is None else mask)
+    after: CollectorState = restart(env, state, jnp.ones_like(state.terminated) if mask is None else mask)
+    return after
 
 
 def step(

@@ -43,7 +43,7 @@ def from_gymnax(
         observation_space=observed,
         action_spec=ActionSpec(_space(env.action_space(params)), one_hot),
         observation_leaves=observation_leaves(observed),
-        begin=lambda key: tuple(reversed(env.reset_env(key, params))),  # type: ignore[arg-type,return-value]
+        begin=lambda key: tuple(reversed(env.reset_env(key, params))),
         advance=lambda key, physics, action: advance(env, params, key, physics, action),
     )
 

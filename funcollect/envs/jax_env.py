@@ -62,8 +62,8 @@ class JaxEnv:
 class JaxEnvState(NamedTuple):
     """All lanes of a JAX environment.
 
-    A reset can cost as much as many steps, so each lane keeps the start of its next episode at hand. Starts are made for
-    all lanes at once, when a lane ends whose own has been used.
+    A reset can cost as much as many steps, so each lane keeps the start of its next episode at hand. Starts are made
+    for all lanes at once, when a lane ends whose own has been used.
     """
 
     physics: Any  # a pytree [P, ...]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any
-
 
 _WAITING: list[Callable[[Any], None]] = []
 
@@ -47,3 +46,11 @@ def dispatch_note() -> str:
             "jax.config.update('jax_cpu_enable_async_dispatch', False) before first use makes small calls cheaper)"
         )
     return "synchronous CPU dispatch"
+
+
+def compiled(owner: Any, which: Hashable, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` under `jit`, made once for an `owner` (an environment or a policy) and with it forgotten."""
+    programs: dict[Hashable, Callable[..., Any]] = vars(owner).setdefault("_compiled", {})
+    if which not in programs:
+        programs[which] = import_jax().jit(function)
+    return programs[which]

@@ -1,4 +1,4 @@
-"""64-bit integers where JAX has 32 bits: two int32 words, low and high, which Torch views as one int64 without a copy."""
+"""64-bit integers where JAX has 32 bits: two words, low and high, which Torch views as one int64 without a copy."""
 
 from __future__ import annotations
 
