@@ -88,7 +88,7 @@ def _advance(env: JaxEnv, state: Traced, action: Any) -> Transition:
     jax = import_jax()
     keys = jax.vmap(jax.random.fold_in, (None, 0))(_dynamics_key(state), state.lane)
     moved: Transition = jax.vmap(env.advance)(keys, state.env_state.physics, action)
-    return moved
+    return moved._replace(physics=_steady(moved.physics), reward=moved.reward.astype(jax.numpy.float32))
 
 
 def _dynamics_key(state: Traced) -> Any:
@@ -165,8 +165,19 @@ def begin(env: JaxEnv, key: Any, lane: Any, episode: Any) -> tuple[Any, Any]:
     fold = jax.vmap(jax.random.fold_in)
     by_lane = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, int(Purpose.RESET)), lane)
     which = episode if env.reset == "fresh" else episode * 0
-    started: tuple[Any, Any] = jax.vmap(env.begin)(fold(by_lane, which))
-    return started
+    physics, observation = jax.vmap(env.begin)(fold(by_lane, which))
+    return _steady(physics), observation
+
+
+def _steady(physics: Any) -> Any:
+    """Without weak types, which can differ between a suite's start and its step and would compile a second time."""
+    jax = import_jax()
+
+    def strong(leaf: Any) -> Any:
+        typed_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return leaf if typed_key else jax.lax.convert_element_type(leaf, leaf.dtype)
+
+    return jax.tree.map(strong, physics)
 
 
 def trajectory_words(state: Traced) -> Any:

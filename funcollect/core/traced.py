@@ -62,13 +62,14 @@ def init(
 
 def _players(env: JaxEnv) -> tuple[int, ...]:
     jax = import_jax()
+    jnp = jax.numpy
 
     def reward(key: Any) -> Any:
         physics, _ = env.begin(key)
         action = jax.numpy.zeros(env.action_spec.shape, jax.dtypes.canonicalize_dtype(env.action_space.dtype))
         return env.advance(key, physics, action).reward
 
-    return tuple(jax.eval_shape(reward, jax.ShapeDtypeStruct((2,), "uint32")).shape)
+    return tuple(jax.eval_shape(reward, jnp.zeros(2, jnp.uint32)).shape)
 
 
 def reset(env: JaxEnv, state: CollectorState, mask: Any = None) -> CollectorState:

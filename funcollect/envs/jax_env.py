@@ -22,6 +22,7 @@ class Transition(NamedTuple):
     info: Mapping[str, Any]  # per info key
 
 
+Reset = Literal["fresh", "cached"]
 Advance = Callable[[Any, Any, Any], Transition]  # (uint32[2] key, physics, action) -> Transition
 
 
@@ -45,7 +46,7 @@ class JaxEnv:
     begin: Begin
     advance: Advance
     info_keys: tuple[str, ...] = ()
-    reset: Literal["fresh", "cached"] = "fresh"
+    reset: Reset = "fresh"
     seeding: Seeding = "episode"
     backend: Literal["jax"] = field(default="jax", init=False)
 
