@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
-from funcollect.envs.jax_env import JaxEnv, Transition
+from funcollect.envs.jax_env import JaxEnv, Reset, Transition, jax_env
+from funcollect.envs.jax_spaces import box
+from funcollect.envs.suite import check_instance, check_known, not_installed
 from funcollect.interop.jax_setup import import_jax
-from funcollect.specs import ActionSpec, Space, observation_leaves
+from funcollect.specs import Space
 
 
 def from_gymnax(
-    env: Any, params: Any = None, *, num_envs: int | None = None, one_hot: bool = False, **kwargs: Any
+    env: Any,
+    params: Any = None,
+    *,
+    num_envs: int | None = None,
+    one_hot: bool = False,
+    info_keys: Sequence[str] = (),
+    reset: Reset = "fresh",
+    **kwargs: Any,
 ) -> JaxEnv:
     """A JAX environment over gymnax's, without its autoreset; its time limit truncates.
 
@@ -22,6 +32,8 @@ def from_gymnax(
         params: the environment's parameters; its defaults unless given.
         num_envs: P; None for a single environment without a batch dimension.
         one_hot: discrete actions as one-hot rows, TorchRL's encoding.
+        info_keys: what of gymnax's `info` a batch records under ``next.info``, such as ``"discount"``.
+        reset: ``"cached"`` starts every episode of a lane as its first one: less work, and less variety.
         **kwargs: for `gymnax.make`.
 
     Raises:
@@ -31,46 +43,48 @@ def from_gymnax(
     >>> from_gymnax("CartPole-v1", num_envs=64)
     JaxEnv('gymnax/CartPole-v1', num_envs=64)
     """
-    if isinstance(env, str):
-        env, defaults = _make(env, kwargs)
-        params = defaults if params is None else params
-    params = env.default_params if params is None else params
-    advance = _advance if hasattr(env, "is_truncated") else _advance_old
-    observed = _space(env.observation_space(params))
-    return JaxEnv(
-        label=f"gymnax/{env.name}",
+    import_jax()
+    raw = _make(env, kwargs) if isinstance(env, str) else env
+    check_instance("gymnax", raw, "reset_env", "step_env")
+    params = raw.default_params if params is None else params
+    advance = _advance if hasattr(raw, "is_truncated") else _advance_old
+    return jax_env(
+        f"gymnax/{raw.name}",
+        begin=lambda key: tuple(reversed(raw.reset_env(key, params))),
+        advance=lambda key, physics, action: advance(raw, params, key, physics, action),
+        observation_space=_space(raw.observation_space(params)),
+        action_space=_space(raw.action_space(params)),
         num_envs=num_envs,
-        observation_space=observed,
-        action_spec=ActionSpec(_space(env.action_space(params)), one_hot),
-        observation_leaves=observation_leaves(observed),
-        begin=lambda key: tuple(reversed(env.reset_env(key, params))),
-        advance=lambda key, physics, action: advance(env, params, key, physics, action),
+        one_hot=one_hot,
+        info_keys=info_keys,
+        reset=reset,
     )
 
 
-def _make(name: str, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _make(name: str, kwargs: dict[str, Any]) -> Any:
     try:
         import gymnax
     except ImportError as error:
-        raise ImportError("gymnax is not installed: pip install funcollect[envs]") from error
-    import_jax()
-    if name not in gymnax.registered_envs:
-        raise ValueError(f"gymnax has no environment {name!r}, expected one of {sorted(gymnax.registered_envs)}")
-    made: tuple[Any, Any] = gymnax.make(name, **kwargs)
-    return made
+        raise not_installed("gymnax") from error
+    check_known("gymnax", name, gymnax.registered_envs)
+    return gymnax.make(name, **kwargs)[0]
 
 
-def _advance(env: Any, params: Any, key: Any, physics: Any, action: Any) -> Transition:
-    observation, physics, reward, terminated, _ = env.step_env(key, physics, action, params)
-    return Transition(physics, observation, reward, terminated, env.is_truncated(physics, params), {})
+def _advance(raw: Any, params: Any, key: Any, physics: Any, action: Any) -> Transition:
+    observation, physics, reward, terminated, info = raw.step_env(key, physics, action, params)
+    return Transition(physics, observation, reward, terminated, raw.is_truncated(physics, params), info)
 
 
-def _advance_old(env: Any, params: Any, key: Any, physics: Any, action: Any) -> Transition:
-    """0.0.x counts the time limit among the ends: what the state says without it was a termination."""
-    observation, physics, reward, done, _ = env.step_env(key, physics, action, params)
-    truncated = physics.time >= params.max_steps_in_episode
+def _advance_old(raw: Any, params: Any, key: Any, physics: Any, action: Any) -> Transition:
+    """0.0.x counts the time limit among the ends: what ends without it is a termination.
+
+    The same step is traced twice, which the compiler makes one: some environments keep the end in their state, so it
+    cannot be asked for afterwards.
+    """
     endless = params.replace(max_steps_in_episode=np.iinfo(np.int32).max)
-    return Transition(physics, observation, reward, done & env.is_terminal(physics, endless), truncated, {})
+    terminated = raw.step_env(key, physics, action, endless)[3]
+    observation, physics, reward, _, info = raw.step_env(key, physics, action, params)
+    return Transition(physics, observation, reward, terminated, physics.time >= params.max_steps_in_episode, info)
 
 
 def _space(given: Any) -> Space:
@@ -79,11 +93,11 @@ def _space(given: Any) -> Space:
         case "Discrete":
             return spaces.Discrete(int(given.n))
         case "Box":
-            dtype = np.dtype(given.dtype)
-            low, high = (np.broadcast_to(np.asarray(bound, dtype), given.shape) for bound in (given.low, given.high))
-            return spaces.Box(low, high, given.shape, dtype.type)
+            return box(tuple(given.shape), given.dtype, given.low, given.high)
         case "Dict":
             return spaces.Dict({name: _space(child) for name, child in given.spaces.items()})
         case "Tuple":
             return spaces.Tuple([_space(child) for child in given.spaces])
-    raise TypeError(f"the space {given!r} of gymnax has no counterpart in Gymnasium")
+    raise TypeError(
+        f"the space {given!r} of gymnax has no counterpart in Gymnasium: expected Discrete, Box, Dict, Tuple"
+    )

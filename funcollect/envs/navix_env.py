@@ -2,55 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from gymnasium import spaces
 
-from funcollect.envs.jax_env import JaxEnv, Transition
-from funcollect.specs import ActionSpec, observation_leaves
+from funcollect.envs.jax_env import JaxEnv, Reset, Transition, jax_env
+from funcollect.envs.jax_spaces import space_like
+from funcollect.envs.suite import check_instance, check_known, not_installed
+from funcollect.interop.jax_setup import import_jax
 
 _TRUNCATION, _TERMINATION = 1, 2  # navix's step types; 0 is a transition
 
 
-def from_navix(env: Any, *, num_envs: int | None = None, **kwargs: Any) -> JaxEnv:
-    """A JAX environment over navix's. Its autoreset acts on steps after an end, of which this loop makes none.
+def from_navix(
+    env: Any,
+    *,
+    num_envs: int | None = None,
+    one_hot: bool = False,
+    info_keys: Sequence[str] = (),
+    reset: Reset = "fresh",
+    **kwargs: Any,
+) -> JaxEnv:
+    """A JAX environment over navix's, without its autoreset, which would spend a step on each reset.
 
     Args:
         env: an id such as ``"Navix-Empty-8x8-v0"``, or an instance.
         num_envs: P; None for a single environment without a batch dimension.
-        **kwargs: for `navix.make`.
+        one_hot: actions as one-hot rows, TorchRL's encoding.
+        info_keys: what of the time step's `info` a batch records under ``next.info``, such as ``"return"``.
+        reset: ``"cached"`` starts every episode of a lane as its first one, in the same grid.
+        **kwargs: for `navix.make`, such as `max_steps`, after which an episode is truncated (100 unless given).
 
     Raises:
         ImportError: without navix.
         ValueError: for an unknown id.
+
+    >>> from_navix("Navix-Empty-8x8-v0", num_envs=64)
+    JaxEnv('navix/Navix-Empty-8x8-v0', num_envs=64)
     """
-    label = env if isinstance(env, str) else type(env).__name__
+    jax = import_jax()
     raw = _make(env, kwargs) if isinstance(env, str) else env
-    given = raw.observation_space
-    low, high = (np.broadcast_to(np.asarray(bound), given.shape) for bound in (given.minimum, given.maximum))
-    dtype = np.dtype(given.dtype)
-    observed = spaces.Box(low.astype(dtype), high.astype(dtype), given.shape, dtype.type)
+    check_instance("navix", raw, "reset", "_step", "action_space")
 
     def begin(key: Any) -> tuple[Any, Any]:
         timestep = raw.reset(key)
         return timestep, timestep.observation
 
     def advance(key: Any, physics: Any, action: Any) -> Transition:
-        timestep = raw._step(physics, action)
-        kind = timestep.step_type
-        return Transition(
-            timestep, timestep.observation, timestep.reward, kind == _TERMINATION, kind == _TRUNCATION, {}
-        )
+        step = raw._step(physics, action)
+        terminated, truncated = step.step_type == _TERMINATION, step.step_type == _TRUNCATION
+        return Transition(step, step.observation, step.reward, terminated, truncated, step.info)
 
-    return JaxEnv(
-        label=f"navix/{label}",
+    _, observation = jax.eval_shape(begin, jax.numpy.zeros(2, "uint32"))
+    return jax_env(
+        f"navix/{env if isinstance(env, str) else type(env).__name__}",
+        begin,
+        advance,
+        observation_space=space_like(observation),
+        action_space=spaces.Discrete(int(raw.action_space.maximum) + 1),
         num_envs=num_envs,
-        observation_space=observed,
-        action_spec=ActionSpec(spaces.Discrete(int(raw.action_space.maximum) + 1)),
-        observation_leaves=observation_leaves(observed),
-        begin=begin,
-        advance=advance,
+        one_hot=one_hot,
+        info_keys=info_keys,
+        reset=reset,
     )
 
 
@@ -58,7 +72,6 @@ def _make(name: str, kwargs: dict[str, Any]) -> Any:
     try:
         import navix
     except ImportError as error:
-        raise ImportError("navix is not installed: pip install funcollect[envs]") from error
-    if name not in (known := navix.registry()):
-        raise ValueError(f"navix has no environment {name!r}, expected one of {sorted(known)}")
+        raise not_installed("navix") from error
+    check_known("navix", name, navix.registry())
     return navix.make(name, **kwargs)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from gymnasium import spaces
 
-from funcollect.envs.jax_env import JaxEnv, Transition
+from funcollect.envs.jax_env import JaxEnv, Transition, jax_env
+from funcollect.envs.jax_spaces import space_like
+from funcollect.envs.suite import check_instance, check_known, not_installed
 from funcollect.interop.jax_setup import import_jax
-from funcollect.specs import ActionSpec, observation_leaves
 
 
-def from_pgx(env: Any, *, num_envs: int | None = None, **kwargs: Any) -> JaxEnv:
+def from_pgx(
+    env: Any, *, num_envs: int | None = None, one_hot: bool = False, max_episode_steps: int | None = None
+) -> JaxEnv:
     """A JAX environment over a pgx game: the observation is that of the player whose turn it is.
 
     An observation is a dict of ``observation``, ``action_mask`` (the legal actions) and, for several players,
@@ -21,18 +23,20 @@ def from_pgx(env: Any, *, num_envs: int | None = None, **kwargs: Any) -> JaxEnv:
     Args:
         env: an id such as ``"go_9x9"``, or an instance.
         num_envs: P; None for a single game without a batch dimension.
-        **kwargs: for `pgx.make`.
+        one_hot: actions as one-hot rows, TorchRL's encoding.
+        max_episode_steps: steps after which a game is truncated; None: never, and some of the games have no
+            end of their own.
 
     Raises:
         ImportError: without pgx.
         ValueError: for an unknown id.
+
+    >>> from_pgx("tic_tac_toe", num_envs=64)
+    JaxEnv('pgx/tic_tac_toe', num_envs=64)
     """
-    raw = _make(env, kwargs) if isinstance(env, str) else env
+    raw = _make(env) if isinstance(env, str) else env
+    check_instance("pgx", raw, "init", "num_players", "num_actions")
     several = raw.num_players > 1
-    observed = spaces.Dict(
-        {"observation": _box(raw), "action_mask": spaces.MultiBinary(raw.num_actions)}
-        | ({"current_player": spaces.Discrete(raw.num_players)} if several else {})
-    )
 
     def observe(state: Any) -> dict[str, Any]:
         player = {"current_player": state.current_player} if several else {}
@@ -45,34 +49,33 @@ def from_pgx(env: Any, *, num_envs: int | None = None, **kwargs: Any) -> JaxEnv:
     def advance(key: Any, physics: Any, action: Any) -> Transition:
         state = raw.step(physics, action, key)
         reward = state.rewards if several else state.rewards[0]
-        return Transition(state, observe(state), reward, state.terminated, state.truncated, {})
+        return Transition(state, observe(state), reward, state.terminated, state.truncated)
 
-    return JaxEnv(
-        label=f"pgx/{raw.id}",
+    return jax_env(
+        f"pgx/{raw.id}",
+        begin,
+        advance,
+        observation_space=_space(begin, raw.num_players),
+        action_space=spaces.Discrete(raw.num_actions),
         num_envs=num_envs,
-        observation_space=observed,
-        action_spec=ActionSpec(spaces.Discrete(raw.num_actions)),
-        observation_leaves=observation_leaves(observed),
-        begin=begin,
-        advance=advance,
+        one_hot=one_hot,
+        max_episode_steps=max_episode_steps,
     )
 
 
-def _make(name: str, kwargs: dict[str, Any]) -> Any:
+def _make(name: str) -> Any:
+    import_jax()
     try:
         import pgx
     except ImportError as error:
-        raise ImportError("pgx is not installed: pip install funcollect[envs]") from error
-    if name not in (known := pgx.available_envs()):
-        raise ValueError(f"pgx has no game {name!r}, expected one of {sorted(known)}")
-    return pgx.make(name, **kwargs)
+        raise not_installed("pgx") from error
+    check_known("pgx", name, pgx.available_envs())
+    return pgx.make(name)
 
 
-def _box(raw: Any) -> spaces.Space[Any]:
-    """The observation's space by its dtype, which pgx itself does not say."""
-    observation = import_jax().eval_shape(lambda key: raw.init(key).observation, np.zeros(2, np.uint32))
-    dtype = np.dtype(observation.dtype)
-    if dtype.kind == "b":
-        return spaces.MultiBinary(observation.shape)
-    low, high = (-np.inf, np.inf) if dtype.kind == "f" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-    return spaces.Box(low, high, observation.shape, dtype.type)
+def _space(begin: Any, players: int) -> spaces.Dict:
+    """The space by the observation's dtypes: pgx itself does not say it."""
+    jax = import_jax()
+    _, observation = jax.eval_shape(begin, jax.numpy.zeros(2, "uint32"))
+    known: dict[str, spaces.Space[Any]] = {"current_player": spaces.Discrete(players)}
+    return spaces.Dict({name: known.get(name) or space_like(part) for name, part in observation.items()})

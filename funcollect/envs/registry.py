@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 
+from funcollect.envs.brax_env import from_brax
 from funcollect.envs.classic_control import TORCH_ENVS
 from funcollect.envs.gymnasium_env import from_gymnasium
+from funcollect.envs.gymnax_env import from_gymnax
+from funcollect.envs.jumanji_env import from_jumanji
+from funcollect.envs.navix_env import from_navix
+from funcollect.envs.pgx_env import from_pgx
+from funcollect.envs.playground_env import from_playground
 from funcollect.specs import Env, Policy
+
+_SUITES: dict[str, Callable[..., Env]] = {
+    "brax": from_brax,
+    "gymnax": from_gymnax,
+    "jumanji": from_jumanji,
+    "navix": from_navix,
+    "pgx": from_pgx,
+    "playground": from_playground,
+}
 
 
 def make_env(env: Any, **kwargs: Any) -> Env:
@@ -19,12 +34,15 @@ def make_env(env: Any, **kwargs: Any) -> Env:
 
     Args:
         env: an `Env`, which is returned as it is; whatever `funcollect.envs.from_gymnasium` takes; a callable that
-            returns one of these; or an id with a namespace of this library's, such as ``"torch/CartPole-v1"``.
+            returns one of these; or an id with a namespace of this library's: ``"torch/CartPole-v1"``,
+            ``"gymnax/CartPole-v1"``, ``"brax/ant"``, ``"jumanji/Snake-v1"``, ``"navix/Navix-Empty-8x8-v0"``,
+            ``"pgx/go_9x9"``, ``"playground/CartpoleBalance"``.
         **kwargs: for the adapter: `num_envs` and, for Gymnasium, `info_keys`, `dtype`, `one_hot` and the arguments of
             `gymnasium.make`.
 
     Raises:
         ValueError: for an unknown id.
+        ImportError: for an id of a suite that is not installed.
         TypeError: for anything that describes no environment.
 
     >>> make_env("torch/Pendulum-v1", num_envs=4)
@@ -36,8 +54,11 @@ def make_env(env: Any, **kwargs: Any) -> Env:
         if kwargs:
             raise ValueError(f"{', '.join(kwargs)} cannot be given with {env!r}, which is made already: leave it out")
         return env
-    if isinstance(env, str) and env.startswith("torch/"):
-        return _torch_env(env.removeprefix("torch/"), kwargs)
+    namespace, _, name = env.partition("/") if isinstance(env, str) else ("", "", "")
+    if namespace == "torch":
+        return _torch_env(name, kwargs)
+    if namespace in _SUITES and name:
+        return _SUITES[namespace](name, **kwargs)
     if callable(env) and not isinstance(env, gymnasium.Env):
         return _from_callable(env, kwargs)
     return from_gymnasium(env, **kwargs)
