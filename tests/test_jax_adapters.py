@@ -60,6 +60,7 @@ def delivered(env):
         ("gymnax/Pendulum-v1", ()),
         ("gymnax/MetaMaze-misc", ()),
         ("gymnax/Breakout-MinAtar", ()),
+        ("gymnax/Catch-bsuite", ()),  # its own space says int32
         ("jumanji/PacMan-v1", ()),  # named tuples within one
         ("jumanji/Connector-v3", (10,)),
         ("jumanji/MultiCVRP-v0", ()),

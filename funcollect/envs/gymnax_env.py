@@ -43,16 +43,22 @@ def from_gymnax(
     >>> from_gymnax("CartPole-v1", num_envs=64)
     JaxEnv('gymnax/CartPole-v1', num_envs=64)
     """
-    import_jax()
+    jax = import_jax()
     raw = _make(env, kwargs) if isinstance(env, str) else env
     check_instance("gymnax", raw, "reset_env", "step_env")
     params = raw.default_params if params is None else params
     advance = _advance if hasattr(raw, "is_truncated") else _advance_old
+
+    def begin(key: Any) -> tuple[Any, Any]:
+        observation, physics = raw.reset_env(key, params)
+        return physics, observation
+
+    _, observation = jax.eval_shape(begin, jax.numpy.zeros(2, "uint32"))
     return jax_env(
         f"gymnax/{raw.name}",
-        begin=lambda key: tuple(reversed(raw.reset_env(key, params))),
+        begin,
         advance=lambda key, physics, action: advance(raw, params, key, physics, action),
-        observation_space=_space(raw.observation_space(params)),
+        observation_space=_space(raw.observation_space(params), observation),
         action_space=_space(raw.action_space(params)),
         num_envs=num_envs,
         one_hot=one_hot,
@@ -87,17 +93,19 @@ def _advance_old(raw: Any, params: Any, key: Any, physics: Any, action: Any) -> 
     return Transition(physics, observation, reward, terminated, physics.time >= params.max_steps_in_episode, info)
 
 
-def _space(given: Any) -> Space:
-    """A Gymnasium space from one of gymnax's."""
+def _space(given: Any, delivered: Any = None) -> Space:
+    """A Gymnasium space from one of gymnax's; some say another dtype than that of what is `delivered`."""
     match type(given).__name__:
         case "Discrete":
             return spaces.Discrete(int(given.n))
         case "Box":
-            return box(tuple(given.shape), given.dtype, given.low, given.high)
+            return box(tuple(given.shape), (given if delivered is None else delivered).dtype, given.low, given.high)
         case "Dict":
-            return spaces.Dict({name: _space(child) for name, child in given.spaces.items()})
+            return spaces.Dict(
+                {name: _space(child, delivered and delivered[name]) for name, child in given.spaces.items()}
+            )
         case "Tuple":
-            return spaces.Tuple([_space(child) for child in given.spaces])
+            return spaces.Tuple([_space(child, delivered and delivered[i]) for i, child in enumerate(given.spaces)])
     raise TypeError(
         f"the space {given!r} of gymnax has no counterpart in Gymnasium: expected Discrete, Box, Dict, Tuple"
     )

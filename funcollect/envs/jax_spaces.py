@@ -25,7 +25,7 @@ def box(shape: tuple[int, ...], dtype: npt.DTypeLike, low: Any = None, high: Any
         return spaces.Box(0, 1, shape, kind)
     least, most = (-np.inf, np.inf) if dtype.kind not in "iu" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
     bounds = (least if low is None else low, most if high is None else high)
-    lower, upper = (np.broadcast_to(np.asarray(bound).astype(dtype), shape) for bound in bounds)
+    lower, upper = (np.broadcast_to(np.clip(bound, least, most).astype(dtype), shape) for bound in bounds)
     return spaces.Box(lower, upper, shape, kind)
 
 
@@ -57,7 +57,5 @@ def as_delivered(space: Space) -> Space:
         case spaces.MultiDiscrete():
             return spaces.MultiDiscrete(space.nvec, dtype.type, start=space.start)
         case spaces.Box():
-            narrow = np.iinfo(dtype)
-            low, high = (bound.clip(narrow.min, narrow.max) for bound in (space.low, space.high))
-            return box(space.shape, dtype, low, high)
+            return box(space.shape, dtype, space.low, space.high)
     return space
