@@ -38,6 +38,7 @@ class Purpose(IntEnum):
     NOISE = 2
     RANDOM_ACTION = 3
     GENERATOR = 4
+    DYNAMICS = 5
 
 
 @dataclass(frozen=True, kw_only=True)

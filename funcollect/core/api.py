@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -9,16 +10,18 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.core import host_loop, tensor_loop
+from funcollect.core import fused_loop, host_loop, tensor_loop, traced
 from funcollect.core.forking import fork_simulation
 from funcollect.core.request import Request
 from funcollect.core.simulation import Hold, Simulation
 from funcollect.core.state import CollectorState, fresh_counters
-from funcollect.keys import key_from_seed
+from funcollect.envs.jax_env import JaxEnv
+from funcollect.interop.jax_setup import compiled
+from funcollect.keys import Key, key_from_seed
 from funcollect.specs import Env, ExplorationType, Policy
 from funcollect.tree import select
 
-_LOOPS: dict[str, ModuleType] = {"host": host_loop, "torch": tensor_loop}
+_LOOPS: dict[str, ModuleType] = {"host": host_loop, "torch": tensor_loop, "jax": fused_loop}
 
 
 def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:
@@ -50,6 +53,8 @@ def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, t
     """`init`, for a checked pair, of the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`."""
     key = key_from_seed(seed)
     count = env.num_envs or 1
+    if env.backend == "jax":
+        return _init_jax(env, policy, key, first_lane, total_lanes)  # type: ignore[arg-type]
     policy_state = policy.init(key, count)
     lane = torch.arange(first_lane, first_lane + count)
     counters = fresh_counters(count, getattr(env, "device", "cpu"))
@@ -76,6 +81,14 @@ def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, t
         total_lanes=total_lanes,
         **counters,
     )
+
+
+def _init_jax(env: JaxEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
+    def first(key: Any, lane: Any) -> CollectorState:
+        return traced.init(env, policy, None, key=key, first_lane=lane, total_lanes=total_lanes)
+
+    state: CollectorState = compiled(policy, ("init", env, total_lanes), first)(key, first_lane)
+    return state
 
 
 def check_pair(env: Any, policy: Any) -> None:
@@ -178,6 +191,8 @@ def reset(env: Env, state: CollectorState, mask: Tensor | None = None) -> Collec
     lanes = _checked_mask(mask, state)
     if env.backend == "host":
         return _reset_host(state, lanes)
+    if env.backend == "jax":
+        return _reset_jax(env, state, lanes)  # type: ignore[arg-type]
     episode = state.episode + lanes
     fresh = env.reset(state.key, state.lane, episode)  # type: ignore[attr-defined]
     root = tensor_loop.root_of(env, fresh)  # type: ignore[arg-type]
@@ -188,11 +203,17 @@ def reset(env: Env, state: CollectorState, mask: Tensor | None = None) -> Collec
     )
 
 
+def _reset_jax(env: JaxEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
+    after: CollectorState = compiled(env, "reset", partial(traced.reset, env))(state, lanes.numpy())
+    return after
+
+
 def _checked_mask(mask: Tensor | None, state: CollectorState) -> Tensor:
+    device = state.lane.device if isinstance(state.lane, Tensor) else "cpu"
     if mask is None:
-        return torch.ones_like(state.terminated)
+        return torch.ones(state.num_lanes, dtype=torch.bool, device=device)
     try:
-        mask = torch.as_tensor(mask, device=state.lane.device)
+        mask = torch.as_tensor(mask, device=device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"mask is {mask!r:.80}, expected bool {tuple(state.lane.shape)}: one flag per lane") from error
     if mask.dtype != torch.bool or mask.shape != state.lane.shape:

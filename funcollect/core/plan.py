@@ -103,6 +103,8 @@ def _describe(policy: Policy) -> str:
 
 
 def _why(env: Env, policy: Policy) -> str:
+    if env.backend == "jax":
+        return "environment and policy are both JAX functions, so all steps are one compiled loop"
     where = {
         "host": "the environment lives in simulators on the host",
         "torch": "the environment is written in Torch and steps all lanes at once",

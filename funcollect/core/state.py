@@ -11,6 +11,8 @@ import optree
 import torch
 from torch import Tensor
 
+from funcollect.interop.jax_setup import with_jax
+from funcollect.interop.words import number
 from funcollect.keys import Key, seed_of
 from funcollect.tree import NAMESPACE, Path
 
@@ -65,9 +67,14 @@ class CollectorState:
         return len(self.lane)
 
     @property
+    def steps_made(self) -> int:
+        """`steps` as an int; over JAX environments it is two words, since 32 bits may not hold it."""
+        return self.steps if isinstance(self.steps, int) else number(self.steps)
+
+    @property
     def frames(self) -> int:
         """Frames collected since `init`: steps times lanes."""
-        return self.steps * self.num_lanes
+        return self.steps_made * self.num_lanes
 
     @property
     def traj_ids(self) -> Tensor:
@@ -108,3 +115,12 @@ def _unflatten(static: tuple[Any, ...], children: tuple[Any, ...]) -> CollectorS
 
 
 optree.register_pytree_node(CollectorState, _flatten, _unflatten, namespace=NAMESPACE)  # type: ignore[arg-type]
+
+
+def _register(jax: Any) -> None:
+    """A node in JAX, too: there `steps` and `policy_version` are arrays."""
+    names = [field.name for field in fields(CollectorState)]
+    jax.tree_util.register_dataclass(CollectorState, [name for name in names if name != "total_lanes"], ["total_lanes"])
+
+
+with_jax(_register)

@@ -10,9 +10,15 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 
 from funcollect.envs.ale import from_ale
+from funcollect.envs.brax_env import from_brax
 from funcollect.envs.classic_control import TORCH_ENVS
 from funcollect.envs.envpool_env import from_envpool
 from funcollect.envs.gymnasium_env import from_gymnasium
+from funcollect.envs.gymnax_env import from_gymnax
+from funcollect.envs.jumanji_env import from_jumanji
+from funcollect.envs.navix_env import from_navix
+from funcollect.envs.pgx_env import from_pgx
+from funcollect.envs.playground_env import from_playground
 from funcollect.envs.torchrl_env import from_torchrl
 from funcollect.envs.torchrl_specs import is_torchrl
 from funcollect.specs import Env, Policy
@@ -24,12 +30,14 @@ def make_env(env: Any, **kwargs: Any) -> Env:
     Args:
         env: an `Env`, which is returned as it is; whatever `funcollect.envs.from_gymnasium` or `from_torchrl` takes; a
             callable that returns one of these; or an id with a namespace of this library's: ``"torch/CartPole-v1"``,
-            ``"envpool/CartPole-v1"``, ``"ale/Pong"``.
+            ``"envpool/CartPole-v1"``, ``"ale/Pong"``, ``"gymnax/CartPole-v1"``, ``"brax/ant"``, ``"jumanji/Snake-v1"``,
+            ``"navix/Navix-Empty-8x8-v0"``, ``"pgx/go_9x9"``, ``"playground/CartpoleBalance"``.
         **kwargs: for the adapter: `num_envs` and, for Gymnasium, `parallel`, `info_keys`, `dtype`, `one_hot` and the
             arguments of `gymnasium.make`.
 
     Raises:
         ValueError: for an unknown id.
+        ImportError: for an id of a suite that is not installed.
         TypeError: for anything that describes no environment.
 
     >>> make_env("torch/Pendulum-v1", num_envs=4)
@@ -43,8 +51,9 @@ def make_env(env: Any, **kwargs: Any) -> Env:
         if kwargs:
             raise ValueError(f"{', '.join(kwargs)} cannot be given with {env!r}, which is made already: leave it out")
         return env
-    if isinstance(env, str) and (namespace := env.partition("/")[0]) in _NAMESPACES:
-        return _NAMESPACES[namespace](env.partition("/")[2], **kwargs)
+    namespace, _, name = env.partition("/") if isinstance(env, str) else ("", "", "")
+    if namespace in _NAMESPACES and name:
+        return _NAMESPACES[namespace](name, **kwargs)
     if callable(env) and not isinstance(env, gymnasium.Env):
         return _from_callable(env, kwargs)
     return from_gymnasium(env, **kwargs)
@@ -62,7 +71,17 @@ def _torch_env(name: str, **kwargs: Any) -> Env:
         raise TypeError(f"'torch/{name}': {error}: it takes num_envs and device, leave the rest out") from error
 
 
-_NAMESPACES: dict[str, Callable[..., Env]] = {"ale": from_ale, "envpool": from_envpool, "torch": _torch_env}
+_NAMESPACES: dict[str, Callable[..., Env]] = {
+    "ale": from_ale,
+    "brax": from_brax,
+    "envpool": from_envpool,
+    "gymnax": from_gymnax,
+    "jumanji": from_jumanji,
+    "navix": from_navix,
+    "pgx": from_pgx,
+    "playground": from_playground,
+    "torch": _torch_env,
+}
 _ADAPTER_ARGUMENTS = ("num_envs", "parallel", "info_keys", "dtype", "one_hot")
 
 

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any
+
+_WAITING: list[Callable[[Any], None]] = []
+
+
+def with_jax(act: Callable[[Any], None]) -> None:
+    """Call `act` with JAX as soon as the library imports it, or now if it has."""
+    if import_jax.cache_info().currsize:
+        act(import_jax())
+    else:
+        _WAITING.append(act)
 
 
 @cache
@@ -22,6 +33,8 @@ def import_jax() -> Any:
 
     if first:
         jax.config.update("jax_cpu_enable_async_dispatch", False)  # type: ignore[no-untyped-call]
+    while _WAITING:
+        _WAITING.pop()(jax)
     return jax
 
 
@@ -33,3 +46,11 @@ def dispatch_note() -> str:
             "jax.config.update('jax_cpu_enable_async_dispatch', False) before first use makes small calls cheaper)"
         )
     return "synchronous CPU dispatch"
+
+
+def compiled(owner: Any, which: Hashable, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` under `jit`, made once for an `owner` (an environment or a policy) and with it forgotten."""
+    programs: dict[Hashable, Callable[..., Any]] = vars(owner).setdefault("_compiled", {})
+    if which not in programs:
+        programs[which] = import_jax().jit(function)
+    return programs[which]

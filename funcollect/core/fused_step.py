@@ -1,0 +1,206 @@
+"""One step of all lanes of a JAX environment, traced: the body of every fused loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from funcollect.envs.jax_env import JaxEnv, JaxEnvState, Transition
+from funcollect.interop import words
+from funcollect.interop.jax_setup import import_jax
+from funcollect.keys import Purpose
+from funcollect.policies.traced_policy import Answer, traced_random
+from funcollect.specs import assemble, disassemble
+from funcollect.tree import Path
+
+Traced = Any  # a CollectorState of JAX arrays
+Row = dict[Path, Any]  # each [P, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is fixed while a loop is compiled.
+
+    Attributes:
+        answer: the policy's traced step.
+        random_steps: lanes act randomly in the run's first so many steps.
+    """
+
+    env: JaxEnv
+    answer: Answer
+    max_frames_per_traj: int | None = None
+    random_steps: int = 0
+    reset_when_done: bool = True
+
+
+def step(setting: Setting, params: Any, state: Traced) -> tuple[Traced, Row]:
+    """The next state, and what the step recorded."""
+    env = setting.env
+    policy_state, outputs = _act(setting, params, state)
+    moved = _limited(_advance(env, state, outputs["action"]), state, setting.max_frames_per_traj)
+    frozen = None if setting.reset_when_done else state.terminated | state.truncated
+    if frozen is not None:
+        moved = _frozen(env, state, moved, frozen)
+    nexts = by_path(env, moved.observation)
+    row: Row = {
+        **state.observation,
+        **{(name,): value for name, value in outputs.items()},
+        **{("next", *path): value for path, value in nexts.items()},
+        **{("next", "info", name): value for name, value in moved.info.items()},
+        ("next", "reward"): moved.reward,
+        ("next", "terminated"): moved.terminated,
+        ("next", "truncated"): moved.truncated,
+        ("terminated",): state.terminated,
+        ("truncated",): state.truncated,
+        ("collector", "traj_ids"): trajectory_words(state),
+        ("collector", "step"): state.step,
+    }
+    return _next(setting, state, policy_state, moved, nexts, frozen), row
+
+
+def _act(setting: Setting, params: Any, state: Traced) -> tuple[Any, dict[str, Any]]:
+    env = setting.env
+    observation = assemble(env.observation_space, state.observation)
+    key = _at_step(state, Purpose.NOISE)
+    policy_state, outputs = setting.answer(params, state.policy_state, observation, key)
+    if setting.random_steps:
+        outputs = _random_start(setting, state, observation, outputs)
+    return policy_state, outputs
+
+
+def _random_start(setting: Setting, state: Traced, observation: Any, outputs: dict[str, Any]) -> dict[str, Any]:
+    """Random actions while the run is young; the policy runs all the same, so every batch has the same keys."""
+    jnp = import_jax().numpy
+    spec = setting.env.action_spec
+    drawn = traced_random(spec, _at_step(state, Purpose.RANDOM_ACTION), observation, state.num_lanes)
+    early = (state.steps[1] == 0) & (state.steps[0] < setting.random_steps)
+    return {name: jnp.where(early, drawn[name], value) if name in drawn else value for name, value in outputs.items()}
+
+
+def _at_step(state: Traced, purpose: Purpose) -> Any:
+    """One key per purpose and step, folded with the first lane's id: shards of one run draw different noise."""
+    fold = import_jax().random.fold_in
+    key = fold(fold(state.key, int(purpose)), state.lane[0])
+    return fold(fold(key, state.steps[1]), state.steps[0])
+
+
+def _advance(env: JaxEnv, state: Traced, action: Any) -> Transition:
+    jax = import_jax()
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(_dynamics_key(state), state.lane)
+    moved: Transition = jax.vmap(env.advance)(keys, state.env_state.physics, action)
+    return moved._replace(physics=_steady(moved.physics), reward=moved.reward.astype(jax.numpy.float32))
+
+
+def _dynamics_key(state: Traced) -> Any:
+    fold = import_jax().random.fold_in
+    return fold(fold(fold(state.key, int(Purpose.DYNAMICS)), state.steps[1]), state.steps[0])
+
+
+def _limited(moved: Transition, state: Traced, limit: int | None) -> Transition:
+    return moved if limit is None else moved._replace(truncated=moved.truncated | (state.step + 1 >= limit))
+
+
+def _frozen(env: JaxEnv, state: Traced, moved: Transition, frozen: Any) -> Transition:
+    """Finished lanes repeat what they were, without reward."""
+    jnp = import_jax().numpy
+    before = Transition(
+        physics=state.env_state.physics,
+        observation=assemble(env.observation_space, state.observation),
+        reward=jnp.zeros_like(moved.reward),
+        terminated=state.terminated,
+        truncated=state.truncated,
+        info=moved.info,
+    )
+    kept: Transition = lanes(frozen, before, moved)
+    return kept
+
+
+def _next(
+    setting: Setting,
+    state: Traced,
+    policy_state: Any,
+    moved: Transition,
+    nexts: dict[Path, Any],
+    frozen: Any,
+) -> Traced:
+    jnp = import_jax().numpy
+    lived = 1 if frozen is None else (~frozen).astype(jnp.int32)
+    after = state.replace(
+        env_state=state.env_state._replace(physics=moved.physics),
+        observation=nexts,
+        policy_state=policy_state,
+        step=state.step + lived,
+        returns=state.returns + moved.reward,
+        steps=words.add(state.steps, 1),
+    )
+    if frozen is not None:
+        return after.replace(terminated=moved.terminated, truncated=moved.truncated)
+    return restart(setting.env, after, moved.terminated | moved.truncated)
+
+
+def restart(env: JaxEnv, state: Traced, mask: Any) -> Traced:
+    """The lanes of `mask` [P] begin another episode."""
+    jax = import_jax()
+    jnp = jax.numpy
+    physics, (starts, roots), spent = state.env_state
+    refill = (mask & spent).any()
+    starts, roots = jax.lax.cond(
+        refill, lambda: begin(env, state.key, state.lane, state.episode + 1), lambda: (starts, roots)
+    )
+    spent = (spent & ~refill) | (mask & (env.reset == "fresh"))
+    return state.replace(
+        env_state=JaxEnvState(lanes(mask, starts, physics), (starts, roots), spent),
+        observation=lanes(mask, by_path(env, roots), state.observation),
+        episode=state.episode + mask,
+        step=jnp.where(mask, 0, state.step),
+        returns=lanes(mask, jnp.zeros_like(state.returns), state.returns),
+        terminated=state.terminated & ~mask,
+        truncated=state.truncated & ~mask,
+    )
+
+
+def begin(env: JaxEnv, key: Any, lane: Any, episode: Any) -> tuple[Any, Any]:
+    """Physics and observation [P, ...] at the start of each lane's episode: a function of key, lane and episode."""
+    jax = import_jax()
+    fold = jax.vmap(jax.random.fold_in)
+    by_lane = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, int(Purpose.RESET)), lane)
+    which = episode if env.reset == "fresh" else episode * 0
+    physics, observation = jax.vmap(env.begin)(fold(by_lane, which))
+    return _steady(physics), observation
+
+
+def _steady(physics: Any) -> Any:
+    """Without weak types, which can differ between a suite's start and its step and would compile a second time."""
+    jax = import_jax()
+
+    def strong(leaf: Any) -> Any:
+        typed_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return leaf if typed_key else jax.lax.convert_element_type(leaf, leaf.dtype)
+
+    return jax.tree.map(strong, physics)
+
+
+def trajectory_words(state: Traced) -> Any:
+    """The trajectory ids [P, 2] as words (see `funcollect.core.state.trajectory_ids`)."""
+    jnp = import_jax().numpy
+    lane = state.lane.astype(jnp.uint32)
+    low, high = words.product(state.episode.astype(jnp.uint32), state.total_lanes)
+    total = low + lane % state.total_lanes
+    high = high + (total < low) + ((lane // state.total_lanes) << 8)
+    return jnp.stack([total, high], -1).view(jnp.int32)
+
+
+def lanes(mask: Any, chosen: Any, other: Any) -> Any:
+    """A pytree with the lanes of `mask` [P] taken from `chosen`, the rest from `other`."""
+    jax = import_jax()
+
+    def pick(one: Any, two: Any) -> Any:
+        return jax.numpy.where(mask.reshape(-1, *[1] * (one.ndim - 1)), one, two)
+
+    return jax.tree.map(pick, chosen, other)
+
+
+def by_path(env: JaxEnv, observation: Any) -> dict[Path, Any]:
+    """An observation's leaves by their keys in a batch, in the dtypes that a batch has."""
+    leaves = disassemble(env.observation_space, observation)
+    return {leaf.path: value.astype(leaf.dtype) for leaf, value in zip(env.observation_leaves, leaves, strict=True)}

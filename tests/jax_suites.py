@@ -1,0 +1,278 @@
+"""JAX suites, each by our adapter and by its own functions, with limits so short that both kinds of end are seen."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import brax.envs
+import gymnasium
+import gymnax
+import jax
+import jax.numpy as jnp
+import navix
+import numpy as np
+import pgx
+from flax import struct
+from gymnasium.envs.phys2d.cartpole import CartPoleFunctional
+from jumanji.environments import LevelBasedForaging
+from jumanji.environments.routing.lbf.generator import RandomGenerator
+from mujoco_playground import registry
+
+import funcollect as fc
+
+LANES = 2
+
+
+class Suite(NamedTuple):
+    """One environment: ours, and the raw one's start and step."""
+
+    env: fc.Env
+    start: object  # key -> raw state, observation
+    step: object  # key, raw state, action -> raw state, observation, reward, terminated, truncated
+    limit: int | None = None  # steps after which our adapter truncates, where the suite does not
+    ends: tuple = ("terminated", "truncated")
+    traces: Sequence = ()  # one entry each time that our step is traced
+
+
+def gymnax_suite():
+    raw, params = gymnax.make("CartPole-v1")
+    params = params.replace(max_steps_in_episode=20)
+
+    def step(key, state, action):
+        observation, state, reward, terminated, _ = raw.step_env(key, state, action, params)
+        return state, observation, reward, terminated, state.time >= 20
+
+    return Suite(
+        fc.envs.from_gymnax("CartPole-v1", params, num_envs=LANES), lambda key: raw.reset(key, params)[::-1], step
+    )
+
+
+@struct.dataclass
+class OldState:
+    time: int
+    position: int
+    terminal: bool
+
+
+@struct.dataclass
+class OldParams:
+    max_steps_in_episode: int = 6
+
+
+class OldWalk:
+    """A random walk with the functions of gymnax 0.0.x, where a limit of time is an end, and kept in the state."""
+
+    name = "Walk-old"
+    default_params = OldParams()
+
+    def reset_env(self, key, params):
+        state = OldState(time=0, position=jax.random.randint(key, (), -1, 2), terminal=False)
+        return self.get_obs(state), state
+
+    def step_env(self, key, state, action, params):
+        position = state.position + 2 * action - 1 + jax.random.randint(key, (), 0, 2)
+        state = OldState(time=state.time + 1, position=position, terminal=False)
+        done = self.is_terminal(state, params)
+        return self.get_obs(state), state.replace(terminal=done), state.position * 0.5, done, {"discount": 1.0 - done}
+
+    def get_obs(self, state):
+        return jnp.array([state.position], jnp.float32)
+
+    def is_terminal(self, state, params):
+        return state.terminal | (abs(state.position) > 3) | (state.time >= params.max_steps_in_episode)
+
+    def action_space(self, params):
+        return gymnax.environments.spaces.Discrete(2)
+
+    def observation_space(self, params):
+        return gymnax.environments.spaces.Box(-8, 8, (1,), jnp.float32)
+
+
+def old_gymnax_suite():
+    raw = OldWalk()
+
+    def step(key, state, action):
+        observation, state, reward, done, _ = raw.step_env(key, state, action, raw.default_params)
+        terminated = abs(state.position) > 3
+        return state, observation, reward, terminated, done & (state.time >= 6)
+
+    return Suite(
+        fc.envs.from_gymnax(raw, num_envs=LANES, info_keys=["discount"]),
+        lambda key: raw.reset_env(key, raw.default_params)[::-1],
+        step,
+    )
+
+
+def _states(raw, env, limit, ends):
+    """Suites whose reset and step give one state with everything in it."""
+
+    def start(key):
+        state = raw.reset(key)
+        return state, state.obs
+
+    def step(key, state, action):
+        state = raw.step(state, action)
+        return state, state.obs, state.reward, state.done == 1.0, False
+
+    return Suite(env, start, step, limit, ends)
+
+
+def brax_suite():
+    raw = brax.envs.get_environment("inverted_pendulum", backend="spring")
+    env = fc.make_env("brax/inverted_pendulum", num_envs=LANES, backend="spring", episode_length=20)
+    return _states(raw, env, 20, ("terminated", "truncated"))
+
+
+class Privileged:
+    """A Playground environment whose observation is a dict, as those of its robots are."""
+
+    def __init__(self, env):
+        self.env, self.action_size, self.unwrapped = env, env.action_size, env.unwrapped
+
+    def reset(self, key):
+        return self._named(self.env.reset(key))
+
+    def step(self, state, action):
+        return self._named(self.env.step(state, action))
+
+    def _named(self, state):
+        return state.replace(obs={"state": state.data.qvel, "privileged_state": self.env._get_obs(state.data, {})})
+
+
+def playground_suite():
+    """It ends by truncation only: what it calls done is a simulation gone wrong."""
+    overrides = {"impl": "jax", "episode_length": 9}
+    raw = Privileged(registry.load("PendulumSwingup", config_overrides=overrides))
+    return _states(raw, fc.envs.from_playground(raw, num_envs=LANES), 9, ("truncated",))
+
+
+def jumanji_suite():
+    generator = RandomGenerator(grid_size=5, num_agents=2, num_food=1, fov=5)
+    raw = LevelBasedForaging(generator, time_limit=25)
+
+    def start(key):
+        state, timestep = raw.reset(key)
+        return state, timestep.observation._asdict()
+
+    def step(key, state, action):
+        state, timestep = raw.step(state, action)
+        last, going_on = timestep.step_type == 2, timestep.discount[0] != 0
+        return state, timestep.observation._asdict(), timestep.reward, last & ~going_on, last & going_on
+
+    return Suite(fc.envs.from_jumanji(raw, num_envs=LANES), start, step)
+
+
+def _game(name, limit, observe, reward):
+    raw = pgx.make(name)
+
+    def start(key):
+        state = raw.init(key)
+        return state, observe(state)
+
+    def step(key, state, action):
+        state = raw.step(state, action, key)
+        return state, observe(state), reward(state), state.terminated, state.truncated
+
+    return Suite(fc.make_env(f"pgx/{name}", num_envs=LANES, max_episode_steps=limit), start, step, limit)
+
+
+def pgx_suite():
+    def observe(state):
+        mask, player = state.legal_action_mask, state.current_player
+        return {"observation": state.observation, "action_mask": mask, "current_player": player}
+
+    return _game("tic_tac_toe", 7, observe, lambda state: state.rewards)
+
+
+def pgx_one_player_suite():
+    def observe(state):
+        return {"observation": state.observation, "action_mask": state.legal_action_mask}
+
+    return _game("minatar-breakout", 15, observe, lambda state: state.rewards[0])
+
+
+def navix_suite():
+    raw = navix.make("Navix-Empty-Random-5x5-v0", max_steps=15)
+
+    def start(key):
+        timestep = raw.reset(key)
+        return timestep, timestep.observation
+
+    def step(key, timestep, action):
+        timestep = raw.step(timestep, action)
+        return timestep, timestep.observation, timestep.reward, timestep.is_termination(), timestep.is_truncation()
+
+    return Suite(fc.make_env("navix/Navix-Empty-Random-5x5-v0", num_envs=LANES, max_steps=15), start, step)
+
+
+def functional_suite():
+    raw = CartPoleFunctional()
+
+    def start(key):
+        state = raw.initial(key)
+        return state, raw.observation(state, key)
+
+    def step(key, state, action):
+        after = raw.transition(state, action, key)
+        reward = raw.reward(state, action, after, key)
+        return after, raw.observation(after, key), reward, raw.terminal(after, key), False
+
+    env = fc.envs.from_functional(raw, num_envs=LANES, max_episode_steps=20)
+    return Suite(env, start, step, 20)
+
+
+def begin(key):
+    place = jax.random.uniform(key, (2,), minval=-1.0)
+    return {"place": place, "age": jnp.int32(0)}, (place, jnp.int32(0))
+
+
+def advance(key, physics, action):
+    """A walk that is lost far away, and that old age stops."""
+    place = physics["place"] + jnp.stack([action, -action]) + jax.random.normal(key, (2,)) * 0.3
+    age = physics["age"] + 1
+    far = abs(place).max()
+    return {"place": place, "age": age}, (place, age), -far, far > 4, age >= 9, {"far": far}
+
+
+def functions_suite(**options):
+    spaces = gymnasium.spaces
+    env = fc.envs.from_functions(
+        begin,
+        advance,
+        observation_space=spaces.Tuple([spaces.Box(-np.inf, np.inf, (2,)), spaces.Discrete(10)]),
+        action_space=spaces.Discrete(3, start=-1),
+        **{"num_envs": LANES, "info_keys": ["far"]} | options,
+    )
+    return Suite(env, begin, lambda *given: advance(*given)[:5])
+
+
+SUITES = {
+    make.__name__.removesuffix("_suite"): make
+    for make in (
+        gymnax_suite,
+        old_gymnax_suite,
+        brax_suite,
+        playground_suite,
+        jumanji_suite,
+        pgx_suite,
+        pgx_one_player_suite,
+        navix_suite,
+        functional_suite,
+        functions_suite,
+    )
+}
+
+
+@functools.cache
+def suite_and_policy(name):
+    """A suite, the same one for all tests so that each program is compiled once, and random actions."""
+    suite, traces = SUITES[name](), []
+    given = suite.env.advance
+
+    def counted(*arguments):
+        traces.append(arguments)
+        return given(*arguments)
+
+    suite = suite._replace(env=dataclasses.replace(suite.env, advance=counted), traces=traces)
+    return suite, fc.random_policy(suite.env)
