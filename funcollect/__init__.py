@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from funcollect import envs, errors
+    from funcollect import envs, errors, interop
     from funcollect.collectors.sync import SyncDataCollector
     from funcollect.core.api import close, fork, init, reset, rollout, step
     from funcollect.core.evaluate import evaluate
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from funcollect.core.state import CollectorState
     from funcollect.envs.registry import make_env
     from funcollect.errors import (
+        BridgeError,
         ClosedError,
         EnvError,
         EvaluationError,
@@ -39,6 +40,7 @@ _HOMES = {
     "funcollect.collectors.sync": ["SyncDataCollector"],
     "funcollect.envs.registry": ["make_env"],
     "funcollect.errors": [
+        "BridgeError",
         "ClosedError",
         "EnvError",
         "EvaluationError",
@@ -60,10 +62,16 @@ _HOMES = {
     "funcollect.trajectories.stats": ["EpisodeStats", "episode_stats"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = {"envs": "funcollect.envs", "errors": "funcollect.errors", "heads": "funcollect.policies.heads"}
+_MODULES = {
+    "envs": "funcollect.envs",
+    "errors": "funcollect.errors",
+    "heads": "funcollect.policies.heads",
+    "interop": "funcollect.interop",
+}
 
 __version__ = "0.1.0"
 __all__ = [
+    "BridgeError",
     "ClosedError",
     "CollectorState",
     "Env",
@@ -87,6 +95,7 @@ __all__ = [
     "fork",
     "heads",
     "init",
+    "interop",
     "jax_policy",
     "make_env",
     "random_policy",

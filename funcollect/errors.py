@@ -31,3 +31,7 @@ class PolicyError(FuncollectError, ValueError):
 
 class EvaluationError(FuncollectError, RuntimeError):
     """An evaluation reached its frame limit before every lane had its episodes."""
+
+
+class BridgeError(FuncollectError, ValueError):
+    """An array cannot go between JAX and Torch as it is: a value would change, or the other side has no such dtype."""
