@@ -235,7 +235,7 @@ class JaxActor:
         self._words[t] = words = np.asarray(packed)
         return words[:, 0] if self._scalar else self._fields[0].unpack(words)
 
-    def restart(self, lanes: Sequence[int]) -> None:
+    def restart(self, lanes: Sequence[int] | Tensor) -> None:
         """Give these lanes their initial recurrent state."""
         if self._recurrent is not None:
             mask = lane_mask(lanes, self._drive.num_envs).numpy()

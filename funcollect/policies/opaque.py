@@ -100,7 +100,7 @@ class TensorDictActor:
             raise PolicyError(f"the policy wrote {taken}, keys that a batch uses itself: rename these out_keys")
         self._names = sorted(path for path, leaf in outputs.items() if isinstance(leaf, Tensor))
 
-    def restart(self, lanes: Sequence[int]) -> None:
+    def restart(self, lanes: Sequence[int] | Tensor) -> None:
         """There is no recurrent state."""
 
     def finish(self) -> tuple[TorchPolicyState, Columns]:
