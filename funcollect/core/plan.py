@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 from funcollect.core.api import check_pair, loop_of
 from funcollect.interop.jax_setup import dispatch_note
 from funcollect.specs import Env, Policy
@@ -100,6 +102,8 @@ def _why(env: Env, policy: Policy) -> str:
         "host": "the environment lives in simulators on the host",
         "torch": "the environment is written in Torch and steps all lanes at once",
     }[env.backend]
+    if policy.backend == "jax" and getattr(env, "device", None) not in (None, torch.device("cpu")):
+        return f"{where}; the policy is one jitted call per step, DLPack each way"
     if policy.backend == "jax":
         return f"{where}; the policy is one jitted call per step, its outputs read back as one array; {dispatch_note()}"
     return f"{where}; the policy is one call per step for all lanes"

@@ -105,9 +105,9 @@ class _Loop:
         self._truncated = torch.empty_like(self._terminated)
 
     def observation(self, backend: str) -> Any:
-        """What the policy reads at each step: the same memory throughout."""
+        """What the policy reads at each step: the same memory throughout; on the CPU, JAX reads NumPy arrays faster."""
         leaves: dict[Path, Any] = self.root
-        if backend != "torch":
+        if backend != "torch" and self._env.device.type == "cpu":
             leaves = {path: value.numpy() for path, value in self.root.items()}
         return assemble(self._env.observation_space, leaves)
 
