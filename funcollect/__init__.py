@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from funcollect import envs, errors, plots, testing
+    from funcollect import envs, errors, interop, plots, testing
     from funcollect.collectors.sync import SyncDataCollector
     from funcollect.core.api import close, fork, init, reset, rollout, step
     from funcollect.core.evaluate import evaluate
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from funcollect.core.state import CollectorState
     from funcollect.envs.registry import make_env
     from funcollect.errors import (
+        BridgeError,
         CheckError,
         ClosedError,
         EnvError,
@@ -43,6 +44,7 @@ _HOMES = {
     "funcollect.collectors.sync": ["SyncDataCollector"],
     "funcollect.envs.registry": ["make_env"],
     "funcollect.errors": [
+        "BridgeError",
         "CheckError",
         "ClosedError",
         "EnvError",
@@ -72,12 +74,14 @@ _MODULES = {
     "envs": "funcollect.envs",
     "errors": "funcollect.errors",
     "heads": "funcollect.policies.heads",
+    "interop": "funcollect.interop",
     "plots": "funcollect.plots",
     "testing": "funcollect.testing",
 }
 
 __version__ = "0.1.0"
 __all__ = [
+    "BridgeError",
     "CheckError",
     "ClosedError",
     "CollectorState",
@@ -103,6 +107,7 @@ __all__ = [
     "gae",
     "heads",
     "init",
+    "interop",
     "jax_policy",
     "make_env",
     "plots",

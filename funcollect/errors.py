@@ -48,3 +48,7 @@ class CheckError(FuncollectError, AssertionError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class BridgeError(FuncollectError, ValueError):
+    """An array cannot go between JAX and Torch as it is: a value would change, or the other side has no such dtype."""

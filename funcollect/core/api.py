@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.core import fused_loop, host_loop, tensor_loop, traced
+from funcollect.core import crossing, fused_loop, host_loop, tensor_loop, traced
 from funcollect.core.forking import fork_simulation
 from funcollect.core.request import Request
 from funcollect.core.simulation import Hold, Simulation
@@ -18,10 +18,12 @@ from funcollect.core.state import CollectorState, fresh_counters
 from funcollect.envs.jax_env import JaxEnv
 from funcollect.interop.jax_setup import compiled
 from funcollect.keys import Key, key_from_seed
-from funcollect.specs import Env, ExplorationType, Policy
+from funcollect.policies.random_policy import RandomPolicy
+from funcollect.policies.traced_policy import is_traceable
+from funcollect.specs import Backend, Env, ExplorationType, Policy
 from funcollect.tree import select
 
-_LOOPS: dict[str, ModuleType] = {"host": host_loop, "torch": tensor_loop, "jax": fused_loop}
+_LOOPS: dict[str, ModuleType] = {"host": host_loop, "torch": tensor_loop, "fused": fused_loop, "crossing": crossing}
 
 
 def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:
@@ -84,11 +86,13 @@ def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, t
 
 
 def _init_jax(env: JaxEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
-    def first(key: Any, lane: Any) -> CollectorState:
-        return traced.init(env, policy, None, key=key, first_lane=lane, total_lanes=total_lanes)
+    """The policy's state is made outside: it may hold tensors, and reads the key's number."""
 
-    state: CollectorState = compiled(policy, ("init", env, total_lanes), first)(key, first_lane)
-    return state
+    def first(key: Any, lane: Any) -> CollectorState:
+        return traced.init(env, RandomPolicy(env.action_spec), None, key=key, first_lane=lane, total_lanes=total_lanes)
+
+    state: CollectorState = compiled(env, ("init", total_lanes), first)(key, first_lane)
+    return state.replace(policy_state=policy.init(key, state.num_lanes))
 
 
 def check_pair(env: Any, policy: Any) -> None:
@@ -97,12 +101,19 @@ def check_pair(env: Any, policy: Any) -> None:
         swapped = " (the policy is one: env comes first)" if isinstance(policy, Env) else ""
         raise TypeError(f"env is {type(env).__name__}, expected an Env{swapped}: make one with funcollect.make_env")
     check_policy(policy)
-    if env.backend not in _LOOPS:
-        raise TypeError(f"env has the backend {env.backend!r}, expected one of {sorted(_LOOPS)}")
+    if env.backend not in (backends := get_args(Backend)):
+        raise TypeError(f"env has the backend {env.backend!r}, expected one of {sorted(backends)}")
     if taken := {leaf.path[0] for leaf in env.observation_leaves} & set(getattr(policy, "out_names", ())):
         raise ValueError(f"the policy's outputs {sorted(taken)} collide with the environment's keys: rename them")
     if hasattr(policy, "check"):
         policy.check(env.action_spec)
+
+
+def loop_of(env: Env, policy: Policy) -> str:
+    """Which loop drives the pair."""
+    if env.backend != "jax":
+        return env.backend
+    return "fused" if is_traceable(policy) else "crossing"
 
 
 def _kind(given: Any) -> str:
@@ -158,7 +169,7 @@ def run(env: Env, policy: Policy, state: CollectorState, request: Request) -> tu
     """`rollout` with every option."""
     check_policy(policy)
     check_state(env, state)
-    result: tuple[CollectorState, TensorDict] = _LOOPS[env.backend].run(env, policy, state, request)
+    result: tuple[CollectorState, TensorDict] = _LOOPS[loop_of(env, policy)].run(env, policy, state, request)
     return result
 
 
@@ -204,8 +215,10 @@ def reset(env: Env, state: CollectorState, mask: Tensor | None = None) -> Collec
 
 
 def _reset_jax(env: JaxEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
-    after: CollectorState = compiled(env, "reset", partial(traced.reset, env))(state, lanes.numpy())
-    return after
+    after: CollectorState = compiled(env, "reset", partial(traced.reset, env))(
+        state.replace(policy_state=None), lanes.numpy()
+    )
+    return after.replace(policy_state=state.policy_state)
 
 
 def _checked_mask(mask: Tensor | None, state: CollectorState) -> Tensor:

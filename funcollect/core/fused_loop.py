@@ -9,17 +9,19 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from funcollect.core.deliver import check_apart
 from funcollect.core.fused_step import Row, Setting, step
 from funcollect.core.request import Request
 from funcollect.core.state import CollectorState
 from funcollect.envs.jax_env import JaxEnv
 from funcollect.interop import words
-from funcollect.interop.bridge import to_torch
+from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
+from funcollect.policies.actor import Columns
 from funcollect.policies.checks import finished
 from funcollect.policies.traced_policy import traced_policy
 from funcollect.specs import Policy
-from funcollect.tree import Path, to_tensordict
+from funcollect.tree import to_tensordict
 
 _FLAGS = [("terminated",), ("truncated",)]
 
@@ -28,8 +30,12 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
     """`rollout` for a JAX environment."""
     program = _program(env, policy, state.num_lanes, request)
     after, columns = program(policy.prepare(request.params), state, request.length)
-    leaves = {path: to_torch(column)[: request.length] for path, column in columns.items()}
-    return after, _deliver(env, state, leaves, request)
+    leaves = {path: torch_view(column)[: request.length] for path, column in columns.items()}
+    names = [path for path in leaves if len(path) == 1 and path not in _FLAGS and path not in state.observation]
+    outputs = {path: leaves.pop(path) for path in names}
+    if env.action_spec.dtype == torch.int64:
+        outputs[("action",)] = words.as_int64(outputs[("action",)])
+    return after, deliver(env, state, leaves, finished(outputs, env.action_spec), request)
 
 
 def bucket(length: int) -> int:
@@ -69,7 +75,7 @@ def _loop(setting: Setting, capacity: int, params: Any, state: CollectorState, l
 
     def row(state: CollectorState) -> tuple[CollectorState, Row]:
         after, recorded = step(setting, params, state)
-        return after, _narrowed(setting, recorded)
+        return after, narrowed(setting, recorded)
 
     def body(t: Any, carry: tuple[CollectorState, Row]) -> tuple[CollectorState, Row]:
         state, columns = carry
@@ -82,7 +88,7 @@ def _loop(setting: Setting, capacity: int, params: Any, state: CollectorState, l
     return jax.lax.fori_loop(0, length, body, (state, columns))
 
 
-def _narrowed(setting: Setting, row: Row) -> Row:
+def narrowed(setting: Setting, row: Row) -> Row:
     """Without what is constant in a rollout; numbers of 64 bits as words."""
     dropped = set(_FLAGS) if setting.reset_when_done else set()
     wide = {("collector", "step")} | ({("action",)} if setting.env.action_spec.dtype == torch.int64 else set())
@@ -91,20 +97,20 @@ def _narrowed(setting: Setting, row: Row) -> Row:
     return {path: words.sign_extended(value) if path in wide else value for path, value in kept.items()}
 
 
-def _deliver(env: JaxEnv, state: CollectorState, leaves: dict[Path, torch.Tensor], request: Request) -> TensorDict:
-    for path in [("collector", "traj_ids"), ("collector", "step"), ("action",)]:
-        if leaves[path].dtype == torch.int32 and leaves[path].shape[-1:] == (2,):
-            leaves[path] = words.as_int64(leaves[path])
-    names = [path for path in leaves if len(path) == 1 and path not in _FLAGS and path not in state.observation]
-    outputs = finished({path: leaves.pop(path) for path in names}, env.action_spec)
-    leaves |= outputs
-    shape = leaves[("next", "terminated")].shape
+def deliver(env: JaxEnv, state: CollectorState, columns: Columns, outputs: Columns, request: Request) -> TensorDict:
+    """The batch of a rollout that began in `state`, from columns [T, P, ...] and the policy's checked outputs."""
+    check_apart(outputs, state.observation)
+    leaves = columns | outputs
+    for name in ("traj_ids", "step"):
+        leaves[("collector", name)] = words.as_int64(leaves[("collector", name)])
+    ended = leaves[("next", "terminated")]
+    shape, device = ended.shape, ended.device
     for path in _FLAGS:
-        leaves.setdefault(path, torch.zeros(shape, dtype=torch.bool))
+        leaves.setdefault(path, torch.zeros(shape, dtype=torch.bool, device=device))
     leaves[("done",)] = leaves[("terminated",)] | leaves[("truncated",)]
-    lane = to_torch(state.lane).long()
+    lane = torch_view(state.lane).long()
     leaves[("collector", "lane")] = lane.expand(shape)
-    leaves[("collector", "policy_version")] = torch.tensor(int(state.policy_version)).expand(shape)
+    leaves[("collector", "policy_version")] = torch.tensor(int(state.policy_version), device=device).expand(shape)
     last = [(*prefix, name) for prefix in ((), ("next",)) for name in ("terminated", "truncated", "done")]
     for path in [*last, ("next", "reward")]:
         if leaves[path].ndim == 2:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from funcollect.core.api import check_pair
+import torch
+
+from funcollect.core.api import check_pair, loop_of
 from funcollect.interop.jax_setup import dispatch_note
 from funcollect.specs import Env, Policy
 
@@ -77,7 +79,7 @@ def explain(env: Env, policy: Policy) -> Plan:
     return Plan(
         env=f"{env!r}, {_lanes(env)}",
         policy=_describe(policy),
-        loop=env.backend,
+        loop=loop_of(env, policy),
         why=_why(env, policy),
         copies=_copies(env, policy),
         seeding=f"{env.seeding}: {_SEEDING[env.seeding]}",
@@ -104,20 +106,33 @@ def _describe(policy: Policy) -> str:
 
 def _why(env: Env, policy: Policy) -> str:
     if env.backend == "jax":
-        return "environment and policy are both JAX functions, so all steps are one compiled loop"
+        return _why_jax(env, policy)
     where = {
         "host": "the environment lives in simulators on the host",
         "torch": "the environment is written in Torch and steps all lanes at once",
     }[env.backend]
+    if policy.backend == "jax" and getattr(env, "device", None) not in (None, torch.device("cpu")):
+        return f"{where}; the policy is one jitted call per step, DLPack each way"
     if policy.backend == "jax":
         return f"{where}; the policy is one jitted call per step, its outputs read back as one array; {dispatch_note()}"
     return f"{where}; the policy is one call per step for all lanes"
+
+
+def _why_jax(env: Env, policy: Policy) -> str:
+    if loop_of(env, policy) == "fused":
+        return "environment and policy are both JAX functions, so all steps are one compiled loop"
+    return (
+        "the environment is a JAX function, the policy runs in Torch; each step is one call of the policy and one "
+        f"compiled call of the environment, which writes its columns in place; {dispatch_note()}"
+    )
 
 
 def _copies(env: Env, policy: Policy) -> str:
     home: Any = getattr(policy, "home", None)
     place = getattr(env, "device", None) or "cpu"
     parts = ["each observation once, into the batch"]
+    if loop_of(env, policy) == "crossing":
+        parts = ["each observation into the columns, and to where the policy reads it; each action to the environment"]
     if home is not None and str(home) != str(place):
         parts.append(f"each observation to {home} and each action back, at every step")
     if getattr(policy, "device", None) is not None:

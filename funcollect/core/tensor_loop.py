@@ -14,7 +14,7 @@ from funcollect.core.request import Request, open_actor
 from funcollect.core.state import CollectorState
 from funcollect.envs.tensor_env import TorchEnv, TorchEnvState, TorchStep
 from funcollect.errors import EnvError
-from funcollect.interop.memory import aligned
+from funcollect.interop.memory import aligned, fixed
 from funcollect.specs import Policy, assemble, disassemble
 from funcollect.tree import Path, select
 
@@ -68,7 +68,7 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
             loop.keep_root(t)
             mask = loop.step(t, as_tensor(actor.act(t), env.device))
             if mask is not None:
-                actor.restart(mask.nonzero()[:, 0].tolist())
+                actor.restart(mask)
         policy_state, outputs = actor.finish()
     track = loop.track(outputs)
     counters = count(
@@ -92,7 +92,7 @@ class _Loop:
         self._state = state
         self._request = request
         self.env_state: TorchEnvState = state.env_state
-        self.root = {path: _fixed(value) for path, value in state.observation.items()}
+        self.root = {path: fixed(value) for path, value in state.observation.items()}
         self._episode = state.episode.to(env.device)
         self._lane = state.lane.to(env.device)
         self._step = state.step.to(env.device)
@@ -105,9 +105,9 @@ class _Loop:
         self._truncated = torch.empty_like(self._terminated)
 
     def observation(self, backend: str) -> Any:
-        """What the policy reads at each step: the same memory throughout."""
+        """What the policy reads at each step: the same memory throughout; on the CPU, JAX reads NumPy arrays faster."""
         leaves: dict[Path, Any] = self.root
-        if backend != "torch":
+        if backend != "torch" and self._env.device.type == "cpu":
             leaves = {path: value.numpy() for path, value in self.root.items()}
         return assemble(self._env.observation_space, leaves)
 
@@ -189,10 +189,3 @@ def as_tensor(action: Any, device: torch.device) -> Tensor:
     if isinstance(action, Tensor):
         return action.to(device, copy=True)
     return torch.from_numpy(np.array(action)).to(device)
-
-
-def _fixed(value: Tensor) -> Tensor:
-    """A copy in memory that stays: aligned on the CPU, since Torch's bits depend on that."""
-    if value.device.type != "cpu":
-        return value.clone()
-    return torch.from_numpy(aligned(tuple(value.shape), value.numpy().dtype)).copy_(value)

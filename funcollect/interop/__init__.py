@@ -1,1 +1,5 @@
 """Where JAX and Torch meet."""
+
+from funcollect.interop.bridge import to_jax, to_torch
+
+__all__ = ["to_jax", "to_torch"]

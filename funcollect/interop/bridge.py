@@ -1,13 +1,168 @@
-"""Arrays between JAX and Torch by DLPack."""
+"""Arrays between JAX and Torch by DLPack: without a copy where that is safe, never with a changed value."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils.dlpack
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from funcollect.errors import BridgeError
+from funcollect.interop.jax_setup import import_jax
+from funcollect.tree import flatten, nest
+
+_NARROW = {
+    torch.int64: (torch.int32, -(2**31), 2**31 - 1),
+    torch.uint64: (torch.uint32, 0, 2**32 - 1),
+}
 
 
-def to_torch(array: Any) -> torch.Tensor:
-    """A tensor over the memory of a JAX array, which is kept alive with it."""
+def torch_view(array: Any) -> Tensor:
+    """A tensor over the memory of a JAX array, which is kept alive with it; nothing is checked."""
     return torch.utils.dlpack.from_dlpack(array)
+
+
+def jax_view(tensor: Tensor) -> Any:
+    """A JAX array over the memory of a tensor, which is kept alive with it; nothing is checked.
+
+    On an accelerator JAX waits for what stands in Torch's current stream of that device.
+    """
+    with torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext():
+        return import_jax().dlpack.from_dlpack(tensor)
+
+
+def to_torch(tree: Any, *, batch_size: tuple[int, ...] = (), copy: bool = False) -> Any:
+    """JAX arrays as Torch tensors on the same device.
+
+    The tensors share the arrays' memory, and JAX takes arrays to be constant: read them, don't write them, and don't
+    donate the arrays. What is to be written needs ``copy=True``. The memory lives as long as either side refers to it.
+
+    Args:
+        tree: an array, or a nested dict of arrays: bool, (u)int8 to (u)int64, float16, bfloat16, float32, float64,
+            complex64, complex128, of any shape.
+        batch_size: of the TensorDict, with which each array begins.
+        copy: give memory of its own.
+
+    Returns:
+        A tensor for an array; a TensorDict for a dict. Dtypes and shapes are the arrays' own.
+
+    Raises:
+        TypeError: for a leaf that is no array, a typed PRNG key, or a value inside a traced function.
+        BridgeError: for an array that was donated or deleted, lies on several devices, or has a dtype that Torch lacks.
+
+    >>> import jax.numpy as jnp
+    >>> to_torch({"a": jnp.zeros((2, 3)), "b": {"c": jnp.ones(2, bool)}}, batch_size=(2,))["b", "c"]
+    tensor([True, True])
+    """
+    if not isinstance(tree, Mapping):
+        return _to_torch("the array", tree, copy)
+    leaves = {path: _to_torch(f"leaf {'.'.join(path)!r}", leaf, copy) for path, leaf in flatten(tree).items()}
+    return TensorDict(nest(leaves), batch_size=batch_size)
+
+
+def to_jax(tree: Any, *, copy: bool = False) -> Any:
+    """Torch tensors as JAX arrays on the same device.
+
+    The arrays share the tensors' memory where they can, and JAX takes arrays to be constant: don't write the tensors
+    afterwards. What goes on being written, such as parameters in training, needs ``copy=True``. Copied in any case are
+    tensors that are not contiguous; on the CPU those whose memory does not begin at a multiple of 64 bytes; and, where
+    JAX has 32 bits (its default), 64-bit integers, which become 32-bit ones. `words.as_words` is the way to cross
+    without a copy for those, and for larger numbers. Gradients do not cross: a tensor is detached.
+
+    The arrays are committed to their device. A jitted function called with committed and with uncommitted ones
+    compiles for each: bring the other arguments to the device, too, by ``jax.device_put(x, device)``.
+
+    Args:
+        tree: a tensor, or a TensorDict or nested dict of tensors.
+        copy: give memory of its own.
+
+    Returns:
+        An array for a tensor; a nested dict for the others.
+
+    Raises:
+        TypeError: for a leaf that is no dense tensor, such as the data that a TensorDict keeps as `NonTensorData`.
+        BridgeError: for a value that would change: an integer that 32 bits do not hold, float64 or complex128 under
+            32-bit JAX; for a dtype that JAX lacks.
+
+    >>> import torch
+    >>> to_jax({"a": torch.arange(3)})["a"].dtype
+    dtype('int32')
+    """
+    if not isinstance(tree, (Mapping, TensorDictBase)):
+        return _to_jax("the tensor", tree, copy)
+    return nest({path: _to_jax(f"leaf {'.'.join(path)!r}", leaf, copy) for path, leaf in flatten(tree).items()})
+
+
+def _to_torch(name: str, array: Any, copy: bool) -> Tensor:
+    jax = import_jax()
+    if isinstance(array, jax.core.Tracer):
+        raise TypeError(f"{name} is traced, expected an array: call to_torch outside of jit, vmap and grad")
+    if not isinstance(array, jax.Array):
+        raise TypeError(f"{name} is {type(array).__name__}, expected a jax.Array: make one with jax.numpy.asarray")
+    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+        raise TypeError(f"{name} is a typed PRNG key, expected an array of numbers: pass jax.random.key_data(key)")
+    if array.is_deleted():
+        raise BridgeError(f"{name} was donated or deleted, expected a live array: export it before, or don't donate it")
+    if len(array.devices()) > 1:
+        raise BridgeError(f"{name} lies on {len(array.devices())} devices, expected one: gather it with jax.device_put")
+    try:
+        tensor = torch_view(array)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise BridgeError(f"{name} is {array.dtype}, which did not cross to Torch ({reason:.200}): cast it") from error
+    return tensor.clone() if copy else tensor
+
+
+def _to_jax(name: str, tensor: Any, copy: bool) -> Any:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"{name} is {_kind(tensor)}, expected a torch.Tensor: convert it with torch.as_tensor, or drop it"
+        )
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.device.type == "meta":
+        raise TypeError(f"{name} is no dense tensor ({tensor.layout}, {tensor.device}): make one, e.g. by to_dense()")
+    dense = _narrowed(name, tensor.detach()).resolve_conj().resolve_neg().contiguous()
+    if copy and dense.data_ptr() == tensor.data_ptr():
+        dense = dense.clone()
+    try:
+        return jax_view(dense)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise BridgeError(f"{name} is {tensor.dtype}, which did not cross to JAX ({reason:.200}): cast it") from error
+
+
+def _kind(given: Any) -> str:
+    """What a leaf is, in words; a TensorDict wraps whatever is no tensor, JAX arrays among it, without a word."""
+    data = getattr(given, "data", None) if type(given).__name__ == "NonTensorData" else None
+    kind = type(given if data is None else data)
+    wrapped = "" if data is None else "NonTensorData that holds "
+    return f"{wrapped}{kind.__module__}.{kind.__qualname__}".replace("builtins.", "")
+
+
+def _narrowed(name: str, tensor: Tensor) -> Tensor:
+    """With the dtype that JAX has for it, where that holds every value."""
+    if tensor.dtype in (torch.float64, torch.complex128) and not _has_64_bits():
+        half = "float()" if tensor.dtype == torch.float64 else "to(torch.complex64)"
+        raise BridgeError(
+            f"{name} is {tensor.dtype}, JAX has 32 bits here and would round it: cast it with .{half}, or turn 64 bits "
+            "on with jax.config.update('jax_enable_x64', True)"
+        )
+    if tensor.dtype not in _NARROW or _has_64_bits():
+        return tensor
+    dtype, low, high = _NARROW[tensor.dtype]
+    signed = tensor.view(torch.int64)  # a uint64 past 2**63 shows as negative
+    if wrong := signed[(signed < low) | (signed > high)].flatten()[:1].tolist():
+        value = wrong[0] % 2**64 if tensor.dtype == torch.uint64 else wrong[0]
+        raise BridgeError(
+            f"{name} holds {value}, expected numbers in [{low}, {high}], as JAX has 32 bits here: cross as two words "
+            "with funcollect.interop.words.as_words, or turn 64 bits on with jax.config.update('jax_enable_x64', True)"
+        )
+    return signed.to(dtype)
+
+
+def _has_64_bits() -> bool:
+    return bool(import_jax().dtypes.canonicalize_dtype(np.int64) == np.int64)

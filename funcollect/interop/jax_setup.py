@@ -48,9 +48,9 @@ def dispatch_note() -> str:
     return "synchronous CPU dispatch"
 
 
-def compiled(owner: Any, which: Hashable, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` under `jit`, made once for an `owner` (an environment or a policy) and with it forgotten."""
+def compiled(owner: Any, which: Hashable, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`function` under `jit(**options)`, made once for an `owner` (an environment or a policy), with it forgotten."""
     programs: dict[Hashable, Callable[..., Any]] = vars(owner).setdefault("_compiled", {})
     if which not in programs:
-        programs[which] = import_jax().jit(function)
+        programs[which] = import_jax().jit(function, **options)
     return programs[which]

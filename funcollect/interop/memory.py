@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 _ALIGNMENT = 64  # bytes: what XLA takes without a copy, and what keeps Torch's bits the same from run to run
 
@@ -17,3 +18,10 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     memory = np.zeros(size + _ALIGNMENT, np.uint8)
     offset = -memory.ctypes.data % _ALIGNMENT
     return memory[offset : offset + size].view(dtype).reshape(shape)
+
+
+def fixed(value: torch.Tensor) -> torch.Tensor:
+    """A copy in memory that stays: aligned on the CPU, since Torch's bits depend on that."""
+    if value.device.type != "cpu":
+        return value.clone()
+    return torch.from_numpy(aligned(tuple(value.shape), value.numpy().dtype)).copy_(value)

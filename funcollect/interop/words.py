@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from funcollect.interop.jax_setup import import_jax
@@ -25,7 +26,7 @@ def add(words: Any, number: int) -> Any:
 
 def number(words: Any) -> int:
     """The Python integer of unsigned words [2]."""
-    low, high = (int(word) for word in words)
+    low, high = map(int, np.asarray(words))  # one read: `int` of each would cost several times more
     return high << 32 | low
 
 
@@ -46,3 +47,13 @@ def product(one: Any, other: int) -> tuple[Any, Any]:
 def as_int64(words: torch.Tensor) -> torch.Tensor:
     """int64 [...] over the memory of words [..., 2]."""
     return words.view(torch.int64).squeeze(-1)
+
+
+def as_words(numbers: torch.Tensor) -> torch.Tensor:
+    """Words [..., 2] int32, low and high, over the memory of contiguous int64 [...]: the inverse of `as_int64`.
+
+    >>> as_words(torch.tensor([2**40 + 7, -1]))
+    tensor([[  7, 256],
+            [ -1,  -1]], dtype=torch.int32)
+    """
+    return numbers.unsqueeze(-1).view(torch.int32)

@@ -65,8 +65,8 @@ class Actor(Protocol):
         """The action [P, ...] for the observation that stands in `Drive.observation` now."""
         ...
 
-    def restart(self, lanes: Sequence[int]) -> None:
-        """These lanes begin an episode before the next `act`: forget their recurrent state."""
+    def restart(self, lanes: Sequence[int] | Tensor) -> None:
+        """These lanes, listed or a mask [P], begin an episode before the next `act`: forget their recurrent state."""
         ...
 
     def finish(self) -> tuple[Any, Columns]:
@@ -186,8 +186,10 @@ def memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def lane_mask(lanes: Sequence[int], num_envs: int) -> Tensor:
-    """[P] bool, True for `lanes`."""
+def lane_mask(lanes: Sequence[int] | Tensor, num_envs: int) -> Tensor:
+    """[P] bool, True for `lanes`; they may be such a mask already, since to list a device's lanes waits for it."""
+    if isinstance(lanes, Tensor):
+        return lanes
     mask = torch.zeros(num_envs, dtype=torch.bool)
     mask[list(lanes)] = True
     return mask

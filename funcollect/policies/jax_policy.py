@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from funcollect.interop.jax_setup import import_jax
 from funcollect.keys import Key, Noise
-from funcollect.policies.actor import Columns, Drive, lane_mask, split_answer
+from funcollect.policies.actor import Actor, Columns, Drive, lane_mask, split_answer
 from funcollect.policies.checks import check_recurrent, finished
+from funcollect.policies.device_actor import DeviceActor
 from funcollect.policies.heads import Head, check_head
-from funcollect.policies.jax_program import Program
+from funcollect.policies.jax_program import PROBE, Program, select_program
 from funcollect.policies.numerics import jax_numerics
 from funcollect.specs import ActionSpec, ExplorationType
 
@@ -53,9 +54,6 @@ def jax_policy(
         )
     check_head(head)
     return JaxPolicy(apply, params, head, initial_state)
-
-
-_PROBE = "what the head reads"  # NaN where that is, for a head without a log-probability that would show it
 
 
 class JaxPolicy:
@@ -171,7 +169,7 @@ class JaxPolicy:
         action = self.head.sample(xp, parameters, noise, spec)
         log_prob = self.head.log_prob(xp, parameters, action, noise, spec)
         if log_prob is None:
-            outputs[_PROBE] = sum(xp.where(each == each, 0.0, each).sum(-1) for each in parameters)
+            outputs[PROBE] = sum(xp.where(each == each, 0.0, each).sum(-1) for each in parameters)
         else:
             outputs["action_log_prob"] = log_prob
         return policy_state, {"action": action, **outputs}
@@ -183,9 +181,10 @@ class JaxPolicy:
             self._programs[which] = (drive.spec, Program(partial(self.answer, drive.spec, drive.stochastic), drive))
         return self._programs[which][1]
 
-    def actor(self, drive: Drive) -> JaxActor:
-        """The policy at work in a rollout."""
-        return JaxActor(self, drive)
+    def actor(self, drive: Drive) -> Actor:
+        """The policy at work in a rollout: over rows on the host, or over tensors where they are."""
+        on_device = isinstance(import_jax().tree.leaves(drive.observation)[0], Tensor)
+        return DeviceActor(self, drive) if on_device else JaxActor(self, drive)
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
@@ -235,30 +234,18 @@ class JaxActor:
         self._words[t] = words = np.asarray(packed)
         return words[:, 0] if self._scalar else self._fields[0].unpack(words)
 
-    def restart(self, lanes: Sequence[int]) -> None:
+    def restart(self, lanes: Sequence[int] | Tensor) -> None:
         """Give these lanes their initial recurrent state."""
         if self._recurrent is not None:
             mask = lane_mask(lanes, self._drive.num_envs).numpy()
-            self._recurrent = _select()(mask, self._drive.initial_state, self._recurrent)
+            self._recurrent = select_program()(mask, self._drive.initial_state, self._recurrent)
 
     def finish(self) -> tuple[Any, Columns]:
         """The next policy state and every output, [T, P, ...]."""
         columns: Columns = {(field.name,): field.column(self._words) for field in self._fields}
         columns = finished(columns, self._drive.spec, chosen=self._chosen)
-        columns.pop((_PROBE,), None)
+        columns.pop((PROBE,), None)
         return self._recurrent, columns
-
-
-@cache
-def _select() -> Callable[[Any, Any, Any], Any]:
-    jax = import_jax()
-
-    def pick(mask: Any, one: Any, two: Any) -> Any:
-        return jax.numpy.where(mask.reshape(-1, *[1] * (one.ndim - 1)), one, two)
-
-    return jax.jit(  # type: ignore[no-any-return]
-        lambda mask, chosen, other: jax.tree.map(lambda one, two: pick(mask, one, two), chosen, other)
-    )
 
 
 def _is(one: Any, two: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from funcollect.policies.checks import check_action
 from funcollect.policies.packing import Inputs, Vector, layout, pack
 
 Answer = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]  # params, policy_state, observation, noise
+
+PROBE = "what the head reads"  # NaN where that is, for a head without a log-probability that would show it
 
 
 class Program:
@@ -75,3 +78,16 @@ class Program:
 
 def _is_word(leaf: Any) -> bool:
     return bool(np.dtype(leaf.dtype).itemsize == 4)
+
+
+@cache
+def select_program() -> Callable[[Any, Any, Any], Any]:
+    """Jitted: the lanes of a mask [P] from one pytree, the rest from another."""
+    jax = import_jax()
+
+    def pick(mask: Any, one: Any, two: Any) -> Any:
+        return jax.numpy.where(mask.reshape(-1, *[1] * (one.ndim - 1)), one, two)
+
+    return jax.jit(  # type: ignore[no-any-return]
+        lambda mask, chosen, other: jax.tree.map(lambda one, two: pick(mask, one, two), chosen, other)
+    )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from funcollect.errors import PolicyError
 from funcollect.policies.actor import Actor, Columns, Drive, Recorder, lane_mask, split_answer
@@ -52,7 +53,7 @@ class ProtocolActor:
         self._recorder.append((torch.as_tensor(action), *(torch.as_tensor(extras[name]) for name in self._names)))
         return action
 
-    def restart(self, lanes: Sequence[int]) -> None:
+    def restart(self, lanes: Sequence[int] | Tensor) -> None:
         """Give these lanes their initial state."""
         if self._state is not None:
             self._state = select(lane_mask(lanes, self._drive.num_envs), self._drive.initial_state, self._state)

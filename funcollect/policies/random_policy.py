@@ -109,7 +109,7 @@ class RandomActor:
             self.log_prob[t] = -mask.sum(-1).float().log()
         return self._rows[t]
 
-    def restart(self, lanes: Sequence[int]) -> None:
+    def restart(self, lanes: Sequence[int] | Tensor) -> None:
         """There is no state."""
 
     def finish(self) -> tuple[None, Columns]:

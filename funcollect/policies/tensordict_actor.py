@@ -141,7 +141,7 @@ class TensorDictActor:
                     "write it as it is read, or correct its initial state"
                 )
 
-    def restart(self, lanes: Sequence[int]) -> None:
+    def restart(self, lanes: Sequence[int] | Tensor) -> None:
         """Give these lanes their initial hidden states, and say so in ``is_init``."""
         if not self._stateful:
             return

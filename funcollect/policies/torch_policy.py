@@ -218,7 +218,7 @@ class TorchActor:
             )
         return inner, tuple(extras[name] for name in names)
 
-    def restart(self, lanes: Sequence[int]) -> None:
+    def restart(self, lanes: Sequence[int] | Tensor) -> None:
         """Give these lanes their initial recurrent state."""
         if self._recurrent is not None:
             mask = lane_mask(lanes, self._drive.num_envs).to(self._home)

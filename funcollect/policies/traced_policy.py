@@ -19,6 +19,11 @@ from funcollect.specs import ActionSpec, ExplorationType, Policy
 Answer = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]  # params, policy_state, observation, key
 
 
+def is_traceable(policy: Policy) -> bool:
+    """Whether `traced_policy` takes it."""
+    return policy.backend == "jax" or isinstance(policy, RandomPolicy)
+
+
 def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_type: ExplorationType) -> Answer:
     """The policy's step as a traced function that draws its noise from a key.
 
@@ -27,7 +32,7 @@ def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_t
     """
     if isinstance(policy, RandomPolicy):
         return lambda params, state, observation, key: (state, traced_random(spec, key, observation, num_envs))
-    if policy.backend != "jax":
+    if not is_traceable(policy):
         raise TypeError(f"{type(policy).__name__} is a {policy.backend} policy, expected a JAX one: use jax_policy")
     noise = policy.noise(spec)
     stochastic = exploration_type is ExplorationType.RANDOM

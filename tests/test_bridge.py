@@ -1,0 +1,205 @@
+"""Arrays between JAX and Torch: the same memory where that is safe, the same values always."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorData, TensorDict
+
+from funcollect.errors import BridgeError
+from funcollect.interop import to_jax, to_torch, words
+from funcollect.interop.memory import aligned
+
+DTYPES = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "float16", "bfloat16", "float32", "complex64")
+
+
+def torch_aligned(shape, dtype=torch.float32):
+    """Zeros of which JAX needs no copy."""
+    size = torch.empty(0, dtype=dtype).element_size()
+    memory = torch.from_numpy(aligned((int(np.prod(shape)) * size,), np.dtype(np.uint8)))
+    return memory.view(dtype).reshape(shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_both_ways_share_memory(dtype):
+    array = jnp.arange(6).reshape(2, 3).astype(dtype)
+    tensor = to_torch(array)
+    assert str(tensor.dtype).removeprefix("torch.") == dtype
+    assert tensor.data_ptr() == array.unsafe_buffer_pointer()
+    back = to_jax(tensor)
+    assert back.unsafe_buffer_pointer() == array.unsafe_buffer_pointer()
+    assert back.dtype == array.dtype
+    assert bool((back == array).all())
+
+
+def test_int64_shares_memory_as_words():
+    numbers = torch_aligned((3,), torch.int64)
+    numbers.copy_(torch.tensor([2**40 + 7, -1, -(2**63)]))
+    array = to_jax(words.as_words(numbers))
+    assert array.unsafe_buffer_pointer() == numbers.data_ptr()
+    again = words.as_int64(to_torch(array))
+    assert again.data_ptr() == numbers.data_ptr()
+    assert again.tolist() == [2**40 + 7, -1, -(2**63)]
+
+
+def test_trees_share_memory():
+    tree = {"a": jnp.ones((2, 3)), "b": {"c": jnp.zeros(2, jnp.int32)}}
+    batch = to_torch(tree, batch_size=(2,))
+    assert isinstance(batch, TensorDict)
+    assert batch.batch_size == (2,)
+    assert batch["b", "c"].data_ptr() == tree["b"]["c"].unsafe_buffer_pointer()
+    back = to_jax(batch)
+    assert jax.tree.structure(back) == jax.tree.structure(tree)
+    assert back["a"].unsafe_buffer_pointer() == tree["a"].unsafe_buffer_pointer()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2)])
+def test_scalars_and_empty_arrays(shape):
+    tensor = to_torch(jnp.full(shape, 7.0))
+    assert tensor.shape == shape
+    assert bool((tensor == 7).all())
+    assert to_jax(torch.full(shape, 7.0)).shape == shape
+
+
+def test_the_memory_outlives_its_first_owner():
+    tensor = to_torch(jnp.arange(1000.0) * 2)
+    array = to_jax(torch_aligned((1000,)).add_(3))
+    for _ in range(10):
+        jnp.zeros(1000).block_until_ready()
+        torch.full((1000,), 9.0)
+    assert tensor.sum() == 999_000
+    assert array.sum() == 3000
+
+
+def test_a_copy_is_its_own_and_a_view_is_live():
+    source = torch_aligned((16,))
+    shared, own = to_jax(source), to_jax(source, copy=True)
+    source.fill_(5)
+    assert shared[0] == 5
+    assert own[0] == 0
+    array = jnp.zeros(16)
+    to_torch(array, copy=True).fill_(5)
+    assert array[0] == 0
+
+
+def test_a_narrowed_copy_is_its_own_also_without_being_asked():
+    source = torch.zeros(16, dtype=torch.int64)
+    array = to_jax(source)
+    source.fill_(5)
+    assert array.dtype == jnp.int32
+    assert array[0] == 0
+
+
+def test_donated_arrays_are_refused():
+    array = jnp.zeros(8)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+    with pytest.raises(BridgeError, match="donated or deleted"):
+        to_torch(array)
+
+
+def test_exported_memory_survives_a_donation():
+    """JAX does not write in place what somebody else still reads."""
+    array = jnp.zeros(8)
+    tensor = to_torch(array)
+    after = jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+    assert tensor.tolist() == [0.0] * 8
+    assert after[0] == 1
+
+
+def test_unaligned_strided_expanded_and_permuted_tensors_keep_their_values():
+    base = torch_aligned((12,)).copy_(torch.arange(12.0))
+    for tensor in (base[1:], base[::2], base[0].expand(4), base.view(3, 4).T, base.view(3, 4)[:, 1]):
+        array = to_jax(tensor)
+        np.testing.assert_array_equal(array, tensor.numpy())
+    conjugated = torch.tensor([1 + 2j]).conj()
+    assert to_jax(conjugated)[0] == 1 - 2j
+
+
+def test_gradients_do_not_cross():
+    weight = torch.ones(4, requires_grad=True)
+    assert to_jax(weight).tolist() == [1.0] * 4
+    assert weight.requires_grad
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**40 + 7])
+def test_integers_that_32_bits_do_not_hold(value):
+    with pytest.raises(BridgeError, match=rf"leaf 'a.b' holds {value}, expected numbers in .*as_words"):
+        to_jax({"a": {"b": torch.tensor([1, value])}})
+
+
+def test_integers_that_32_bits_hold():
+    numbers = torch.tensor([2**31 - 1, -(2**31)])
+    assert to_jax(numbers).tolist() == numbers.tolist()
+    assert to_jax(torch.tensor([2**32 - 1], dtype=torch.uint64)).tolist() == [2**32 - 1]
+    with pytest.raises(BridgeError, match=rf"holds {2**64 - 1}"):
+        to_jax(torch.tensor([2**64 - 1], dtype=torch.uint64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_64_bit_floats_are_not_rounded_in_silence(dtype):
+    with pytest.raises(BridgeError, match="would round it: cast it"):
+        to_jax(torch.zeros(2, dtype=dtype))
+
+
+def test_with_64_bits_everything_shares_memory():
+    with jax.enable_x64(True):
+        for dtype in (torch.int64, torch.uint64, torch.float64, torch.complex128):
+            tensor = torch_aligned((4,), dtype)
+            array = to_jax(tensor)
+            assert array.unsafe_buffer_pointer() == tensor.data_ptr()
+            assert to_torch(array).dtype == dtype
+
+
+def test_what_is_no_array():
+    with pytest.raises(TypeError, match=r"typed PRNG key.*key_data"):
+        to_torch({"key": jax.random.key(0)}["key"])
+    with pytest.raises(TypeError, match=r"leaf 'a' is ndarray, expected a jax\.Array"):
+        to_torch({"a": np.zeros(2)})
+    with pytest.raises(TypeError, match="traced"):
+        jax.jit(to_torch)(jnp.zeros(2))
+    with pytest.raises(TypeError, match=r"leaf 'a' is float, expected a torch\.Tensor"):
+        to_jax({"a": 1.0})
+    for tensor in (torch.eye(2).to_sparse(), torch.zeros(2, device="meta")):
+        with pytest.raises(TypeError, match="no dense tensor"):
+            to_jax(tensor)
+
+
+def test_data_that_a_tensordict_wraps():
+    """A TensorDict takes a JAX array for an opaque object, without a word."""
+    batch = TensorDict({"a": torch.zeros(2), "b": jnp.zeros(2)}, [])
+    with pytest.raises(TypeError, match=r"leaf 'b' is NonTensorData that holds .*ArrayImpl, expected a torch.Tensor"):
+        to_jax(batch)
+    with pytest.raises(TypeError, match="leaf 'b' is NonTensorData that holds str"):
+        to_jax(TensorDict({"a": torch.zeros(2), "b": NonTensorData("x")}, []))
+
+
+def test_a_dtype_that_the_other_side_lacks():
+    with pytest.raises(BridgeError, match="the array is int4, which did not cross to Torch"):
+        to_torch(jnp.zeros(4, jnp.int4))
+
+
+def test_committed_arrays_compile_once():
+    """Arrays from Torch are committed: with the other arguments on the device, too, there is one program."""
+    device = jax.devices()[0]
+    counted = jax.jit(lambda x, y: x + y)
+    other = jax.device_put(jnp.zeros(4), device)
+    for _ in range(3):
+        other = counted(to_jax(torch_aligned((4,))), other)
+    assert counted._cache_size() == 1
+
+
+def test_crossing_keeps_no_weak_type():
+    weak = jnp.asarray(1.0)
+    assert weak.weak_type
+    assert not to_jax(to_torch(weak)).weak_type
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_both_ways_share_memory():
+    for dtype in DTYPES:
+        array = jnp.arange(6).astype(dtype)
+        tensor = to_torch(array)
+        assert tensor.is_cuda
+        assert tensor.data_ptr() == array.unsafe_buffer_pointer()
+        assert to_jax(tensor).unsafe_buffer_pointer() == tensor.data_ptr()
