@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from funcollect import envs, errors
     from funcollect.collectors.sync import SyncDataCollector
+    from funcollect.core import traced
     from funcollect.core.api import close, fork, init, reset, rollout, step
     from funcollect.core.evaluate import evaluate
     from funcollect.core.plan import Plan, explain
     from funcollect.core.state import CollectorState
+    from funcollect.core.traced_batch import deliver
     from funcollect.envs.registry import make_env
     from funcollect.errors import (
         ClosedError,
@@ -55,12 +57,18 @@ _HOMES = {
     "funcollect.core.evaluate": ["evaluate"],
     "funcollect.core.plan": ["Plan", "explain"],
     "funcollect.core.state": ["CollectorState"],
+    "funcollect.core.traced_batch": ["deliver"],
     "funcollect.specs": ["Env", "ExplorationType", "Policy"],
     "funcollect.trajectories.split": ["split_trajectories"],
     "funcollect.trajectories.stats": ["EpisodeStats", "episode_stats"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = {"envs": "funcollect.envs", "errors": "funcollect.errors", "heads": "funcollect.policies.heads"}
+_MODULES = {
+    "envs": "funcollect.envs",
+    "errors": "funcollect.errors",
+    "heads": "funcollect.policies.heads",
+    "traced": "funcollect.core.traced",
+}
 
 __version__ = "0.1.0"
 __all__ = [
@@ -79,6 +87,7 @@ __all__ = [
     "StaleStateError",
     "SyncDataCollector",
     "close",
+    "deliver",
     "envs",
     "episode_stats",
     "errors",
@@ -95,6 +104,7 @@ __all__ = [
     "split_trajectories",
     "step",
     "torch_policy",
+    "traced",
     "track",
 ]
 

@@ -145,7 +145,7 @@ def deliver(state: CollectorState, track: Track, counters: Counters, *, batched:
     Raises:
         PolicyError: for an output of the policy under the key of an observation.
     """
-    _check_apart(track.outputs, track.observation)
+    check_apart(track.outputs, track.observation)
     reward = track.reward
     recorded: dict[Path, Tensor] = {
         **track.observation,
@@ -171,7 +171,8 @@ _NUMBERS = [("collector", name) for name in ("traj_ids", "step", "lane", "policy
 _FLAGS = [(*prefix, name) for prefix in ((), ("next",)) for name in ("terminated", "truncated", "done")]
 
 
-def _check_apart(outputs: Iterable[Path], observation: Iterable[Path]) -> None:
+def check_apart(outputs: Iterable[Path], observation: Iterable[Path]) -> None:
+    """Raise PolicyError for an output of the policy under the key of an observation."""
     for path in outputs:
         for other in observation:
             if path[: len(other)] == other[: len(path)]:

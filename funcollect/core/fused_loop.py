@@ -8,28 +8,33 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
-from funcollect.core.fused_step import Row, Setting, step
+from funcollect.core.fused_step import Row, Setting, settle, step
 from funcollect.core.request import Request
 from funcollect.core.state import CollectorState
+from funcollect.core.traced_batch import as_batch, cast, dtypes_of, widened
+from funcollect.envs.host_env import check_rewards
 from funcollect.envs.jax_env import JaxEnv
-from funcollect.interop import words
 from funcollect.interop.bridge import to_torch
+from funcollect.interop.device_memory import naming_memory
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.policies.checks import finished
-from funcollect.policies.traced_policy import traced_policy
+from funcollect.policies.jax_policy import PROBE
 from funcollect.specs import Policy
-from funcollect.tree import Path, to_tensordict
+from funcollect.tree import Path
 
-_FLAGS = [("terminated",), ("truncated",)]
+_FLAGS = [("terminated",), ("truncated",), ("done",)]
+_CONSTANT = [("collector", "lane"), ("collector", "policy_version")]
 
 
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """`rollout` for a JAX environment."""
-    program = _program(env, policy, state.num_lanes, request)
-    after, columns = program(policy.prepare(request.params), state, request.length)
-    leaves = {path: to_torch(column)[: request.length] for path, column in columns.items()}
-    return after, _deliver(env, state, leaves, request)
+    program = _program(env, policy, state, request)
+    with naming_memory(f"a rollout of {request.length:,} steps of {state.num_lanes:,} environments"):
+        after, columns = program(policy.prepare(request.params), state, request.length)
+        leaves = {path: to_torch(column)[: request.length] for path, column in columns.items()}
+        return after, _batch(env, policy, state, cast(leaves, dtypes_of(env)))
 
 
 def bucket(length: int) -> int:
@@ -42,23 +47,12 @@ def bucket(length: int) -> int:
     return -(-length // grain) * grain
 
 
-def _program(env: JaxEnv, policy: Policy, num_envs: int, request: Request) -> Callable[..., Any]:
+def _program(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Callable[..., Any]:
     """The compiled loop: one for what is static in a request."""
     capacity = bucket(request.length)
-    setting = Setting(
-        env=env,
-        answer=traced_policy(policy, env.action_spec, num_envs, request.exploration_type),
-        max_frames_per_traj=request.max_frames_per_traj,
-        random_steps=request.random_steps,
-        reset_when_done=request.reset_when_done,
-    )
-    which = (
-        "rollout",
-        num_envs,
-        capacity,
-        request.exploration_type,
-        *(getattr(setting, name) for name in ("env", "max_frames_per_traj", "random_steps", "reset_when_done")),
-    )
+    setting = settle(env, policy, state.num_lanes, request)
+    limits = (setting.max_frames_per_traj, setting.random_steps, setting.reset_when_done)
+    which = ("rollout", env, state.num_lanes, capacity, request.exploration_type, *limits)
     return compiled(policy, which, partial(_loop, setting, capacity))
 
 
@@ -69,7 +63,9 @@ def _loop(setting: Setting, capacity: int, params: Any, state: CollectorState, l
 
     def row(state: CollectorState) -> tuple[CollectorState, Row]:
         after, recorded = step(setting, params, state)
-        return after, _narrowed(setting, recorded)
+        recorded = widened(recorded, dtypes=dtypes_of(setting.env), total_lanes=state.total_lanes)
+        constant = [*_CONSTANT, *(_FLAGS if setting.reset_when_done else [])]
+        return after, {path: value for path, value in recorded.items() if path not in constant}
 
     def body(t: Any, carry: tuple[CollectorState, Row]) -> tuple[CollectorState, Row]:
         state, columns = carry
@@ -82,34 +78,19 @@ def _loop(setting: Setting, capacity: int, params: Any, state: CollectorState, l
     return jax.lax.fori_loop(0, length, body, (state, columns))
 
 
-def _narrowed(setting: Setting, row: Row) -> Row:
-    """Without what is constant in a rollout; numbers of 64 bits as words."""
-    dropped = set(_FLAGS) if setting.reset_when_done else set()
-    wide = {("collector", "step")} | ({("action",)} if setting.env.action_spec.dtype == torch.int64 else set())
-    done = row[("next", "terminated")] | row[("next", "truncated")]
-    kept = {path: value for path, value in row.items() if path not in dropped} | {("next", "done"): done}
-    return {path: words.sign_extended(value) if path in wide else value for path, value in kept.items()}
-
-
-def _deliver(env: JaxEnv, state: CollectorState, leaves: dict[Path, torch.Tensor], request: Request) -> TensorDict:
-    for path in [("collector", "traj_ids"), ("collector", "step"), ("action",)]:
-        if leaves[path].dtype == torch.int32 and leaves[path].shape[-1:] == (2,):
-            leaves[path] = words.as_int64(leaves[path])
-    names = [path for path in leaves if len(path) == 1 and path not in _FLAGS and path not in state.observation]
-    outputs = finished({path: leaves.pop(path) for path in names}, env.action_spec)
-    leaves |= outputs
-    shape = leaves[("next", "terminated")].shape
+def _batch(env: JaxEnv, policy: Policy, state: CollectorState, leaves: dict[Path, Tensor]) -> TensorDict:
+    """The batch of columns [T, P, ...]: checked, and with what is constant in a rollout."""
+    reward = leaves["next", "reward"]
+    if not torch.isfinite(reward.sum()):
+        check_rewards(reward.reshape(*reward.shape[:2], -1).sum(-1).cpu().numpy())
+    outputs = [path for path in leaves if len(path) == 1 and path not in _FLAGS and path not in state.observation]
+    chosen = getattr(policy, "head", None) is not None
+    checked = finished({path: leaves.pop(path) for path in outputs}, env.action_spec, chosen=chosen)
+    checked.pop((PROBE,), None)
+    done = leaves["next", "done"]
     for path in _FLAGS:
-        leaves.setdefault(path, torch.zeros(shape, dtype=torch.bool))
-    leaves[("done",)] = leaves[("terminated",)] | leaves[("truncated",)]
-    lane = to_torch(state.lane).long()
-    leaves[("collector", "lane")] = lane.expand(shape)
-    leaves[("collector", "policy_version")] = torch.tensor(int(state.policy_version)).expand(shape)
-    last = [(*prefix, name) for prefix in ((), ("next",)) for name in ("terminated", "truncated", "done")]
-    for path in [*last, ("next", "reward")]:
-        if leaves[path].ndim == 2:
-            leaves[path] = leaves[path].unsqueeze(-1)
-    if env.num_envs is None:
-        return to_tensordict({path: leaf[:, 0] for path, leaf in leaves.items()}, (request.length,)).lock_()
-    batch_size = (state.num_lanes, request.length)
-    return to_tensordict({path: leaf.transpose(0, 1) for path, leaf in leaves.items()}, batch_size).lock_()
+        leaves.setdefault(path, torch.zeros_like(done))
+    lane = to_torch(state.lane).to(done.device, torch.int64)
+    leaves["collector", "lane"] = lane.expand(done.shape).contiguous()
+    leaves["collector", "policy_version"] = torch.full(done.shape, int(state.policy_version), device=done.device)
+    return as_batch(leaves | checked, single=env.num_envs is None)

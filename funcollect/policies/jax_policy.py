@@ -55,7 +55,7 @@ def jax_policy(
     return JaxPolicy(apply, params, head, initial_state)
 
 
-_PROBE = "what the head reads"  # NaN where that is, for a head without a log-probability that would show it
+PROBE = "what the head reads"  # NaN where that is, for a head without a log-probability that would show it
 
 
 class JaxPolicy:
@@ -106,7 +106,7 @@ class JaxPolicy:
             return self._prepared[1]
         if params is not None:
             self._check_params(given)
-        prepared = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.numpy.array(leaf), given)
+        prepared = jax.tree.map(_strong, given)
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
             self._prepared = (leaves, prepared)
         return prepared
@@ -171,7 +171,7 @@ class JaxPolicy:
         action = self.head.sample(xp, parameters, noise, spec)
         log_prob = self.head.log_prob(xp, parameters, action, noise, spec)
         if log_prob is None:
-            outputs[_PROBE] = sum(xp.where(each == each, 0.0, each).sum(-1) for each in parameters)
+            outputs[PROBE] = sum(xp.where(each == each, 0.0, each).sum(-1) for each in parameters)
         else:
             outputs["action_log_prob"] = log_prob
         return policy_state, {"action": action, **outputs}
@@ -245,7 +245,7 @@ class JaxActor:
         """The next policy state and every output, [T, P, ...]."""
         columns: Columns = {(field.name,): field.column(self._words) for field in self._fields}
         columns = finished(columns, self._drive.spec, chosen=self._chosen)
-        columns.pop((_PROBE,), None)
+        columns.pop((PROBE,), None)
         return self._recurrent, columns
 
 
@@ -259,6 +259,14 @@ def _select() -> Callable[[Any, Any, Any], Any]:
     return jax.jit(  # type: ignore[no-any-return]
         lambda mask, chosen, other: jax.tree.map(lambda one, two: pick(mask, one, two), chosen, other)
     )
+
+
+def _strong(leaf: Any) -> Any:
+    """An array of JAX without a weak type, which would compile a second time once an optimiser has made it strong."""
+    jax = import_jax()
+    if not isinstance(leaf, jax.Array):
+        return jax.numpy.array(leaf)
+    return jax.lax.convert_element_type(leaf, leaf.dtype) if leaf.weak_type else leaf
 
 
 def _is(one: Any, two: Any) -> bool:
