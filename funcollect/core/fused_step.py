@@ -86,7 +86,7 @@ def _act(setting: Setting, params: Any, state: Traced) -> tuple[Any, dict[str, A
     check_policy_state(initial, state.policy_state)
     remembered = lanes(state.step == 0, initial, state.policy_state)
     policy_state, outputs = setting.answer(params, remembered, observation, _at_step(state, Purpose.NOISE))
-    policy_state = steady(policy_state)
+    policy_state = varying(state.lane, steady(policy_state))
     check_next_state(remembered, policy_state)
     if setting.random_steps:
         outputs = _random_start(setting, state, observation, outputs)
@@ -199,7 +199,16 @@ def begin(env: JaxEnv, key: Any, lane: Any, episode: Any) -> tuple[Any, Any]:
     by_lane = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, int(Purpose.RESET)), lane)
     which = episode if env.reset == "fresh" else episode * 0
     physics, observation = jax.vmap(env.begin)(fold(by_lane, which))
-    return steady(physics), observation
+    begun: tuple[Any, Any] = varying(lane, (steady(physics), observation))
+    return begun
+
+
+def varying(lane: Any, tree: Any) -> Any:
+    """A pytree whose leaves depend on `lane`: constants would not vary over the mesh of a `shard_map`, as a loop wants.
+
+    XLA drops the choice between equals; JAX's own function for it has another name in each of its versions.
+    """
+    return lanes(lane == lane, tree, tree)
 
 
 def steady(tree: Any) -> Any:

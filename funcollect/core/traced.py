@@ -15,7 +15,7 @@ from dataclasses import fields
 from typing import Any
 
 from funcollect.core.fused_checks import check_functions
-from funcollect.core.fused_step import Setting, begin, by_path, restart, settle, steady
+from funcollect.core.fused_step import Setting, begin, by_path, restart, settle, steady, varying
 from funcollect.core.fused_step import step as fused_step
 from funcollect.core.request import Request
 from funcollect.core.state import CollectorState
@@ -61,19 +61,19 @@ def init(
     players = check_functions(env)
     key, count = _raw(key), env.num_envs or 1
     lane = jnp.arange(count, dtype=jnp.int32) + first_lane
-    episode, flags = jnp.zeros(count, jnp.int32), jnp.zeros(count, bool)
-    physics, observation = begin(env, key, lane, episode)
+    zero, no = lane * 0, lane != lane  # not constants: they vary over a mesh as the lanes do
+    physics, observation = begin(env, key, lane, zero)
     return CollectorState(
-        env_state=JaxEnvState(physics, (physics, observation), ~flags if env.reset == "fresh" else flags),
+        env_state=JaxEnvState(physics, (physics, observation), ~no if env.reset == "fresh" else no),
         observation=by_path(env, observation),
-        policy_state=steady(policy.init(key, count)),
+        policy_state=varying(lane, steady(policy.init(key, count))),
         key=key,
         lane=lane,
-        episode=episode,
-        step=jnp.zeros(count, jnp.int32),
-        returns=jnp.zeros((count, *players), jnp.float32),
-        terminated=flags,
-        truncated=flags,
+        episode=zero,
+        step=zero,
+        returns=varying(lane, jnp.zeros((count, *players), jnp.float32)),
+        terminated=no,
+        truncated=no,
         total_lanes=total_lanes or count,
         steps=jnp.zeros(2, jnp.uint32),
         policy_version=jnp.zeros((), jnp.int32),

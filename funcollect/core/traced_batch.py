@@ -30,7 +30,8 @@ def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes
     """A batch from what `funcollect.traced.rollout` returned, in memory of its own.
 
     Args:
-        arrays: the nested dict, ``[T, P, ...]``; leading dimensions, of a rollout under `vmap`, stay in front.
+        arrays: the nested dict, ``[T, P, ...]``; leading dimensions, of a rollout under `vmap`, stay in front. What
+            lies on several devices is gathered on the first.
         env: the environment. It gives integer observations and actions the dtypes of its spaces, and a single
             environment's batch no ``P``; without it, integer actions become int64 and other leaves keep their dtypes.
         total_lanes: what the state's was; P unless given. With it the trajectory ids are those that
@@ -57,7 +58,7 @@ def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes
     total = flat[_DONE].shape[-1] if total_lanes is None else total_lanes
     dtypes = dtypes_of(env) if env is not None else _guessed(flat)
     columns = import_jax().jit(partial(widened, dtypes=dtypes, total_lanes=total))(flat)
-    leaves = {path: to_torch(column) for path, column in columns.items()}
+    leaves = {path: to_torch(_gathered(column)) for path, column in columns.items()}
     return as_batch(cast(leaves, dtypes), single=env is not None and env.num_envs is None)
 
 
@@ -82,6 +83,12 @@ def dtypes_of(env: JaxEnv) -> Dtypes:
     for leaf in env.observation_leaves:
         dtypes[leaf.path] = dtypes["next", *leaf.path] = torch.from_numpy(np.empty(0, leaf.dtype)).dtype
     return dtypes | _COUNTERS
+
+
+def _gathered(column: Any) -> Any:
+    """What lies on several devices, on one: DLPack knows no shards."""
+    devices = column.sharding.device_set
+    return column if len(devices) == 1 else import_jax().device_put(column, min(devices, key=lambda each: each.id))
 
 
 def _guessed(flat: Row) -> Dtypes:
