@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.report import heading, save, setting
 from benchmarks.runner import Options
 
-NAMES = ("collect", "overhead", "memory", "imports")
+NAMES = ("collect", "overhead", "memory", "imports", "fused")
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from funcollect.core.state import CollectorState
 from funcollect.core.traced_batch import as_batch, cast, dtypes_of, widened
 from funcollect.envs.host_env import check_rewards
 from funcollect.envs.jax_env import JaxEnv
+from funcollect.interop import words
 from funcollect.interop.bridge import to_torch
 from funcollect.interop.device_memory import naming_memory
 from funcollect.interop.jax_setup import compiled, import_jax
@@ -30,10 +31,12 @@ _CONSTANT = [("collector", "lane"), ("collector", "policy_version")]
 
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """`rollout` for a JAX environment."""
-    program = _program(env, policy, state, request)
+    loop = program(env, policy, state, request)
     with naming_memory(f"a rollout of {request.length:,} steps of {state.num_lanes:,} environments"):
-        after, columns = program(policy.prepare(request.params), state, request.length)
-        leaves = {path: to_torch(column)[: request.length] for path, column in columns.items()}
+        after, columns = loop(policy.prepare(request.params), state, request.length)
+        leaves = {path: to_torch(column) for path, column in columns.items()}
+        if bucket(request.length) > request.length:
+            leaves = {path: leaf[: request.length] for path, leaf in leaves.items()}
         return after, _batch(env, policy, state, cast(leaves, dtypes_of(env)))
 
 
@@ -47,7 +50,7 @@ def bucket(length: int) -> int:
     return -(-length // grain) * grain
 
 
-def _program(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Callable[..., Any]:
+def program(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Callable[..., Any]:
     """The compiled loop: one for what is static in a request."""
     capacity = bucket(request.length)
     setting = settle(env, policy, state.num_lanes, request)
@@ -64,33 +67,33 @@ def _loop(setting: Setting, capacity: int, params: Any, state: CollectorState, l
     def row(state: CollectorState) -> tuple[CollectorState, Row]:
         after, recorded = step(setting, params, state)
         recorded = widened(recorded, dtypes=dtypes_of(setting.env), total_lanes=state.total_lanes)
-        constant = [*_CONSTANT, *(_FLAGS if setting.reset_when_done else [])]
-        return after, {path: value for path, value in recorded.items() if path not in constant}
+        return after, {path: value for path, value in recorded.items() if path not in dropped}
 
     def body(t: Any, carry: tuple[CollectorState, Row]) -> tuple[CollectorState, Row]:
         state, columns = carry
         state, recorded = row(state)
         write = jax.lax.dynamic_update_index_in_dim
-        return state, {path: write(column, recorded[path], t, 0) for path, column in columns.items()}
+        return state, {path: write(columns[path], recorded[path], t, 0) for path in columns}
 
-    _, shapes = jax.eval_shape(row, state)
-    columns = {path: jnp.zeros((capacity, *leaf.shape), leaf.dtype) for path, leaf in shapes.items()}
-    return jax.lax.fori_loop(0, length, body, (state, columns))
+    dropped = _FLAGS if setting.reset_when_done else []
+    _, first = jax.eval_shape(row, state)
+    shapes = {path: (capacity, *leaf.shape) for path, leaf in first.items()}
+    columns = {path: jnp.zeros(shape, first[path].dtype) for path, shape in shapes.items() if path not in _CONSTANT}
+    after, columns = jax.lax.fori_loop(0, length, body, (state, columns))
+    every_row = {path: words.int64(getattr(state, path[-1])) for path in _CONSTANT}
+    return after, columns | {path: jnp.broadcast_to(value, shapes[path]) for path, value in every_row.items()}
 
 
 def _batch(env: JaxEnv, policy: Policy, state: CollectorState, leaves: dict[Path, Tensor]) -> TensorDict:
-    """The batch of columns [T, P, ...]: checked, and with what is constant in a rollout."""
+    """The batch of columns [T, P, ...], checked."""
     reward = leaves["next", "reward"]
-    if not torch.isfinite(reward.sum()):
+    if math.isnan(reward.sum().item()):  # or a sum of both infinities
         check_rewards(reward.reshape(*reward.shape[:2], -1).sum(-1).cpu().numpy())
     outputs = [path for path in leaves if len(path) == 1 and path not in _FLAGS and path not in state.observation]
     chosen = getattr(policy, "head", None) is not None
     checked = finished({path: leaves.pop(path) for path in outputs}, env.action_spec, chosen=chosen)
     checked.pop((PROBE,), None)
     done = leaves["next", "done"]
-    for path in _FLAGS:
-        leaves.setdefault(path, torch.zeros_like(done))
-    lane = to_torch(state.lane).to(done.device, torch.int64)
-    leaves["collector", "lane"] = lane.expand(done.shape).contiguous()
-    leaves["collector", "policy_version"] = torch.full(done.shape, int(state.policy_version), device=done.device)
+    if _FLAGS[0] not in leaves:
+        leaves |= dict(zip(_FLAGS, done.new_zeros(len(_FLAGS), *done.shape).unbind(), strict=True))
     return as_batch(leaves | checked, single=env.num_envs is None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -81,8 +81,13 @@ def dtypes_of(env: JaxEnv) -> Dtypes:
     """The dtypes that the leaves of a batch have by the spaces."""
     dtypes: Dtypes = {("action",): env.action_spec.dtype}
     for leaf in env.observation_leaves:
-        dtypes[leaf.path] = dtypes["next", *leaf.path] = torch.from_numpy(np.empty(0, leaf.dtype)).dtype
+        dtypes[leaf.path] = dtypes["next", *leaf.path] = _torch_dtype(leaf.dtype)
     return dtypes | _COUNTERS
+
+
+@cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 def _gathered(column: Any) -> Any:
@@ -113,6 +118,8 @@ def cast(leaves: dict[Path, Tensor], dtypes: Dtypes) -> dict[Path, Tensor]:
 
 
 def _cast(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    if leaf.dtype == dtype:
+        return leaf
     return words.as_int64(leaf) if dtype == torch.int64 and leaf.dtype == torch.int32 else leaf.to(dtype)
 
 
