@@ -28,6 +28,10 @@ PACKAGES = (
     "optree",
     "torchrl",
     "stable_baselines3",
+    "gymnax",
+    "brax",
+    "jumanji",
+    "pgx",
 )
 
 

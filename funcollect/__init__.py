@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from funcollect import envs, errors, interop, plots, testing
     from funcollect.collectors.sync import SyncDataCollector
+    from funcollect.core import traced
     from funcollect.core.api import close, fork, init, reset, rollout, step
     from funcollect.core.evaluate import evaluate
     from funcollect.core.plan import Plan, explain
     from funcollect.core.state import CollectorState
+    from funcollect.core.traced_batch import deliver
     from funcollect.envs.registry import make_env
     from funcollect.errors import (
         BridgeError,
@@ -64,6 +66,7 @@ _HOMES = {
     "funcollect.core.evaluate": ["evaluate"],
     "funcollect.core.plan": ["Plan", "explain"],
     "funcollect.core.state": ["CollectorState"],
+    "funcollect.core.traced_batch": ["deliver"],
     "funcollect.specs": ["Env", "ExplorationType", "Policy"],
     "funcollect.trajectories.advantages": ["gae"],
     "funcollect.trajectories.split": ["split_trajectories"],
@@ -77,6 +80,7 @@ _MODULES = {
     "interop": "funcollect.interop",
     "plots": "funcollect.plots",
     "testing": "funcollect.testing",
+    "traced": "funcollect.core.traced",
 }
 
 __version__ = "0.1.0"
@@ -98,6 +102,7 @@ __all__ = [
     "StaleStateError",
     "SyncDataCollector",
     "close",
+    "deliver",
     "envs",
     "episode_stats",
     "errors",
@@ -120,6 +125,7 @@ __all__ = [
     "tensordict_policy",
     "testing",
     "torch_policy",
+    "traced",
     "track",
 ]
 

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 
 from funcollect.arguments import check_positive
-from funcollect.core.request import Request, check_exploration
+from funcollect.core.request import Request, check_ends, check_exploration
 from funcollect.devices import checked_device
 from funcollect.specs import Env, ExplorationType
 from funcollect.trajectories.split import split_trajectories
@@ -62,11 +62,7 @@ class Options:
             raise ValueError("max_frames_per_traj is 0, expected a positive int, or None (or negative) for no limit")
         if self.postproc is not None and not callable(self.postproc):
             raise TypeError(f"postproc is {self.postproc!r:.80}, expected a function from batch to batch: pass one")
-        if not self.reset_when_done and self.max_frames_per_traj is not None and self.max_frames_per_traj > 0:
-            raise ValueError(
-                "max_frames_per_traj cuts a trajectory so that the lane begins another, reset_when_done=False keeps it "
-                "finished: give one of them"
-            )
+        check_ends(self.max_frames_per_traj, self.reset_when_done)
         for name in ("storing_device", "env_device", "policy_device"):
             given = getattr(self, name)
             place = checked_device(self.device) if given is None else checked_device(given, name)

@@ -6,14 +6,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-import numpy as np
-import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from funcollect.collectors.options import Device, Options, Postproc, check_env_device
 from funcollect.core import api
-from funcollect.core.reseed import next_seed, reseed, resume, saved_leaves
+from funcollect.core.reseed import next_seed, reseed, resume, saved_counts, saved_leaves
 from funcollect.envs.registry import make_env
 from funcollect.errors import ClosedError
 from funcollect.policies.coerce import as_policy
@@ -249,10 +247,7 @@ class SyncDataCollector:
         return {
             "policy_state_dict": {} if weights is None else weights(self.params),
             "own_weights": self.params is None,
-            "key": torch.from_numpy(self.state.key.astype(np.int64)),
-            "episode": self.state.episode.clone(),
-            "steps": self.state.steps,
-            "policy_version": self.state.policy_version,
+            **saved_counts(self.state),
             "policy_state": saved_leaves(self.state.policy_state),
             "frames": self.frames,
             "iter": self._batches,
@@ -289,7 +284,7 @@ class SyncDataCollector:
             "batches": self._batches,
             "seconds": self._seconds,
             "frames_per_second": self.frames / self._seconds if self._seconds else 0.0,
-            "policy_version": self.state.policy_version,
+            "policy_version": int(self.state.policy_version),
         }
 
     def shutdown(self) -> None:

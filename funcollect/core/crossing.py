@@ -19,15 +19,18 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.core.fused_loop import bucket, deliver, narrowed
+from funcollect.core.deliver import check_apart
+from funcollect.core.fused_loop import FLAGS, bucket, delivered
 from funcollect.core.fused_step import Row, Setting, step
 from funcollect.core.request import Request, open_actor
 from funcollect.core.state import CollectorState
+from funcollect.core.traced_batch import cast, dtypes_of, widened
 from funcollect.envs.jax_env import JaxEnv
 from funcollect.interop.bridge import jax_view, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memory import fixed
 from funcollect.policies.actor import Actor
+from funcollect.policies.random_policy import RandomPolicy
 from funcollect.specs import ActionSpec, Policy, assemble
 from funcollect.tree import Path
 
@@ -44,7 +47,8 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
                 loop.restart(actor)
         policy_state, outputs = actor.finish()
     after = loop.state.replace(policy_state=policy_state)
-    return after, deliver(env, state, loop.leaves(), outputs, request)
+    check_apart(outputs, state.observation)
+    return after, delivered(env, cast(loop.leaves(), dtypes_of(env)), outputs)
 
 
 def _on_host(state: CollectorState) -> CollectorState:
@@ -63,8 +67,10 @@ class _Loop:
     def __init__(self, env: JaxEnv, state: CollectorState, request: Request) -> None:
         setting = Setting(
             env=env,
+            policy=RandomPolicy(env.action_spec),  # stands in for one without a state
             answer=_given_action,
             max_frames_per_traj=request.max_frames_per_traj,
+            random_steps=0,  # the actor sees to these
             reset_when_done=request.reset_when_done,
         )
         which = (state.num_lanes, request.max_frames_per_traj, request.reset_when_done)
@@ -110,9 +116,9 @@ def _given_action(action: Any, policy_state: Any, observation: Any, key: Any) ->
 
 def _row(setting: Setting, action: Any, state: CollectorState) -> tuple[CollectorState, Row]:
     after, recorded = step(setting, action, state)
-    row = narrowed(setting, recorded)
-    del row[("action",)]  # the actor records what the policy answered
-    return after, row
+    recorded = widened(recorded, dtypes=dtypes_of(setting.env), total_lanes=state.total_lanes)
+    dropped = [("action",), *(FLAGS if setting.reset_when_done else [])]  # the actor records what the policy answered
+    return after, {path: value for path, value in recorded.items() if path not in dropped}
 
 
 def _begin(setting: Setting, capacity: int, state: CollectorState) -> tuple[CollectorState, Row]:

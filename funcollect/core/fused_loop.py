@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from tensordict import TensorDict
+from torch import Tensor
 
-from funcollect.core.deliver import check_apart
-from funcollect.core.fused_step import Row, Setting, step
+from funcollect.core.fused_step import Row, Setting, settle, step
 from funcollect.core.request import Request
 from funcollect.core.state import CollectorState
+from funcollect.core.traced_batch import as_batch, cast, dtypes_of, widened
+from funcollect.envs.host_env import check_rewards
 from funcollect.envs.jax_env import JaxEnv
 from funcollect.interop import words
 from funcollect.interop.bridge import torch_view
+from funcollect.interop.device_memory import naming_memory
 from funcollect.interop.jax_setup import compiled, import_jax
-from funcollect.policies.actor import Columns
 from funcollect.policies.checks import finished
-from funcollect.policies.traced_policy import traced_policy
+from funcollect.policies.jax_program import PROBE
 from funcollect.specs import Policy
-from funcollect.tree import to_tensordict
+from funcollect.tree import Path
 
-_FLAGS = [("terminated",), ("truncated",)]
+FLAGS = [("terminated",), ("truncated",), ("done",)]
+_CONSTANT = [("collector", "lane"), ("collector", "policy_version")]
 
 
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """`rollout` for a JAX environment."""
-    program = _program(env, policy, state.num_lanes, request)
-    after, columns = program(policy.prepare(request.params), state, request.length)
-    leaves = {path: torch_view(column)[: request.length] for path, column in columns.items()}
-    names = [path for path in leaves if len(path) == 1 and path not in _FLAGS and path not in state.observation]
-    outputs = {path: leaves.pop(path) for path in names}
-    if env.action_spec.dtype == torch.int64:
-        outputs[("action",)] = words.as_int64(outputs[("action",)])
-    return after, deliver(env, state, leaves, finished(outputs, env.action_spec), request)
+    loop = program(env, policy, state, request)
+    with naming_memory(f"a rollout of {request.length:,} steps of {state.num_lanes:,} environments"):
+        after, columns = loop(policy.prepare(request.params), state, request.length)
+        leaves = {path: torch_view(column) for path, column in columns.items()}
+        if bucket(request.length) > request.length:
+            leaves = {path: leaf[: request.length] for path, leaf in leaves.items()}
+        return after, _batch(env, policy, state, cast(leaves, dtypes_of(env)))
 
 
 def bucket(length: int) -> int:
@@ -48,23 +50,12 @@ def bucket(length: int) -> int:
     return -(-length // grain) * grain
 
 
-def _program(env: JaxEnv, policy: Policy, num_envs: int, request: Request) -> Callable[..., Any]:
+def program(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Callable[..., Any]:
     """The compiled loop: one for what is static in a request."""
     capacity = bucket(request.length)
-    setting = Setting(
-        env=env,
-        answer=traced_policy(policy, env.action_spec, num_envs, request.exploration_type),
-        max_frames_per_traj=request.max_frames_per_traj,
-        random_steps=request.random_steps,
-        reset_when_done=request.reset_when_done,
-    )
-    which = (
-        "rollout",
-        num_envs,
-        capacity,
-        request.exploration_type,
-        *(getattr(setting, name) for name in ("env", "max_frames_per_traj", "random_steps", "reset_when_done")),
-    )
+    setting = settle(env, policy, state.num_lanes, request)
+    limits = (setting.max_frames_per_traj, setting.random_steps, setting.reset_when_done)
+    which = ("rollout", env, state.num_lanes, capacity, request.exploration_type, *limits)
     return compiled(policy, which, partial(_loop, setting, capacity))
 
 
@@ -75,47 +66,39 @@ def _loop(setting: Setting, capacity: int, params: Any, state: CollectorState, l
 
     def row(state: CollectorState) -> tuple[CollectorState, Row]:
         after, recorded = step(setting, params, state)
-        return after, narrowed(setting, recorded)
+        recorded = widened(recorded, dtypes=dtypes_of(setting.env), total_lanes=state.total_lanes)
+        return after, {path: value for path, value in recorded.items() if path not in dropped}
 
     def body(t: Any, carry: tuple[CollectorState, Row]) -> tuple[CollectorState, Row]:
         state, columns = carry
         state, recorded = row(state)
         write = jax.lax.dynamic_update_index_in_dim
-        return state, {path: write(column, recorded[path], t, 0) for path, column in columns.items()}
+        return state, {path: write(columns[path], recorded[path], t, 0) for path in columns}
 
-    _, shapes = jax.eval_shape(row, state)
-    columns = {path: jnp.zeros((capacity, *leaf.shape), leaf.dtype) for path, leaf in shapes.items()}
-    return jax.lax.fori_loop(0, length, body, (state, columns))
-
-
-def narrowed(setting: Setting, row: Row) -> Row:
-    """Without what is constant in a rollout; numbers of 64 bits as words."""
-    dropped = set(_FLAGS) if setting.reset_when_done else set()
-    wide = {("collector", "step")} | ({("action",)} if setting.env.action_spec.dtype == torch.int64 else set())
-    done = row[("next", "terminated")] | row[("next", "truncated")]
-    kept = {path: value for path, value in row.items() if path not in dropped} | {("next", "done"): done}
-    return {path: words.sign_extended(value) if path in wide else value for path, value in kept.items()}
+    dropped = FLAGS if setting.reset_when_done else []
+    _, first = jax.eval_shape(row, state)
+    shapes = {path: (capacity, *leaf.shape) for path, leaf in first.items()}
+    columns = {path: jnp.zeros(shape, first[path].dtype) for path, shape in shapes.items() if path not in _CONSTANT}
+    after, columns = jax.lax.fori_loop(0, length, body, (state, columns))
+    every_row = {path: words.int64(getattr(state, path[-1])) for path in _CONSTANT}
+    return after, columns | {path: jnp.broadcast_to(value, shapes[path]) for path, value in every_row.items()}
 
 
-def deliver(env: JaxEnv, state: CollectorState, columns: Columns, outputs: Columns, request: Request) -> TensorDict:
-    """The batch of a rollout that began in `state`, from columns [T, P, ...] and the policy's checked outputs."""
-    check_apart(outputs, state.observation)
-    leaves = columns | outputs
-    for name in ("traj_ids", "step"):
-        leaves[("collector", name)] = words.as_int64(leaves[("collector", name)])
-    ended = leaves[("next", "terminated")]
-    shape, device = ended.shape, ended.device
-    for path in _FLAGS:
-        leaves.setdefault(path, torch.zeros(shape, dtype=torch.bool, device=device))
-    leaves[("done",)] = leaves[("terminated",)] | leaves[("truncated",)]
-    lane = torch_view(state.lane).long()
-    leaves[("collector", "lane")] = lane.expand(shape)
-    leaves[("collector", "policy_version")] = torch.tensor(int(state.policy_version), device=device).expand(shape)
-    last = [(*prefix, name) for prefix in ((), ("next",)) for name in ("terminated", "truncated", "done")]
-    for path in [*last, ("next", "reward")]:
-        if leaves[path].ndim == 2:
-            leaves[path] = leaves[path].unsqueeze(-1)
-    if env.num_envs is None:
-        return to_tensordict({path: leaf[:, 0] for path, leaf in leaves.items()}, (request.length,)).lock_()
-    batch_size = (state.num_lanes, request.length)
-    return to_tensordict({path: leaf.transpose(0, 1) for path, leaf in leaves.items()}, batch_size).lock_()
+def _batch(env: JaxEnv, policy: Policy, state: CollectorState, leaves: dict[Path, Tensor]) -> TensorDict:
+    """The batch of columns [T, P, ...], checked."""
+    names = [path for path in leaves if len(path) == 1 and path not in FLAGS and path not in state.observation]
+    chosen = getattr(policy, "head", None) is not None
+    outputs = finished({path: leaves.pop(path) for path in names}, env.action_spec, chosen=chosen)
+    outputs.pop((PROBE,), None)
+    return delivered(env, leaves, outputs)
+
+
+def delivered(env: JaxEnv, leaves: dict[Path, Tensor], outputs: dict[Path, Tensor]) -> TensorDict:
+    """The batch of an environment's columns [T, P, ...], whose rewards are checked, and a policy's checked ones."""
+    reward = leaves["next", "reward"]
+    if math.isnan(reward.sum().item()):  # or a sum of both infinities
+        check_rewards(reward.reshape(*reward.shape[:2], -1).sum(-1).cpu().numpy())
+    done = leaves["next", "done"]
+    if FLAGS[0] not in leaves:
+        leaves |= dict(zip(FLAGS, done.new_zeros(len(FLAGS), *done.shape).unbind(), strict=True))
+    return as_batch(leaves | outputs, single=env.num_envs is None)

@@ -5,38 +5,52 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from funcollect.core.deliver import check_apart
+from funcollect.core.fused_checks import check_next_state, check_policy_state
+from funcollect.core.request import Request
 from funcollect.envs.jax_env import JaxEnv, JaxEnvState, Transition
 from funcollect.interop import words
 from funcollect.interop.jax_setup import import_jax
 from funcollect.keys import Purpose
-from funcollect.policies.traced_policy import Answer, traced_random
-from funcollect.specs import assemble, disassemble
+from funcollect.policies.traced_policy import Answer, scored, traced_policy, traced_random
+from funcollect.specs import Policy, assemble, disassemble
 from funcollect.tree import Path
 
 Traced = Any  # a CollectorState of JAX arrays
 Row = dict[Path, Any]  # each [P, ...]
 
+_MOST_STEPS = 2**31 - 1  # of one trajectory: further ones are not told apart
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is fixed while a loop is compiled.
-
-    Attributes:
-        answer: the policy's traced step.
-        random_steps: lanes act randomly in the run's first so many steps.
-    """
+    """What is fixed while a loop is compiled; the fields of a `Request` mean what they mean there."""
 
     env: JaxEnv
-    answer: Answer
-    max_frames_per_traj: int | None = None
-    random_steps: int = 0
-    reset_when_done: bool = True
+    policy: Policy
+    answer: Answer  # the policy's traced step
+    max_frames_per_traj: int | None
+    random_steps: int
+    reset_when_done: bool
+
+
+def settle(env: JaxEnv, policy: Policy, num_lanes: int, request: Request) -> Setting:
+    """The setting of a request; `params` and `length` are no part of it."""
+    return Setting(
+        env=env,
+        policy=policy,
+        answer=traced_policy(policy, env.action_spec, num_lanes, request.exploration_type),
+        max_frames_per_traj=request.max_frames_per_traj,
+        random_steps=min(request.random_steps, 2**32 - 1),
+        reset_when_done=request.reset_when_done,
+    )
 
 
 def step(setting: Setting, params: Any, state: Traced) -> tuple[Traced, Row]:
     """The next state, and what the step recorded."""
     env = setting.env
     policy_state, outputs = _act(setting, params, state)
+    check_apart([(name,) for name in outputs], state.observation)
     moved = _limited(_advance(env, state, outputs["action"]), state, setting.max_frames_per_traj)
     frozen = None if setting.reset_when_done else state.terminated | state.truncated
     if frozen is not None:
@@ -48,21 +62,32 @@ def step(setting: Setting, params: Any, state: Traced) -> tuple[Traced, Row]:
         **{("next", *path): value for path, value in nexts.items()},
         **{("next", "info", name): value for name, value in moved.info.items()},
         ("next", "reward"): moved.reward,
-        ("next", "terminated"): moved.terminated,
-        ("next", "truncated"): moved.truncated,
-        ("terminated",): state.terminated,
-        ("truncated",): state.truncated,
-        ("collector", "traj_ids"): trajectory_words(state),
-        ("collector", "step"): state.step,
+        **_flags(("next",), moved),
+        **_flags((), state),
+        **_counters(state),
     }
     return _next(setting, state, policy_state, moved, nexts, frozen), row
 
 
+def _flags(prefix: Path, of: Any) -> Row:
+    flags = {"terminated": of.terminated, "truncated": of.truncated, "done": of.terminated | of.truncated}
+    return {(*prefix, name): flag for name, flag in flags.items()}
+
+
+def _counters(state: Traced) -> Row:
+    version = import_jax().numpy.broadcast_to(state.policy_version, state.lane.shape)
+    counters = {"episode": state.episode, "step": state.step, "lane": state.lane, "policy_version": version}
+    return {("collector", name): counter for name, counter in counters.items()}
+
+
 def _act(setting: Setting, params: Any, state: Traced) -> tuple[Any, dict[str, Any]]:
-    env = setting.env
-    observation = assemble(env.observation_space, state.observation)
-    key = _at_step(state, Purpose.NOISE)
-    policy_state, outputs = setting.answer(params, state.policy_state, observation, key)
+    observation = assemble(setting.env.observation_space, state.observation)
+    initial = setting.policy.init(state.key, state.num_lanes)
+    check_policy_state(initial, state.policy_state)
+    remembered = lanes(state.step == 0, initial, state.policy_state)
+    policy_state, outputs = setting.answer(params, remembered, observation, _at_step(state, Purpose.NOISE))
+    policy_state = varying(state.lane, steady(policy_state))
+    check_next_state(remembered, policy_state)
     if setting.random_steps:
         outputs = _random_start(setting, state, observation, outputs)
     return policy_state, outputs
@@ -70,11 +95,18 @@ def _act(setting: Setting, params: Any, state: Traced) -> tuple[Any, dict[str, A
 
 def _random_start(setting: Setting, state: Traced, observation: Any, outputs: dict[str, Any]) -> dict[str, Any]:
     """Random actions while the run is young; the policy runs all the same, so every batch has the same keys."""
-    jnp = import_jax().numpy
-    spec = setting.env.action_spec
-    drawn = traced_random(spec, _at_step(state, Purpose.RANDOM_ACTION), observation, state.num_lanes)
+
+    def randomly() -> dict[str, Any]:
+        key = _at_step(state, Purpose.RANDOM_ACTION)
+        action, log_prob = traced_random(setting.env.action_spec, key, observation, state.num_lanes)
+        drawn = {"action": action.astype(outputs["action"].dtype)}
+        if "action_log_prob" in outputs:
+            drawn["action_log_prob"] = scored(log_prob, outputs["action_log_prob"])
+        return outputs | drawn
+
     early = (state.steps[1] == 0) & (state.steps[0] < setting.random_steps)
-    return {name: jnp.where(early, drawn[name], value) if name in drawn else value for name, value in outputs.items()}
+    acted: dict[str, Any] = import_jax().lax.cond(early, randomly, lambda: outputs)
+    return acted
 
 
 def _at_step(state: Traced, purpose: Purpose) -> Any:
@@ -88,7 +120,7 @@ def _advance(env: JaxEnv, state: Traced, action: Any) -> Transition:
     jax = import_jax()
     keys = jax.vmap(jax.random.fold_in, (None, 0))(_dynamics_key(state), state.lane)
     moved: Transition = jax.vmap(env.advance)(keys, state.env_state.physics, action)
-    return moved._replace(physics=_steady(moved.physics), reward=moved.reward.astype(jax.numpy.float32))
+    return moved._replace(physics=steady(moved.physics), reward=moved.reward.astype(jax.numpy.float32))
 
 
 def _dynamics_key(state: Traced) -> Any:
@@ -97,7 +129,9 @@ def _dynamics_key(state: Traced) -> Any:
 
 
 def _limited(moved: Transition, state: Traced, limit: int | None) -> Transition:
-    return moved if limit is None else moved._replace(truncated=moved.truncated | (state.step + 1 >= limit))
+    if limit is None:
+        return moved
+    return moved._replace(truncated=moved.truncated | (state.step >= min(limit, _MOST_STEPS) - 1))
 
 
 def _frozen(env: JaxEnv, state: Traced, moved: Transition, frozen: Any) -> Transition:
@@ -123,8 +157,7 @@ def _next(
     nexts: dict[Path, Any],
     frozen: Any,
 ) -> Traced:
-    jnp = import_jax().numpy
-    lived = 1 if frozen is None else (~frozen).astype(jnp.int32)
+    lived = state.step < _MOST_STEPS if frozen is None else ~frozen & (state.step < _MOST_STEPS)
     after = state.replace(
         env_state=state.env_state._replace(physics=moved.physics),
         observation=nexts,
@@ -166,28 +199,27 @@ def begin(env: JaxEnv, key: Any, lane: Any, episode: Any) -> tuple[Any, Any]:
     by_lane = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, int(Purpose.RESET)), lane)
     which = episode if env.reset == "fresh" else episode * 0
     physics, observation = jax.vmap(env.begin)(fold(by_lane, which))
-    return _steady(physics), observation
+    begun: tuple[Any, Any] = varying(lane, (steady(physics), observation))
+    return begun
 
 
-def _steady(physics: Any) -> Any:
-    """Without weak types, which can differ between a suite's start and its step and would compile a second time."""
+def varying(lane: Any, tree: Any) -> Any:
+    """A pytree whose leaves depend on `lane`: constants would not vary over the mesh of a `shard_map`, as a loop wants.
+
+    XLA drops the choice between equals; JAX's own function for it has another name in each of its versions.
+    """
+    return lanes(lane == lane, tree, tree)
+
+
+def steady(tree: Any) -> Any:
+    """Without weak types, which can differ between a start and a step and would compile a second time."""
     jax = import_jax()
 
     def strong(leaf: Any) -> Any:
         typed_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         return leaf if typed_key else jax.lax.convert_element_type(leaf, leaf.dtype)
 
-    return jax.tree.map(strong, physics)
-
-
-def trajectory_words(state: Traced) -> Any:
-    """The trajectory ids [P, 2] as words (see `funcollect.core.state.trajectory_ids`)."""
-    jnp = import_jax().numpy
-    lane = state.lane.astype(jnp.uint32)
-    low, high = words.product(state.episode.astype(jnp.uint32), state.total_lanes)
-    total = low + lane % state.total_lanes
-    high = high + (total < low) + ((lane // state.total_lanes) << 8)
-    return jnp.stack([total, high], -1).view(jnp.int32)
+    return jax.tree.map(strong, tree)
 
 
 def lanes(mask: Any, chosen: Any, other: Any) -> Any:
@@ -201,6 +233,7 @@ def lanes(mask: Any, chosen: Any, other: Any) -> Any:
 
 
 def by_path(env: JaxEnv, observation: Any) -> dict[Path, Any]:
-    """An observation's leaves by their keys in a batch, in the dtypes that a batch has."""
-    leaves = disassemble(env.observation_space, observation)
-    return {leaf.path: value.astype(leaf.dtype) for leaf, value in zip(env.observation_leaves, leaves, strict=True)}
+    """An observation's leaves by their keys in a batch, in the dtypes that a batch has, as far as JAX has them."""
+    canonical = import_jax().dtypes.canonicalize_dtype
+    leaves = zip(env.observation_leaves, disassemble(env.observation_space, observation), strict=True)
+    return {leaf.path: value.astype(canonical(leaf.dtype)) for leaf, value in leaves}

@@ -31,6 +31,7 @@ _NOISE = {
     None: "the policy draws none ahead; Torch's global generator is run from the state's key and put back",
     "key": "one JAX key per step, drawn ahead from the state's key by Philox",
 }
+_FUSED_NOISE = "drawn at each step by JAX's own generator, from the state's key, the step and the first lane's id"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,9 @@ def explain(env: Env, policy: Policy) -> Plan:
         why=_why(env, policy),
         copies=_copies(env, policy),
         seeding=f"{env.seeding}: {_SEEDING[env.seeding]}",
-        noise=_NOISE.get(kind, f"{kind} noise, drawn ahead for a whole rollout from the state's key by Philox"),
+        noise=_FUSED_NOISE
+        if env.backend == "jax"
+        else _NOISE.get(kind, f"{kind} noise, drawn ahead for a whole rollout from the state's key by Philox"),
         forking=_forking(env),
     )
 
@@ -128,6 +131,8 @@ def _why_jax(env: Env, policy: Policy) -> str:
 
 
 def _copies(env: Env, policy: Policy) -> str:
+    if env.backend == "jax":
+        return "nothing: the loop writes the batch's own columns, which Torch takes over by DLPack"
     home: Any = getattr(policy, "home", None)
     place = getattr(env, "device", None) or "cpu"
     parts = ["each observation once, into the batch"]

@@ -40,6 +40,16 @@ class Request:
         if self.max_frames_per_traj is not None:
             check_positive("max_frames_per_traj", self.max_frames_per_traj)
         check_exploration(self.exploration_type)
+        check_ends(self.max_frames_per_traj, self.reset_when_done)
+
+
+def check_ends(max_frames_per_traj: int | None, reset_when_done: bool) -> None:
+    """Raise ValueError for a limit on trajectories together with lanes that stay finished."""
+    if not reset_when_done and max_frames_per_traj is not None and max_frames_per_traj > 0:
+        raise ValueError(
+            "max_frames_per_traj cuts a trajectory so that the lane begins another, reset_when_done=False keeps it "
+            "finished: give one of them"
+        )
 
 
 def check_exploration(value: Any) -> None:

@@ -12,7 +12,9 @@ import torch
 from funcollect.core.api import reset
 from funcollect.core.simulation import Hold
 from funcollect.core.state import CollectorState
+from funcollect.envs.jax_env import JaxEnvState
 from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.words import from_number
 from funcollect.keys import key_from_seed
 from funcollect.specs import Env, Policy
 from funcollect.tree import NAMESPACE
@@ -30,10 +32,13 @@ def next_seed(seed: int, lanes: int) -> int:
 def reseed(env: Env, policy: Policy, state: CollectorState, seed: int) -> CollectorState:
     """New episodes under another key. Before the first step all counts begin again, so it is as if `init` had it."""
     key = key_from_seed(seed)
-    untouched = state.steps == 0
-    episode = torch.full_like(state.episode, -1) if untouched else state.episode
+    episode = state.episode if state.steps_made else _minus_one(state.episode)
     policy_state = policy.init(key, state.num_lanes)
     return _restarted(env, state.replace(key=key, episode=episode, policy_state=policy_state))
+
+
+def _minus_one(episode: Any) -> Any:
+    return torch.full_like(episode, -1) if isinstance(episode, torch.Tensor) else np.full(episode.shape, -1, np.int32)
 
 
 def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> CollectorState:
@@ -42,21 +47,35 @@ def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> Collect
     Raises:
         ValueError: for counts of another number of lanes.
     """
-    if saved["episode"].shape != state.episode.shape:
+    if len(saved["episode"]) != state.num_lanes:
         raise ValueError(
             f"the saved state has {len(saved['episode'])} lanes, this one {state.num_lanes}: "
             "build the collector with the same number of environments"
         )
-    return _restarted(
-        env,
-        state.replace(
-            key=saved["key"].numpy().astype(np.uint32),
-            episode=saved["episode"].to(state.episode.device),
-            steps=saved["steps"],
-            policy_version=saved["policy_version"],
-            policy_state=_restored(state.policy_state, saved["policy_state"]),
-        ),
-    )
+    counts: dict[str, Any] = {name: saved[name] for name in ("episode", "steps", "policy_version")}
+    if isinstance(state.env_state, JaxEnvState):
+        counts["episode"] = counts["episode"].numpy().astype(np.int32)
+        counts["steps"] = from_number(counts["steps"])
+        counts["policy_version"] = np.int32(counts["policy_version"])
+    else:
+        counts["episode"] = counts["episode"].to(state.episode.device)
+    policy_state = _restored(state.policy_state, saved["policy_state"])
+    key = saved["key"].numpy().astype(np.uint32)
+    return _restarted(env, state.replace(key=key, policy_state=policy_state, **counts))
+
+
+def saved_counts(state: CollectorState) -> dict[str, Any]:
+    """The key and the counts of a state, copied, as `resume` takes them: tensors and numbers."""
+    return {
+        "key": torch.from_numpy(np.asarray(state.key).astype(np.int64)),
+        "episode": torch.as_tensor(_readable(state.episode)).to("cpu", torch.int64, copy=True),
+        "steps": state.steps_made,
+        "policy_version": int(state.policy_version),
+    }
+
+
+def _readable(counts: Any) -> Any:
+    return counts if isinstance(counts, torch.Tensor) else np.array(counts)
 
 
 def saved_leaves(tree: Any) -> list[torch.Tensor]:
@@ -84,4 +103,6 @@ def _jax_array(leaf: torch.Tensor) -> Any:
 def _restarted(env: Env, state: CollectorState) -> CollectorState:
     if isinstance(state.env_state, Hold):
         state.env_state.simulation.rekey(state.key, state.episode.tolist(), state.steps)
+    if isinstance(state.env_state, JaxEnvState):  # the starts that it holds follow from another key
+        state = state.replace(env_state=state.env_state._replace(spent=np.ones(state.num_lanes, bool)))
     return reset(env, state)

@@ -1,24 +1,33 @@
 """The functional core on JAX arrays, for use inside the user's own `jit`, `vmap`, `grad` and `shard_map`.
 
 Environments are JAX ones, policies JAX ones or `random_policy`. `params` is an argument, since a value closed over
-would be baked into the compiled code. Batches are plain nested dicts, time-major ``[T, P, ...]``, rewards and flags
-without a trailing dimension; `funcollect.deliver` makes a TensorDict of one.
+would be baked into the compiled code. Batches are plain nested dicts, time-major ``[T, P, ...]``: rewards and flags
+without a trailing dimension, 64-bit integers as int32, and ``collector.episode`` and ``.lane`` (both int32) in the
+place of ``.traj_ids``. `funcollect.deliver` makes a TensorDict of one.
+
+Whatever depends on Python values is fixed when the user's function is compiled: the environment, the policy,
+`length` and all keywords.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
-from funcollect.core.fused_step import Setting, begin, by_path, restart
+from funcollect.core.fused_checks import check_functions
+from funcollect.core.fused_step import Setting, begin, by_path, restart, settle, steady, varying
 from funcollect.core.fused_step import step as fused_step
+from funcollect.core.request import Request
 from funcollect.core.state import CollectorState
 from funcollect.envs.jax_env import JaxEnv, JaxEnvState
 from funcollect.interop.jax_setup import import_jax
-from funcollect.policies.traced_policy import traced_policy
+from funcollect.policies.jax_program import PROBE
 from funcollect.specs import ExplorationType, Policy
 from funcollect.tree import nest
 
-__all__ = ["init", "reset", "rollout", "step"]
+__all__ = ["init", "partition", "reset", "rollout", "step"]
+
+Batch = dict[str, Any]  # nested, of JAX arrays
 
 
 def init(
@@ -33,49 +42,48 @@ def init(
         key: uint32[2], or a typed key: all randomness follows from it.
         first_lane: the id of the first lane, an int or an array []; parts of one run begin at different lanes.
         total_lanes: how many lanes the run has; P unless given.
+
+    Raises:
+        TypeError: for something that is no JAX environment, or a key that is none.
+        EnvError: for an environment whose functions disagree with one another or with its spaces.
+
+    >>> import jax, funcollect as fc
+    >>> from funcollect.envs.gymnax_env import from_gymnax
+    >>> env = from_gymnax("CartPole-v1", num_envs=4)
+    >>> policy = fc.random_policy(env)
+    >>> seeds = jax.random.split(jax.random.PRNGKey(0), 3)
+    >>> states = jax.vmap(lambda key: init(env, policy, None, key=key))(seeds)
+    >>> states.episode.shape
+    (3, 4)
     """
-    jax = import_jax()
-    jnp = jax.numpy
-    count = env.num_envs or 1
-    key = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    jnp = import_jax().numpy
+    _check_env(env)
+    players = check_functions(env)
+    key, count = _raw(key), env.num_envs or 1
     lane = jnp.arange(count, dtype=jnp.int32) + first_lane
-    episode = jnp.zeros(count, jnp.int32)
-    physics, observation = begin(env, key, lane, episode)
-    observation = by_path(env, observation)
-    flags = jnp.zeros(count, bool)
+    zero, no = lane * 0, lane != lane  # not constants: they vary over a mesh as the lanes do
+    physics, observation = begin(env, key, lane, zero)
     return CollectorState(
-        env_state=JaxEnvState(physics, begin(env, key, lane, episode + 1), flags),
-        observation=observation,
-        policy_state=policy.init(key, count),
+        env_state=JaxEnvState(physics, (physics, observation), ~no if env.reset == "fresh" else no),
+        observation=by_path(env, observation),
+        policy_state=varying(lane, steady(policy.init(key, count))),
         key=key,
         lane=lane,
-        episode=episode,
-        step=jnp.zeros(count, jnp.int32),
-        returns=jnp.zeros((count, *_players(env)), jnp.float32),
-        terminated=flags,
-        truncated=flags,
+        episode=zero,
+        step=zero,
+        returns=varying(lane, jnp.zeros((count, *players), jnp.float32)),
+        terminated=no,
+        truncated=no,
         total_lanes=total_lanes or count,
         steps=jnp.zeros(2, jnp.uint32),
         policy_version=jnp.zeros((), jnp.int32),
     )
 
 
-def _players(env: JaxEnv) -> tuple[int, ...]:
-    jax = import_jax()
-    jnp = jax.numpy
-
-    def reward(key: Any) -> Any:
-        physics, _ = env.begin(key)
-        action = jax.numpy.zeros(env.action_spec.shape, jax.dtypes.canonicalize_dtype(env.action_space.dtype))
-        return env.advance(key, physics, action).reward
-
-    return tuple(jax.eval_shape(reward, jnp.zeros(2, jnp.uint32)).shape)
-
-
 def reset(env: JaxEnv, state: CollectorState, mask: Any = None) -> CollectorState:
     """The lanes of `mask` [P] bool, or all, begin another episode under a new trajectory id."""
-    jnp = import_jax().numpy
-    after: CollectorState = restart(env, state, jnp.ones_like(state.terminated) if mask is None else mask)
+    _check_env(env, state)
+    after: CollectorState = restart(env, state, state.lane == state.lane if mask is None else mask)
     return after
 
 
@@ -87,15 +95,18 @@ def step(
     *,
     exploration_type: ExplorationType = ExplorationType.RANDOM,
     max_frames_per_traj: int | None = None,
-) -> tuple[CollectorState, dict[str, Any]]:
-    """One step of every lane: the next state, and the transition [P, ...]."""
-    setting = Setting(
-        env=env,
-        answer=traced_policy(policy, env.action_spec, state.num_lanes, exploration_type),
+    random_steps: int = 0,
+    reset_when_done: bool = True,
+) -> tuple[CollectorState, Batch]:
+    """One step of every lane: the next state, and the transition [P, ...]. Arguments and errors as for `rollout`."""
+    request = Request(
+        length=1,
+        exploration_type=exploration_type,
         max_frames_per_traj=max_frames_per_traj,
+        random_steps=random_steps,
+        reset_when_done=reset_when_done,
     )
-    state, row = fused_step(setting, params, state)
-    return state, nest(row)
+    return _step(_settled(env, policy, params, state, request), params, state)
 
 
 def rollout(
@@ -107,18 +118,103 @@ def rollout(
     *,
     exploration_type: ExplorationType = ExplorationType.RANDOM,
     max_frames_per_traj: int | None = None,
-) -> tuple[CollectorState, dict[str, Any]]:
-    """`length` steps of every lane, a static number: the next state, and the batch [T, P, ...]."""
+    random_steps: int = 0,
+    reset_when_done: bool = True,
+) -> tuple[CollectorState, Batch]:
+    """`length` steps of every lane: the next state, and the batch [T, P, ...].
 
-    def body(carry: CollectorState, _: None) -> tuple[CollectorState, dict[str, Any]]:
-        return step(
-            env,
-            policy,
-            params,
-            carry,
-            exploration_type=exploration_type,
-            max_frames_per_traj=max_frames_per_traj,
+    Args:
+        env: a JAX environment.
+        policy: a JAX policy, or `random_policy`.
+        params: the parameters to act with.
+        state: where to go on.
+        length: T.
+        exploration_type: whether heads sample or act deterministically.
+        max_frames_per_traj: steps after which a trajectory is truncated; None for no limit.
+        random_steps: lanes act randomly in the run's first so many steps.
+        reset_when_done: False keeps a finished lane finished until `reset`.
+
+    Raises:
+        TypeError, ValueError: for bad arguments.
+        PolicyError: for an action or another output of the wrong shape or dtype.
+
+    >>> import jax, jax.numpy as jnp, funcollect as fc
+    >>> from funcollect.envs.gymnax_env import from_gymnax
+    >>> env = from_gymnax("CartPole-v1", num_envs=4)
+    >>> policy = fc.jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=fc.heads.categorical)
+    >>> @jax.jit
+    ... def mean_reward(params, key):
+    ...     state = init(env, policy, params, key=key)
+    ...     state, batch = rollout(env, policy, params, state, 16)
+    ...     return batch["next"]["reward"].mean()
+    >>> mean_reward(policy.params, jax.random.PRNGKey(0))
+    Array(1., dtype=float32)
+    """
+    request = Request(
+        length=length,
+        exploration_type=exploration_type,
+        max_frames_per_traj=max_frames_per_traj,
+        random_steps=random_steps,
+        reset_when_done=reset_when_done,
+    )
+    setting = _settled(env, policy, params, state, request)
+    after: tuple[CollectorState, Batch] = import_jax().lax.scan(
+        lambda carry, _: _step(setting, params, carry), state, None, length=length
+    )
+    return after
+
+
+def partition(state: CollectorState, axis: str) -> CollectorState:
+    """How a state is split for `shard_map`: the lanes over the mesh's `axis`, what all lanes share on every device.
+
+    >>> import jax, funcollect as fc
+    >>> from funcollect.envs.gymnax_env import from_gymnax
+    >>> from jax.sharding import PartitionSpec
+    >>> env = from_gymnax("CartPole-v1", num_envs=4)
+    >>> state = init(env, fc.random_policy(env), None, key=jax.random.PRNGKey(0))
+    >>> parts = partition(state, "devices")
+    >>> parts.step == PartitionSpec("devices"), parts.key == PartitionSpec()
+    (True, True)
+    """
+    spec = import_jax().sharding.PartitionSpec
+    shared = ("key", "steps", "policy_version")
+    names = [field.name for field in fields(state) if field.name != "total_lanes"]
+    return state.replace(**{name: spec() if name in shared else spec(axis) for name in names})
+
+
+def _step(setting: Setting, params: Any, state: CollectorState) -> tuple[CollectorState, Batch]:
+    after, row = fused_step(setting, params, state)
+    return after, nest({path: value for path, value in row.items() if path != (PROBE,)})
+
+
+def _settled(env: JaxEnv, policy: Policy, params: Any, state: CollectorState, request: Request) -> Setting:
+    _check_env(env, state)
+    if params is None and import_jax().tree.leaves(policy.params):
+        raise TypeError(
+            "params is None, expected the policy's parameters: pass policy.params as an argument of the function that "
+            "you compile (a value closed over would be baked into it)"
+        )
+    return settle(env, policy, state.num_lanes, request)
+
+
+def _check_env(env: Any, state: Any = None) -> None:
+    if not isinstance(env, JaxEnv):
+        raise TypeError(
+            f"env is {env!r:.80}, expected a JAX environment: make one with for example "
+            "funcollect.make_env('gymnax/CartPole-v1'), or use funcollect.rollout for this one"
+        )
+    if state is not None and not isinstance(state, CollectorState):
+        raise TypeError(
+            f"state is {type(state).__name__}, expected a CollectorState: pass what init or rollout returned, after "
+            "env, policy and params"
         )
 
-    after: tuple[CollectorState, dict[str, Any]] = import_jax().lax.scan(body, state, None, length=length)
-    return after
+
+def _raw(key: Any) -> Any:
+    jax = import_jax()
+    if jax.numpy.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key):
+        key = jax.random.key_data(key)
+    if getattr(key, "shape", None) != (2,) or key.dtype != jax.numpy.uint32:
+        got = f"{key.dtype} {list(key.shape)}" if hasattr(key, "dtype") else repr(key)[:80]
+        raise TypeError(f"key is {got}, expected uint32 [2] or a typed key: pass for example jax.random.PRNGKey(0)")
+    return jax.numpy.asarray(key)

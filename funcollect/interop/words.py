@@ -5,16 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from funcollect.interop.jax_setup import import_jax
 
 
-def sign_extended(value: Any) -> Any:
-    """Words [..., 2] of int32 numbers [...]."""
+def int64(value: Any) -> Any:
+    """Integers [...] as int64 where JAX has it, else as words [..., 2] with the sign in the high one."""
+    jax = import_jax()
+    if jax.config.jax_enable_x64:
+        return value.astype(jax.numpy.int64)
+    value = value.astype(jax.numpy.int32)
+    return jax.numpy.stack([value, value >> 31], -1)
+
+
+def trajectory_ids(lane: Any, episode: Any, total_lanes: int) -> Any:
+    """The ids [...] as words [..., 2] of int32 (see `funcollect.core.state.trajectory_ids`)."""
     jnp = import_jax().numpy
-    value = value.astype(jnp.int32)
-    return jnp.stack([value, value >> 31], -1)
+    lane = lane.astype(jnp.uint32)
+    low, high = product(episode.astype(jnp.uint32), total_lanes)
+    total = low + lane % total_lanes
+    high = high + (total < low) + ((lane // total_lanes) << 8)
+    return jnp.stack([total, high], -1).view(jnp.int32)
 
 
 def add(words: Any, number: int) -> Any:
@@ -30,18 +43,18 @@ def number(words: Any) -> int:
     return high << 32 | low
 
 
-def from_number(value: int) -> Any:
+def from_number(value: int) -> npt.NDArray[np.uint32]:
     """Unsigned words [2] of a Python integer."""
-    jnp = import_jax().numpy
-    return jnp.array([value & 0xFFFFFFFF, value >> 32], jnp.uint32)
+    return np.array([value & 0xFFFFFFFF, value >> 32], np.uint32)
 
 
 def product(one: Any, other: int) -> tuple[Any, Any]:
-    """The low and the high word of the products of uint32 numbers [...] with one that 16 bits hold."""
-    low, high = (one & 0xFFFF) * other, (one >> 16) * other
-    total = low + (high << 16)
-    carry = (total < low).astype(total.dtype)
-    return total, (high >> 16) + carry
+    """The low and the high word of the products of uint32 numbers [...] with one that 32 bits hold."""
+    (one_high, one_low), (high, low) = ((each >> 16, each & 0xFFFF) for each in (one, other))
+    crossed, across = one_low * high, one_high * low
+    lowest = one_low * low
+    middle = (lowest >> 16) + (crossed & 0xFFFF) + (across & 0xFFFF)
+    return (lowest & 0xFFFF) | (middle << 16), one_high * high + (crossed >> 16) + (across >> 16) + (middle >> 16)
 
 
 def as_int64(words: torch.Tensor) -> torch.Tensor:

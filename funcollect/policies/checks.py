@@ -42,6 +42,16 @@ def check_tensor(action: Any) -> None:
         )
 
 
+def check_rows(name: str, output: Any, num_envs: int) -> None:
+    """Raise PolicyError for an output without a row per environment."""
+    if tuple(getattr(output, "shape", ()))[:1] != (num_envs,):
+        got = f"of shape {tuple(output.shape)}" if hasattr(output, "shape") else type(output).__name__
+        raise PolicyError(
+            f"the policy's output {name!r} is {got}, expected an array of shape [{num_envs}, ...]: return one row "
+            "per environment"
+        )
+
+
 def check_recurrent(answer: Any, before: Any) -> None:
     """Raise PolicyError unless a recurrent policy answered with a pair whose state has the shapes of `before`."""
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:

@@ -104,7 +104,7 @@ class JaxPolicy:
             return self._prepared[1]
         if params is not None:
             self._check_params(given)
-        prepared = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.numpy.array(leaf), given)
+        prepared = jax.tree.map(_strong, given)
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
             self._prepared = (leaves, prepared)
         return prepared
@@ -246,6 +246,14 @@ class JaxActor:
         columns = finished(columns, self._drive.spec, chosen=self._chosen)
         columns.pop((PROBE,), None)
         return self._recurrent, columns
+
+
+def _strong(leaf: Any) -> Any:
+    """An array of JAX without a weak type, which would compile a second time once an optimiser has made it strong."""
+    jax = import_jax()
+    if not isinstance(leaf, jax.Array):
+        return jax.numpy.array(leaf)
+    return jax.lax.convert_element_type(leaf, leaf.dtype) if leaf.weak_type else leaf
 
 
 def _is(one: Any, two: Any) -> bool:

@@ -15,6 +15,7 @@ import torch
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memory import aligned
+from funcollect.policies.checks import check_rows
 
 Words = npt.NDArray[np.int32]
 
@@ -66,13 +67,8 @@ def layout(outputs: Mapping[str, Any], num_envs: int) -> tuple[Field, ...]:
     fields: list[Field] = []
     start = 0
     for name in sorted(outputs, key=lambda name: (name != "action", name)):
-        shape = tuple(getattr(outputs[name], "shape", ()))
-        if shape[:1] != (num_envs,):
-            got = f"of shape {shape}" if hasattr(outputs[name], "shape") else type(outputs[name]).__name__
-            raise PolicyError(
-                f"the policy's output {name!r} is {got}, expected an array of shape [{num_envs}, ...]: return one row "
-                "per environment"
-            )
+        check_rows(name, outputs[name], num_envs)
+        shape = outputs[name].shape
         if np.dtype(outputs[name].dtype).kind == "c":
             raise PolicyError(f"the policy's output {name!r} is complex, expected real numbers: return two outputs")
         words = math.prod(shape[1:]) * np.dtype(_carrier(outputs[name].dtype)).itemsize // 4

@@ -1,0 +1,132 @@
+"""JAX environments, frames per second: ours, a `lax.scan` written by hand as the limit, TorchRL's collectors.
+
+The hand-written scan resets in every step, emits the same columns (64-bit integers as two words) and leaves them in
+JAX; ours delivers a TensorDict of Torch tensors. Policies are 2x64 tanh networks that record the log-probability.
+`compile` is the CPU time of lowering and compiling the loop, once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from benchmarks import scans
+from benchmarks.peers import Batches
+from benchmarks.report import compare
+from benchmarks.runner import Cell, Factory, Options, Result, measure
+
+OURS = "funcollect"
+FRAMES = 32_768  # at least, per batch
+SIZES = {  # how many environments at once
+    "gymnax/CartPole-v1": (1, 64, 1024, 4096),
+    "gymnax/Breakout-MinAtar": (64, 1024, 4096),
+    "brax/inverted_pendulum": (64, 1024),
+    "brax/ant": (64,),
+    "jumanji/Snake-v1": (64, 1024),
+    "pgx/tic_tac_toe": (64, 1024, 4096),
+}
+
+
+def results(options: Options) -> Iterator[Result]:
+    for env_id, sizes in SIZES.items():
+        for num_envs in sizes:
+            cell = _cell(env_id, num_envs)
+            if options.only in cell.name:
+                result = compare(cell, measure(cell, options), OURS)
+                yield _with_compile_times(result, env_id, num_envs)
+
+
+def _cell(env_id: str, num_envs: int) -> Cell:
+    length = max(8, -(-FRAMES // num_envs))
+    contestants: dict[str, Factory] = {OURS: partial(Ours, env_id, num_envs, length)}
+    contestants["scan"] = partial(scans.Scan, env_id, num_envs, length)
+    if (suite := env_id.partition("/")[0]) in ("brax", "jumanji") and num_envs == 64:
+        contestants["torchrl"] = partial(torchrl_collector, suite, env_id.partition("/")[2], num_envs)
+    note = f"frames_per_batch {num_envs * length:,} ({length:,} per environment)"
+    return Cell(name=f"{env_id} {num_envs}", note=note, contestants=contestants, block=1.0)
+
+
+class Ours:
+    """Our rollout, state in and state out."""
+
+    def __init__(self, env_id: str, num_envs: int, length: int) -> None:
+        import funcollect as fc
+
+        self._env, self._policy = our_pair(env_id, num_envs)
+        self._state = fc.init(self._env, self._policy, seed=0)
+        self._length = length
+
+    def run(self) -> int:
+        import funcollect as fc
+
+        self._state, batch = fc.rollout(self._env, self._policy, self._state, self._length)
+        return int(batch.numel())
+
+    def close(self) -> None:
+        pass
+
+
+def our_pair(env_id: str, num_envs: int) -> tuple[Any, Any]:
+    import funcollect as fc
+
+    env = scans.make_env(env_id, num_envs)
+    params, apply = scans.network(env)
+    head = fc.heads.categorical if scans.discrete(env) else fc.heads.normal
+    return env, fc.jax_policy(apply, params, head=head)
+
+
+def _with_compile_times(result: Result, env_id: str, num_envs: int) -> Result:
+    length = max(8, -(-FRAMES // num_envs))
+    by_hand = compile_seconds(scans.Scan(env_id, num_envs, length).lower)
+    seconds = {OURS: _our_compile(env_id, num_envs, length), "scan": by_hand}
+    lines = result.table.splitlines()
+    width = max(len(line) for line in lines[:-1]) + 2
+    for i, line in enumerate(lines[:-1]):
+        name = line.split()[0]
+        text = "compile" if i == 0 else f"{seconds[name]:.2f} s" if name in seconds else ""
+        lines[i] = f"{line:<{width}}{text:>9}"
+    return replace(result, table="\n".join(lines), data={**result.data, "compile_seconds": seconds})
+
+
+def _our_compile(env_id: str, num_envs: int, length: int) -> float:
+    """The loop's alone; beginning is a program of its own, here as there."""
+    import funcollect as fc
+    from funcollect.core import fused_loop
+    from funcollect.core.request import Request
+
+    env, policy = our_pair(env_id, num_envs)
+    state = fc.init(env, policy, seed=0)
+    program = fused_loop.program(env, policy, state, Request(length=length))
+    return compile_seconds(partial(program.lower, policy.params, state, length))  # type: ignore[attr-defined]
+
+
+def compile_seconds(lower: Any) -> float:
+    """CPU seconds to lower and compile, the cache on disk left out."""
+    import jax
+
+    enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    start = time.process_time()
+    lower().compile()
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    return time.process_time() - start
+
+
+def torchrl_collector(suite: str, name: str, num_envs: int) -> Batches:
+    """TorchRL's collector over its own wrapper; short batches, since it is slow. Snake's actions are random."""
+    import torch
+    from tensordict.nn import TensorDictModule
+    from torchrl.collectors import Collector
+    from torchrl.envs import BraxEnv, JumanjiEnv
+
+    made = {"brax": BraxEnv, "jumanji": JumanjiEnv}[suite](name, batch_size=[num_envs], device="cpu")
+    policy = None
+    if suite == "brax":
+        inputs, outputs = made.observation_spec["observation"].shape[-1], made.action_spec.shape[-1]
+        layers = [torch.nn.Linear(inputs, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh()]
+        net = torch.nn.Sequential(*layers, torch.nn.Linear(64, outputs), torch.nn.Tanh())
+        policy = TensorDictModule(net, in_keys=["observation"], out_keys=["action"])
+    return Batches(Collector(made, policy, frames_per_batch=num_envs * 8, total_frames=-1))

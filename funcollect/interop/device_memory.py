@@ -1,0 +1,46 @@
+"""Out of memory, said so that a person knows who took it: JAX and Torch each keep a pool of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+
+
+@contextlib.contextmanager
+def naming_memory(what: str) -> Iterator[None]:
+    """Raise MemoryError, which names `what` and who holds the memory, where JAX or Torch has too little.
+
+    >>> with naming_memory("a rollout of 128 steps"):
+    ...     raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+    Traceback (most recent call last):
+    ...
+    MemoryError: JAX has no memory for a rollout of 128 steps: collect fewer frames at once
+    """
+    try:
+        yield
+    except RuntimeError as error:  # of which both frameworks' own errors are
+        torch_lacks = isinstance(error, torch.OutOfMemoryError)
+        if not torch_lacks and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        lacking, other = ("Torch", _held_by_jax()) if torch_lacks else ("JAX", _held_by_torch())
+        raise MemoryError(f"{lacking} has no memory for {what}: collect fewer frames at once{other}") from error
+
+
+def _held_by_torch() -> str:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return ""
+    held = torch.cuda.memory_reserved() / 2**30
+    return f", or give back what Torch keeps of the GPU ({held:.1f} GiB): torch.cuda.empty_cache()"
+
+
+def _held_by_jax() -> str:
+    share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
+    if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0"):
+        return ", or set XLA_PYTHON_CLIENT_ALLOCATOR=platform before JAX starts: it then gives back what it frees"
+    return (
+        f", or keep JAX from reserving {share} of the GPU: set XLA_PYTHON_CLIENT_PREALLOCATE=false before JAX starts "
+        "(funcollect does where it is imported before JAX)"
+    )
