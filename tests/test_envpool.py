@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from typing import Any
 
@@ -282,3 +283,22 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, module, None)
     with refused(ImportError, (f"{package} is not installed", "pip install 'funcollect[envs]'")):
         fc.make_env(name)
+
+
+DRAWS = """
+import random, numpy, torch
+import funcollect as fc
+def draw(): return random.random(), numpy.random.rand(), torch.rand(()).item()
+def seed(): random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
+seed()
+wanted = draw()
+seed()
+fc.make_env("envpool/CartPole-v1", num_envs=2)
+got = draw()
+assert got == wanted, (got, wanted)
+"""
+
+
+def test_the_import_leaves_the_global_generators_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", DRAWS], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
