@@ -88,6 +88,15 @@ def test_every_leaf_equals_the_plain_loop(name: str, seed: int) -> None:
     assert torch.equal(step.long(), batch["collector", "step"] + 1)
 
 
+@pytest.mark.parametrize(("name", "leaf"), [("LunarLander-v3", None), ("CheetahRun-v1", "velocity")])
+def test_what_has_no_bounds_is_unbounded(name: str, leaf: str | None) -> None:
+    env = fc.make_env(f"envpool/{name}", num_envs=2)
+    box = env.observation_space[leaf] if leaf else env.observation_space
+    assert np.isneginf(box.low).all()
+    assert np.isposinf(box.high).all()
+    fc.testing.check_env(env, steps=30)
+
+
 @pytest.mark.parametrize("name", ["CartPole-v1", "HalfCheetah-v4"])
 def test_how_a_run_is_cut_and_stepped_does_not_show(name: str) -> None:
     whole = make(name)

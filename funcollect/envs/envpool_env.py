@@ -8,14 +8,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import numpy.typing as npt
+from gymnasium import spaces
 
 from funcollect.arguments import check_num_envs, check_positive
 from funcollect.envs.envpool_lanes import EnvPoolLanes
 from funcollect.envs.extras import import_extra
 from funcollect.envs.host_env import HostEnv, check_info_keys
 from funcollect.envs.rows import Rows
-from funcollect.specs import ActionSpec, observation_leaves
+from funcollect.specs import ActionSpec, Space, observation_leaves
 
 Result = TypeVar("Result")
 _OURS = {
@@ -70,7 +72,7 @@ def from_envpool(
     config = kwargs | {"num_envs": count, "num_threads": num_threads}
     spec = _spec_of(envpool, task_id, config)
     _check_task(task_id, spec, info_keys)
-    space, action_spec = _quietly(lambda: (spec.observation_space, ActionSpec(spec.action_space, one_hot)))
+    space, action_spec = _quietly(lambda: (_widened(spec.observation_space), ActionSpec(spec.action_space, one_hot)))
     leaves = observation_leaves(space, dtype)
     build = partial(_pool_of, envpool, task_id, config)
     return HostEnv(
@@ -117,6 +119,19 @@ def _pool_of(envpool: Any, task_id: str, config: dict[str, Any], seeds: Sequence
     pool = envpool.make_gymnasium(task_id, seed=[seed & _LARGEST_SEED for seed in seeds], **config)
     _quietly(lambda: pool.observation_space)  # it is made once, and at the first step otherwise
     return pool
+
+
+def _widened(space: Space) -> Space:
+    """Boxes without bounds, which EnvPool gives as the least positive and the largest float of C++, made unbounded."""
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({name: _widened(child) for name, child in space.spaces.items()})
+    if not isinstance(space, spaces.Box) or space.dtype is None or space.dtype.kind != "f":
+        return space
+    dtype: Any = space.dtype.type
+    limits = np.finfo(dtype)
+    without = (space.low == limits.tiny) & (space.high == limits.max)
+    low, high = np.where(without, -np.inf, space.low), np.where(without, np.inf, space.high)
+    return spaces.Box(low.astype(dtype), high.astype(dtype), dtype=dtype)
 
 
 def _quietly(make: Callable[[], Result]) -> Result:
