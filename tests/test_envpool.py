@@ -247,6 +247,33 @@ def good() -> Any:
         ("max_episode_steps is 0", "expected at least 1"),
         good,
     ),
+    *[
+        Misuse(
+            f"the task {name!r}",
+            lambda name=name: fc.make_env(f"envpool/{name}"),
+            ValueError,
+            (f"no task {name!r}", "such as ['CartPole-v1'"),
+            good,
+        )
+        for name in ("", "qqqqqqqqqqqqqqqqqqqq")
+    ],
+    *[
+        Misuse(
+            f"a built pool for {take.__name__}",
+            lambda take=take: take(envpool.make_gymnasium("CartPole-v1", num_envs=2)),
+            TypeError,
+            ("the task is CartPoleGymnasiumEnvPool", "expected its name", "make_env('envpool/CartPole-v1')"),
+            good,
+        )
+        for take in (fc.make_env, fc.envs.from_envpool)
+    ],
+    Misuse(
+        "processes",
+        lambda: fc.make_env("envpool/CartPole-v1", parallel=True),
+        ValueError,
+        ("parallel cannot be given", "EnvPool is parallel itself: num_threads=", "leave it out"),
+        lambda: fc.make_env("envpool/CartPole-v1", num_threads=2),
+    ),
     Misuse(
         "a seed",
         lambda: fc.make_env("envpool/CartPole-v1", seed=3),
