@@ -11,7 +11,7 @@ from gymnasium.vector import VectorEnv
 
 from funcollect.envs.ale import from_ale
 from funcollect.envs.classic_control import TORCH_ENVS
-from funcollect.envs.envpool_env import from_envpool
+from funcollect.envs.envpool_env import from_envpool, is_envpool
 from funcollect.envs.gymnasium_env import from_gymnasium
 from funcollect.envs.torchrl_env import from_torchrl
 from funcollect.envs.torchrl_specs import is_torchrl
@@ -37,6 +37,8 @@ def make_env(env: Any, **kwargs: Any) -> Env:
     """
     if is_torchrl(env):  # before its attributes are looked at: a ParallelEnv asks its processes for them
         return from_torchrl(env, **kwargs)
+    if is_envpool(env):
+        return from_envpool(env, **kwargs)
     if isinstance(env, Policy):
         raise TypeError(f"env is the policy {type(env).__name__}, expected an environment: it comes before the policy")
     if isinstance(env, Env):
