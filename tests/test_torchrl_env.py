@@ -86,10 +86,10 @@ def own_loop(env, seed, actions):
     return torch.stack(rows, len(env.batch_size))
 
 
-def check_against_own_loop(make, own_make=None):
+def check_against_own_loop(make):
     env = fc.make_env(make)
     batch = collect(env, fc.random_policy(env), LENGTH, seed=3)
-    own = own_loop((own_make or make)(), 3, batch["action"])
+    own = own_loop(make(), 3, batch["action"])
     wanted = leaves(own.exclude("action"))
     got = leaves(batch.exclude("collector", "action"))
     assert got.keys() == wanted.keys()
@@ -113,9 +113,27 @@ def test_how_a_run_is_cut_changes_nothing(name):
     assert_same(collect(env, fc.random_policy(env), 1, 20, LENGTH - 21, seed=3), whole)
 
 
-def test_a_parallel_env_is_driven_and_closed():
-    check_against_own_loop(lambda: ParallelEnv(2, cartpole, mp_start_method="spawn"), lambda: SerialEnv(2, cartpole))
+def test_a_parallel_env_is_driven_loses_a_process_starts_anew_and_is_closed():
+    parallel = ParallelEnv(2, cartpole, mp_start_method="spawn")
+    env, serial = fc.make_env(parallel), fc.make_env(lambda: SerialEnv(2, cartpole))
+    policy = fc.random_policy(env)
+    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=3), LENGTH)
+    assert_same(batch, collect(serial, fc.random_policy(serial), LENGTH, seed=3))
+    lose(parallel._workers[1])
+    with pytest.raises(fc.EnvError, match=r"worker 1 .*funcollect\.reset"):
+        fc.rollout(env, policy, state, 1)
+    state, batch = fc.rollout(env, policy, fc.reset(env, state), 2)
+    assert batch["collector", "step"].tolist() == [[0, 1], [0, 1]]
+    lose(parallel._workers[0])
+    fc.close(state)
+    assert parallel.is_closed
+    assert not any(process.is_alive() for process in parallel._workers)
     assert torch.get_num_threads() == 1
+
+
+def lose(process):
+    process.kill()
+    process.join()
 
 
 def test_what_transforms_count_belongs_to_its_lane():
