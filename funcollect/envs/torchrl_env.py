@@ -45,7 +45,9 @@ def from_torchrl(env: Any, *, dtype: npt.DTypeLike | None = None, **kwargs: Any)
     from Torch's global generator comes from a state of its own, and cannot be forked.
 
     Args:
-        env: an `EnvBase`, which backs one state, or a factory of one, called anew for each further state.
+        env: an `EnvBase`, which backs one state, or a factory of one, called anew for each further state. An instance
+            is the state's from then on: a step or reset from outside (``env.rollout(…)``) moves it on unseen, and the
+            next frame is no transition. Evaluate on another.
         dtype: the dtype of floating observations in a batch; float32 unless given.
         **kwargs: for the factory.
 
@@ -118,8 +120,8 @@ class _Source:
             return self._spare.pop()
         if self._factory is None:
             raise ValueError(
-                f"this {type(self.first).__name__} backs a state already and cannot be rebuilt: pass a factory "
-                "instead of an instance"
+                f"this {type(self.first).__name__} backs a state, or did until that was closed, and cannot be rebuilt: "
+                "pass a factory instead of an instance"
             )
         return self._built()
 
