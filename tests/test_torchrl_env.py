@@ -24,6 +24,7 @@ from torchrl.envs import (
     StepCounter,
     TransformedEnv,
 )
+from torchrl.modules import QValueActor
 
 import funcollect as fc
 from funcollect.envs import from_torchrl
@@ -246,6 +247,25 @@ def test_an_instance_backs_one_state():
         fc.init(env, policy, seed=0)
     with pytest.raises(fc.ReplayError, match="seeded by run"):
         fc.fork(env, state)
+    fc.close(state)
+    with pytest.raises(ValueError, match="or did until that was closed"):
+        fc.init(env, policy, seed=0)
+
+
+@pytest.mark.parametrize("lanes", [lambda: [cartpole, cartpole], lambda: [cartpole(), cartpole()]])
+def test_a_list_is_pointed_to_a_serial_env(lanes):
+    with pytest.raises(TypeError, match=r"TorchRL's GymEnv.*SerialEnv\(num_envs, factory\)"):
+        fc.SyncDataCollector(lanes(), frames_per_batch=9)
+
+
+@pytest.mark.parametrize("hot", [True, False])
+def test_an_action_in_the_other_encoding_names_one_hot(hot):
+    env = fc.make_env("CartPole-v1", num_envs=3, one_hot=not hot)
+    space = "one_hot" if hot else "categorical"
+    actor = QValueActor(torch.nn.Linear(4, 2), in_keys=["observation"], action_space=space)
+    says = "environment with one_hot=True" if hot else "environment without one_hot=True"
+    with fc.SyncDataCollector(env, actor, frames_per_batch=9) as collector, pytest.raises(fc.PolicyError, match=says):
+        next(collector)
 
 
 class Failing(Team):
