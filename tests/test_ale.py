@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import ale_py
@@ -13,6 +14,7 @@ from conftest import scaled
 from gymnasium import spaces
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, TimeLimit
 from misuse import Misuse, refused, runs, table
+from PIL import Image
 from plain import check_lane, plain_loop
 
 import funcollect as fc
@@ -77,6 +79,16 @@ def test_how_a_run_is_cut_does_not_show() -> None:
 def test_screens_of_other_kinds(kwargs: Any, shape: tuple[int, ...]) -> None:
     env = ale(num_envs=None, noop_max=0, frame_skip=2, **kwargs)
     assert collect(env, fc.random_policy(env), 3, seed=0)["observation"].shape == (3, *shape)
+
+
+@pytest.mark.parametrize("grayscale", [True, False])
+def test_a_game_is_filmed_in_colour(grayscale: bool, tmp_path: Path) -> None:
+    env = ale(num_envs=None, max_episode_steps=4, grayscale=grayscale, render_mode="rgb_array")
+    stats = fc.record(env, fc.random_policy(env), tmp_path / "film.gif", seed=3)
+    assert stats.lengths.tolist() == [4]
+    with Image.open(tmp_path / "film.gif") as film:
+        assert (film.n_frames, film.size) == (4 + 1, (160, 210))
+        assert any(len(set(colour)) > 1 for _, colour in film.convert("RGB").getcolors())
 
 
 def walk(env: Any, lengths: list[int], seed: int = 3) -> Any:
@@ -204,10 +216,28 @@ def good() -> Any:
             ("frame_skip", 0, ValueError),
             ("stack", 0, ValueError),
             ("stack", 1.5, TypeError),
-            ("noop_max", -1, ValueError),
+            ("noop_max", 1.5, TypeError),
             ("screen_size", 0, ValueError),
             ("max_episode_steps", 0, ValueError),
             ("repeat_action_probability", 1.5, ValueError),
+        ]
+    ],
+    Misuse(
+        "a negative noop_max",
+        lambda: ale(noop_max=-1),
+        ValueError,
+        ("noop_max is -1", "expected at least 0", "noop_max=0"),
+        lambda: ale(noop_max=0),
+    ),
+    *[
+        Misuse(
+            f"{name}={value}", lambda n=name, v=value: ale(**{n: v}), ValueError, (f"{name} cannot be given", why), good
+        )
+        for name, value, why in [
+            ("frameskip", 2, "its name here is frame_skip"),
+            ("obs_type", "ram", "grayscale=False"),
+            ("sound_obs", True, "observations are screens"),
+            ("continuous", True, "actions are discrete"),
         ]
     ],
     Misuse(

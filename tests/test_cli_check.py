@@ -36,6 +36,16 @@ def test_check_takes_the_number_of_environments(capsys: pytest.CaptureFixture[st
     assert "n/a     reset_mask          there is one lane" in capsys.readouterr().out
 
 
+def test_check_takes_a_limit_on_episodes(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["check", "MountainCar-v0", "--steps", "20"]
+    assert main(command) == 0
+    unseen = capsys.readouterr().out
+    assert main([*command, "--max-episode-steps", "6"]) == 0
+    seen = capsys.readouterr().out
+    assert "n/a     terminal" in unseen
+    assert "passed  terminal" in seen
+
+
 @pytest.mark.parametrize(
     ("name", "check", "words"),
     [

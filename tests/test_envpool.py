@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from typing import Any
 
@@ -85,6 +86,15 @@ def test_every_leaf_equals_the_plain_loop(name: str, seed: int) -> None:
     assert name not in ("CartPole-v1", "FrozenLake-v1") or batch["next", "terminated"].any()
     step = batch["next", "info", "elapsed_step"]
     assert torch.equal(step.long(), batch["collector", "step"] + 1)
+
+
+@pytest.mark.parametrize(("name", "leaf"), [("LunarLander-v3", None), ("CheetahRun-v1", "velocity")])
+def test_what_has_no_bounds_is_unbounded(name: str, leaf: str | None) -> None:
+    env = fc.make_env(f"envpool/{name}", num_envs=2)
+    box = env.observation_space[leaf] if leaf else env.observation_space
+    assert np.isneginf(box.low).all()
+    assert np.isposinf(box.high).all()
+    fc.testing.check_env(env, steps=30)
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "HalfCheetah-v4"])
@@ -237,6 +247,33 @@ def good() -> Any:
         ("max_episode_steps is 0", "expected at least 1"),
         good,
     ),
+    *[
+        Misuse(
+            f"the task {name!r}",
+            lambda name=name: fc.make_env(f"envpool/{name}"),
+            ValueError,
+            (f"no task {name!r}", "such as ['CartPole-v1'"),
+            good,
+        )
+        for name in ("", "qqqqqqqqqqqqqqqqqqqq")
+    ],
+    *[
+        Misuse(
+            f"a built pool for {take.__name__}",
+            lambda take=take: take(envpool.make_gymnasium("CartPole-v1", num_envs=2)),
+            TypeError,
+            ("the task is CartPoleGymnasiumEnvPool", "expected its name", "make_env('envpool/CartPole-v1')"),
+            good,
+        )
+        for take in (fc.make_env, fc.envs.from_envpool)
+    ],
+    Misuse(
+        "processes",
+        lambda: fc.make_env("envpool/CartPole-v1", parallel=True),
+        ValueError,
+        ("parallel cannot be given", "EnvPool is parallel itself: num_threads=", "leave it out"),
+        lambda: fc.make_env("envpool/CartPole-v1", num_threads=2),
+    ),
     Misuse(
         "a seed",
         lambda: fc.make_env("envpool/CartPole-v1", seed=3),
@@ -282,3 +319,22 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, module, None)
     with refused(ImportError, (f"{package} is not installed", "pip install 'funcollect[envs]'")):
         fc.make_env(name)
+
+
+DRAWS = """
+import random, numpy, torch
+import funcollect as fc
+def draw(): return random.random(), numpy.random.rand(), torch.rand(()).item()
+def seed(): random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
+seed()
+wanted = draw()
+seed()
+fc.make_env("envpool/CartPole-v1", num_envs=2)
+got = draw()
+assert got == wanted, (got, wanted)
+"""
+
+
+def test_the_import_leaves_the_global_generators_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", DRAWS], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr

@@ -64,6 +64,11 @@ def test_it_names_the_policy_and_where_its_randomness_comes_from(policy: Any, na
     assert noise in one.noise
 
 
+def test_it_names_the_compiler() -> None:
+    assert "compiled by inductor" in plan(policy=fc.torch_policy(MODULE, compile="inductor")).policy
+    assert "compiled" not in plan(policy=fc.torch_policy(MODULE)).policy
+
+
 def test_it_names_an_opaque_policys_randomness() -> None:
     env = fc.make_env("CartPole-v1")
     module = TensorDictModule(lambda x: x[..., 0].long(), ["observation"], ["action"])

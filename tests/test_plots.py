@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from funcollect import plots
 from funcollect.trajectories.stats import EpisodeStats, OpenReturn
@@ -89,6 +91,19 @@ def test_bad_arguments() -> None:
         plots.returns(make_stats([1.0], [4], [0]), window=0)
     with pytest.raises(ValueError, match="nothing to concatenate"):
         plots.returns([])
+
+
+BATCH = TensorDict({"observation": torch.zeros(3)}, [3])
+
+
+@pytest.mark.parametrize("draw", [plots.returns, plots.lengths])
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [(BATCH, "TensorDict"), (3, "int"), (None, "NoneType"), ([BATCH], "TensorDict"), ("returns", "str")],
+)
+def test_what_is_no_stats(draw: Any, given: Any, kind: str) -> None:
+    with pytest.raises(TypeError, match=rf"a {kind}, expected EpisodeStats .* pass fc.episode_stats\(batch\)"):
+        draw(given)
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,3 +164,14 @@ def test_without_tensorboard(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ImportError, match=r"pip install funcollect\[viz\]"):
         track(FakeCollector([]), log_dir=tmp_path)
+
+
+def test_a_folder_that_cannot_be_is_refused_where_it_is_given(tmp_path):
+    with pytest.raises(TypeError, match="log_dir is 3, expected a path"):
+        track(FakeCollector([]), log_dir=3)
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "runs"):
+        with pytest.raises(OSError, match=f"log_dir is '{folder}', which cannot be made .*: name another folder"):
+            track(FakeCollector([]), log_dir=folder)
+    track(FakeCollector([]), log_dir=tmp_path / "new" / "runs")
+    assert (tmp_path / "new" / "runs").is_dir()

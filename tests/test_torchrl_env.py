@@ -24,6 +24,7 @@ from torchrl.envs import (
     StepCounter,
     TransformedEnv,
 )
+from torchrl.modules import QValueActor
 
 import funcollect as fc
 from funcollect.envs import from_torchrl
@@ -86,10 +87,10 @@ def own_loop(env, seed, actions):
     return torch.stack(rows, len(env.batch_size))
 
 
-def check_against_own_loop(make, own_make=None):
+def check_against_own_loop(make):
     env = fc.make_env(make)
     batch = collect(env, fc.random_policy(env), LENGTH, seed=3)
-    own = own_loop((own_make or make)(), 3, batch["action"])
+    own = own_loop(make(), 3, batch["action"])
     wanted = leaves(own.exclude("action"))
     got = leaves(batch.exclude("collector", "action"))
     assert got.keys() == wanted.keys()
@@ -113,9 +114,27 @@ def test_how_a_run_is_cut_changes_nothing(name):
     assert_same(collect(env, fc.random_policy(env), 1, 20, LENGTH - 21, seed=3), whole)
 
 
-def test_a_parallel_env_is_driven_and_closed():
-    check_against_own_loop(lambda: ParallelEnv(2, cartpole, mp_start_method="spawn"), lambda: SerialEnv(2, cartpole))
+def test_a_parallel_env_is_driven_loses_a_process_starts_anew_and_is_closed():
+    parallel = ParallelEnv(2, cartpole, mp_start_method="spawn")
+    env, serial = fc.make_env(parallel), fc.make_env(lambda: SerialEnv(2, cartpole))
+    policy = fc.random_policy(env)
+    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=3), LENGTH)
+    assert_same(batch, collect(serial, fc.random_policy(serial), LENGTH, seed=3))
+    lose(parallel._workers[1])
+    with pytest.raises(fc.EnvError, match=r"worker 1 .*funcollect\.reset"):
+        fc.rollout(env, policy, state, 1)
+    state, batch = fc.rollout(env, policy, fc.reset(env, state), 2)
+    assert batch["collector", "step"].tolist() == [[0, 1], [0, 1]]
+    lose(parallel._workers[0])
+    fc.close(state)
+    assert parallel.is_closed
+    assert not any(process.is_alive() for process in parallel._workers)
     assert torch.get_num_threads() == 1
+
+
+def lose(process):
+    process.kill()
+    process.join()
 
 
 def test_what_transforms_count_belongs_to_its_lane():
@@ -228,6 +247,25 @@ def test_an_instance_backs_one_state():
         fc.init(env, policy, seed=0)
     with pytest.raises(fc.ReplayError, match="seeded by run"):
         fc.fork(env, state)
+    fc.close(state)
+    with pytest.raises(ValueError, match="or did until that was closed"):
+        fc.init(env, policy, seed=0)
+
+
+@pytest.mark.parametrize("lanes", [lambda: [cartpole, cartpole], lambda: [cartpole(), cartpole()]])
+def test_a_list_is_pointed_to_a_serial_env(lanes):
+    with pytest.raises(TypeError, match=r"TorchRL's GymEnv.*SerialEnv\(num_envs, factory\)"):
+        fc.SyncDataCollector(lanes(), frames_per_batch=9)
+
+
+@pytest.mark.parametrize("hot", [True, False])
+def test_an_action_in_the_other_encoding_names_one_hot(hot):
+    env = fc.make_env("CartPole-v1", num_envs=3, one_hot=not hot)
+    space = "one_hot" if hot else "categorical"
+    actor = QValueActor(torch.nn.Linear(4, 2), in_keys=["observation"], action_space=space)
+    says = "environment with one_hot=True" if hot else "environment without one_hot=True"
+    with fc.SyncDataCollector(env, actor, frames_per_batch=9) as collector, pytest.raises(fc.PolicyError, match=says):
+        next(collector)
 
 
 class Failing(Team):

@@ -19,8 +19,9 @@ def mean(values):
 @pytest.mark.parametrize("seed", range(scaled(1)))
 def test_ppo_learns(seed):
     """Seen over ten seeds: from 6 to 17 steps at least."""
-    lengths = ppo(fc.SyncDataCollector, batches=10, seed=seed)
+    lengths, evaluations = ppo(fc.SyncDataCollector, batches=10, seed=seed)
     assert mean(lengths[-2:]) > 2 * lengths[0]
+    assert mean(evaluations[-2:]) > lengths[0]
 
 
 @pytest.mark.parametrize("seed", range(scaled(1)))
@@ -34,4 +35,6 @@ def test_dqn_learns(seed):
 def test_the_loops_are_theirs(loop):
     from torchrl.collectors import Collector
 
-    assert all(length > 1 for length in loop(Collector, batches=2))
+    answer = loop(Collector, batches=2)
+    lengths = answer[0] if loop is ppo else answer
+    assert all(length > 1 for length in lengths)

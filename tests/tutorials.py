@@ -6,7 +6,16 @@ import torch
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
-from torchrl.envs import Compose, DoubleToFloat, GymEnv, ObservationNorm, StepCounter, TransformedEnv
+from torchrl.envs import (
+    Compose,
+    DoubleToFloat,
+    ExplorationType,
+    GymEnv,
+    ObservationNorm,
+    StepCounter,
+    TransformedEnv,
+    set_exploration_type,
+)
 from torchrl.modules import MLP, EGreedyModule, ProbabilisticActor, QValueModule, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss, DQNLoss, SoftUpdate
 from torchrl.objectives.value import GAE
@@ -17,19 +26,28 @@ def mean_length(batch):
     return batch.numel() / max(int(batch["next", "done"].sum()), 1)
 
 
-def pendulum():
-    """The double pendulum, its observations normalised by statistics of random steps."""
-    transforms = Compose(ObservationNorm(in_keys=["observation"]), DoubleToFloat(), StepCounter())
+def pendulum(**statistics):
+    """The double pendulum, its observations normalised by `statistics`, or those of random steps."""
+    transforms = Compose(ObservationNorm(in_keys=["observation"], **statistics), DoubleToFloat(), StepCounter())
     env = TransformedEnv(GymEnv("InvertedDoublePendulum-v5"), transforms)
-    env.transform[0].init_stats(num_iter=500, reduce_dim=0, cat_dim=0)
+    if not statistics:
+        env.transform[0].init_stats(num_iter=500, reduce_dim=0, cat_dim=0)
     return env
 
 
+def evaluated(env, actor):
+    """The length of an episode under the actor's most likely actions, a thousand steps at most."""
+    with set_exploration_type(ExplorationType.DETERMINISTIC), torch.no_grad():
+        return env.rollout(1_000, actor).numel()
+
+
 def ppo(make_collector, *, batches, frames_per_batch=1_000, epochs=10, minibatch=125, seed=0):
-    """Proximal policy optimisation; returns the mean episode length of each batch."""
+    """Proximal policy optimisation; returns the mean episode length of each batch, and an evaluation's after each."""
     torch.manual_seed(seed)
     env = pendulum()
     env.set_seed(seed)
+    other = pendulum(loc=env.transform[0].loc, scale=env.transform[0].scale)  # the first is the collector's
+    other.set_seed(seed + 1)
     actions = env.action_spec
 
     def net(outputs):
@@ -52,7 +70,7 @@ def ppo(make_collector, *, batches, frames_per_batch=1_000, epochs=10, minibatch
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(frames_per_batch), sampler=SamplerWithoutReplacement(), batch_size=minibatch
     )
-    lengths = []
+    lengths, evaluations = [], []
     collector = make_collector(env, actor, frames_per_batch=frames_per_batch, total_frames=batches * frames_per_batch)
     for batch in collector:
         lengths.append(mean_length(batch))
@@ -65,8 +83,10 @@ def ppo(make_collector, *, batches, frames_per_batch=1_000, epochs=10, minibatch
                 nn.utils.clip_grad_norm_(loss.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
+        evaluations.append(evaluated(other, actor))
     collector.shutdown()
-    return lengths
+    other.close()
+    return lengths, evaluations
 
 
 def dqn(make_collector, *, batches, frames_per_batch=100, random_frames=1_000, updates=10, seed=0):

@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_env(check, num_envs=3)
     add = check.add_argument
     add("--steps", type=_count, default=100, metavar="N", help="T of a run; episodes should end in it; default: 100")
+    add("--max-episode-steps", type=_count, metavar="N", help="truncate episodes, so that they do; default: ENV's own")
     add("--seed", type=int, default=0, metavar="S", help="default: 0")
 
     explain = commands.add_parser("explain", help="say how an environment and a policy would run together")

@@ -78,7 +78,9 @@ def collect(arguments: argparse.Namespace) -> None:
 @_one_thread()
 def check(arguments: argparse.Namespace) -> None:
     """Print what `funcollect.testing.check_env` finds, up to the first check that fails."""
-    env, single = (_make_env(arguments.env, count) for count in (arguments.num_envs, 1))
+    limit = arguments.max_episode_steps
+    given = {} if limit is None else {"max_episode_steps": limit}
+    env, single = (_make_env(arguments.env, count, **given) for count in (arguments.num_envs, 1))
     try:
         print(fc.testing.check_env(env, steps=arguments.steps, seed=arguments.seed, single=single))
     except fc.CheckError as error:
@@ -96,9 +98,9 @@ def _make_policy(name: str, env: fc.Env, seed: int) -> fc.Policy:
     return mlp(env, seed) if name == "mlp" else fc.random_policy(env)
 
 
-def _make_env(name: str, num_envs: int) -> fc.Env:
+def _make_env(name: str, num_envs: int, **kwargs: int) -> fc.Env:
     try:
-        return fc.make_env(name, num_envs=num_envs)
+        return fc.make_env(name, num_envs=num_envs, **kwargs)
     except (ValueError, TypeError):
         raise
     except Exception as error:  # the environment's own code may raise anything

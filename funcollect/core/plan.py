@@ -104,7 +104,8 @@ def _lanes(env: Env) -> str:
 def _describe(policy: Policy) -> str:
     head = getattr(policy, "head", None)
     name = type(policy).__name__ if head is None else f"{type(policy).__name__} with the head {head.name}"
-    return f"{name} ({policy.backend})"
+    compiler = getattr(policy, "compiler", None)
+    return f"{name} ({policy.backend}{f', compiled by {compiler}' if compiler else ''})"
 
 
 def _why(env: Env, policy: Policy) -> str:

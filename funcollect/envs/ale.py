@@ -10,10 +10,17 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, TimeLimit
 
-from funcollect.arguments import check_positive
+from funcollect.arguments import check_count, check_not_given, check_positive
 from funcollect.envs.extras import import_extra
 from funcollect.envs.gymnasium_env import from_gymnasium
 from funcollect.envs.host_env import HostEnv
+
+_OURS = {
+    "frameskip": "its name here is frame_skip",
+    "obs_type": "observations are screens, in colour with grayscale=False",
+    "sound_obs": "observations are screens",
+    "continuous": "actions are discrete",
+}
 
 
 def from_ale(
@@ -53,22 +60,23 @@ def from_ale(
         info_keys: keys of `info` to be recorded under ``next.info``, such as ``"lives"``.
         one_hot: actions as one-hot int64 rows instead of integers.
         parallel: a process of its own for every lane, see `from_gymnasium`.
-        **kwargs: for the game: `mode`, `difficulty`, `full_action_space`, `max_num_frames_per_episode`.
+        **kwargs: for the game: `mode`, `difficulty`, `full_action_space`, `max_num_frames_per_episode`, and
+            `render_mode`, ``"rgb_array"`` for `funcollect.record`.
 
     Raises:
         ImportError: where ale-py or OpenCV is not installed.
-        ValueError: for an unknown game, or a number out of range.
+        ValueError: for an unknown game, a number out of range, or a keyword argument that is not the caller's to set.
         TypeError: for something else as a number, or a keyword argument that the game does not take.
 
     >>> env = from_ale("Pong", num_envs=4)
     >>> env, env.observation_space.shape, env.seeding
     (HostEnv('ALE/Pong-v5', num_envs=4), (4, 84, 84), 'lane')
     """
+    check_not_given("an Atari game", kwargs, _OURS)
     import_extra("cv2", "opencv-python-headless", "envs")
     for name, value in {"frame_skip": frame_skip, "screen_size": screen_size, "stack": stack}.items():
         check_positive(name, value)
-    if noop_max:
-        check_positive("noop_max", noop_max)
+    check_count("noop_max", noop_max)
     if not 0 <= repeat_action_probability <= 1:
         raise ValueError(f"repeat_action_probability is {repeat_action_probability}, expected a number in [0, 1]")
     wrappers = [

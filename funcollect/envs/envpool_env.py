@@ -8,14 +8,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import numpy.typing as npt
+from gymnasium import spaces
 
-from funcollect.arguments import check_num_envs, check_positive
+from funcollect.arguments import check_not_given, check_num_envs, check_positive
 from funcollect.envs.envpool_lanes import EnvPoolLanes
 from funcollect.envs.extras import import_extra
 from funcollect.envs.host_env import HostEnv, check_info_keys
 from funcollect.envs.rows import Rows
-from funcollect.specs import ActionSpec, observation_leaves
+from funcollect.specs import ActionSpec, Space, observation_leaves
 
 Result = TypeVar("Result")
 _OURS = {
@@ -23,7 +25,9 @@ _OURS = {
     "env_seed": "pass a seed to funcollect.init, or to a collector",
     "batch_size": "all lanes are stepped together",
     "env_type": "Gymnasium's interface is used",
+    "parallel": "EnvPool is parallel itself: num_threads=",
 }
+_WELL_KNOWN = ["CartPole-v1", "Pong-v5", "HalfCheetah-v4"]
 _LARGEST_SEED = 2**31 - 1  # EnvPool takes int32
 
 
@@ -55,22 +59,26 @@ def from_envpool(
         ImportError: where EnvPool is not installed.
         ValueError: for an unknown task, one for several players, a number out of range, an info key that the task does
             not have, or a keyword argument that is not the caller's to set.
-        TypeError: for a keyword argument that the task does not take.
+        TypeError: for a pool that is built already, and a keyword argument that the task does not take.
 
     >>> from_envpool("CartPole-v1", num_envs=8)
     HostEnv('envpool/CartPole-v1', num_envs=8)
     """
+    if not isinstance(task_id, str):
+        raise TypeError(
+            f"the task is {type(task_id).__name__}, expected its name, since each run builds a pool "
+            "with its own seeds: make_env('envpool/CartPole-v1')"
+        )
     check_info_keys(info_keys)
     check_num_envs(num_envs)
     check_positive("num_threads", num_threads)
-    for name in _OURS.keys() & kwargs.keys():
-        raise ValueError(f"{name} cannot be given to EnvPool here ({_OURS[name]}): leave it out")
+    check_not_given("EnvPool here", kwargs, _OURS)
     count = num_envs or 1
     envpool = import_extra("envpool", "envpool", "envs")
     config = kwargs | {"num_envs": count, "num_threads": num_threads}
     spec = _spec_of(envpool, task_id, config)
     _check_task(task_id, spec, info_keys)
-    space, action_spec = _quietly(lambda: (spec.observation_space, ActionSpec(spec.action_space, one_hot)))
+    space, action_spec = _quietly(lambda: (_widened(spec.observation_space), ActionSpec(spec.action_space, one_hot)))
     leaves = observation_leaves(space, dtype)
     build = partial(_pool_of, envpool, task_id, config)
     return HostEnv(
@@ -86,10 +94,15 @@ def from_envpool(
     )
 
 
+def is_envpool(env: Any) -> bool:
+    """Whether `env` is a pool that EnvPool has built, through whichever interface."""
+    return any(base.__module__.partition(".")[0] == "envpool" for base in type(env).__mro__)
+
+
 def _spec_of(envpool: Any, task_id: str, config: dict[str, Any]) -> Any:
     known = envpool.list_all_envs()
     if task_id not in known:
-        near = difflib.get_close_matches(str(task_id), known, 3, 0.4)
+        near = difflib.get_close_matches(task_id, known, 3, 0.4) or _WELL_KNOWN
         raise ValueError(f"EnvPool has no task {task_id!r}, expected one of envpool.list_all_envs(), such as {near}")
     if "max_episode_steps" in config:
         check_positive("max_episode_steps", config["max_episode_steps"])
@@ -117,6 +130,19 @@ def _pool_of(envpool: Any, task_id: str, config: dict[str, Any], seeds: Sequence
     pool = envpool.make_gymnasium(task_id, seed=[seed & _LARGEST_SEED for seed in seeds], **config)
     _quietly(lambda: pool.observation_space)  # it is made once, and at the first step otherwise
     return pool
+
+
+def _widened(space: Space) -> Space:
+    """Boxes without bounds, which EnvPool gives as the least positive and the largest float of C++, made unbounded."""
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({name: _widened(child) for name, child in space.spaces.items()})
+    if not isinstance(space, spaces.Box) or space.dtype is None or space.dtype.kind != "f":
+        return space
+    dtype: Any = space.dtype.type
+    limits = np.finfo(dtype)
+    without = (space.low == limits.tiny) & (space.high == limits.max)
+    low, high = np.where(without, -np.inf, space.low), np.where(without, np.inf, space.high)
+    return spaces.Box(low.astype(dtype), high.astype(dtype), dtype=dtype)
 
 
 def _quietly(make: Callable[[], Result]) -> Result:

@@ -14,6 +14,7 @@ from gymnasium.envs.registration import EnvSpec
 from funcollect.arguments import check_num_envs
 from funcollect.envs.atari_lanes import is_atari
 from funcollect.envs.gymnasium_lanes import GymEnv
+from funcollect.envs.torchrl_specs import is_torchrl
 
 Source = str | EnvSpec | GymEnv | Callable[..., GymEnv]
 Factory = Callable[[], Any]
@@ -91,6 +92,7 @@ def factory_of(source: Source, kwargs: dict[str, Any]) -> Factory:
         return Made(source, lambda: _rebuild(source))
     if isinstance(source, (str, EnvSpec)):
         return lambda: _make(source, kwargs)
+    _refuse_torchrl(source)
     if callable(source):
         return lambda: source(**kwargs)
     raise TypeError(
@@ -158,6 +160,7 @@ def _rebuild(env: GymEnv) -> GymEnv:
 
 def check_lane(lane: int, env: Any, first: GymEnv) -> None:
     """Raise unless `env` is a Gymnasium environment with the spaces of the first lane's."""
+    _refuse_torchrl(env)
     if not isinstance(env, gymnasium.Env):
         raise TypeError(
             f"lane {lane}: the factory returned {type(env).__name__}, expected a gymnasium.Env: return the environment"
@@ -170,6 +173,14 @@ def check_lane(lane: int, env: Any, first: GymEnv) -> None:
         raise ValueError(
             f"lane {lane} is {env}, lane 0 is {first}: put Atari games, which are seeded otherwise, in a batch of "
             "their own"
+        )
+
+
+def _refuse_torchrl(env: Any) -> None:
+    if is_torchrl(env):
+        raise TypeError(
+            f"a lane is TorchRL's {type(env).__name__}, expected a gymnasium.Env: for several of TorchRL's "
+            "environments, pass torchrl.envs.SerialEnv(num_envs, factory)"
         )
 
 

@@ -12,7 +12,7 @@ from gymnasium.vector import VectorEnv
 from funcollect.envs.ale import from_ale
 from funcollect.envs.brax_env import from_brax
 from funcollect.envs.classic_control import TORCH_ENVS
-from funcollect.envs.envpool_env import from_envpool
+from funcollect.envs.envpool_env import from_envpool, is_envpool
 from funcollect.envs.gymnasium_env import from_gymnasium
 from funcollect.envs.gymnax_env import from_gymnax
 from funcollect.envs.jumanji_env import from_jumanji
@@ -45,6 +45,8 @@ def make_env(env: Any, **kwargs: Any) -> Env:
     """
     if is_torchrl(env):  # before its attributes are looked at: a ParallelEnv asks its processes for them
         return from_torchrl(env, **kwargs)
+    if is_envpool(env):
+        return from_envpool(env, **kwargs)
     if isinstance(env, Policy):
         raise TypeError(f"env is the policy {type(env).__name__}, expected an environment: it comes before the policy")
     if isinstance(env, Env):

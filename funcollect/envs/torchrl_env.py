@@ -16,6 +16,7 @@ from torch import Tensor
 from funcollect.envs.host_env import ONWARD, HostEnv, Outcome, Simulators
 from funcollect.envs.rows import Rows
 from funcollect.envs.torchrl_specs import Layout, is_torchrl, layout_of
+from funcollect.envs.torchrl_workers import close_env, end_workers, workers_of
 from funcollect.errors import EnvError
 from funcollect.keys import generator_state, torch_generator
 from funcollect.specs import Leaf, observation_leaves
@@ -44,7 +45,9 @@ def from_torchrl(env: Any, *, dtype: npt.DTypeLike | None = None, **kwargs: Any)
     from Torch's global generator comes from a state of its own, and cannot be forked.
 
     Args:
-        env: an `EnvBase`, which backs one state, or a factory of one, called anew for each further state.
+        env: an `EnvBase`, which backs one state, or a factory of one, called anew for each further state. An instance
+            is the state's from then on: a step or reset from outside (``env.rollout(…)``) moves it on unseen, and the
+            next frame is no transition. Evaluate on another.
         dtype: the dtype of floating observations in a batch; float32 unless given.
         **kwargs: for the factory.
 
@@ -117,8 +120,8 @@ class _Source:
             return self._spare.pop()
         if self._factory is None:
             raise ValueError(
-                f"this {type(self.first).__name__} backs a state already and cannot be rebuilt: pass a factory "
-                "instead of an instance"
+                f"this {type(self.first).__name__} backs a state, or did until that was closed, and cannot be rebuilt: "
+                "pass a factory instead of an instance"
             )
         return self._built()
 
@@ -147,6 +150,7 @@ class TorchRLLanes:
         self._num_envs = env.batch_size[0] if self._batched else 1
         self._threads = torch.get_num_threads()
         self._generator = generator_state(0)
+        self._broken_off = False  # whether a call of the environment did not end
         self._root: TensorDictBase | None = None
         self._restarted = [False] * self._num_envs  # whether a lane's next episode has begun in _root already
         self._flags: tuple[list[bool], list[bool]] = ([], [])
@@ -157,11 +161,15 @@ class TorchRLLanes:
         """Start an episode in each of `lanes`; a seed for the first of them seeds the whole environment."""
         if not lanes:
             return
+        if self._broken_off and len(lanes) == self._num_envs and workers_of(self._env):
+            end_workers(self._env)  # an answer is pending, or a process is gone: they take no further call
+        self._broken_off = True
         try:
             with _no_grad():
                 self._root = root = self._begun(lanes, seeds[0])
         except Exception as error:
             raise self._failed(f"reset of the lanes {list(lanes)}", error) from error
+        self._broken_off = False
         for lane in lanes:
             self._restarted[lane] = False
         self._write(root, None if len(lanes) == self._num_envs else self._mask(lanes))
@@ -203,11 +211,13 @@ class TorchRLLanes:
         """Step every lane; what the frozen ones do is hidden, and they repeat their last flags without reward."""
         if len(frozen) == self._num_envs:
             return [0.0] * self._num_envs, *self._flags, ()
+        self._broken_off = True
         try:
             with _no_grad(), torch_generator(self._generator):
                 after = self._advanced(self._encoded(action))
         except Exception as error:
             raise self._failed("step", error) from error
+        self._broken_off = False
         reward = self._column(after, self._layout.reward_key)
         terminated, truncated = self._fates(after)
         mask = None
@@ -267,7 +277,5 @@ class TorchRLLanes:
                 rows.array[~mask] = before
 
     def close(self) -> None:
-        """Close the environment, and the processes of a `ParallelEnv`, which would change Torch's thread count."""
-        if not self._env.is_closed:
-            self._env.close()
-            torch.set_num_threads(self._threads)
+        """Close the environment, and the processes of a `ParallelEnv`."""
+        close_env(self._env, broken_off=self._broken_off, threads=self._threads)

@@ -37,6 +37,7 @@ def returns(
 
     Raises:
         ImportError: without Matplotlib.
+        TypeError: for anything but stats, such as a batch.
         ValueError: for a window below 1, or no stats at all.
 
     >>> import torch
@@ -70,7 +71,15 @@ def lengths(
 def _whole(stats: EpisodeStats | Sequence[EpisodeStats], window: int) -> EpisodeStats:
     if window < 1:
         raise ValueError(f"the window is {window}, expected a positive number of episodes")
-    return stats if isinstance(stats, EpisodeStats) else EpisodeStats.concatenate(stats)
+    if isinstance(stats, EpisodeStats):
+        return stats
+    strangers = [one for one in stats if not isinstance(one, EpisodeStats)] if isinstance(stats, Sequence) else [stats]
+    if strangers:
+        raise TypeError(
+            f"stats is or holds a {type(strangers[0]).__name__}, expected EpisodeStats or a sequence of them: pass "
+            "fc.episode_stats(batch)"
+        )
+    return EpisodeStats.concatenate(stats)
 
 
 def _curves(stats: EpisodeStats, values: Floats, label: str, window: int, path: str | PathLike[str] | None) -> Figure:

@@ -56,7 +56,7 @@ def record(
 
     Raises:
         ImportError: without imageio.
-        TypeError: for an environment that is not Gymnasium's.
+        TypeError: for an environment that is not Gymnasium's, or is in a process of its own (`parallel`).
         ValueError: for several environments in one, another render mode, another suffix, an `fps` that is not positive.
         EnvError: where rendering fails, as MuJoCo's does without OpenGL, or the environment itself.
 
@@ -106,8 +106,9 @@ def _camera(env: Env, state: CollectorState) -> Camera:
     camera = getattr(simulators, "camera", None)
     if camera is None:
         raise TypeError(
-            f"{env} cannot be filmed, expected a Gymnasium environment that renders: make one with "
-            "funcollect.make_env(id, render_mode='rgb_array'), or save pixel observations with plots.video"
+            f"{env} cannot be filmed, expected a Gymnasium environment that renders, in this process: make one with "
+            "funcollect.make_env(id, render_mode='rgb_array') and without parallel=True, or save pixel observations "
+            "with plots.video"
         )
     shown: Camera = camera(0)
     if shown.mode != "rgb_array":

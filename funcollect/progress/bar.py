@@ -13,7 +13,7 @@ from typing import Any, Protocol, TextIO
 from tensordict import TensorDict
 from tqdm import TqdmWarning
 
-from funcollect.progress.scalars import Scalars, check_tensorboard, scalars
+from funcollect.progress.scalars import Scalars, open_folder, scalars
 from funcollect.progress.window import EpisodeWindow
 
 with warnings.catch_warnings():  # in a notebook without ipywidgets, whose lack costs nothing but the looks of the bar
@@ -60,10 +60,12 @@ def track(
         total: frames at which the bar is full; the collector's `total_frames` unless given.
         disable: True hides the bar, False always shows it, None shows it on a terminal or in a notebook.
         file: where to draw; standard error unless given.
-        log_dir: the folder of TensorBoard's event files; None for none.
+        log_dir: the folder of TensorBoard's event files, which is made at once; None for none.
 
     Raises:
         ImportError: for a `log_dir` without TensorBoard.
+        TypeError: for a `log_dir` that is no path.
+        OSError: for a `log_dir` that cannot be made.
         ValueError: for a window below 1.
 
     >>> import funcollect as fc
@@ -73,7 +75,7 @@ def track(
     """
     episodes = window if isinstance(window, EpisodeWindow) else EpisodeWindow(window)
     if log_dir is not None:
-        check_tensorboard()
+        open_folder(log_dir)
     frames = collector.total_frames if total is None else total
     if disable is None and "ipykernel" in sys.modules:
         disable = False  # tqdm sees no terminal in a notebook

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from os import PathLike, fspath
+from os import PathLike, fspath, makedirs
 from typing import Any
 
 from torch import Tensor
@@ -68,9 +68,23 @@ def scalars(log_dir: str | PathLike[str], frames: int) -> Iterator[Scalars]:
         writer.close()
 
 
-def check_tensorboard() -> None:
-    """Raise ImportError without TensorBoard."""
+def open_folder(log_dir: str | PathLike[str]) -> None:
+    """Make the folder of an event file before the run begins.
+
+    Raises:
+        ImportError: without TensorBoard.
+        TypeError: for what is no path.
+        OSError: where it cannot be made.
+    """
     _summary_writer()
+    if not isinstance(log_dir, (str, PathLike)):
+        raise TypeError(f"log_dir is {log_dir!r}, expected a path: pass for example log_dir='runs/first'")
+    if "://" in fspath(log_dir):  # a bucket, say, which TensorBoard knows how to write to
+        return
+    try:
+        makedirs(log_dir, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"log_dir is {fspath(log_dir)!r}, which cannot be made ({error}): name another folder") from error
 
 
 def _summary_writer() -> Any:
