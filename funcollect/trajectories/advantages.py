@@ -17,6 +17,7 @@ from funcollect.tree import flatten
 __all__ = ["gae"]
 
 _NEEDED = {"reward": ("next", "reward"), "terminated": ("next", "terminated"), "done": ("next", "done")}
+_EPISODE = ("collector", "episode")  # of each lane: what traced rollouts have in place of ids
 _OPTIONAL = {"traj_ids": TRAJECTORY_IDS, "mask": MASK, "stays": ("done",)}
 
 
@@ -148,7 +149,10 @@ def _read_torch(batch: TensorDictBase, value: Any, next_value: Any) -> tuple[_Fr
 def _read_jax(batch: Mapping[str, Any], value: Any, next_value: Any) -> tuple[_Frames, Any, Any]:
     """The frames of a nested dict and their values, each leaf ``[T, ...]``."""
     jnp, flat = import_jax().numpy, flatten(batch)
-    given = {name: flat[path] for name, path in (_NEEDED | _OPTIONAL).items() if path in flat}
+    paths = _NEEDED | _OPTIONAL
+    if _EPISODE in flat:
+        paths |= {"traj_ids": _EPISODE}
+    given = {name: flat[path] for name, path in paths.items() if path in flat}
     if missing := [".".join(path) for name, path in _NEEDED.items() if name not in given]:
         raise ValueError(f"the batch lacks {missing}, which are needed here; it has {sorted(map('.'.join, flat))}")
     for name, leaf in (given | {"value": value, "next_value": next_value}).items():
