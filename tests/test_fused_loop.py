@@ -255,7 +255,7 @@ def test_evaluate_and_explain():
     again = fc.evaluate(env, policy, episodes=6, seed=0)
     assert torch.equal(stats.returns, again.returns)
     plan = fc.explain(env, policy)
-    assert plan.loop == "jax"
+    assert plan.loop == "fused"
     assert "JAX's own generator" in plan.noise
     assert "DLPack" in plan.copies
     assert "values" in plan.forking
