@@ -45,7 +45,7 @@ soak: $(VENV)/.test
 	set -o pipefail; $(BIN)/python -m pytest -q tests 2>&1 | tee benchmarks/results/soak.txt
 
 bench: $(VENV)/.test
-	for name in imports memory overhead collect suites; do $(BIN)/python -m benchmarks $$name || exit 1; done
+	for name in imports memory overhead collect; do $(BIN)/python -m benchmarks $$name || exit 1; done
 
 clean:
 	rm -rf $(VENV) .cache

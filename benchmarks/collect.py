@@ -3,7 +3,8 @@
 Every network is 2x64 tanh and records the log-probability; Stable-Baselines3 evaluates a value network besides. `loop`
 resets without a seed, `loop-reseed` seeds each episode as ours does; both store nothing but the observation. All run on
 bare Gymnasium environments without its checker. A JAX network's jitted call draws its noise itself in these loops, and
-gets it as an argument, drawn ahead as ours does, in `loop-ahead` and `loop-ahead-reseed`.
+gets it as an argument, drawn ahead as ours does, in `loop-ahead` and `loop-ahead-reseed`. The cells of `suites`
+(EnvPool, Atari games) and `torchrl` (its environments and actors), which can be run by themselves, come after these.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from benchmarks import loops
+from benchmarks import loops, suites, torchrl
 from benchmarks.peers import Batches, StableBaselines, torchrl_collector
 from benchmarks.report import compare
 from benchmarks.runner import Cell, Factory, Options, Result, measure
@@ -34,6 +35,8 @@ def results(options: Options) -> Iterator[Result]:
     for cell in cells():
         if options.only in cell.name:
             yield compare(cell, measure(cell, options), OURS)
+    yield from suites.results(options)
+    yield from torchrl.results(options)
 
 
 def cells() -> Iterator[Cell]:

@@ -19,7 +19,7 @@ def checked_device(device: torch.device | str | None, name: str = "device") -> t
         return None
     try:
         return torch.empty(0, device=torch.device(device)).device
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:  # one or another, by the device
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"{name} is {str(device)!r}, expected a device that Torch has here ({reason:.200}): choose another, "

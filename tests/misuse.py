@@ -164,6 +164,14 @@ def fails_then_runs(
         assert batches[0]["collector", "traj_ids"].ge(lanes).all()  # never an id of the broken episodes
 
 
+def refused_then_mended(misuse: Misuse) -> None:
+    """An environment given wrongly is refused, and the one that the message leads to runs."""
+    with refused(misuse.error, misuse.says):
+        misuse.do()
+    assert misuse.mend is not None
+    fc.close(runs(misuse.mend()))
+
+
 def linear(outputs: int = 2) -> nn.Linear:
     return nn.Linear(4, outputs)
 

@@ -13,7 +13,7 @@ from compare import assert_same, collect
 from conftest import scaled
 from gymnasium import spaces
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, TimeLimit
-from misuse import Misuse, refused, runs, table
+from misuse import Misuse, refused, refused_then_mended, runs, table
 from PIL import Image
 from plain import check_lane, plain_loop
 
@@ -256,7 +256,4 @@ def good() -> Any:
     ),
 )
 def test_a_game_given_wrongly(misuse: Misuse) -> None:
-    with refused(misuse.error, misuse.says):
-        misuse.do()
-    assert misuse.mend is not None
-    fc.close(runs(misuse.mend()))
+    refused_then_mended(misuse)

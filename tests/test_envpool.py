@@ -12,7 +12,7 @@ import pytest
 import torch
 from compare import assert_same, collect, leaves
 from conftest import scaled
-from misuse import Misuse, refused, runs, table
+from misuse import Misuse, refused, refused_then_mended, runs, table
 
 import funcollect as fc
 from funcollect.keys import EpisodeSeeds, key_from_seed
@@ -304,10 +304,7 @@ def good() -> Any:
     ),
 )
 def test_an_environment_given_wrongly(misuse: Misuse) -> None:
-    with refused(misuse.error, misuse.says):
-        misuse.do()
-    assert misuse.mend is not None
-    fc.close(runs(misuse.mend()))
+    refused_then_mended(misuse)
 
 
 @pytest.mark.parametrize(

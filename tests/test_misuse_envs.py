@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from misuse import Misuse, Rigged, refused, runs, table
+from misuse import Misuse, Rigged, refused_then_mended, runs, table
 
 import funcollect as fc
 
@@ -244,7 +244,4 @@ def count(value: Any) -> list[Misuse]:
     ),
 )
 def test_an_environment_given_wrongly(misuse: Misuse) -> None:
-    with refused(misuse.error, misuse.says):
-        misuse.do()
-    assert misuse.mend is not None
-    fc.close(runs(misuse.mend()))
+    refused_then_mended(misuse)

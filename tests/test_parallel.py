@@ -14,7 +14,7 @@ import gymnasium
 import pytest
 from compare import assert_same, collect
 from light_envs import Failing, Nested
-from misuse import Misuse, refused, runs, table
+from misuse import Misuse, refused, refused_then_mended, runs, table
 
 import funcollect as fc
 
@@ -152,7 +152,4 @@ def good() -> Any:
     ),
 )
 def test_an_environment_given_wrongly(misuse: Misuse) -> None:
-    with refused(misuse.error, misuse.says):
-        misuse.do()
-    assert misuse.mend is not None
-    fc.close(runs(misuse.mend()))
+    refused_then_mended(misuse)

@@ -141,6 +141,12 @@ class Binding:
         return self.skeleton
 
 
+def check_callable(module: Any, expected: str) -> None:
+    """Raise TypeError unless `module` is an instance that can be called; `expected` says what it should be."""
+    if isinstance(module, type) or not callable(module):
+        raise TypeError(f"the policy is {module!r:.80}, expected {expected}: pass an instance")
+
+
 class TorchBacked:
     """What the policies over a Torch module, or over a plain function, share: parameters, device, checkpoints.
 

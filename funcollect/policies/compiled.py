@@ -12,14 +12,13 @@ import torch
 from funcollect.errors import PolicyError
 
 Compiler = Literal["inductor"]
-_COMPILERS = ("inductor",)
 _OPTIONS: dict[str, dict[str, Any]] = {"inductor": {"cpp_wrapper": True}}  # half the cost of a call of a small network
 
 
 def check_compiler(compiler: str | None) -> None:
     """Raise ValueError unless `compiler` names one that is there, or is None."""
-    if compiler is not None and compiler not in _COMPILERS:
-        raise ValueError(f"compile is {compiler!r}, expected one of {list(_COMPILERS)}, or None: pass 'inductor'")
+    if compiler is not None and compiler not in _OPTIONS:
+        raise ValueError(f"compile is {compiler!r}, expected one of {list(_OPTIONS)}, or None: pass 'inductor'")
 
 
 class CompiledCall:

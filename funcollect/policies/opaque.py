@@ -12,7 +12,7 @@ from torch import Tensor
 from funcollect.devices import checked_device
 from funcollect.keys import Key, Noise, Purpose, fold, generator_state, torch_generator
 from funcollect.policies.actor import Drive
-from funcollect.policies.binding import TorchBacked
+from funcollect.policies.binding import TorchBacked, check_callable
 from funcollect.policies.carried import INIT, carried_states, paths
 from funcollect.policies.tensordict_actor import TensorDictActor, by_path, outputs_of, run_module
 from funcollect.policies.torch_policy import TorchPolicyState
@@ -52,8 +52,7 @@ def tensordict_policy(
     >>> batch["action"].shape
     torch.Size([3, 5])
     """
-    if isinstance(module, type) or not callable(module):
-        raise TypeError(f"the policy is {module!r:.80}, expected a TensorDictModule or a function: pass an instance")
+    check_callable(module, "a TensorDictModule or a function")
     return TensorDictPolicy(module, checked_device(device), carried_states(module, initial_state))
 
 

@@ -22,7 +22,7 @@ from funcollect.policies.actor import (
     memory_of,
     split_answer,
 )
-from funcollect.policies.binding import TorchBacked
+from funcollect.policies.binding import TorchBacked, check_callable
 from funcollect.policies.checks import check_action, check_recurrent, check_tensor, finished
 from funcollect.policies.compiled import CompiledCall, Compiler, check_compiler
 from funcollect.policies.heads import Head, check_head
@@ -74,8 +74,7 @@ def torch_policy(
     >>> batch["action"].shape
     torch.Size([3, 5])
     """
-    if isinstance(module, type) or not callable(module):
-        raise TypeError(f"the policy is {module!r:.80}, expected a torch.nn.Module or a function: pass an instance")
+    check_callable(module, "a torch.nn.Module or a function")
     check_head(head)
     check_compiler(compile)
     return TorchPolicy(module, head, initial_state, checked_device(device), compile)
