@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from gymnasium import spaces
+from jax.extend.random import threefry_2x32
 
 from funcollect.envs.jax_env import JaxEnv, Transition
 from funcollect.keys import Purpose, key_from_seed
@@ -54,22 +55,26 @@ def counting(num_envs=None, **changes):
     return JaxEnv(observation_leaves=observation_leaves(fields["observation_space"]), **fields)
 
 
+def folded(key, *words):
+    """A key folded with pairs of words."""
+    for pair in zip(words[::2], words[1::2], strict=True):
+        key = threefry_2x32(tuple(jnp.asarray(key)), jnp.asarray(pair, jnp.uint32))
+    return key
+
+
 @functools.cache
-def folded(*words):
-    """A key folded with words, the first of which is the run's seed."""
-    if len(words) == 1:
-        return jnp.asarray(key_from_seed(words[0]))
-    return jax.random.fold_in(folded(*words[:-1]), np.uint32(words[-1]))
+def seeded(seed, *words):
+    return folded(key_from_seed(seed), *words)
 
 
 def plain_loop(env, actions, *, seed, lane=0, lanes=1, limit=None, first_step=0):
     """One lane's rows [T, ...] of a batch, by path, given the actions [T, ...] that were taken."""
     start, advance = jax.jit(env.begin), jax.jit(env.advance)
     episode = step = 0
-    physics, observation = start(folded(seed, Purpose.RESET, lane, episode))
+    physics, observation = start(seeded(seed, Purpose.RESET, lane, 0, episode))
     rows = []
     for t, action in enumerate(actions):
-        key = folded(seed, Purpose.DYNAMICS, (first_step + t) >> 32, (first_step + t) & 0xFFFFFFFF, lane)
+        key = seeded(seed, Purpose.DYNAMICS, 0, (first_step + t) >> 32, (first_step + t) & 0xFFFFFFFF, 0, lane)
         moved = advance(key, physics, np.asarray(action, np.int32 if action.dtype.kind == "i" else None))
         truncated = bool(moved.truncated) or step + 1 == limit
         done = bool(moved.terminated) or truncated
@@ -92,7 +97,7 @@ def plain_loop(env, actions, *, seed, lane=0, lanes=1, limit=None, first_step=0)
         physics, observation, step = moved.physics, moved.observation, step + 1
         if done:
             episode, step = episode + 1, 0
-            physics, observation = start(folded(seed, Purpose.RESET, lane, episode))
+            physics, observation = start(seeded(seed, Purpose.RESET, lane, 0, episode))
     return {path: torch.from_numpy(np.array([row[path] for row in rows])) for path in rows[0]}
 
 

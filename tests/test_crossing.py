@@ -60,7 +60,7 @@ def test_gives_what_the_fused_loop_gives(num_envs, options):
     batches = []
     for policy in (lean_torch(), lean_jax()):
         state = fc.init(env, policy, seed=0)
-        for length in (20, 20):
+        for length in (40, 40):
             state, batch = run(env, policy, state, Request(length=length, **options))
         batches.append(batch)
     assert_same(*batches)

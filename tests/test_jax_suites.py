@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from compare import assert_same, joined
 from conftest import SCALE, scaled
+from jax_counting import folded
 from jax_suites import LANES, SUITES, suite_and_policy
 
 import funcollect as fc
@@ -14,12 +15,6 @@ from funcollect.specs import disassemble
 
 DEAR = ("brax", "playground")  # they compile for many seconds, so CI takes fewer lengths
 CUTS = {name: (1, 2, 7, 64, 200) if SCALE > 1 or name not in DEAR else (1, 7, 64) for name in SUITES}
-
-
-def folded(key, *words):
-    for word in words:
-        key = jax.random.fold_in(key, word)
-    return key
 
 
 def assert_close(delivered, expected, what):
@@ -42,11 +37,11 @@ class RawLane:
 
     def begin(self):
         self.episode, self.elapsed = self.episode + 1, 0
-        key = folded(self.key, Purpose.RESET, self.lane, self.episode)
+        key = folded(self.key, Purpose.RESET, self.lane, 0, self.episode)
         self.state, self.observation = self.start(key)
 
     def move(self, t, action):
-        key = folded(self.key, Purpose.DYNAMICS, 0, t, self.lane)
+        key = folded(self.key, Purpose.DYNAMICS, 0, 0, t, 0, self.lane)
         self.elapsed += 1
         self.state, self.observation, reward, terminated, truncated = self.step(key, self.state, action)
         return reward, bool(terminated), bool(truncated) or self.elapsed == self.suite.limit

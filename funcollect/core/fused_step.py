@@ -111,21 +111,15 @@ def _random_start(setting: Setting, state: Traced, observation: Any, outputs: di
 
 def _at_step(state: Traced, purpose: Purpose) -> Any:
     """One key per purpose and step, folded with the first lane's id: shards of one run draw different noise."""
-    fold = import_jax().random.fold_in
-    key = fold(fold(state.key, int(purpose)), state.lane[0])
-    return fold(fold(key, state.steps[1]), state.steps[0])
+    return folded(folded(state.key, int(purpose), state.lane[0]), state.steps[1], state.steps[0])
 
 
 def _advance(env: JaxEnv, state: Traced, action: Any) -> Transition:
     jax = import_jax()
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(_dynamics_key(state), state.lane)
+    step_key = folded(folded(state.key, int(Purpose.DYNAMICS), 0), state.steps[1], state.steps[0])
+    keys = jax.vmap(folded, (None, None, 0))(step_key, 0, state.lane)
     moved: Transition = jax.vmap(env.advance)(keys, state.env_state.physics, action)
     return moved._replace(physics=steady(moved.physics), reward=moved.reward.astype(jax.numpy.float32))
-
-
-def _dynamics_key(state: Traced) -> Any:
-    fold = import_jax().random.fold_in
-    return fold(fold(fold(state.key, int(Purpose.DYNAMICS)), state.steps[1]), state.steps[0])
 
 
 def _limited(moved: Transition, state: Traced, limit: int | None) -> Transition:
@@ -195,12 +189,19 @@ def restart(env: JaxEnv, state: Traced, mask: Any) -> Traced:
 def begin(env: JaxEnv, key: Any, lane: Any, episode: Any) -> tuple[Any, Any]:
     """Physics and observation [P, ...] at the start of each lane's episode: a function of key, lane and episode."""
     jax = import_jax()
-    fold = jax.vmap(jax.random.fold_in)
-    by_lane = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, int(Purpose.RESET)), lane)
+    by_lane = jax.vmap(folded, (None, None, 0))(key, int(Purpose.RESET), lane)
     which = episode if env.reset == "fresh" else episode * 0
-    physics, observation = jax.vmap(env.begin)(fold(by_lane, which))
+    physics, observation = jax.vmap(env.begin)(jax.vmap(folded, (0, None, 0))(by_lane, 0, which))
     begun: tuple[Any, Any] = varying(lane, (steady(physics), observation))
     return begun
+
+
+def folded(key: Any, one: Any, two: Any) -> Any:
+    """The key [2] that follows from a key and two words: one hash, where folding them in singly would take two."""
+    from jax.extend.random import threefry_2x32
+
+    jnp = import_jax().numpy
+    return threefry_2x32((key[0], key[1]), jnp.stack([jnp.asarray(word).astype(jnp.uint32) for word in (one, two)]))
 
 
 def varying(lane: Any, tree: Any) -> Any:
