@@ -53,8 +53,8 @@ def make_env(env: Any, **kwargs: Any) -> Env:
         if kwargs:
             raise ValueError(f"{', '.join(kwargs)} cannot be given with {env!r}, which is made already: leave it out")
         return env
-    namespace, _, name = env.partition("/") if isinstance(env, str) else ("", "", "")
-    if namespace in _NAMESPACES and name:
+    namespace, slash, name = env.partition("/") if isinstance(env, str) else ("", "", "")
+    if slash and namespace in _NAMESPACES:
         return _NAMESPACES[namespace](name, **kwargs)
     if callable(env) and not isinstance(env, gymnasium.Env):
         return _from_callable(env, kwargs)
