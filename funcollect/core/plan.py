@@ -132,7 +132,7 @@ def _why_jax(env: Env, policy: Policy) -> str:
 
 
 def _copies(env: Env, policy: Policy) -> str:
-    if env.backend == "jax":
+    if loop_of(env, policy) == "fused":
         return "nothing: the loop writes the batch's own columns, which Torch takes over by DLPack"
     home: Any = getattr(policy, "home", None)
     place = getattr(env, "device", None) or "cpu"
