@@ -20,6 +20,7 @@ from benchmarks.runner import Cell, Factory, Options, Result, measure
 
 OURS = "funcollect"
 FRAMES = 32_768  # at least, per batch
+STEPS = 32  # at least, per environment
 SIZES = {  # how many environments at once
     "gymnax/CartPole-v1": (1, 64, 1024, 4096),
     "gymnax/Breakout-MinAtar": (64, 1024, 4096),
@@ -40,7 +41,7 @@ def results(options: Options) -> Iterator[Result]:
 
 
 def _cell(env_id: str, num_envs: int) -> Cell:
-    length = max(8, -(-FRAMES // num_envs))
+    length = batch_length(num_envs)
     contestants: dict[str, Factory] = {OURS: partial(Ours, env_id, num_envs, length)}
     contestants["scan"] = partial(scans.Scan, env_id, num_envs, length)
     if (suite := env_id.partition("/")[0]) in ("brax", "jumanji") and num_envs == 64:
@@ -69,6 +70,10 @@ class Ours:
         pass
 
 
+def batch_length(num_envs: int) -> int:
+    return max(STEPS, -(-FRAMES // num_envs))
+
+
 def our_pair(env_id: str, num_envs: int) -> tuple[Any, Any]:
     import funcollect as fc
 
@@ -79,7 +84,7 @@ def our_pair(env_id: str, num_envs: int) -> tuple[Any, Any]:
 
 
 def _with_compile_times(result: Result, env_id: str, num_envs: int) -> Result:
-    length = max(8, -(-FRAMES // num_envs))
+    length = batch_length(num_envs)
     by_hand = compile_seconds(scans.Scan(env_id, num_envs, length).lower)
     seconds = {OURS: _our_compile(env_id, num_envs, length), "scan": by_hand}
     lines = result.table.splitlines()
