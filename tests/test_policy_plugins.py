@@ -155,6 +155,27 @@ def test_a_reference_that_cannot_be_read(package: Callable[..., None]) -> None:
         fc.make_policy("fallen", env())
 
 
+def test_metadata_that_cannot_be_read(package: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    package("broken", "", "no equals sign")
+    package("walkers", GOOD, "walker = walkers:make")
+    assert fc.make_policy("walker", env()).backend == "jax"
+    assert main(["policies"]) == 0
+    assert _lines(capsys)["?"].startswith("broken broken 1.0 entry_points.txt cannot be read from its entry_points.txt")
+
+
+def test_of_two_versions_the_first_on_the_path_counts(
+    package: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package("walkers", GOOD, "walker = walkers:make")
+    for old in ("walkers.py", "walkers-1.0.dist-info"):
+        (tmp_path / "old").mkdir(exist_ok=True)
+        (tmp_path / old).rename(tmp_path / "old" / old)
+    package("Walkers", GOOD.replace("seed=5", "seed=6"), "walker = walkers:make", version="2.0")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "old")])
+    assert offered_policies()["walker"].origin == "Walkers 2.0"
+    assert fc.make_policy("walker", env()).given["seed"] == 6  # type: ignore[attr-defined]
+
+
 # --- from the command line --------------------------------------------------------------------------------------------
 
 

@@ -91,7 +91,7 @@ def _add_env(parser: argparse.ArgumentParser, num_envs: int) -> None:
 def _add_policy(parser: argparse.ArgumentParser, *, required: bool = True, what: str = _POLICY) -> None:
     add = parser.add_argument
     add("--policy", required=required, metavar="NAME", help=what)
-    options = "for the policy's factory; VALUE is JSON, or else text; once for each"
+    options = "for its factory, whose seed is the run's unless given; VALUE is JSON, or else text; once for each"
     add("--option", "-o", type=_option, action="append", default=[], metavar="NAME=VALUE", help=options)
 
 

@@ -11,7 +11,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, distributions
+from operator import attrgetter
 from typing import Any
 
 from funcollect.errors import PluginError
@@ -22,6 +23,8 @@ __all__ = ["GROUP", "PolicyPlugin", "find_policy", "make_policy", "offered_polic
 
 GROUP = "funcollect.policies"
 Factory = Callable[..., Any]
+
+_FILE = "entry_points.txt"
 
 
 def make_policy(name: str, env: Env, /, **options: Any) -> Policy:
@@ -83,16 +86,28 @@ def offered_policies() -> dict[str, PolicyPlugin]:
     >>> list(offered_policies())[:2]
     ['mlp', 'random']
     """
-    offers = [*_BUILT_IN, *_installed()]
+    offers = [*_BUILT_IN, *sorted(_installed(), key=attrgetter("name"))]
     taken = Counter(plugin.name for plugin in offers)
     plain = (not plugin.package or taken[plugin.name] == 1 for plugin in offers)
     return {plugin.name if short else plugin.address: plugin for plugin, short in zip(offers, plain, strict=True)}
 
 
 def _installed() -> Iterator[PolicyPlugin]:
-    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
-        if entry.dist is not None:
-            yield PolicyPlugin(entry.name, entry.value, entry.dist.name, entry.dist.version)
+    """What the packages on `sys.path` offer; unlike `importlib.metadata.entry_points`, one at a time."""
+    seen = set()
+    for package in distributions():
+        if GROUP not in (package.read_text(_FILE) or ""):
+            continue
+        name, version = package.name or "unnamed", package.version or "?"
+        if (same := _canonical(f"{name}:")) in seen:
+            continue  # an earlier folder hides it
+        seen.add(same)
+        try:
+            entries = package.entry_points.select(group=GROUP)
+        except Exception as error:
+            yield PolicyPlugin("?", _FILE, name, version, fault=f"cannot be read from its {_FILE}: {_told(error)}")
+        else:
+            yield from (PolicyPlugin(entry.name, entry.value, name, version) for entry in entries)
 
 
 def _canonical(address: str) -> str:
@@ -109,12 +124,14 @@ class PolicyPlugin:
         name: what it is offered as.
         source: where its factory is, ``"module:function"``.
         package, version: of the distribution that offers it; empty for a built-in one.
+        fault: why it can't be loaded, where that is known already.
     """
 
     name: str
     source: str
     package: str = ""
     version: str = ""
+    fault: str = ""
 
     @property
     def address(self) -> str:
@@ -132,6 +149,8 @@ class PolicyPlugin:
         Raises:
             PluginError: where that fails, or it is no function of an environment.
         """
+        if self.fault:
+            raise self._broken(self.fault)
         if self.package:
             import_jax()  # before the package does, which would leave JAX without the library's settings
         try:
