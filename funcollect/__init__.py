@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         EnvError,
         EvaluationError,
         FuncollectError,
+        PluginError,
         PolicyError,
         ReplayError,
         StaleStateError,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from funcollect.policies import heads
     from funcollect.policies.jax_policy import jax_policy
     from funcollect.policies.opaque import tensordict_policy
+    from funcollect.policies.plugins import make_policy
     from funcollect.policies.random_policy import random_policy
     from funcollect.policies.torch_policy import torch_policy
     from funcollect.progress import track
@@ -52,6 +54,7 @@ _HOMES = {
         "EnvError",
         "EvaluationError",
         "FuncollectError",
+        "PluginError",
         "PolicyError",
         "ReplayError",
         "StaleStateError",
@@ -59,6 +62,7 @@ _HOMES = {
     "funcollect.plots.recording": ["record"],
     "funcollect.policies.jax_policy": ["jax_policy"],
     "funcollect.policies.opaque": ["tensordict_policy"],
+    "funcollect.policies.plugins": ["make_policy"],
     "funcollect.policies.random_policy": ["random_policy"],
     "funcollect.policies.torch_policy": ["torch_policy"],
     "funcollect.progress": ["track"],
@@ -96,6 +100,7 @@ __all__ = [
     "ExplorationType",
     "FuncollectError",
     "Plan",
+    "PluginError",
     "Policy",
     "PolicyError",
     "ReplayError",
@@ -115,6 +120,7 @@ __all__ = [
     "interop",
     "jax_policy",
     "make_env",
+    "make_policy",
     "plots",
     "random_policy",
     "record",

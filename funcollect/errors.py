@@ -29,6 +29,21 @@ class PolicyError(FuncollectError, ValueError):
     """A policy answered with missing, misshapen, mistyped or non-finite outputs."""
 
 
+class PluginError(FuncollectError, RuntimeError):
+    """A policy offered by name cannot be imported or made, or is none. Names it, and the package that offers it.
+
+    Attributes:
+        reason: the same without the names.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message, reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class EvaluationError(FuncollectError, RuntimeError):
     """An evaluation reached its frame limit before every lane had its episodes."""
 

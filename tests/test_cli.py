@@ -21,7 +21,7 @@ from tensordict import TensorDict
 
 import funcollect as fc
 from funcollect.cli import main
-from funcollect.cli.network import mlp
+from funcollect.policies.mlp import mlp
 from funcollect.progress import EpisodeWindow
 
 CARTPOLE = ("collect", "CartPole-v1", "--policy", "mlp", "--num-envs", "3", "--frames", "600", "--seed", "7")
@@ -33,7 +33,7 @@ def run(out: Path, *arguments: str) -> int:
 
 def the_same_by_hand() -> list[TensorDict]:
     env = fc.make_env("CartPole-v1", num_envs=3)
-    with fc.SyncDataCollector(env, mlp(env, 7), frames_per_batch=150, total_frames=600, seed=7) as collector:
+    with fc.SyncDataCollector(env, mlp(env, seed=7), frames_per_batch=150, total_frames=600, seed=7) as collector:
         return list(collector)
 
 
@@ -239,6 +239,7 @@ def test_a_file_and_the_working_folder_are_refused(
         ("torch/NoSuchEnv", "random", "expected one of"),
         ("Unmade-v0", "random", "Unmade-v0.*no licence: ask at the desk"),
         ("Broken-v0", "random", "the arm broke off"),
+        ("CartPole-v1", "dqn", r"no policy 'dqn', expected one of \['mlp', 'random'"),
     ],
 )
 def test_a_bad_env_is_one_line_and_two(
@@ -256,7 +257,7 @@ def test_a_bad_env_is_one_line_and_two(
         [],
         ["fly"],
         ["collect", "CartPole-v1", "--frames", "10", "--out", "x"],
-        ["collect", "CartPole-v1", "--policy", "dqn", "--frames", "10", "--out", "x"],
+        ["collect", "CartPole-v1", "--policy", "mlp", "-o", "seed", "--frames", "10", "--out", "x"],
         ["collect", "CartPole-v1", "--policy", "mlp", "--frames", "0", "--out", "x"],
         ["collect", "CartPole-v1", "--policy", "mlp", "--frames", "ten", "--out", "x"],
         ["collect", "CartPole-v1", "--policy", "mlp", "--frames", "10"],
@@ -316,7 +317,7 @@ import sys
 import gymnasium
 from gymnasium.envs.classic_control import CartPoleEnv
 from funcollect.cli import main
-from funcollect.cli.network import mlp
+from funcollect.policies.mlp import mlp
 
 class Telling(CartPoleEnv):
     steps = 0
@@ -363,7 +364,7 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--frames", "4000"]) == 0
     said = capsys.readouterr().out
     env = fc.make_env("CartPole-v1", num_envs=8)
-    assert said.startswith(str(fc.explain(env, mlp(env, 0))))
+    assert said.startswith(str(fc.explain(env, mlp(env, seed=0))))
     assert re.search(r"^episodes +\d+$", said, re.M)
     assert re.search(r"^frames/second +[\d,.]+$", said, re.M)
     assert re.search(r"^next\.observation +\[8, 256, 4\] +torch\.float32$", said, re.M)

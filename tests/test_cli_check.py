@@ -10,7 +10,7 @@ from faulty_envs import LeavesItsSpace, SeedsItself, Walk
 
 import funcollect as fc
 from funcollect.cli import main
-from funcollect.cli.network import mlp
+from funcollect.policies.mlp import mlp
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def test_an_unknown_environment_is_a_wrong_argument(command: list[str], capsys: 
 def test_explain_prints_the_plan(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "CartPole-v1", "--policy", policy, "--num-envs", "4"]) == 0
     env = fc.make_env("CartPole-v1", num_envs=4)
-    plan = fc.explain(env, mlp(env, 0) if policy == "mlp" else fc.random_policy(env))
+    plan = fc.explain(env, mlp(env, seed=0) if policy == "mlp" else fc.random_policy(env))
     assert capsys.readouterr().out == f"{plan}\n"
 
 

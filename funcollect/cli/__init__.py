@@ -1,4 +1,4 @@
-"""The commands ``funcollect demo``, ``collect``, ``check`` and ``explain``: arguments and exit codes.
+"""The commands ``funcollect demo``, ``collect``, ``check``, ``explain`` and ``policies``: arguments and exit codes.
 
 What the commands do is imported with the first of them, so that help and mistyped arguments don't wait for Torch.
 """
@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from funcollect.errors import CheckError, FuncollectError
 
 __all__ = ["main"]
 
-POLICIES = ("mlp", "random")
-_MLP = "mlp: an untrained Torch network, 2x64 tanh"
+_POLICY = "random, mlp (an untrained Torch network, 2x64 tanh), or another that `funcollect policies` lists"
+_WORDS = {"True": True, "False": False, "None": None}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,8 +64,9 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_collect(commands.add_parser("collect", help="collect experience and save it"))
 
-    check = commands.add_parser("check", help="check that an environment keeps its contract")
+    check = commands.add_parser("check", help="check that an environment, or a policy, keeps its contract")
     _add_env(check, num_envs=3)
+    _add_policy(check, required=False, what="check this policy in ENV, rather than ENV by itself")
     add = check.add_argument
     add("--steps", type=_count, default=100, metavar="N", help="T of a run; episodes should end in it; default: 100")
     add("--max-episode-steps", type=_count, metavar="N", help="truncate episodes, so that they do; default: ENV's own")
@@ -71,7 +74,10 @@ def _parser() -> argparse.ArgumentParser:
 
     explain = commands.add_parser("explain", help="say how an environment and a policy would run together")
     _add_env(explain, num_envs=1)
-    explain.add_argument("--policy", choices=POLICIES, required=True, help=_MLP)
+    _add_policy(explain)
+
+    policies = commands.add_parser("policies", help="list the policies that can be had by name, and who offers them")
+    policies.add_argument("env", nargs="?", metavar="ENV", help="also make each of them for this environment")
     return parser
 
 
@@ -82,10 +88,17 @@ def _add_env(parser: argparse.ArgumentParser, num_envs: int) -> None:
     add("--num-envs", type=_count, default=num_envs, metavar="N", help=what)
 
 
+def _add_policy(parser: argparse.ArgumentParser, *, required: bool = True, what: str = _POLICY) -> None:
+    add = parser.add_argument
+    add("--policy", required=required, metavar="NAME", help=what)
+    options = "for its factory, whose seed is the run's unless given; VALUE is JSON, or else text; once for each"
+    add("--option", "-o", type=_option, action="append", default=[], metavar="NAME=VALUE", help=options)
+
+
 def _add_collect(parser: argparse.ArgumentParser) -> None:
     _add_env(parser, num_envs=1)
+    _add_policy(parser)
     add = parser.add_argument
-    add("--policy", choices=POLICIES, required=True, help=_MLP)
     add("--frames", type=_count, required=True, metavar="N", help="rounded up to whole batches")
     add("--frames-per-batch", type=_count, metavar="N", help="default: 128 per environment, but 2000 at least")
     add("--seed", type=int, metavar="S", help="default: a fresh one, noted in stats.json")
@@ -100,3 +113,15 @@ def _count(text: str) -> int:
 
 
 _count.__name__ = "count"  # how argparse names it to the user
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, given, value = text.partition("=")
+    if not given or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    if value in _WORDS:
+        return name, _WORDS[value]
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value

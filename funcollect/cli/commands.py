@@ -14,11 +14,12 @@ import torch
 
 import funcollect as fc
 from funcollect import plots
-from funcollect.cli.network import mlp
 from funcollect.cli.output import output_folder, save
 from funcollect.cli.report import Run, layout
+from funcollect.policies.mlp import mlp
+from funcollect.policies.plugins import PolicyPlugin, find_policy, offered_policies
 
-__all__ = ["check", "collect", "demo", "explain"]
+__all__ = ["check", "collect", "demo", "explain", "policies"]
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def demo(arguments: argparse.Namespace) -> None:
     """Collect on CartPole-v1 with a Torch MLP, and show what came of it."""
     frames, seed = arguments.frames, arguments.seed
     env = fc.make_env("CartPole-v1", num_envs=8)
-    policy = mlp(env, seed)
+    policy = mlp(env, seed=seed)
     print(fc.explain(env, policy), end="\n\n", flush=True)
     run = Run()
     with fc.SyncDataCollector(
@@ -56,7 +57,7 @@ def collect(arguments: argparse.Namespace) -> None:
     frames_per_batch = arguments.frames_per_batch or min(frames, max(2000, 128 * num_envs))
     with output_folder(arguments.out, arguments.overwrite) as folder:
         env = _make_env(arguments.env, num_envs)
-        policy = _make_policy(arguments.policy, env, seed)
+        policy = _make_policy(arguments, env, seed)
         run = Run()
         with fc.SyncDataCollector(
             env, policy, frames_per_batch=frames_per_batch, total_frames=frames, seed=seed
@@ -66,6 +67,8 @@ def collect(arguments: argparse.Namespace) -> None:
             "funcollect": fc.__version__,
             "env": arguments.env,
             "policy": arguments.policy,
+            "policy_origin": find_policy(arguments.policy).origin,
+            "policy_options": dict(arguments.option),
             "num_envs": num_envs,
             "frames_per_batch": frames_per_batch,
             "seed": seed,
@@ -77,12 +80,18 @@ def collect(arguments: argparse.Namespace) -> None:
 
 @_one_thread()
 def check(arguments: argparse.Namespace) -> None:
-    """Print what `funcollect.testing.check_env` finds, up to the first check that fails."""
+    """Print what `funcollect.testing` finds in an environment, or a policy there, up to the first failure."""
+    if arguments.option and arguments.policy is None:
+        raise ValueError("--option is given without --policy, whose options it names: leave it out, or name the policy")
     limit = arguments.max_episode_steps
     given = {} if limit is None else {"max_episode_steps": limit}
-    env, single = (_make_env(arguments.env, count, **given) for count in (arguments.num_envs, 1))
+    env = _make_env(arguments.env, arguments.num_envs, **given)
+    run = {"steps": arguments.steps, "seed": arguments.seed}
     try:
-        print(fc.testing.check_env(env, steps=arguments.steps, seed=arguments.seed, single=single))
+        if arguments.policy is None:
+            print(fc.testing.check_env(env, single=_make_env(arguments.env, 1, **given), **run))
+        else:
+            print(fc.testing.check_policy(_make_policy(arguments, env, arguments.seed), env, **run))
     except fc.CheckError as error:
         print(error.report)
         raise
@@ -91,11 +100,38 @@ def check(arguments: argparse.Namespace) -> None:
 def explain(arguments: argparse.Namespace) -> None:
     """Print how the environment and the policy would run together."""
     env = _make_env(arguments.env, arguments.num_envs)
-    print(fc.explain(env, _make_policy(arguments.policy, env, seed=0)))
+    print(fc.explain(env, _make_policy(arguments, env, seed=0)))
 
 
-def _make_policy(name: str, env: fc.Env, seed: int) -> fc.Policy:
-    return mlp(env, seed) if name == "mlp" else fc.random_policy(env)
+def policies(arguments: argparse.Namespace) -> None:
+    """Print a line for each policy that can be had by name: whether it works, who offers it, where its factory is."""
+    env = None if arguments.env is None else _make_env(arguments.env, 1)
+    offers = offered_policies()
+    wide, origins = (max(map(len, each)) for each in (offers, [plugin.origin for plugin in offers.values()]))
+    for name, plugin in offers.items():
+        reason = _fault(plugin, env)
+        row = (
+            f"{'broken' if reason else 'ok':<6}  {name:<{wide}}  {plugin.origin:<{origins}}  {plugin.source}  {reason}"
+        )
+        print(row.rstrip())
+
+
+def _fault(plugin: PolicyPlugin, env: fc.Env | None) -> str:
+    try:
+        if env is None:
+            plugin.load()
+        else:
+            plugin.make(env)
+    except (fc.PluginError, TypeError) as error:
+        return " ".join(str(getattr(error, "reason", error)).split())
+    return ""
+
+
+def _make_policy(arguments: argparse.Namespace, env: fc.Env, seed: int) -> fc.Policy:
+    """The policy that the arguments name; its factory also gets the run's seed, if it takes one."""
+    plugin = find_policy(arguments.policy)
+    seeded = {"seed": seed} if plugin.takes("seed") else {}
+    return plugin.make(env, **(seeded | dict(arguments.option)))
 
 
 def _make_env(name: str, num_envs: int, **kwargs: int) -> fc.Env:

@@ -11,18 +11,22 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-import funcollect as fc
-from funcollect.policies.torch_policy import TorchPolicy
-from funcollect.specs import Space
+from funcollect.policies import heads
+from funcollect.policies.torch_policy import TorchPolicy, torch_policy
+from funcollect.specs import Env, Space
 
 __all__ = ["Flatten", "mlp"]
 
 
-def mlp(env: fc.Env, seed: int) -> TorchPolicy:
+def mlp(env: Env, *, seed: int = 0) -> TorchPolicy:
     """An untrained network of two tanh layers with 64 units, suited to the spaces of an environment.
 
     Raises:
         ValueError: for an action space that no head of it suits.
+
+    >>> import funcollect as fc
+    >>> mlp(fc.make_env("CartPole-v1"), seed=1).head.name
+    'categorical'
     """
     head, answer = _head(env)
     with torch.random.fork_rng(devices=[]):
@@ -36,20 +40,20 @@ def mlp(env: fc.Env, seed: int) -> TorchPolicy:
             nn.Linear(64, math.prod(answer)),
             nn.Unflatten(-1, answer),
         )
-    return fc.torch_policy(module, head=head)
+    return torch_policy(module, head=head)
 
 
-def _head(env: fc.Env) -> tuple[fc.heads.Head, tuple[int, ...]]:
+def _head(env: Env) -> tuple[heads.Head, tuple[int, ...]]:
     """The head for the action space, and the shape of the answer that it wants for one environment."""
     space, spec = env.action_space, env.action_spec
     if spec.categories:
-        return fc.heads.categorical, (sum(spec.categories),)
+        return heads.categorical, (sum(spec.categories),)
     if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating) and space.shape:
-        head = fc.heads.tanh_normal if space.is_bounded() else fc.heads.normal
+        head = heads.tanh_normal if space.is_bounded() else heads.normal
         return head, (*space.shape[:-1], 2 * space.shape[-1])
     raise ValueError(
         f"the policy mlp needs a Discrete, MultiDiscrete or floating Box action space with a dimension, {env} has "
-        f"{space}: use --policy random"
+        f"{space}: use the policy random"
     )
 
 

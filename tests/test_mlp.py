@@ -1,4 +1,4 @@
-"""The network of ``funcollect collect --policy mlp``."""
+"""The built-in policy mlp."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
-from funcollect.cli.network import Flatten, mlp
+from funcollect.policies.mlp import Flatten, mlp
 from funcollect.specs import Space
 
 
@@ -78,7 +78,7 @@ class Spaced(gymnasium.Env[Any, Any]):
 )
 def test_the_network_suits_the_action_space(space: Space) -> None:
     env = fc.make_env(lambda: Spaced(space), num_envs=2)
-    policy = mlp(env, 0)
+    policy = mlp(env, seed=0)
     _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
     assert batch["action"].shape == (2, 4, *space.shape)
 
@@ -87,14 +87,14 @@ def test_the_network_suits_the_action_space(space: Space) -> None:
     "space", [spaces.MultiBinary(3), spaces.Box(-1, 1, ()), spaces.Box(0, 9, (2,), np.int64)], ids=str
 )
 def test_other_action_spaces_are_refused(space: Space) -> None:
-    with pytest.raises(ValueError, match=r"mlp needs a Discrete.*--policy random"):
-        mlp(fc.make_env(lambda: Spaced(space), num_envs=2), 0)
+    with pytest.raises(ValueError, match=r"mlp needs a Discrete.*the policy random"):
+        mlp(fc.make_env(lambda: Spaced(space), num_envs=2), seed=0)
 
 
 def test_the_networks_seed_leaves_torchs_alone() -> None:
     env = fc.make_env("CartPole-v1", num_envs=2)
     before = torch.get_rng_state()
-    one, same, other = mlp(env, 0).params, mlp(env, 0).params, mlp(env, 1).params
+    one, same, other = mlp(env, seed=0).params, mlp(env, seed=0).params, mlp(env, seed=1).params
     assert torch.equal(torch.get_rng_state(), before)
     assert (one == same).all()
     assert not (one == other).all()
