@@ -23,8 +23,8 @@ def outputs(notebook):
     return [output for cell in code(notebook) for output in cell.outputs]
 
 
-def test_there_is_one():
-    assert [path.name for path in NOTEBOOKS] == ["01_getting_started.ipynb"]
+def test_they_are_all_there():
+    assert [path.name for path in NOTEBOOKS] == ["01_getting_started.ipynb", "02_jax.ipynb"]
 
 
 def test_it_is_valid_and_ran_from_top_to_bottom(notebook):

@@ -67,6 +67,15 @@ def test_deliver_without_an_environment():
     assert torch.equal(ids, ((lane // 2) << 40) + episode * 2 + lane % 2)
 
 
+def test_deliver_compiles_once_for_batches_alike(monkeypatch):
+    traces, ids = [], words.trajectory_ids
+    monkeypatch.setattr(words, "trajectory_ids", lambda *args: traces.append(args) or ids(*args))
+    arrays = run(PLAIN, POLICY, POLICY.params, KEY, 11)
+    for _ in range(3):
+        fc.deliver(arrays, PLAIN, total_lanes=17)
+    assert len(traces) == 1
+
+
 def test_delivered_memory_is_the_batchs_own():
     arrays = run(PLAIN, POLICY, POLICY.params, KEY, 9)
     before = jax.tree.map(np.array, arrays)

@@ -57,9 +57,15 @@ def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes
     flat = _checked(arrays)
     total = flat[_DONE].shape[-1] if total_lanes is None else total_lanes
     dtypes = dtypes_of(env) if env is not None else _guessed(flat)
-    columns = import_jax().jit(partial(widened, dtypes=dtypes, total_lanes=total))(flat)
+    columns = _widening(frozenset(dtypes.items()), total)(flat)
     leaves = {path: torch_view(_gathered(column)) for path, column in columns.items()}
     return as_batch(cast(leaves, dtypes), single=env is not None and env.num_envs is None)
+
+
+@cache
+def _widening(dtypes: frozenset[tuple[Path, torch.dtype]], total_lanes: int) -> Any:
+    """`widened` under `jit`, one for all batches of a run, or each would compile again."""
+    return import_jax().jit(partial(widened, dtypes=dict(dtypes), total_lanes=total_lanes))
 
 
 def _checked(arrays: Any) -> Row:
