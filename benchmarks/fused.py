@@ -1,17 +1,22 @@
-"""JAX environments, frames per second: ours, a `lax.scan` written by hand as the limit, TorchRL's collectors.
+"""JAX environments, frames per second: ours, a `lax.scan` written by hand as the limit, and peers.
 
 The hand-written scan resets in every step, emits the same columns (64-bit integers as two words) and leaves them in
-JAX; ours delivers a TensorDict of Torch tensors. Policies are 2x64 tanh networks that record the log-probability.
+JAX; ours delivers a TensorDict of Torch tensors. `crossing` is our loop with the policy in Torch, step by step;
+`torchrl` TorchRL's collector over its own wrapper. Policies are 2x64 tanh networks that record the log-probability.
 `compile` is the CPU time of lowering and compiling the loop, once.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import optree
+import torch
+from torch import nn
 
 from benchmarks import scans
 from benchmarks.peers import Batches
@@ -42,8 +47,9 @@ def results(options: Options) -> Iterator[Result]:
 
 def _cell(env_id: str, num_envs: int) -> Cell:
     length = batch_length(num_envs)
-    contestants: dict[str, Factory] = {OURS: partial(Ours, env_id, num_envs, length)}
+    contestants: dict[str, Factory] = {OURS: partial(Ours, our_pair, env_id, num_envs, length)}
     contestants["scan"] = partial(scans.Scan, env_id, num_envs, length)
+    contestants["crossing"] = partial(Ours, torch_pair, env_id, num_envs, length)
     if (suite := env_id.partition("/")[0]) in ("brax", "jumanji") and num_envs == 64:
         contestants["torchrl"] = partial(torchrl_collector, suite, env_id.partition("/")[2], num_envs)
     note = f"frames_per_batch {num_envs * length:,} ({length:,} per environment)"
@@ -53,10 +59,10 @@ def _cell(env_id: str, num_envs: int) -> Cell:
 class Ours:
     """Our rollout, state in and state out."""
 
-    def __init__(self, env_id: str, num_envs: int, length: int) -> None:
+    def __init__(self, pair: Callable[[str, int], tuple[Any, Any]], env_id: str, num_envs: int, length: int) -> None:
         import funcollect as fc
 
-        self._env, self._policy = our_pair(env_id, num_envs)
+        self._env, self._policy = pair(env_id, num_envs)
         self._state = fc.init(self._env, self._policy, seed=0)
         self._length = length
 
@@ -81,6 +87,31 @@ def our_pair(env_id: str, num_envs: int) -> tuple[Any, Any]:
     params, apply = scans.network(env)
     head = fc.heads.categorical if scans.discrete(env) else fc.heads.normal
     return env, fc.jax_policy(apply, params, head=head)
+
+
+def torch_pair(env_id: str, num_envs: int) -> tuple[Any, Any]:
+    import funcollect as fc
+
+    env = scans.make_env(env_id, num_envs)
+    head = fc.heads.categorical if scans.discrete(env) else fc.heads.normal
+    return env, fc.torch_policy(Network(*scans.sizes(env), gaussian=not scans.discrete(env)), head=head)
+
+
+class Network(nn.Module):
+    """What `scans.network` is, in Torch."""
+
+    def __init__(self, inputs: int, outputs: int, *, gaussian: bool) -> None:
+        super().__init__()
+        hidden = [nn.Linear(inputs, scans.HIDDEN), nn.Tanh(), nn.Linear(scans.HIDDEN, scans.HIDDEN), nn.Tanh()]
+        self.net = nn.Sequential(*hidden, nn.Linear(scans.HIDDEN, outputs))
+        self._gaussian = gaussian
+
+    def forward(self, observation: Any) -> Any:
+        if isinstance(observation, dict):
+            observation = observation.get("observation", observation)
+        leaves = [leaf.reshape(len(leaf), -1).float() for leaf in optree.tree_leaves(observation)]
+        answer = self.net(torch.cat(leaves, -1) if len(leaves) > 1 else leaves[0])
+        return (answer, torch.full_like(answer, 0.5)) if self._gaussian else answer
 
 
 def _with_compile_times(result: Result, env_id: str, num_envs: int) -> Result:
@@ -117,7 +148,6 @@ def compile_seconds(lower: Any) -> float:
 
 def torchrl_collector(suite: str, name: str, num_envs: int) -> Batches:
     """TorchRL's collector over its own wrapper; short batches, since it is slow. Snake's actions are random."""
-    import torch
     from tensordict.nn import TensorDictModule
     from torchrl.collectors import Collector
     from torchrl.envs import BraxEnv, JumanjiEnv
@@ -126,8 +156,7 @@ def torchrl_collector(suite: str, name: str, num_envs: int) -> Batches:
     policy = None
     if suite == "brax":
         inputs, outputs = made.observation_spec["observation"].shape[-1], made.action_spec.shape[-1]
-        layers = [torch.nn.Linear(inputs, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh()]
-        net = torch.nn.Sequential(*layers, torch.nn.Linear(64, outputs), torch.nn.Tanh())
+        net = nn.Sequential(Network(inputs, outputs, gaussian=False), nn.Tanh())
         policy = TensorDictModule(net, in_keys=["observation"], out_keys=["action"])
     made.set_seed(0)
     collector = Collector(

@@ -31,15 +31,20 @@ def flat(observation: Any) -> Any:
     return jnp.concatenate(leaves, -1)
 
 
-def network(env: Any) -> tuple[Any, Any]:
-    """Parameters, and a function of them and an observation to logits, or to a pair (loc, scale)."""
+def sizes(env: Any) -> tuple[int, int]:
+    """How many numbers a network for the environment takes and gives."""
     start = jax.eval_shape(lambda key: env.begin(key)[1], jnp.zeros(2, jnp.uint32))
     batched = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype), start)
-    inputs = jax.eval_shape(flat, batched).shape[-1]
-    outputs = int(env.action_space.n) if discrete(env) else env.action_space.shape[0]
-    sizes = [(inputs, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, outputs)]
+    inputs: int = jax.eval_shape(flat, batched).shape[-1]
+    return inputs, int(env.action_space.n) if discrete(env) else env.action_space.shape[0]
+
+
+def network(env: Any) -> tuple[Any, Any]:
+    """Parameters, and a function of them and an observation to logits, or to a pair (loc, scale)."""
+    inputs, outputs = sizes(env)
+    shapes = [(inputs, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, outputs)]
     keys = jax.random.split(jax.random.PRNGKey(0), 3)
-    params = [jax.random.normal(key, size) / size[0] ** 0.5 for key, size in zip(keys, sizes, strict=True)]
+    params = [jax.random.normal(key, size) / size[0] ** 0.5 for key, size in zip(keys, shapes, strict=True)]
 
     def apply(params: Any, observation: Any) -> Any:
         answer = jnp.tanh(jnp.tanh(flat(observation) @ params[0]) @ params[1]) @ params[2]
