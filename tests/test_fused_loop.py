@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from compare import assert_same, bits, collect, leaves
+from compare import assert_same, bits, collect, compilations, leaves
 from jax_counting import counting, counting_policy, plain_loop
 
 import funcollect as fc
 from funcollect.core.request import Request
 from funcollect.envs.gymnax_env import from_gymnax
+from funcollect.interop import to_jax
 
 CUTS = [1, 2, 7, 64, 200]
 
@@ -208,11 +209,7 @@ def test_it_compiles_once():
     env, _ = cartpole(8)
     policy = fc.jax_policy(traces.__call__, jnp.ones((4, 2)), head=fc.heads.categorical)
     fc.rollout(env, policy, fc.init(env, policy, seed=0), 20)
-    once, compiled = traces.count, []
-
-    def listen(name, seconds, **_):
-        compiled.extend([name] if "backend_compile" in name else [])
-
+    once = traces.count
     with fc.SyncDataCollector(env, policy, frames_per_batch=160, seed=1) as collector:
 
         def collect_anew(i):
@@ -224,13 +221,26 @@ def test_it_compiles_once():
             next(collector)
 
         collect_anew(0)
-        jax.monitoring.register_event_duration_secs_listener(listen)
-        try:
+        with compilations() as compiled:
             for i in range(50):
                 collect_anew(i)
-        finally:
-            jax.monitoring.unregister_event_duration_listener(listen)
     assert traces.count == once
+    assert not compiled
+
+
+def test_arrays_that_are_committed_to_a_device_compile_nothing_anew():
+    env, _ = cartpole(8)
+    weights = jnp.ones((4, 2))
+    policy = fc.jax_policy(lambda params, x: x @ params, weights, head=fc.heads.categorical)
+    fresh = fc.init(env, policy, seed=0)
+    fc.reset(env, fc.rollout(env, policy, fresh, 20)[0])
+    committed = [jax.device_put(weights, jax.devices()[0]), to_jax(torch.ones(4, 2), copy=True)]
+    assert [each.committed for each in (weights, *committed)] == [False, True, True]
+    with compilations() as compiled:
+        for params in (*committed, weights):
+            state, _ = fc.rollout(env, policy, fresh, 20, params=params)
+            state, _ = fc.rollout(env, policy, fc.reset(env, state), 20, params=params)
+        fc.reset(env, fresh)
     assert not compiled
 
 

@@ -215,9 +215,8 @@ def reset(env: Env, state: CollectorState, mask: Tensor | None = None) -> Collec
 
 
 def _reset_jax(env: JaxEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
-    after: CollectorState = compiled(env, "reset", partial(traced.reset, env))(
-        state.replace(policy_state=None), lanes.numpy()
-    )
+    restart = compiled(env, "reset", partial(traced.reset, env), place=fused_loop.place_of(state))
+    after: CollectorState = restart(state.replace(policy_state=None), lanes.numpy())
     return after.replace(policy_state=state.policy_state)
 
 
