@@ -193,7 +193,12 @@ def test_explain_tells(cartpole):
     plan = fc.explain(cartpole, torch_mlp(cartpole))
     assert plan.loop == "crossing"
     assert "the policy runs in Torch" in plan.why
-    assert fc.explain(cartpole, lean_jax()).loop == "fused"
+    assert "to where the policy reads it; each action to the environment; no parameters" in plan.copies
+    assert plan.noise.startswith("gumbel noise, drawn ahead")
+    fused = fc.explain(cartpole, lean_jax())
+    assert fused.loop == "fused"
+    assert fused.copies.startswith("nothing")
+    assert "drawn at each step" in fused.noise
 
 
 def test_an_action_out_of_its_space_is_said(cartpole):

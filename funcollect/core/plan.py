@@ -85,7 +85,7 @@ def explain(env: Env, policy: Policy) -> Plan:
         copies=_copies(env, policy),
         seeding=f"{env.seeding}: {_SEEDING[env.seeding]}",
         noise=_FUSED_NOISE
-        if env.backend == "jax"
+        if loop_of(env, policy) == "fused"
         else _NOISE.get(kind, f"{kind} noise, drawn ahead for a whole rollout from the state's key by Philox"),
         forking=_forking(env),
     )
@@ -132,7 +132,7 @@ def _why_jax(env: Env, policy: Policy) -> str:
 
 
 def _copies(env: Env, policy: Policy) -> str:
-    if env.backend == "jax":
+    if loop_of(env, policy) == "fused":
         return "nothing: the loop writes the batch's own columns, which Torch takes over by DLPack"
     home: Any = getattr(policy, "home", None)
     place = getattr(env, "device", None) or "cpu"

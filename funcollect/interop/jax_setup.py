@@ -48,6 +48,17 @@ def dispatch_note() -> str:
     return "synchronous CPU dispatch"
 
 
+def strong(array: Any) -> Any:
+    """The array without a weak type, which would compile a second time where a later one is strong."""
+    jax = import_jax()
+    typed_key = jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return (
+        array
+        if typed_key or not getattr(array, "weak_type", False)
+        else jax.lax.convert_element_type(array, array.dtype)
+    )
+
+
 def compiled(
     owner: Any, which: Hashable, function: Callable[..., Any], *, place: Any = None, **options: Any
 ) -> Callable[..., Any]:

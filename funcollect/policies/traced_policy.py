@@ -23,7 +23,7 @@ Answer = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]  # params, p
 
 def is_traceable(policy: Policy) -> bool:
     """Whether `traced_policy` takes it."""
-    return policy.backend == "jax" or isinstance(policy, RandomPolicy)
+    return isinstance(policy, RandomPolicy) or getattr(policy, "backend", None) == "jax"
 
 
 def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_type: ExplorationType) -> Answer:
@@ -35,9 +35,10 @@ def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_t
     if isinstance(policy, RandomPolicy):
         return partial(_random_answer, spec, num_envs)
     if not is_traceable(policy):
+        kind = f"a {policy.backend} policy" if hasattr(policy, "backend") else "no policy"
         raise TypeError(
-            f"{type(policy).__name__} is a {policy.backend} policy, expected one that JAX can trace: use "
-            "funcollect.jax_policy or funcollect.random_policy"
+            f"{type(policy).__name__} is {kind}, expected one that JAX can trace: use funcollect.jax_policy or "
+            "funcollect.random_policy"
         )
     noise = policy.noise(spec)
     stochastic = exploration_type is ExplorationType.RANDOM
