@@ -43,6 +43,23 @@ def test_ids(suite, monkeypatch):
         fc.make_env(known)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("gymnax/CartPole-v1", {"parallel": True}, "'parallel': leave it out; funcollect.envs.from_gymnax says"),
+        ("pgx/tic_tac_toe", {"info_keys": "a"}, "'info_keys': leave it out; funcollect.envs.from_pgx says"),
+    ],
+)
+def test_options_that_a_suite_lacks_are_named(name, options, says):
+    with pytest.raises(TypeError, match=f"'{name}': .* unexpected keyword argument {says}"):
+        fc.make_env(name, **options)
+
+
+def test_a_suites_own_instance_is_pointed_to_its_adapter():
+    with pytest.raises(TypeError, match="to its adapter, such as"):
+        fc.make_env(gymnax.make("CartPole-v1")[0])
+
+
 def delivered(env):
     """What begin and advance give, without running them: arrays by shape and dtype."""
     action = jnp.zeros(env.action_spec.shape, jax.dtypes.canonicalize_dtype(env.action_space.dtype))
