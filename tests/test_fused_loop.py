@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from compare import assert_same, bits, collect, compilations, leaves
-from jax_counting import counting, counting_policy, plain_loop
+from jax_counting import begin, counting, counting_policy, plain_loop
 
 import funcollect as fc
 from funcollect.core.request import Request
@@ -116,6 +116,27 @@ def test_a_cached_reset_begins_every_episode_of_a_lane_alike():
     fresh = collect(*foretold(3), 64)
     assert torch.equal(batch["start"][:, 0], fresh["start"][:, 0])
     assert len(fresh["start"].flatten(0, 1).unique(dim=0)) > 10
+
+
+@pytest.mark.parametrize("reset", ["fresh", "cached"])
+def test_a_start_is_worked_out_only_where_an_episode_needs_it(reset):
+    """A dear reset is not paid on every step: once for all lanes, and then when a lane ends whose start is used up."""
+    begun = []
+
+    def counted(key):
+        jax.debug.callback(lambda _: begun.append(1), key)
+        return begin(key)
+
+    env = counting(3, begin=counted, reset=reset)
+    state, batch = fc.rollout(env, counting_policy(), fc.init(env, counting_policy(), seed=5), 200)
+    jax.effects_barrier()
+    most = int(state.episode.max())  # of any lane
+    ends = int(batch["next", "done"].any(0).sum())  # steps at which some lane ended
+    assert len(begun) % 3 == 0
+    if reset == "cached":
+        assert len(begun) == 3
+    else:
+        assert most <= len(begun) // 3 - 1 <= ends < 200
 
 
 def test_a_limit_truncates():

@@ -165,6 +165,25 @@ def test_functional_takes_params():
     assert strong["next", "observation"][0, 1].abs() > 5 * usual["next", "observation"][0, 1].abs()
 
 
+def test_with_64_bits_an_observation_may_be_wider_than_its_space():
+    def step(key, place, action):
+        return place + 0.1, place + 0.1, place[0], place[0] > 9, False
+
+    with jax.enable_x64(True):
+        env = envs.from_functions(
+            lambda key: (jnp.zeros(2), jnp.zeros(2)),
+            step,
+            observation_space=spaces.Box(-np.inf, np.inf, (2,)),
+            action_space=spaces.Discrete(2),
+            num_envs=2,
+        )
+        policy = fc.random_policy(env)
+        state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+    assert state.env_state.physics.dtype == np.float64
+    assert batch["observation"].dtype == batch["next", "reward"].dtype == torch.float32
+    assert batch["action"].dtype == batch["collector", "traj_ids"].dtype == torch.int64
+
+
 @pytest.mark.parametrize("wrap", [AutoResetWrapper, lambda env: EpisodeWrapper(env, 10, 1)])
 def test_training_wrappers_are_refused(wrap):
     wrapped = wrap(brax.envs.get_environment("fast"))
