@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from compare import assert_same, bits, collect, compilations, leaves
+from gymnasium.spaces import Box, Discrete
 from jax_counting import begin, counting, counting_policy, plain_loop
 
 import funcollect as fc
@@ -263,6 +264,30 @@ def test_arrays_that_are_committed_to_a_device_compile_nothing_anew():
             state, _ = fc.rollout(env, policy, fc.reset(env, state), 20, params=params)
         fc.reset(env, fresh)
     assert not compiled
+
+
+def test_weak_types_compile_nothing_anew():
+    """A start of a weak type, which steps make strong, as brax's do; parameters likewise."""
+    env = fc.envs.from_functions(
+        lambda key: (jnp.asarray(0.0), jnp.zeros(1)),
+        lambda key, place, action: (place + jnp.float32(1), place[None], place, place > 5, False),
+        observation_space=Box(-np.inf, np.inf, (1,)),
+        action_space=Discrete(2),
+        num_envs=2,
+    )
+    policy = fc.jax_policy(lambda params, x: x * params * jnp.ones(2), jnp.asarray(1.0), head=fc.heads.categorical)
+    assert jax.eval_shape(env.begin, jax.random.PRNGKey(0))[0].weak_type
+    assert policy.params.weak_type
+    traced = fc.traced.init(env, policy, policy.params, key=jax.random.PRNGKey(0))
+    for leaf in jax.tree.leaves(traced):
+        assert not leaf.weak_type
+    fresh = fc.init(env, policy, seed=0)
+    fc.rollout(env, policy, fresh, 20)
+    with compilations() as compiled:
+        state, _ = fc.rollout(env, policy, fresh, 20)
+        for params in (jnp.float32(2.0), 2.0, np.float32(2.0)):
+            state, _ = fc.rollout(env, policy, state, 20, params=params)
+    assert "jit(_loop)" not in [each["fun_name"] for each in compiled]  # converting a number compiles, too
 
 
 def test_lengths_of_one_bucket_share_a_program():

@@ -255,7 +255,7 @@ def _array(path: Any, leaf: Any) -> Any:
     name = f"the parameter{jax.tree_util.keystr(path)}"
     if not isinstance(leaf, jax.Array):
         try:
-            return jax.numpy.array(leaf)
+            return strong(jax.numpy.array(leaf))
         except TypeError as error:
             raise TypeError(
                 f"{name} is {type(leaf).__name__}, expected an array or a number: give the arrays alone as params, and "
