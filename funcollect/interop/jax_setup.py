@@ -50,13 +50,8 @@ def dispatch_note() -> str:
 
 def strong(array: Any) -> Any:
     """The array without a weak type, which would compile a second time where a later one is strong."""
-    jax = import_jax()
-    typed_key = jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
-    return (
-        array
-        if typed_key or not getattr(array, "weak_type", False)
-        else jax.lax.convert_element_type(array, array.dtype)
-    )
+    weak = getattr(array, "weak_type", False)  # which typed keys and NumPy's arrays do not know
+    return import_jax().lax.convert_element_type(array, array.dtype) if weak else array
 
 
 def compiled(
