@@ -242,6 +242,16 @@ def test_parameters_may_hold_typed_keys_and_numbers():
     assert collect(env, policy, 3).batch_size == (2, 3)
 
 
+def test_typed_keys_are_no_output():
+    def apply(params, x, key):
+        keys = jax.random.split(jax.random.wrap_key_data(key), len(x))
+        return {"action": jnp.zeros(len(x), jnp.int32), "key": keys}
+
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
+    with pytest.raises(PolicyError, match="output 'key' is typed PRNG keys, expected numbers"):
+        collect(env, fc.jax_policy(apply, None), 3)
+
+
 def test_parameters_that_are_no_arrays_or_gone_are_named():
     params = {"w": jnp.ones((4, 2))}
     policy = fc.jax_policy(lambda params, x: x @ params["w"], params, head=fc.heads.categorical)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.keys import Noise
 from funcollect.policies.actor import split_answer
@@ -54,9 +55,18 @@ def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_t
         check_action(outputs["action"], spec, num_envs)
         for name, output in outputs.items():
             check_rows(name, output, num_envs)
+            _check_numbers(name, output)
         return policy_state, outputs
 
     return answer
+
+
+def _check_numbers(name: str, output: Any) -> None:
+    jax = import_jax()
+    if jax.numpy.issubdtype(output.dtype, jax.dtypes.prng_key):
+        raise PolicyError(
+            f"the policy's output {name!r} is typed PRNG keys, expected numbers: return jax.random.key_data of them"
+        )
 
 
 def _random_answer(
