@@ -1,7 +1,9 @@
 """Runs, and their batches compared bit for bit."""
 
+import contextlib
 import hashlib
 
+import jax
 import torch
 
 import funcollect as fc
@@ -52,6 +54,21 @@ def collect(env, policy, *lengths, seed=1, **options):
         batches.append(batch)
     fc.close(state)
     return joined(batches)
+
+
+@contextlib.contextmanager
+def compilations():
+    """The programs that XLA compiles meanwhile, one entry each."""
+    seen = []
+
+    def listen(name, seconds, **details):
+        seen.extend([details] if "backend_compile" in name else [])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def joined(batches):

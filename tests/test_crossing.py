@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 from cases import opaque_actor, opaque_module, torch_mlp, torch_normal, torch_recurrent
-from compare import assert_same, bits, collect, leaves
+from compare import assert_same, bits, collect, compilations, leaves
 from torch import nn
 
 import funcollect as fc
@@ -179,20 +179,26 @@ class ArgMax(nn.Module):
 def test_one_program_for_all_rollouts():
     env = from_gymnax("CartPole-v1", num_envs=2)
     policy = torch_mlp(env)
-    state = fc.reset(env, fc.init(env, policy, seed=0))
-    for length in (33, 34, 34, 33):
-        state, _ = fc.rollout(env, policy, state, length)
-        state = fc.reset(env, state, torch.tensor([True, False]))
-    programs = {which: program for which, program in vars(env)["_compiled"].items() if which[0] == "crossing"}
-    assert len(programs) == 2  # one that begins, one that steps
-    assert [program._cache_size() for program in programs.values()] == [1, 1]
+    fresh = fc.init(env, policy, seed=0)
+    state, _ = fc.rollout(env, policy, fc.reset(env, fresh), 33)
+    with compilations() as compiled:
+        for before in (fresh, state):
+            for length in (33, 34):
+                state, _ = fc.rollout(env, policy, before, length)
+                state = fc.reset(env, state, torch.tensor([True, False]))
+    assert not compiled
 
 
 def test_explain_tells(cartpole):
     plan = fc.explain(cartpole, torch_mlp(cartpole))
     assert plan.loop == "crossing"
     assert "the policy runs in Torch" in plan.why
-    assert fc.explain(cartpole, lean_jax()).loop == "fused"
+    assert "to where the policy reads it; each action to the environment; no parameters" in plan.copies
+    assert plan.noise.startswith("gumbel noise, drawn ahead")
+    fused = fc.explain(cartpole, lean_jax())
+    assert fused.loop == "fused"
+    assert fused.copies.startswith("nothing")
+    assert "drawn at each step" in fused.noise
 
 
 def test_an_action_out_of_its_space_is_said(cartpole):

@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from compare import assert_same, bits, collect, leaves
-from jax_counting import counting, counting_policy, plain_loop
+from compare import assert_same, bits, collect, compilations, leaves
+from gymnasium.spaces import Box, Discrete
+from jax_counting import begin, counting, counting_policy, plain_loop
 
 import funcollect as fc
 from funcollect.core.request import Request
 from funcollect.envs.gymnax_env import from_gymnax
+from funcollect.interop import to_jax
 
 CUTS = [1, 2, 7, 64, 200]
 
@@ -117,6 +119,27 @@ def test_a_cached_reset_begins_every_episode_of_a_lane_alike():
     assert len(fresh["start"].flatten(0, 1).unique(dim=0)) > 10
 
 
+@pytest.mark.parametrize("reset", ["fresh", "cached"])
+def test_a_start_is_worked_out_only_where_an_episode_needs_it(reset):
+    """A dear reset is not paid on every step: once for all lanes, and then when a lane ends whose start is used up."""
+    begun = []
+
+    def counted(key):
+        jax.debug.callback(lambda _: begun.append(1), key)
+        return begin(key)
+
+    env = counting(3, begin=counted, reset=reset)
+    state, batch = fc.rollout(env, counting_policy(), fc.init(env, counting_policy(), seed=5), 200)
+    jax.effects_barrier()
+    most = int(state.episode.max())  # of any lane
+    ends = int(batch["next", "done"].any(0).sum())  # steps at which some lane ended
+    assert len(begun) % 3 == 0
+    if reset == "cached":
+        assert len(begun) == 3
+    else:
+        assert most <= len(begun) // 3 - 1 <= ends < 200
+
+
 def test_a_limit_truncates():
     env, policy = foretold(3)
     batch = collect(env, policy, 7, 7, 7, max_frames_per_traj=3)
@@ -208,11 +231,7 @@ def test_it_compiles_once():
     env, _ = cartpole(8)
     policy = fc.jax_policy(traces.__call__, jnp.ones((4, 2)), head=fc.heads.categorical)
     fc.rollout(env, policy, fc.init(env, policy, seed=0), 20)
-    once, compiled = traces.count, []
-
-    def listen(name, seconds, **_):
-        compiled.extend([name] if "backend_compile" in name else [])
-
+    once = traces.count
     with fc.SyncDataCollector(env, policy, frames_per_batch=160, seed=1) as collector:
 
         def collect_anew(i):
@@ -224,14 +243,51 @@ def test_it_compiles_once():
             next(collector)
 
         collect_anew(0)
-        jax.monitoring.register_event_duration_secs_listener(listen)
-        try:
+        with compilations() as compiled:
             for i in range(50):
                 collect_anew(i)
-        finally:
-            jax.monitoring.unregister_event_duration_listener(listen)
     assert traces.count == once
     assert not compiled
+
+
+def test_arrays_that_are_committed_to_a_device_compile_nothing_anew():
+    env, _ = cartpole(8)
+    weights = jnp.ones((4, 2))
+    policy = fc.jax_policy(lambda params, x: x @ params, weights, head=fc.heads.categorical)
+    fresh = fc.init(env, policy, seed=0)
+    fc.reset(env, fc.rollout(env, policy, fresh, 20)[0])
+    committed = [jax.device_put(weights, jax.devices()[0]), to_jax(torch.ones(4, 2), copy=True)]
+    assert [each.committed for each in (weights, *committed)] == [False, True, True]
+    with compilations() as compiled:
+        for params in (*committed, weights):
+            state, _ = fc.rollout(env, policy, fresh, 20, params=params)
+            state, _ = fc.rollout(env, policy, fc.reset(env, state), 20, params=params)
+        fc.reset(env, fresh)
+    assert not compiled
+
+
+def test_weak_types_compile_nothing_anew():
+    """A start of a weak type, which steps make strong, as brax's do; parameters likewise."""
+    env = fc.envs.from_functions(
+        lambda key: (jnp.asarray(0.0), jnp.zeros(1)),
+        lambda key, place, action: (place + jnp.float32(1), place[None], place, place > 5, False),
+        observation_space=Box(-np.inf, np.inf, (1,)),
+        action_space=Discrete(2),
+        num_envs=2,
+    )
+    policy = fc.jax_policy(lambda params, x: x * params * jnp.ones(2), jnp.asarray(1.0), head=fc.heads.categorical)
+    assert jax.eval_shape(env.begin, jax.random.PRNGKey(0))[0].weak_type
+    assert policy.params.weak_type
+    traced = fc.traced.init(env, policy, policy.params, key=jax.random.PRNGKey(0))
+    for leaf in jax.tree.leaves(traced):
+        assert not leaf.weak_type
+    fresh = fc.init(env, policy, seed=0)
+    fc.rollout(env, policy, fresh, 20)
+    with compilations() as compiled:
+        state, _ = fc.rollout(env, policy, fresh, 20)
+        for params in (jnp.float32(2.0), 2.0, np.float32(2.0)):
+            state, _ = fc.rollout(env, policy, state, 20, params=params)
+    assert "jit(_loop)" not in [each["fun_name"] for each in compiled]  # converting a number compiles, too
 
 
 def test_lengths_of_one_bucket_share_a_program():

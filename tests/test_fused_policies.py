@@ -235,6 +235,41 @@ def test_bad_numbers_are_named_by_lane_and_step(space, policy, says):
         fc.rollout(env, policy, state, 7)
 
 
+def test_parameters_may_hold_typed_keys_and_numbers():
+    params = {"w": jnp.ones((4, 2)), "key": jax.random.key(0), "scale": 2.0}
+    policy = fc.jax_policy(lambda params, x: x @ params["w"] * params["scale"], params, head=fc.heads.categorical)
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
+    assert collect(env, policy, 3).batch_size == (2, 3)
+
+
+def test_typed_keys_are_no_output():
+    def apply(params, x, key):
+        keys = jax.random.split(jax.random.wrap_key_data(key), len(x))
+        return {"action": jnp.zeros(len(x), jnp.int32), "key": keys}
+
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
+    with pytest.raises(PolicyError, match="output 'key' is typed PRNG keys, expected numbers"):
+        collect(env, fc.jax_policy(apply, None), 3)
+
+
+def test_parameters_that_are_no_arrays_or_gone_are_named():
+    params = {"w": jnp.ones((4, 2))}
+    policy = fc.jax_policy(lambda params, x: x @ params["w"], params, head=fc.heads.categorical)
+    with pytest.raises(
+        TypeError, match=r"parameter\['act'\] is PjitFunction, expected an array or a number.*equinox.partition"
+    ):
+        fc.jax_policy(policy.apply, params | {"act": jnp.tanh}).prepare(None)
+    update = jax.jit(lambda params: {"w": params["w"] - 1}, donate_argnums=0)
+    other = {"w": jnp.zeros((4, 2))}
+    for given, own in ((other, False), (params, True)):
+        policy.prepare(None if own else given)
+        after = update(given)
+        with pytest.raises(ValueError, match=r"parameter\['w'\] was donated or deleted, expected a live array"):
+            policy.prepare(None if own else given)
+    policy.params = after
+    assert policy.prepare(None)["w"].tolist() == [[0.0, 0.0]] * 4
+
+
 def test_a_reward_that_is_nan_is_named():
     def move(key, physics, action):
         moved = advance(key, physics, action)

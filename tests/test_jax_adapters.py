@@ -43,6 +43,23 @@ def test_ids(suite, monkeypatch):
         fc.make_env(known)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("gymnax/CartPole-v1", {"parallel": True}, "'parallel': leave it out; funcollect.envs.from_gymnax says"),
+        ("pgx/tic_tac_toe", {"info_keys": "a"}, "'info_keys': leave it out; funcollect.envs.from_pgx says"),
+    ],
+)
+def test_options_that_a_suite_lacks_are_named(name, options, says):
+    with pytest.raises(TypeError, match=f"'{name}': .* unexpected keyword argument {says}"):
+        fc.make_env(name, **options)
+
+
+def test_a_suites_own_instance_is_pointed_to_its_adapter():
+    with pytest.raises(TypeError, match="to its adapter, such as"):
+        fc.make_env(gymnax.make("CartPole-v1")[0])
+
+
 def delivered(env):
     """What begin and advance give, without running them: arrays by shape and dtype."""
     action = jnp.zeros(env.action_spec.shape, jax.dtypes.canonicalize_dtype(env.action_space.dtype))
@@ -146,6 +163,25 @@ def test_functional_takes_params():
     _, strong = rollout(env, 1)
     _, usual = rollout(envs.from_functional(CartPoleFunctional()), 1)
     assert strong["next", "observation"][0, 1].abs() > 5 * usual["next", "observation"][0, 1].abs()
+
+
+def test_with_64_bits_an_observation_may_be_wider_than_its_space():
+    def step(key, place, action):
+        return place + 0.1, place + 0.1, place[0], place[0] > 9, False
+
+    with jax.enable_x64(True):
+        env = envs.from_functions(
+            lambda key: (jnp.zeros(2), jnp.zeros(2)),
+            step,
+            observation_space=spaces.Box(-np.inf, np.inf, (2,)),
+            action_space=spaces.Discrete(2),
+            num_envs=2,
+        )
+        policy = fc.random_policy(env)
+        state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+    assert state.env_state.physics.dtype == np.float64
+    assert batch["observation"].dtype == batch["next", "reward"].dtype == torch.float32
+    assert batch["action"].dtype == batch["collector", "traj_ids"].dtype == torch.int64
 
 
 @pytest.mark.parametrize("wrap", [AutoResetWrapper, lambda env: EpisodeWrapper(env, 10, 1)])

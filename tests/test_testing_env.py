@@ -16,6 +16,7 @@ from conftest import scaled
 from faulty_envs import TorchWalk, Walk, over, through
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from jax_suites import functions_suite
 
 import funcollect as fc
 from funcollect.core import api
@@ -46,6 +47,8 @@ def vector() -> Any:
     return SyncVectorEnv([Walk] * 3, autoreset_mode=AutoresetMode.DISABLED)
 
 
+TRACED = {"lanes_alone", "action_memory", "observation_memory"}  # these look into the policy's steps
+
 # One row per adapter and kind of source; a new adapter adds its own. What to check, and which checks need not apply.
 GOOD: dict[str, tuple[Callable[[], Any], dict[str, Any], set[str]]] = {
     "gymnasium single": (lambda: "CartPole-v1", {}, {"reset_mask", "lanes_alone"}),
@@ -62,6 +65,11 @@ GOOD: dict[str, tuple[Callable[[], Any], dict[str, Any], set[str]]] = {
     "torch single": (lambda: TorchWalk(), {}, {"reset_mask", "lanes_alone"}),
     "envpool": (lambda: "envpool/CartPole-v1", {"num_envs": 3}, {"fork", "lanes_alone"}),
     "atari": (lambda: "ale/Breakout", {"num_envs": 2}, {"another_seed", "lanes_alone", "terminal"}),
+    "jax": (lambda: "gymnax/CartPole-v1", {"num_envs": 2}, TRACED),
+    "jax single": (lambda: "gymnax/Catch-bsuite", {}, TRACED | {"reset_mask"}),
+    "jax, cached resets": (lambda: "gymnax/Catch-bsuite", {"num_envs": 3, "reset": "cached"}, TRACED),
+    "jax game of two": (lambda: "pgx/tic_tac_toe", {"num_envs": 2}, TRACED | {"another_seed"}),
+    "jax functions": (lambda: functions_suite().env, {}, TRACED),
     "processes": (lambda: "CartPole-v1", {"num_envs": 2, "parallel": True}, set()),
     "seeded by lane": (lambda: replace(over(Walk)(), seeding="lane"), {}, {"lanes_alone", "fork"}),
     "seeded by run": (lambda: replace(over(Walk)(), seeding="run"), {}, {"lanes_alone", "fork"}),

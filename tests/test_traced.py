@@ -24,6 +24,10 @@ def start(env=PLAIN, policy=POLICY, key=KEY, **kwargs):
     return fc.traced.init(env, policy, policy.params, key=key, **kwargs)
 
 
+def several():
+    return jax.vmap(lambda key: start(key=key))(jax.random.split(KEY))
+
+
 def run(env, policy, params, key, length, **options):
     return fc.traced.rollout(env, policy, params, start(env, policy, key), length, **options)[1]
 
@@ -107,6 +111,19 @@ def test_options_mean_what_they_mean_to_collectors():
     assert arrays["done"][-1].all()
     with pytest.raises(ValueError, match="give one of them"):
         run(PLAIN, POLICY, POLICY.params, KEY, 10, reset_when_done=False, max_frames_per_traj=3)
+
+
+def test_a_state_that_was_not_compiled_can_be_donated():
+    state = start()
+    donating = jax.jit(lambda params, state: fc.traced.rollout(PLAIN, POLICY, params, state, 5), donate_argnums=1)
+    state, _ = donating(POLICY.params, state)
+    after, _ = donating(POLICY.params, state)
+    assert not KEY.is_deleted()
+    assert int(after.steps[0]) == 10
+    with pytest.raises(ValueError, match="the state was donated or deleted"):
+        fc.rollout(PLAIN, POLICY, state, 5)
+    with pytest.raises(ValueError, match="the state was donated or deleted"):
+        fc.reset(PLAIN, state)
 
 
 def test_reset_inside_jit():
@@ -303,7 +320,16 @@ TORCH = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
         (lambda: fc.traced.rollout(PLAIN, POLICY, None, start(), 5), TypeError, "params is None"),
         (lambda: fc.traced.rollout(PLAIN, POLICY, 1, start(), 0), ValueError, "length is 0"),
         (lambda: fc.traced.step(PLAIN, POLICY, 1, start(), exploration_type="x"), TypeError, "exploration_type"),
-        (lambda: fc.traced.step(PLAIN, TORCH, 1, start()), TypeError, "torch policy, expected one that JAX can trace"),
+        (lambda: fc.traced.step(PLAIN, TORCH, None, start()), TypeError, "a torch policy, expected one that JAX can"),
+        (lambda: fc.traced.step(PLAIN, None, None, start()), TypeError, "NoneType is no policy"),
+        (lambda: fc.traced.step(PLAIN, POLICY, 1, several()), ValueError, r"the state is of \[2\] runs, expected one"),
+        (
+            lambda: fc.traced.reset(PLAIN, start(), [True, False]),
+            ValueError,
+            r"mask is bool \[2\], expected bool \[3\]",
+        ),
+        (lambda: fc.traced.reset(PLAIN, start(), jnp.ones(3, jnp.int32)), ValueError, r"mask is int32 \[3\], expected"),
+        (lambda: fc.rollout(PLAIN, POLICY, several(), 5), ValueError, r"the state is of \[2\] runs, expected one"),
         (
             lambda: fc.traced.step(PLAIN, fc.jax_policy(lambda p, x: x["start"], 1), 1, start()),
             PolicyError,

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from funcollect.core import crossing, fused_loop, host_loop, tensor_loop, traced
 from funcollect.core.forking import fork_simulation
+from funcollect.core.fused_checks import check_live, check_one_run
 from funcollect.core.request import Request
 from funcollect.core.simulation import Hold, Simulation
 from funcollect.core.state import CollectorState, fresh_counters
-from funcollect.envs.jax_env import JaxEnv
+from funcollect.envs.jax_env import JaxEnv, JaxEnvState
 from funcollect.interop.jax_setup import compiled
 from funcollect.keys import Key, key_from_seed
 from funcollect.policies.random_policy import RandomPolicy
@@ -215,9 +216,8 @@ def reset(env: Env, state: CollectorState, mask: Tensor | None = None) -> Collec
 
 
 def _reset_jax(env: JaxEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
-    after: CollectorState = compiled(env, "reset", partial(traced.reset, env))(
-        state.replace(policy_state=None), lanes.numpy()
-    )
+    restart = compiled(env, "reset", partial(traced.reset, env), place=fused_loop.place_of(state))
+    after: CollectorState = restart(state.replace(policy_state=None), lanes.numpy())
     return after.replace(policy_state=state.policy_state)
 
 
@@ -297,6 +297,9 @@ def check_state(env: Env, state: CollectorState) -> None:
         )
     if not hasattr(env, "observation_leaves"):
         raise TypeError(f"env is {type(env).__name__}, expected an Env: pass the env that the state was made with")
+    if isinstance(state.env_state, JaxEnvState):
+        check_one_run(state)
+        check_live(state)
     if state.num_lanes != (env.num_envs or 1):
         raise ValueError(f"the state has {state.num_lanes} lanes, {env!r} has {env.num_envs or 1}: pass its own env")
     if isinstance(state.env_state, Hold):

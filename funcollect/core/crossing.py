@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.core.deliver import check_apart
-from funcollect.core.fused_loop import FLAGS, bucket, delivered
+from funcollect.core.fused_loop import FLAGS, bucket, delivered, place_of
 from funcollect.core.fused_step import Row, Setting, step
 from funcollect.core.request import Request, open_actor
 from funcollect.core.state import CollectorState
@@ -75,7 +75,8 @@ class _Loop:
         )
         which = (state.num_lanes, request.max_frames_per_traj, request.reset_when_done)
         capacity = bucket(request.length)
-        begin = compiled(env, ("crossing", capacity, *which), partial(_begin, setting, capacity))
+        place = place_of(state)
+        begin = compiled(env, ("crossing", capacity, *which), partial(_begin, setting, capacity), place=place)
         self._advance = compiled(env, ("crossing", *which), partial(_advance, setting), donate_argnums=(0, 1))
         self.state: CollectorState
         self.state, self._columns = begin(state.replace(policy_state=None))

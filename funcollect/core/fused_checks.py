@@ -1,4 +1,4 @@
-"""What is checked while a loop is traced: that an environment's two functions agree, and a state with its policy."""
+"""What is checked of JAX environments: that their two functions agree, and that a state is whole and its policy's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from funcollect.core.state import CollectorState
 from funcollect.envs.jax_env import JaxEnv, Transition
 from funcollect.errors import EnvError, PolicyError
 from funcollect.interop.jax_setup import import_jax
@@ -79,6 +80,24 @@ def _check_leaf(what: str, value: Any, expected: str, shape: tuple[int, ...], ki
     fits = hasattr(value, "dtype") and tuple(value.shape) == shape and np.dtype(value.dtype).kind in kinds
     if not fits:
         raise EnvError(f"the {what} is {_words(value)}, expected {expected}: correct the function or the space")
+
+
+def check_one_run(state: CollectorState) -> None:
+    """Raise ValueError for a state whose arrays have dimensions of a `vmap` in front."""
+    if state.key.ndim > 1:
+        raise ValueError(
+            f"the state is of {list(state.key.shape[:-1])} runs, expected one: call funcollect.traced.rollout under "
+            "the jax.vmap that goes over them"
+        )
+
+
+def check_live(state: CollectorState) -> None:
+    """Raise ValueError for a state whose memory a compiled function was given."""
+    if any(leaf.is_deleted() for leaf in import_jax().tree.leaves(state.env_state.physics)):
+        raise ValueError(
+            "the state was donated or deleted, expected a live one: go on with the state that the function which took "
+            "it returned, or leave the state out of its donate_argnums"
+        )
 
 
 def check_policy_state(wanted: Any, given: Any) -> None:

@@ -56,7 +56,22 @@ def program(env: JaxEnv, policy: Policy, state: CollectorState, request: Request
     setting = settle(env, policy, state.num_lanes, request)
     limits = (setting.max_frames_per_traj, setting.random_steps, setting.reset_when_done)
     which = ("rollout", env, state.num_lanes, capacity, request.exploration_type, *limits)
-    return compiled(policy, which, partial(_loop, setting, capacity))
+    return compiled(policy, which, partial(_loop, setting, capacity), place=place_of(state))
+
+
+def place_of(state: CollectorState) -> Any:
+    """The sharding of a state, all of which lies on one device.
+
+    Raises:
+        ValueError: for one on several, which Torch cannot read.
+    """
+    place = state.lane.sharding  # type: ignore[attr-defined]  # an array of JAX here
+    if len(place.device_set) > 1:
+        raise ValueError(
+            f"the state lies on {len(place.device_set)} devices, expected one: call funcollect.traced.rollout in your "
+            "own shard_map and funcollect.deliver on what it returns, or gather the state with jax.device_put"
+        )
+    return place
 
 
 def _loop(setting: Setting, capacity: int, params: Any, state: CollectorState, length: Any) -> Any:

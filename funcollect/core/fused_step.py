@@ -10,7 +10,7 @@ from funcollect.core.fused_checks import check_next_state, check_policy_state
 from funcollect.core.request import Request
 from funcollect.envs.jax_env import JaxEnv, JaxEnvState, Transition
 from funcollect.interop import words
-from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.jax_setup import import_jax, strong
 from funcollect.keys import Purpose
 from funcollect.policies.traced_policy import Answer, scored, traced_policy, traced_random
 from funcollect.specs import Policy, assemble, disassemble
@@ -213,14 +213,8 @@ def varying(lane: Any, tree: Any) -> Any:
 
 
 def steady(tree: Any) -> Any:
-    """Without weak types, which can differ between a start and a step and would compile a second time."""
-    jax = import_jax()
-
-    def strong(leaf: Any) -> Any:
-        typed_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        return leaf if typed_key else jax.lax.convert_element_type(leaf, leaf.dtype)
-
-    return jax.tree.map(strong, tree)
+    """Without weak types, which can differ between a start and a step."""
+    return import_jax().tree.map(strong, tree)
 
 
 def lanes(mask: Any, chosen: Any, other: Any) -> Any:

@@ -85,7 +85,7 @@ def explain(env: Env, policy: Policy) -> Plan:
         copies=_copies(env, policy),
         seeding=f"{env.seeding}: {_SEEDING[env.seeding]}",
         noise=_FUSED_NOISE
-        if env.backend == "jax"
+        if loop_of(env, policy) == "fused"
         else _NOISE.get(kind, f"{kind} noise, drawn ahead for a whole rollout from the state's key by Philox"),
         forking=_forking(env),
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from funcollect.core.fused_checks import check_functions
+from funcollect.core.fused_checks import check_functions, check_one_run
 from funcollect.core.fused_step import Setting, begin, by_path, restart, settle, steady, varying
 from funcollect.core.fused_step import step as fused_step
 from funcollect.core.request import Request
@@ -63,7 +63,7 @@ def init(
     lane = jnp.arange(count, dtype=jnp.int32) + first_lane
     zero, no = lane * 0, lane != lane  # not constants: they vary over a mesh as the lanes do
     physics, observation = begin(env, key, lane, zero)
-    return CollectorState(
+    state = CollectorState(
         env_state=JaxEnvState(physics, (physics, observation), ~no if env.reset == "fresh" else no),
         observation=by_path(env, observation),
         policy_state=varying(lane, steady(policy.init(key, count))),
@@ -78,12 +78,25 @@ def init(
         steps=jnp.zeros(2, jnp.uint32),
         policy_version=jnp.zeros((), jnp.int32),
     )
+    # No two leaves are one array, nor is one the caller's: outside of `jit` a state could not be donated.
+    copied: CollectorState = import_jax().tree.map(jnp.copy, state)
+    return copied
 
 
 def reset(env: JaxEnv, state: CollectorState, mask: Any = None) -> CollectorState:
-    """The lanes of `mask` [P] bool, or all, begin another episode under a new trajectory id."""
+    """The lanes of `mask` [P] bool, or all, begin another episode under a new trajectory id.
+
+    Raises:
+        TypeError: for something that is no JAX environment or no state.
+        ValueError: for a mask of another shape or dtype.
+    """
     _check_env(env, state)
-    after: CollectorState = restart(env, state, state.lane == state.lane if mask is None else mask)
+    lanes = state.lane == state.lane if mask is None else import_jax().numpy.asarray(mask)
+    if (lanes.shape, lanes.dtype) != (state.lane.shape, bool):
+        raise ValueError(
+            f"mask is {lanes.dtype} {list(lanes.shape)}, expected bool {list(state.lane.shape)}: pass one flag per lane"
+        )
+    after: CollectorState = restart(env, state, lanes)
     return after
 
 
@@ -189,12 +202,13 @@ def _step(setting: Setting, params: Any, state: CollectorState) -> tuple[Collect
 
 def _settled(env: JaxEnv, policy: Policy, params: Any, state: CollectorState, request: Request) -> Setting:
     _check_env(env, state)
+    setting = settle(env, policy, state.num_lanes, request)
     if params is None and import_jax().tree.leaves(policy.params):
         raise TypeError(
             "params is None, expected the policy's parameters: pass policy.params as an argument of the function that "
             "you compile (a value closed over would be baked into it)"
         )
-    return settle(env, policy, state.num_lanes, request)
+    return setting
 
 
 def _check_env(env: Any, state: Any = None) -> None:
@@ -208,6 +222,8 @@ def _check_env(env: Any, state: Any = None) -> None:
             f"state is {type(state).__name__}, expected a CollectorState: pass what init or rollout returned, after "
             "env, policy and params"
         )
+    if state is not None:
+        check_one_run(state)
 
 
 def _raw(key: Any) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from funcollect.envs.jax_env import Advance, Begin, JaxEnv, Reset, Transition, jax_env
 from funcollect.interop.jax_setup import import_jax
 from funcollect.specs import ActionSpec, Space, disassemble
@@ -112,11 +114,18 @@ def _check_observation(env: JaxEnv, function: str, observation: Any) -> None:
                 f"{env.label}: {leaf.name} of {function} has shape {got}, observation_space wants {list(leaf.shape)}: "
                 "both functions are for one environment, without a batch dimension"
             )
-        if part.dtype != leaf.dtype and import_jax().numpy.promote_types(part.dtype, leaf.dtype) != leaf.dtype:
+        if not _fits(part.dtype, leaf.dtype):
             raise TypeError(
                 f"{env.label}: {leaf.name} of {function} is {part.dtype}, which {leaf.dtype} of observation_space "
                 "does not hold: change the space's dtype, or cast with astype"
             )
+
+
+def _fits(given: Any, wanted: np.dtype[Any]) -> bool:
+    """A floating observation of any width may have a floating space: under 64-bit JAX most are wider than theirs."""
+    jnp = import_jax().numpy
+    both_floating = jnp.issubdtype(given, jnp.floating) and wanted.kind == "f"
+    return bool(both_floating or given == wanted or jnp.promote_types(given, wanted) == wanted)
 
 
 def _check_physics(env: JaxEnv, before: Any, after: Any) -> None:

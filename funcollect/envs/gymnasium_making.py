@@ -97,7 +97,8 @@ def factory_of(source: Source, kwargs: dict[str, Any]) -> Factory:
         return lambda: source(**kwargs)
     raise TypeError(
         f"env is {type(source).__name__}, expected a Gymnasium id, an EnvSpec, a factory, a gymnasium.Env "
-        "or a list: pass one of these"
+        "or a list: pass one of these (an environment of a JAX suite goes to its adapter, such as "
+        "funcollect.envs.from_gymnax)"
     )
 
 

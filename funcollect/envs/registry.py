@@ -54,11 +54,25 @@ def make_env(env: Any, **kwargs: Any) -> Env:
             raise ValueError(f"{', '.join(kwargs)} cannot be given with {env!r}, which is made already: leave it out")
         return env
     namespace, slash, name = env.partition("/") if isinstance(env, str) else ("", "", "")
+    if slash and namespace == "torch":
+        return _torch_env(name, **kwargs)
     if slash and namespace in _NAMESPACES:
-        return _NAMESPACES[namespace](name, **kwargs)
+        return _named(namespace, name, kwargs)
     if callable(env) and not isinstance(env, gymnasium.Env):
         return _from_callable(env, kwargs)
     return from_gymnasium(env, **kwargs)
+
+
+def _named(namespace: str, name: str, kwargs: dict[str, Any]) -> Env:
+    adapter = _NAMESPACES[namespace]
+    try:
+        return adapter(name, **kwargs)
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise TypeError(
+            f"'{namespace}/{name}': {error}: leave it out; funcollect.envs.{adapter.__name__} says what there is"
+        ) from error
 
 
 def _torch_env(name: str, **kwargs: Any) -> Env:
@@ -82,7 +96,6 @@ _NAMESPACES: dict[str, Callable[..., Env]] = {
     "navix": from_navix,
     "pgx": from_pgx,
     "playground": from_playground,
-    "torch": _torch_env,
 }
 _ADAPTER_ARGUMENTS = ("num_envs", "parallel", "info_keys", "dtype", "one_hot")
 

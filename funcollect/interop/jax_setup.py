@@ -48,9 +48,22 @@ def dispatch_note() -> str:
     return "synchronous CPU dispatch"
 
 
-def compiled(owner: Any, which: Hashable, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`function` under `jit(**options)`, made once for an `owner` (an environment or a policy), with it forgotten."""
+def strong(array: Any) -> Any:
+    """The array without a weak type, which would compile a second time where a later one is strong."""
+    weak = getattr(array, "weak_type", False)  # which typed keys and NumPy's arrays do not know
+    return import_jax().lax.convert_element_type(array, array.dtype) if weak else array
+
+
+def compiled(
+    owner: Any, which: Hashable, function: Callable[..., Any], *, place: Any = None, **options: Any
+) -> Callable[..., Any]:
+    """`function` under `jit(**options)`, made once for an `owner` (an environment or a policy), with it forgotten.
+
+    `place` is the sharding of all arguments and results. Without it, JAX compiles once for arrays that are committed to
+    a device and once for those that are not; and a result that follows from a committed array is committed, too.
+    """
     programs: dict[Hashable, Callable[..., Any]] = vars(owner).setdefault("_compiled", {})
-    if which not in programs:
-        programs[which] = import_jax().jit(function, **options)
-    return programs[which]
+    if (which, place) not in programs:
+        placed = {} if place is None else {"in_shardings": place, "out_shardings": place}
+        programs[which, place] = import_jax().jit(function, **placed, **options)
+    return programs[which, place]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.jax_setup import import_jax, strong
 from funcollect.keys import Key, Noise
 from funcollect.policies.actor import Actor, Columns, Drive, lane_mask, split_answer
 from funcollect.policies.checks import check_recurrent, finished
@@ -95,16 +95,17 @@ class JaxPolicy:
         """Parameters on the device, once per version; None stands for the policy's own, read at each rollout.
 
         Raises:
-            ValueError: for a structure or shapes other than the policy's own.
+            ValueError: for a structure or shapes other than the policy's own, or an array that was donated.
+            TypeError: for a leaf that is no array.
         """
         jax = import_jax()
         given = self.params if params is None else self._tree(params)
         leaves = jax.tree.leaves(given)
-        if self._prepared and len(leaves) == len(self._prepared[0]) and all(map(_is, leaves, self._prepared[0])):
+        if self._prepared and len(leaves) == len(self._prepared[0]) and all(map(_is_still, leaves, self._prepared[0])):
             return self._prepared[1]
         if params is not None:
             self._check_params(given)
-        prepared = jax.tree.map(_strong, given)
+        prepared = jax.tree_util.tree_map_with_path(_array, given)
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
             self._prepared = (leaves, prepared)
         return prepared
@@ -248,13 +249,25 @@ class JaxActor:
         return self._recurrent, columns
 
 
-def _strong(leaf: Any) -> Any:
-    """An array of JAX without a weak type, which would compile a second time once an optimiser has made it strong."""
+def _array(path: Any, leaf: Any) -> Any:
+    """A live array of JAX without a weak type."""
     jax = import_jax()
+    name = f"the parameter{jax.tree_util.keystr(path)}"
     if not isinstance(leaf, jax.Array):
-        return jax.numpy.array(leaf)
-    return jax.lax.convert_element_type(leaf, leaf.dtype) if leaf.weak_type else leaf
+        try:
+            return strong(jax.numpy.array(leaf))
+        except TypeError as error:
+            raise TypeError(
+                f"{name} is {type(leaf).__name__}, expected an array or a number: give the arrays alone as params, and "
+                "what else a model holds to the function (equinox.partition tells them apart)"
+            ) from error
+    if leaf.is_deleted():
+        raise ValueError(
+            f"{name} was donated or deleted, expected a live array: set policy.params, or pass params=, to what the "
+            "function that took it returned"
+        )
+    return strong(leaf)
 
 
-def _is(one: Any, two: Any) -> bool:
-    return one is two
+def _is_still(one: Any, two: Any) -> bool:
+    return one is two and not one.is_deleted()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.keys import Noise
 from funcollect.policies.actor import split_answer
@@ -23,7 +24,7 @@ Answer = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]  # params, p
 
 def is_traceable(policy: Policy) -> bool:
     """Whether `traced_policy` takes it."""
-    return policy.backend == "jax" or isinstance(policy, RandomPolicy)
+    return isinstance(policy, RandomPolicy) or getattr(policy, "backend", None) == "jax"
 
 
 def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_type: ExplorationType) -> Answer:
@@ -35,9 +36,10 @@ def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_t
     if isinstance(policy, RandomPolicy):
         return partial(_random_answer, spec, num_envs)
     if not is_traceable(policy):
+        kind = f"a {policy.backend} policy" if hasattr(policy, "backend") else "no policy"
         raise TypeError(
-            f"{type(policy).__name__} is a {policy.backend} policy, expected one that JAX can trace: use "
-            "funcollect.jax_policy or funcollect.random_policy"
+            f"{type(policy).__name__} is {kind}, expected one that JAX can trace: use funcollect.jax_policy or "
+            "funcollect.random_policy"
         )
     noise = policy.noise(spec)
     stochastic = exploration_type is ExplorationType.RANDOM
@@ -53,9 +55,18 @@ def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_t
         check_action(outputs["action"], spec, num_envs)
         for name, output in outputs.items():
             check_rows(name, output, num_envs)
+            _check_numbers(name, output)
         return policy_state, outputs
 
     return answer
+
+
+def _check_numbers(name: str, output: Any) -> None:
+    jax = import_jax()
+    if jax.numpy.issubdtype(output.dtype, jax.dtypes.prng_key):
+        raise PolicyError(
+            f"the policy's output {name!r} is typed PRNG keys, expected numbers: return jax.random.key_data of them"
+        )
 
 
 def _random_answer(
