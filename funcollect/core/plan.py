@@ -124,7 +124,9 @@ def _why(env: Env, policy: Policy) -> str:
 
 def _why_jax(env: Env, policy: Policy) -> str:
     if loop_of(env, policy) == "fused":
-        return "environment and policy are both JAX functions, so all steps are one compiled loop"
+        both = "environment and policy are both JAX functions"
+        drawn = "the environment is a JAX function, and JAX draws the random actions"
+        return f"{both if policy.backend == 'jax' else drawn}, so all steps are one compiled loop"
     return (
         "the environment is a JAX function, the policy runs in Torch; each step is one call of the policy and one "
         f"compiled call of the environment, which writes its columns in place; {dispatch_note()}"

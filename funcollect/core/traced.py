@@ -14,11 +14,12 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from funcollect.core.fused_checks import check_functions, check_one_run
+from funcollect.core.fused_checks import check_one_run
 from funcollect.core.fused_step import Setting, begin, by_path, restart, settle, steady, varying
 from funcollect.core.fused_step import step as fused_step
 from funcollect.core.request import Request
 from funcollect.core.state import CollectorState
+from funcollect.envs.jax_checks import check_functions
 from funcollect.envs.jax_env import JaxEnv, JaxEnvState
 from funcollect.interop.jax_setup import import_jax
 from funcollect.policies.jax_program import PROBE

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from funcollect.envs.jax_env import Advance, Begin, JaxEnv, Reset, Transition, jax_env
+from funcollect.envs.jax_checks import check_functions
+from funcollect.envs.jax_env import Advance, Begin, JaxEnv, Reset, jax_env
 from funcollect.interop.jax_setup import import_jax
-from funcollect.specs import ActionSpec, Space, disassemble
+from funcollect.specs import Space
 
 
 def from_functions(
@@ -41,7 +40,8 @@ def from_functions(
         name: how it is called in messages.
 
     Raises:
-        TypeError: for functions whose results do not fit each other or the spaces.
+        TypeError: for functions that return something else.
+        EnvError: for results that do not fit each other or the spaces.
         ValueError: for options that cannot be.
 
     >>> import jax
@@ -68,87 +68,25 @@ def from_functions(
         info_keys=info_keys,
         reset=reset,
     )
-    _check(env, begin, advance)
+    _check_results(name, begin, advance, action_space)
+    check_functions(env)
     return env
 
 
-def _check(env: JaxEnv, begin: Begin, advance: Advance) -> None:
-    """Trace both functions once: what they give is known without running them."""
+def _check_results(name: str, begin: Begin, advance: Advance, action_space: Space) -> None:
+    """Trace both functions: how many values they give is known without running them."""
     jax = import_jax()
-    key = jax.ShapeDtypeStruct((2,), "uint32")
-    started = jax.eval_shape(begin, key)
+    started = jax.eval_shape(begin, jax.ShapeDtypeStruct((2,), "uint32"))
     if not isinstance(started, tuple) or len(started) != 2:
-        raise TypeError(f"{env.label}: begin gives {_kind(started)}, expected a pair (physics, observation)")
-    physics, observation = started
-    _check_observation(env, "begin", observation)
-    moved = jax.eval_shape(advance, key, physics, _action(env.action_spec))
+        raise TypeError(f"{name}: begin gives {_kind(started)}, expected a pair (physics, observation)")
+    dtype = jax.dtypes.canonicalize_dtype(action_space.dtype)
+    action = jax.ShapeDtypeStruct(tuple(action_space.shape or ()), dtype)
+    moved = jax.eval_shape(advance, jax.ShapeDtypeStruct((2,), "uint32"), started[0], action)
     if not isinstance(moved, tuple) or len(moved) not in (5, 6):
         raise TypeError(
-            f"{env.label}: advance gives {_kind(moved)}, expected (physics, observation, reward, terminated, "
-            "truncated), and info if there is any"
+            f"{name}: advance gives {_kind(moved)}, expected (physics, observation, reward, terminated, truncated), "
+            "and info if there is any"
         )
-    moved = Transition(*moved)
-    _check_observation(env, "advance", moved.observation)
-    _check_physics(env, physics, moved.physics)
-    _check_numbers(env, moved)
-
-
-def _action(spec: ActionSpec) -> Any:
-    jax = import_jax()
-    dtype = jax.dtypes.canonicalize_dtype(spec.space.dtype)
-    return jax.ShapeDtypeStruct(tuple(spec.space.shape or ()), dtype)
-
-
-def _check_observation(env: JaxEnv, function: str, observation: Any) -> None:
-    try:
-        parts = disassemble(env.observation_space, observation)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise TypeError(
-            f"{env.label}: the observation of {function} is {_kind(observation)} ({error!r:.80}), expected the "
-            f"structure of observation_space: {env.observation_space}"
-        ) from error
-    for leaf, part in zip(env.observation_leaves, parts, strict=True):
-        if not hasattr(part, "shape") or tuple(part.shape) != leaf.shape:
-            got = list(part.shape) if hasattr(part, "shape") else _kind(part)
-            raise TypeError(
-                f"{env.label}: {leaf.name} of {function} has shape {got}, observation_space wants {list(leaf.shape)}: "
-                "both functions are for one environment, without a batch dimension"
-            )
-        if not _fits(part.dtype, leaf.dtype):
-            raise TypeError(
-                f"{env.label}: {leaf.name} of {function} is {part.dtype}, which {leaf.dtype} of observation_space "
-                "does not hold: change the space's dtype, or cast with astype"
-            )
-
-
-def _fits(given: Any, wanted: np.dtype[Any]) -> bool:
-    """A floating observation of any width may have a floating space: under 64-bit JAX most are wider than theirs."""
-    jnp = import_jax().numpy
-    both_floating = jnp.issubdtype(given, jnp.floating) and wanted.kind == "f"
-    return bool(both_floating or given == wanted or jnp.promote_types(given, wanted) == wanted)
-
-
-def _check_physics(env: JaxEnv, before: Any, after: Any) -> None:
-    tree = import_jax().tree
-    if tree.structure(before) != tree.structure(after):
-        raise TypeError(
-            f"{env.label}: advance gives physics of the structure {tree.structure(after)}, begin gave "
-            f"{tree.structure(before)}: a compiled loop needs the same one at each step"
-        )
-    for one, two in zip(tree.leaves(before), tree.leaves(after), strict=True):
-        if (one.shape, one.dtype) != (two.shape, two.dtype):
-            raise TypeError(
-                f"{env.label}: advance gives physics with {two.dtype}{list(two.shape)} where begin gave "
-                f"{one.dtype}{list(one.shape)}: a compiled loop needs the same at each step, so cast with astype"
-            )
-
-
-def _check_numbers(env: JaxEnv, moved: Transition) -> None:
-    if len(moved.reward.shape) > 1:
-        raise TypeError(f"{env.label}: the reward has shape {list(moved.reward.shape)}, expected [] or [players]")
-    for name, flag in (("terminated", moved.terminated), ("truncated", moved.truncated)):
-        if flag.shape:
-            raise TypeError(f"{env.label}: {name} has shape {list(flag.shape)}, expected []: one flag per environment")
 
 
 def _kind(given: Any) -> str:
