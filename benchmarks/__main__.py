@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 from pathlib import Path
 
 from benchmarks.report import heading, save, setting
@@ -25,6 +26,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")  # read when JAX makes its client
     benchmark = importlib.import_module(f"benchmarks.{arguments.name}")
     options = Options(rounds=arguments.rounds, scale=arguments.scale, only=arguments.only)
     facts = setting(options)
