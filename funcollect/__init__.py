@@ -26,10 +26,12 @@ if TYPE_CHECKING:
         EnvError,
         EvaluationError,
         FuncollectError,
+        LoweringError,
         PolicyError,
         ReplayError,
         StaleStateError,
     )
+    from funcollect.interop.lowering import lower
     from funcollect.plots.recording import record
     from funcollect.policies import heads
     from funcollect.policies.jax_policy import jax_policy
@@ -52,10 +54,12 @@ _HOMES = {
         "EnvError",
         "EvaluationError",
         "FuncollectError",
+        "LoweringError",
         "PolicyError",
         "ReplayError",
         "StaleStateError",
     ],
+    "funcollect.interop.lowering": ["lower"],
     "funcollect.plots.recording": ["record"],
     "funcollect.policies.jax_policy": ["jax_policy"],
     "funcollect.policies.opaque": ["tensordict_policy"],
@@ -95,6 +99,7 @@ __all__ = [
     "EvaluationError",
     "ExplorationType",
     "FuncollectError",
+    "LoweringError",
     "Plan",
     "Policy",
     "PolicyError",
@@ -114,6 +119,7 @@ __all__ = [
     "init",
     "interop",
     "jax_policy",
+    "lower",
     "make_env",
     "plots",
     "random_policy",
