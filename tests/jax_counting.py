@@ -71,7 +71,7 @@ def plain_loop(env, actions, *, seed, lane=0, lanes=1, limit=None, first_step=0)
     """One lane's rows [T, ...] of a batch, by path, given the actions [T, ...] that were taken."""
     start, advance = jax.jit(env.begin), jax.jit(env.advance)
     episode = step = 0
-    physics, observation = start(seeded(seed, Purpose.RESET, lane, 0, episode))
+    physics, observation = start(seeded(seed, Purpose.RESET, 0, lane, episode))
     rows = []
     for t, action in enumerate(actions):
         key = seeded(seed, Purpose.DYNAMICS, 0, (first_step + t) >> 32, (first_step + t) & 0xFFFFFFFF, 0, lane)
@@ -97,7 +97,7 @@ def plain_loop(env, actions, *, seed, lane=0, lanes=1, limit=None, first_step=0)
         physics, observation, step = moved.physics, moved.observation, step + 1
         if done:
             episode, step = episode + 1, 0
-            physics, observation = start(seeded(seed, Purpose.RESET, lane, 0, episode))
+            physics, observation = start(seeded(seed, Purpose.RESET, 0, lane, episode))
     return {path: torch.from_numpy(np.array([row[path] for row in rows])) for path in rows[0]}
 
 

@@ -37,7 +37,7 @@ class RawLane:
 
     def begin(self):
         self.episode, self.elapsed = self.episode + 1, 0
-        key = folded(self.key, Purpose.RESET, self.lane, 0, self.episode)
+        key = folded(self.key, Purpose.RESET, 0, self.lane, self.episode)
         self.state, self.observation = self.start(key)
 
     def move(self, t, action):

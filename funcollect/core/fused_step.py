@@ -189,9 +189,9 @@ def restart(env: JaxEnv, state: Traced, mask: Any) -> Traced:
 def begin(env: JaxEnv, key: Any, lane: Any, episode: Any) -> tuple[Any, Any]:
     """Physics and observation [P, ...] at the start of each lane's episode: a function of key, lane and episode."""
     jax = import_jax()
-    by_lane = jax.vmap(folded, (None, None, 0))(key, int(Purpose.RESET), lane)
     which = episode if env.reset == "fresh" else episode * 0
-    physics, observation = jax.vmap(env.begin)(jax.vmap(folded, (0, None, 0))(by_lane, 0, which))
+    keys = jax.vmap(folded, (None, 0, 0))(folded(key, int(Purpose.RESET), 0), lane, which)
+    physics, observation = jax.vmap(env.begin)(keys)
     begun: tuple[Any, Any] = varying(lane, (steady(physics), observation))
     return begun
 
