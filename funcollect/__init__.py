@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from funcollect import envs, errors, interop, plots, testing
+    from funcollect.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector
     from funcollect.collectors.sync import SyncDataCollector
     from funcollect.core import traced
     from funcollect.core.api import close, fork, init, reset, rollout, step
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         PolicyError,
         ReplayError,
         StaleStateError,
+        WorkerError,
     )
     from funcollect.plots.recording import record
     from funcollect.policies import heads
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from funcollect.trajectories.stats import EpisodeStats, episode_stats
 
 _HOMES = {
+    "funcollect.collectors.multi": ["MultiSyncDataCollector", "MultiaSyncDataCollector"],
     "funcollect.collectors.sync": ["SyncDataCollector"],
     "funcollect.envs.registry": ["make_env"],
     "funcollect.errors": [
@@ -55,6 +58,7 @@ _HOMES = {
         "PolicyError",
         "ReplayError",
         "StaleStateError",
+        "WorkerError",
     ],
     "funcollect.plots.recording": ["record"],
     "funcollect.policies.jax_policy": ["jax_policy"],
@@ -95,12 +99,15 @@ __all__ = [
     "EvaluationError",
     "ExplorationType",
     "FuncollectError",
+    "MultiSyncDataCollector",
+    "MultiaSyncDataCollector",
     "Plan",
     "Policy",
     "PolicyError",
     "ReplayError",
     "StaleStateError",
     "SyncDataCollector",
+    "WorkerError",
     "close",
     "deliver",
     "envs",
