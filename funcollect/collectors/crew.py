@@ -131,14 +131,16 @@ class Crew:
         began = time.monotonic()
         self._transport.wait([member.link for member in self.members if member.calls], _SLICE)
         self.waited += time.monotonic() - began
-        if not self.drain() and self._transport.patient:
-            self._look_for_hangs()
+        self.drain()
 
     def drain(self) -> bool:
         """Read the answers that are there: whether there was one."""
         with self.lock:
             try:
-                return sum(self._read(worker) for worker in range(len(self.members))) > 0
+                read = sum(self._read(worker) for worker in range(len(self.members)))
+                if self._transport.patient:
+                    self._look_for_hangs()
+                return read > 0
             except BaseException as error:
                 self.close()  # an answer may be lost between its reading and its call
                 if isinstance(error, OSError):
@@ -177,18 +179,19 @@ class Crew:
 
     def _look_for_hangs(self) -> None:
         now = time.monotonic()
-        with self.lock:
-            since, self._checked = now - self._checked, now
-            for worker, member in enumerate(self.members):
-                if not member.calls:
-                    continue
-                limit = self._patience.timeout if member.rollouts else self._patience.start_timeout
-                member.waited += min(since, limit / 2)  # while the reader was away, a worker may have been, too
-                if member.waited > limit:
-                    where = member.link.where()
-                    doing = f"has not answered {member.calls[0].name!r} for {limit:g} seconds"
-                    name = "timeout" if member.rollouts else "start_timeout"
-                    self._fail(worker, f"{doing} ({name}={limit:g}); its Python stack is below", None, where)
+        if (since := now - self._checked) < _SLICE:
+            return
+        self._checked = now
+        for worker, member in enumerate(self.members):
+            if not member.calls:
+                continue
+            limit = self._patience.timeout if member.rollouts else self._patience.start_timeout
+            member.waited += min(since, limit / 2)  # while the reader was away, a worker may have been, too
+            if member.waited > limit:
+                where = member.link.where()
+                doing = f"has not answered {member.calls[0].name!r} for {limit:g} seconds"
+                name = "timeout" if member.rollouts else "start_timeout"
+                self._fail(worker, f"{doing} ({name}={limit:g}); its Python stack is below", None, where)
 
     def _fail(
         self, worker: int, what: str, lane: int | None = None, traceback: str = "", cause: bytes | None = None

@@ -110,8 +110,9 @@ class Served:
         waiting = self._waiting
         while (message := self._channel.receive(wait=not waiting)) is not None:
             waiting.append((*message[0], message[1]))
+        eager = self._eager and self._worker is not None
         for call in list(waiting):
-            if call[1] == "close" or (self._eager and call[1] in ("adopt", "take_params")):
+            if call[1] == "close" or (eager and call[1] in ("adopt", "take_params")):
                 waiting.remove(call)
                 return call
         return waiting.popleft()

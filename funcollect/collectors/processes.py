@@ -53,6 +53,13 @@ class ProcessLink:
             theirs.close()
         self._send(setup)
 
+    @property
+    def pid(self) -> int:
+        """The process's number; 0 where none has begun."""
+        while not self._pid and self._ended is None:
+            self._hear(_TO_DIE)
+        return self._pid
+
     def filenos(self) -> tuple[int, ...]:
         """What is readable when something has happened."""
         return (self._channel.fileno(), self._status) if self._open else ()
@@ -70,31 +77,37 @@ class ProcessLink:
         """The next of its answers."""
         if not self._open:
             return Gone("was ended")
-        ended = self._has_ended(0)  # asked before the channel, which then holds all that it will ever hold
         try:
             message = self._channel.receive(wait=False)
+            if message is None and self._has_ended(0):
+                message = self._channel.receive(wait=False)  # now the channel holds all that it will ever hold
         except (EOFError, OSError):
             self._has_ended(_TO_DIE)
             return Gone(self._how())
         if message is not None:
             return Answer(*message[0])
-        return Gone(self._how()) if ended else None
+        return None if self._ended is None else Gone(self._how())
 
     def _has_ended(self, timeout: float) -> bool:
-        """Whether the process is gone, within so many seconds; reads what the server tells of it."""
+        """Whether the process is gone, within so many seconds."""
         until = time.monotonic() + timeout
-        while self._ended is None:
-            readable = select.poll()
-            readable.register(self._status, select.POLLIN)
-            if not readable.poll(max(until - time.monotonic(), 0) * 1000):
-                return False
-            told = os.read(self._status, STATUS.size)
-            if not told:
-                self._ended = -1
-            elif not self._pid:
-                (self._pid,) = STATUS.unpack(told)
-            else:
-                (self._ended,) = STATUS.unpack(told)
+        while self._ended is None and self._hear(max(until - time.monotonic(), 0)):
+            pass
+        return self._ended is not None
+
+    def _hear(self, timeout: float) -> bool:
+        """Read what the server tells next of the process; False where it tells nothing within so many seconds."""
+        readable = select.poll()
+        readable.register(self._status, select.POLLIN)
+        if not readable.poll(timeout * 1000):
+            return False
+        told = os.read(self._status, STATUS.size)
+        if not told:
+            self._ended = -1
+        elif not self._pid:
+            (self._pid,) = STATUS.unpack(told)
+        else:
+            (self._ended,) = STATUS.unpack(told)
         return True
 
     def _how(self) -> str:
