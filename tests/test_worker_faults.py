@@ -164,14 +164,14 @@ def test_random_kills_of_one_run(kind):
     kills = scaled(2)
     with multi(kind, policy=policy, on_failure="restart", **kwargs) as collector:
         batches = []
-        for _ in range(kills):
+        for kill in range(kills):
             collector.update_policy_weights_()
             count = int(torch.randint(1, 6, (), generator=generator))
             batches += [next(collector).clone() for _ in range(count)]
             victim = collector._crew.members[int(torch.randint(2, (), generator=generator))].link
-            os.kill(victim._pid, signal.SIGKILL)
-        while collector.stats()["restarts"] < kills or len(batches) % 10:
-            batches.append(next(collector).clone())
+            os.kill(victim.pid, signal.SIGKILL)
+            while collector.stats()["restarts"] == kill:
+                batches.append(next(collector).clone())
         collector.update_policy_weights_()
         for _ in range(8):
             batches.append(next(collector).clone())

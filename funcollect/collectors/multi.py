@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack, get_args
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from funcollect.collectors.collector import Collector
 from funcollect.collectors.crew import Crew, Patience
+from funcollect.collectors.filler import Filler
 from funcollect.collectors.gather import AsyncGathering, Gathering, SyncGathering
 from funcollect.collectors.jobs import check_alike, environments, make_jobs, shares, worker_options
 from funcollect.collectors.layout import Join
@@ -122,6 +124,8 @@ class WorkerCollector(Collector):
         self.num_workers = len(jobs)
         self.frames = self._batches = 0
         self._seconds = 0.0
+        self._filler: Filler | None = None
+        self._warned = False
         patience = Patience(self.options.timeout, self.options.start_timeout, self.options.on_failure)
         self._transport = self._open_transport(jobs)
         self._crew = Crew(self._transport, jobs, patience)
@@ -197,7 +201,66 @@ class WorkerCollector(Collector):
         self._seconds += time.monotonic() - began
         self._batches += 1
         self.frames += batch.numel()
+        if not self._warned and self._gathering.copies:
+            self._warned = True
+            warnings.warn(_KEPT, stacklevel=5)  # where the loop over the batches stands
         return batch
+
+    def __next__(self) -> TensorDictBase:
+        if self._filler is not None and self._filler.at_work and not self._filler.own:
+            raise RuntimeError("the collector fills a buffer, expected it to rest: call pause() before taking batches")
+        return super().__next__()
+
+    def start(self, buffer: Any) -> None:
+        """Fill a buffer from a thread, ``buffer.extend(batch)``, until the run ends or the collector is shut down.
+
+        Weights may be updated meanwhile. An exception in the thread is raised by the next call of the collector.
+
+        Args:
+            buffer: a replay buffer, or whatever has `extend`.
+
+        Raises:
+            TypeError: for a buffer without it.
+            RuntimeError: where a buffer is being filled.
+
+        >>> import funcollect as fc
+        >>> batches = []
+        >>> collector = fc.MultiaSyncDataCollector(
+        ...     ["CartPole-v1"] * 2, None, frames_per_batch=50, total_frames=100, in_process=True
+        ... )
+        >>> collector.start(batches)
+        >>> collector.join()
+        >>> sum(rows.numel() for rows in batches)
+        100
+        """
+        self._check_open()
+        if self._filler is not None and self._filler.at_work:
+            raise RuntimeError("the collector fills a buffer already, expected it to rest: shut it down before")
+        self._filler = Filler(self, buffer)
+
+    def pause(self) -> None:
+        """Return once the batch under way is in the buffer, and fill it no further until `resume`.
+
+        Raises:
+            RuntimeError: where no buffer was given to `start`.
+        """
+        self._filling().pause()
+        self._check_open()
+
+    def resume(self) -> None:
+        """Go on filling the buffer after `pause`."""
+        self._check_open()
+        self._filling().resume()
+
+    def join(self) -> None:
+        """Wait until the run that `start` began has ended; an exception in its thread is raised."""
+        self._filling().join()
+        self._filling().tell()
+
+    def _filling(self) -> Filler:
+        if self._filler is None:
+            raise RuntimeError("no buffer is being filled: call start(buffer) before")
+        return self._filler
 
     def reset(self, mask: Tensor | None = None) -> None:
         """Begin new episodes in the lanes of `mask` [L], or in all. What has been collected before is delivered first.
@@ -316,9 +379,16 @@ class WorkerCollector(Collector):
     def shutdown(self) -> None:
         """End the workers; nothing can be collected afterwards, but batches stay. Does nothing the second time."""
         self._closed = True
+        filler = self._filler if self._filler is not None and not self._filler.own else None
+        if filler is not None:
+            filler.stop()
         self._finalizer()
+        if filler is not None:
+            filler.join()
 
     def _check_open(self) -> None:
+        if self._filler is not None and not self._filler.own:
+            self._filler.tell()
         self._closed = self._closed or self._crew.closed
         super()._check_open()
 
@@ -425,4 +495,8 @@ class MultiaSyncDataCollector(WorkerCollector):
         return self._lengths[0] * (self.num_envs or 1)
 
 
+_KEPT = (
+    "the reader keeps every batch, so from now on it gets copies of those in shared memory: where it only keeps some, "
+    "copy those, batch.clone(), and let go of the others"
+)
 _SAVED = ("workers", "frames", "iter", "policy_version", "own_weights")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -125,12 +124,6 @@ class SlotDock:
             self._written.discard(place)
             return self._slots.batch(place, self._lent.discard)
         self.copies += 1
-        if self.copies == 1:
-            warnings.warn(
-                "the reader keeps every batch, so from now on it gets copies of those in shared memory: where it only "
-                "keeps some, copy those, batch.clone(), and let go of the others",
-                stacklevel=5,
-            )
         batch = self._slots.batch(place, None).clone()
         self._written.discard(place)
         return batch

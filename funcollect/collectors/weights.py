@@ -42,6 +42,7 @@ class Weights:
         self._policy = TorchBacked(policy) if isinstance(policy, nn.Module) else policy
         self.version = 0
         self.own = True
+        self._refusal: BaseException | None = None  # a worker's; it keeps the weights before
         count = len(crew.members)
         self._wanted: list[Version | None] = [None] * count
         self._under_way: list[tuple[Version, Call] | None] = [None] * count
@@ -61,6 +62,13 @@ class Weights:
             for worker in workers:
                 self._wanted[worker] = version
         self.send()
+        if place is None and params is not None:  # only the workers can tell whether it fits
+            while any(self._under_way[worker] is not None for worker in workers):
+                self._crew.pump()
+                self.send()
+            refusal, self._refusal = self._refusal, None
+            if refusal is not None:
+                raise refusal
 
     def _named(self, params: Any) -> Mapping[str, Tensor] | None:
         """The weights by name; None where the policy has none of its own here."""
@@ -88,9 +96,19 @@ class Weights:
             for worker, wanted in enumerate(self._wanted):
                 sent = self._under_way[worker]
                 if sent is not None and sent[1].done:
-                    self._taken[worker], self._under_way[worker], sent = sent[0], None, None
+                    self._under_way[worker] = None
+                    self._took(worker, *sent)
+                    sent = None
                 if sent is None and wanted is not None and wanted is not self._taken[worker]:
                     self._under_way[worker] = (wanted, self._crew.submit(self._call(worker, wanted)))
+
+    def _took(self, worker: int, version: Version, call: Call) -> None:
+        if call.error is None:
+            self._taken[worker] = version
+            return
+        if self._wanted[worker] is version:
+            self._wanted[worker] = self._taken[worker]
+        self._refusal = call.error
 
     def _call(self, worker: int, version: Version) -> Call:
         if version.place is None:
