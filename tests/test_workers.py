@@ -1,6 +1,9 @@
 """Collectors with workers: shapes, order of rows, equality over transports, keywords."""
 
+import io
 import itertools
+import os
+import signal
 
 import pytest
 import torch
@@ -8,10 +11,13 @@ from cases import make_env
 from compare import assert_same
 from conftest import scaled
 from counting import always, check
-from workers import COLLECTORS, TRANSPORTS, counting_workers, multi, policy_for
+from faulty_workers import Plain
+from workers import COLLECTORS, TRANSPORTS, by_lane, counting_workers, multi, policy_for
 
 import funcollect as fc
+from funcollect.collectors import launcher
 from funcollect.collectors.layout import joined
+from funcollect.collectors.server import program
 
 SYNC, ASYNC = COLLECTORS
 LANES = ({"lengths": (3, 2)}, {"lengths": (2,), "truncated": (1,)}), ({"lengths": (4, 1)}, {"lengths": (3,)})
@@ -77,6 +83,7 @@ PAIRS = [
     ("HalfCheetah-v5", "torch_normal"),
     ("torch/CartPole-v1", "torch_mlp"),
     ("torch/Pendulum-v1", "jax_mlp"),
+    ("envpool/CartPole-v1", "torch_mlp"),
     ("gymnax/CartPole-v1", "jax_mlp"),
     ("gymnax/CartPole-v1", "torch_mlp"),
 ]
@@ -144,7 +151,7 @@ def test_an_asynchronous_worker_collects_what_the_synchronous_one_does():
 def test_check_collector(kind):
     report = fc.testing.check_collector(
         kind, create_env_fn=["CartPole-v1"] * 2, policy=policy_for("CartPole-v1", "torch_mlp", 2), frames_per_batch=40,
-        create_env_kwargs={"num_envs": 2}, in_process=False,
+        create_env_kwargs={"num_envs": 2}, in_process=False, batches=3 if kind is SYNC else 12,
     )  # fmt: skip
     assert {"layout", "trajectories", "seeds", "batch_memory", "weights", "checkpoint", "shutdown"} <= {*report.passed}
 
@@ -154,3 +161,77 @@ def test_parts_are_joined_as_views_are():
     assert joined(parts, "stack").batch_size == (2, 4)
     assert joined(parts, 0).batch_size == joined(parts, -1).batch_size == (8,)
     assert torch.equal(joined(parts, -1)["observation"], torch.cat([part["observation"] for part in parts]))
+
+
+class Interrupted(Plain):
+    """Signals the collector's process in its first steps, and never again."""
+
+    def __init__(self, reader):
+        super().__init__()
+        self.reader = reader
+
+    def step(self, action):
+        if self.total == 5:
+            os.kill(self.reader, signal.SIGINT)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("kind", COLLECTORS)
+def test_ctrl_c_in_a_wait_loses_nothing(kind):
+    reader = os.getpid()
+    with multi(kind, create_env_fn=[lambda: Interrupted(reader), Plain], frames_per_batch=2_000) as collector:
+        batches = []
+        with pytest.raises(KeyboardInterrupt):
+            batches.extend(batch.clone() for batch in collector)
+        batches += [next(collector).clone() for _ in range(4)]
+    for rows in by_lane(batches).values():
+        assert rows["collector", "step"].tolist() == [i % 5 for i in range(len(rows))]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_workers_run_as_many_threads_as_they_are_told(threads):
+    def policy(observation):
+        zeros = torch.zeros(len(observation), dtype=torch.int64)
+        return {"action": zeros, "threads": zeros + torch.get_num_threads()}
+
+    with multi(SYNC, create_env_fn=[Plain], policy=policy, frames_per_batch=10, num_threads=threads) as collector:
+        assert set(next(collector)["threads"].flatten().tolist()) == {threads}
+
+
+def test_a_policy_device_for_each_worker_and_a_storing_device():
+    devices = {"policy_device": ["cpu", "cpu"], "storing_device": "meta"}
+    with multi(SYNC, create_env_fn=["CartPole-v1"] * 2, frames_per_batch=10, **devices) as collector:
+        assert next(collector)["observation"].device.type == "meta"
+
+
+def test_the_progress_bar_shows_lag_and_restarts():
+    file = io.StringIO()
+    with multi(SYNC, "serial", create_env_fn=[Plain] * 2, frames_per_batch=20, total_frames=80, prefetch=True) as c:
+        for _ in fc.track(c, disable=False, file=file):
+            c.update_policy_weights_()
+    assert "lag=1" in file.getvalue()
+    assert "restarts" not in file.getvalue()
+
+
+def test_a_server_of_processes_that_is_killed_is_replaced():
+    with multi(SYNC, create_env_fn=[Plain] * 2, frames_per_batch=20):
+        (server,) = launcher._SERVERS
+        os.kill(server._process.pid, signal.SIGKILL)
+        server._process.wait()
+    with multi(SYNC, create_env_fn=[Plain] * 2, frames_per_batch=20) as collector:
+        assert next(collector).batch_size == (2, 10)
+
+
+def test_processes_begin_afresh_where_a_fork_would_not_be_safe(monkeypatch):
+    monkeypatch.setattr(launcher, "program", lambda module, call: _THREADED + program(module, call))
+    launcher._close()
+    try:
+        with multi(SYNC, create_env_fn=["CartPole-v1"] * 2, frames_per_batch=20) as collector:
+            batch = next(collector).clone()
+    finally:
+        launcher._close()
+    with multi(SYNC, "serial", create_env_fn=["CartPole-v1"] * 2, frames_per_batch=20) as collector:
+        assert_same(batch, next(collector))
+
+
+_THREADED = "import threading, signal; threading.Thread(target=signal.pause, daemon=True).start(); "

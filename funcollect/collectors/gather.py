@@ -117,8 +117,9 @@ class AsyncGathering:
 
     def next(self, *, more: bool) -> TensorDict:
         """The next batch."""
-        self._crew.drain()
-        self._go_on()
+        if not self._arrived:
+            self._crew.drain()
+            self._go_on()
         while not self._arrived:
             self._crew.pump()
             self._go_on()

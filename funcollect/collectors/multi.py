@@ -132,9 +132,13 @@ class WorkerCollector(Collector):
         board = self._transport.board(len(jobs))
         self._held: list[Board | Gathering] = [board]
         self._finalizer = weakref.finalize(self, _end, self._crew, self._held)
-        self._hello = self._greeted()
-        self._weights = Weights(self._crew, board, policy)
-        self._gathering = self._open_gathering()
+        try:
+            self._hello = self._greeted()
+            self._weights = Weights(self._crew, board, policy)
+            self._gathering = self._open_gathering()
+        except BaseException:
+            self._finalizer()
+            raise
         self._held.append(self._gathering)
         self._crew.prepare = self._gathering.restarted
 
@@ -153,11 +157,7 @@ class WorkerCollector(Collector):
 
     def _greeted(self) -> Hello:
         hellos: list[Hello] = self._crew.ask("hello")
-        try:
-            check_alike(hellos)
-        except WorkerError:
-            self._crew.close()
-            raise
+        check_alike(hellos)
         self._crew.begin()
         return hellos[0]
 
@@ -448,7 +448,6 @@ class MultiSyncDataCollector(WorkerCollector):
 
     def _open_gathering(self) -> Gathering:
         if len({*self._lengths}) > 1 and (self.cat_results == "stack" or (self.cat_results == 0 and self.num_envs)):
-            self._crew.close()
             raise ValueError(
                 f"the workers' rollouts have {self._lengths} steps, which cat_results={self.cat_results!r} cannot put "
                 "together: pass cat_results=-1, or equal frames"
