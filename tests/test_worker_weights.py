@@ -157,3 +157,19 @@ def test_a_saved_run_goes_on_with_its_weights_in_another_collector(transport):
         assert float(other.weight.detach()[0]) == 1
     ids = {identity for batch in before for identity in batch["collector", "traj_ids"].flatten().tolist()}
     assert not ids & set(after["collector", "traj_ids"].flatten().tolist())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("kind", "more"), [(SYNC, {"prefetch": True}), (ASYNC, {})])
+def test_what_was_ready_before_loading_is_not_delivered_after_it(kind, more, transport):
+    kwargs = {"create_env_fn": ["CartPole-v1"] * 2, "frames_per_batch": 40, **more}
+    with multi(kind, transport, policy=Checksum(), **kwargs) as collector:
+        next(collector)
+        first = collector.state_dict()
+        collector.update_policy_weights_()
+        for _ in range(6):
+            next(collector)
+        collector.load_state_dict(first)
+        assert collector.stats()["policy_version"] == 0
+        for _ in range(6):
+            assert set(next(collector)["collector", "policy_version"].flatten().tolist()) == {0}

@@ -4,7 +4,6 @@ import functools
 
 import torch
 from cases import POLICIES, make_env
-from compare import assert_same
 from counting import Counting
 
 import funcollect as fc
@@ -35,21 +34,6 @@ def _counting(first, lanes, batched):
 def policy_for(name, kind, num_envs):
     """A policy of one of the kinds of `cases`, for an environment of this name."""
     return POLICIES[kind](make_env(name, num_envs))
-
-
-def rows(batch, workers):
-    """A stacked batch [W, ...] as its parts."""
-    assert len(batch) == workers
-    return list(batch)
-
-
-def assert_lanes_same(ones, twos):
-    """Two runs hold the same rows, lane by lane, however their batches cut them, as far as both go."""
-    for lane, rows_ in by_lane(ones).items():
-        other = by_lane(twos)[lane]
-        length = min(len(rows_), len(other))
-        assert length
-        assert_same(rows_[:length], other[:length])
 
 
 def by_lane(batches):

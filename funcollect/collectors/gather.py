@@ -33,6 +33,10 @@ class Gathering(Protocol):
         """The next batch; `more` says whether another one will be wanted."""
         ...
 
+    def discard(self) -> None:
+        """Drop the batches that have been begun and not handed over."""
+        ...
+
     def restarted(self, worker: int) -> Sequence[Call]:
         """What a worker that has been replaced has to be told first."""
         ...
@@ -68,16 +72,18 @@ class SyncGathering:
     def next(self, *, more: bool) -> TensorDict:
         """The next batch."""
         shipment = self._under_way or self._begin()
-        while True:
-            self._crew.finish(shipment.calls)
-            if self._dock.settle(shipment):
-                break
+        settle(self._crew, self._dock, shipment)
         batch = self._dock.deliver(shipment)
         self._under_way = None
         self.version = version_of(shipment)
         if self._prefetch and more:
             self._begin()
         return batch
+
+    def discard(self) -> None:
+        """Drop the batch that has been begun."""
+        if self._under_way is not None:
+            self.next(more=False)
 
     def _begin(self) -> Shipment:
         self._weights.settle()
@@ -130,6 +136,16 @@ class AsyncGathering:
         self._go_on()
         return batch
 
+    def discard(self) -> None:
+        """Drop the batches that have been begun and not handed over."""
+        for dock, under_way in zip(self._docks, self._under_way, strict=True):
+            while under_way:
+                settle(self._crew, dock, under_way[0])
+                dock.deliver(under_way.popleft())
+        while self._arrived:
+            worker, shipment = self._arrived.popleft()
+            self._docks[worker].deliver(shipment)
+
     def _go_on(self) -> None:
         """Put what has arrived in line, and give every worker something to do."""
         self._weights.send()
@@ -148,6 +164,13 @@ class AsyncGathering:
         """Let go of the memory."""
         for dock in self._docks:
             dock.close()
+
+
+def settle(crew: Crew, dock: Dock, shipment: Shipment) -> None:
+    """Wait until a batch is whole."""
+    crew.finish(shipment.calls)
+    while not dock.settle(shipment):
+        crew.finish(shipment.calls)
 
 
 def version_of(shipment: Shipment) -> int:

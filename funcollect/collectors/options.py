@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from tensordict import TensorDictBase
@@ -131,6 +131,29 @@ class WorkerOptions(Options):
                 f"on_failure is {self.on_failure!r}, expected 'raise' (a worker's failure ends the run) or 'restart' "
                 "(another takes its place): pass one of them"
             )
+
+
+class Keywords(TypedDict, total=False):
+    """The keywords whose defaults stand in `WorkerOptions`."""
+
+    total_frames: int
+    device: Device | Sequence[Device]
+    storing_device: Device
+    env_device: Device | Sequence[Device]
+    policy_device: Device | Sequence[Device]
+    max_frames_per_traj: int | None
+    init_random_frames: int | None
+    reset_at_each_iter: bool
+    split_trajs: bool
+    postproc: Postproc | None
+    exploration_type: ExplorationType
+    reset_when_done: bool
+    update_at_each_batch: bool
+    num_threads: int
+    timeout: float
+    start_timeout: float
+    on_failure: OnFailure
+    in_process: bool
 
 
 def _parts(key: Any) -> tuple[str, ...]:

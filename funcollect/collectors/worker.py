@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cloudpickle
+import numpy as np
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -125,7 +126,7 @@ class Worker:
         self._batches += 1
         self._frames += batch.numel()
         state = self._runner.state
-        stand = Stand(state.steps_made, int(state.episode.max()), self._batches, self._frames)
+        stand = Stand(state.steps_made, int(np.asarray(state.episode).max()), self._batches, self._frames)
         return batch, Report(stand, int(state.policy_version), self._ended - began, idle)
 
     def adopt(self, weights: Mapping[str, Tensor], version: int) -> None:
