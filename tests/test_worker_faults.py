@@ -140,6 +140,22 @@ def test_a_worker_is_replaced_and_the_run_goes_on(kind, act, tmp_path):
     check_trajectories(batches)
 
 
+@pytest.mark.parametrize("act", ["kill", "shutdown"])
+def test_processes_of_an_environment_go_with_their_worker(act):
+    made = [lambda: fc.make_env("CartPole-v1", num_envs=2, parallel=True)]
+    collector = multi(SYNC, create_env_fn=made, frames_per_batch=20)
+    next(collector)
+    (worker,) = processes_of(collector)
+    others = children_of(worker)
+    assert len(others) >= 2
+    if act == "kill":
+        os.kill(worker, signal.SIGSTOP)
+        collector._crew.members[0].link.kill()
+    collector.shutdown()
+    assert gone(worker)
+    wait_until(lambda: all(map(gone, others)))
+
+
 def check_trajectories(batches):
     """Within each lane, steps follow each other; a new trajectory begins at 0 under an id that was not used before."""
     for rows in by_lane(batches).values():

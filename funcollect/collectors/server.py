@@ -7,6 +7,7 @@ process is not. It forks when it is asked to, tells what became of its children,
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -18,12 +19,14 @@ import traceback
 from funcollect.collectors.channel import receive_packet
 from funcollect.collectors.lifeline import die_with
 
+_SET_CHILD_SUBREAPER = 36  # of prctl(2)
 STATUS = struct.Struct("q")  # what is told of a process: its number as it begins, its wait status when it is gone
 
 
 def main(control: int, alive: int) -> None:
     """Serve the socket `control` until its other end is closed, at the latest when that of the pipe `alive` is."""
     die_with(alive)
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what a killed worker had started is reaped here
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
@@ -31,7 +34,7 @@ def main(control: int, alive: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     _import_everything()
     sock = socket.socket(fileno=control)
-    children: dict[int, int] = {}
+    children: dict[int, int] = {}  # their numbers, and where to tell of their end
     waiting = select.poll()
     for fd in (control, woken):
         waiting.register(fd, select.POLLIN)
@@ -41,22 +44,31 @@ def main(control: int, alive: int) -> None:
             os.read(woken, 1 << 12)
             _reap(children)
         if control in ready:
-            data, fds = receive_packet(sock, 1)
-            if not data:
+            asked, fds = receive_packet(sock, 1)
+            if not asked:
                 return
-            status, *others = fds
-            pid = os.fork()
-            if not pid:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for fd in (control, alive, woken, wakes, status, *children.values()):
-                    os.close(fd)
-                sock.detach()
-                _become_worker(others)
-            children[pid] = status
-            os.write(status, STATUS.pack(pid))
-            for fd in others:
-                os.close(fd)
+            _fork(children, fds, (control, alive, woken, wakes))
+
+
+def _fork(children: dict[int, int], fds: list[int], own: tuple[int, ...]) -> None:
+    """Make a worker of all descriptors but the first, where its number is told; `own` are not for it."""
+    status, *others = fds
+    pid = os.fork()
+    if not pid:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for fd in (*own, status, *children.values()):
+            os.close(fd)
+        _become_worker(others)
+    children[pid] = status
+    _tell(status, pid)
+    for fd in others:
+        os.close(fd)
+
+
+def _tell(status: int, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # nobody asks any more
+        os.write(status, STATUS.pack(number))
 
 
 def _import_everything() -> None:
@@ -67,14 +79,17 @@ def _import_everything() -> None:
 
 
 def _reap(children: dict[int, int]) -> None:
-    while children:
-        pid, status = os.waitpid(-1, os.WNOHANG)
+    """Take note of every process that has ended; tell of those that were asked for."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
         if not pid:
             return
-        fd = children.pop(pid)
-        with contextlib.suppress(BrokenPipeError):  # nobody asks any more
-            os.write(fd, STATUS.pack(status))
-        os.close(fd)
+        if (fd := children.pop(pid, None)) is not None:
+            _tell(fd, status)
+            os.close(fd)
 
 
 def _become_worker(fds: list[int]) -> None:
