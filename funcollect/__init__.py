@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from funcollect import envs, errors, interop, plots, testing
+    from funcollect.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector
     from funcollect.collectors.sync import SyncDataCollector
     from funcollect.core import traced
     from funcollect.core.api import close, fork, init, reset, rollout, step
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         PolicyError,
         ReplayError,
         StaleStateError,
+        WorkerError,
     )
     from funcollect.interop.lowering import lower
     from funcollect.plots.recording import record
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from funcollect.trajectories.stats import EpisodeStats, episode_stats
 
 _HOMES = {
+    "funcollect.collectors.multi": ["MultiSyncDataCollector", "MultiaSyncDataCollector"],
     "funcollect.collectors.sync": ["SyncDataCollector"],
     "funcollect.envs.registry": ["make_env"],
     "funcollect.errors": [
@@ -61,6 +64,7 @@ _HOMES = {
         "PolicyError",
         "ReplayError",
         "StaleStateError",
+        "WorkerError",
     ],
     "funcollect.interop.lowering": ["lower"],
     "funcollect.plots.recording": ["record"],
@@ -104,6 +108,8 @@ __all__ = [
     "ExplorationType",
     "FuncollectError",
     "LoweringError",
+    "MultiSyncDataCollector",
+    "MultiaSyncDataCollector",
     "Plan",
     "PluginError",
     "Policy",
@@ -111,6 +117,7 @@ __all__ = [
     "ReplayError",
     "StaleStateError",
     "SyncDataCollector",
+    "WorkerError",
     "close",
     "deliver",
     "envs",

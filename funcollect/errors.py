@@ -44,6 +44,25 @@ class PluginError(FuncollectError, RuntimeError):
         return str(self.args[0])
 
 
+class WorkerError(FuncollectError, RuntimeError):
+    """A worker of a collector died, hung or raised.
+
+    Attributes:
+        worker: its index.
+        lane: the lane in which it raised, counted over all workers; None where none is known.
+        traceback: the worker's own, or for a hang its Python stack; empty where there is none.
+    """
+
+    def __init__(self, message: str, worker: int = 0, lane: int | None = None, traceback: str = "") -> None:
+        super().__init__(message, worker, lane, traceback)
+        self.worker = worker
+        self.lane = lane
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}\n\n{self.traceback}" if self.traceback else str(self.args[0])
+
+
 class EvaluationError(FuncollectError, RuntimeError):
     """An evaluation reached its frame limit before every lane had its episodes."""
 

@@ -74,7 +74,7 @@ FAULTS: list[tuple[str, Callable[..., Any], str]] = [
     ("weights", faulty.ForgetsWeights, r"update_policy_weights_\(params\): expected other data"),
     ("weights", faulty.CountsNoVersion, r"before and after one update: expected 0, then 1, got \[0\], then \[0\]"),
     ("checkpoint", faulty.SavesAFunction, r"UnpicklingError: Weights only load failed"),
-    ("checkpoint", faulty.ForgetsFrames, r"frames after loading: expected 80, got 0"),
+    ("checkpoint", faulty.ForgetsFrames, r"frames after loading: expected 120, got 0"),
     ("checkpoint", faulty.ForgetsItsVersion, r"collector.policy_version after loading: expected \[1\], got \[0\]"),
     ("checkpoint", faulty.ForgetsItsEpisodes, r"collector.traj_ids: expected every id for one trajectory"),
     ("checkpoint", faulty.ForgetsItsKey, r"a second run from one state_dict, lane 0"),

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from tensordict import TensorDictBase
 
 from funcollect.arguments import check_positive
-from funcollect.core.request import Request, check_ends, check_exploration
+from funcollect.core.request import Columns, Request, check_ends, check_exploration
 from funcollect.devices import checked_device
 from funcollect.specs import Env, ExplorationType
 from funcollect.trajectories.split import split_trajectories
 
 Postproc = Callable[[TensorDictBase], TensorDictBase]
 Device = torch.device | str | None
+OnFailure = Literal["raise", "restart"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class Options:
     exploration_type: ExplorationType = ExplorationType.RANDOM
     reset_when_done: bool = True
     update_at_each_batch: bool = False
+    env_device_given: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         """Check every field; `device` fills those that are unset."""
@@ -53,7 +55,7 @@ class Options:
             )
         if self.total_frames != -1:
             check_positive("total_frames", self.total_frames)
-        self._check_switches()
+        self._check_switches("reset_at_each_iter", "split_trajs", "reset_when_done", "update_at_each_batch")
         for name in ("max_frames_per_traj", "init_random_frames"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
@@ -63,27 +65,32 @@ class Options:
         if self.postproc is not None and not callable(self.postproc):
             raise TypeError(f"postproc is {self.postproc!r:.80}, expected a function from batch to batch: pass one")
         check_ends(self.max_frames_per_traj, self.reset_when_done)
+        object.__setattr__(self, "env_device_given", self.env_device is not None)
         for name in ("storing_device", "env_device", "policy_device"):
             given = getattr(self, name)
             place = checked_device(self.device) if given is None else checked_device(given, name)
             object.__setattr__(self, name, place)
 
-    def _check_switches(self) -> None:
-        for name in ("reset_at_each_iter", "split_trajs", "reset_when_done", "update_at_each_batch"):
+    def _check_switches(self, *names: str) -> None:
+        for name in names:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r:.80}, expected a bool: pass True or False")
 
-    def request(self, env: Env, params: Any) -> Request:
-        """One batch's rollout."""
-        lanes = env.num_envs or 1
+    def length(self, env: Env) -> int:
+        """T: the steps of a batch."""
+        return math.ceil(self.frames_per_batch / (env.num_envs or 1))
+
+    def request(self, length: int, params: Any, lanes: int, columns: Columns) -> Request:
+        """One batch's rollout of `length` steps; `lanes` are those of the whole run."""
         limit = self.max_frames_per_traj
         return Request(
-            length=math.ceil(self.frames_per_batch / lanes),
+            length=length,
             params=params,
             exploration_type=self.exploration_type,
             max_frames_per_traj=limit if limit is not None and limit > 0 else None,
             random_steps=math.ceil(max(self.init_random_frames or 0, 0) / lanes),
             reset_when_done=self.reset_when_done,
+            columns=columns,
         )
 
     def finish(self, batch: TensorDictBase) -> TensorDictBase:
@@ -98,6 +105,55 @@ class Options:
                 raise TypeError(f"postproc returned {type(batch).__name__}, expected a TensorDict: return the batch")
         hidden = [key for key in batch.keys(True) if any(part.startswith("_") for part in _parts(key))]
         return batch.exclude(*hidden, inplace=True) if hidden else batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions(Options):
+    """What collectors that have workers are given besides."""
+
+    num_threads: int = 1
+    timeout: float = 60.0
+    start_timeout: float = 300.0
+    on_failure: OnFailure = "raise"
+    in_process: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        super().__post_init__()
+        self._check_switches("in_process")
+        check_positive("num_threads", self.num_threads)
+        for name in ("timeout", "start_timeout"):
+            seconds = getattr(self, name)
+            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+                raise ValueError(f"{name} is {seconds!r}, expected seconds, more than 0: pass for example {name}=60")
+        if self.on_failure not in get_args(OnFailure):
+            raise ValueError(
+                f"on_failure is {self.on_failure!r}, expected 'raise' (a worker's failure ends the run) or 'restart' "
+                "(another takes its place): pass one of them"
+            )
+
+
+class Keywords(TypedDict, total=False):
+    """The keywords whose defaults stand in `WorkerOptions`."""
+
+    total_frames: int
+    device: Device | Sequence[Device]
+    storing_device: Device
+    env_device: Device | Sequence[Device]
+    policy_device: Device | Sequence[Device]
+    max_frames_per_traj: int | None
+    init_random_frames: int | None
+    reset_at_each_iter: bool
+    split_trajs: bool
+    postproc: Postproc | None
+    exploration_type: ExplorationType
+    reset_when_done: bool
+    update_at_each_batch: bool
+    num_threads: int
+    timeout: float
+    start_timeout: float
+    on_failure: OnFailure
+    in_process: bool
 
 
 def _parts(key: Any) -> tuple[str, ...]:

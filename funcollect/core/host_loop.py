@@ -29,7 +29,7 @@ def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -
     hold: Hold = state.env_state
     hold.check()
     rows = hold.simulation.simulators.rows
-    recording = Recording(rows, request.length, env.info_keys)
+    recording = Recording(rows, request, env.info_keys)
     observation = rows.torch_observation if policy.backend == "torch" else rows.observation
     actor = open_actor(env, policy, state, request, observation)  # bad arguments are said before the state is used
     simulation = hold.claim()
@@ -127,16 +127,20 @@ class Recording:
         reward: [T, P] float32.
     """
 
-    def __init__(self, rows: Rows, length: int, info_keys: Sequence[str]) -> None:
+    def __init__(self, rows: Rows, request: Request, info_keys: Sequence[str]) -> None:
         self._paths = list(rows.arrays)
-        self.roots = [(np.empty((length, *row.shape), row.dtype), row) for row in rows.arrays.values()]
-        self.nexts = [(np.empty_like(store), row) for store, row in self.roots]
-        shape = (length, len(self.roots[0][1]))
+        self.roots = [self._pair(request, path, row) for path, row in rows.arrays.items()]
+        self.nexts = [self._pair(request, ("next", *path), row) for path, row in rows.arrays.items()]
+        shape = (request.length, len(self.roots[0][1]))
         self._lanes = range(shape[1])
         self.reward = np.empty(shape, np.float32)
         self._terminated = np.zeros(shape, bool)
         self._truncated = np.zeros(shape, bool)
         self._info: dict[str, list[Any]] = {key: [] for key in info_keys}
+
+    @staticmethod
+    def _pair(request: Request, path: Path, row: Array) -> tuple[Array, Array]:
+        return request.column(path, torch.from_numpy(row)).numpy(), row
 
     def restore(self, t: int, lanes: list[int]) -> None:
         """Undo what a policy wrote into the rows of finished lanes, which no step writes again."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
+
+from torch import Tensor
 
 from funcollect.arguments import check_positive
 from funcollect.core.state import CollectorState
@@ -12,6 +16,10 @@ from funcollect.policies.actor import Actor, Drive
 from funcollect.policies.protocol_actor import make_actor
 from funcollect.policies.random_policy import RandomStart
 from funcollect.specs import Env, ExplorationType, Policy
+from funcollect.tree import Path
+
+Columns = Mapping[Path, Tensor]
+NOWHERE: Columns = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +33,8 @@ class Request:
         max_frames_per_traj: steps after which a trajectory is truncated, or None.
         random_steps: lanes act randomly in the run's first so many steps.
         reset_when_done: False keeps a finished lane finished.
+        columns: memory by path, each [T, P, ...], into which observations are recorded where one fits; what a batch
+            holds besides lies in memory of its own.
     """
 
     length: int
@@ -33,6 +43,7 @@ class Request:
     max_frames_per_traj: int | None = None
     random_steps: int = 0
     reset_when_done: bool = True
+    columns: Columns = field(default_factory=lambda: NOWHERE)
 
     def __post_init__(self) -> None:
         """Check every field, here and nowhere else."""
@@ -41,6 +52,14 @@ class Request:
             check_positive("max_frames_per_traj", self.max_frames_per_traj)
         check_exploration(self.exploration_type)
         check_ends(self.max_frames_per_traj, self.reset_when_done)
+
+    def column(self, path: Path, row: Tensor) -> Tensor:
+        """Memory [T, P, ...] for rows like `row` [P, ...]."""
+        shape = (self.length, *row.shape)
+        given = self.columns.get(path)
+        if given is None or (given.shape, given.dtype, given.device) != (shape, row.dtype, row.device):
+            return row.new_empty(shape)
+        return given
 
 
 def check_ends(max_frames_per_traj: int | None, reset_when_done: bool) -> None:

@@ -98,8 +98,8 @@ class _Loop:
         self._step = state.step.to(env.device)
         self._frozen = (state.terminated | state.truncated).to(env.device)
         shape = (request.length, state.num_lanes)
-        self._roots = {path: value.new_empty(request.length, *value.shape) for path, value in self.root.items()}
-        self._nexts = {path: torch.empty_like(rows) for path, rows in self._roots.items()}
+        self._roots = {path: request.column(path, value) for path, value in self.root.items()}
+        self._nexts = {path: request.column(("next", *path), value) for path, value in self.root.items()}
         self._reward = torch.empty(shape, device=env.device)
         self._terminated = torch.empty(shape, dtype=torch.bool, device=env.device)
         self._truncated = torch.empty_like(self._terminated)

@@ -47,6 +47,9 @@ def track(
 ) -> Tracked:
     """A collector's batches, with a progress bar: frames, frames per second, episodes, mean return and length.
 
+    Of a collector with workers it also shows how many versions of the weights a batch is behind, and how often workers
+    were replaced and batches copied; what is nought is left out.
+
     The rate is that of the whole loop, what happens between two batches included. Where a `postproc` has taken the keys
     of episodes away, only frames are shown. Breaking off closes the bar and leaves the collector as it is.
 
@@ -112,7 +115,7 @@ class Tracked:
 
     def _show(self, bar: Any, frames: int) -> None:
         """Count a batch of so many frames in."""
-        bar.set_postfix(self._episodes.summary(), refresh=False)
+        bar.set_postfix(self._episodes.summary() | workers_summary(self._collector), refresh=False)
         if bar.total is not None:
             bar.total = max(bar.total, bar.n + frames)  # the last batch is whole
         bar.update(frames)
@@ -140,3 +143,12 @@ class Tracked:
             self._scalars.add(values)
         elif self._log_dir is not None:
             raise RuntimeError("log was called outside of the loop, expected a batch in hand: call it inside the loop")
+
+
+def workers_summary(collector: Any) -> dict[str, str]:
+    """What a progress bar shows of a collector's workers, if it has any: `stats` by shorter names."""
+    stats = collector.stats() if hasattr(collector, "num_workers") else {}
+    return {name: str(stats[key]) for name, key in _OF_WORKERS.items() if stats.get(key)}
+
+
+_OF_WORKERS = {"lag": "policy_lag", "restarts": "restarts", "copies": "copies"}

@@ -87,7 +87,7 @@ def checkpoint(trial: CollectorTrial) -> None:
     """`load_state_dict` goes on with the weights and counts of `state_dict`, under ids not used before."""
     with trial.built() as collector:
         collector.update_policy_weights_()
-        before = take(collector, 2)
+        before = take(collector, trial.batches)
         saved, frames = _through_a_file(collector.state_dict()), collector.frames
     runs = []
     for _ in range(2):
@@ -95,7 +95,7 @@ def checkpoint(trial: CollectorTrial) -> None:
             collector.load_state_dict(saved)
             if collector.frames != frames:
                 raise fail("frames after loading", expected=frames, got=collector.frames, mend="save and restore them")
-            runs.append(take(collector, 2))
+            runs.append(take(collector, trial.batches))
     wanted, got = _versions(before[-1]), _versions(runs[0][0])
     if got != wanted:
         raise fail("collector.policy_version after loading", expected=wanted, got=got, mend="save and restore it")
@@ -112,8 +112,8 @@ def _through_a_file(saved: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def exception(trial: CollectorTrial) -> None:
-    """After an exception in the environment the next batch begins new episodes, under new ids."""
+def exception(trial: CollectorTrial) -> str | None:
+    """After an exception in the environment the next batch begins new episodes, under new ids; or it is shut down."""
     given = trial.kwargs.get("create_env_fn")
     many = [Stumbles] * len(given) if isinstance(given, (list, tuple)) else Stumbles
     workers = len(many) if isinstance(many, list) else trial.kwargs.get("num_workers", 1)
@@ -122,15 +122,19 @@ def exception(trial: CollectorTrial) -> None:
         before = _until_it_stumbles(collector, limit=4)
         if before is None:
             raise fail("an exception in the environment", expected="raised", got="swallowed", mend="raise it")
-        for _ in range(workers - 1):  # each worker's environment stumbles once
-            before += _until_it_stumbles(collector, limit=1) or []
-        after = take(collector, trial.batches)
+        try:
+            for _ in range(workers - 1):  # each worker's environment stumbles once
+                before += _until_it_stumbles(collector, limit=1) or []
+            after = take(collector, trial.batches)
+        except ClosedError:
+            return "an exception shuts it down"
     for lane, rows in lanes_of(after).items():
         expect_counters(rows)
         first = int(rows["collector", "step"][0, 0])
         if first:
             raise fail(f"lane {lane}, the first step after an exception", expected=0, got=first, mend="begin episodes")
     expect_used_once([each for part in (before, after) for rows in lanes_of(part).values() for each in ids_of(rows)])
+    return None
 
 
 def _until_it_stumbles(collector: Any, limit: int) -> list[Any] | None:

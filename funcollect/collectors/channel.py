@@ -1,0 +1,94 @@
+"""Whole messages between two processes, with file descriptors, over a pair of sockets.
+
+A message comes whole or not at all, whatever happens to its sender. One that is too large for a packet lies in
+anonymous memory, whose descriptor travels in its place.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import pickle
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import cloudpickle
+
+_PACKET = 1 << 14  # bytes; sockets take several times more
+_MOST_FDS = 8
+_FD = array.array("i")
+_INLINE, _IN_MEMORY = b"i", b"m"
+
+
+def pair() -> tuple[Channel, socket.socket]:
+    """A channel, and the socket of its other end."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Channel(ours), theirs
+
+
+class Channel:
+    """One end.
+
+    Args:
+        sock: of the kind `pair` makes.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    def fileno(self) -> int:
+        """Readable when a message is there, or the other end is closed."""
+        return self._socket.fileno()
+
+    def send(self, message: Any, fds: Sequence[int] = (), *, plain: bool = False) -> None:
+        """Send an object; `plain` ones hold nothing but numbers, strings and tuples, which pickle faster.
+
+        Raises:
+            OSError: where the other end is closed.
+        """
+        data = pickle.dumps(message, -1) if plain else cloudpickle.dumps(message, -1)
+        if len(data) < _PACKET:
+            socket.send_fds(self._socket, [_INLINE, data], fds)
+            return
+        memory = os.memfd_create("message")
+        try:
+            with open(memory, "wb", closefd=False) as file:
+                file.write(data)
+            socket.send_fds(self._socket, [_IN_MEMORY], [*fds, memory])
+        finally:
+            os.close(memory)
+
+    def receive(self, *, wait: bool = True) -> tuple[Any, list[int]] | None:
+        """The next object and the descriptors that came with it, which are the caller's; None where there is none yet.
+
+        Raises:
+            EOFError: where the other end is closed and all has been read.
+        """
+        try:
+            data, fds = receive_packet(self._socket, _PACKET + 1, 0 if wait else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError as error:
+            raise EOFError from error
+        if not data:
+            raise EOFError
+        if data[:1] == _INLINE:
+            return pickle.loads(memoryview(data)[1:]), fds
+        with open(fds.pop(), "rb") as file:
+            file.seek(0)
+            return pickle.loads(file.read()), fds
+
+    def close(self) -> None:
+        """Close this end."""
+        self._socket.close()
+
+
+def receive_packet(sock: socket.socket, size: int, flags: int = 0) -> tuple[bytes, list[int]]:
+    """A packet and its descriptors, which no program inherits. `socket.recv_fds` forgets the flags."""
+    room = socket.CMSG_SPACE(_MOST_FDS * _FD.itemsize)
+    data, ancillary, _, _ = sock.recvmsg(size, room, flags | socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for _, _, payload in ancillary:
+        fds.frombytes(payload[: len(payload) - len(payload) % _FD.itemsize])
+    return data, list(fds)

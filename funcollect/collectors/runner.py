@@ -1,0 +1,207 @@
+"""An environment, a policy and the state between two batches: what a collector runs, here or in a worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from funcollect.collectors.options import Options
+from funcollect.collectors.source import Source
+from funcollect.core import api
+from funcollect.core.request import NOWHERE, Columns
+from funcollect.core.reseed import next_seed, reseed, resume, saved_counts, saved_leaves
+from funcollect.errors import ClosedError
+
+_SAVED = (
+    "policy_state_dict",
+    "own_weights",
+    "key",
+    "episode",
+    "steps",
+    "policy_version",
+    "policy_state",
+    "frames",
+    "iter",
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which lanes are a runner's own: worker `index` of `count` has ``index * P`` to ``index * P + P - 1``."""
+
+    index: int = 0
+    count: int = 1
+
+
+class Runner:
+    """Lanes at work, one rollout after another.
+
+    After an exception, or Ctrl-C, the next rollout begins new episodes under new trajectory ids.
+
+    Attributes:
+        env, policy: as they were built.
+        params: what the policy acts with; None for its own.
+        state: where the lanes stand.
+        lanes: of the whole run.
+        length: T, the steps of a batch.
+        frames: collected so far.
+    """
+
+    def __init__(self, source: Source, options: Options, *, seed: int | None, place: Place = Place()) -> None:
+        self.options = options
+        self.env, self.policy = source.build(options)
+        self.params: Any = None
+        self.lanes = place.count * (self.env.num_envs or 1)
+        api.check_pair(self.env, self.policy)
+        first_lane = place.index * (self.env.num_envs or 1)
+        self.state = api.init_lanes(self.env, self.policy, seed=seed, first_lane=first_lane, total_lanes=self.lanes)
+        self.length = options.length(self.env)
+        self.frames = 0
+        self._batches = 0
+        self._seconds = 0.0
+        self._interrupted = False
+        self._closed = False
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run; what was drawn where None was given."""
+        return self.state.seed
+
+    def begin_batch(self) -> None:
+        """What the keywords want done before a batch of the run."""
+        if self.options.reset_at_each_iter and self._batches:
+            self.reset()
+        if self.options.update_at_each_batch and self._batches:
+            self.update_policy_weights_(self.params)
+
+    def rollout(self) -> TensorDictBase:
+        """One batch as the core returns it, whether or not the run has ended: not split, not post-processed.
+
+        Its frames count from here on, also where a `postproc` that raises loses the batch.
+        """
+        return self.record(NOWHERE)
+
+    def record(self, columns: Columns) -> TensorDictBase:
+        """`rollout`, recorded into `columns` as far as they fit; see `funcollect.core.request.Request`."""
+        self._check_open()
+        if self._interrupted:
+            self.reset()
+        started = time.perf_counter()
+        self._interrupted = True
+        request = self.options.request(self.length, self.params, self.lanes, columns)
+        self.state, batch = api.run(self.env, self.policy, self.state, request)
+        self._interrupted = False
+        self._seconds += time.perf_counter() - started
+        self._batches += 1
+        self.frames += batch.numel()
+        return batch.unlock_()
+
+    def reset(self, mask: Tensor | None = None) -> None:
+        """Begin new episodes in the lanes of `mask` [P], or in all."""
+        self._check_open()
+        try:
+            self.state = api.reset(self.env, self.state, mask)
+        except (TypeError, ValueError):
+            raise  # a bad mask, said before the state is used
+        except BaseException:
+            self._interrupted = True
+            raise
+        self._interrupted = self._interrupted and mask is not None
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Begin new episodes, seeded by `seed`: before the first batch, as if the collector had been built with it.
+
+        Returns:
+            The seed for the next collector, as TorchRL works it out; `seed` itself for `static_seed`.
+        """
+        self._check_open()
+        self.state = reseed(self.env, self.policy, self.state, seed)
+        self._interrupted = False
+        return seed if static_seed else next_seed(seed, self.state.num_lanes)
+
+    def update_policy_weights_(self, params: Any = None) -> None:
+        """Act with `params` from the next batch on; None for the policy's own, which are read anew at each batch.
+
+        Raises:
+            ValueError: for parameters that do not fit the policy.
+        """
+        self._check_open()
+        if params is not None:
+            self.policy.prepare(params)
+        self.count_as(params, int(self.state.policy_version) + 1)
+
+    def count_as(self, params: Any, version: int) -> None:
+        """Act with `params`, which the policy takes, and call them this version."""
+        self.params = params
+        own = self.state.policy_version  # over JAX environments an array, which it has to stay
+        self.state = self.state.replace(policy_version=own + (version - int(own)))
+
+    def go_on(self, *, steps: int, episode: int) -> None:
+        """Begin new episodes as if so many steps had been made and, in every lane, the episodes up to this one."""
+        counts = saved_counts(self.state)
+        counts["steps"], counts["episode"] = steps, torch.full_like(counts["episode"], episode)
+        self.state = resume(self.env, self.state, {**counts, "policy_state": saved_leaves(self.state.policy_state)})
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs: weights, key, counters. Episodes in flight begin anew after loading.
+
+        Tensors, numbers and strings only: `torch.load` reads it with ``weights_only=True``.
+        """
+        weights = getattr(self.policy, "state_dict", None)
+        return {
+            "policy_state_dict": {} if weights is None else weights(self.params),
+            "own_weights": self.params is None,
+            **saved_counts(self.state),
+            "policy_state": saved_leaves(self.state.policy_state),
+            "frames": self.frames,
+            "iter": self._batches,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`: the same weights, key and counts; new episodes under ids not used before.
+
+        Weights that were the policy's own at saving are written into the policy; others become `params`.
+
+        Raises:
+            ValueError: for a state of another number of lanes, or weights that do not fit.
+        """
+        self._check_open()
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict is {type(state_dict).__name__}, expected a dict: pass what state_dict gave")
+        if missing := [key for key in _SAVED if key not in state_dict]:
+            raise ValueError(f"the state_dict lacks {missing}, expected {list(_SAVED)}: pass what state_dict gave")
+        weights = state_dict["policy_state_dict"] or None
+        if weights is not None:
+            self.policy.prepare(weights)
+        self.state = resume(self.env, self.state, state_dict)
+        self.params = None if state_dict["own_weights"] else weights
+        if weights is not None and self.params is None:
+            self.policy.load(weights)  # type: ignore[attr-defined]
+        self.frames = state_dict["frames"]
+        self._batches = state_dict["iter"]
+        self._interrupted = False
+
+    def stats(self) -> dict[str, float]:
+        """Counts of the run: frames, batches, seconds spent collecting, frames per second, the policy's version."""
+        return {
+            "frames": self.frames,
+            "batches": self._batches,
+            "seconds": self._seconds,
+            "frames_per_second": self.frames / self._seconds if self._seconds else 0.0,
+            "policy_version": int(self.state.policy_version),
+        }
+
+    def shutdown(self) -> None:
+        """Free the simulators; nothing can be collected afterwards. Does nothing the second time."""
+        self._closed = True
+        api.close(self.state)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self!r} was shut down: build another collector")

@@ -1,0 +1,62 @@
+"""Where a collector's environment and policy come from: as they were given, checked, built where they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from funcollect.collectors.options import Options, check_env_device
+from funcollect.envs.registry import make_env
+from funcollect.policies.coerce import as_policy
+from funcollect.specs import Env, Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """An environment and a policy before they are built.
+
+    Raises:
+        TypeError, ValueError: for a policy beside a factory of one, or arguments that are no dict.
+    """
+
+    create_env_fn: Any
+    create_env_kwargs: Mapping[str, Any] | None = None
+    policy: Any = None
+    policy_factory: Callable[[], Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked before anything is built."""
+        if not isinstance(self.create_env_kwargs, (Mapping, type(None))):
+            raise TypeError(
+                f"create_env_kwargs is {self.create_env_kwargs!r:.80}, expected a dict of keyword arguments for "
+                "make_env: pass one"
+            )
+        factory = self.policy_factory
+        if factory is None:
+            return
+        if self.policy is not None:
+            raise ValueError("policy and policy_factory are both given, expected one: leave the other out")
+        if isinstance(factory, nn.Module) or not callable(factory):
+            raise TypeError(
+                f"policy_factory is {type(factory).__name__}, expected a function that returns a policy: pass one, or "
+                "pass the policy as policy"
+            )
+
+    def build(self, options: Options) -> tuple[Env, Policy]:
+        """Both, made and suiting the devices that `options` name."""
+        policy = self._policy()
+        env = make_env(self.create_env_fn, **(self.create_env_kwargs or {}))
+        # `device` may name an accelerator for the policy while simulators stay on the host; `env_device` may not.
+        if env.backend != "host" or options.env_device_given:
+            check_env_device(env, options.env_device)
+        return env, as_policy(policy, env, options.policy_device)
+
+    def _policy(self) -> Any:
+        if self.policy_factory is None:
+            return self.policy
+        if (made := self.policy_factory()) is None:
+            raise TypeError("policy_factory returned None, expected a policy: return it")
+        return made

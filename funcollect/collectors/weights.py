@@ -1,0 +1,146 @@
+"""Weights on their way to the workers: each gets the latest ones, whole, and none waits for another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from funcollect.collectors.crew import Crew
+from funcollect.collectors.transport import Board, Call
+from funcollect.policies.binding import TorchBacked
+
+
+@dataclass(frozen=True, eq=False)
+class Version:
+    """One update: laid down on the board, or parameters that go by themselves."""
+
+    number: int
+    place: int | None = None
+    params: Any = None
+
+
+class Weights:
+    """What each worker acts with, and is to act with.
+
+    A worker copies weights before it acts with them, and is told of later ones only then. So a tight loop of updates
+    needs no more places than one per worker, one for the latest and one to write, and no one waits.
+
+    Args:
+        policy: whose parameters they are: a `Policy` or a module; None where the workers build their own.
+
+    Attributes:
+        version: of the latest update.
+        own: whether that was the policy's own weights.
+    """
+
+    def __init__(self, crew: Crew, board: Board, policy: Any) -> None:
+        self._crew = crew
+        self._board = board
+        self._policy = TorchBacked(policy) if isinstance(policy, nn.Module) else policy
+        self.version = 0
+        self.own = True
+        self._refusal: BaseException | None = None  # a worker's; it keeps the weights before
+        count = len(crew.members)
+        self._wanted: list[Version | None] = [None] * count
+        self._under_way: list[tuple[Version, Call] | None] = [None] * count
+        self._taken: list[Version | None] = [None] * count
+
+    def update(self, params: Any, workers: Sequence[int]) -> None:
+        """Have these workers act with `params` as they are now, or for None with the policy's own.
+
+        Raises:
+            ValueError: for parameters that do not fit the policy.
+        """
+        weights = self._named(params)
+        with self._crew.lock:
+            place = None if weights is None else self._lay_down(weights, workers)
+            self.version, self.own = self.version + 1, params is None
+            version = Version(self.version, place, params if place is None else None)
+            for worker in workers:
+                self._wanted[worker] = version
+        self.send()
+        if place is None and params is not None:  # only the workers can tell whether it fits
+            while any(self._under_way[worker] is not None for worker in workers):
+                self._crew.pump()
+                self.send()
+            refusal, self._refusal = self._refusal, None
+            if refusal is not None:
+                raise refusal
+
+    def _named(self, params: Any) -> Mapping[str, Tensor] | None:
+        """The weights by name; None where the policy has none of its own here."""
+        if not hasattr(self._policy, "load"):
+            return None
+        if params is not None:
+            self._policy.prepare(params)
+        return self._policy.state_dict(params) or None
+
+    def _lay_down(self, weights: Mapping[str, Tensor], workers: Sequence[int]) -> int:
+        while (place := self._board.put(weights, self._places(workers))) is None:
+            self._crew.pump()  # updates of single workers may take more places than there are
+        return place
+
+    def _places(self, workers: Sequence[int]) -> set[int]:
+        """Those that may still be read, once these workers want others."""
+        wanted = [version for worker, version in enumerate(self._wanted) if worker not in workers]
+        under_way = [each[0] for each in self._under_way if each is not None and not each[1].done]
+        kept = [*wanted, *under_way, *(self._wanted if len(workers) < len(self._wanted) else ())]
+        return {version.place for version in kept if version is not None and version.place is not None}
+
+    def send(self) -> None:
+        """Tell every worker of the latest weights that has taken the ones before."""
+        with self._crew.lock:
+            for worker, wanted in enumerate(self._wanted):
+                sent = self._under_way[worker]
+                if sent is not None and sent[1].done:
+                    self._under_way[worker] = None
+                    self._took(worker, *sent)
+                    sent = None
+                if sent is None and wanted is not None and wanted is not self._taken[worker]:
+                    self._under_way[worker] = (wanted, self._crew.submit(self._call(worker, wanted)))
+
+    def _took(self, worker: int, version: Version, call: Call) -> None:
+        if call.error is None:
+            self._taken[worker] = version
+            return
+        if self._wanted[worker] is version:
+            self._wanted[worker] = self._taken[worker]
+        self._refusal = call.error
+
+    def _call(self, worker: int, version: Version) -> Call:
+        if version.place is None:
+            return Call(worker, "take_params", (version.params, version.number))
+        return self._board.call(worker, version.place, version.number)
+
+    def settle(self) -> None:
+        """Return once every worker has been told of the latest weights: what it is told next, it does with them."""
+        self.send()
+        for worker, wanted in enumerate(self._wanted):
+            while (sent := self._under_way[worker]) is not None and sent[0] is not wanted:
+                self._crew.finish([sent[1]])
+                self.send()
+
+    def restarted(self, worker: int) -> Sequence[Call]:
+        """What a worker that has been replaced is told first: the latest weights."""
+        self._board.restarted(worker)
+        if (sent := self._under_way[worker]) is not None:
+            sent[1].resolve()  # nobody will answer it
+        wanted = self._wanted[worker]
+        if wanted is None:
+            return ()
+        call = self._call(worker, wanted)
+        self._under_way[worker] = (wanted, call)
+        return (call,)
+
+    def go_on_from(self, version: int, weights: Any, *, own: bool) -> None:
+        """Take over a version that was saved, and that the workers have loaded."""
+        self.version, self.own = version, own
+        if not weights or not hasattr(self._policy, "load"):
+            return
+        if own:
+            self._policy.load(weights)
+        self.version -= 1
+        self.update(None if own else weights, range(len(self._wanted)))

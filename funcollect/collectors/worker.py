@@ -1,0 +1,176 @@
+"""One worker: the lanes that it owns, and what it is asked for. Every transport runs this."""
+
+from __future__ import annotations
+
+import re
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cloudpickle
+import numpy as np
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from funcollect.collectors.options import Options
+from funcollect.collectors.runner import Place, Runner
+from funcollect.collectors.source import Source
+from funcollect.core.request import NOWHERE, Columns
+from funcollect.errors import EnvError
+from funcollect.specs import ActionSpec, Leaf
+
+
+class Stand(NamedTuple):
+    """How far a worker has come, which a worker that takes its place goes on from."""
+
+    steps: int = 0  # of every lane
+    episode: int = -1  # the highest number of an episode that has begun
+    batches: int = 0
+    frames: int = 0
+
+
+START = Stand()
+
+
+def stand_of(state_dict: Mapping[str, Any]) -> Stand:
+    """Where a worker stands that has loaded this."""
+    episode = int(state_dict["episode"].max())
+    return Stand(state_dict["steps"], episode, max(state_dict["iter"], 1), state_dict["frames"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What makes a worker; travels by cloudpickle.
+
+    Attributes:
+        seed: of the run, the same for all workers.
+        place: which lanes are its own.
+        stand: from where it goes on.
+    """
+
+    source: Source
+    options: Options
+    seed: int
+    place: Place
+    stand: Stand = START
+
+    def pack(self) -> bytes:
+        """As bytes, by value: functions of a notebook or a script, too.
+
+        Raises:
+            TypeError: for an environment or a policy that cannot be sent.
+        """
+        try:
+            packed: bytes = cloudpickle.dumps(self)
+        except Exception as error:
+            raise TypeError(
+                f"worker {self.place.index}: its environment, policy or postproc cannot be sent to a worker "
+                f"({error!r:.200}): pass functions that build them, create_env_fn and policy_factory"
+            ) from error
+        return packed
+
+
+class Hello(NamedTuple):
+    """What a worker tells of itself once it has been built."""
+
+    num_envs: int | None
+    length: int  # T
+    leaves: tuple[Leaf, ...]
+    action: ActionSpec
+    label: str
+
+
+class Report(NamedTuple):
+    """What a worker tells with each rollout."""
+
+    stand: Stand
+    version: int  # of the weights that acted
+    seconds: float  # spent collecting
+    idle: float  # seconds between the last rollout and this one
+
+
+class Failure(NamedTuple):
+    """An exception in a worker."""
+
+    message: str
+    traceback: str
+    lane: int | None
+    cause: bytes | None  # the exception itself, pickled, where it can be
+
+
+class Worker:
+    """A runner at the disposal of a collector. Each public method answers one call."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._runner = Runner(job.source, job.options, seed=job.seed, place=job.place)
+        self._batches, self._frames = job.stand.batches, job.stand.frames
+        if job.stand.batches:
+            self._runner.go_on(steps=job.stand.steps, episode=job.stand.episode)
+        self._ended = time.monotonic()
+
+    def hello(self) -> Hello:
+        """What the collector has to know."""
+        env = self._runner.env
+        return Hello(env.num_envs, self._runner.length, env.observation_leaves, env.action_spec, repr(env))
+
+    def collect(self, columns: Columns = NOWHERE) -> tuple[TensorDictBase, Report]:
+        """One rollout, recorded into `columns` as far as they fit."""
+        began = time.monotonic()
+        idle = began - self._ended
+        self._runner.begin_batch()
+        batch = self._runner.record(columns)
+        self._ended = time.monotonic()
+        self._batches += 1
+        self._frames += batch.numel()
+        state = self._runner.state
+        stand = Stand(state.steps_made, int(np.asarray(state.episode).max()), self._batches, self._frames)
+        return batch, Report(stand, int(state.policy_version), self._ended - began, idle)
+
+    def adopt(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Copy weights, named as the policy's `state_dict` names them; act with them from now on."""
+        self._runner.policy.load(dict(weights))  # type: ignore[attr-defined]
+        self._runner.count_as(None, version)
+
+    def take_params(self, params: Any, version: int) -> None:
+        """Act with `params` from now on; None for the policy's own."""
+        if params is not None:
+            self._runner.policy.prepare(params)
+        self._runner.count_as(params, version)
+
+    def reset(self, mask: Tensor | None) -> None:
+        """Begin new episodes in the lanes of `mask` [P], or in all."""
+        self._runner.reset(mask)
+
+    def set_seed(self, seed: int) -> None:
+        """Begin new episodes, seeded by `seed`."""
+        self._runner.set_seed(seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs."""
+        return self._runner.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        self._runner.load_state_dict(state_dict)
+
+    def close(self) -> None:
+        """Free the simulators."""
+        self._runner.shutdown()
+
+    def failure(self, error: BaseException) -> Failure:
+        """How the collector is told of an exception that was raised here."""
+        return failure_of(error, self._job.place.index * (self._runner.env.num_envs or 1))
+
+
+def failure_of(error: BaseException, first_lane: int | None = None) -> Failure:
+    """An exception as it travels. A lane that an `EnvError` names is counted over all workers."""
+    try:
+        cause: bytes | None = cloudpickle.dumps(error)
+    except Exception:
+        cause = None
+    named = re.match(r"lanes? \[?(\d+)", str(error)) if isinstance(error, EnvError) else None
+    lane = first_lane + int(named[1]) if named and first_lane is not None else None
+    return Failure(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)), lane, cause)

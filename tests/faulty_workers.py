@@ -1,0 +1,97 @@
+"""Environments and policies that fail in a worker, as badly as they can."""
+
+import ctypes
+import os
+import signal
+import time
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+
+
+class Plain(gymnasium.Env):
+    """Episodes of five steps; the observation is the step."""
+
+    observation_space = spaces.Box(-1, 100, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self):
+        self.steps = self.total = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        self.total += 1
+        return np.full(2, self.steps, np.float32), 1.0, self.steps >= 5, False, {}
+
+
+class Failing(Plain):
+    """Does `act` at step `at` of its life; only the first of those that share the file `once`, where one is given."""
+
+    def __init__(self, act, at=7, once=None):
+        super().__init__()
+        self.act, self.at, self.once = act, at, once
+
+    def step(self, action):
+        answer = super().step(action)
+        if self.total == self.at and self._first():
+            self.act()
+        return answer
+
+    def _first(self):
+        if self.once is None:
+            return True
+        try:
+            os.close(os.open(self.once, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+
+def stumble():
+    raise ArithmeticError("stumbled")
+
+
+def sleep_forever():
+    time.sleep(1e6)
+
+
+def hold_the_gil():
+    ctypes.PyDLL(None).sleep(1_000_000)
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def leave():
+    os._exit(3)
+
+
+class BadInit(Plain):
+    def __init__(self):
+        super().__init__()
+        stumble()
+
+
+class BadReset(Plain):
+    def reset(self, *, seed=None, options=None):
+        if self.total:
+            stumble()
+        return super().reset(seed=seed)
+
+
+def bad_policy(observation):
+    if observation[0, 0] == 4:
+        stumble()
+    return torch.zeros(len(observation), dtype=torch.int64)

@@ -1,0 +1,175 @@
+"""Weights on their way to workers: the latest ones, whole, in order, for Torch and for JAX."""
+
+import itertools
+
+import jax.numpy as jnp
+import pytest
+import torch
+from conftest import scaled
+from workers import COLLECTORS, TRANSPORTS, multi
+
+import funcollect as fc
+
+SYNC, ASYNC = COLLECTORS
+SIZE = 40_000  # numbers: large enough that a copy could be seen half-way
+
+
+class Checksum(torch.nn.Module):
+    """Records the smallest and the largest of its weights, which are all equal in every version."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(SIZE))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, observation):
+        extremes = torch.stack([self.weight.min(), self.weight.max(), self.count.float()]).expand(len(observation), 3)
+        return {"action": torch.zeros(len(observation), dtype=torch.int64), "extremes": extremes}
+
+    def become(self, version):
+        with torch.no_grad():
+            self.weight.fill_(version)
+            self.count.fill_(version)
+
+
+def jax_checksum():
+    def apply(params, observation):
+        extremes = jnp.stack([params["w"].min(), params["w"].max(), params["count"]])
+        action = jnp.zeros(observation.shape[0], jnp.int32)
+        return {"action": action, "extremes": jnp.broadcast_to(extremes, (observation.shape[0], 3))}
+
+    return fc.jax_policy(apply, {"w": jnp.zeros(SIZE), "count": jnp.zeros(())})
+
+
+def versions_of(batch):
+    """The versions in a batch, each shown to be whole."""
+    version = batch["collector", "policy_version"]
+    assert torch.equal(batch["extremes"], version.unsqueeze(-1).expand(*version.shape, 3).float())
+    return sorted(set(version.flatten().tolist()))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_row_of_a_synchronous_batch_has_the_weights_set_before(transport):
+    module = Checksum()
+    with multi(SYNC, transport, create_env_fn=["CartPole-v1"] * 2, policy=module, frames_per_batch=20) as collector:
+        for version in range(5):
+            assert versions_of(next(collector)) == [version]
+            assert collector.stats()["policy_lag"] == 0
+            for _ in range(3):  # only the last one counts
+                module.become(version + 1)
+            collector.update_policy_weights_()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_with_prefetch_the_lag_is_one_batch(transport):
+    kwargs = {"create_env_fn": ["CartPole-v1"] * 2, "frames_per_batch": 20, "prefetch": True}
+    module = Checksum()
+    with multi(SYNC, transport, policy=module, **kwargs) as collector:
+        seen = []
+        for version in range(1, 6):
+            seen += versions_of(next(collector))
+            module.become(version)
+            collector.update_policy_weights_()
+        assert seen == [0, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("kind", COLLECTORS)
+def test_weights_of_a_jax_policy_and_of_some_workers(kind, transport):
+    with multi(kind, transport, create_env_fn=["CartPole-v1"] * 2, policy=jax_checksum(), frames_per_batch=20) as c:
+        c.update_policy_weights_({"w": jnp.full(SIZE, 1.0), "count": jnp.ones(())})
+        c.update_policy_weights_({"w": jnp.full(SIZE, 2.0), "count": jnp.full((), 2.0)}, worker_ids=[1])
+        seen = {}
+        while {*seen} != {0, 1}:
+            batch = next(c)
+            for version in versions_of(batch):
+                rows = batch["collector", "policy_version"] == version
+                seen |= dict.fromkeys(batch["collector", "lane"][rows].tolist(), version)
+        assert seen == {0: 1, 1: 2}
+        for params, match in (({"w": jnp.zeros(3)}, "params differ"), ({}, "params differ")):
+            with pytest.raises(ValueError, match=match):
+                c.update_policy_weights_(params)
+        with pytest.raises(ValueError, match="worker_ids"):
+            c.update_policy_weights_(worker_ids=[2])
+
+
+@pytest.mark.parametrize("kind", COLLECTORS)
+def test_a_tight_loop_of_updates_is_never_read_half_way(kind):
+    """Versions never go back, and no worker starves."""
+    module = Checksum()
+    last = {}
+    with multi(kind, create_env_fn=["CartPole-v1"] * 2, policy=module, frames_per_batch=40) as collector:
+        for version in range(1, scaled(1000) + 1):
+            module.become(version)
+            collector.update_policy_weights_()
+            if version % 10 == 0:
+                batch = next(collector)
+                versions_of(batch)
+                lanes, numbers = (batch["collector", name].flatten() for name in ("lane", "policy_version"))
+                for lane in set(lanes.tolist()):
+                    (number,) = set(numbers[lanes == lane].tolist())
+                    assert number >= last.get(lane, 0)
+                    last[lane] = number
+    assert {*last} == {0, 1}
+    assert min(last.values()) > scaled(1000) * 0.9
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_update_at_each_batch(transport):
+    module = Checksum()
+    kwargs = {"create_env_fn": ["CartPole-v1"] * 2, "frames_per_batch": 20, "update_at_each_batch": True}
+    with multi(SYNC, transport, policy=module, **kwargs) as collector:
+        for version in range(4):
+            module.become(version)
+            assert versions_of(next(collector)) == [version]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_workers_that_make_their_own_policy(transport):
+    kwargs = {"create_env_fn": ["CartPole-v1"] * 2, "frames_per_batch": 20, "policy_factory": [Checksum, Checksum]}
+    with multi(SYNC, transport, **kwargs) as collector:
+        assert versions_of(next(collector)) == [0]
+        new = Checksum()
+        new.become(1)
+        collector.update_policy_weights_(dict(new.state_dict()))
+        assert versions_of(next(collector)) == [1]
+        with pytest.raises(ValueError, match="lacks"):
+            collector.update_policy_weights_({"count": torch.zeros(())})
+        assert versions_of(next(collector)) == [1]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_saved_run_goes_on_with_its_weights_in_another_collector(transport):
+    module, kwargs = Checksum(), {"create_env_fn": ["CartPole-v1"] * 2, "frames_per_batch": 40}
+    with multi(SYNC, transport, policy=module, **kwargs) as collector:
+        module.become(1)
+        collector.update_policy_weights_()
+        before = [batch.clone() for batch in itertools.islice(collector, 2)]
+        saved = collector.state_dict()
+        assert versions_of(next(collector)) == [1]  # it goes on as if nothing had been asked
+    other = Checksum()
+    with multi(SYNC, transport, policy=other, seed=9, **kwargs) as collector:
+        next(collector)
+        collector.load_state_dict(saved)
+        assert (collector.frames, collector.seed) == (80, 0)
+        after = next(collector)
+        assert versions_of(after) == [1]
+        assert float(other.weight.detach()[0]) == 1
+    ids = {identity for batch in before for identity in batch["collector", "traj_ids"].flatten().tolist()}
+    assert not ids & set(after["collector", "traj_ids"].flatten().tolist())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("kind", "more"), [(SYNC, {"prefetch": True}), (ASYNC, {})])
+def test_what_was_ready_before_loading_is_not_delivered_after_it(kind, more, transport):
+    kwargs = {"create_env_fn": ["CartPole-v1"] * 2, "frames_per_batch": 40, **more}
+    with multi(kind, transport, policy=Checksum(), **kwargs) as collector:
+        next(collector)
+        first = collector.state_dict()
+        collector.update_policy_weights_()
+        for _ in range(6):
+            next(collector)
+        collector.load_state_dict(first)
+        assert collector.stats()["policy_version"] == 0
+        for _ in range(6):
+            assert set(next(collector)["collector", "policy_version"].flatten().tolist()) == {0}
