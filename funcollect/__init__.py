@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from funcollect import envs, errors, interop, plots, testing
+    from funcollect.buffers import ring, samplers, storages
+    from funcollect.buffers.replay import ReplayBuffer
+    from funcollect.buffers.samplers import RandomSampler, SamplerWithoutReplacement, SliceSampler
+    from funcollect.buffers.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage
     from funcollect.collectors.sync import SyncDataCollector
     from funcollect.core import traced
     from funcollect.core.api import close, fork, init, reset, rollout, step
@@ -43,6 +47,9 @@ if TYPE_CHECKING:
     from funcollect.trajectories.stats import EpisodeStats, episode_stats
 
 _HOMES = {
+    "funcollect.buffers.replay": ["ReplayBuffer"],
+    "funcollect.buffers.samplers": ["RandomSampler", "SamplerWithoutReplacement", "SliceSampler"],
+    "funcollect.buffers.storages": ["LazyMemmapStorage", "LazyTensorStorage", "ListStorage"],
     "funcollect.collectors.sync": ["SyncDataCollector"],
     "funcollect.envs.registry": ["make_env"],
     "funcollect.errors": [
@@ -79,6 +86,9 @@ _MODULES = {
     "heads": "funcollect.policies.heads",
     "interop": "funcollect.interop",
     "plots": "funcollect.plots",
+    "ring": "funcollect.buffers.ring",
+    "samplers": "funcollect.buffers.samplers",
+    "storages": "funcollect.buffers.storages",
     "testing": "funcollect.testing",
     "traced": "funcollect.core.traced",
 }
@@ -95,10 +105,17 @@ __all__ = [
     "EvaluationError",
     "ExplorationType",
     "FuncollectError",
+    "LazyMemmapStorage",
+    "LazyTensorStorage",
+    "ListStorage",
     "Plan",
     "Policy",
     "PolicyError",
+    "RandomSampler",
+    "ReplayBuffer",
     "ReplayError",
+    "SamplerWithoutReplacement",
+    "SliceSampler",
     "StaleStateError",
     "SyncDataCollector",
     "close",
@@ -119,9 +136,12 @@ __all__ = [
     "random_policy",
     "record",
     "reset",
+    "ring",
     "rollout",
+    "samplers",
     "split_trajectories",
     "step",
+    "storages",
     "tensordict_policy",
     "testing",
     "torch_policy",

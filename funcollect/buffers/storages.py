@@ -1,0 +1,313 @@
+"""Where the frames of a buffer lie: memory, a memory-mapped file, or a list of any objects.
+
+A storage knows slots, ``0 … max_size - 1``, and nothing of order: the ring above it says which slot is written next.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from funcollect.arguments import check_positive
+from funcollect.buffers.rows import Layout, leaves_of
+
+__all__ = ["LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Storage"]
+
+Slots = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+
+class Incoming(NamedTuple):
+    """A batch that fits a storage."""
+
+    lead: tuple[int, ...]  # its leading dimensions, time last
+    content: Any
+    layout: Layout | None = None
+
+
+class Storage(Protocol):
+    """What the ring asks of a storage.
+
+    `ndim` is the number of leading dimensions that a batch brings, time last: 1 for ``[T]``, 2 for ``[P, T]``, 3 for
+    ``[W, P, T]``. `max_size` counts frames in all cases. `device` is where samples come out.
+    """
+
+    max_size: int
+    ndim: int
+    device: torch.device
+
+    def admit(self, data: Any) -> Incoming:
+        """A batch, after a check that it fits; changes nothing."""
+        ...
+
+    def allocate(self, batch: Incoming) -> None:
+        """Make room for `max_size` frames, before the first batch is written."""
+        ...
+
+    def write(self, start: int, batch: Incoming, first: int, count: int) -> None:
+        """Write `count` frames of a batch, from its `first` on, into the slots from `start` on.
+
+        Frames count in the order of time, then of lanes.
+        """
+        ...
+
+    def read(self, slots: Slots, mask: Mask | None = None) -> Any:
+        """A batch of the frames in `slots`, [N], in memory of its own; zeros where `mask`, [N], is False."""
+        ...
+
+    def copy(self) -> Storage:
+        """A storage in memory with the same frames."""
+        ...
+
+    def empty(self) -> None:
+        """Forget every frame."""
+        ...
+
+
+class LazyTensorStorage:
+    """Frames as packed rows in memory, allocated at the first batch, whose keys, shapes and dtypes all others share.
+
+    Args:
+        max_size: frames.
+        ndim: leading dimensions of a batch, time last.
+        device: where the rows lie and samples come out.
+
+    Raises:
+        TypeError, ValueError: for a size or a number of dimensions below 1.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from funcollect import LazyTensorStorage
+    >>> storage = LazyTensorStorage(10)
+    >>> batch = TensorDict({"reward": torch.arange(3.0)}, [3])
+    >>> incoming = storage.admit(batch)
+    >>> storage.allocate(incoming)
+    >>> storage.write(5, incoming, first=0, count=3)
+    >>> storage.read(np.array([6, 7]))["reward"]
+    tensor([1., 2.])
+    """
+
+    def __init__(self, max_size: int, *, ndim: int = 1, device: torch.device | str = "cpu") -> None:
+        _check_size(self, max_size)
+        check_positive("ndim", ndim)
+        self.max_size, self.ndim = int(max_size), int(ndim)
+        self.device = torch.device(device)
+        self.layout: Layout | None = None
+        self._rows: Tensor | None = None
+
+    def admit(self, data: Any) -> Incoming:
+        """A batch, after a check that it fits; changes nothing.
+
+        Raises:
+            TypeError: for leaves that are not tensors.
+            ValueError: for too few dimensions, and for other keys, shapes or dtypes than the first batch's.
+        """
+        leaves = leaves_of(data)
+        lead = _lead(data, leaves, self.ndim)
+        layout = Layout.of(data, self.ndim) if self.layout is None else self.layout
+        layout.check(leaves, self.ndim)
+        return Incoming(lead, leaves, layout)
+
+    def allocate(self, batch: Incoming) -> None:
+        """Make room for `max_size` frames, before the first batch is written."""
+        if self.layout is None and batch.layout is not None:
+            self._rows = self._allocate(batch.layout)
+            self.layout = batch.layout
+
+    def _allocate(self, layout: Layout) -> Tensor:
+        return torch.empty(self.max_size, layout.words, dtype=torch.int64, device=self.device)
+
+    def _open(self) -> tuple[Layout, Tensor]:
+        if self.layout is None or self._rows is None:
+            raise ValueError("the storage holds nothing yet: extend it first")
+        return self.layout, self._rows
+
+    def write(self, start: int, batch: Incoming, first: int, count: int) -> None:
+        """Write `count` frames of a batch, from its `first` on, into the slots from `start` on."""
+        layout, rows = self._open()
+        target = rows[start : start + count]
+        source = next(iter(batch.content.values())).device
+        if source == self.device or self.device.type == "cpu":
+            layout.pack(target, batch.content, self.ndim, first)
+            return
+        staged = torch.empty_like(target, device=source, pin_memory=source.type == "cpu")
+        layout.pack(staged, batch.content, self.ndim, first)
+        target.copy_(staged, non_blocking=True)
+
+    def read(self, slots: Slots, mask: Mask | None = None) -> Any:
+        """A batch of the frames in `slots`, [N], in memory of its own; zeros where `mask`, [N], is False."""
+        layout, rows = self._open()
+        if self.device.type == "cpu":
+            packed = rows.numpy().view(layout.row)[:, 0].take(slots, mode="clip").view(np.int64)
+            gathered = torch.from_numpy(packed.reshape(len(slots), layout.words))
+        else:
+            gathered = rows.index_select(0, torch.from_numpy(slots).to(self.device))
+        if mask is not None:
+            gathered[torch.from_numpy(~mask).to(self.device)] = 0
+        return layout.unpack(gathered)
+
+    def copy(self) -> LazyTensorStorage:
+        """A storage in memory with the same frames."""
+        twin = LazyTensorStorage(self.max_size, ndim=self.ndim, device=self.device)
+        twin.layout, twin._rows = self.layout, None if self._rows is None else self._rows.clone()
+        return twin
+
+    def empty(self) -> None:
+        """Forget every frame; the keys, shapes and dtypes stay."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for frames."""
+        return 0 if self._rows is None else self._rows.nbytes
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(max_size={self.max_size}, ndim={self.ndim}, device={self.device})"
+
+
+class LazyMemmapStorage(LazyTensorStorage):
+    """`LazyTensorStorage` in a file, so that frames may outgrow memory.
+
+    Args:
+        max_size: frames.
+        scratch_dir: where the file is made; it stays there. A temporary directory that goes with the storage, or at
+            the end of the process, unless given.
+        ndim: leading dimensions of a batch, time last.
+        existsok: write over the file of a storage that was there before.
+
+    Raises:
+        OSError: where the disk has no room for all of `max_size`, at the first batch and not in the midst of a run.
+        FileExistsError: where the directory has a storage already.
+    """
+
+    def __init__(
+        self, max_size: int, *, scratch_dir: str | os.PathLike[str] | None = None, ndim: int = 1, existsok: bool = False
+    ) -> None:
+        super().__init__(max_size, ndim=ndim)
+        self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
+        self._existsok = existsok
+
+    def _allocate(self, layout: Layout) -> Tensor:
+        if self.scratch_dir is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="funcollect-", ignore_cleanup_errors=True)
+        path = Path(self._temporary.name if self.scratch_dir is None else self.scratch_dir) / "rows.bin"
+        if path.exists() and not self._existsok:
+            raise FileExistsError(f"{path} exists: give another scratch_dir, or existsok=True to write over it")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        size = self.max_size * layout.nbytes
+        with open(path, "w+b") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:
+                path.unlink()
+                raise OSError(
+                    error.errno,
+                    f"{path.parent} has no room for {self.max_size} frames of {layout.nbytes} bytes, {size} in all "
+                    f"({error.strerror}): give a smaller max_size, or another scratch_dir",
+                ) from error
+        words = torch.from_file(str(path), shared=True, size=size // 8, dtype=torch.int64)
+        return words.view(self.max_size, layout.words)
+
+
+class ListStorage:
+    """Any objects, each an item; a TensorDict, or a sequence, is taken apart along its first dimension.
+
+    Args:
+        max_size: items.
+
+    >>> from funcollect import ListStorage
+    >>> storage = ListStorage(10)
+    >>> storage.write(0, storage.admit(["a", "b"]), first=0, count=2)
+    >>> storage.read(np.array([1, 1, 0]))
+    ['b', 'b', 'a']
+    """
+
+    def __init__(self, max_size: int) -> None:
+        _check_size(self, max_size)
+        self.max_size, self.ndim = int(max_size), 1
+        self.device = torch.device("cpu")
+        self._items: list[Any] = [None] * self.max_size
+        self.collate: Callable[[list[Any]], Any] = _collate
+
+    def admit(self, data: Any) -> Incoming:
+        """Items, after a check that they can be counted.
+
+        Raises:
+            TypeError: for data that has no length.
+        """
+        if not hasattr(data, "__len__"):
+            raise TypeError(f"the data is {type(data).__name__}, expected a sequence of items: give a list of them")
+        tensors = isinstance(data, (TensorDictBase, Tensor))
+        return Incoming((len(data),), data.clone().unbind(0) if tensors else list(data))
+
+    def allocate(self, batch: Incoming) -> None:
+        """Nothing to do: items come with their own memory."""
+
+    def write(self, start: int, batch: Incoming, first: int, count: int) -> None:
+        """Write `count` items, from the `first` on, into the slots from `start` on."""
+        self._items[start : start + count] = batch.content[first : first + count]
+
+    def read(self, slots: Slots, mask: Mask | None = None) -> Any:
+        """The items in `slots`, [N], collated."""
+        if mask is not None and not mask.all():
+            raise ValueError("a ListStorage cannot pad slices: use LazyTensorStorage, or strict_length=True")
+        return self.collate([self._items[slot] for slot in slots])
+
+    def copy(self) -> ListStorage:
+        """A storage with the same items, which are not copied."""
+        twin = copy.copy(self)
+        twin._items = list(self._items)
+        return twin
+
+    def empty(self) -> None:
+        """Forget every item."""
+        self._items = [None] * self.max_size
+
+    def __repr__(self) -> str:
+        return f"ListStorage(max_size={self.max_size})"
+
+
+def _collate(items: list[Any]) -> Any:
+    if isinstance(items[0], TensorDictBase):
+        return torch.stack(items)
+    try:
+        return default_collate(items)
+    except TypeError:
+        return items
+
+
+def _check_size(storage: Any, max_size: Any) -> None:
+    name = type(storage).__name__
+    if isinstance(max_size, bool) or not isinstance(max_size, (int, np.integer)):
+        raise TypeError(f"max_size is {max_size!r}, expected the frames to hold: pass for example {name}(100_000)")
+    if not 1 <= max_size < 2**31:
+        raise ValueError(
+            f"max_size is {max_size}, expected 1 <= max_size < 2**31 frames: pass for example {name}(100_000)"
+        )
+
+
+def _lead(data: Any, leaves: Any, ndim: int) -> tuple[int, ...]:
+    """The first `ndim` dimensions, which all leaves share."""
+    if not leaves:
+        raise ValueError("the batch has no leaves, expected at least one tensor: nothing would be stored")
+    if isinstance(data, TensorDictBase):
+        shape = tuple(data.batch_size)
+    else:
+        shapes = [tuple(leaf.shape[:ndim]) for leaf in leaves.values()]
+        shape = shapes[0] if all(other == shapes[0] for other in shapes) else ()
+    if len(shape) < ndim:
+        raise ValueError(
+            f"the batch has batch dimensions {list(shape)}, the storage takes {ndim} (ndim={ndim}), time last: "
+            f"build it with ndim={max(len(shape), 1)}, or reshape the batch"
+        )
+    return shape[:ndim]
