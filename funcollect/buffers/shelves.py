@@ -36,14 +36,15 @@ class Shelves:
 
     def put(self, trail: Ints, length: Ints, position: Ints, slot: Ints) -> None:
         """Note the slots of ``length[i]`` frames of each ``trail[i]``; `position` and `slot` are of all of these."""
-        mask = ((1 << self._bits[trail]) - 1).repeat(length)
-        self._entries[self._begin[trail].repeat(length) + (position & mask)] = slot
+        position = position & ((1 << self._bits[trail]) - 1).repeat(length)
+        position += self._begin[trail].repeat(length)
+        self._entries[position] = slot
 
     def reserve(self, trail: Ints, first: Ints, stop: Ints, held: Ints) -> None:
         """Give each of `trail` a shelf for its positions ``first … stop - 1``; keep what it has below `held`."""
         bits = np.frexp(np.maximum(stop - first, 2) - 1)[1].astype(np.int64).clip(min=_SMALLEST)
         moving = np.flatnonzero(bits > self._bits[trail])
-        for size in np.unique(bits[moving]).tolist():
+        for size in sorted(set(bits[moving].tolist())):
             some = moving[bits[moving] == size]
             self._move(trail[some], size, first[some], held[some])
 
@@ -60,7 +61,7 @@ class Shelves:
     def give_back(self, trail: Ints) -> None:
         """Leave the shelves of trails that hold nothing any more, or have moved."""
         bits = self._bits[trail]
-        for size in np.unique(bits[bits > 0]).tolist():
+        for size in sorted({*bits.tolist()} - {0}):
             left = self._begin[trail[bits == size]]
             self._idle[size] = np.concatenate([self._idle.get(size, left[:0]), left])
         self._bits[trail] = 0

@@ -87,7 +87,8 @@ class Trails:
         trails[fresh] = self._new(int(np.count_nonzero(fresh)))
         before = np.cumsum(runs.length) - runs.length
         start = self.stop[trails][group] + before - before[heads][group]  # position of the first frame of each run
-        tails = np.append(heads[1:], len(group)) - 1
+        tails = np.empty_like(heads)
+        tails[:-1], tails[-1] = heads[1:] - 1, len(group) - 1
         self.stop[trails] = start[tails] + runs.length[tails]
         self.shelves.reserve(trails, self.first[trails], self.stop[trails], start[heads])
         self._place(frames, runs, trails[group], start)
@@ -98,7 +99,7 @@ class Trails:
 
     def _place(self, frames: Frames, runs: _Runs, trail: Ints, start: Ints) -> None:
         """Note slots, trails and positions of all frames; a run begins at `start` in its trail."""
-        order = slice(None) if (np.diff(runs.start) > 0).all() else np.argsort(runs.start)
+        order = slice(None) if (runs.start[1:] > runs.start[:-1]).all() else runs.start.argsort()
         length, trail = runs.length[order], trail[order]
         slots = frames.number % self.capacity
         position = np.arange(len(slots)) + (start[order] - runs.start[order]).repeat(length)
@@ -112,17 +113,17 @@ class Trails:
             return np.zeros(len(runs.key), np.int64), np.zeros(len(runs.key), np.bool_)
         place = np.searchsorted(self._open_key, runs.key).clip(max=len(self._open_key) - 1)
         trail = self._open_trail[place]
-        first_of_key = np.append(True, runs.key[1:] != runs.key[:-1])
-        going_on = (self._open_key[place] == runs.key) & first_of_key
+        going_on = self._open_key[place] == runs.key
+        going_on[1:] &= runs.key[1:] != runs.key[:-1]
         if frames.step is not None:
             going_on &= frames.step[runs.start] == self._last_step[trail] + 1
         return trail, going_on
 
     def _reopen(self, key: Ints, trail: Ints, ended: Bools) -> None:
         """Replace the open trails of these keys (ascending) by the last of these trails that has each, if not ended."""
-        last = np.append(key[1:] != key[:-1], True)
-        others = ~np.isin(self._open_key, key[last])
-        stays = last & ~ended
+        stays = ~ended
+        stays[:-1] &= key[1:] != key[:-1]
+        others = key[np.searchsorted(key, self._open_key).clip(max=len(key) - 1)] != self._open_key
         keys = np.concatenate([self._open_key[others], key[stays]])
         order = keys.argsort(kind="stable")
         self._open_key = keys[order]
@@ -156,9 +157,11 @@ def _runs(frames: Frames) -> _Runs:
         begins[1:] |= frames.step[1:] != frames.step[:-1] + 1
     start = np.flatnonzero(begins)
     key = frames.key[start]
-    order = np.lexsort((frames.number[start], key))
-    length = np.diff(np.append(start, len(begins)))[order]
-    start, key = start[order], key[order]
+    length = np.empty_like(start)
+    length[:-1], length[-1] = start[1:] - start[:-1], len(begins) - start[-1]
+    if (key[1:] <= key[:-1]).any():  # else they are in order, and no key comes twice
+        order = np.lexsort((frames.number[start], key))
+        start, key, length = start[order], key[order], length[order]
     lasts = start + length - 1
     ended = np.zeros(len(start), np.bool_) if frames.ends is None else frames.ends[lasts]
     linked = np.zeros(len(start), np.bool_)
