@@ -16,7 +16,7 @@ def leaves(batch):
 
 def bits(leaf):
     """The memory of a tensor in C order."""
-    return leaf.detach().cpu().contiguous().numpy().tobytes()
+    return leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def assert_same(one, two):

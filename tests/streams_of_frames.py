@@ -25,7 +25,7 @@ def batch_of(lanes):
     lane, trajectory, step, ended = table.unbind(-1)
     following = torch.stack([lane, trajectory, step + 1], -1).float()
     done = ended.bool()[..., None]
-    batch = TensorDict(
+    return TensorDict(
         {
             "observation": table[..., :3].float(),
             "action": step.to(torch.int32),
@@ -34,7 +34,6 @@ def batch_of(lanes):
         },
         batch_size=table.shape[:2],
     )
-    return batch
 
 
 @st.composite

@@ -90,7 +90,7 @@ def _column(
             if tuple(leaf.shape) not in (lead, (*lead, 1)):
                 raise ValueError(
                     f"{_readable(key)} has shape {list(leaf.shape)}, expected one number per frame, {list(lead)}: give "
-                    f"the storage as many dimensions as the batch has, ndim={leaf.ndim}, or name another key"
+                    f"the storage as many dimensions as the batch has, ndim={data.batch_dims}, or name another key"
                 )
             return leaf.numpy(force=True).reshape(-1)
     if given is not None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -198,9 +200,11 @@ class LazyMemmapStorage(LazyTensorStorage):
         self._existsok = existsok
 
     def _allocate(self, layout: Layout) -> Tensor:
-        if self.scratch_dir is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="funcollect-", ignore_cleanup_errors=True)
-        path = Path(self._temporary.name if self.scratch_dir is None else self.scratch_dir) / "rows.bin"
+        directory = self.scratch_dir
+        if directory is None:
+            directory = Path(tempfile.mkdtemp(prefix="funcollect-"))
+            weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
+        path = directory / "rows.bin"
         if path.exists() and not self._existsok:
             raise FileExistsError(f"{path} exists: give another scratch_dir, or existsok=True to write over it")
         path.parent.mkdir(parents=True, exist_ok=True)
