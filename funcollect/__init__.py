@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from funcollect import envs, errors, interop, plots, testing
     from funcollect.buffers import ring, samplers, storages
     from funcollect.buffers.replay import ReplayBuffer
-    from funcollect.buffers.samplers import RandomSampler, SamplerWithoutReplacement, SliceSampler
+    from funcollect.buffers.samplers import (
+        PrioritizedSampler,
+        PrioritizedSliceSampler,
+        RandomSampler,
+        SamplerWithoutReplacement,
+        SliceSampler,
+    )
     from funcollect.buffers.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage
     from funcollect.collectors.sync import SyncDataCollector
     from funcollect.core import traced
@@ -48,7 +54,13 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "funcollect.buffers.replay": ["ReplayBuffer"],
-    "funcollect.buffers.samplers": ["RandomSampler", "SamplerWithoutReplacement", "SliceSampler"],
+    "funcollect.buffers.samplers": [
+        "PrioritizedSampler",
+        "PrioritizedSliceSampler",
+        "RandomSampler",
+        "SamplerWithoutReplacement",
+        "SliceSampler",
+    ],
     "funcollect.buffers.storages": ["LazyMemmapStorage", "LazyTensorStorage", "ListStorage"],
     "funcollect.collectors.sync": ["SyncDataCollector"],
     "funcollect.envs.registry": ["make_env"],
@@ -111,6 +123,8 @@ __all__ = [
     "Plan",
     "Policy",
     "PolicyError",
+    "PrioritizedSampler",
+    "PrioritizedSliceSampler",
     "RandomSampler",
     "ReplayBuffer",
     "ReplayError",

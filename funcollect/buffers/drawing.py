@@ -143,32 +143,25 @@ class Slices:
         choose = self._by_trajectory if self.over == "trajectories" else self._by_window
         trail, begin = choose(trails, len(memory), choices)
         if not len(trail):
-            raise ValueError(
-                f"slices are {self.slice_len} frames long, the longest trajectory held has {longest(trails)}: ask for "
-                "shorter ones, collect more, or pass strict_length=False for padded ones"
-            )
+            raise ValueError(too_long(self, trails))
         return self.along(trails, trail, begin)
 
-    def least(self) -> int:
-        """The shortest trajectory that a slice is taken from."""
-        return self.slice_len if self.strict_length else 1
-
     def _by_trajectory(self, trails: Trails, _: int, choices: Choices) -> tuple[Ints, Ints]:
-        first, stop, least = trails.first, trails.stop, self.least()
+        first, stop, least = trails.first, trails.stop, self.slice_len if self.strict_length else 1
         size = len(stop)
         trail = draw(choices.below, self.num_slices, size, lambda some: stop.take(some) - first.take(some) >= least)
         places = np.maximum(stop.take(trail) - first.take(trail) - self.slice_len, 0) + 1
         return trail, first.take(trail) + (choices.uniform(len(trail)) * places).astype(np.int64)
 
     def _by_window(self, trails: Trails, held: int, choices: Choices) -> tuple[Ints, Ints]:
-        def begins_slice(slots: Ints) -> npt.NDArray[np.bool_]:
-            trail, begin = trails.member.take(slots), trails.position.take(slots)
-            spare = trails.stop.take(trail) - self.slice_len - begin  # frames after the slice
-            fits: npt.NDArray[np.bool_] = spare >= 0
-            return fits if self.strict_length else fits | (begin == trails.first.take(trail))
-
-        slots = draw(choices.below, self.num_slices, held, begins_slice)
+        slots = draw(choices.below, self.num_slices, held, lambda some: self.begins(trails, some))
         return trails.member.take(slots).astype(np.int64), trails.position.take(slots)
+
+    def begins(self, trails: Trails, slots: Ints) -> npt.NDArray[np.bool_]:
+        """Whether a slice can begin at the frames in `slots`."""
+        trail, begin = trails.member.take(slots), trails.position.take(slots)
+        fits: npt.NDArray[np.bool_] = begin + self.slice_len <= trails.stop.take(trail)
+        return fits if self.strict_length else fits | (begin == trails.first.take(trail))
 
     def along(self, trails: Trails, trail: Ints, begin: Ints) -> Drawn:
         """The slices that begin at position `begin` of `trail`, [num_slices] both."""
@@ -197,6 +190,10 @@ def known_trails(memory: Held) -> Trails:
     return memory.trails
 
 
-def longest(trails: Trails) -> int:
-    """Frames in the longest trajectory held."""
-    return int((trails.stop - trails.first).max(initial=0))
+def too_long(slices: Slices, trails: Trails) -> str:
+    """What to say where no trajectory is long enough."""
+    longest = int((trails.stop - trails.first).max(initial=0))
+    return (
+        f"slices are {slices.slice_len} frames long, the longest trajectory held has {longest}: ask for shorter ones, "
+        "collect more, or pass strict_length=False for padded ones"
+    )

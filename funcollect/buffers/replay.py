@@ -19,8 +19,9 @@ from funcollect.arguments import check_count, check_positive
 from funcollect.buffers import ring
 from funcollect.buffers.choices import GeneratorChoices
 from funcollect.buffers.drawing import Drawn
-from funcollect.buffers.samplers import RandomSampler, Sampler, SamplerWithoutReplacement
+from funcollect.buffers.prioritized import PrioritizedSampler
 from funcollect.buffers.storages import ListStorage, Storage
+from funcollect.buffers.uniform import RandomSampler, Sampler, SamplerWithoutReplacement
 
 __all__ = ["ReplayBuffer"]
 
@@ -65,6 +66,7 @@ class ReplayBuffer:
         _check(storage, sampler, writer, batch_size, prefetch)
         self.storage: Storage = ListStorage(1_000) if storage is None else storage
         self.sampler: Sampler = RandomSampler() if sampler is None else sampler
+        self.sampler.fit(self.storage.max_size)
         self.transform, self.batch_size, self.generator = transform, batch_size, generator
         if collate_fn is not None:
             if not isinstance(self.storage, ListStorage):
@@ -116,6 +118,23 @@ class ReplayBuffer:
         wanted = self._size(batch_size)
         made = self._make(wanted) if self._pool is None else self._made_ahead(wanted)
         return made if return_info else made[0]
+
+    def update_priority(self, index: Any, priority: Any) -> None:
+        """Set the priorities of the frames in these slots, for a `PrioritizedSampler`.
+
+        Args:
+            index: ``[N]`` slots, as `extend` returned them or ``info["index"]`` has them.
+            priority: ``[N]`` numbers, or one for all; finite, not negative.
+
+        Raises:
+            TypeError: for another sampler.
+            ValueError: for slots without a frame, and bad priorities.
+        """
+        if not isinstance(self.sampler, PrioritizedSampler):
+            raise TypeError(f"{self.sampler} knows no priorities: build the buffer with sampler=PrioritizedSampler(…)")
+        with self._lock:
+            self.sampler.update_priority(self.state.memory, index, priority)
+            self._ahead.clear()
 
     def _size(self, batch_size: int | None) -> int:
         wanted = self.batch_size if batch_size is None else batch_size
