@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from funcollect import envs, errors, interop, plots, testing
-    from funcollect.buffers import ring, samplers, storages
+    from funcollect.buffers import jax_ring, ring, samplers, storages
     from funcollect.buffers.replay import ReplayBuffer
     from funcollect.buffers.samplers import (
         PrioritizedSampler,
@@ -97,6 +97,7 @@ _MODULES = {
     "errors": "funcollect.errors",
     "heads": "funcollect.policies.heads",
     "interop": "funcollect.interop",
+    "jax_ring": "funcollect.buffers.jax_ring",
     "plots": "funcollect.plots",
     "ring": "funcollect.buffers.ring",
     "samplers": "funcollect.buffers.samplers",
@@ -145,6 +146,7 @@ __all__ = [
     "init",
     "interop",
     "jax_policy",
+    "jax_ring",
     "make_env",
     "plots",
     "random_policy",
