@@ -47,6 +47,34 @@ def test_any_dtypes_and_shapes(columns, ndim, time_major):
     assert layout.nbytes <= sum(column.nbytes for column in layout.columns) + 15
 
 
+def test_rows_on_a_device_are_laid_out_alike():
+    """There, leaves are written and read by strided views; NumPy's way must agree with them."""
+    batch = TensorDict(
+        {"a": torch.randn(2, 3, 2), "b": torch.rand(2, 3, 1) < 0.5, "c": torch.randn(2, 3).double()}, [2, 3]
+    )
+    layout = Layout.of(batch, 2)
+    rows = torch.zeros(6, layout.words, dtype=torch.int64)
+    layout.pack(rows, leaves_of(batch), 2)
+    for view, leaf in zip(layout._views(rows), batch.values(), strict=True):
+        assert (view == leaf.movedim(1, 0).reshape(view.shape)).all()
+
+
+@pytest.mark.gpu
+def test_a_storage_on_a_gpu():
+    batch = TensorDict(
+        {"x": torch.randn(30, 2), "episode": torch.arange(30) // 10, "done": torch.ones(30, 1).bool()}, [30]
+    )
+    for source in ("cpu", "cuda"):
+        memory = fc.ReplayBuffer(
+            storage=fc.LazyTensorStorage(20, device="cuda"), sampler=fc.SliceSampler(slice_len=3), batch_size=30
+        )
+        memory.extend(batch.to(source))
+        assert (memory[:].cpu() == torch.cat([batch[20:], batch[10:20]])).all()
+        slices = memory.sample().reshape(10, 3)
+        assert slices["x"].is_cuda
+        assert (slices["episode"] == slices["episode"][:, :1]).all()
+
+
 @pytest.mark.parametrize("leaf", [
     torch.ones(3, requires_grad=True) * 2, torch.tensor([1 + 2j, 3j, 1]).conj(), torch.tensor(5.0).expand(3),
     torch.arange(6)[::2], torch.arange(12).reshape(4, 3).T[:, ::2],

@@ -77,6 +77,16 @@ class PrioritizedSampler(RandomSampler):
         """Give new frames the highest priority there was."""
         self._priorities.put(slots, self._weights(np.full(len(slots), self._highest)))
 
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """All weights, and the highest priority there was."""
+        return {"weights": self._priorities.get(np.arange(self.max_capacity)), "highest": np.array(self._highest)}
+
+    def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
+        """Take these weights."""
+        self.empty()
+        self._priorities.put(np.arange(self.max_capacity), state["weights"])
+        self._highest = float(state["highest"])
+
     def update_priority(self, memory: Held, index: Any, priority: Any) -> None:
         """Set the priorities of the frames in these slots.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.arguments import check_count, check_positive
-from funcollect.buffers import ring
+from funcollect.buffers import dumping, ring
 from funcollect.buffers.choices import GeneratorChoices
 from funcollect.buffers.drawing import Drawn
 from funcollect.buffers.prioritized import PrioritizedSampler
@@ -192,6 +193,8 @@ class ReplayBuffer:
     def __getitem__(self, index: Any) -> Any:
         """The frames in the slots that an int, a slice or an array of ints or bools picks from those filled."""
         slots = np.arange(len(self))[index.numpy(force=True) if isinstance(index, Tensor) else index]
+        if isinstance(self.storage, ListStorage) and not np.ndim(slots):
+            return self.storage.item(int(slots))
         with self._lock:
             batch = self.storage.read(np.atleast_1d(slots).reshape(-1))
         return batch if np.ndim(slots) else _map(lambda leaf: leaf[0], batch)
@@ -203,6 +206,38 @@ class ReplayBuffer:
             self.sampler.empty()
             self.state = ring.init(self.storage, trajectories=self.sampler.trajectories)
             self._ahead.clear()
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Write frames, sampler, cursors and the generator to a directory.
+
+        What was dumped there before stays whole until this dump is. Samples made ahead are thrown away, so that this
+        buffer and one that loads the dump go on alike. Torch's global generator is not part of a dump.
+
+        Raises:
+            TypeError: for frames that are trees, not TensorDicts.
+            OSError: where the files cannot be written; the former dump is as it was.
+        """
+        with self._lock:
+            self._ahead.clear()
+            dumping.dump(path, self.state.memory, self.sampler, self.generator)
+
+    def loads(self, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
+        """Become the buffer that was dumped: the next sample is the one that would have come there.
+
+        Args:
+            path: what `dumps` was given.
+            allow_pickle: read a `ListStorage` of objects other than tensors, numbers and strings, which runs code from
+                the file.
+
+        Raises:
+            FileNotFoundError: where there is no whole dump.
+            ValueError: for the dump of a buffer that was built otherwise.
+        """
+        with self._lock:
+            self._ahead.clear()
+            fresh = ring.init(self.storage, trajectories=self.sampler.trajectories)
+            dumping.load(path, fresh.memory, self.sampler, self.generator, allow_pickle)
+            self.state = fresh
 
     def __repr__(self) -> str:
         return (

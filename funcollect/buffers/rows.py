@@ -122,6 +122,7 @@ class Layout:
     ) -> None:
         self.columns = tuple(columns)
         self.item_dims = item_dims
+        self.structure: Any = None  # of frames that are no TensorDicts
         self._rebuild = rebuild
         end = max((column.offset + column.nbytes for column in columns), default=0)
         widest = max([_WORD, *(column.dtype.itemsize for column in columns)])
@@ -150,8 +151,34 @@ class Layout:
             columns[path] = Column(path=path, shape=tuple(leaf.shape[ndim:]), dtype=leaf.dtype, offset=offset)
             offset += columns[path].nbytes
         item_dims = tuple(data.batch_size[ndim:]) if isinstance(data, TensorDictBase) else ()
-        rebuild = _tensordicts(data, item_dims) if isinstance(data, TensorDictBase) else _trees(data)
-        return cls([columns[path] for path in leaves], item_dims, rebuild)
+        rebuild = _tensordicts(list(leaves), item_dims) if isinstance(data, TensorDictBase) else _trees(data)
+        layout = cls([columns[path] for path in leaves], item_dims, rebuild)
+        layout.structure = None if isinstance(data, TensorDictBase) else optree.tree_structure(data)
+        return layout
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Layout:
+        """The layout that `to_json` told."""
+        columns = [
+            Column(path=tuple(path), shape=tuple(shape), dtype=getattr(torch, dtype), offset=offset)
+            for path, shape, dtype, offset in saved["columns"]
+        ]
+        item_dims = tuple(saved["item_dims"])
+        return cls(columns, item_dims, _tensordicts([column.path for column in columns], item_dims))
+
+    def to_json(self) -> dict[str, Any]:
+        """The layout in numbers and strings.
+
+        Raises:
+            TypeError: for frames that are no TensorDicts, whose structure has no such form.
+        """
+        if self.structure is not None:
+            raise TypeError(f"the frames are trees {self.structure}, which have no file format: store TensorDicts")
+        columns = [
+            (column.path, column.shape, str(column.dtype).removeprefix("torch."), column.offset)
+            for column in self.columns
+        ]
+        return {"columns": columns, "item_dims": self.item_dims}
 
     @property
     def nbytes(self) -> int:
@@ -247,8 +274,7 @@ def _array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return torch.empty(0, dtype=_CARRIERS.get(dtype, dtype)).numpy().dtype
 
 
-def _tensordicts(data: TensorDictBase, item_dims: tuple[int, ...]) -> Callable[[list[Tensor], int], TensorDict]:
-    paths = list(leaves_of(data))
+def _tensordicts(paths: list[Path], item_dims: tuple[int, ...]) -> Callable[[list[Tensor], int], TensorDict]:
     recipe = nest({path: index for index, path in enumerate(paths)})
 
     def build(node: Mapping[str, Any], leaves: list[Tensor], size: torch.Size) -> TensorDict:

@@ -6,6 +6,8 @@ to the next size; shelves given back are used again for lists of the same size.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -23,6 +25,21 @@ class Shelves:
         self._begin = np.zeros(0, np.int64)  # by trail
         self._bits = np.zeros(0, np.int64)  # by trail: its shelf has 2**bits entries; 0 where it has none
         self._idle: dict[int, Ints] = {}  # where shelves of 2**bits entries begin that nobody uses
+
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """Everything, as arrays by name."""
+        return {
+            "entries": self._entries[: self._used],
+            "begin": self._begin,
+            "bits": self._bits,
+            **{f"idle{bits}": begin for bits, begin in self._idle.items()},
+        }
+
+    def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
+        """Become what `state` told."""
+        self._entries, self._begin, self._bits = state["entries"], state["begin"], state["bits"]
+        self._used = len(self._entries)
+        self._idle = {int(name[4:]): begin for name, begin in state.items() if name.startswith("idle")}
 
     def grow(self, trails: int) -> None:
         """Make room for so many trails."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import shutil
 import tempfile
 import weakref
@@ -25,6 +26,9 @@ from funcollect.arguments import check_positive
 from funcollect.buffers.rows import Layout, leaves_of
 
 __all__ = ["LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Storage"]
+
+_ROWS, _ITEMS = "rows.bin", "items.pt"
+_CHUNK = 1 << 26  # bytes written or read at once
 
 Slots = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -70,6 +74,14 @@ class Storage(Protocol):
 
     def copy(self) -> Storage:
         """A storage in memory with the same frames."""
+        ...
+
+    def dump(self, directory: Path, count: int) -> Any:
+        """Write the first `count` slots to files; returns what JSON can say of them."""
+        ...
+
+    def load(self, directory: Path, count: int, frames: Any, allow_pickle: bool) -> None:
+        """Read what `dump` wrote."""
         ...
 
     def empty(self) -> None:
@@ -127,7 +139,7 @@ class LazyTensorStorage:
             self._rows = self._allocate(batch.layout)
             self.layout = batch.layout
 
-    def _allocate(self, layout: Layout) -> Tensor:
+    def _allocate(self, layout: Layout, existsok: bool = False) -> Tensor:
         return torch.empty(self.max_size, layout.words, dtype=torch.int64, device=self.device)
 
     def _open(self) -> tuple[Layout, Tensor]:
@@ -165,6 +177,34 @@ class LazyTensorStorage:
         twin.layout, twin._rows = self.layout, None if self._rows is None else self._rows.clone()
         return twin
 
+    def dump(self, directory: Path, count: int) -> Any:
+        """Write the first `count` slots to files; returns what JSON can say of them."""
+        if self.layout is None or self._rows is None:
+            return None
+        told = self.layout.to_json()
+        step = max(_CHUNK // self.layout.nbytes, 1)
+        with open(directory / _ROWS, "wb") as file:
+            for start in range(0, count, step):
+                # Not `tofile`, which does not say when the disk is full.
+                file.write(self._rows[start : min(start + step, count)].numpy(force=True).data)
+        return told
+
+    def load(self, directory: Path, count: int, frames: Any, allow_pickle: bool) -> None:
+        """Read what `dump` wrote."""
+        if frames is None:
+            return
+        layout = Layout.from_json(frames)
+        size = (directory / _ROWS).stat().st_size
+        if size != count * layout.nbytes:
+            raise ValueError(f"{directory / _ROWS} has {size} bytes, expected {count * layout.nbytes}: it was changed")
+        self._rows = self._allocate(layout, existsok=True)
+        self.layout = layout
+        step = max(_CHUNK // layout.nbytes, 1)
+        with open(directory / _ROWS, "rb") as file:
+            for start in range(0, count, step):
+                rows = np.fromfile(file, np.int64, min(step, count - start) * layout.words)
+                self._rows[start : start + step].view(-1)[: len(rows)] = torch.from_numpy(rows).to(self.device)
+
     def empty(self) -> None:
         """Forget every frame; the keys, shapes and dtypes stay."""
 
@@ -199,26 +239,29 @@ class LazyMemmapStorage(LazyTensorStorage):
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self._existsok = existsok
 
-    def _allocate(self, layout: Layout) -> Tensor:
+    def _allocate(self, layout: Layout, existsok: bool = False) -> Tensor:
         directory = self.scratch_dir
         if directory is None:
             directory = Path(tempfile.mkdtemp(prefix="funcollect-"))
             weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
-        path = directory / "rows.bin"
-        if path.exists() and not self._existsok:
+        path = directory / _ROWS
+        if path.exists() and not (existsok or self._existsok):
             raise FileExistsError(f"{path} exists: give another scratch_dir, or existsok=True to write over it")
         path.parent.mkdir(parents=True, exist_ok=True)
         size = self.max_size * layout.nbytes
-        with open(path, "w+b") as file:
+        # A new file in the place of an old one: whoever has mapped the old one must not see it shrink, which kills.
+        fresh = path.with_suffix(".new")
+        with open(fresh, "w+b") as file:
             try:
                 os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
-                path.unlink()
+                fresh.unlink()
                 raise OSError(
                     error.errno,
                     f"{path.parent} has no room for {self.max_size} frames of {layout.nbytes} bytes, {size} in all "
                     f"({error.strerror}): give a smaller max_size, or another scratch_dir",
                 ) from error
+        fresh.replace(path)
         words = torch.from_file(str(path), shared=True, size=size // 8, dtype=torch.int64)
         return words.view(self.max_size, layout.words)
 
@@ -267,11 +310,35 @@ class ListStorage:
             raise ValueError("a ListStorage cannot pad slices: use LazyTensorStorage, or strict_length=True")
         return self.collate([self._items[slot] for slot in slots])
 
+    def item(self, slot: int) -> Any:
+        """One item, as it was given."""
+        return self._items[slot]
+
     def copy(self) -> ListStorage:
         """A storage with the same items, which are not copied."""
         twin = copy.copy(self)
         twin._items = list(self._items)
         return twin
+
+    def dump(self, directory: Path, count: int) -> Any:
+        """Write the items to a file; plain ones, of tensors, numbers and strings, can be read without unpickling."""
+        torch.save(self._items[:count], directory / _ITEMS)
+        return None
+
+    def load(self, directory: Path, count: int, frames: Any, allow_pickle: bool) -> None:
+        """Read what `dump` wrote.
+
+        Raises:
+            ValueError: for items that only `allow_pickle` could read, since that runs code from the file.
+        """
+        try:
+            items = torch.load(directory / _ITEMS, weights_only=not allow_pickle)
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"{directory / _ITEMS} holds objects that are read by running code from the file: pass "
+                "allow_pickle=True if you trust it"
+            ) from error
+        self._items = [*items, *[None] * (self.max_size - count)]
 
     def empty(self) -> None:
         """Forget every item."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,11 @@ from funcollect.buffers.shelves import Shelves
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+
+
+_STATE = (
+    "member", "position", "first", "stop", "_free", "_open_key", "_open_trail", "_last_number", "_last_step",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +147,16 @@ class Trails:
         cut = len(self._free) - count
         taken, self._free = self._free[cut:][::-1], self._free[:cut]
         return taken
+
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """Everything, as arrays by name."""
+        return {name: getattr(self, name) for name in _STATE} | self.shelves.state()
+
+    def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
+        """Become what `state` told."""
+        for name in _STATE:
+            setattr(self, name, state[name])
+        self.shelves.load(state)
 
     def slots(self, trail: Ints, position: Ints) -> Ints:
         """Where the frames at `position` of `trail` lie; the two broadcast."""

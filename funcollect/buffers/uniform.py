@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,14 @@ class Sampler(Protocol):
         """The buffer was emptied."""
         ...
 
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """What it remembers, as arrays by name."""
+        ...
+
+    def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
+        """Become what `state` told."""
+        ...
+
 
 class RandomSampler:
     """Single frames, uniform over all that are held, with replacement.
@@ -66,6 +74,13 @@ class RandomSampler:
 
     def empty(self) -> None:
         """Nothing to forget."""
+
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """What it remembers, as arrays by name."""
+        return {}
+
+    def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
+        """Become what `state` told."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -113,6 +128,14 @@ class SamplerWithoutReplacement(RandomSampler):
     def empty(self) -> None:
         """Begin anew."""
         self._left = self._left[:0]
+
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """What is left of this round."""
+        return {"left": self._left}
+
+    def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
+        """Go on with that round."""
+        self._left = state["left"]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"
