@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from funcollect.buffers import jax_ring, ring, samplers, storages
     from funcollect.buffers.replay import ReplayBuffer
     from funcollect.buffers.samplers import (
+        MultiStepSampler,
         PrioritizedSampler,
         PrioritizedSliceSampler,
         RandomSampler,
@@ -49,12 +50,14 @@ if TYPE_CHECKING:
     from funcollect.progress import track
     from funcollect.specs import Env, ExplorationType, Policy
     from funcollect.trajectories.advantages import gae
+    from funcollect.trajectories.multi_step import MultiStep
     from funcollect.trajectories.split import split_trajectories
     from funcollect.trajectories.stats import EpisodeStats, episode_stats
 
 _HOMES = {
     "funcollect.buffers.replay": ["ReplayBuffer"],
     "funcollect.buffers.samplers": [
+        "MultiStepSampler",
         "PrioritizedSampler",
         "PrioritizedSliceSampler",
         "RandomSampler",
@@ -88,6 +91,7 @@ _HOMES = {
     "funcollect.core.traced_batch": ["deliver"],
     "funcollect.specs": ["Env", "ExplorationType", "Policy"],
     "funcollect.trajectories.advantages": ["gae"],
+    "funcollect.trajectories.multi_step": ["MultiStep"],
     "funcollect.trajectories.split": ["split_trajectories"],
     "funcollect.trajectories.stats": ["EpisodeStats", "episode_stats"],
 }
@@ -121,6 +125,8 @@ __all__ = [
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "ListStorage",
+    "MultiStep",
+    "MultiStepSampler",
     "Plan",
     "Policy",
     "PolicyError",

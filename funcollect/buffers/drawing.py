@@ -15,12 +15,12 @@ from torch import Tensor
 from funcollect.arguments import check_positive
 from funcollect.buffers.choices import Choices
 from funcollect.buffers.trails import Trails, draw
+from funcollect.trajectories.split import MASK
 from funcollect.tree import Path
 
 __all__ = ["Drawn", "Flat", "Slices", "Spec"]
 
 Ints = npt.NDArray[np.int64]
-_MASK = ("collector", "mask")
 _CUT = (("next", "truncated"), ("next", "done"))
 
 
@@ -48,13 +48,18 @@ class Drawn:
     last: Ints | slice | None = None
     info: Mapping[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def index(self) -> Ints:
+        """The slots of the sample's rows."""
+        return self.slots
+
     def finish(self, batch: Any) -> Any:
         """Note in a gathered batch where slices end, and which rows are padding."""
         if self.last is not None:
             for key in _CUT:
                 _set_true(batch, key, self.last)
         if self.mask is not None:
-            batch.set(_MASK, torch.from_numpy(self.mask).to(batch.device))
+            batch.set(MASK, torch.from_numpy(self.mask).to(batch.device))
         return batch
 
 

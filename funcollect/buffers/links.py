@@ -11,11 +11,12 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.buffers.trails import Frames
+from funcollect.trajectories.split import TRAJECTORY_IDS
 from funcollect.tree import Path
 
 __all__ = ["Trajectories"]
 
-_IDS: tuple[str | Path, ...] = (("collector", "traj_ids"), "episode")
+_IDS: tuple[str | Path, ...] = (TRAJECTORY_IDS, "episode")
 _STEP = ("collector", "step")
 
 

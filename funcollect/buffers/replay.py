@@ -151,7 +151,7 @@ class ReplayBuffer:
 
     def _gather(self, drawn: Drawn) -> tuple[Any, dict[str, Any]]:
         batch = ring.gather(self.state.memory, drawn)
-        return batch, {"index": torch.from_numpy(drawn.slots), **drawn.info}
+        return batch, {"index": torch.from_numpy(drawn.index), **drawn.info}
 
     def _made_ahead(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
         """The oldest sample made ahead; what was drawn before the last change of the buffer is thrown away."""
