@@ -23,6 +23,7 @@ SAMPLERS = {
 }
 STORAGES = {
     "memory": lambda path: fc.LazyTensorStorage(50, ndim=2),
+    "compact": lambda path: fc.LazyTensorStorage(50, ndim=2, compact_obs=True),
     "file": lambda path: fc.LazyMemmapStorage(50, ndim=2, scratch_dir=path / "rows"),
 }
 

@@ -74,6 +74,7 @@ def _kind(memory: Memory, sampler: Sampler) -> dict[str, Any]:
         "storage": storage,
         "max_size": memory.capacity,
         "ndim": memory.storage.ndim,
+        "compact_obs": memory.storage.compact_obs,
         "sampler": type(sampler).__name__,
         "trajectories": keys,
     }

@@ -196,7 +196,7 @@ class ReplayBuffer:
         if isinstance(self.storage, ListStorage) and not np.ndim(slots):
             return self.storage.item(int(slots))
         with self._lock:
-            batch = self.storage.read(np.atleast_1d(slots).reshape(-1))
+            batch = self.state.memory.read(np.atleast_1d(slots).reshape(-1))
         return batch if np.ndim(slots) else _map(lambda leaf: leaf[0], batch)
 
     def empty(self) -> None:

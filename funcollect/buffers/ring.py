@@ -36,6 +36,8 @@ class Memory:
 
     def __init__(self, storage: Storage, trajectories: Trajectories | None) -> None:
         self.storage = storage
+        if storage.compact_obs and trajectories is None:
+            trajectories = Trajectories()  # the next observation of a frame is that of its successor
         self.trajectories = trajectories
         self.capacity = storage.max_size
         self.trails = None if trajectories is None else Trails(self.capacity)
@@ -68,8 +70,18 @@ class Memory:
         self._write(batch, skipped, kept)
         self.written += count
         slots = numbers % self.capacity
+        if self.trails is not None and self.storage.compact_obs:
+            before = self.trails.preceding(slots[skipped:])
+            linked = before != slots[skipped:]
+            self.storage.settle(before[linked], slots[skipped:][linked])
         slots[:skipped] = -1
         return slots.reshape(steps, *lanes)
+
+    def read(self, slots: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_] | None = None) -> Any:
+        """A batch of the frames in `slots`, [N]; zeros where `mask` is False."""
+        if self.trails is None or not self.storage.compact_obs:
+            return self.storage.read(slots, mask)
+        return self.storage.read(slots, mask, self.trails.following(slots))
 
     def _write(self, batch: Incoming, first: int, count: int) -> None:
         start = (self.written + first) % self.capacity
@@ -193,7 +205,7 @@ def sample(state: RingState, key: Key, spec: Spec) -> Any:
 
 def gather(memory: Memory, drawn: Drawn) -> Any:
     """The frames that were drawn."""
-    return drawn.finish(memory.storage.read(drawn.slots, drawn.mask))
+    return drawn.finish(memory.read(drawn.slots, drawn.mask))
 
 
 def snapshot(state: RingState) -> RingState:

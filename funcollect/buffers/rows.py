@@ -143,9 +143,12 @@ class Layout:
         )
 
     @classmethod
-    def of(cls, data: Any, ndim: int) -> Layout:
-        """The layout of the frames of `data`, whose leaves have `ndim` dimensions before a frame's own."""
-        leaves = leaves_of(data)
+    def of(cls, data: Any, ndim: int, leaves: Mapping[Path, Tensor] | None = None) -> Layout:
+        """The layout of the frames of `data`, whose leaves have `ndim` dimensions before a frame's own.
+
+        Only of some `leaves`, where these are given.
+        """
+        leaves = leaves_of(data) if leaves is None else leaves
         offset, columns = 0, {}
         for path, leaf in sorted(leaves.items(), key=lambda pair: (-pair[1].dtype.itemsize, str(pair[1].dtype))):
             columns[path] = Column(path=path, shape=tuple(leaf.shape[ndim:]), dtype=leaf.dtype, offset=offset)
@@ -222,7 +225,7 @@ class Layout:
                 leaf = time_major(leaves[column.path], ndim).reshape(-1, *column.shape)
                 view.copy_(leaf[first : first + number])
             return
-        records = rows.numpy().view(self._opaque)[:, 0]
+        records = self.records(rows)
         for index, column in enumerate(self.columns):
             if column.nbytes:
                 array = _array(time_major(leaves[column.path], ndim), column)[first : first + number]
@@ -230,13 +233,26 @@ class Layout:
 
     def unpack(self, rows: Tensor) -> Any:
         """The batch in ``rows``, [N, words] int64 and contiguous: its leaves are views of them."""
+        return self._rebuild(self.leaves(rows), rows.shape[0])
+
+    def leaves(self, rows: Tensor) -> list[Tensor]:
+        """The leaves in ``rows``, by column: views of them."""
         if not rows.is_cpu:
-            return self._rebuild(self._views(rows), rows.shape[0])
+            return self._views(rows)
         records = rows.numpy().view(self._typed)[:, 0]
         leaves = [torch.from_numpy(records[str(index)]) for index in range(len(self.columns))]
         for index in self._carried:
             leaves[index] = leaves[index].view(self.columns[index].dtype)
-        return self._rebuild(leaves, rows.shape[0])
+        return leaves
+
+    def records(self, rows: Tensor) -> npt.NDArray[np.void]:
+        """``rows``, [N, words] on the host, with the bytes of each column as a field (see `field`)."""
+        records: npt.NDArray[np.void] = rows.numpy().view(self._opaque)[:, 0]
+        return records
+
+    def field(self, path: Path) -> str:
+        """The name of a column's field."""
+        return str([column.path for column in self.columns].index(path))
 
     @cached_property
     def _carried(self) -> list[int]:

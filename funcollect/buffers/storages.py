@@ -11,23 +11,26 @@ import pickle
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from funcollect.arguments import check_positive
+from funcollect.buffers.compact import NextObservations, next_paths
 from funcollect.buffers.rows import Layout, leaves_of
+from funcollect.tree import Path as KeyPath
 
 __all__ = ["LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Storage"]
 
-_ROWS, _ITEMS = "rows.bin", "items.pt"
+_ROWS, _ASIDE, _ITEMS = "rows.bin", "aside.npz", "items.pt"
 _CHUNK = 1 << 26  # bytes written or read at once
 
 Slots = npt.NDArray[np.int64]
@@ -40,6 +43,7 @@ class Incoming(NamedTuple):
     lead: tuple[int, ...]  # its leading dimensions, time last
     content: Any
     layout: Layout | None = None
+    beside: Mapping[KeyPath, Tensor] = MappingProxyType({})  # leaves that are not part of the rows
 
 
 class Storage(Protocol):
@@ -52,6 +56,7 @@ class Storage(Protocol):
     max_size: int
     ndim: int
     device: torch.device
+    compact_obs: bool
 
     def admit(self, data: Any) -> Incoming:
         """A batch, after a check that it fits; changes nothing."""
@@ -68,8 +73,15 @@ class Storage(Protocol):
         """
         ...
 
-    def read(self, slots: Slots, mask: Mask | None = None) -> Any:
-        """A batch of the frames in `slots`, [N], in memory of its own; zeros where `mask`, [N], is False."""
+    def read(self, slots: Slots, mask: Mask | None = None, following: Slots | None = None) -> Any:
+        """A batch of the frames in `slots`, [N], in memory of its own; zeros where `mask`, [N], is False.
+
+        A storage with `compact_obs` needs the slots of the frames that follow them, any where none does.
+        """
+        ...
+
+    def settle(self, slots: Slots, following: Slots) -> None:
+        """Frames in `slots` are followed, each in its trajectory, by those in `following`, which are new."""
         ...
 
     def copy(self) -> Storage:
@@ -96,9 +108,11 @@ class LazyTensorStorage:
         max_size: frames.
         ndim: leading dimensions of a batch, time last.
         device: where the rows lie and samples come out.
+        compact_obs: store each observation once. The next observation of a frame is that of the frame that follows it;
+            only where none does, or it differs, is it stored too. Samples are complete all the same. On the host only.
 
     Raises:
-        TypeError, ValueError: for a size or a number of dimensions below 1.
+        TypeError, ValueError: for a size or a number of dimensions below 1; for `compact_obs` on another device.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -112,13 +126,19 @@ class LazyTensorStorage:
     tensor([1., 2.])
     """
 
-    def __init__(self, max_size: int, *, ndim: int = 1, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, max_size: int, *, ndim: int = 1, device: torch.device | str = "cpu", compact_obs: bool = False
+    ) -> None:
         _check_size(self, max_size)
+        if compact_obs and torch.device(device).type != "cpu":
+            raise ValueError(f"compact_obs is for storages on the host, device is {device}: leave one of them out")
         check_positive("ndim", ndim)
         self.max_size, self.ndim = int(max_size), int(ndim)
         self.device = torch.device(device)
+        self.compact_obs = compact_obs
         self.layout: Layout | None = None
         self._rows: Tensor | None = None
+        self._next: NextObservations | None = None
 
     def admit(self, data: Any) -> Incoming:
         """A batch, after a check that it fits; changes nothing.
@@ -129,15 +149,24 @@ class LazyTensorStorage:
         """
         leaves = leaves_of(data)
         lead = _lead(data, leaves, self.ndim)
-        layout = Layout.of(data, self.ndim) if self.layout is None else self.layout
+        beside: dict[KeyPath, Tensor] = {}
+        if self.compact_obs:
+            aside = next_paths(leaves) if self._next is None else [column.path for column in self._next.aside.columns]
+            beside = {path: leaves.pop(path) for path in aside if path in leaves}
+            if self._next is not None:
+                self._next.aside.check(beside, self.ndim)
+        layout = Layout.of(data, self.ndim, leaves) if self.layout is None else self.layout
         layout.check(leaves, self.ndim)
-        return Incoming(lead, leaves, layout)
+        return Incoming(lead, leaves, layout, beside)
 
     def allocate(self, batch: Incoming) -> None:
         """Make room for `max_size` frames, before the first batch is written."""
         if self.layout is None and batch.layout is not None:
             self._rows = self._allocate(batch.layout)
             self.layout = batch.layout
+            if self.compact_obs:
+                aside = Layout.of(TensorDict({}), self.ndim, batch.beside)
+                self._next = NextObservations(self.layout, aside, self._rows)
 
     def _allocate(self, layout: Layout, existsok: bool = False) -> Tensor:
         return torch.empty(self.max_size, layout.words, dtype=torch.int64, device=self.device)
@@ -150,6 +179,8 @@ class LazyTensorStorage:
     def write(self, start: int, batch: Incoming, first: int, count: int) -> None:
         """Write `count` frames of a batch, from its `first` on, into the slots from `start` on."""
         layout, rows = self._open()
+        if self._next is not None:
+            self._next.write(np.arange(start, start + count), batch.beside, self.ndim, first)
         target = rows[start : start + count]
         source = next(iter(batch.content.values())).device
         if source == self.device or self.device.type == "cpu":
@@ -159,7 +190,12 @@ class LazyTensorStorage:
         layout.pack(staged, batch.content, self.ndim, first)
         target.copy_(staged, non_blocking=True)
 
-    def read(self, slots: Slots, mask: Mask | None = None) -> Any:
+    def settle(self, slots: Slots, following: Slots) -> None:
+        """Frames in `slots` are followed, each in its trajectory, by those in `following`, which are new."""
+        if self._next is not None:
+            self._next.settle(slots, following)
+
+    def read(self, slots: Slots, mask: Mask | None = None, following: Slots | None = None) -> Any:
         """A batch of the frames in `slots`, [N], in memory of its own; zeros where `mask`, [N], is False."""
         layout, rows = self._open()
         if self.device.type == "cpu":
@@ -169,19 +205,29 @@ class LazyTensorStorage:
             gathered = rows.index_select(0, torch.from_numpy(slots).to(self.device))
         if mask is not None:
             gathered[torch.from_numpy(~mask).to(self.device)] = 0
-        return layout.unpack(gathered)
+        batch = layout.unpack(gathered)
+        if self._next is not None and following is not None:
+            for path, leaf in self._next.read(slots, following, mask).items():
+                batch.set(path, leaf)
+        return batch
 
     def copy(self) -> LazyTensorStorage:
         """A storage in memory with the same frames."""
-        twin = LazyTensorStorage(self.max_size, ndim=self.ndim, device=self.device)
-        twin.layout, twin._rows = self.layout, None if self._rows is None else self._rows.clone()
+        twin = LazyTensorStorage(self.max_size, ndim=self.ndim, device=self.device, compact_obs=self.compact_obs)
+        twin.layout = self.layout
+        if self._rows is not None:
+            twin._rows = self._rows.clone()
+            twin._next = None if self._next is None else self._next.copy(twin._rows)
         return twin
 
     def dump(self, directory: Path, count: int) -> Any:
         """Write the first `count` slots to files; returns what JSON can say of them."""
         if self.layout is None or self._rows is None:
             return None
-        told = self.layout.to_json()
+        told = {"rows": self.layout.to_json()}
+        if self._next is not None:
+            told["aside"] = self._next.aside.to_json()
+            np.savez(directory / _ASIDE, allow_pickle=False, **self._next.state())
         step = max(_CHUNK // self.layout.nbytes, 1)
         with open(directory / _ROWS, "wb") as file:
             for start in range(0, count, step):
@@ -193,7 +239,7 @@ class LazyTensorStorage:
         """Read what `dump` wrote."""
         if frames is None:
             return
-        layout = Layout.from_json(frames)
+        layout = Layout.from_json(frames["rows"])
         size = (directory / _ROWS).stat().st_size
         if size != count * layout.nbytes:
             raise ValueError(f"{directory / _ROWS} has {size} bytes, expected {count * layout.nbytes}: it was changed")
@@ -204,6 +250,10 @@ class LazyTensorStorage:
             for start in range(0, count, step):
                 rows = np.fromfile(file, np.int64, min(step, count - start) * layout.words)
                 self._rows[start : start + step].view(-1)[: len(rows)] = torch.from_numpy(rows).to(self.device)
+        if "aside" in frames:
+            self._next = NextObservations(layout, Layout.from_json(frames["aside"]), self._rows)
+            with np.load(directory / _ASIDE, allow_pickle=False) as state:
+                self._next.load({name: state[name] for name in state.files})
 
     def empty(self) -> None:
         """Forget every frame; the keys, shapes and dtypes stay."""
@@ -211,7 +261,8 @@ class LazyTensorStorage:
     @property
     def nbytes(self) -> int:
         """Bytes allocated for frames."""
-        return 0 if self._rows is None else self._rows.nbytes
+        aside = 0 if self._next is None else self._next.nbytes
+        return aside + (0 if self._rows is None else self._rows.nbytes)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_size={self.max_size}, ndim={self.ndim}, device={self.device})"
@@ -225,6 +276,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         scratch_dir: where the file is made; it stays there. A temporary directory that goes with the storage, or at
             the end of the process, unless given.
         ndim: leading dimensions of a batch, time last.
+        compact_obs: as of `LazyTensorStorage`; what lies aside is in memory.
         existsok: write over the file of a storage that was there before.
 
     Raises:
@@ -233,9 +285,15 @@ class LazyMemmapStorage(LazyTensorStorage):
     """
 
     def __init__(
-        self, max_size: int, *, scratch_dir: str | os.PathLike[str] | None = None, ndim: int = 1, existsok: bool = False
+        self,
+        max_size: int,
+        *,
+        scratch_dir: str | os.PathLike[str] | None = None,
+        ndim: int = 1,
+        compact_obs: bool = False,
+        existsok: bool = False,
     ) -> None:
-        super().__init__(max_size, ndim=ndim)
+        super().__init__(max_size, ndim=ndim, compact_obs=compact_obs)
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self._existsok = existsok
 
@@ -279,6 +337,8 @@ class ListStorage:
     ['b', 'b', 'a']
     """
 
+    compact_obs = False
+
     def __init__(self, max_size: int) -> None:
         _check_size(self, max_size)
         self.max_size, self.ndim = int(max_size), 1
@@ -304,7 +364,10 @@ class ListStorage:
         """Write `count` items, from the `first` on, into the slots from `start` on."""
         self._items[start : start + count] = batch.content[first : first + count]
 
-    def read(self, slots: Slots, mask: Mask | None = None) -> Any:
+    def settle(self, slots: Slots, following: Slots) -> None:
+        """Nothing to do: items are whole."""
+
+    def read(self, slots: Slots, mask: Mask | None = None, following: Slots | None = None) -> Any:
         """The items in `slots`, [N], collated."""
         if mask is not None and not mask.all():
             raise ValueError("a ListStorage cannot pad slices: use LazyTensorStorage, or strict_length=True")

@@ -148,6 +148,16 @@ class Trails:
         taken, self._free = self._free[cut:][::-1], self._free[:cut]
         return taken
 
+    def following(self, slots: Ints) -> Ints:
+        """Where the successor of each frame in `slots` lies; its own slot where it has none."""
+        trail, position = self.member.take(slots).astype(np.int64), self.position.take(slots)
+        return self.slots(trail, np.minimum(position + 1, self.stop.take(trail) - 1))
+
+    def preceding(self, slots: Ints) -> Ints:
+        """Where the predecessor of each frame in `slots` lies; its own slot where it has none."""
+        trail, position = self.member.take(slots).astype(np.int64), self.position.take(slots)
+        return self.slots(trail, np.maximum(position - 1, self.first.take(trail)))
+
     def state(self) -> dict[str, npt.NDArray[Any]]:
         """Everything, as arrays by name."""
         return {name: getattr(self, name) for name in _STATE} | self.shelves.state()
