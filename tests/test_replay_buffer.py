@@ -233,6 +233,7 @@ BAD = {
     "capacity": (lambda: fc.LazyTensorStorage(0), ValueError, "max_size is 0, expected 1 <="),
     "capacity type": (lambda: fc.ListStorage(1.5), TypeError, "max_size is 1.5, expected the frames to hold"),
     "ring capacity": (lambda: fc.ring.init(-3), ValueError, "max_size is -3"),
+    "ring storage": (lambda: fc.ring.init("memory"), TypeError, "max_size is 'memory', expected the frames to hold"),
     "ndim": (lambda: fc.LazyTensorStorage(5, ndim=0), ValueError, "ndim is 0"),
     "both": (lambda: fc.SliceSampler(num_slices=2, slice_len=3), ValueError, "both of num_slices and slice_len"),
     "neither": (lambda: fc.SliceSampler(), ValueError, "neither of num_slices and slice_len"),

@@ -61,8 +61,8 @@ class MultiStepSampler(RandomSampler):
     >>> with fc.SyncDataCollector("CartPole-v1", frames_per_batch=2, total_frames=200, seed=0) as collector:
     ...     for batch in collector:
     ...         indices = buffer.extend(batch)
-    >>> buffer.sample()["next", "reward"].unique()
-    tensor([1.0000, 1.9000, 2.7100])
+    >>> buffer.sample()["next", "reward"].max()
+    tensor(2.7100)
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,8 @@ from torch import Tensor
 from funcollect.buffers.choices import KeyChoices
 from funcollect.buffers.drawing import Drawn, Flat, Slices, Spec
 from funcollect.buffers.links import Trajectories
-from funcollect.buffers.storages import Incoming, LazyTensorStorage, Storage
+from funcollect.buffers.row_storage import LazyTensorStorage
+from funcollect.buffers.storage import Incoming, Storage
 from funcollect.buffers.trails import Trails
 from funcollect.errors import StaleStateError
 from funcollect.keys import Key
@@ -143,8 +144,9 @@ def init(storage: int | Storage, *, trajectories: Trajectories | None = None) ->
     >>> len(fc.ring.init(100))
     0
     """
-    made = LazyTensorStorage(storage) if isinstance(storage, (int, float)) else storage
-    return RingState(Memory(made, trajectories))
+    if not hasattr(storage, "admit"):
+        storage = LazyTensorStorage(storage)  # which checks the number
+    return RingState(Memory(cast(Storage, storage), trajectories))
 
 
 def extend(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
