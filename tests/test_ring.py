@@ -156,3 +156,23 @@ def test_equal_keys_give_equal_samples_in_memory_of_their_own():
         assert_same(fc.ring.sample(state, key_from_seed(3), spec), kept)
         other = fc.ring.sample(state, key_from_seed(4), spec)
         assert (other["observation"] != kept["observation"]).any()
+
+
+def test_a_hole_in_a_trajectory_parts_it():
+    lane = frames_of(0, [9])
+    state = fc.ring.init(20, trajectories=TRAJECTORIES)
+    for part in (lane[:3], lane[4:6], lane[6:]):
+        state, _ = fc.ring.extend(state, batch_of([part])[0])
+    trails = state.memory.trails
+    assert sorted((trails.stop - trails.first)[trails.stop > trails.first].tolist()) == [3, 5]
+    with pytest.raises(ValueError, match="the longest trajectory held has 5"):
+        fc.ring.sample(state, key_from_seed(0), fc.ring.Slices(num_slices=1, slice_len=6))
+
+
+def test_a_batch_without_frames_changes_nothing():
+    state = fc.ring.init(20, trajectories=TRAJECTORIES)
+    batch = batch_of([frames_of(0, [9])])[0]
+    for part in (batch[:0], batch, batch[:0]):
+        state, indices = fc.ring.extend(state, part)
+        assert len(indices) == len(part)
+    assert (held(state)["observation"] == batch["observation"]).all()
