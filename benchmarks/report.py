@@ -32,6 +32,7 @@ PACKAGES = (
     "brax",
     "jumanji",
     "pgx",
+    "flashbax",
 )
 
 

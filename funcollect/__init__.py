@@ -11,6 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from funcollect import envs, errors, interop, plots, testing
+    from funcollect.buffers import jax_ring, ring, samplers, storages
+    from funcollect.buffers.replay import ReplayBuffer
+    from funcollect.buffers.samplers import (
+        MultiStepSampler,
+        PrioritizedSampler,
+        PrioritizedSliceSampler,
+        RandomSampler,
+        SamplerWithoutReplacement,
+        SliceSampler,
+    )
+    from funcollect.buffers.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage
     from funcollect.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector
     from funcollect.collectors.sync import SyncDataCollector
     from funcollect.core import traced
@@ -45,11 +56,22 @@ if TYPE_CHECKING:
     from funcollect.progress import track
     from funcollect.specs import Env, ExplorationType, Policy
     from funcollect.trajectories.advantages import gae
+    from funcollect.trajectories.multi_step import MultiStep
     from funcollect.trajectories.split import split_trajectories
     from funcollect.trajectories.stats import EpisodeStats, episode_stats
 
 _HOMES = {
     "funcollect.collectors.multi": ["MultiSyncDataCollector", "MultiaSyncDataCollector"],
+    "funcollect.buffers.replay": ["ReplayBuffer"],
+    "funcollect.buffers.samplers": [
+        "MultiStepSampler",
+        "PrioritizedSampler",
+        "PrioritizedSliceSampler",
+        "RandomSampler",
+        "SamplerWithoutReplacement",
+        "SliceSampler",
+    ],
+    "funcollect.buffers.storages": ["LazyMemmapStorage", "LazyTensorStorage", "ListStorage"],
     "funcollect.collectors.sync": ["SyncDataCollector"],
     "funcollect.envs.registry": ["make_env"],
     "funcollect.errors": [
@@ -81,6 +103,7 @@ _HOMES = {
     "funcollect.core.traced_batch": ["deliver"],
     "funcollect.specs": ["Env", "ExplorationType", "Policy"],
     "funcollect.trajectories.advantages": ["gae"],
+    "funcollect.trajectories.multi_step": ["MultiStep"],
     "funcollect.trajectories.split": ["split_trajectories"],
     "funcollect.trajectories.stats": ["EpisodeStats", "episode_stats"],
 }
@@ -90,7 +113,11 @@ _MODULES = {
     "errors": "funcollect.errors",
     "heads": "funcollect.policies.heads",
     "interop": "funcollect.interop",
+    "jax_ring": "funcollect.buffers.jax_ring",
     "plots": "funcollect.plots",
+    "ring": "funcollect.buffers.ring",
+    "samplers": "funcollect.buffers.samplers",
+    "storages": "funcollect.buffers.storages",
     "testing": "funcollect.testing",
     "traced": "funcollect.core.traced",
 }
@@ -107,14 +134,25 @@ __all__ = [
     "EvaluationError",
     "ExplorationType",
     "FuncollectError",
+    "LazyMemmapStorage",
+    "LazyTensorStorage",
+    "ListStorage",
     "LoweringError",
+    "MultiStep",
+    "MultiStepSampler",
     "MultiSyncDataCollector",
     "MultiaSyncDataCollector",
     "Plan",
     "PluginError",
     "Policy",
     "PolicyError",
+    "PrioritizedSampler",
+    "PrioritizedSliceSampler",
+    "RandomSampler",
+    "ReplayBuffer",
     "ReplayError",
+    "SamplerWithoutReplacement",
+    "SliceSampler",
     "StaleStateError",
     "SyncDataCollector",
     "WorkerError",
@@ -131,6 +169,7 @@ __all__ = [
     "init",
     "interop",
     "jax_policy",
+    "jax_ring",
     "lower",
     "make_env",
     "make_policy",
@@ -138,9 +177,12 @@ __all__ = [
     "random_policy",
     "record",
     "reset",
+    "ring",
     "rollout",
+    "samplers",
     "split_trajectories",
     "step",
+    "storages",
     "tensordict_policy",
     "testing",
     "torch_policy",

@@ -39,6 +39,7 @@ class Purpose(IntEnum):
     RANDOM_ACTION = 3
     GENERATOR = 4
     DYNAMICS = 5
+    SAMPLE = 6
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,8 @@ def leaves(batch):
 
 def bits(leaf):
     """The memory of a tensor in C order."""
-    return leaf.detach().cpu().contiguous().numpy().tobytes()
+    plain = leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def assert_same(one, two):

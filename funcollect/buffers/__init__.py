@@ -1,0 +1,1 @@
+"""Replay buffers: packed rows, the ring over them, storages, samplers, `ReplayBuffer`."""

@@ -1,0 +1,84 @@
+"""What a buffer's dump holds: its frames, its trajectories, its sampler and its generator."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from funcollect.buffers import files
+from funcollect.buffers.ring import Memory
+from funcollect.buffers.uniform import Sampler
+
+_FORMAT = 1
+
+
+def dump(
+    directory: str | os.PathLike[str], memory: Memory, sampler: Sampler, generator: torch.Generator | None
+) -> None:
+    """Write everything that the next samples depend on."""
+
+    def fill(fresh: Path) -> None:
+        arrays = files.under("sampler", sampler.state())
+        if memory.trails is not None:
+            arrays |= files.under("trails", memory.trails.state())
+        if generator is not None:
+            arrays["generator"] = generator.get_state().numpy()
+        frames = memory.storage.dump(fresh, len(memory))
+        files.put(fresh, {**_kind(memory, sampler), "written": memory.written, "frames": frames}, arrays)
+
+    files.write(directory, fill)
+
+
+def load(
+    directory: str | os.PathLike[str],
+    memory: Memory,
+    sampler: Sampler,
+    generator: torch.Generator | None,
+    allow_pickle: bool,
+) -> None:
+    """Read a dump into the parts of a buffer that was built like the one dumped.
+
+    Raises:
+        FileNotFoundError: where there is no whole dump.
+        ValueError: for a buffer of another kind.
+    """
+    found = files.current(directory)
+    meta, arrays = files.get(found)
+    for name, mine in _kind(memory, sampler).items():
+        if meta[name] != mine:
+            raise ValueError(
+                f"{name} of the dump is {meta[name]}, of this buffer {mine}: build the buffer like the one that was "
+                "dumped before loading"
+            )
+    memory.storage.load(found, min(meta["written"], memory.capacity), meta["frames"], allow_pickle)
+    memory.written = meta["written"]
+    if memory.trails is not None:
+        memory.trails.load(files.of("trails", arrays))
+    sampler.load(files.of("sampler", arrays))
+    if generator is not None and "generator" in arrays:
+        generator.set_state(torch.from_numpy(np.array(arrays["generator"])))
+
+
+def _kind(memory: Memory, sampler: Sampler) -> dict[str, Any]:
+    """What must be equal of the buffer dumped and the one loaded, as JSON has it."""
+    linked = memory.trajectories
+    keys = None if linked is None else {name: _as_json(key) for name, key in asdict(linked).items()}
+    storage = "list" if type(memory.storage).__name__ == "ListStorage" else "rows"
+    return {
+        "format": _FORMAT,
+        "storage": storage,
+        "max_size": memory.capacity,
+        "ndim": memory.storage.ndim,
+        "compact_obs": memory.storage.compact_obs,
+        "sampler": type(sampler).__name__,
+        "trajectories": keys,
+    }
+
+
+def _as_json(key: Any) -> Any:
+    return list(key) if isinstance(key, tuple) else key

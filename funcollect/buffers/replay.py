@@ -1,0 +1,283 @@
+"""`ReplayBuffer`: a ring, a sampler and a generator behind one object, as TorchRL's users know it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import optree
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from funcollect.arguments import check_count, check_positive
+from funcollect.buffers import dumping, ring
+from funcollect.buffers.choices import GeneratorChoices
+from funcollect.buffers.drawing import Drawn
+from funcollect.buffers.prioritized import PrioritizedSampler
+from funcollect.buffers.storages import ListStorage, Storage
+from funcollect.buffers.uniform import RandomSampler, Sampler, SamplerWithoutReplacement
+
+__all__ = ["ReplayBuffer"]
+
+
+class ReplayBuffer:
+    """Experience to sample from: the newest frames, as many as its storage holds.
+
+    Args:
+        storage: where frames lie; a `ListStorage` of 1,000 items unless given.
+        sampler: how they are chosen; a `RandomSampler` unless given.
+        writer: only ``"round robin"``, the oldest frames making room, which is what None means too.
+        transform: applied to data before it is stored.
+        batch_size: frames in a sample.
+        prefetch: samples made ahead, in threads; the frames of each are current when it is handed out.
+        generator: Torch's global one unless given.
+        collate_fn: makes a batch of a list of items, for a `ListStorage`.
+
+    Raises:
+        TypeError, ValueError: for a bad argument.
+
+    >>> import funcollect as fc
+    >>> buffer = ReplayBuffer(storage=fc.LazyTensorStorage(1_000), batch_size=32)
+    >>> with fc.SyncDataCollector("CartPole-v1", frames_per_batch=100, total_frames=300, seed=0) as collector:
+    ...     for batch in collector:
+    ...         indices = buffer.extend(batch)
+    >>> len(buffer), buffer.sample()["observation"].shape
+    (300, torch.Size([32, 4]))
+    """
+
+    def __init__(
+        self,
+        *,
+        storage: Storage | None = None,
+        sampler: Sampler | None = None,
+        writer: str | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        batch_size: int | None = None,
+        prefetch: int | None = None,
+        generator: torch.Generator | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        _check(storage, sampler, writer, batch_size, prefetch)
+        self.storage: Storage = ListStorage(1_000) if storage is None else storage
+        self.sampler: Sampler = RandomSampler() if sampler is None else sampler
+        self.sampler.fit(self.storage.max_size)
+        self.transform, self.batch_size, self.generator = transform, batch_size, generator
+        if collate_fn is not None:
+            if not isinstance(self.storage, ListStorage):
+                raise ValueError(f"collate_fn is for a ListStorage, the storage is {self.storage}: leave it out")
+            self.storage.collate = collate_fn
+        self.state = ring.init(self.storage, trajectories=self.sampler.trajectories)
+        self._choices = GeneratorChoices(generator)
+        self._lock = threading.RLock()
+        self._ahead: deque[_Ahead] = deque()
+        self._prefetch = prefetch or 0
+        self._pool = ThreadPoolExecutor(self._prefetch, "funcollect-replay") if self._prefetch else None
+
+    def add(self, data: Any) -> Tensor:
+        """Add one frame, or with ``ndim > 1`` one step of all lanes, ``[*B]``; returns the slots."""
+        if isinstance(self.storage, ListStorage):
+            return self.extend([data])[0]
+        axis = self.storage.ndim - 1
+        if isinstance(data, TensorDictBase):
+            return self.extend(data.unsqueeze(axis))[..., 0]
+        return self.extend(_map(lambda leaf: torch.as_tensor(leaf).unsqueeze(axis), data))[..., 0]
+
+    def extend(self, data: Any) -> Tensor:
+        """Add the frames of a batch ``[*B, T]``; the oldest ones make room.
+
+        Returns:
+            The slot of each frame, ``[*B, T]`` int64; -1 for frames of a batch longer than the buffer that did not fit.
+
+        Raises:
+            TypeError, ValueError: for a batch that does not fit; the buffer is as it was.
+        """
+        if self.transform is not None:
+            data = self.transform(data)
+        with self._lock:
+            self.state, slots = ring.extend(self.state, data)
+            flat = slots.reshape(-1).numpy()
+            self.sampler.extended(self.state.memory, flat[flat >= 0])
+        return slots
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+        """A batch of frames, in memory of its own.
+
+        Args:
+            batch_size: frames; the buffer's own unless given.
+            return_info: also return what is known of them: ``"index"``, [N], their slots, and what the sampler adds.
+
+        Raises:
+            ValueError: without a batch size, for an empty buffer, for slices longer than any trajectory.
+        """
+        wanted = self._size(batch_size)
+        made = self._make(wanted) if self._pool is None else self._made_ahead(wanted)
+        return made if return_info else made[0]
+
+    def update_priority(self, index: Any, priority: Any) -> None:
+        """Set the priorities of the frames in these slots, for a `PrioritizedSampler`.
+
+        Args:
+            index: ``[N]`` slots, as `extend` returned them or ``info["index"]`` has them.
+            priority: ``[N]`` numbers, or one for all; finite, not negative.
+
+        Raises:
+            TypeError: for another sampler.
+            ValueError: for slots without a frame, and bad priorities.
+        """
+        if not isinstance(self.sampler, PrioritizedSampler):
+            raise TypeError(f"{self.sampler} knows no priorities: build the buffer with sampler=PrioritizedSampler(…)")
+        with self._lock:
+            self.sampler.update_priority(self.state.memory, index, priority)
+            self._ahead.clear()
+
+    def _size(self, batch_size: int | None) -> int:
+        wanted = self.batch_size if batch_size is None else batch_size
+        if wanted is None:
+            raise ValueError("no batch_size is given, neither here nor to the buffer: pass for example batch_size=256")
+        check_positive("batch_size", wanted)
+        return wanted
+
+    def _make(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        with self._lock:
+            drawn = self.sampler.draw(self.state.memory, batch_size, self._choices)
+            return self._gather(drawn)
+
+    def _gather(self, drawn: Drawn) -> tuple[Any, dict[str, Any]]:
+        batch = ring.gather(self.state.memory, drawn)
+        return batch, {"index": torch.from_numpy(drawn.index), **drawn.info}
+
+    def _made_ahead(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        """The oldest sample made ahead; what was drawn before the last change of the buffer is thrown away."""
+        while True:
+            with self._lock:
+                if any(not ahead.current(self.state, batch_size) for ahead in self._ahead):
+                    self._ahead.clear()
+                while len(self._ahead) <= self._prefetch:
+                    self._ahead.append(self._order(batch_size))
+                first = self._ahead.popleft()
+            if (made := first.future.result()) is not None:
+                return made
+
+    def _order(self, batch_size: int) -> _Ahead:
+        # Drawn here, so that the generator is used in the caller's order; gathered in a thread.
+        assert self._pool is not None
+        drawn = self.sampler.draw(self.state.memory, batch_size, self._choices)
+        return _Ahead(self.state, batch_size, self._pool.submit(self._gather_of, self.state, drawn))
+
+    def _gather_of(self, state: ring.RingState, drawn: Drawn) -> tuple[Any, dict[str, Any]] | None:
+        """What was drawn from a state; None where the buffer has changed since."""
+        with self._lock:
+            return self._gather(drawn) if state is self.state else None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Sample again and again; a `SamplerWithoutReplacement` ends when every frame has come."""
+        size = self._size(None)
+        if not isinstance(self.sampler, SamplerWithoutReplacement):
+            while True:
+                yield self.sample()
+        self.sampler.empty()
+        yield self.sample()
+        while not self.sampler.ran_out(size):
+            yield self.sample()
+
+    def __len__(self) -> int:
+        return len(self.state)
+
+    def __getitem__(self, index: Any) -> Any:
+        """The frames in the slots that an int, a slice or an array of ints or bools picks from those filled."""
+        slots = np.arange(len(self))[index.numpy(force=True) if isinstance(index, Tensor) else index]
+        if isinstance(self.storage, ListStorage) and not np.ndim(slots):
+            return self.storage.item(int(slots))
+        with self._lock:
+            batch = self.state.memory.read(np.atleast_1d(slots).reshape(-1))
+        return batch if np.ndim(slots) else _map(lambda leaf: leaf[0], batch)
+
+    def empty(self) -> None:
+        """Forget every frame; keys, shapes and dtypes stay."""
+        with self._lock:
+            self.storage.empty()
+            self.sampler.empty()
+            self.state = ring.init(self.storage, trajectories=self.sampler.trajectories)
+            self._ahead.clear()
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Write frames, sampler, cursors and the generator to a directory.
+
+        What was dumped there before stays whole until this dump is. Samples made ahead are thrown away, so that this
+        buffer and one that loads the dump go on alike. Torch's global generator is not part of a dump.
+
+        Raises:
+            TypeError: for frames that are trees, not TensorDicts.
+            OSError: where the files cannot be written; the former dump is as it was.
+        """
+        with self._lock:
+            self._ahead.clear()
+            dumping.dump(path, self.state.memory, self.sampler, self.generator)
+
+    def loads(self, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
+        """Become the buffer that was dumped: the next sample is the one that would have come there.
+
+        Args:
+            path: what `dumps` was given.
+            allow_pickle: read a `ListStorage` of objects other than tensors, numbers and strings, which runs code from
+                the file.
+
+        Raises:
+            FileNotFoundError: where there is no whole dump.
+            ValueError: for the dump of a buffer that was built otherwise.
+        """
+        with self._lock:
+            self._ahead.clear()
+            fresh = ring.init(self.storage, trajectories=self.sampler.trajectories)
+            dumping.load(path, fresh.memory, self.sampler, self.generator, allow_pickle)
+            self.state = fresh
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.storage}, {self.sampler}, {len(self)} frames, batch_size={self.batch_size})"
+        )
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A sample on its way."""
+
+    state: ring.RingState  # of which it was drawn
+    batch_size: int
+    future: Future[tuple[Any, dict[str, Any]] | None]
+
+    def current(self, state: ring.RingState, batch_size: int) -> bool:
+        return state is self.state and batch_size == self.batch_size
+
+
+def _map(function: Callable[[Any], Any], data: Any) -> Any:
+    """Apply to a TensorDict or an item as a whole, or to each tensor of a tree."""
+    if isinstance(data, (TensorDictBase, Tensor)):
+        return function(data)
+    return optree.tree_map(function, data)
+
+
+def _check(storage: Any, sampler: Any, writer: Any, batch_size: Any, prefetch: Any) -> None:
+    if storage is not None and not hasattr(storage, "admit"):
+        raise TypeError(
+            f"storage is {type(storage).__name__}, expected a storage of funcollect: pass for example "
+            "funcollect.LazyTensorStorage(100_000)"
+        )
+    if sampler is not None and not hasattr(sampler, "draw"):
+        raise TypeError(
+            f"sampler is {type(sampler).__name__}, expected a sampler of funcollect: pass for example "
+            "funcollect.SliceSampler(slice_len=8)"
+        )
+    if writer not in (None, "round robin"):
+        raise ValueError(f'writer is {writer!r}, expected "round robin", the only one there is: leave it out')
+    if batch_size is not None:
+        check_positive("batch_size", batch_size)
+    if prefetch is not None:
+        check_count("prefetch", prefetch)

@@ -1,0 +1,218 @@
+"""A ring of frames: the newest `capacity` of them, whatever lane or worker they come from.
+
+Three functions over an explicit state: ``state = init(capacity)``, ``state, indices = extend(state, batch)``,
+``batch = sample(state, key, spec)``. The memory is written in place, so a state is good until the next `extend`; an
+older one raises `StaleStateError`. `snapshot` makes a copy that goes its own way.
+
+Frames leave in the order in which they came: a batch ``[P, T]`` counts as T steps of P frames each, so that all lanes
+lose their oldest steps first. Frames of one trajectory are linked across batches (`Trajectories`), so that slices are
+contiguous however the batches of asynchronous workers are interleaved.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from funcollect.buffers.choices import KeyChoices
+from funcollect.buffers.drawing import Drawn, Flat, Slices, Spec
+from funcollect.buffers.links import Trajectories
+from funcollect.buffers.row_storage import LazyTensorStorage
+from funcollect.buffers.storage import Incoming, Storage
+from funcollect.buffers.trails import Trails
+from funcollect.errors import StaleStateError
+from funcollect.keys import Key
+
+__all__ = ["Flat", "RingState", "Slices", "Trajectories", "extend", "init", "sample", "snapshot"]
+
+
+class Memory:
+    """What states of one ring share: the frames and the trails, as they are at the current version."""
+
+    def __init__(self, storage: Storage, trajectories: Trajectories | None) -> None:
+        self.storage = storage
+        if storage.compact_obs and trajectories is None:
+            trajectories = Trajectories()  # the next observation of a frame is that of its successor
+        self.trajectories = trajectories
+        self.capacity = storage.max_size
+        self.trails = None if trajectories is None else Trails(self.capacity)
+        self.written = 0  # frames given in all; frame n lies in slot n % capacity
+        self.version = 0
+
+    def __len__(self) -> int:
+        return min(self.written, self.capacity)
+
+    def extend(self, data: Any) -> npt.NDArray[np.int64]:
+        """Write a batch; the slots of its frames in the order of time, then of lanes, -1 for those that did not stay.
+
+        The slots are as `lead` of the batch has it, with time first.
+        """
+        batch = self.storage.admit(data)
+        *lanes, steps = batch.lead
+        count = int(np.prod(batch.lead))
+        kept = min(count, self.capacity)
+        numbers = np.arange(self.written, self.written + count)
+        skipped = count - kept
+        frames = None
+        if self.trajectories is not None and count:
+            frames = self.trajectories.frames(data, batch.lead, numbers, skipped)
+        self.storage.allocate(batch)
+        if self.trails is not None and frames is not None:
+            oldest, gone = max(self.written - self.capacity, 0), self.written + count - self.capacity
+            if gone > oldest:
+                self.trails.retire(np.arange(oldest, min(gone, self.written)) % self.capacity)
+            self.trails.extend(frames)
+        self._write(batch, skipped, kept)
+        self.written += count
+        slots = numbers % self.capacity
+        if self.trails is not None and self.storage.compact_obs:
+            before = self.trails.preceding(slots[skipped:])
+            linked = before != slots[skipped:]
+            self.storage.settle(before[linked], slots[skipped:][linked])
+        slots[:skipped] = -1
+        return slots.reshape(steps, *lanes)
+
+    def read(self, slots: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_] | None = None) -> Any:
+        """A batch of the frames in `slots`, [N]; zeros where `mask` is False."""
+        if self.trails is None or not self.storage.compact_obs:
+            return self.storage.read(slots, mask)
+        return self.storage.read(slots, mask, self.trails.following(slots))
+
+    def _write(self, batch: Incoming, first: int, count: int) -> None:
+        start = (self.written + first) % self.capacity
+        fitting = min(count, self.capacity - start)
+        if fitting:
+            self.storage.write(start, batch, first, fitting)
+        if count > fitting:
+            self.storage.write(0, batch, first + fitting, count - fitting)
+
+
+@dataclass(frozen=True)
+class RingState:
+    """A ring at one version. `len` is the number of frames that it holds.
+
+    Attributes:
+        memory: what all states of the ring share.
+        version: which extend made this state.
+    """
+
+    memory: Memory
+    version: int = 0
+
+    def __len__(self) -> int:
+        return len(check_current(self))
+
+    @property
+    def capacity(self) -> int:
+        """The most frames that it holds."""
+        return self.memory.capacity
+
+
+def check_current(state: RingState) -> Memory:
+    """The memory of a state.
+
+    Raises:
+        StaleStateError: for a state after which the ring was extended.
+    """
+    if state.version != state.memory.version:
+        raise StaleStateError(
+            f"this state is version {state.version} of its ring, which is now at {state.memory.version}: the rows were "
+            "written in place. Use the state that extend returned, as in `state, indices = ring.extend(state, batch)`, "
+            "or take ring.snapshot(state) before extending"
+        )
+    return state.memory
+
+
+def init(storage: int | Storage, *, trajectories: Trajectories | None = None) -> RingState:
+    """An empty ring.
+
+    Args:
+        storage: the frames to hold, or a storage of that size.
+        trajectories: which keys tell trajectories apart, ``Trajectories()`` for those of collectors; None where slices
+            will not be asked for.
+
+    Raises:
+        TypeError, ValueError: for a capacity that is not a positive int.
+
+    >>> import funcollect as fc
+    >>> len(fc.ring.init(100))
+    0
+    """
+    if not hasattr(storage, "admit"):
+        storage = LazyTensorStorage(storage)  # which checks the number
+    return RingState(Memory(cast(Storage, storage), trajectories))
+
+
+def extend(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
+    """Add the frames of a batch; the oldest ones make room.
+
+    Args:
+        state: the ring's current state.
+        batch: a TensorDict, or a tree of tensors, ``[*B, T, ...]`` with as many dimensions before a frame's own as the
+            storage's `ndim` says.
+
+    Returns:
+        The next state, and the slot of each frame, ``[*B, T]`` int64; -1 for frames that did not fit, of a batch longer
+        than the ring.
+
+    Raises:
+        StaleStateError: for a state after which the ring was extended.
+        ValueError: for a batch that does not fit the storage or lacks its trajectories' key; the ring is as it was.
+
+    >>> import funcollect as fc
+    >>> import torch
+    >>> state = fc.ring.init(4)
+    >>> state, indices = fc.ring.extend(state, {"x": torch.arange(3)})
+    >>> state, indices = fc.ring.extend(state, {"x": torch.arange(3, 6)})
+    >>> indices
+    tensor([3, 0, 1])
+    """
+    memory = check_current(state)
+    slots = torch.from_numpy(memory.extend(batch))
+    memory.version += 1
+    return RingState(memory, memory.version), slots.movedim(0, -1)
+
+
+def sample(state: RingState, key: Key, spec: Spec) -> Any:
+    """A batch of frames; equal keys give equal ones.
+
+    Args:
+        state: the ring's current state.
+        key: ``uint32[2]``, see `funcollect.keys.key_from_seed`.
+        spec: `Flat` for single frames, `Slices` for stretches of trajectories.
+
+    Returns:
+        ``[N, ...]`` in memory of its own, on the storage's device.
+
+    Raises:
+        StaleStateError: for a state after which the ring was extended.
+        ValueError: for an empty ring, and for slices longer than any trajectory.
+
+    >>> import funcollect as fc
+    >>> import torch
+    >>> state, _ = fc.ring.extend(fc.ring.init(4), {"x": torch.arange(6)})
+    >>> batch = fc.ring.sample(state, np.array([0, 7], np.uint32), fc.ring.Flat(3))
+    >>> batch["x"].shape
+    torch.Size([3])
+    """
+    memory = check_current(state)
+    return gather(memory, spec.draw(memory, KeyChoices(key)))
+
+
+def gather(memory: Memory, drawn: Drawn) -> Any:
+    """The frames that were drawn."""
+    return drawn.finish(memory.read(drawn.slots, drawn.mask))
+
+
+def snapshot(state: RingState) -> RingState:
+    """A copy of a ring, which goes its own way; its frames lie in memory also where the ring's lie in a file."""
+    memory = check_current(state)
+    twin = copy.copy(memory)
+    twin.storage, twin.trails = memory.storage.copy(), copy.deepcopy(memory.trails)
+    return RingState(twin, twin.version)

@@ -1,0 +1,110 @@
+"""Returns over several steps: each frame's reward and what follows it, n steps further on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from funcollect.arguments import check_positive
+from funcollect.trajectories.split import MASK, TRAJECTORY_IDS, check_batch, require
+from funcollect.tree import Path
+
+__all__ = ["MultiStep"]
+
+_REWARD = ("next", "reward")
+
+
+class MultiStep:
+    """Rewards summed over up to `n_steps` steps, and ``next`` taken from the last of these.
+
+    Of a frame at time ``t``, let ``m`` be the number of steps up to `n_steps` that its trajectory has from ``t`` on in
+    the batch. ``next.reward`` becomes the sum of ``gamma**k * next.reward[t + k]`` over ``k < m``, and everything else
+    under ``next`` is that of frame ``t + m - 1``. New keys are ``gamma``, ``[*B, T, 1]`` float32, which is
+    ``gamma**m``, ``steps_to_next_obs``, ``[*B, T, 1]`` int64, which is ``m``, and ``original_reward``. So
+
+        target = next.reward + gamma * value(next.observation) * ~next.terminated
+
+    is right at terminations, at truncations and at the end of a batch, where there are fewer steps. It is a collector's
+    `postproc`; `MultiStepSampler` does the same to what a buffer samples, across the borders of batches.
+
+    Args:
+        gamma: the discount of one step, between 0 and 1.
+        n_steps: the most steps.
+
+    Raises:
+        TypeError, ValueError: for numbers outside these ranges.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> done = torch.tensor([False, False, True, False])[:, None]
+    >>> batch = TensorDict({"next": {"reward": torch.ones(4, 1), "done": done}}, [4])
+    >>> MultiStep(gamma=0.5, n_steps=2)(batch)["next", "reward"][:, 0]
+    tensor([1.5000, 1.5000, 1.0000, 1.0000])
+    """
+
+    def __init__(self, gamma: float, n_steps: int) -> None:
+        check_positive("n_steps", n_steps)
+        if not 0 <= gamma <= 1:
+            raise ValueError(f"gamma is {gamma}, expected a discount between 0 and 1: pass for example gamma=0.99")
+        self.gamma, self.n_steps = float(gamma), int(n_steps)
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """A batch ``[*B, T]`` over several steps; the one given is as it was.
+
+        Raises:
+            TypeError: for something other than a TensorDict.
+            ValueError: for a batch without ``next.reward`` or ``next.done``.
+        """
+        check_batch(batch)
+        steps = self._steps(batch)
+        time = batch.batch_dims - 1
+        last = torch.arange(batch.shape[-1], device=steps.device) + steps - 1
+        following = batch.get("next").apply(lambda leaf: _gather(leaf, last, time))
+        reward = require(batch, _REWARD, tail=None)
+        following.set("reward", self._sum(reward, steps, time))
+        result = batch.clone(False).unlock_()
+        result.set("next", following)
+        result.set("original_reward", reward.clone())
+        result.set("steps_to_next_obs", steps[..., None])
+        result.set("gamma", self.gamma ** steps[..., None].float())
+        return result
+
+    def _steps(self, batch: TensorDictBase) -> Tensor:
+        """How many steps each frame looks ahead: ``[*B, T]`` int64, from 1 to `n_steps`."""
+        ends = require(batch, ("next", "done"), tail=(1,))[..., 0].clone()
+        for changes in _changes(batch):
+            ends[..., :-1] |= changes
+        ends[..., -1] = True
+        length = ends.shape[-1]
+        time = torch.arange(length, device=ends.device)
+        nearest = torch.where(ends, time, length).flip(-1).cummin(-1).values.flip(-1)
+        return (nearest - time + 1).clamp(max=self.n_steps)
+
+    def _sum(self, reward: Tensor, steps: Tensor, time: int) -> Tensor:
+        total = reward.clone()
+        for ahead in range(1, min(self.n_steps, reward.shape[time])):
+            counts = (steps[..., :-ahead] > ahead)[..., None]
+            later = reward.narrow(time, ahead, reward.shape[time] - ahead)
+            total.narrow(time, 0, later.shape[time]).add_(torch.where(counts, self.gamma**ahead * later, 0))
+        return total
+
+    def __repr__(self) -> str:
+        return f"MultiStep(gamma={self.gamma}, n_steps={self.n_steps})"
+
+
+def _changes(batch: TensorDictBase) -> Iterator[Tensor]:
+    """Where a frame and the next one are of two trajectories, or one of them is padding: ``[*B, T - 1]`` each."""
+    keys: tuple[str | Path, ...] = (TRAJECTORY_IDS, "episode", MASK)
+    for key in keys:
+        if batch.get(key, None) is not None:
+            leaf = require(batch, key, tail=())
+            yield leaf[..., 1:] != leaf[..., :-1]
+
+
+def _gather(leaf: Tensor, index: Tensor, time: int) -> Tensor:
+    """``leaf[..., index[..., t], ...]`` at each time ``t``."""
+    shape = (*index.shape, *[1] * (leaf.ndim - index.ndim))
+    return torch.take_along_dim(leaf, index.reshape(shape), dim=time)
