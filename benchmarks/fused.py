@@ -24,7 +24,8 @@ from benchmarks.report import compare
 from benchmarks.runner import Cell, Factory, Options, Result, measure
 
 OURS = "funcollect"
-FRAMES = 32_768  # at least, per batch
+FRAMES = 131_072  # at least, per batch
+FRAMES_OF_PHYSICS = 32_768  # the same where a step is dear
 STEPS = 32  # at least, per environment
 SIZES = {  # how many environments at once
     "gymnax/CartPole-v1": (1, 64, 1024, 4096),
@@ -46,7 +47,7 @@ def results(options: Options) -> Iterator[Result]:
 
 
 def _cell(env_id: str, num_envs: int) -> Cell:
-    length = batch_length(num_envs)
+    length = batch_length(env_id, num_envs)
     contestants: dict[str, Factory] = {OURS: partial(Ours, our_pair, env_id, num_envs, length)}
     contestants["scan"] = partial(scans.Scan, env_id, num_envs, length)
     contestants["crossing"] = partial(Ours, torch_pair, env_id, num_envs, length)
@@ -76,8 +77,9 @@ class Ours:
         pass
 
 
-def batch_length(num_envs: int) -> int:
-    return max(STEPS, -(-FRAMES // num_envs))
+def batch_length(env_id: str, num_envs: int) -> int:
+    frames = FRAMES_OF_PHYSICS if env_id.startswith("brax") else FRAMES
+    return max(STEPS, -(-frames // num_envs))
 
 
 def our_pair(env_id: str, num_envs: int) -> tuple[Any, Any]:
@@ -115,7 +117,7 @@ class Network(nn.Module):
 
 
 def _with_compile_times(result: Result, env_id: str, num_envs: int) -> Result:
-    length = batch_length(num_envs)
+    length = batch_length(env_id, num_envs)
     by_hand = compile_seconds(scans.Scan(env_id, num_envs, length).lower)
     seconds = {OURS: _our_compile(env_id, num_envs, length), "scan": by_hand}
     lines = result.table.splitlines()

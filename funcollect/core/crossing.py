@@ -20,6 +20,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.core.deliver import check_apart
+from funcollect.core.fused_keys import RunKeys, run_keys
 from funcollect.core.fused_loop import FLAGS, bucket, delivered, place_of
 from funcollect.core.fused_step import Row, Setting, step
 from funcollect.core.request import Request, open_actor
@@ -79,7 +80,7 @@ class _Loop:
         begin = compiled(env, ("crossing", capacity, *which), partial(_begin, setting, capacity), place=place)
         self._advance = compiled(env, ("crossing", *which), partial(_advance, setting), donate_argnums=(0, 1))
         self.state: CollectorState
-        self.state, self._columns = begin(state.replace(policy_state=None))
+        self.state, self._columns, self._keys = begin(state.replace(policy_state=None))
         self._request = request
         self._root = {path: fixed(torch_view(value)) for path, value in state.observation.items()}
         self.observation = assemble(env.observation_space, self._root)
@@ -90,7 +91,9 @@ class _Loop:
     def step(self, t: int, action: Any) -> None:
         """Advance all lanes, record the step, and bring its observation to where the policy reads it."""
         crossed = self._into_jax(action)
-        self.state, self._columns, root, fresh = self._advance(self.state, self._columns, np.int32(t), crossed)
+        self.state, self._columns, root, fresh = self._advance(
+            self.state, self._columns, self._keys, np.int32(t), crossed
+        )
         self._fresh = fresh
         for path, value in root.items():
             if self._on_cpu:
@@ -115,28 +118,29 @@ def _given_action(action: Any, policy_state: Any, observation: Any, key: Any) ->
     return policy_state, {"action": action}
 
 
-def _row(setting: Setting, action: Any, state: CollectorState) -> tuple[CollectorState, Row]:
-    after, recorded = step(setting, action, state)
+def _row(setting: Setting, action: Any, state: CollectorState, keys: RunKeys) -> tuple[CollectorState, Row]:
+    after, recorded = step(setting, action, state, keys)
     recorded = widened(recorded, dtypes=dtypes_of(setting.env), total_lanes=state.total_lanes)
     dropped = [("action",), *(FLAGS if setting.reset_when_done else [])]  # the actor records what the policy answered
     return after, {path: value for path, value in recorded.items() if path not in dropped}
 
 
-def _begin(setting: Setting, capacity: int, state: CollectorState) -> tuple[CollectorState, Row]:
-    """A copy of the state, which may be donated, and empty columns."""
+def _begin(setting: Setting, capacity: int, state: CollectorState) -> tuple[CollectorState, Row, RunKeys]:
+    """A copy of the state, which may be donated, empty columns, and the keys of the run."""
     jax = import_jax()
     jnp = jax.numpy
     spec = setting.env.action_spec
     action = jax.ShapeDtypeStruct((state.num_lanes, *spec.shape), _jax_dtype(spec))
-    _, shapes = jax.eval_shape(partial(_row, setting), action, state)
+    keys = run_keys(state.key, state.lane)
+    _, shapes = jax.eval_shape(partial(_row, setting), action, state, keys)
     columns = {path: jnp.zeros((capacity, *leaf.shape), leaf.dtype) for path, leaf in shapes.items()}
-    return jax.tree.map(jnp.copy, state), columns
+    return jax.tree.map(jnp.copy, state), columns, keys
 
 
-def _advance(setting: Setting, state: CollectorState, columns: Row, t: Any, action: Any) -> Any:
+def _advance(setting: Setting, state: CollectorState, columns: Row, keys: RunKeys, t: Any, action: Any) -> Any:
     """The next state, the columns with the step in row `t`, the next root, and which lanes are at its beginning."""
     write = import_jax().lax.dynamic_update_index_in_dim
-    after, row = _row(setting, action.astype(_jax_dtype(setting.env.action_spec)), state)
+    after, row = _row(setting, action.astype(_jax_dtype(setting.env.action_spec)), state, keys)
     columns = {path: write(column, row[path], t, 0) for path, column in columns.items()}
     fresh = row[("next", "done")] if setting.reset_when_done else import_jax().numpy.zeros_like(after.terminated)
     return after, columns, after.observation, fresh

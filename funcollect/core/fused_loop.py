@@ -10,6 +10,7 @@ from typing import Any
 from tensordict import TensorDict
 from torch import Tensor
 
+from funcollect.core.fused_keys import run_keys
 from funcollect.core.fused_step import Row, Setting, settle, step
 from funcollect.core.request import Request
 from funcollect.core.state import CollectorState
@@ -79,8 +80,10 @@ def _loop(setting: Setting, capacity: int, params: Any, state: CollectorState, l
     jax = import_jax()
     jnp = jax.numpy
 
+    keys = run_keys(state.key, state.lane)
+
     def row(state: CollectorState) -> tuple[CollectorState, Row]:
-        after, recorded = step(setting, params, state)
+        after, recorded = step(setting, params, state, keys)
         recorded = widened(recorded, dtypes=dtypes_of(setting.env), total_lanes=state.total_lanes)
         return after, {path: value for path, value in recorded.items() if path not in dropped}
 

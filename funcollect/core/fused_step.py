@@ -7,11 +7,11 @@ from typing import Any
 
 from funcollect.core.deliver import check_apart
 from funcollect.core.fused_checks import check_next_state, check_policy_state
+from funcollect.core.fused_keys import RunKeys, dynamics_keys, start_keys, step_key
 from funcollect.core.request import Request
 from funcollect.envs.jax_env import JaxEnv, JaxEnvState, Transition
 from funcollect.interop import words
 from funcollect.interop.jax_setup import import_jax, strong
-from funcollect.keys import Purpose
 from funcollect.policies.traced_policy import Answer, scored, traced_policy, traced_random
 from funcollect.specs import Policy, assemble, disassemble
 from funcollect.tree import Path
@@ -46,12 +46,12 @@ def settle(env: JaxEnv, policy: Policy, num_lanes: int, request: Request) -> Set
     )
 
 
-def step(setting: Setting, params: Any, state: Traced) -> tuple[Traced, Row]:
-    """The next state, and what the step recorded."""
+def step(setting: Setting, params: Any, state: Traced, keys: RunKeys) -> tuple[Traced, Row]:
+    """The next state, and what the step recorded; `keys` are those of the state's run."""
     env = setting.env
-    policy_state, outputs = _act(setting, params, state)
+    policy_state, outputs = _act(setting, params, state, keys)
     check_apart([(name,) for name in outputs], state.observation)
-    moved = _limited(_advance(env, state, outputs["action"]), state, setting.max_frames_per_traj)
+    moved = _limited(_advance(env, state, outputs["action"], keys), state, setting.max_frames_per_traj)
     frozen = None if setting.reset_when_done else state.terminated | state.truncated
     if frozen is not None:
         moved = _frozen(env, state, moved, frozen)
@@ -66,7 +66,7 @@ def step(setting: Setting, params: Any, state: Traced) -> tuple[Traced, Row]:
         **_flags((), state),
         **_counters(state),
     }
-    return _next(setting, state, policy_state, moved, nexts, frozen), row
+    return _next(setting, state, keys, policy_state, moved, nexts, frozen), row
 
 
 def _flags(prefix: Path, of: Any) -> Row:
@@ -80,24 +80,26 @@ def _counters(state: Traced) -> Row:
     return {("collector", name): counter for name, counter in counters.items()}
 
 
-def _act(setting: Setting, params: Any, state: Traced) -> tuple[Any, dict[str, Any]]:
+def _act(setting: Setting, params: Any, state: Traced, keys: RunKeys) -> tuple[Any, dict[str, Any]]:
     observation = assemble(setting.env.observation_space, state.observation)
     initial = setting.policy.init(state.key, state.num_lanes)
     check_policy_state(initial, state.policy_state)
     remembered = lanes(state.step == 0, initial, state.policy_state)
-    policy_state, outputs = setting.answer(params, remembered, observation, _at_step(state, Purpose.NOISE))
+    policy_state, outputs = setting.answer(params, remembered, observation, step_key(keys.noise, state.steps))
     policy_state = varying(state.lane, steady(policy_state))
     check_next_state(remembered, policy_state)
     if setting.random_steps:
-        outputs = _random_start(setting, state, observation, outputs)
+        outputs = _random_start(setting, state, keys, observation, outputs)
     return policy_state, outputs
 
 
-def _random_start(setting: Setting, state: Traced, observation: Any, outputs: dict[str, Any]) -> dict[str, Any]:
+def _random_start(
+    setting: Setting, state: Traced, keys: RunKeys, observation: Any, outputs: dict[str, Any]
+) -> dict[str, Any]:
     """Random actions while the run is young; the policy runs all the same, so every batch has the same keys."""
 
     def randomly() -> dict[str, Any]:
-        key = _at_step(state, Purpose.RANDOM_ACTION)
+        key = step_key(keys.random_action, state.steps)
         action, log_prob = traced_random(setting.env.action_spec, key, observation, state.num_lanes)
         drawn = {"action": action.astype(outputs["action"].dtype)}
         if "action_log_prob" in outputs:
@@ -109,16 +111,10 @@ def _random_start(setting: Setting, state: Traced, observation: Any, outputs: di
     return acted
 
 
-def _at_step(state: Traced, purpose: Purpose) -> Any:
-    """One key per purpose and step, folded with the first lane's id: shards of one run draw different noise."""
-    return folded(folded(state.key, int(purpose), state.lane[0]), state.steps[1], state.steps[0])
-
-
-def _advance(env: JaxEnv, state: Traced, action: Any) -> Transition:
+def _advance(env: JaxEnv, state: Traced, action: Any, keys: RunKeys) -> Transition:
     jax = import_jax()
-    step_key = folded(folded(state.key, int(Purpose.DYNAMICS), 0), state.steps[1], state.steps[0])
-    keys = jax.vmap(folded, (None, None, 0))(step_key, 0, state.lane)
-    moved: Transition = jax.vmap(env.advance)(keys, state.env_state.physics, action)
+    by_lane = dynamics_keys(keys, state.lane, state.steps)
+    moved: Transition = jax.vmap(env.advance)(by_lane, state.env_state.physics, action)
     return moved._replace(physics=steady(moved.physics), reward=moved.reward.astype(jax.numpy.float32))
 
 
@@ -146,6 +142,7 @@ def _frozen(env: JaxEnv, state: Traced, moved: Transition, frozen: Any) -> Trans
 def _next(
     setting: Setting,
     state: Traced,
+    keys: RunKeys,
     policy_state: Any,
     moved: Transition,
     nexts: dict[Path, Any],
@@ -162,17 +159,17 @@ def _next(
     )
     if frozen is not None:
         return after.replace(terminated=moved.terminated, truncated=moved.truncated)
-    return restart(setting.env, after, moved.terminated | moved.truncated)
+    return restart(setting.env, after, keys, moved.terminated | moved.truncated)
 
 
-def restart(env: JaxEnv, state: Traced, mask: Any) -> Traced:
+def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
     """The lanes of `mask` [P] begin another episode."""
     jax = import_jax()
     jnp = jax.numpy
     physics, (starts, roots), spent = state.env_state
     refill = (mask & spent).any()
     starts, roots = jax.lax.cond(
-        refill, lambda: begin(env, state.key, state.lane, state.episode + 1), lambda: (starts, roots)
+        refill, lambda: begin(env, keys, state.lane, state.episode + 1), lambda: (starts, roots)
     )
     spent = (spent & ~refill) | (mask & (env.reset == "fresh"))
     return state.replace(
@@ -186,22 +183,12 @@ def restart(env: JaxEnv, state: Traced, mask: Any) -> Traced:
     )
 
 
-def begin(env: JaxEnv, key: Any, lane: Any, episode: Any) -> tuple[Any, Any]:
+def begin(env: JaxEnv, keys: RunKeys, lane: Any, episode: Any) -> tuple[Any, Any]:
     """Physics and observation [P, ...] at the start of each lane's episode: a function of key, lane and episode."""
-    jax = import_jax()
     which = episode if env.reset == "fresh" else episode * 0
-    keys = jax.vmap(folded, (None, 0, 0))(folded(key, int(Purpose.RESET), 0), lane, which)
-    physics, observation = jax.vmap(env.begin)(keys)
+    physics, observation = import_jax().vmap(env.begin)(start_keys(keys, lane, which))
     begun: tuple[Any, Any] = varying(lane, (steady(physics), observation))
     return begun
-
-
-def folded(key: Any, one: Any, two: Any) -> Any:
-    """The key [2] that follows from a key and two words: one hash, where folding them in singly would take two."""
-    from jax.extend.random import threefry_2x32
-
-    jnp = import_jax().numpy
-    return threefry_2x32((key[0], key[1]), jnp.stack([jnp.asarray(word).astype(jnp.uint32) for word in (one, two)]))
 
 
 def varying(lane: Any, tree: Any) -> Any:

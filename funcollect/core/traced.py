@@ -15,6 +15,7 @@ from dataclasses import fields
 from typing import Any
 
 from funcollect.core.fused_checks import check_one_run
+from funcollect.core.fused_keys import RunKeys, run_keys
 from funcollect.core.fused_step import Setting, begin, by_path, restart, settle, steady, varying
 from funcollect.core.fused_step import step as fused_step
 from funcollect.core.request import Request
@@ -63,7 +64,7 @@ def init(
     key, count = _raw(key), env.num_envs or 1
     lane = jnp.arange(count, dtype=jnp.int32) + first_lane
     zero, no = lane * 0, lane != lane  # not constants: they vary over a mesh as the lanes do
-    physics, observation = begin(env, key, lane, zero)
+    physics, observation = begin(env, run_keys(key, lane), lane, zero)
     state = CollectorState(
         env_state=JaxEnvState(physics, (physics, observation), ~no if env.reset == "fresh" else no),
         observation=by_path(env, observation),
@@ -97,7 +98,7 @@ def reset(env: JaxEnv, state: CollectorState, mask: Any = None) -> CollectorStat
         raise ValueError(
             f"mask is {lanes.dtype} {list(lanes.shape)}, expected bool {list(state.lane.shape)}: pass one flag per lane"
         )
-    after: CollectorState = restart(env, state, lanes)
+    after: CollectorState = restart(env, state, run_keys(state.key, state.lane), lanes)
     return after
 
 
@@ -120,7 +121,8 @@ def step(
         random_steps=random_steps,
         reset_when_done=reset_when_done,
     )
-    return _step(_settled(env, policy, params, state, request), params, state)
+    setting = _settled(env, policy, params, state, request)
+    return _step(setting, params, state, run_keys(state.key, state.lane))
 
 
 def rollout(
@@ -172,8 +174,9 @@ def rollout(
         reset_when_done=reset_when_done,
     )
     setting = _settled(env, policy, params, state, request)
+    keys = run_keys(state.key, state.lane)
     after: tuple[CollectorState, Batch] = import_jax().lax.scan(
-        lambda carry, _: _step(setting, params, carry), state, None, length=length
+        lambda carry, _: _step(setting, params, carry, keys), state, None, length=length
     )
     return after
 
@@ -196,8 +199,8 @@ def partition(state: CollectorState, axis: str) -> CollectorState:
     return state.replace(**{name: spec() if name in shared else spec(axis) for name in names})
 
 
-def _step(setting: Setting, params: Any, state: CollectorState) -> tuple[CollectorState, Batch]:
-    after, row = fused_step(setting, params, state)
+def _step(setting: Setting, params: Any, state: CollectorState, keys: RunKeys) -> tuple[CollectorState, Batch]:
+    after, row = fused_step(setting, params, state, keys)
     return after, nest({path: value for path, value in row.items() if path != (PROBE,)})
 
 
