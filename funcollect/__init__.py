@@ -26,11 +26,13 @@ if TYPE_CHECKING:
         EnvError,
         EvaluationError,
         FuncollectError,
+        LoweringError,
         PluginError,
         PolicyError,
         ReplayError,
         StaleStateError,
     )
+    from funcollect.interop.lowering import lower
     from funcollect.plots.recording import record
     from funcollect.policies import heads
     from funcollect.policies.jax_policy import jax_policy
@@ -54,11 +56,13 @@ _HOMES = {
         "EnvError",
         "EvaluationError",
         "FuncollectError",
+        "LoweringError",
         "PluginError",
         "PolicyError",
         "ReplayError",
         "StaleStateError",
     ],
+    "funcollect.interop.lowering": ["lower"],
     "funcollect.plots.recording": ["record"],
     "funcollect.policies.jax_policy": ["jax_policy"],
     "funcollect.policies.opaque": ["tensordict_policy"],
@@ -99,6 +103,7 @@ __all__ = [
     "EvaluationError",
     "ExplorationType",
     "FuncollectError",
+    "LoweringError",
     "Plan",
     "PluginError",
     "Policy",
@@ -119,6 +124,7 @@ __all__ = [
     "init",
     "interop",
     "jax_policy",
+    "lower",
     "make_env",
     "make_policy",
     "plots",

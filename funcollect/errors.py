@@ -67,3 +67,7 @@ class CheckError(FuncollectError, AssertionError):
 
 class BridgeError(FuncollectError, ValueError):
     """An array cannot go between JAX and Torch as it is: a value would change, or the other side has no such dtype."""
+
+
+class LoweringError(FuncollectError, TypeError):
+    """A Torch module cannot be lowered to JAX: an operator is missing, or it does what a pure function cannot."""

@@ -1,0 +1,30 @@
+"""Torch's dtypes in JAX, which has 32 bits unless it is told otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from funcollect.errors import LoweringError
+from funcollect.interop.jax_setup import import_jax
+
+_WIDE = (torch.float64, torch.complex128)
+
+
+def jax_dtype(dtype: torch.dtype) -> Any:
+    """JAX's dtype for a Torch one: the same, or for 64-bit integers under 32-bit JAX the 32-bit one.
+
+    Raises:
+        LoweringError: for float64 and complex128 under 32-bit JAX, which would round them.
+    """
+    jax = import_jax()
+    named = jax.numpy.dtype(str(dtype).removeprefix("torch."))
+    held = jax.dtypes.canonicalize_dtype(named)
+    if dtype in _WIDE and held != named:
+        raise LoweringError(
+            f"it computes in {named}, and JAX has 32 bits here and would round: cast the module to float32 with "
+            ".float(), or turn 64 bits on with jax.config.update('jax_enable_x64', True)"
+        )
+    return np.dtype(held)

@@ -1,0 +1,190 @@
+"""A Torch module's graph of operators, by `torch.export`, and what of it a pure function cannot do."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from funcollect.errors import LoweringError
+from funcollect.interop.lowering.dtypes import jax_dtype
+from funcollect.interop.lowering.places import place_of, place_of_error
+from funcollect.interop.lowering.registry import rules
+from funcollect.interop.lowering.structure import build, leaves_of, plain, unlocked
+
+_RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal_functional", "poisson", "exponential", "geometric")
+_NEVER = {
+    "_local_scalar_dense": "reads a number out of a tensor",
+    "nonzero": "has an output whose shape depends on data",
+    "masked_select": "has an output whose shape depends on data",
+}
+_IMAGE = 3  # channels, height, width: sizes that a network is built for
+
+
+class Flat(nn.Module):
+    """A module as a function of flat lists of tensors; calls `note` with the structure of its output.
+
+    Its own attributes would not do for that: `torch.export` puts them back.
+    """
+
+    def __init__(self, module: nn.Module, treespec: Any, note: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.module = module
+        self._treespec = treespec
+        self._note = note
+
+    def forward(self, *leaves: Tensor) -> tuple[Any, ...]:
+        """The leaves of the module's output."""
+        inputs = unlocked(build(self._treespec, leaves))
+        answer = self.module(*inputs)
+        if isinstance(self.module, TensorDictModuleBase):
+            answer = answer.select(*self.module.out_keys)
+        found, treespec = leaves_of(plain(answer))
+        self._note(treespec)
+        return tuple(found)
+
+
+def export(flat: Flat, leaves: list[Tensor]) -> ExportedProgram:
+    """The program for inputs like these, decomposed to the covered operators; sizes stay open where they can.
+
+    Raises:
+        LoweringError: for a module that torch cannot export, or whose graph a pure function cannot follow.
+    """
+    table = _decompositions()
+    try:
+        with _quietly(), torch.enable_grad():
+            exported = torch.export.export(flat, tuple(leaves), dynamic_shapes=_open_sizes(leaves), strict=False)
+            _detach_without_grad(exported)
+            program: ExportedProgram = exported.run_decompositions(table)
+    except Exception as error:
+        raise LoweringError(f"{_name(flat)} cannot be lowered: {_reason(error)}") from error
+    _check_writes(flat, program)
+    _check_operators(flat, program)
+    return program
+
+
+def _open_sizes(leaves: list[Tensor]) -> dict[str, Any]:
+    """Every dimension, but those of images, and those of size 1, which Torch takes to be fixed."""
+
+    def of(leaf: Tensor) -> dict[int, Any]:
+        last = leaf.ndim if leaf.ndim <= _IMAGE else leaf.ndim - _IMAGE
+        return {i: Dim.AUTO for i in range(last) if leaf.shape[i] > 1}
+
+    return {"leaves": tuple(map(of, leaves))}
+
+
+def _decompositions() -> Any:
+    """Torch's own, but for the operators that have a rule."""
+    table = torch.export.default_decompositions()
+    for target in list(table):
+        if str(target) in rules():
+            table.pop(target)  # type: ignore[no-untyped-call]
+    return table
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without Torch's remarks on its own tracing, without checks of data, and with attention as separate operators."""
+    logger = logging.getLogger("torch")
+    level, fast = logger.level, torch.backends.mha.get_fastpath_enabled()
+    validating = torch.distributions.Distribution._validate_args
+    logger.setLevel(logging.ERROR)
+    torch.backends.mha.set_fastpath_enabled(False)
+    torch.distributions.Distribution.set_default_validate_args(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+        torch.backends.mha.set_fastpath_enabled(fast)
+        torch.distributions.Distribution.set_default_validate_args(validating)
+
+
+def _detach_without_grad(exported: ExportedProgram) -> None:
+    """Mark what leaves a ``no_grad`` block by `detach`: the decomposition inlines the block and forgets about it."""
+    graph = exported.graph_module.graph
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled or node.args[0]:
+            continue
+        for output in list(node.users):
+            with graph.inserting_after(output):
+                detached = graph.call_function(torch.ops.aten.detach.default, (output,))
+            detached.meta = dict(output.meta)
+            output.replace_all_uses_with(detached, delete_user_cb=lambda user, mark=detached: user is not mark)
+    exported.graph_module.recompile()
+
+
+def _check_writes(flat: Flat, program: ExportedProgram) -> None:
+    for spec in program.graph_signature.output_specs:
+        if spec.kind.name in ("USER_OUTPUT", "LOSS_OUTPUT"):
+            continue
+        what = spec.kind.name.removesuffix("_MUTATION").replace("_", " ").lower()
+        target = (spec.target or "").removeprefix("module.")
+        raise LoweringError(
+            f"{_name(flat)} cannot be lowered: its forward writes the {what} {target!r}, and a function of parameters "
+            "cannot: call module.eval() first if that is a training statistic, or return the new value as a state"
+        )
+
+
+def _check_operators(flat: Flat, program: ExportedProgram) -> None:
+    faults = [fault for node in program.graph.nodes if (fault := _fault(node))]
+    if faults:
+        raise LoweringError(f"{_name(flat)} cannot be lowered: " + "; ".join(dict.fromkeys(faults)))
+
+
+def _fault(node: Any) -> str | None:
+    """What is wrong with a node, in words."""
+    if node.op != "call_function":
+        return None
+    name = str(node.target)
+    if isinstance(node.target, torch._ops.OpOverload):
+        kind = name.split(".")[1]
+        if reason := _NEVER.get(kind):
+            return f"{name} {reason}, at {place_of(node)}: use operations of a fixed shape, such as torch.where"
+        if any(part in kind for part in _RANDOM) and not _is_idle_dropout(node):
+            return (
+                f"{name} draws random numbers, at {place_of(node)}: call module.eval() first if that is dropout or "
+                "noise of training, or take the noise as an input"
+            )
+        if name not in rules():
+            return f"there is no rule for {name}, at {place_of(node)}: docs/lowering.md lists what is covered"
+    elif isinstance(node.target, torch._ops.HigherOrderOperator):
+        return f"there is no rule for {name}, at {place_of(node)}: call it outside of the module, or write it as arrays"
+    return _wide(node)
+
+
+def _is_idle_dropout(node: Any) -> bool:
+    return node.target is torch.ops.aten.dropout.default and not (node.args[1] and node.args[2])
+
+
+def _wide(node: Any) -> str | None:
+    values = node.meta.get("val")
+    try:
+        for value in values if isinstance(values, (tuple, list)) else [values]:
+            if isinstance(value, Tensor):
+                jax_dtype(value.dtype)
+    except LoweringError as error:
+        return f"{error}, at {place_of(node)}"
+    return None
+
+
+def _name(flat: Flat) -> str:
+    return type(flat.module).__name__
+
+
+def _reason(error: Exception) -> str:
+    first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    place = place_of_error(error)
+    if "DataDependent" in type(error).__name__ or "data-dependent" in first:
+        return (
+            f"its control flow depends on data, at {place}: choose between values with torch.where instead of branching"
+        )
+    return f"torch.export says, at {place}: {first:.300}"

@@ -1,0 +1,248 @@
+"""A Torch module as a JAX function of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from funcollect.errors import LoweringError
+from funcollect.interop.bridge import to_jax, to_torch
+from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.lowering.dtypes import jax_dtype
+from funcollect.interop.lowering.evaluate import evaluate
+from funcollect.interop.lowering.exporting import Flat, export
+from funcollect.interop.lowering.layouts import inverse, layouts
+from funcollect.interop.lowering.shapes import Shape, fits
+from funcollect.interop.lowering.structure import build, leaves_of, paths_of
+from funcollect.tree import flatten
+
+
+class Slot(NamedTuple):
+    """What a placeholder of a graph stands for: a parameter by name, a constant, or (neither) the next input."""
+
+    parameter: str | None = None
+    constant: Any = None
+
+
+class Exported(NamedTuple):
+    """A program for inputs of some shapes."""
+
+    program: ExportedProgram
+    slots: list[Slot]
+    inputs: list[Any]  # fake tensors
+    answer: Any  # the treespec of the output
+
+
+class Lowered:
+    """A Torch module as a pair of functions, `prepare` and `apply`; see `lower_module`.
+
+    A program is exported for the example, and once more for each set of input shapes that takes another way through
+    the module (a batch of one, another rank, a branch by size), as `apply` is traced with it.
+    """
+
+    def __init__(self, module: nn.Module, example: tuple[Any, ...]) -> None:
+        self.module = module
+        self.modes = modes_of(module)
+        leaves, self._treespec = leaves_of(example)
+        self._paths = paths_of(example)
+        self._dtypes = [leaf.dtype for leaf in leaves]
+        self._exported = [self._export(leaves)]
+        first = self._exported[0]
+        parameters = {name for name, _ in module.named_parameters()}
+        used = {
+            slot.parameter
+            for slot, node in zip(first.slots, _placeholders(first.program), strict=True)
+            if slot.parameter is not None and (node.users or slot.parameter in parameters)
+        }
+        self.names = sorted(used)
+        placed = zip(_placeholders(first.program), first.slots, strict=True)
+        self._layouts = layouts(first.program, {node.name: slot.parameter for node, slot in placed if slot.parameter})
+
+    def prepare(self, params: Any = None) -> dict[str, Any]:
+        """Copies of Torch parameters as JAX has them fastest, to be done once for each version of the weights.
+
+        Args:
+            params: tensors by dotted name, or nested as the submodules are (a TensorDict, too); None for the module's
+                own current ones.
+
+        Returns:
+            Arrays by dotted name: every parameter, and the buffers that the forward reads. Weights of linear layers
+            are transposed to [in, out], of convolutions to [*kernel, in, out].
+
+        Raises:
+            KeyError: for a parameter that is not among `params`.
+            BridgeError: for values that JAX cannot hold.
+        """
+        given = (
+            _own(self.module) if params is None else {".".join(path): leaf for path, leaf in flatten(params).items()}
+        )
+        if absent := [name for name in self.names if name not in given]:
+            raise KeyError(f"params lack {absent}, expected {self.names}: pass the whole state of the module")
+        tensors = {name: given[name].detach() for name in self.names}
+        permuted = {
+            name: tensor.permute(self._layouts.get(name, tuple(range(tensor.ndim)))) for name, tensor in tensors.items()
+        }
+        return to_jax(permuted, copy=True)  # type: ignore[no-any-return]
+
+    def restore(self, params: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Torch's layout again, from arrays such as `prepare` gives, or gradients by them; copies."""
+        tensors = {name: to_torch(array, copy=True) for name, array in params.items()}
+        return {
+            name: tensor.permute(inverse(self._layouts[name])) if name in self._layouts else tensor
+            for name, tensor in tensors.items()
+        }
+
+    def apply(self, params: Mapping[str, Any], *inputs: Any) -> Any:
+        """The module's output for these inputs, as a pure function: for use in `jit`, `grad`, `vmap`, `scan`.
+
+        Args:
+            params: of `prepare`.
+            *inputs: arrays, nested as the example is, with dicts for TensorDicts; of any shapes that the module takes.
+
+        Returns:
+            Arrays, nested as the module's output is, with dicts for TensorDicts.
+
+        Raises:
+            TypeError: for inputs of another structure or other dtypes than the example's.
+            LoweringError: for shapes with which the module cannot be lowered.
+        """
+        leaves = self._checked(inputs)
+        exported = self._exported_for([leaf.shape for leaf in leaves])
+        remaining = iter(leaves)
+        values = [self._value(slot, params, remaining) for slot in exported.slots]
+        return build(exported.answer, evaluate(exported.program.graph, values))
+
+    def _checked(self, inputs: tuple[Any, ...]) -> list[Any]:
+        if (paths := paths_of(inputs)) != self._paths:
+            raise TypeError(
+                f"the inputs are {paths}, expected {self._paths}, as the example's: pass the same structure"
+            )
+        leaves = list(map(import_jax().numpy.asarray, leaves_of(inputs)[0]))
+        for path, leaf, dtype in zip(paths, leaves, self._dtypes, strict=True):
+            if leaf.dtype != jax_dtype(dtype):
+                raise TypeError(
+                    f"input {path} is {leaf.dtype}, expected {jax_dtype(dtype)}, as the example's: cast it, or lower "
+                    "the module with an example of that dtype"
+                )
+        return leaves
+
+    def _value(self, slot: Slot, params: Mapping[str, Any], inputs: Any) -> Any:
+        if slot.parameter is None:
+            return next(inputs) if slot.constant is None else slot.constant
+        if slot.parameter not in params:
+            return None  # no operator of the example's program reads it
+        layout = self._layouts.get(slot.parameter)
+        array = params[slot.parameter]
+        return array if layout is None else import_jax().numpy.transpose(array, inverse(layout))
+
+    def _exported_for(self, shapes: list[Shape]) -> Exported:
+        for exported in self._exported:
+            if fits(exported.program, exported.inputs, shapes):
+                return exported
+        if modes_of(self.module) != self.modes:
+            raise LoweringError(
+                f"{type(self.module).__name__} went from training to evaluation mode, or back, after it was lowered, "
+                "and these input shapes are new: lower it again"
+            )
+        leaves = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, self._dtypes, strict=True)]
+        self._exported.append(self._export(leaves))
+        return self._exported[-1]
+
+    def _export(self, leaves: list[Tensor]) -> Exported:
+        answers: list[Any] = []
+        flat = Flat(self.module, self._treespec, answers.append)
+        program = export(flat, leaves)
+        slots = [_slot(spec, program) for spec in program.graph_signature.input_specs]
+        nodes = zip(_placeholders(program), slots, strict=True)
+        inputs = [node.meta["val"] for node, slot in nodes if slot == Slot()]
+        return Exported(program, slots, inputs, answers[-1])
+
+
+def modes_of(module: nn.Module) -> tuple[bool, ...]:
+    """Whether each submodule is in training mode: the part of a module, beside tensors, that its user changes."""
+    return tuple(each.training for each in module.modules())
+
+
+def lower_module(module: nn.Module, example: Any) -> Lowered:
+    """A Torch module as a JAX function, whose weights can be prepared again and again.
+
+    Args:
+        module: in the mode, training or evaluation, that is wanted.
+        example: a tensor, dict or TensorDict for a module of one input, a tuple of these for one of several. Its
+            values and sizes do not matter, its dtypes and structure do.
+
+    Raises:
+        TypeError: for an example that does not hold tensors, or no module.
+        LoweringError: for a module that cannot be lowered; says what stands in the way and where in the module.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is {type(module).__name__}, expected a torch.nn.Module: wrap the function in one")
+    inputs = example if isinstance(example, tuple) and not hasattr(example, "_fields") else (example,)
+    leaves = leaves_of(inputs)[0]
+    wrong = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)]
+    if wrong or not leaves:
+        raise TypeError(
+            f"example holds {wrong or 'nothing'}, expected tensors: pass what the module takes, and fix other "
+            "arguments in a module around it"
+        )
+    return Lowered(module, inputs)
+
+
+def lower(module: nn.Module, example: Any) -> tuple[dict[str, Any], Callable[..., Any]]:
+    """A Torch module as a JAX function of its parameters.
+
+    The module's graph, by `torch.export`, is evaluated in `jax.numpy` wherever `apply` is called: inside the caller's
+    `jit`, `grad`, `vmap` or `scan`, with any batch size. Training or evaluation: the mode it is lowered in.
+
+    Args:
+        module: a module, `TensorDictModule`s too.
+        example: what the module takes: a tensor, dict or TensorDict; a tuple of these for several arguments. Its values
+            and sizes do not matter, its dtypes and structure do.
+
+    Returns:
+        The pair of params, arrays by Torch's dotted names, parameters and the buffers that are read, and of
+        ``apply(params, *inputs)``, which answers as the module does, with dicts for TensorDicts (of a
+        `TensorDictModule` its ``out_keys``). Weights of linear and convolutional layers are transposed for speed, so
+        they are to be changed by optimizers, not by name. Integers of 64 bits have 32 where JAX has: the module must
+        not compute with larger ones.
+
+    Raises:
+        TypeError: for an example that does not hold tensors.
+        LoweringError: for a module that cannot be lowered: a missing operator, control flow by data, random numbers, a
+            buffer that it writes, float64 under 32-bit JAX; says where in the module.
+
+    >>> import jax, torch
+    >>> params, apply = lower(torch.nn.Linear(4, 2), torch.zeros(1, 4))
+    >>> {name: array.shape for name, array in params.items()}
+    {'bias': (2,), 'weight': (4, 2)}
+    >>> jax.jit(apply)(params, jax.numpy.ones((3, 4))).shape
+    (3, 2)
+    """
+    lowered = lower_module(module, example)
+    return lowered.prepare(), lowered.apply
+
+
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    return {name: tensor for each in named for name, tensor in each}
+
+
+def _placeholders(program: ExportedProgram) -> list[Any]:
+    return [node for node in program.graph.nodes if node.op == "placeholder"]
+
+
+def _slot(spec: Any, program: ExportedProgram) -> Slot:
+    kind = spec.kind.name
+    if kind == "USER_INPUT":
+        return Slot()
+    if kind in ("PARAMETER", "BUFFER"):
+        return Slot(parameter=spec.target.removeprefix("module."))
+    if kind == "CONSTANT_TENSOR":
+        return Slot(constant=import_jax().device_get(to_jax(program.constants[spec.target], copy=True)))
+    raise LoweringError(
+        f"the module holds the {kind.lower().replace('_', ' ')} {spec.target!r}, expected tensors alone"
+    )

@@ -1,0 +1,1 @@
+"""The covered operators, a module for each family."""

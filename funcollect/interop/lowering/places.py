@@ -1,0 +1,48 @@
+"""Where in the user's module a node of the graph, or an error, came from."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_LIBRARY = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parent)
+_FRAME = re.compile(r'File "(.+?)", line (\d+), in (.+)\n\s*(.*)')
+
+
+def place_of(node: Any) -> str:
+    """The submodule and the source line of a node, in words.
+
+    The line is the innermost one outside Torch, or Torch's own where a module of Torch is called by modules of Torch.
+    """
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return ", ".join(part for part in (_module(stack), _line(frames)) if part) or "an unknown place"
+
+
+def _module(stack: list[tuple[str, Any]]) -> str:
+    if not stack:
+        return ""
+    path, kind = stack[-1]
+    path = path.removeprefix("module").removeprefix(".")  # of the wrapper that is exported
+    name = (kind if isinstance(kind, str) else kind.__name__).rpartition(".")[2]
+    return f"{path!r} ({name})" if path else name
+
+
+def _line(frames: list[tuple[str, str, str, str]]) -> str:
+    theirs = [frame for frame in frames if not frame[0].startswith((_LIBRARY, _OURS))] or frames
+    if not theirs:
+        return ""
+    path, line, _, code = theirs[-1]
+    return f"{path}:{line}: {code.strip()}"
+
+
+def place_of_error(error: BaseException) -> str:
+    """The innermost line outside Torch and this package that an error passed through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    found = [(frame.filename, str(frame.lineno), frame.name, frame.line or "") for frame in frames]
+    return _line([frame for frame in found if "tensordict/nn/" not in frame[0]]) or "an unknown place"

@@ -1,0 +1,176 @@
+"""Modules to lower, with inputs for a batch size."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+from torch.nn import functional as F
+
+
+class NatureCNN(nn.Module):
+    def __init__(self, channels=4, size=84, actions=6):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, 32, 8, 4),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 4, 2),
+            nn.ReLU(),
+            nn.Conv2d(64, 64, 3, 1),
+            nn.ReLU(),
+            nn.Flatten(),
+        )
+        with torch.no_grad():
+            features = self.body(torch.zeros(1, channels, size, size)).shape[1]
+        self.head = nn.Sequential(nn.Linear(features, 512), nn.ReLU(), nn.Linear(512, actions))
+
+    def forward(self, frames):
+        return self.head(self.body(frames.float() / 255.0))
+
+
+class Residual(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.one = nn.Conv2d(channels, channels, 3, padding=1)
+        self.two = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x):
+        return x + self.two(F.relu(self.one(F.relu(x))))
+
+
+class Impala(nn.Module):
+    """The residual network of IMPALA, for frames of 24 x 24."""
+
+    def __init__(self):
+        super().__init__()
+        stages, channels = [], 3
+        for width in (8, 16, 16):
+            stages += [
+                nn.Conv2d(channels, width, 3, padding=1),
+                nn.MaxPool2d(3, 2, 1),
+                Residual(width),
+                Residual(width),
+            ]
+            channels = width
+        self.body = nn.Sequential(*stages, nn.ReLU(), nn.Flatten())
+        self.head = nn.Linear(16 * 3 * 3, 5)
+
+    def forward(self, frames):
+        return self.head(F.relu(self.body(frames / 255.0)))
+
+
+class CellPolicy(nn.Module):
+    """A recurrent policy of one step: (observation, state) -> (logits, next state)."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.encoder = nn.Linear(5, 8)
+        self.cell = kind(8, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, observation, state):
+        state = self.cell(torch.tanh(self.encoder(observation)), state)
+        return self.head(state[0] if isinstance(state, tuple) else state), state
+
+
+class LayerPolicy(nn.Module):
+    """A recurrent policy over time [B, T, 5], whose state has the batch dimension first."""
+
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.rnn = kind(5, 6, 2, batch_first=True, **options)
+        self.head = nn.Linear(6 * (1 + self.rnn.bidirectional), 3)
+
+    def forward(self, observation, state):
+        state = tuple(each.transpose(0, 1).contiguous() for each in state)
+        hidden, state = self.rnn(observation, state if isinstance(self.rnn, nn.LSTM) else state[0])
+        return self.head(hidden), state
+
+
+class Transformer(nn.Module):
+    """Self-attention over a short history, with learned places and a causal mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(5, 16)
+        self.places = nn.Parameter(torch.randn(8, 16) / 4)
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.1, activation="gelu", batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, history):
+        x = self.embed(history) + self.places[: history.shape[1]]
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
+        return self.head(self.encoder(x, mask=mask, is_causal=True))[:, -1]
+
+
+def mlp(activation):
+    return nn.Sequential(nn.Linear(5, 32), activation(), nn.Linear(32, 32), activation(), nn.Linear(32, 3))
+
+
+def actor_critic():
+    body = TensorDictModule(nn.Sequential(nn.Linear(5, 16), nn.Tanh()), ["observation"], ["hidden"])
+    actor = TensorDictModule(nn.Linear(16, 3), ["hidden"], [("agent", "logits")])
+    critic = TensorDictModule(nn.Linear(16, 1), ["hidden"], ["state_value"])
+    return TensorDictSequential(body, actor, critic)
+
+
+def vectors(*shape):
+    return lambda n: torch.randn(n, *shape)
+
+
+def frames(*shape):
+    return lambda n: torch.randint(0, 256, (n, *shape), dtype=torch.uint8)
+
+
+def several(*makers):
+    return lambda n: tuple(make(n) for make in makers)
+
+
+def nested(**makers):
+    return lambda n: {name: make(n) for name, make in makers.items()}
+
+
+def tensordict(**makers):
+    return lambda n: TensorDict({name: make(n) for name, make in makers.items()}, batch_size=[n])
+
+
+class Multi(nn.Module):
+    """An image and a vector in, a dict out."""
+
+    def __init__(self):
+        super().__init__()
+        self.image = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+        self.vector = nn.Linear(5, 8)
+        self.actor, self.critic = nn.Linear(40, 3), nn.Linear(40, 1)
+
+    def forward(self, observation):
+        parts = [self.image(observation["image"]), F.relu(self.vector(observation["vector"]))]
+        both = torch.cat(parts, -1)
+        return {"logits": self.actor(both), "value": self.critic(both).squeeze(-1)}
+
+
+POLICIES = {
+    "mlp tanh": (lambda: mlp(nn.Tanh), vectors(5)),
+    "mlp relu": (lambda: mlp(nn.ReLU), vectors(5)),
+    "nature cnn": (NatureCNN, frames(4, 84, 84)),
+    "impala": (Impala, lambda n: 255 * torch.rand(n, 3, 24, 24)),
+    "gru cell": (lambda: CellPolicy(nn.GRUCell), several(vectors(5), vectors(6))),
+    "lstm cell": (lambda: CellPolicy(nn.LSTMCell), several(vectors(5), several(vectors(6), vectors(6)))),
+    "rnn cell": (lambda: CellPolicy(nn.RNNCell), several(vectors(5), vectors(6))),
+    "gru layers": (lambda: LayerPolicy(nn.GRU), several(vectors(4, 5), lambda n: (torch.randn(n, 2, 6),))),
+    "lstm layers": (lambda: LayerPolicy(nn.LSTM), several(vectors(4, 5), several(vectors(2, 6), vectors(2, 6)))),
+    "lstm one step": (lambda: LayerPolicy(nn.LSTM), several(vectors(1, 5), several(vectors(2, 6), vectors(2, 6)))),
+    "lstm both ways": (
+        lambda: LayerPolicy(nn.LSTM, bidirectional=True, bias=False),
+        several(vectors(4, 5), several(vectors(4, 6), vectors(4, 6))),
+    ),
+    "transformer": (Transformer, vectors(6, 5)),
+    "image and vector": (Multi, lambda n: (nested(image=vectors(3, 9, 9), vector=vectors(5))(n),)),
+    "tensordict module": (
+        lambda: TensorDictModule(mlp(nn.Tanh), ["observation"], ["logits"]),
+        tensordict(observation=vectors(5)),
+    ),
+    "tensordict sequential": (actor_critic, tensordict(observation=vectors(5))),
+}
