@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from funcollect.core.api import close, fork, init, reset, rollout, step
     from funcollect.core.evaluate import evaluate
     from funcollect.core.plan import Plan, explain
+    from funcollect.core.routes import lower_policy
     from funcollect.core.state import CollectorState
     from funcollect.core.traced_batch import deliver
     from funcollect.envs.registry import make_env
@@ -73,6 +74,7 @@ _HOMES = {
     "funcollect.core.api": ["close", "fork", "init", "reset", "rollout", "step"],
     "funcollect.core.evaluate": ["evaluate"],
     "funcollect.core.plan": ["Plan", "explain"],
+    "funcollect.core.routes": ["lower_policy"],
     "funcollect.core.state": ["CollectorState"],
     "funcollect.core.traced_batch": ["deliver"],
     "funcollect.specs": ["Env", "ExplorationType", "Policy"],
@@ -125,6 +127,7 @@ __all__ = [
     "interop",
     "jax_policy",
     "lower",
+    "lower_policy",
     "make_env",
     "make_policy",
     "plots",

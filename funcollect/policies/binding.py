@@ -121,6 +121,11 @@ class Binding:
             )
         return value
 
+    def tensors(self, prepared: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        """The module's own parameters and buffers as they are now, those of `prepared` in their place."""
+        own = {name: source[key] for name, (source, _, key) in (self._parameters | self._buffers).items()}
+        return own | (prepared or {})
+
     def bind(self, prepared: dict[str, Tensor] | None) -> nn.Module:
         """The skeleton over the given tensors or, for None, over the module's own as they are now.
 
@@ -161,6 +166,11 @@ class TorchBacked:
         self.module = module
         self.device = device
         self._binding = Binding(module, device) if isinstance(module, nn.Module) else None
+        self.adopted: dict[Any, Any] = {}  # as what it runs in a loop of JAX, by `core.routes`
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Compiled code stays in its process."""
+        return vars(self) | {"adopted": {}}
 
     @property
     def home(self) -> torch.device | None:
@@ -183,6 +193,10 @@ class TorchBacked:
     def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
         """The callable over these parameters."""
         return self._binding.bind(prepared) if self._binding else self.module
+
+    def tensors(self, prepared: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        """Parameters and buffers by name, `prepared` or else the module's own; none for a function."""
+        return self._binding.tensors(prepared) if self._binding else {}
 
     def state_dict(self, params: Any = None) -> dict[str, Tensor]:
         """A copy of `params`, or of the module's own, by name: what `load` and `prepare` take."""

@@ -36,8 +36,8 @@ def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_t
         return partial(_random_answer, spec, num_envs)
     if not is_traceable(policy):
         raise TypeError(
-            f"{type(policy).__name__} is a {policy.backend} policy, expected one that JAX can trace: use "
-            "funcollect.jax_policy or funcollect.random_policy"
+            f"{type(policy).__name__} is a {policy.backend} policy, expected one that JAX can trace: pass "
+            "funcollect.lower_policy(policy, env), or use funcollect.jax_policy or funcollect.random_policy"
         )
     noise = policy.noise(spec)
     stochastic = exploration_type is ExplorationType.RANDOM

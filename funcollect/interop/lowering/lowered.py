@@ -27,6 +27,11 @@ class Slot(NamedTuple):
     parameter: str | None = None
     constant: Any = None
 
+    @property
+    def is_input(self) -> bool:
+        """Whether it is neither."""
+        return self.parameter is None and self.constant is None
+
 
 class Exported(NamedTuple):
     """A program for inputs of some shapes."""
@@ -87,6 +92,11 @@ class Lowered:
             name: tensor.permute(self._layouts.get(name, tuple(range(tensor.ndim)))) for name, tensor in tensors.items()
         }
         return to_jax(permuted, copy=True)  # type: ignore[no-any-return]
+
+    def lay_out(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Traced: what `prepare` returns, from arrays that are laid out as Torch has them; in memory of its own."""
+        jnp = import_jax().numpy
+        return {name: jnp.copy(jnp.transpose(arrays[name], self._layouts.get(name))) for name in self.names}
 
     def restore(self, params: Mapping[str, Any]) -> dict[str, Tensor]:
         """Torch's layout again, from arrays such as `prepare` gives, or gradients by them; copies."""
@@ -158,7 +168,7 @@ class Lowered:
         program = export(flat, leaves)
         slots = [_slot(spec, program) for spec in program.graph_signature.input_specs]
         nodes = zip(_placeholders(program), slots, strict=True)
-        inputs = [node.meta["val"] for node, slot in nodes if slot == Slot()]
+        inputs = [node.meta["val"] for node, slot in nodes if slot.is_input]
         return Exported(program, slots, inputs, answers[-1])
 
 
