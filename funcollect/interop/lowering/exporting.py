@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,20 +12,20 @@ from typing import Any
 import torch
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
+from torch._decomp import get_decompositions
 from torch.export import Dim, ExportedProgram
 
 from funcollect.errors import LoweringError
 from funcollect.interop.lowering.dtypes import jax_dtype
 from funcollect.interop.lowering.places import place_of, place_of_error
 from funcollect.interop.lowering.registry import rules
+from funcollect.interop.lowering.shortcuts import NoShortcuts
 from funcollect.interop.lowering.structure import build, leaves_of, plain, unlocked
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal_functional", "poisson", "exponential", "geometric")
-_NEVER = {
-    "_local_scalar_dense": "reads a number out of a tensor",
-    "nonzero": "has an output whose shape depends on data",
-    "masked_select": "has an output whose shape depends on data",
-}
+_READING = "_local_scalar_dense"
+_OF_DATA = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")  # on sizes and numbers from data
+_RESIZING = ("upsample_nearest1d", "upsample_nearest2d", "upsample_linear1d", "upsample_bilinear2d")
 _IMAGE = 3  # channels, height, width: sizes that a network is built for
 
 
@@ -59,7 +60,7 @@ def export(flat: Flat, leaves: list[Tensor]) -> ExportedProgram:
     """
     table = _decompositions()
     try:
-        with _quietly(), torch.enable_grad():
+        with _quietly(), torch.enable_grad(), NoShortcuts():
             exported = torch.export.export(flat, tuple(leaves), dynamic_shapes=_open_sizes(leaves), strict=False)
             _detach_without_grad(exported)
             program: ExportedProgram = exported.run_decompositions(table)
@@ -81,8 +82,9 @@ def _open_sizes(leaves: list[Tensor]) -> dict[str, Any]:
 
 
 def _decompositions() -> Any:
-    """Torch's own, but for the operators that have a rule."""
+    """Torch's own, but for the operators that have a rule; those for resizing images are not among its defaults."""
     table = torch.export.default_decompositions()
+    table.update(get_decompositions([getattr(torch.ops.aten, name) for name in _RESIZING]))  # type: ignore[no-untyped-call]
     for target in list(table):
         if str(target) in rules():
             table.pop(target)  # type: ignore[no-untyped-call]
@@ -99,7 +101,7 @@ def _quietly() -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(False)
     torch.distributions.Distribution.set_default_validate_args(False)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -146,23 +148,34 @@ def _fault(node: Any) -> str | None:
         return None
     name = str(node.target)
     if isinstance(node.target, torch._ops.OpOverload):
-        kind = name.split(".")[1]
-        if reason := _NEVER.get(kind):
-            return f"{name} {reason}, at {place_of(node)}: use operations of a fixed shape, such as torch.where"
-        if any(part in kind for part in _RANDOM) and not _is_idle_dropout(node):
-            return (
-                f"{name} draws random numbers, at {place_of(node)}: call module.eval() first if that is dropout or "
-                "noise of training, or take the noise as an input"
-            )
-        if name not in rules():
-            return f"there is no rule for {name}, at {place_of(node)}: docs/lowering.md lists what is covered"
-    elif isinstance(node.target, torch._ops.HigherOrderOperator):
+        return _refusal(name, node) or _wide(node)
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
         return f"there is no rule for {name}, at {place_of(node)}: call it outside of the module, or write it as arrays"
-    return _wide(node)
+    return None
 
 
-def _is_idle_dropout(node: Any) -> bool:
-    return node.target is torch.ops.aten.dropout.default and not (node.args[1] and node.args[2])
+def _refusal(name: str, node: Any) -> str | None:
+    kind = name.split(".")[1]
+    if kind in _OF_DATA:
+        return None  # what gives the size or the number is named
+    reason = "reads a number out of a tensor" if kind == _READING else None
+    if _is_open(node.meta.get("val")):
+        reason = reason or "has an output whose shape depends on data"
+    if reason:
+        return f"{name} {reason}, at {place_of(node)}: use operations of a fixed shape, such as torch.where"
+    if any(part in kind for part in _RANDOM):
+        return (
+            f"{name} draws random numbers, at {place_of(node)}: call module.eval() first if that is dropout or "
+            "noise of training, or take the noise as an input"
+        )
+    if name not in rules():
+        return f"there is no rule for {name}, at {place_of(node)}: docs/lowering.md lists what is covered"
+    return None
+
+
+def _is_open(value: Any) -> bool:
+    """Whether a tensor has a size that only running the module would tell: Torch's symbols for these begin with u."""
+    return isinstance(value, Tensor) and any(str(size).startswith("u") for size in value.shape)
 
 
 def _wide(node: Any) -> str | None:

@@ -169,6 +169,7 @@ class Lowered:
         slots = [_slot(spec, program) for spec in program.graph_signature.input_specs]
         nodes = zip(_placeholders(program), slots, strict=True)
         inputs = [node.meta["val"] for node, slot in nodes if slot.is_input]
+        _try(program, slots, leaves)
         return Exported(program, slots, inputs, answers[-1])
 
 
@@ -243,6 +244,21 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
 
 def _placeholders(program: ExportedProgram) -> list[Any]:
     return [node for node in program.graph.nodes if node.op == "placeholder"]
+
+
+def _try(program: ExportedProgram, slots: list[Slot], leaves: list[Tensor]) -> None:
+    """Trace it, so that what a rule refuses is refused as the module is lowered."""
+    jax = import_jax()
+    remaining = iter(leaves)
+
+    def stand_in(node: Any, slot: Slot) -> Any:
+        if slot.constant is not None:
+            return slot.constant
+        tensor = next(remaining) if slot.is_input else node.meta["val"]
+        return jax.ShapeDtypeStruct(tuple(tensor.shape), jax_dtype(tensor.dtype)) if node.users else None
+
+    values = [stand_in(node, slot) for node, slot in zip(_placeholders(program), slots, strict=True)]
+    jax.eval_shape(lambda values: evaluate(program.graph, values), values)
 
 
 def _slot(spec: Any, program: ExportedProgram) -> Slot:

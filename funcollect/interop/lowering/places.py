@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-_LIBRARY = str(Path(torch.__file__).parent)
+_LIBRARY = f"{Path(torch.__file__).parent}/"
 _OURS = str(Path(__file__).parent)
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in (.+)\n\s*(.*)')
 

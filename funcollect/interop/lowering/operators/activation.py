@@ -65,12 +65,6 @@ def log_sigmoid(x: Any) -> Any:
     return nn.log_sigmoid(x)
 
 
-@operator("log_sigmoid_forward.default")
-def log_sigmoid_forward(x: Any) -> Any:
-    """The logarithm of the sigmoid, and a buffer that nothing reads."""
-    return nn.log_sigmoid(x), jnp.zeros(0, x.dtype)
-
-
 @operator("elu.default")
 def elu(x: Any, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Any:
     """Linear above zero, exponential below."""
@@ -104,7 +98,7 @@ def rrelu(x: Any, lower: float = 0.125, upper: float = 1 / 3, training: bool = F
     return leaky_relu(x, (lower + upper) / 2)
 
 
-@operator("prelu.default", "_prelu_kernel.default")
+@operator("prelu.default")
 def prelu(x: Any, weight: Any) -> Any:
     """A leaky relu whose slopes, one or by channel, are learned."""
     if weight.ndim == 1 and weight.size > 1:
@@ -124,18 +118,6 @@ def hardswish(x: Any) -> Any:
     return x * hardsigmoid(x)
 
 
-@operator("softshrink.default")
-def softshrink(x: Any, lambd: float = 0.5) -> Any:
-    """Nearer to zero by lambda."""
-    return jnp.where(x > lambd, x - lambd, jnp.where(x < -lambd, x + lambd, 0 * x))
-
-
-@operator("hardshrink.default")
-def hardshrink(x: Any, lambd: float = 0.5) -> Any:
-    """Zero up to lambda on either side."""
-    return jnp.where((x >= -lambd) & (x <= lambd), 0.0, x)
-
-
 @operator("threshold.default")
 def threshold(x: Any, limit: float, value: float) -> Any:
     """A value in place of what is not above the limit."""
@@ -148,17 +130,13 @@ def glu(x: Any, dim: int = -1) -> Any:
     return nn.glu(x, dim)
 
 
-@operator("_softmax.default", "softmax.int", "_safe_softmax.default")
-def softmax(x: Any, dim: int, last: Any = None) -> Any:
-    """Probabilities from logits; `last` is a dtype, or a flag about it."""
-    return nn.softmax(_cast(x, last), dim)
+@operator("softmax.int")
+def softmax(x: Any, dim: int, dtype: Any = None) -> Any:
+    """Probabilities from logits."""
+    return nn.softmax(x if dtype is None else x.astype(dtype), dim)
 
 
-@operator("_log_softmax.default", "log_softmax.int")
-def log_softmax(x: Any, dim: int, last: Any = None) -> Any:
+@operator("log_softmax.int")
+def log_softmax(x: Any, dim: int, dtype: Any = None) -> Any:
     """Logarithms of probabilities from logits."""
-    return nn.log_softmax(_cast(x, last), dim)
-
-
-def _cast(x: Any, dtype: Any) -> Any:
-    return x if dtype is None or isinstance(dtype, bool) else x.astype(dtype)
+    return nn.log_softmax(x if dtype is None else x.astype(dtype), dim)

@@ -95,12 +95,18 @@ def eye_m(n: int, m: int, dtype: Any = None) -> Any:
     return jnp.eye(n, m, dtype=dtype)
 
 
-@operator("_to_copy.default", "to.dtype")
-def to_copy(x: Any, dtype: Any = None, *rest: Any) -> Any:
+@operator("_to_copy.default")
+def to_copy(x: Any, dtype: Any = None) -> Any:
     """Cast, as Torch does: towards zero to integers."""
     return x if dtype is None else x.astype(dtype)
 
 
-@operator("_assert_tensor_metadata.default", "_assert_scalar.default", "sym_constrain_range_for_size.default")
+@operator("copy.default")
+def copy(x: Any, source: Any) -> Any:
+    """Another array in the shape and dtype of the first."""
+    return jnp.broadcast_to(source, x.shape).astype(x.dtype)
+
+
+@operator("_assert_tensor_metadata.default")
 def checked(*args: Any, **options: Any) -> None:
-    """Nothing: sizes and dtypes were checked as the module was exported."""
+    """Nothing: dtypes were checked as the module was exported."""

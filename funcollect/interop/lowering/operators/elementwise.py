@@ -27,7 +27,6 @@ _NAMED = {
     "maximum": jnp.maximum,
     "minimum": jnp.minimum,
     "neg": jnp.negative,
-    "positive": jnp.positive,
     "rsqrt": lax.rsqrt,
     "sgn": jnp.sign,
     "sigmoid": jax.nn.sigmoid,
@@ -59,13 +58,13 @@ def _register() -> None:
 _register()
 
 
-@operator("add.Tensor", "add.Scalar")
+@operator("add.Tensor")
 def add(x: Any, y: Any, alpha: Any = 1) -> Any:
     """Plus."""
     return x + y if alpha == 1 else x + alpha * y
 
 
-@operator("sub.Tensor", "sub.Scalar")
+@operator("sub.Tensor")
 def sub(x: Any, y: Any, alpha: Any = 1) -> Any:
     """Minus."""
     return x - y if alpha == 1 else x - alpha * y
@@ -77,13 +76,13 @@ def rsub(x: Any, y: Any, alpha: Any = 1) -> Any:
     return sub(y, x, alpha)
 
 
-@operator("mul.Tensor", "mul.Scalar")
+@operator("mul.Tensor")
 def mul(x: Any, y: Any) -> Any:
     """Times."""
     return x * y
 
 
-@operator("div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode", "true_divide.Tensor")
+@operator("div.Tensor", "div.Tensor_mode")
 def div(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
     """Divided by, rounded down or towards zero where that is asked for."""
     if rounding_mode == "floor":
@@ -98,7 +97,7 @@ def _promoted(x: Any, y: Any) -> tuple[Any, Any]:
     return jnp.asarray(x, dtype), jnp.asarray(y, dtype)
 
 
-@operator("floor_divide.default", "floor_divide.Scalar")
+@operator("floor_divide.default")
 def floor_divide(x: Any, y: Any) -> Any:
     """Divided by, rounded down."""
     return jnp.floor_divide(x, y)
@@ -176,7 +175,7 @@ def nan_to_num(x: Any, nan: Any = None, posinf: Any = None, neginf: Any = None) 
     return jnp.nan_to_num(x, nan=nan or 0.0, posinf=posinf, neginf=neginf)
 
 
-@operator("detach.default", "detach_.default")
+@operator("detach.default")
 def detach(x: Any) -> Any:
     """Without a gradient."""
     return lax.stop_gradient(x)

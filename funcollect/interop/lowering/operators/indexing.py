@@ -11,7 +11,7 @@ from funcollect.interop.lowering.registry import operator
 jax = import_jax()
 jnp = jax.numpy
 
-_REDUCE = {"sum": "add", "prod": "multiply", "amax": "max", "amin": "min", "add": "add", "multiply": "multiply"}
+_REDUCE = {"sum": "add", "prod": "multiply", "amax": "max", "amin": "min"}
 
 
 @operator("embedding.default")
@@ -52,7 +52,7 @@ def index_select(x: Any, dim: int, index: Any) -> Any:
     return jnp.take(x, index, dim)
 
 
-@operator("index.Tensor")
+@operator("index.Tensor", "_unsafe_index.Tensor")
 def index(x: Any, indices: Sequence[Any]) -> Any:
     """NumPy's indexing by arrays of integers."""
     return x[_full(indices)]
@@ -62,7 +62,7 @@ def _full(indices: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(slice(None) if each is None else each for each in indices)
 
 
-@operator("index_put.default", "_unsafe_index_put.default")
+@operator("index_put.default")
 def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
     """With values written, or added, at the indices."""
     mask = indices[0]
@@ -73,17 +73,18 @@ def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = Fa
     return at.add(values) if accumulate else at.set(values)
 
 
-@operator("_unsafe_index.Tensor")
-def unsafe_index(x: Any, indices: Sequence[Any]) -> Any:
-    """NumPy's indexing by arrays of integers."""
-    return index(x, indices)
-
-
-@operator("scatter.src", "scatter.value", "scatter.reduce", "scatter.value_reduce")
-def scatter(x: Any, dim: int, index: Any, src: Any, reduce: str | None = None) -> Any:
+@operator("scatter.src", "scatter.value")
+def scatter(x: Any, dim: int, index: Any, src: Any) -> Any:
     """With values written along one axis."""
-    at = x.at[_along(index, dim)]
-    return (getattr(at, _REDUCE[reduce]) if reduce else at.set)(_part(src, index))
+    return x.at[_along(index, dim)].set(_part(src, index))
+
+
+@operator("scatter_reduce.two")
+def scatter_reduce(x: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True) -> Any:
+    """With values combined along one axis."""
+    if reduce not in _REDUCE or not include_self:
+        raise ValueError(f"{reduce!r} with include_self={include_self} is not covered: use one of {list(_REDUCE)}")
+    return getattr(x.at[_along(index, dim)], _REDUCE[reduce])(_part(src, index))
 
 
 @operator("scatter_add.default")

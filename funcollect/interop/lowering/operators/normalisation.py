@@ -1,4 +1,4 @@
-"""Batch, layer, group and RMS normalisation, and dropout that is switched off."""
+"""Batch, layer, group and RMS normalisation, and norms."""
 
 from __future__ import annotations
 
@@ -83,12 +83,6 @@ def batch_norm_of_batch(x: Any, weight: Any, bias: Any, training: bool, momentum
     """By the statistics of the batch itself, for layers that keep none."""
     normal, mean, scale = _standard(x, (0, *range(2, x.ndim)), eps)
     return _scaled(normal, _by_channel(weight, x), _by_channel(bias, x)), mean.ravel(), scale.ravel()
-
-
-@operator("dropout.default")
-def dropout(x: Any, p: float, train: bool) -> Any:
-    """Nothing, as it is switched off: `exporting` refuses it in training mode."""
-    return x
 
 
 @operator("linalg_vector_norm.default")

@@ -27,10 +27,10 @@ def _pads(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil
     windows = (-(-room // stride) if ceil else room // stride) + 1
     if ceil and (windows - 1) * stride >= size + padding:
         windows -= 1  # a window begins inside the input or the padding before it
-    return padding, (windows - 1) * stride + reach - size - padding
+    return padding, max(0, (windows - 1) * stride + reach - size - padding)  # JAX has no gradient of a cut
 
 
-def _windows(x: Any, start: Any, function: Any, kernel: Any, stride: Any, pads: Any, dilation: Any) -> Any:
+def _windows(x: Any, start: Any, function: Any, kernel: Any, stride: Any, pads: Any) -> Any:
     lead = x.ndim - len(kernel)
     ones = (1,) * lead
     return lax.reduce_window(
@@ -40,7 +40,6 @@ def _windows(x: Any, start: Any, function: Any, kernel: Any, stride: Any, pads: 
         (*ones, *kernel),
         (*ones, *stride),
         [(0, 0)] * lead + pads,
-        window_dilation=(*ones, *dilation),
     )
 
 
@@ -53,10 +52,27 @@ def _max_pool(rank: int) -> Callable[..., Any]:
         stride = _each(stride, rank) or kernel
         sizes = zip(x.shape[-rank:], kernel, stride, padding, dilation, strict=True)
         pads = [_pads(*size, ceil_mode) for size in sizes]
-        low = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
-        return _windows(x, np.array(low, x.dtype), lax.max, kernel, stride, pads, dilation)
+        low = np.array(-jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min, x.dtype)
+        if max(dilation) > 1:  # of which JAX has no gradient
+            return _dilated_max(x, low, kernel, stride, pads, dilation)
+        return _windows(x, low, lax.max, kernel, stride, pads)
 
     return max_pool
+
+
+def _dilated_max(x: Any, low: Any, kernel: Any, stride: Any, pads: Any, dilation: Any) -> Any:
+    """The largest of what stands at each place of the windows; all the gradient goes to the first of equals."""
+    lead = x.ndim - len(kernel)
+    padded = jnp.pad(x, [(0, 0)] * lead + pads, constant_values=low)
+    reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    ends = [size - r for size, r in zip(padded.shape[lead:], reach, strict=True)]
+    places = []
+    for offset in np.ndindex(*kernel):
+        starts = [o * d for o, d in zip(offset, dilation, strict=True)]
+        ranges = zip(starts, ends, stride, strict=True)
+        places.append(padded[(..., *(slice(start, start + end, step) for start, end, step in ranges))])
+    stacked = jnp.stack(places)
+    return jnp.take_along_axis(stacked, stacked.argmax(0, keepdims=True), 0)[0]
 
 
 def _avg_pool(rank: int) -> Callable[..., Any]:
@@ -70,12 +86,12 @@ def _avg_pool(rank: int) -> Callable[..., Any]:
         divisor_override: int | None = None,
     ) -> Any:
         """The mean of each window."""
-        kernel, padding, ones = _each(kernel, rank), _each(padding, rank), [1] * rank
+        kernel, padding = _each(kernel, rank), _each(padding, rank)
         stride = _each(stride, rank) or kernel
         pads = [_pads(*size, 1, ceil_mode) for size in zip(x.shape[-rank:], kernel, stride, padding, strict=True)]
 
         def total(y: Any, pads: Any) -> Any:
-            return _windows(y, np.zeros((), y.dtype), lax.add, kernel, stride, pads, ones)
+            return _windows(y, np.zeros((), y.dtype), lax.add, kernel, stride, pads)
 
         summed = total(x, pads)
         if divisor_override or (count_include_pad and not any(padding) and not ceil_mode):
@@ -83,7 +99,7 @@ def _avg_pool(rank: int) -> Callable[..., Any]:
         counted = jnp.ones(x.shape[-rank:], x.dtype)  # padding counts or not, what is beyond it never does
         if count_include_pad:
             counted = jnp.pad(counted, [(p, p) for p in padding], constant_values=1)
-            pads = [(0, behind - p) for (_, behind), p in zip(pads, padding, strict=True)]
+            pads = [(0, max(0, behind - p)) for (_, behind), p in zip(pads, padding, strict=True)]
         return summed / total(counted, pads)
 
     return avg_pool
@@ -124,7 +140,6 @@ def _register() -> None:
         operator(f"adaptive_max_pool{rank}d.default")(_with_indices(_adaptive("max", rank)))
     for rank in (2, 3):
         operator(f"max_pool{rank}d_with_indices.default")(_with_indices(_max_pool(rank)))
-        operator(f"_adaptive_avg_pool{rank}d.default")(_adaptive("mean", rank))
 
 
 _register()

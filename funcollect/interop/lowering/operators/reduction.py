@@ -68,13 +68,13 @@ def _register() -> None:
 _register()
 
 
-@operator("var.correction", "var.dim")
+@operator("var.correction")
 def var(x: Any, dim: Any = None, correction: Any = 1, keepdim: bool = False) -> Any:
     """The variance, divided by the count less the correction."""
     return jnp.var(x, axis=_axes(dim), ddof=1 if correction is None else correction, keepdims=keepdim)
 
 
-@operator("std.correction", "std.dim")
+@operator("std.correction")
 def std(x: Any, dim: Any = None, correction: Any = 1, keepdim: bool = False) -> Any:
     """The root of the variance; as in Torch, its gradient is 0 at 0."""
     variance = var(x, dim, correction, keepdim)
@@ -143,4 +143,10 @@ def sort_stable(x: Any, stable: bool | None = None, dim: int = -1, descending: b
 @operator("argsort.default")
 def argsort(x: Any, dim: int = -1, descending: bool = False) -> Any:
     """The places in order of the values."""
-    return jnp.argsort(x, axis=dim, stable=True, descending=descending)
+    return sort(x, dim, descending)[1]
+
+
+@operator("argsort.stable")
+def argsort_stable(x: Any, stable: bool, dim: int = -1, descending: bool = False) -> Any:
+    """The places in order of the values."""
+    return sort(x, dim, descending)[1]

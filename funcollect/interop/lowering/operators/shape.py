@@ -18,7 +18,7 @@ def size(x: Any, dim: int) -> int:
     return int(x.shape[dim])
 
 
-@operator("view.default", "reshape.default", "_unsafe_view.default", "view_copy.default")
+@operator("view.default", "_unsafe_view.default")
 def reshape(x: Any, shape: Sequence[int]) -> Any:
     """Another shape, the same order."""
     return jnp.reshape(x, shape)
@@ -140,7 +140,7 @@ def roll(x: Any, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
     return jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, shifts[0])
 
 
-@operator("clone.default", "alias.default", "contiguous.default", "lift_fresh_copy.default", "lift_fresh.default")
+@operator("clone.default")
 def same(x: Any) -> Any:
     """The array itself."""
     return x

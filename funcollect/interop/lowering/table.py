@@ -1,0 +1,34 @@
+"""The table of covered operators in ``docs/lowering.md``, written from the registry.
+
+``python -m funcollect.interop.lowering.table`` writes it again in a checkout of the repository.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+from funcollect.interop.lowering.registry import FAMILIES, rules
+
+PAGE = Path(__file__).parents[3] / "docs" / "lowering.md"
+_BEGIN, _END = "<!-- operators: begin -->\n", "<!-- operators: end -->\n"
+
+
+def table() -> str:
+    """The operators by family, in Markdown; overloads of one operator count as one."""
+    names: dict[str, set[str]] = defaultdict(set)
+    for name, rule in rules().items():
+        names[rule.family].add(name.split(".")[1])
+    rows = [f"| {title} | {', '.join(f'`{name}`' for name in sorted(names[key]))} |" for key, title in FAMILIES.items()]
+    return "\n".join(["| | |", "|---|---|", *rows, ""])
+
+
+def page(text: str) -> str:
+    """The page with its table made new."""
+    before, _, rest = text.partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    return f"{before}{_BEGIN}{table()}{_END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

@@ -1,0 +1,296 @@
+"""Expressions that reach every rule, by family, over inputs of one batch size."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+def inputs(n, seed=0):
+    """x, y: float [n, 6]; p: positive; i: int64 in [0, 6); b: bool; image, sequence, volume: channels first."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(n, *shape, generator=generator)
+
+    return {
+        "x": normal(6),
+        "y": normal(6),
+        "p": normal(6).abs() + 0.3,
+        "u": torch.rand(n, 6, generator=generator) * 1.6 - 0.8,
+        "i": torch.randint(0, 6, (n, 6), generator=generator),
+        "b": torch.rand(n, 6, generator=generator) > 0.5,
+        "sequence": normal(4, 12),
+        "image": normal(4, 9, 8),
+        "volume": normal(2, 5, 4, 6),
+    }
+
+
+class Expressions(nn.Module):
+    """Every expression of a family, each an output; modules among them keep their parameters."""
+
+    def __init__(self, expressions):
+        super().__init__()
+        self.parts = nn.ModuleList([each for each in expressions if isinstance(each, nn.Module)])
+        self.expressions = expressions
+
+    def forward(self, given):
+        return tuple(expression(given) for expression in self.expressions)
+
+
+class On(nn.Module):
+    """A module on one of the inputs."""
+
+    def __init__(self, name, module):
+        super().__init__()
+        self.name, self.module = name, module.eval()
+
+    def forward(self, given):
+        return self.module(given[self.name])
+
+
+class With(nn.Module):
+    """A function of a module and the inputs."""
+
+    def __init__(self, function, module):
+        super().__init__()
+        self.function, self.module = function, module.eval()
+
+    def forward(self, given):
+        return self.function(self.module, given)
+
+
+def _of(name, *functions):
+    return [lambda g, f=f: f(g[name]) for f in functions]
+
+
+def _images(*modules):
+    return [On("image", module) for module in modules]
+
+
+def _expressions():
+    elementwise = [
+        *_of("x", torch.abs, torch.ceil, torch.cos, torch.cosh, torch.exp, torch.exp2, torch.expm1, torch.floor),
+        *_of("x", torch.sign, torch.sgn, torch.sin, torch.sinh, torch.sinc, torch.square, torch.tan, torch.tanh),
+        *_of("x", torch.trunc, torch.atan, torch.asinh, torch.erf, torch.erfc, torch.sigmoid, torch.round, torch.frac),
+        *_of("x", torch.neg, torch.deg2rad, torch.rad2deg, torch.positive, lambda x: x.detach() * x),
+        *_of("x", lambda x: torch.round(x, decimals=2), lambda x: x**2, lambda x: x**3.0, lambda x: 2**x),
+        *_of("u", torch.acos, torch.asin, torch.atanh, torch.erfinv),
+        *_of("p", lambda p: torch.acosh(p + 1), torch.log, torch.log10, torch.log1p, torch.log2, torch.sqrt),
+        *_of("p", torch.rsqrt, torch.reciprocal, torch.digamma, torch.lgamma, lambda p: p**0.5, lambda p: p**p),
+        *_of("i", lambda i: i + 1, lambda i: i * 0.5, lambda i: i / 2, lambda i: i // 2, lambda i: i % 4, torch.sqrt),
+        *_of("i", lambda i: torch.div(i - 3, 2, rounding_mode="trunc"), lambda i: 5 - i, lambda i: (i - 3) // 2),
+        *_of("i", torch.sigmoid, torch.exp, lambda i: i**2, lambda i: torch.fmod(i - 3, 2), torch.abs, torch.neg),
+        lambda g: torch.add(g["x"], g["y"], alpha=2),
+        lambda g: torch.sub(g["x"], g["y"], alpha=0.5),
+        lambda g: torch.rsub(g["x"], g["y"]),
+        lambda g: torch.rsub(g["x"], 2),
+        lambda g: g["x"] + g["i"],
+        lambda g: g["x"] * g["b"] - 1.5,
+        lambda g: g["x"] / g["p"],
+        lambda g: torch.div(g["x"], g["p"], rounding_mode="floor"),
+        lambda g: torch.div(g["x"], 0.3, rounding_mode="trunc"),
+        lambda g: torch.floor_divide(g["x"].detach(), g["p"].detach()),
+        lambda g: torch.remainder(g["x"], g["p"].detach()),
+        lambda g: torch.remainder(g["x"], -0.7),
+        lambda g: torch.remainder(7.5, g["p"].detach()),
+        lambda g: torch.fmod(g["x"], g["p"].detach()),
+        lambda g: torch.fmod(g["x"], 0.7),
+        lambda g: torch.maximum(g["x"], g["y"]) + torch.minimum(g["x"], g["u"]),
+        lambda g: torch.atan2(g["x"], g["y"]),
+        lambda g: torch.copysign(g["p"], g["y"]),
+        lambda g: torch.hypot(g["x"], g["y"]),
+        lambda g: torch.logaddexp(g["x"], g["y"]) + torch.logaddexp2(g["x"], g["y"]),
+        lambda g: torch.xlogy(g["x"], g["p"]),
+        lambda g: torch.clamp(g["x"], -0.5, 0.5) + torch.clamp(g["x"], g["u"] - 1, g["u"] + 1),
+        lambda g: torch.clamp_min(g["x"], 0.1) + torch.clamp_max(g["x"], 0.1) + torch.clamp(g["y"], min=-0.2),
+        lambda g: torch.clamp_min(g["x"], g["y"]) + torch.clamp_max(g["x"], g["y"]),
+        lambda g: torch.addcmul(g["x"], g["y"], g["p"], value=0.3) + torch.addcdiv(g["x"], g["y"], g["p"]),
+        lambda g: torch.lerp(g["x"], g["y"], 0.3) + torch.lerp(g["x"], g["y"], g["p"]),
+        lambda g: torch.nan_to_num(torch.where(g["b"], g["x"], float("nan")), 0.5, 1.0, -1.0),
+    ]
+    comparison = [
+        lambda g: (g["x"] == g["y"], g["x"] != g["y"], g["x"] < g["y"], g["x"] <= g["y"], g["x"] > g["y"]),
+        lambda g: (g["i"] >= g["x"], g["i"] == 2, g["i"] != 2, g["i"] < 2, g["i"] <= 2, g["i"] > 2.5, g["x"] >= 0),
+        lambda g: (g["b"] & (g["x"] > 0), g["b"] | (g["x"] > 0), g["b"] ^ (g["x"] > 0), ~g["b"]),
+        lambda g: (g["i"] & 3, g["i"] | 8, g["i"] ^ 5, ~g["i"], g["i"] << 2, g["i"] >> 1, g["i"] & g["i"].flip(0)),
+        lambda g: (torch.bitwise_left_shift(g["i"], g["i"]), torch.bitwise_right_shift(64, g["i"])),
+        lambda g: (torch.bitwise_left_shift(g["i"], 1), torch.bitwise_right_shift(g["i"], 1), g["i"] >> g["i"]),
+        lambda g: (g["i"] << g["i"], torch.bitwise_left_shift(1, g["i"]), torch.bitwise_right_shift(g["i"], g["i"])),
+        lambda g: (torch.logical_and(g["x"], g["b"]), torch.logical_or(g["b"], g["i"]), torch.logical_not(g["i"])),
+        lambda g: torch.logical_xor(g["b"], g["i"]),
+        lambda g: (torch.isnan(g["x"] / 0 * 0), torch.isinf(g["x"] / 0), torch.isfinite(1 / g["i"])),
+        lambda g: (torch.where(g["b"], g["x"], g["y"]), torch.where(g["b"], g["x"], 0.5), torch.where(g["b"], 1, 0)),
+        lambda g: torch.where(g["b"], 0.5, g["x"]),
+        lambda g: g["x"].masked_fill(g["b"], -1e9) + g["x"].masked_fill(g["b"], torch.tensor(2.0)),
+        lambda g: torch.isclose(g["x"], g["x"] + 1e-9),
+    ]
+    activation = [
+        *_of("x", F.relu, F.relu6, F.hardtanh, F.gelu, lambda x: F.gelu(x, approximate="tanh"), F.silu, F.mish),
+        *_of("x", F.softplus, lambda x: F.softplus(x * 90, beta=2.0), F.logsigmoid, F.elu, F.selu, F.celu),
+        *_of("x", lambda x: F.elu(x * 90, 0.7), lambda x: F.celu(x, 0.7), F.leaky_relu, F.hardsigmoid, F.hardswish),
+        *_of("x", F.softsign, F.tanhshrink, F.softshrink, F.hardshrink, lambda x: F.threshold(x, 0.1, 2.0), F.glu),
+        *_of("x", lambda x: F.softmax(x, -1), lambda x: F.log_softmax(x, 0), lambda x: F.softmin(x, 1), F.rrelu),
+        *_of("x", lambda x: F.softmax(x, -1, dtype=torch.float32), lambda x: F.normalize(x, dim=-1)),
+        On("x", nn.PReLU()),
+        On("sequence", nn.PReLU(4)),
+        On("x", nn.RReLU()),
+    ]
+    linear = [
+        On("x", nn.Linear(6, 3, bias=False)),
+        On("sequence", nn.Linear(12, 3)),
+        lambda g: g["x"] @ g["y"].T,
+        lambda g: torch.mm(g["x"], g["y"].t()),
+        lambda g: torch.bmm(g["sequence"], g["sequence"].transpose(1, 2)),
+        lambda g: torch.mv(g["x"], g["y"][0]),
+        lambda g: torch.dot(g["x"][0], g["y"][1]) + torch.vdot(g["x"][0], g["y"][1]),
+        lambda g: torch.addmm(g["p"][0], g["x"], torch.ones(6, 6), beta=2, alpha=0.5),
+        lambda g: torch.addmv(g["p"][:, 0], g["x"], g["y"][0]),
+        lambda g: torch.baddbmm(g["sequence"][:, :, :4], g["sequence"], g["sequence"].transpose(1, 2)),
+        lambda g: torch.einsum("nck,nck->nc", g["sequence"], g["sequence"]),
+        lambda g: torch.outer(g["x"][0], g["y"][0]),
+        lambda g: torch.cdist(g["x"], g["y"]) + torch.cdist(g["x"], g["y"], p=3.0),
+        With(lambda layer, g: layer(g["x"], g["y"]), nn.Bilinear(6, 6, 3)),
+    ]
+    convolution = [
+        On("sequence", nn.Conv1d(4, 6, 3, 2, 1)),
+        On("sequence", nn.Conv1d(4, 8, 3, groups=2, dilation=2, padding="same")),
+        On("sequence", nn.ConvTranspose1d(4, 6, 3, 2, 1, output_padding=1)),
+        *_images(nn.Conv2d(4, 6, 3), nn.Conv2d(4, 8, (3, 2), (2, 1), (1, 0), bias=False), nn.Conv2d(4, 8, 3, groups=4)),
+        *_images(nn.Conv2d(4, 6, 3, padding=2, padding_mode="circular"), nn.Conv2d(4, 6, 3, padding=2, dilation=2)),
+        *_images(nn.ConvTranspose2d(4, 6, 3, 2, groups=2), nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect")),
+        On("volume", nn.Conv3d(2, 4, 3, padding=1)),
+        On("volume", nn.ConvTranspose3d(2, 4, 2, 2, dilation=2)),
+    ]
+    pooling = [
+        On("sequence", nn.MaxPool1d(3, 2)),
+        On("sequence", nn.AvgPool1d(3, 2, 1)),
+        On("sequence", nn.AdaptiveAvgPool1d(5)),
+        On("sequence", nn.AdaptiveMaxPool1d(5)),
+        *_images(nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1, ceil_mode=True), nn.MaxPool2d(2, 1, dilation=2)),
+        *_images(
+            nn.AvgPool2d(2), nn.AvgPool2d(3, 2, 1, ceil_mode=True), nn.AvgPool2d(3, 2, 1, count_include_pad=False)
+        ),
+        *_images(nn.AvgPool2d(2, divisor_override=3), nn.AvgPool2d(2, ceil_mode=True), nn.AdaptiveAvgPool2d((1, 1))),
+        *_images(nn.AdaptiveAvgPool2d((4, 3)), nn.AdaptiveMaxPool2d((4, 8)), nn.AdaptiveAvgPool2d((None, 2))),
+        *_images(nn.Upsample(scale_factor=2), nn.Upsample(size=(12, 12), mode="bilinear"), nn.PixelShuffle(2)),
+        On("volume", nn.MaxPool3d(2)),
+        On("volume", nn.AvgPool3d(2, padding=1)),
+        On("volume", nn.AdaptiveAvgPool3d((2, 3, 4))),
+        On("volume", nn.AdaptiveMaxPool3d(2)),
+        lambda g: F.max_pool2d(g["image"], 2, return_indices=True)[0],
+        lambda g: F.max_pool3d(g["volume"], 2, return_indices=True)[0],
+    ]
+    normalisation = [
+        On("x", nn.LayerNorm(6)),
+        On("x", nn.LayerNorm(6, elementwise_affine=False)),
+        On("x", nn.RMSNorm(6)),
+        On("x", nn.BatchNorm1d(6)),
+        On("x", nn.utils.parametrizations.weight_norm(nn.Linear(6, 3))),
+        On("x", nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3))),
+        On("x", nn.Dropout(0.5)),
+        *_images(nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True), nn.LayerNorm((9, 8))),
+        *_images(nn.BatchNorm2d(4, track_running_stats=False), nn.LocalResponseNorm(2), nn.Dropout2d()),
+        *_of("x", lambda x: x.norm(dim=-1), lambda x: x.norm(p=1), lambda x: torch.linalg.vector_norm(x, 3, -1)),
+        *_of("x", lambda x: x.norm(float("inf"), dim=0), lambda x: torch.linalg.vector_norm(x, 0, -1, keepdim=True)),
+        *_of("x", lambda x: (x * 0).norm(dim=-1), lambda x: torch.native_layer_norm(x, (6,), None, None, 1e-5)[0]),
+        lambda g: torch.native_group_norm(g["image"], None, None, g["image"].shape[0], 4, 72, 2, 1e-5)[0],
+    ]
+    attention = [
+        lambda g: F.scaled_dot_product_attention(g["image"], g["image"], g["image"], is_causal=True),
+        lambda g: F.scaled_dot_product_attention(g["image"], g["image"], g["image"], g["image"][0, 0, :, :1]),
+        lambda g: F.scaled_dot_product_attention(g["sequence"], g["sequence"], g["sequence"], g["b"][:, None, :4]),
+        lambda g: F.scaled_dot_product_attention(
+            g["image"], g["image"][:, :2], g["image"][:, :2], scale=0.2, enable_gqa=True
+        ),
+        With(
+            lambda layer, g: layer(
+                *[g["sequence"]] * 3, key_padding_mask=g["b"][:, :4] & g["b"][:, 1:5] & g["b"][:, 2:]
+            ),
+            nn.MultiheadAttention(12, 3, batch_first=True),
+        ),
+    ]
+    reduction = [
+        *_of("x", torch.sum, torch.mean, torch.amax, torch.amin, torch.max, torch.min, torch.var, torch.std),
+        *_of("p", torch.prod, lambda p: p.prod(-1), lambda p: p.cumprod(-1), lambda p: p.sum((0, 1), keepdim=True)),
+        *_of(
+            "x", lambda x: x.sum(-1), lambda x: x.mean(0, keepdim=True), lambda x: x.amax(-1), lambda x: x.amin((0, 1))
+        ),
+        *_of("x", lambda x: tuple(x.max(-1)), lambda x: tuple(x.min(0, keepdim=True)), lambda x: x.argmax(-1)),
+        *_of("x", lambda x: (x.argmin(0), x.argmax()), lambda x: x.var(-1, correction=0), lambda x: x.std(-1)),
+        *_of("x", lambda x: torch.var_mean(x, -1), lambda x: torch.std_mean(x, -1), lambda x: x.logsumexp(-1)),
+        *_of("x", lambda x: x.cumsum(-1), lambda x: x.logcumsumexp(-1), lambda x: tuple(x.topk(3))),
+        *_of("x", lambda x: tuple(x.topk(2, 1, largest=False)), lambda x: tuple(x.sort(-1, descending=True))),
+        *_of("x", lambda x: tuple(x.sort(stable=True, dim=1)), lambda x: x.argsort(-1)),
+        *_of("b", torch.any, torch.all, lambda b: b.any(-1), lambda b: b.all(0), lambda b: b.sum(-1)),
+        *_of("b", lambda b: b.any((0, 1)), lambda b: b.all((0, 1)), lambda b: b.float().mean()),
+        *_of("i", torch.sum, lambda i: i.sum(-1), lambda i: i.cumsum(-1), lambda i: tuple(i.max(-1)), torch.prod),
+        *_of("i", lambda i: i.sum(-1, dtype=torch.float32), lambda i: i.argsort(dim=-1, stable=True)),
+    ]
+    indexing = [
+        On("i", nn.Embedding(6, 3, padding_idx=2)),
+        lambda g: F.one_hot(g["i"], 6),
+        lambda g: g["x"].gather(1, g["i"]) + g["x"].take_along_dim(g["i"], 1),
+        lambda g: g["x"].gather(1, g["i"][:, :2]),
+        lambda g: g["x"].index_select(1, g["i"][0]),
+        lambda g: g["x"][:, g["i"][0]] + g["x"][torch.arange(g["x"].shape[0]), g["i"][:, 0]][:, None],
+        lambda g: torch.zeros_like(g["x"]).index_put((torch.tensor([0]), torch.tensor([1])), g["x"][0, :1]),
+        lambda g: g["x"].index_put((torch.tensor([0, 0]),), g["y"][:1], accumulate=True),
+        lambda g: _written(g["x"], g["b"]),
+        lambda g: g["x"].scatter(1, g["i"][:, :1], g["y"][:, :1]),
+        lambda g: g["x"].scatter(1, g["i"][:, :1], 2.0),
+        lambda g: g["x"].scatter_reduce(1, g["i"], g["y"], "sum") + g["x"].scatter_reduce(1, g["i"], g["y"], "amax"),
+        lambda g: g["x"].scatter_add(1, g["i"], g["y"]),
+        lambda g: g["x"].select_scatter(g["y"][:, 0], 1, 2) + g["x"].slice_scatter(g["y"][:, :2], 1, 2, 4),
+        lambda g: g["x"].index_add(1, torch.tensor([0, 2, 2]), g["y"][:, :3], alpha=0.5),
+        lambda g: torch.searchsorted(torch.linspace(-1, 1, 5), g["x"]),
+        lambda g: torch.bucketize(g["x"], torch.linspace(-1, 1, 5), right=True),
+    ]
+    shape = [
+        *_of("image", lambda v: v.flatten(1), lambda v: v.permute(0, 2, 3, 1), lambda v: v.transpose(1, -1)),
+        *_of("image", lambda v: v.reshape(v.shape[0], 4, -1), lambda v: v[:, 1:3, ::2, -1], lambda v: v[..., None]),
+        *_of("image", lambda v: v.chunk(3, -1), lambda v: v.split(3, 2), lambda v: v.split([1, 3], 1), torch.squeeze),
+        *_of("image", lambda v: v[:, :1].squeeze(1), lambda v: v[:, :1, :1].squeeze((1, 2)), lambda v: v.unbind(1)),
+        *_of("image", lambda v: v.flip((2, 3)), lambda v: v.roll((1, 2), (2, 3)), lambda v: v.roll(3), lambda v: v.mT),
+        *_of("image", lambda v: F.pad(v, (1, 2, 0, -1), value=0.5), lambda v: F.pad(v, (1, 2, 3, 1), "reflect")),
+        *_of("image", lambda v: F.pad(v, (1, 2, 3, 1), "replicate"), lambda v: v.tril(1) + v.triu(-1), torch.clone),
+        *_of("image", lambda v: v.diagonal(0, 2, 3), lambda v: v.contiguous().view(-1, 8), lambda v: v.narrow(1, 1, 2)),
+        *_of("volume", lambda v: F.pad(v, (1, 1, 1, 1, 1, 1), "replicate"), lambda v: F.pad(v, (1,) * 6, "reflect")),
+        *_of("sequence", lambda s: F.pad(s, (1, 2), "reflect"), lambda s: F.pad(s, (1, 2), "replicate")),
+        *_of("x", lambda x: x[:, None].expand(-1, 3, -1), lambda x: x.repeat(1, 2), lambda x: x.tile(2), torch.t),
+        *_of("x", lambda x: x.repeat_interleave(2, 1), lambda x: x.unflatten(1, (2, 3)), lambda x: x.movedim(0, 1)),
+        lambda g: torch.cat([g["x"], g["y"]], -1) + torch.cat([torch.zeros(0), g["x"].repeat(1, 2)], 1),
+        lambda g: torch.stack([g["x"], g["y"]], 1),
+        lambda g: torch.broadcast_to(g["x"][0], g["y"].shape) + g["y"],
+    ]
+    creation = [
+        lambda g: g["x"] + torch.full((6,), 2.0) + torch.ones(6) + torch.zeros(6) + torch.tensor([1.0]),
+        lambda g: torch.full_like(g["x"], 3) + torch.zeros_like(g["x"]) + torch.ones_like(g["x"]),
+        lambda g: g["x"].new_full((6,), 2) + g["x"].new_zeros(6) + g["x"].new_ones(6) + g["x"].new_tensor(2.0),
+        lambda g: g["x"].new_empty(6).fill_(1.0) + torch.empty(6).fill_(2.0) + torch.empty_like(g["x"]).fill_(1.0),
+        lambda g: torch.arange(g["x"].shape[0]) + torch.arange(0, 1, 0.5)[1],
+        lambda g: g["x"] + torch.linspace(0, 1, 6) + torch.eye(6)[0] + torch.eye(2, 6)[1],
+        lambda g: (
+            g["x"].int(),
+            g["x"].long(),
+            g["i"].float(),
+            g["b"].float(),
+            g["x"].bool(),
+            g["x"].detach().to(torch.float16),
+        ),
+        lambda g: torch.scalar_tensor(2.0) * g["x"],
+    ]
+    return locals()
+
+
+def _written(x, mask):
+    """Written in place, which the export turns into values."""
+    x = x.clone()
+    x[mask] = 0.5
+    x[:, 0] += 1
+    x[:, 1:3] = x[:, 3:5] * 2
+    return x
+
+
+FAMILIES = _expressions()

@@ -1,0 +1,91 @@
+"""A module and its lowered form side by side."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+
+
+def plain(tree):
+    """With dicts for TensorDicts."""
+    if isinstance(tree, TensorDictBase):
+        return tree.to_dict()
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(map(plain, tree))
+    return {name: plain(value) for name, value in tree.items()} if isinstance(tree, dict) else tree
+
+
+def as_arguments(inputs):
+    return inputs if isinstance(inputs, tuple) else (inputs,)
+
+
+def jax_inputs(inputs):
+    return jax.tree.map(lambda tensor: jax.numpy.asarray(tensor.detach().numpy()), plain(as_arguments(inputs)))
+
+
+def torch_answer(module, inputs):
+    """The module's own answer; of a TensorDictModule its out_keys."""
+    inputs = [each.clone() if isinstance(each, TensorDictBase) else each for each in as_arguments(inputs)]
+    answer = module(*inputs)
+    return plain(answer.select(*module.out_keys) if isinstance(module, TensorDictModuleBase) else answer)
+
+
+def assert_equal(wanted, got, *, rtol=1e-5, atol=1e-5):
+    """Structure, shapes, dtypes (up to JAX's 32 bits) and values."""
+    theirs, ours = jax.tree.flatten(wanted), jax.tree.flatten(got)
+    assert len(theirs[0]) == len(ours[0])
+    if isinstance(wanted, dict):
+        assert theirs[1] == ours[1]
+    for place, (one, two) in enumerate(zip(theirs[0], ours[0], strict=True)):
+        one = one.detach().numpy()
+        assert two.dtype == jax.dtypes.canonicalize_dtype(one.dtype), place
+        np.testing.assert_allclose(np.asarray(two), one, rtol=rtol, atol=atol, err_msg=f"output {place}")
+
+
+def floats(tree):
+    return [leaf for leaf in jax.tree.leaves(tree) if "float" in str(leaf.dtype)]
+
+
+def weighted(numeric, outputs):
+    """One number that depends on every output."""
+    return sum((numeric.cos(output * 0.7 + place) * output).sum() for place, output in enumerate(floats(outputs)))
+
+
+def torch_gradients(module, inputs):
+    """By parameter, and of each floating input."""
+    leaves = [leaf.requires_grad_() for leaf in floats(plain(as_arguments(inputs)))]
+    module.zero_grad()
+    weighted(torch, torch_answer(module, inputs)).backward()
+
+    def of(tensor):
+        return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+    return {name: of(param) for name, param in module.named_parameters()}, [of(leaf) for leaf in leaves]
+
+
+def jax_gradients(lowered, inputs):
+    """The same by JAX, parameters in Torch's layout."""
+    leaves, treedef = jax.tree.flatten(jax_inputs(inputs))
+    at = [place for place, leaf in enumerate(leaves) if np.issubdtype(leaf.dtype, np.floating)]
+
+    def loss(params, given):
+        full = list(leaves)
+        for place, leaf in zip(at, given, strict=True):
+            full[place] = leaf
+        return weighted(jax.numpy, lowered.apply(params, *jax.tree.unflatten(treedef, full)))
+
+    of_params, of_inputs = jax.jit(jax.grad(loss, (0, 1)))(lowered.prepare(), [leaves[place] for place in at])
+    return lowered.restore(of_params), of_inputs
+
+
+def assert_gradients_equal(module, lowered, inputs, *, rtol=1e-4, atol=1e-5):
+    """Of every parameter and every floating input."""
+    of_params, of_inputs = jax_gradients(lowered, inputs)
+    wanted_params, wanted_inputs = torch_gradients(module, inputs)
+    for name, wanted in wanted_params.items():
+        np.testing.assert_allclose(of_params[name].numpy(), wanted.numpy(), rtol=rtol, atol=atol, err_msg=name)
+    for got, wanted in zip(of_inputs, wanted_inputs, strict=True):
+        np.testing.assert_allclose(np.asarray(got), wanted.numpy(), rtol=rtol, atol=atol)
