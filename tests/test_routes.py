@@ -9,7 +9,7 @@ import torch
 from cases import Recurrent, mlp, opaque_actor, torch_mlp, torch_normal, torch_recurrent
 from compare import assert_same, collect
 from conftest import scaled
-from jax_counting import counting_env
+from jax_counting import counting
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -33,9 +33,9 @@ def way(env, policy):
     return {LoweredPolicy: "xla", CallbackPolicy: "callback"}.get(type(routes.route_of(env, policy).policy), "eager")
 
 
-def demanded(make, env, compile):
+def demanded(make, env, compiler):
     policy = make(env)
-    policy.compiler = compile
+    policy.compiler = compiler
     return policy
 
 
@@ -65,8 +65,8 @@ class Scaled(nn.Module):
         return self.dropout(self.net(x)) * self.factor + self.shift
 
 
-def scaled_policy(compile=None):
-    return fc.torch_policy(Scaled(), head=fc.heads.categorical, compile=compile)
+def scaled_policy(compiler=None):
+    return fc.torch_policy(Scaled(), head=fc.heads.categorical, compile=compiler)
 
 
 @pytest.mark.parametrize(
@@ -162,14 +162,14 @@ def test_one_program_for_all_updates(cartpole, wanted):
             if update == 0:
                 first = len(traces)
     assert len(traces) == first
-    assert [program._cache_size() for which, program in vars(inner)["_compiled"].items() if which[0] == "rollout"] == [1]
+    programs = vars(inner)["_compiled"].items()
+    assert [program._cache_size() for which, program in programs if which[0] == "rollout"] == [1]
 
 
 def test_the_modes_are_the_users(cartpole):
     policy = scaled_policy()
     assert way(cartpole, policy) == "xla"
     state = fc.init(cartpole, policy, seed=0)
-    state, lowered = fc.rollout(cartpole, policy, state, 30)
     _, again = fc.rollout(cartpole, policy, state, 30)
     policy.module.train()
     assert "dropout" in fc.explain(cartpole, policy).why
@@ -221,8 +221,8 @@ class Counting(Holding):
     [
         (Branching(), r"its control flow depends on data, at .*test_routes.py:\d+: return self.net\(x\) if x.sum\(\)"),
         (mlp(4, 2).forward, "a plain function is not lowered"),
-        (Holding(mean=torch.zeros(4)), "Holding holds 'mean' beside its parameters"),
-        (Holding(others=[nn.Linear(4, 2)]), "Holding holds 'others' beside its parameters"),
+        (Holding(mean=torch.zeros(4)), "'mean' of Holding holds a tensor or a module beside"),
+        (Holding(others=[nn.Linear(4, 2)]), "'others' of Holding holds a tensor or a module beside"),
         (Counting(calls=0), "Counting changes its own attributes when called"),
     ],
 )
@@ -231,7 +231,6 @@ def test_what_is_not_lowered_is_called_back_and_explained(cartpole, module, why)
     plan = fc.explain(cartpole, policy)
     assert plan.loop == "fused"
     assert "buffer_callback" in plan.why
-    pytest.raises(fc.LoweringError, match=why).__enter__
     with pytest.raises(fc.LoweringError, match=why):
         fc.init(cartpole, fc.torch_policy(module, head=fc.heads.categorical, compile="xla"), seed=0)
     batch = collect(cartpole, policy, 12)
@@ -295,7 +294,7 @@ def test_faults_of_a_module_are_raised_as_they_are(cartpole, act, error, message
 def frequencies_fit(counts, probabilities):
     """Whether counts [n] are likely under probabilities [n]: six standard deviations."""
     total = counts.sum()
-    return bool((abs(counts - total * probabilities) < 6 * np.sqrt(total * probabilities * (1 - probabilities))).all())
+    return bool((abs(counts - total * probabilities) <= 6 * np.sqrt(total * probabilities * (1 - probabilities))).all())
 
 
 HEADS = {
@@ -346,12 +345,13 @@ def test_scores_of_continuous_actions_are_torchs(name, head):
 
 
 def test_dicts_of_observations_and_extras():
-    env = counting_env(num_envs=2)
+    env = counting(num_envs=2)
 
     class Reading(nn.Module):
         def forward(self, observation):
             count = observation["count"]
-            return {"action": count % 3, "twice": count * 2}
+            hot = nn.functional.one_hot(count, 99)  # of int64 alone
+            return {"action": count % 3, "twice": count * 2, "hot": hot}
 
     batches = [collect(env, fc.torch_policy(Reading(), compile=each), 20) for each in ("xla", "callback", "eager")]
     assert_same(batches[0], batches[1])
@@ -372,7 +372,7 @@ def test_a_lowered_policy_is_a_policy_of_jax(cartpole):
     assert loss(policy.params) < before
     torch.testing.assert_close(module[0].weight.detach(), torch.from_numpy(np.array(policy.params["0.weight"].T)))
     with pytest.raises(TypeError, match=r"pass funcollect.lower_policy\(policy, env\)"):
-        fc.traced.rollout(cartpole, policy.source, None, fc.init(cartpole, policy, seed=0), 3)
+        fc.traced.rollout(cartpole, policy.source, policy.params, fc.init(cartpole, policy, seed=0), 3)
     with pytest.raises(TypeError, match="expected one over a Torch module"):
         fc.lower_policy(fc.random_policy(cartpole), cartpole)
     assert compiled(policy, "lay out", None)._cache_size() == 1

@@ -55,7 +55,8 @@ class AdoptedPolicy(FunctionPolicy):
 
     def enter(self, state: TorchPolicyState) -> Any:
         """The recurrent state for the loop, over the same memory."""
-        return None if state.recurrent is None else optree.tree_map(argument, plain(state.recurrent))
+        asarray = import_jax().numpy.asarray
+        return optree.tree_map(lambda leaf: asarray(argument(leaf)), plain(state.recurrent))
 
     def leave(self, recurrent: Any, before: TorchPolicyState) -> TorchPolicyState:
         """The state after the loop, in memory of its own and as it was `before`: structure, dtypes and devices."""

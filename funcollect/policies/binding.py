@@ -14,8 +14,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
+from funcollect.policies.settings import PLAIN
 from funcollect.tree import flatten
 
+Attributes = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]  # the module's, the skeleton's, the last ones bound
 Slots = dict[str, tuple[dict[str, Any], dict[str, Any], str]]  # name: the module's dict, the skeleton's, its key
 
 
@@ -41,7 +43,8 @@ class Binding:
                 f"the policy cannot be copied to {device} ({self.obstacle}): move it there before, or pass "
                 "policy_factory, a function that builds it there"
             )
-        self._modes = list(zip(module.modules(), self.skeleton.modules(), strict=True))
+        parts = zip(module.modules(), self.skeleton.modules(), strict=True)
+        self._attributes: list[Attributes] = [(vars(source), vars(target), {}) for source, target in parts]
         self._parameters = self._slots("_parameters")
         self._buffers = self._slots("_buffers")
 
@@ -129,13 +132,16 @@ class Binding:
     def bind(self, prepared: dict[str, Tensor] | None) -> nn.Module:
         """The skeleton over the given tensors or, for None, over the module's own as they are now.
 
+        Plain attributes that the user has set since, training mode among them, are set there, too.
         Parameters are shared, not copied. Buffers are copied, so that a forward pass that writes them (batch
         statistics in training mode) leaves the user's module as it is.
         """
         if self.skeleton is self.module:
             return self.module
-        for source, target in self._modes:
-            target.training = source.training
+        for source, target, bound in self._attributes:
+            for name, value in source.items():
+                if isinstance(value, PLAIN) and (name not in bound or bound[name] != value):
+                    bound[name] = target[name] = value
         for name, (source_slot, target_slot, key) in self._parameters.items():
             tensor = source_slot[key] if prepared is None else prepared[name]
             target_slot[key] = tensor if self.device is None else tensor.to(self.device)

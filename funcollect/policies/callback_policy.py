@@ -40,11 +40,17 @@ class CallbackPolicy(AdoptedPolicy):
     """A Torch policy by `jax.experimental.buffer_callback`, on one thread at a time.
 
     `prepare` binds the parameters; the program is the same for all.
+
+    Args:
+        source: the Torch policy.
+        exploration_type: what a TensorDict policy's distributions are told.
+        reads: the dtypes, in Torch, of the leaves of its observation and recurrent state.
     """
 
-    def __init__(self, source: Source, exploration_type: ExplorationType) -> None:
+    def __init__(self, source: Source, exploration_type: ExplorationType, reads: list[torch.dtype]) -> None:
         super().__init__(source, exploration_type, self._traced)
         self._call = buffer_callback()
+        self._reads = reads
         self._answers: dict[Any, _Answer] = {}
         self._module: Any = None
         self._error: BaseException | None = None
@@ -80,10 +86,10 @@ class CallbackPolicy(AdoptedPolicy):
         Raises:
             LoweringError: for dtypes that JAX lacks.
         """
-        which = (treedef, *((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves))
+        which = (treedef, *(tuple(leaf.shape) for leaf in leaves))
         if which not in self._answers:
-            dtypes = {name: getattr(torch, name) for name in {str(leaf.dtype) for leaf in leaves}}
-            inputs = [fixed(torch.zeros(tuple(leaf.shape), dtype=dtypes[str(leaf.dtype)])) for leaf in leaves]
+            kinds = zip(leaves, self._reads, strict=True)
+            inputs = [fixed(torch.zeros(tuple(leaf.shape), dtype=dtype)) for leaf, dtype in kinds]
             with torch_generator(torch.get_rng_state()):
                 outputs, treespec = self._asked(treedef, inputs)
             for leaf in outputs:
@@ -141,12 +147,11 @@ def callback_policy(source: Source, observation: Any, exploration_type: Explorat
     """
     if isinstance(source, TensorDictPolicy) and (source.carried or source.reads_init):
         raise LoweringError("hidden states carried in a TensorDict stay in Torch: use torch_policy(initial_state=…)")
-    policy = CallbackPolicy(source, exploration_type)
-    jax = import_jax()
-    recurrent = source.init(key_from_seed(0), len(jax.tree.leaves(observation)[0])).recurrent
-    leaves, treedef = jax.tree.flatten(plain((observation, recurrent)))
-    shapes = [jax.ShapeDtypeStruct(tuple(leaf.shape), jax_dtype(leaf.dtype)) for leaf in leaves]
-    answer = policy.answer_to(treedef, shapes)
+    tree = import_jax().tree
+    recurrent = source.init(key_from_seed(0), len(tree.leaves(observation)[0])).recurrent
+    leaves, treedef = tree.flatten(plain((observation, recurrent)))
+    policy = CallbackPolicy(source, exploration_type, [leaf.dtype for leaf in leaves])
+    answer = policy.answer_to(treedef, leaves)
     zeros = [torch.zeros(shape, dtype=dtype) for shape, dtype in answer.kinds]
     outputs = named(optree.tree_unflatten(answer.treespec, zeros), source)
     policy.dtypes = {

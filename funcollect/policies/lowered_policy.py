@@ -49,8 +49,8 @@ class LoweredPolicy(AdoptedPolicy):
             TypeError, ValueError: for parameters that do not fit the module.
         """
         jax = import_jax()
-        if isinstance(params, Mapping) and params and all(isinstance(leaf, jax.Array) for leaf in params.values()):
-            return dict(params)
+        if isinstance(params, dict) and all(isinstance(leaf, jax.Array) for leaf in params.values()):
+            return params
         tensors = self.source.tensors(self.source.prepare(params))
         arrays = {name: argument(tensors[name]) for name in self.lowered.names}
         prepared: dict[str, Any] = compiled(self, "lay out", self.lowered.lay_out)(arrays)
@@ -100,8 +100,8 @@ def _checked_module(source: Source) -> nn.Module:
         _check_keys(source)
     if name := unregistered(module):
         raise LoweringError(
-            f"{type(module).__name__} holds {name!r} beside its parameters, buffers and submodules, where a change "
-            "would not be seen: use register_buffer, nn.ParameterList or nn.ModuleList"
+            f"{name!r} of {type(module).__name__} holds a tensor or a module beside its parameters, buffers and "
+            "submodules, where a change would not be seen: use register_buffer, nn.ParameterList or nn.ModuleList"
         )
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in _leaves(source.initial_state)):
         raise LoweringError("initial_state requires grad, so it may change: pass a constant one")
