@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from funcollect.collectors.sync import SyncDataCollector
     from funcollect.core import traced
     from funcollect.core.api import close, fork, init, reset, rollout, step
+    from funcollect.core.differentiable import differentiable_rollout
     from funcollect.core.evaluate import evaluate
     from funcollect.core.plan import Plan, explain
     from funcollect.core.routes import lower_policy
@@ -72,6 +73,7 @@ _HOMES = {
     "funcollect.policies.torch_policy": ["torch_policy"],
     "funcollect.progress": ["track"],
     "funcollect.core.api": ["close", "fork", "init", "reset", "rollout", "step"],
+    "funcollect.core.differentiable": ["differentiable_rollout"],
     "funcollect.core.evaluate": ["evaluate"],
     "funcollect.core.plan": ["Plan", "explain"],
     "funcollect.core.routes": ["lower_policy"],
@@ -115,6 +117,7 @@ __all__ = [
     "SyncDataCollector",
     "close",
     "deliver",
+    "differentiable_rollout",
     "envs",
     "episode_stats",
     "errors",

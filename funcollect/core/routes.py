@@ -94,17 +94,29 @@ def lower_policy(policy: Policy, env: Env) -> LoweredPolicy:
     >>> arrays["action_log_prob"].shape
     (8, 4)
     """
+    return lowered_for(env, policy, ExplorationType.RANDOM)
+
+
+def lowered_for(env: Env, policy: Policy, exploration_type: ExplorationType) -> LoweredPolicy:
+    """`lower_policy`, of a TensorDict policy as it acts under an exploration type."""
     if isinstance(policy, LoweredPolicy):
         return policy
     if not isinstance(policy, TorchPolicy | TensorDictPolicy):
         raise TypeError(
             f"policy is {type(policy).__name__}, expected one over a Torch module: make it with funcollect.torch_policy"
         )
-    lowered = _adopted(env, policy, "lowered", ExplorationType.RANDOM)
+    lowered = _adopted(env, policy, "lowered", exploration_type)
     if isinstance(lowered, LoweringError):
         raise lowered
     assert isinstance(lowered, LoweredPolicy)
     return lowered
+
+
+def checked_state(policy_state: Any) -> TorchPolicyState:
+    """A Torch policy's state, its generator a copy."""
+    check_state_kind(policy_state, TorchPolicyState)
+    state: TorchPolicyState = policy_state._replace(generator=policy_state.generator.clone())
+    return state
 
 
 def _found(env: Env, source: Source, asked: str | None, exploration_type: ExplorationType) -> Route:
@@ -163,8 +175,7 @@ def run_adopted(
     run: Callable[..., tuple[CollectorState, TensorDict]], env: Env, policy: AdoptedPolicy, state: Any, request: Request
 ) -> tuple[CollectorState, TensorDict]:
     """One rollout by a loop's `run`, with the policy's state and outputs as Torch has them."""
-    check_state_kind(state.policy_state, TorchPolicyState)
-    before = state.policy_state._replace(generator=state.policy_state.generator.clone())
+    before = checked_state(state.policy_state)
     with policy.running(before):
         after, batch = run(env, policy, state.replace(policy_state=policy.enter(before)), request)
     wide = {name: dtype for name, dtype in policy.dtypes.items() if batch[name].dtype != dtype}

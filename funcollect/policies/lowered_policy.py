@@ -51,10 +51,13 @@ class LoweredPolicy(AdoptedPolicy):
         jax = import_jax()
         if isinstance(params, dict) and all(isinstance(leaf, jax.Array) for leaf in params.values()):
             return params
-        tensors = self.source.tensors(self.source.prepare(params))
+        return self.laid_out(self.source.tensors(self.source.prepare(params)))
+
+    def laid_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Tensors by name as JAX has them, in memory of their own."""
         arrays = {name: argument(tensors[name]) for name in self.lowered.names}
         prepared: dict[str, Any] = compiled(self, "lay out", self.lowered.lay_out)(arrays)
-        jax.block_until_ready(prepared)  # before the tensors are written again
+        import_jax().block_until_ready(prepared)  # before the tensors are written again
         return prepared
 
     def state_dict(self, params: Any = None) -> dict[str, Tensor]:
