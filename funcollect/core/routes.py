@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import optree
+import torch
 from tensordict import TensorDict
 from torch import nn
 
@@ -178,15 +178,11 @@ def run_adopted(
     before = checked_state(state.policy_state)
     with policy.running(before):
         after, batch = run(env, policy, state.replace(policy_state=policy.enter(before)), request)
-    wide = {name: dtype for name, dtype in policy.dtypes.items() if batch[name].dtype != dtype}
-    with _unlocked(batch):
-        for name, dtype in wide.items():
-            batch.set(name, batch[name].to(dtype))
-    return after.replace(policy_state=policy.leave(after.policy_state, before)), batch
+    after = after.replace(policy_state=policy.leave(after.policy_state, before))
+    return after, _widened(batch, policy.dtypes)
 
 
-@contextlib.contextmanager
-def _unlocked(batch: TensorDict) -> Iterator[None]:
-    batch.unlock_()
-    yield
-    batch.lock_()
+def _widened(batch: TensorDict, dtypes: dict[str, torch.dtype]) -> TensorDict:
+    """A batch whose outputs have the dtypes that Torch gave them."""
+    wide = {name: batch[name].to(dtype) for name, dtype in dtypes.items() if batch[name].dtype != dtype}
+    return batch.unlock_().update(wide).lock_() if wide else batch

@@ -25,6 +25,9 @@ from funcollect.policies.torch_policy import TorchPolicyState
 from funcollect.specs import ExplorationType
 from funcollect.tree import NAMESPACE
 
+_LEAF: Any = 0
+_ALONE = optree.tree_structure(_LEAF, namespace=NAMESPACE)  # of an answer that is one tensor
+
 Kind = tuple[torch.Size, torch.dtype]
 
 
@@ -32,6 +35,7 @@ class _Answer(NamedTuple):
     """What the module answers to inputs of some shapes, and the memory in which it reads them."""
 
     inputs: list[Tensor]  # which stay: Torch's bits depend on where they are
+    given: tuple[Any, Any]  # these, as the observation and the recurrent state
     treespec: Any
     kinds: list[Kind]
 
@@ -77,7 +81,7 @@ class CallbackPolicy(AdoptedPolicy):
         leaves, treedef = jax.tree.flatten((observation, state))
         answer = self.answer_to(treedef, leaves)
         shapes = [jax.ShapeDtypeStruct(tuple(shape), jax_dtype(dtype)) for shape, dtype in answer.kinds]
-        outputs = self._call(partial(self._serve, treedef, answer), shapes, has_side_effect=True)(*leaves)
+        outputs = self._call(partial(self._serve, answer), shapes, has_side_effect=True)(*leaves)
         return optree.tree_unflatten(answer.treespec, outputs)
 
     def answer_to(self, treedef: Any, leaves: list[Any]) -> _Answer:
@@ -90,28 +94,30 @@ class CallbackPolicy(AdoptedPolicy):
         if which not in self._answers:
             kinds = zip(leaves, self._reads, strict=True)
             inputs = [fixed(torch.zeros(tuple(leaf.shape), dtype=dtype)) for leaf, dtype in kinds]
+            given = import_jax().tree.unflatten(treedef, inputs)
             with torch_generator(torch.get_rng_state()):
-                outputs, treespec = self._asked(treedef, inputs)
+                outputs, treespec = self._asked(given)
             for leaf in outputs:
                 check_tensor(leaf)
                 jax_dtype(leaf.dtype)
-            self._answers[which] = _Answer(inputs, treespec, [(leaf.shape, leaf.dtype) for leaf in outputs])
+            self._answers[which] = _Answer(inputs, given, treespec, [(leaf.shape, leaf.dtype) for leaf in outputs])
         return self._answers[which]
 
-    def _asked(self, treedef: Any, inputs: list[Tensor]) -> tuple[list[Any], Any]:
-        observation, state = import_jax().tree.unflatten(treedef, inputs)
+    def _asked(self, given: tuple[Any, Any]) -> tuple[list[Any], Any]:
         if self._module is None:
             self.prepare(None)
         with torch.no_grad():
-            answer = self.source.ask(self._module, observation, state, self.exploration_type)
+            answer = self.source.ask(self._module, *given, self.exploration_type)
+        if isinstance(answer, Tensor):
+            return [answer], _ALONE
         return optree.tree_flatten(plain(answer), namespace=NAMESPACE)
 
-    def _serve(self, treedef: Any, answer: _Answer, context: Any, outputs: list[Any], *buffers: Any) -> None:
+    def _serve(self, answer: _Answer, context: Any, outputs: list[Any], *buffers: Any) -> None:
         """One call from inside the loop; no view of a buffer outlives it."""
         try:
             for own, buffer in zip(answer.inputs, buffers, strict=True):
                 own.copy_(torch_view(buffer))
-            leaves, treespec = self._asked(treedef, answer.inputs)
+            leaves, treespec = self._asked(answer.given)
             if treespec != answer.treespec or [(leaf.shape, leaf.dtype) for leaf in leaves] != answer.kinds:
                 raise _changed(leaves, answer)
             for leaf, buffer in zip(leaves, outputs, strict=True):
