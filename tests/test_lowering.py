@@ -20,6 +20,25 @@ from funcollect.interop.lowering import lower_module
 CONVOLUTIONS = ("cnn", "impala", "ConvNet", "CNN", "Cnn", "image")
 
 
+LEARNING = [
+    "mlp tanh",
+    "nature cnn",
+    "impala",
+    "gru cell",
+    "lstm cell",
+    "gru layers",
+    "lstm both ways",
+    "transformer",
+    "image and vector",
+    "tensordict sequential",
+    "torchrl DuelingCnnDQNet",
+    "torchrl LSTMModule",
+    "torchrl GRUModule",
+    "torchrl NoisyLinear",
+    "sb3 ActorCriticPolicy, discrete",
+]  # one of each kind
+
+
 def tolerance(name):
     return 1e-4 if any(part in name for part in CONVOLUTIONS) else 1e-5
 
@@ -49,7 +68,7 @@ def test_outputs_equal_the_modules(name):
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
-@pytest.mark.parametrize("name", [name for name in [*POLICIES, *LIBRARIES] if name != "sb3 ActorCriticPolicy, box"])
+@pytest.mark.parametrize("name", LEARNING)
 def test_gradients_equal_torchs(name):
     module, inputs, lowered = lowered_with(name)
     assert_gradients_equal(module, lowered, inputs(3), rtol=1e-3, atol=10 * tolerance(name))

@@ -30,7 +30,7 @@ def family(request):
 
 
 def operators(lowered):
-    nodes = [node for exported in lowered._exported for node in exported.program.graph.nodes]
+    nodes = [node for program in lowered._programs for node in program.graph.nodes]
     return {str(node.target) for node in nodes if node.op == "call_function"}
 
 

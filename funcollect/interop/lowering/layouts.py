@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
 
 from funcollect.interop.lowering.registry import rules
 
@@ -13,22 +13,20 @@ Layout = tuple[int, ...]
 _TRANSPOSES = ("aten.permute.default", "aten.t.default", "aten.transpose.int")
 
 
-def layouts(program: ExportedProgram, names: dict[str, str]) -> dict[str, Layout]:
+def layouts(parameters: Mapping[str, Any]) -> dict[str, Layout]:
     """By parameter the permutation in which it is kept; those that stay as they are are left out.
 
     Torch keeps weights as [out, in, *kernel], XLA on the CPU is up to three times as fast with [*kernel, in, out]. A
     parameter that is used in other ways, too, stays as it is.
 
     Args:
-        program: the exported program.
-        names: a parameter's name by that of its placeholder.
+        parameters: the placeholders of a graph, by name.
     """
     found = {}
-    for node in program.graph.nodes:
-        if node.op == "placeholder" and node.name in names:
-            rank = node.meta["val"].ndim
-            if rank > 1 and node.users and all(_as_weight(user, node) for user in node.users):
-                found[names[node.name]] = (*range(2, rank), 1, 0)
+    for name, node in parameters.items():
+        rank = node.meta["val"].ndim
+        if rank > 1 and node.users and all(_as_weight(user, node) for user in node.users):
+            found[name] = (*range(2, rank), 1, 0)
     return found
 
 

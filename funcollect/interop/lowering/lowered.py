@@ -3,43 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
 
 from funcollect.errors import LoweringError
 from funcollect.interop.bridge import to_jax, to_torch
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.dtypes import jax_dtype
 from funcollect.interop.lowering.evaluate import evaluate
-from funcollect.interop.lowering.exporting import Flat, export
 from funcollect.interop.lowering.layouts import inverse, layouts
+from funcollect.interop.lowering.program import Program, Slot, make_program
 from funcollect.interop.lowering.shapes import Shape, fits
 from funcollect.interop.lowering.structure import build, leaves_of, paths_of
 from funcollect.tree import flatten
-
-
-class Slot(NamedTuple):
-    """What a placeholder of a graph stands for: a parameter by name, a constant, or (neither) the next input."""
-
-    parameter: str | None = None
-    constant: Any = None
-
-    @property
-    def is_input(self) -> bool:
-        """Whether it is neither."""
-        return self.parameter is None and self.constant is None
-
-
-class Exported(NamedTuple):
-    """A program for inputs of some shapes."""
-
-    program: ExportedProgram
-    slots: list[Slot]
-    inputs: list[Any]  # fake tensors
-    answer: Any  # the treespec of the output
 
 
 class Lowered:
@@ -54,18 +32,10 @@ class Lowered:
         self.modes = modes_of(module)
         leaves, self._treespec = leaves_of(example)
         self._paths = paths_of(example)
-        self._dtypes = [leaf.dtype for leaf in leaves]
-        self._exported = [self._export(leaves)]
-        first = self._exported[0]
-        parameters = {name for name, _ in module.named_parameters()}
-        used = {
-            slot.parameter
-            for slot, node in zip(first.slots, _placeholders(first.program), strict=True)
-            if slot.parameter is not None and (node.users or slot.parameter in parameters)
-        }
-        self.names = sorted(used)
-        placed = zip(_placeholders(first.program), first.slots, strict=True)
-        self._layouts = layouts(first.program, {node.name: slot.parameter for node, slot in placed if slot.parameter})
+        self._kinds = [(leaf.dtype, leaf.device) for leaf in leaves]
+        self._programs = [make_program(module, self._treespec, leaves)]
+        self.names = self._programs[0].used({name for name, _ in module.named_parameters()})
+        self._layouts = layouts(self._programs[0].parameters)
 
     def prepare(self, params: Any = None) -> dict[str, Any]:
         """Copies of Torch parameters as JAX has them fastest, to be done once for each version of the weights.
@@ -121,10 +91,10 @@ class Lowered:
             LoweringError: for shapes with which the module cannot be lowered.
         """
         leaves = self._checked(inputs)
-        exported = self._exported_for([leaf.shape for leaf in leaves])
+        program = self._program_for([leaf.shape for leaf in leaves])
         remaining = iter(leaves)
-        values = [self._value(slot, params, remaining) for slot in exported.slots]
-        return build(exported.answer, evaluate(exported.program.graph, values))
+        values = [self._value(slot, params, remaining) for slot in program.slots]
+        return build(program.answer, evaluate(program.graph, values))
 
     def _checked(self, inputs: tuple[Any, ...]) -> list[Any]:
         if (paths := paths_of(inputs)) != self._paths:
@@ -132,7 +102,7 @@ class Lowered:
                 f"the inputs are {paths}, expected {self._paths}, as the example's: pass the same structure"
             )
         leaves = list(map(import_jax().numpy.asarray, leaves_of(inputs)[0]))
-        for path, leaf, dtype in zip(paths, leaves, self._dtypes, strict=True):
+        for path, leaf, (dtype, _) in zip(paths, leaves, self._kinds, strict=True):
             if leaf.dtype != jax_dtype(dtype):
                 raise TypeError(
                     f"input {path} is {leaf.dtype}, expected {jax_dtype(dtype)}, as the example's: cast it, or lower "
@@ -149,28 +119,19 @@ class Lowered:
         array = params[slot.parameter]
         return array if layout is None else import_jax().numpy.transpose(array, inverse(layout))
 
-    def _exported_for(self, shapes: list[Shape]) -> Exported:
-        for exported in self._exported:
-            if fits(exported.program, exported.inputs, shapes):
-                return exported
+    def _program_for(self, shapes: list[Shape]) -> Program:
+        for program in self._programs:
+            if fits(program.exported, program.inputs, shapes):
+                return program
         if modes_of(self.module) != self.modes:
             raise LoweringError(
                 f"{type(self.module).__name__} went from training to evaluation mode, or back, after it was lowered, "
                 "and these input shapes are new: lower it again"
             )
-        leaves = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, self._dtypes, strict=True)]
-        self._exported.append(self._export(leaves))
-        return self._exported[-1]
-
-    def _export(self, leaves: list[Tensor]) -> Exported:
-        answers: list[Any] = []
-        flat = Flat(self.module, self._treespec, answers.append)
-        program = export(flat, leaves)
-        slots = [_slot(spec, program) for spec in program.graph_signature.input_specs]
-        nodes = zip(_placeholders(program), slots, strict=True)
-        inputs = [node.meta["val"] for node, slot in nodes if slot.is_input]
-        _try(program, slots, leaves)
-        return Exported(program, slots, inputs, answers[-1])
+        kinds = zip(shapes, self._kinds, strict=True)
+        leaves = [torch.zeros(shape, dtype=dtype, device=device) for shape, (dtype, device) in kinds]
+        self._programs.append(make_program(self.module, self._treespec, leaves))
+        return self._programs[-1]
 
 
 def modes_of(module: nn.Module) -> tuple[bool, ...]:
@@ -240,35 +201,3 @@ def lower(module: nn.Module, example: Any) -> tuple[dict[str, Any], Callable[...
 def _own(module: nn.Module) -> dict[str, Tensor]:
     named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     return {name: tensor for each in named for name, tensor in each}
-
-
-def _placeholders(program: ExportedProgram) -> list[Any]:
-    return [node for node in program.graph.nodes if node.op == "placeholder"]
-
-
-def _try(program: ExportedProgram, slots: list[Slot], leaves: list[Tensor]) -> None:
-    """Trace it, so that what a rule refuses is refused as the module is lowered."""
-    jax = import_jax()
-    remaining = iter(leaves)
-
-    def stand_in(node: Any, slot: Slot) -> Any:
-        if slot.constant is not None:
-            return slot.constant
-        tensor = next(remaining) if slot.is_input else node.meta["val"]
-        return jax.ShapeDtypeStruct(tuple(tensor.shape), jax_dtype(tensor.dtype)) if node.users else None
-
-    values = [stand_in(node, slot) for node, slot in zip(_placeholders(program), slots, strict=True)]
-    jax.eval_shape(lambda values: evaluate(program.graph, values), values)
-
-
-def _slot(spec: Any, program: ExportedProgram) -> Slot:
-    kind = spec.kind.name
-    if kind == "USER_INPUT":
-        return Slot()
-    if kind in ("PARAMETER", "BUFFER"):
-        return Slot(parameter=spec.target.removeprefix("module."))
-    if kind == "CONSTANT_TENSOR":
-        return Slot(constant=import_jax().device_get(to_jax(program.constants[spec.target], copy=True)))
-    raise LoweringError(
-        f"the module holds the {kind.lower().replace('_', ' ')} {spec.target!r}, expected tensors alone"
-    )
