@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.report import heading, save, setting
 from benchmarks.runner import Options
 
-NAMES = ("collect", "suites", "torchrl", "fused", "overhead", "memory", "imports")
+NAMES = ("collect", "suites", "torchrl", "fused", "policies", "overhead", "memory", "imports")
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -165,6 +165,8 @@ def _check_place(source: TorchBacked, way: str) -> None:
     """Raise LoweringError for a policy that is to run on another kind of device than JAX does."""
     place = {"gpu": "cuda"}.get(import_jax().default_backend(), "cpu")
     home = source.home
+    if way == "called back" and place != "cpu":
+        raise LoweringError("a loop on a GPU would wait for Python at each step: it crosses instead")
     if home is None or (way == "lowered" and source.device is None and home.type == "cpu"):
         return
     if home.type != place:
