@@ -96,7 +96,8 @@ def torch_pair(env_id: str, num_envs: int) -> tuple[Any, Any]:
 
     env = scans.make_env(env_id, num_envs)
     head = fc.heads.categorical if scans.discrete(env) else fc.heads.normal
-    return env, fc.torch_policy(Network(*scans.sizes(env), gaussian=not scans.discrete(env)), head=head)
+    module = Network(*scans.sizes(env), gaussian=not scans.discrete(env))
+    return env, fc.torch_policy(module, head=head, compile="eager")
 
 
 class Network(nn.Module):

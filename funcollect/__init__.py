@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from funcollect.collectors.sync import SyncDataCollector
     from funcollect.core import traced
     from funcollect.core.api import close, fork, init, reset, rollout, step
+    from funcollect.core.differentiable import differentiable_rollout
     from funcollect.core.evaluate import evaluate
     from funcollect.core.plan import Plan, explain
+    from funcollect.core.routes import lower_policy
     from funcollect.core.state import CollectorState
     from funcollect.core.traced_batch import deliver
     from funcollect.envs.registry import make_env
@@ -81,8 +83,8 @@ _HOMES = {
         "EnvError",
         "EvaluationError",
         "FuncollectError",
-        "PluginError",
         "LoweringError",
+        "PluginError",
         "PolicyError",
         "ReplayError",
         "StaleStateError",
@@ -97,8 +99,10 @@ _HOMES = {
     "funcollect.policies.torch_policy": ["torch_policy"],
     "funcollect.progress": ["track"],
     "funcollect.core.api": ["close", "fork", "init", "reset", "rollout", "step"],
+    "funcollect.core.differentiable": ["differentiable_rollout"],
     "funcollect.core.evaluate": ["evaluate"],
     "funcollect.core.plan": ["Plan", "explain"],
+    "funcollect.core.routes": ["lower_policy"],
     "funcollect.core.state": ["CollectorState"],
     "funcollect.core.traced_batch": ["deliver"],
     "funcollect.specs": ["Env", "ExplorationType", "Policy"],
@@ -158,6 +162,7 @@ __all__ = [
     "WorkerError",
     "close",
     "deliver",
+    "differentiable_rollout",
     "envs",
     "episode_stats",
     "errors",
@@ -171,6 +176,7 @@ __all__ = [
     "jax_policy",
     "jax_ring",
     "lower",
+    "lower_policy",
     "make_env",
     "make_policy",
     "plots",

@@ -62,9 +62,11 @@ def test_a_compiled_policy_is_pickled_without_its_code():
 
 
 def test_a_compiler_that_is_not_there_is_said(monkeypatch):
-    for wrong in ("xla", "cuda", True):
-        with pytest.raises(ValueError, match=r"expected one of \['inductor'\], or None: pass 'inductor'"):
+    for wrong in ("jit", "cuda", True):
+        with pytest.raises(ValueError, match=r"expected one of \['xla', 'callback', 'eager', 'inductor'\], or None"):
             fc.torch_policy(net(), compile=wrong)
+    with pytest.raises(ValueError, match=r"expected one of \['xla', 'callback', 'eager'\], or None"):
+        fc.tensordict_policy(net(), compile="inductor")
     monkeypatch.setenv("CXX", "no-such-compiler")
     env = fc.make_env(ENV)
     policy = fc.torch_policy(net(), head=fc.heads.categorical, compile="inductor")

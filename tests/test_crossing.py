@@ -1,4 +1,4 @@
-"""Torch policies in JAX environments: one compiled call per step, and the data that the fused loop would give."""
+"""Torch policies called at each step of JAX environments: the data that the fused loop would give."""
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +43,13 @@ class ByHand:
         return policy_state + 1, {"action": (observation[:, 2] > 0).long(), "count": policy_state}
 
 
+def eager(policy):
+    policy.compiler = "eager"
+    return policy
+
+
 def lean_torch():
-    return fc.torch_policy(lambda x: (x[:, 2] > 0).long())
+    return fc.torch_policy(lambda x: (x[:, 2] > 0).long(), compile="eager")
 
 
 def lean_jax():
@@ -70,13 +75,16 @@ def test_gives_what_the_fused_loop_gives(num_envs, options):
 
 def test_gives_what_the_fused_loop_gives_for_continuous_actions():
     env = from_gymnax("Pendulum-v1", num_envs=2)
-    ours, fused = fc.torch_policy(lambda x: x[:, :1] * 2), fc.jax_policy(lambda params, x: x[:, :1] * 2, None)
+    ours, fused = (
+        fc.torch_policy(lambda x: x[:, :1] * 2, compile="eager"),
+        fc.jax_policy(lambda params, x: x[:, :1] * 2, None),
+    )
     assert_same(collect(env, ours, 20), collect(env, fused, 20))
 
 
 @pytest.mark.parametrize("make", KINDS)
 def test_cuts_change_nothing(cartpole, make):
-    policy = make(cartpole)
+    policy = eager(make(cartpole))
     assert_same(collect(cartpole, policy, LENGTH), collect(cartpole, policy, *CUTS))
 
 
@@ -87,7 +95,7 @@ def test_cuts_change_nothing_for_a_policy_by_hand(cartpole):
 
 
 def test_cuts_change_nothing_with_a_frame_limit(cartpole):
-    policy = torch_mlp(cartpole)
+    policy = eager(torch_mlp(cartpole))
     whole = collect(cartpole, policy, 20, 20, max_frames_per_traj=5)
     assert_same(whole, collect(cartpole, policy, 7, 7, 6, 20, max_frames_per_traj=5))
     assert whole["collector", "step"].max() == 4
@@ -97,7 +105,7 @@ def test_a_recurrent_state_begins_anew_with_each_episode(cartpole):
     def module(observation, count):
         return {"action": (observation[:, 2] > 0).long(), "count": count.clone()}, count + 1
 
-    policy = fc.torch_policy(module, initial_state=torch.zeros((), dtype=torch.int64))
+    policy = fc.torch_policy(module, initial_state=torch.zeros((), dtype=torch.int64), compile="eager")
     batch = collect(cartpole, policy, LENGTH)
     assert batch["next", "done"].any()
     assert torch.equal(batch["count"], batch["collector", "step"])
@@ -107,7 +115,7 @@ def test_random_at_first(cartpole):
     def zeros(x):
         return torch.zeros(len(x), dtype=torch.int64)
 
-    policy = fc.torch_policy(zeros)
+    policy = fc.torch_policy(zeros, compile="eager")
 
     def collected(*lengths):
         state, batches = fc.init(cartpole, policy, seed=0), []
@@ -123,7 +131,7 @@ def test_random_at_first(cartpole):
 
 
 def test_deterministic_exploration_takes_the_mode(cartpole):
-    policy = torch_mlp(cartpole)
+    policy = eager(torch_mlp(cartpole))
     batch = collect(cartpole, policy, 20, exploration_type=fc.ExplorationType.DETERMINISTIC)
     wanted = policy.module(batch["observation"]).argmax(-1)
     assert torch.equal(batch["action"], wanted)
@@ -131,7 +139,7 @@ def test_deterministic_exploration_takes_the_mode(cartpole):
 
 def test_weights_are_read_at_each_rollout(cartpole):
     network = nn.Linear(4, 2)
-    policy = fc.torch_policy(network, head=fc.heads.greedy)
+    policy = fc.torch_policy(network, head=fc.heads.greedy, compile="eager")
     state = fc.init(cartpole, policy, seed=0)
     for favourite in (0, 1, 0):
         with torch.no_grad():
@@ -142,7 +150,7 @@ def test_weights_are_read_at_each_rollout(cartpole):
 
 
 def test_a_state_is_a_value(cartpole):
-    policy = torch_recurrent(cartpole)
+    policy = eager(torch_recurrent(cartpole))
     state, _ = fc.rollout(cartpole, policy, fc.init(cartpole, policy, seed=0), 8)
     _, first = fc.rollout(cartpole, policy, state, 20)
     kept = {path: bits(leaf) for path, leaf in leaves(first).items()}
@@ -154,7 +162,7 @@ def test_a_state_is_a_value(cartpole):
 
 
 def test_reset_goes_on_under_new_ids(cartpole):
-    policy = torch_mlp(cartpole)
+    policy = eager(torch_mlp(cartpole))
     state, batch = fc.rollout(cartpole, policy, fc.init(cartpole, policy, seed=0), 4)
     state = fc.reset(cartpole, state, torch.tensor([True, False, False]))
     _, after = fc.rollout(cartpole, policy, state, 4)
@@ -163,7 +171,7 @@ def test_reset_goes_on_under_new_ids(cartpole):
 
 
 def test_evaluate_counts_whole_episodes(cartpole):
-    assert len(fc.evaluate(cartpole, torch_mlp(cartpole), episodes=7, seed=0)) == 7
+    assert len(fc.evaluate(cartpole, eager(torch_mlp(cartpole)), episodes=7, seed=0)) == 7
 
 
 def test_a_collector_takes_the_pair(cartpole):
@@ -178,7 +186,7 @@ class ArgMax(nn.Module):
 
 def test_one_program_for_all_rollouts():
     env = from_gymnax("CartPole-v1", num_envs=2)
-    policy = torch_mlp(env)
+    policy = eager(torch_mlp(env))
     fresh = fc.init(env, policy, seed=0)
     state, _ = fc.rollout(env, policy, fc.reset(env, fresh), 33)
     with compilations() as compiled:
@@ -190,7 +198,7 @@ def test_one_program_for_all_rollouts():
 
 
 def test_explain_tells(cartpole):
-    plan = fc.explain(cartpole, torch_mlp(cartpole))
+    plan = fc.explain(cartpole, eager(torch_mlp(cartpole)))
     assert plan.loop == "crossing"
     assert "the policy runs in Torch" in plan.why
     assert "to where the policy reads it; each action to the environment; no parameters" in plan.copies
@@ -202,13 +210,13 @@ def test_explain_tells(cartpole):
 
 
 def test_an_action_out_of_its_space_is_said(cartpole):
-    policy = fc.torch_policy(lambda x: torch.full((len(x),), 2**40))
+    policy = fc.torch_policy(lambda x: torch.full((len(x),), 2**40), compile="eager")
     with pytest.raises(fc.PolicyError, match="the action is outside its space"):
         collect(cartpole, policy, 3)
 
 
 def test_an_output_under_an_observations_key(cartpole):
-    policy = fc.torch_policy(lambda x: {"action": (x[:, 2] > 0).long(), "observation": x})
+    policy = fc.torch_policy(lambda x: {"action": (x[:, 2] > 0).long(), "observation": x}, compile="eager")
     with pytest.raises(fc.PolicyError, match="collides with the observation"):
         collect(cartpole, policy, 3)
 
@@ -216,7 +224,7 @@ def test_an_output_under_an_observations_key(cartpole):
 @pytest.mark.gpu
 def test_on_a_gpu_the_host_waits_for_nothing():
     env = from_gymnax("CartPole-v1", num_envs=64)
-    policy = fc.torch_policy(nn.Linear(4, 2).cuda(), head=fc.heads.categorical)
+    policy = fc.torch_policy(nn.Linear(4, 2).cuda(), head=fc.heads.categorical, compile="eager")
     state = fc.init(env, policy, seed=0)
     loop = crossing._Loop(env, state, Request(length=32))
     actions = torch.zeros(64, dtype=torch.int64, device="cuda")
@@ -235,6 +243,6 @@ def test_on_a_gpu_the_host_waits_for_nothing():
 def test_on_a_gpu_cuts_change_nothing():
     env = from_gymnax("CartPole-v1", num_envs=64)
     network = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2)).cuda()
-    policy = fc.torch_policy(network, head=fc.heads.categorical)
+    policy = fc.torch_policy(network, head=fc.heads.categorical, compile="eager")
     with torch.cuda.stream(torch.cuda.Stream()):
         assert_same(collect(env, policy, 200), collect(env, policy, 1, 2, 7, 190))

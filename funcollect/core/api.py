@@ -14,13 +14,14 @@ from funcollect.core import crossing, fused_loop, host_loop, tensor_loop, traced
 from funcollect.core.forking import fork_simulation
 from funcollect.core.fused_checks import check_live, check_one_run
 from funcollect.core.request import Request
+from funcollect.core.routes import route_of, run_adopted
 from funcollect.core.simulation import Hold, Simulation
 from funcollect.core.state import CollectorState, fresh_counters
 from funcollect.envs.jax_env import JaxEnv, JaxEnvState
 from funcollect.interop.jax_setup import compiled
 from funcollect.keys import Key, key_from_seed
+from funcollect.policies.adopted import AdoptedPolicy
 from funcollect.policies.random_policy import RandomPolicy
-from funcollect.policies.traced_policy import is_traceable
 from funcollect.specs import Backend, Env, ExplorationType, Policy
 from funcollect.tree import select
 
@@ -108,13 +109,8 @@ def check_pair(env: Any, policy: Any) -> None:
         raise ValueError(f"the policy's outputs {sorted(taken)} collide with the environment's keys: rename them")
     if hasattr(policy, "check"):
         policy.check(env.action_spec)
-
-
-def loop_of(env: Env, policy: Policy) -> str:
-    """Which loop drives the pair."""
-    if env.backend != "jax":
-        return env.backend
-    return "fused" if is_traceable(policy) else "crossing"
+    if getattr(policy, "compiler", None) is not None:
+        route_of(env, policy)  # a way that is demanded is there, or an error here
 
 
 def _kind(given: Any) -> str:
@@ -170,7 +166,11 @@ def run(env: Env, policy: Policy, state: CollectorState, request: Request) -> tu
     """`rollout` with every option."""
     check_policy(policy)
     check_state(env, state)
-    result: tuple[CollectorState, TensorDict] = _LOOPS[loop_of(env, policy)].run(env, policy, state, request)
+    route = route_of(env, policy, request.exploration_type)
+    loop = _LOOPS[route.loop].run
+    if isinstance(route.policy, AdoptedPolicy) and route.policy is not policy:
+        return run_adopted(loop, env, route.policy, state, request)
+    result: tuple[CollectorState, TensorDict] = loop(env, route.policy, state, request)
     return result
 
 

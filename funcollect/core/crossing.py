@@ -82,7 +82,8 @@ class _Loop:
         self.state: CollectorState
         self.state, self._columns, self._keys = begin(state.replace(policy_state=None))
         self._request = request
-        self._root = {path: fixed(torch_view(value)) for path, value in state.observation.items()}
+        dtypes = dtypes_of(env)
+        self._root = {path: fixed(torch_view(value).to(dtypes[path])) for path, value in state.observation.items()}
         self.observation = assemble(env.observation_space, self._root)
         self._on_cpu = all(root.device.type == "cpu" for root in self._root.values())
         self._into_jax = _crosser(env.action_spec, next(iter(state.observation.values())).device)

@@ -38,7 +38,7 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
         leaves = {path: torch_view(column) for path, column in columns.items()}
         if bucket(request.length) > request.length:
             leaves = {path: leaf[: request.length] for path, leaf in leaves.items()}
-        return after, _batch(env, policy, state, cast(leaves, dtypes_of(env)))
+        return after, batch_of(env, policy, state, cast(leaves, dtypes_of(env)))
 
 
 def bucket(length: int) -> int:
@@ -102,7 +102,7 @@ def _loop(setting: Setting, capacity: int, params: Any, state: CollectorState, l
     return after, columns | {path: jnp.broadcast_to(value, shapes[path]) for path, value in every_row.items()}
 
 
-def _batch(env: JaxEnv, policy: Policy, state: CollectorState, leaves: dict[Path, Tensor]) -> TensorDict:
+def batch_of(env: JaxEnv, policy: Policy, state: CollectorState, leaves: dict[Path, Tensor]) -> TensorDict:
     """The batch of columns [T, P, ...], checked."""
     names = [path for path in leaves if len(path) == 1 and path not in FLAGS and path not in state.observation]
     chosen = getattr(policy, "head", None) is not None
@@ -113,7 +113,7 @@ def _batch(env: JaxEnv, policy: Policy, state: CollectorState, leaves: dict[Path
 
 def delivered(env: JaxEnv, leaves: dict[Path, Tensor], outputs: dict[Path, Tensor]) -> TensorDict:
     """The batch of an environment's columns [T, P, ...], whose rewards are checked, and a policy's checked ones."""
-    reward = leaves["next", "reward"]
+    reward = leaves["next", "reward"].detach()
     if math.isnan(reward.sum().item()):  # or a sum of both infinities
         check_rewards(reward.reshape(*reward.shape[:2], -1).sum(-1).cpu().numpy())
     done = leaves["next", "done"]

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
-from funcollect.core.api import check_pair, loop_of
+from funcollect.core.api import check_pair
+from funcollect.core.routes import Route, route_of
 from funcollect.interop.jax_setup import dispatch_note
+from funcollect.policies.callback_policy import CallbackPolicy
+from funcollect.policies.lowered_policy import LoweredPolicy
 from funcollect.specs import Env, Policy
 
 _SEEDING = {
@@ -75,17 +78,18 @@ def explain(env: Env, policy: Policy) -> Plan:
     'host'
     """
     check_pair(env, policy)
+    route = route_of(env, policy)
     noise = policy.noise(env.action_spec)
     kind = None if noise is None else noise.kind
     return Plan(
         env=f"{env!r}, {_lanes(env)}",
         policy=_describe(policy),
-        loop=loop_of(env, policy),
-        why=_why(env, policy),
-        copies=_copies(env, policy),
+        loop=route.loop,
+        why=_why(env, route),
+        copies=_copies(env, route),
         seeding=f"{env.seeding}: {_SEEDING[env.seeding]}",
         noise=_FUSED_NOISE
-        if loop_of(env, policy) == "fused"
+        if route.loop == "fused" and (kind or not isinstance(route.policy, CallbackPolicy))
         else _NOISE.get(kind, f"{kind} noise, drawn ahead for a whole rollout from the state's key by Philox"),
         forking=_forking(env),
     )
@@ -108,38 +112,57 @@ def _describe(policy: Policy) -> str:
     return f"{name} ({policy.backend}{f', compiled by {compiler}' if compiler else ''})"
 
 
-def _why(env: Env, policy: Policy) -> str:
+def _why(env: Env, route: Route) -> str:
     if env.backend == "jax":
-        return _why_jax(env, policy)
+        return "; ".join((_why_jax(route), *route.refusals))
     where = {
         "host": "the environment lives in simulators on the host",
         "torch": "the environment is written in Torch and steps all lanes at once",
     }[env.backend]
-    if policy.backend == "jax" and getattr(env, "device", None) not in (None, torch.device("cpu")):
+    if route.policy.backend == "torch":
+        return f"{where}; the policy is one call per step for all lanes"
+    if isinstance(route.policy, LoweredPolicy):
+        where += "; the policy's module is lowered to JAX"
+    if getattr(env, "device", None) not in (None, torch.device("cpu")):
         return f"{where}; the policy is one jitted call per step, DLPack each way"
-    if policy.backend == "jax":
-        return f"{where}; the policy is one jitted call per step, its outputs read back as one array; {dispatch_note()}"
-    return f"{where}; the policy is one call per step for all lanes"
+    return f"{where}; the policy is one jitted call per step, its outputs read back as one array; {dispatch_note()}"
 
 
-def _why_jax(env: Env, policy: Policy) -> str:
-    if loop_of(env, policy) == "fused":
-        both = "environment and policy are both JAX functions"
-        drawn = "the environment is a JAX function, and JAX draws the random actions"
-        return f"{both if policy.backend == 'jax' else drawn}, so all steps are one compiled loop"
-    return (
-        "the environment is a JAX function, the policy runs in Torch; each step is one call of the policy and one "
-        f"compiled call of the environment, which writes its columns in place; {dispatch_note()}"
-    )
+def _why_jax(route: Route) -> str:
+    if route.loop == "crossing":
+        return (
+            "the environment is a JAX function, the policy runs in Torch; each step is one call of the policy and one "
+            f"compiled call of the environment, which writes its columns in place; {dispatch_note()}"
+        )
+    if isinstance(route.policy, LoweredPolicy):
+        return (
+            "the environment is a JAX function, and the policy's module is lowered to one (its torch.export graph in "
+            "jax.numpy), so all steps are one compiled loop"
+        )
+    if isinstance(route.policy, CallbackPolicy):
+        return (
+            "the environment is a JAX function; all steps are one compiled loop, which calls the policy's module in "
+            "Torch on its own buffers (jax.experimental.buffer_callback)"
+        )
+    both = "environment and policy are both JAX functions"
+    drawn = "the environment is a JAX function, and JAX draws the random actions"
+    return f"{both if route.policy.backend == 'jax' else drawn}, so all steps are one compiled loop"
 
 
-def _copies(env: Env, policy: Policy) -> str:
-    if loop_of(env, policy) == "fused":
-        return "nothing: the loop writes the batch's own columns, which Torch takes over by DLPack"
+def _copies(env: Env, route: Route) -> str:
+    policy = route.policy
+    columns = "the loop writes the batch's own columns, which Torch takes over by DLPack"
+    if isinstance(policy, LoweredPolicy):
+        columns = columns if route.loop == "fused" else "each observation once, into the batch"
+        return f"parameters and buffers into JAX's layout, at every rollout; {columns}"
+    if isinstance(policy, CallbackPolicy):
+        return f"each observation to where the module reads it, and its answer into the loop; {columns}"
+    if route.loop == "fused":
+        return f"nothing: {columns}"
     home: Any = getattr(policy, "home", None)
     place = getattr(env, "device", None) or "cpu"
     parts = ["each observation once, into the batch"]
-    if loop_of(env, policy) == "crossing":
+    if route.loop == "crossing":
         parts = ["each observation into the columns, and to where the policy reads it; each action to the environment"]
     if home is not None and str(home) != str(place):
         parts.append(f"each observation to {home} and each action back, at every step")

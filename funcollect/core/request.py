@@ -115,10 +115,15 @@ def open_actor(env: Env, policy: Policy, state: CollectorState, request: Request
 
 def _initial_state(policy: Policy, state: CollectorState) -> Any:
     initial = policy.init(state.key, state.num_lanes)
-    if type(initial) is not type(state.policy_state):
+    check_state_kind(state.policy_state, type(initial))
+    return initial
+
+
+def check_state_kind(policy_state: Any, wanted: type) -> None:
+    """Raise ValueError for a policy state that is of another kind of policy."""
+    if type(policy_state) is not wanted:
         raise ValueError(
-            f"the state holds the policy state {type(state.policy_state).__name__}, this policy wants "
-            f"{type(initial).__name__}: pass the policy that the state was made with, or go on with "
+            f"the state holds the policy state {type(policy_state).__name__}, this policy wants {wanted.__name__}: "
+            "pass the policy that the state was made with, or go on with "
             "state.replace(policy_state=policy.init(state.key, state.num_lanes))"
         )
-    return initial

@@ -36,6 +36,22 @@ def jax_view(tensor: Tensor) -> Any:
         return import_jax().dlpack.from_dlpack(tensor)
 
 
+def argument(tensor: Tensor) -> Any:
+    """A tensor as an argument of a compiled call, over its own memory where that can be.
+
+    What the call returns must not be handed on before the call is done, since the tensor may be written afterwards. On
+    the CPU it is a NumPy array, which is cheaper than an array of JAX, and is not committed to a device.
+
+    Raises:
+        BridgeError: for a value that would change.
+    """
+    tensor = tensor.detach()
+    if tensor.is_cuda and import_jax().default_backend() == "gpu":
+        return to_jax(tensor)
+    wide = tensor.element_size() == 8 * (1 + tensor.is_complex())
+    return to_jax(tensor.cpu()) if wide or tensor.dtype == torch.bfloat16 else tensor.cpu().numpy()
+
+
 def to_torch(tree: Any, *, batch_size: tuple[int, ...] = (), copy: bool = False) -> Any:
     """JAX arrays as Torch tensors on the same device.
 

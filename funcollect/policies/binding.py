@@ -14,8 +14,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
+from funcollect.policies.settings import PLAIN
 from funcollect.tree import flatten
 
+Attributes = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]  # the module's, the skeleton's, the last ones bound
 Slots = dict[str, tuple[dict[str, Any], dict[str, Any], str]]  # name: the module's dict, the skeleton's, its key
 
 
@@ -41,7 +43,8 @@ class Binding:
                 f"the policy cannot be copied to {device} ({self.obstacle}): move it there before, or pass "
                 "policy_factory, a function that builds it there"
             )
-        self._modes = list(zip(module.modules(), self.skeleton.modules(), strict=True))
+        parts = zip(module.modules(), self.skeleton.modules(), strict=True)
+        self._attributes: list[Attributes] = [(vars(source), vars(target), {}) for source, target in parts]
         self._parameters = self._slots("_parameters")
         self._buffers = self._slots("_buffers")
 
@@ -121,16 +124,24 @@ class Binding:
             )
         return value
 
+    def tensors(self, prepared: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        """The module's own parameters and buffers as they are now, those of `prepared` in their place."""
+        own = {name: source[key] for name, (source, _, key) in (self._parameters | self._buffers).items()}
+        return own | (prepared or {})
+
     def bind(self, prepared: dict[str, Tensor] | None) -> nn.Module:
         """The skeleton over the given tensors or, for None, over the module's own as they are now.
 
+        Plain attributes that the user has set since, training mode among them, are set there, too.
         Parameters are shared, not copied. Buffers are copied, so that a forward pass that writes them (batch
         statistics in training mode) leaves the user's module as it is.
         """
         if self.skeleton is self.module:
             return self.module
-        for source, target in self._modes:
-            target.training = source.training
+        for source, target, bound in self._attributes:
+            for name, value in source.items():
+                if isinstance(value, PLAIN) and (name not in bound or bound[name] != value):
+                    bound[name] = target[name] = value
         for name, (source_slot, target_slot, key) in self._parameters.items():
             tensor = source_slot[key] if prepared is None else prepared[name]
             target_slot[key] = tensor if self.device is None else tensor.to(self.device)
@@ -161,6 +172,11 @@ class TorchBacked:
         self.module = module
         self.device = device
         self._binding = Binding(module, device) if isinstance(module, nn.Module) else None
+        self.adopted: dict[Any, Any] = {}  # as what it runs in a loop of JAX, by `core.routes`
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Compiled code stays in its process."""
+        return vars(self) | {"adopted": {}}
 
     @property
     def home(self) -> torch.device | None:
@@ -183,6 +199,10 @@ class TorchBacked:
     def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
         """The callable over these parameters."""
         return self._binding.bind(prepared) if self._binding else self.module
+
+    def tensors(self, prepared: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        """Parameters and buffers by name, `prepared` or else the module's own; none for a function."""
+        return self._binding.tensors(prepared) if self._binding else {}
 
     def state_dict(self, params: Any = None) -> dict[str, Tensor]:
         """A copy of `params`, or of the module's own, by name: what `load` and `prepare` take."""

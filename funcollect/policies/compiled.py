@@ -1,30 +1,31 @@
-"""A Torch policy's forward pass through `torch.compile`."""
+"""How a Torch policy is run, as `torch_policy(compile=…)` may demand; and its forward pass through `torch.compile`."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from funcollect.errors import PolicyError
 
-Compiler = Literal["inductor"]
+Compiler = Literal["xla", "callback", "eager", "inductor"]
 _OPTIONS: dict[str, dict[str, Any]] = {"inductor": {"cpp_wrapper": True}}  # half the cost of a call of a small network
 
 
-def check_compiler(compiler: str | None) -> None:
-    """Raise ValueError unless `compiler` names one that is there, or is None."""
-    if compiler is not None and compiler not in _OPTIONS:
-        raise ValueError(f"compile is {compiler!r}, expected one of {list(_OPTIONS)}, or None: pass 'inductor'")
+def check_compiler(compiler: str | None, without: str = "") -> None:
+    """Raise ValueError unless `compiler` is None, or names a way of running other than `without`."""
+    names = [name for name in get_args(Compiler) if name != without]
+    if compiler is not None and compiler not in names:
+        raise ValueError(f"compile is {compiler!r}, expected one of {names}, or None: pass 'xla'")
 
 
 class CompiledCall:
     """Calls a module compiled: the same graph whichever tensors stand in for its parameters."""
 
-    def __init__(self, compiler: Compiler) -> None:
+    def __init__(self, compiler: str) -> None:
         self._compiler = compiler
         self._module: Callable[..., Any] | None = None
         self._call: Callable[..., Any] | None = None

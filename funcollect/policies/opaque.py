@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict.nn import set_interaction_type
@@ -14,16 +14,18 @@ from funcollect.keys import Key, Noise, Purpose, fold, generator_state, torch_ge
 from funcollect.policies.actor import Drive
 from funcollect.policies.binding import TorchBacked, check_callable
 from funcollect.policies.carried import INIT, carried_states, paths
+from funcollect.policies.compiled import Compiler, check_compiler
 from funcollect.policies.tensordict_actor import TensorDictActor, by_path, outputs_of, run_module
 from funcollect.policies.torch_policy import TorchPolicyState
 from funcollect.specs import ActionSpec, ExplorationType
-from funcollect.tree import Path
+from funcollect.tree import Path, nest
 
 
 def tensordict_policy(
     module: Callable[..., Any],
     *,
     initial_state: Mapping[Any, Any] | None = None,
+    compile: Literal["xla", "callback", "eager"] | None = None,  # noqa: A002  (as `torch_policy` has it)
     device: torch.device | str | None = None,
 ) -> TensorDictPolicy:
     """A policy from what is called on a TensorDict [P]; a collector makes it by itself.
@@ -38,6 +40,7 @@ def tensordict_policy(
         module: a `TensorDictModule` or `TensorDictSequential`, one of TorchRL's actors, or a function of a TensorDict.
         initial_state: the hidden states at the start of an episode, by key, without a batch dimension; unless given,
             those of the module's primers (`make_tensordict_primer`).
+        compile: demands one way of running, as for `torch_policy`; what draws random numbers is not lowered.
         device: where the policy runs; unless given, where its parameters are.
 
     Raises:
@@ -53,7 +56,8 @@ def tensordict_policy(
     torch.Size([3, 5])
     """
     check_callable(module, "a TensorDictModule or a function")
-    return TensorDictPolicy(module, checked_device(device), carried_states(module, initial_state))
+    check_compiler(compile, without="inductor")
+    return TensorDictPolicy(module, checked_device(device), carried_states(module, initial_state), compile)
 
 
 class TensorDictPolicy(TorchBacked):
@@ -63,6 +67,7 @@ class TensorDictPolicy(TorchBacked):
         module: the user's.
         device: where it is to run; None for where it is.
         carried: hidden states at the start of an episode, in one environment.
+        compiler: the way of running that is demanded.
     """
 
     def __init__(
@@ -70,8 +75,12 @@ class TensorDictPolicy(TorchBacked):
         module: Callable[..., Any],
         device: torch.device | None = None,
         carried: Mapping[Path, Tensor] | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         super().__init__(module, device)
+        self.compiler = compiler
+        self.head = None
+        self.initial_state = None
         self.carried = dict(carried or {})
         self.reads_init = INIT in paths(getattr(module, "in_keys", None))
 
@@ -101,6 +110,18 @@ class TensorDictPolicy(TorchBacked):
         hidden = {path: outputs.pop(("next", *path)) for path in self.carried}
         named = {".".join(path): leaf for path, leaf in outputs.items()}
         return TorchPolicyState(hidden or None, generator), named
+
+    def arguments(self, observation: Any, recurrent: Any) -> tuple[Any, ...]:
+        """What the module is called with, a dict for a TensorDict."""
+        return (nest(by_path(observation)),)
+
+    def ask(
+        self, module: Callable[..., Any], observation: Any, recurrent: Any, exploration_type: ExplorationType
+    ) -> dict[str, Any]:
+        """What `module`, this policy's own bound to parameters, writes, nested; of one without hidden states."""
+        inputs = by_path(observation)
+        with set_interaction_type(exploration_type):
+            return nest(outputs_of(run_module(module, inputs, self.device), inputs))
 
     def actor(self, drive: Drive) -> TensorDictActor:
         """The policy at work in a rollout."""

@@ -57,15 +57,22 @@ def torch_policy(
         initial_state: makes the policy recurrent: the state of one environment at the start of an episode, a pytree of
             tensors without a batch dimension. The module is then called as ``module(observation, state)`` and answers
             ``(answer, next_state)``, with the batch dimension.
-        compile: ``"inductor"`` compiles the module, when it is first called, by `torch.compile`; equal to the module
-            itself within rounding. It takes seconds, a C++ compiler, and about 15 microseconds per call, so on a CPU it
-            does not pay for a small MLP. Weights that change reach the next rollout without compiling again; training
-            and evaluation mode are compiled one by one.
+        compile: demands one way of running, and makes another an error; None takes the first of these that there is.
+            ``"xla"``: the module lowered to JAX (see `funcollect.lower`): fused with an environment written in JAX, or
+            one call of XLA per step, head and all, for the others, where None stands for ``"eager"``.
+            ``"callback"``: Torch's own forward, called from inside the loop over a JAX environment.
+            ``"eager"``: Torch's own forward, called by Python at each step.
+            ``"inductor"``: likewise, by `torch.compile`, equal to the module itself within rounding. It takes seconds,
+            a C++ compiler, and about 15 microseconds per call, so on a CPU it does not pay for a small MLP.
+            On all, weights and buffers that change reach the next rollout without compiling again; training and
+            evaluation mode are the module's own at each rollout, and compiled one by one.
         device: where the policy runs; unless given, where its parameters are.
 
     Raises:
         TypeError: for a module that cannot be called, or a head that is none.
         ValueError: for a device or a compiler that is not there.
+
+    A module that cannot be lowered, where ``"xla"`` demands it, is a `LoweringError` from `funcollect.init`.
 
     >>> import torch, funcollect as fc
     >>> policy = torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
@@ -93,7 +100,7 @@ class TorchPolicy(TorchBacked):
     ) -> None:
         super().__init__(module, device)
         self.compiler = compiler
-        self._compiled = CompiledCall(compiler) if compiler else None
+        self._compiled = CompiledCall(compiler) if compiler == "inductor" else None
         self.head = head
         self.initial_state = initial_state
 
@@ -134,13 +141,20 @@ class TorchPolicy(TorchBacked):
             raise TypeError("a policy with a head acts through funcollect.step, which knows the action space")
         generator = policy_state.generator.clone()
         with torch.no_grad(), torch_generator(generator):
-            module = self.bound(params)
-            if policy_state.recurrent is None:
-                answer, recurrent = module(observation), None
-            else:
-                answer, recurrent = module(observation, _copied(policy_state.recurrent))
+            answer = self.ask(self.bound(params), observation, _copied(policy_state.recurrent), exploration_type)
+        answer, recurrent = (answer, None) if policy_state.recurrent is None else answer
         action, extras = split_answer(answer, None)
         return TorchPolicyState(recurrent, generator), {"action": action, **extras}
+
+    def arguments(self, observation: Any, recurrent: Any) -> tuple[Any, ...]:
+        """What the module is called with."""
+        return (observation,) if recurrent is None else (observation, recurrent)
+
+    def ask(
+        self, module: Callable[..., Any], observation: Any, recurrent: Any, exploration_type: ExplorationType
+    ) -> Any:
+        """What `module`, this policy's own bound to parameters, answers."""
+        return module(*self.arguments(observation, recurrent))
 
     def actor(self, drive: Drive) -> TorchActor:
         """The policy at work in a rollout."""

@@ -15,7 +15,7 @@ from funcollect.interop.jax_setup import import_jax
 from funcollect.keys import Noise
 from funcollect.policies.actor import split_answer
 from funcollect.policies.checks import check_action, check_rows
-from funcollect.policies.jax_policy import JaxPolicy, jax_noise
+from funcollect.policies.function_policy import FunctionPolicy, jax_noise
 from funcollect.policies.random_policy import MASK_KEY, RandomPolicy
 from funcollect.specs import ActionSpec, ExplorationType, Policy
 
@@ -38,15 +38,15 @@ def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_t
     if not is_traceable(policy):
         kind = f"a {policy.backend} policy" if hasattr(policy, "backend") else "no policy"
         raise TypeError(
-            f"{type(policy).__name__} is {kind}, expected one that JAX can trace: use funcollect.jax_policy or "
-            "funcollect.random_policy"
+            f"{type(policy).__name__} is {kind}, expected one that JAX can trace: pass "
+            "funcollect.lower_policy(policy, env), or use funcollect.jax_policy or funcollect.random_policy"
         )
     noise = policy.noise(spec)
     stochastic = exploration_type is ExplorationType.RANDOM
 
     def answer(params: Any, policy_state: Any, observation: Any, key: Any) -> tuple[Any, dict[str, Any]]:
         drawn = _draw(noise, key, num_envs)
-        if isinstance(policy, JaxPolicy):
+        if isinstance(policy, FunctionPolicy):
             policy_state, outputs = policy.answer(spec, stochastic, params, policy_state, observation, drawn)
         else:
             policy_state, given = policy(params, policy_state, observation, drawn, exploration_type)

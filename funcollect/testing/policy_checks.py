@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from funcollect.core.api import check_pair
 from funcollect.keys import key_from_seed
 from funcollect.policies.checks import check_action
-from funcollect.policies.jax_policy import JaxPolicy
+from funcollect.policies.function_policy import FunctionPolicy
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.specs import ExplorationType, Policy
 from funcollect.testing.asking import Answer, PolicyTrial, recurrent_of
@@ -142,7 +142,7 @@ def _is_told(policy: Policy) -> bool:
     """Whether the exploration type reaches what draws."""
     if isinstance(policy, RandomPolicy):
         return False
-    if isinstance(policy, JaxPolicy):
+    if isinstance(policy, FunctionPolicy):
         return policy.head is not None and not policy.takes_key
     if getattr(policy, "head", None) is not None or not hasattr(policy, "module"):
         return True

@@ -1,0 +1,70 @@
+"""What of a Torch module a program made from it cannot read anew at each rollout: everything but its named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Settings = tuple[Any, ...]  # equal for modules that a program serves alike
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+def settings_of(module: nn.Module) -> Settings:
+    """The plain attributes of each submodule: training mode, rates, flags; and how many hooks it has.
+
+    >>> module = torch.nn.Dropout(0.1)
+    >>> before = settings_of(module)
+    >>> before == settings_of(module.eval()), before == settings_of(module.train())
+    (False, True)
+    """
+    return tuple(
+        (type(part), tuple((name, _setting(value)) for name, value in vars(part).items() if name not in _REGISTERED))
+        for part in module.modules()
+    )
+
+
+def _setting(value: Any) -> Any:
+    """A plain value, with its type, since 1, 1.0 and True are equal; the length of a container; a type of any other."""
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, (tuple, list)) and all(isinstance(each, PLAIN) for each in value):
+        return tuple(map(_setting, value))
+    return (type(value), len(value)) if isinstance(value, (Mapping, tuple, list, set)) else type(value)
+
+
+def unregistered(module: nn.Module) -> str:
+    """Where `module` refers to a tensor or a module that is no parameter, buffer or submodule; empty if nowhere.
+
+    >>> module = torch.nn.Identity()
+    >>> module.mean = torch.zeros(3)
+    >>> unregistered(module)
+    'mean'
+    """
+    for prefix, part in module.named_modules():
+        held = {name: value for name, value in vars(part).items() if name not in _REGISTERED}
+        for name, value in {**held, "forward": type(part).forward}.items():
+            if any(isinstance(each, (Tensor, nn.Module)) for each in _held(value)):
+                return f"{prefix}.{name}" if prefix else name
+    return ""
+
+
+def _held(value: Any) -> Iterator[Any]:
+    """A value, or what stands in it where it is a container, or what it refers to where it is a function."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, MethodType):
+        yield value.__self__
+    elif isinstance(value, FunctionType):
+        yield from (cell.cell_contents for cell in value.__closure__ or () if cell.cell_contents is not value)
+        yield from (value.__globals__.get(name) for name in value.__code__.co_names)
+    elif isinstance(value, (tuple, list, set)):
+        for each in value:
+            yield from _held(each)
+    else:
+        yield value

@@ -1,0 +1,150 @@
+"""Gradients of a rollout, in Torch: against finite differences, and against JAX's own."""
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from cases import Recurrent
+from tensordict import TensorDict
+from torch import nn
+
+import funcollect as fc
+from funcollect.envs.brax_env import from_brax
+from funcollect.envs.functions_env import from_functions
+
+LENGTH = 12
+"""Long enough for episodes of seven steps to end."""
+
+
+def spring(num_envs=3):
+    """A mass on a spring, pushed by the action; its episodes are cut after seven steps."""
+
+    def begin(key):
+        start = jax.random.normal(key, (2,))
+        return (start, jnp.int32(0)), start
+
+    def advance(key, physics, action):
+        (place, speed), count = physics
+        speed = speed + 0.1 * (action[0] - place)
+        moved = jnp.stack([place + 0.1 * speed, speed])
+        return (moved, count + 1), moved, -(moved**2).sum(), jnp.array(False), count + 1 >= 7
+
+    box = gymnasium.spaces.Box(-np.inf, np.inf, (2,))
+    push = gymnasium.spaces.Box(-1, 1, (1,))
+    return from_functions(begin, advance, observation_space=box, action_space=push, num_envs=num_envs)
+
+
+def module_of(inputs, outputs, kind=nn.Linear):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return kind(inputs, outputs)
+
+
+def loss_of(batch):
+    """Of everything that carries a gradient."""
+    parts = [batch["next", "reward"], batch["action"] ** 2, 0.1 * batch["action_log_prob"]]
+    return sum(part.mean() for part in parts) + batch["next", "observation"][..., -1, :].sin().sum()
+
+
+def gradients_of(env, policy, module, **options):
+    module.zero_grad(set_to_none=True)
+    state = fc.init(env, policy, seed=0)
+    _, batch = fc.differentiable_rollout(env, policy, state, LENGTH, **options)
+    loss_of(batch).backward()
+    return batch, {name: param.grad for name, param in module.named_parameters()}
+
+
+def finite_difference(env, policy, module, direction, size=1e-2):
+    """The loss's slope along `direction`, over plain rollouts."""
+    losses = []
+    for sign in (1, -1):
+        moved = {name: param.detach() + sign * size * direction[name] for name, param in module.named_parameters()}
+        _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), LENGTH, params=moved)
+        losses.append(loss_of(batch.double()).item())
+    return (losses[0] - losses[1]) / (2 * size)
+
+
+@pytest.mark.parametrize(("kind", "head"), [(nn.Linear, fc.heads.tanh_normal), (Recurrent, fc.heads.normal)])
+def test_against_finite_differences(kind, head):
+    env, module = spring(), module_of(2, 2, kind)
+    policy = fc.torch_policy(module, head=head, initial_state=None if kind is nn.Linear else torch.zeros(5))
+    batch, gradients = gradients_of(env, policy, module)
+    assert batch["next", "done"].any()
+    _, plain = fc.rollout(env, policy, fc.init(env, policy, seed=0), LENGTH)
+    for path, leaf in plain.items(include_nested=True, leaves_only=True):
+        torch.testing.assert_close(batch[path].detach(), leaf)
+    slope = sum((gradient**2).sum() for gradient in gradients.values()).item()
+    size = slope**0.5
+    direction = {name: gradient / size for name, gradient in gradients.items()}
+    assert finite_difference(env, policy, module, direction) == pytest.approx(size, rel=2e-2)
+
+
+def test_against_jax_in_brax():
+    env = from_brax("inverted_pendulum", num_envs=2)
+    module = module_of(4, 2)
+    policy = fc.torch_policy(module, head=fc.heads.normal)
+    state = fc.init(env, policy, seed=0)
+    after, batch = fc.differentiable_rollout(env, policy, state, 5)
+    (batch["next", "observation"].square().sum() + batch["action_log_prob"].sum()).backward()
+    weights = {name: jnp.array(param.detach().numpy()) for name, param in module.named_parameters()}
+    own = fc.jax_policy(lambda params, x: x @ params["weight"].T + params["bias"], weights, head=fc.heads.normal)
+
+    def loss(params):
+        _, arrays = fc.traced.rollout(env, own, params, state.replace(policy_state=None), 5)
+        return (arrays["next"]["observation"] ** 2).sum() + arrays["action_log_prob"].sum()
+
+    for name, wanted in jax.jit(jax.grad(loss))(weights).items():
+        ours = module.get_parameter(name).grad
+        assert ours.abs().max() > 0.1
+        torch.testing.assert_close(ours, torch.from_numpy(np.array(wanted)), rtol=1e-3, atol=1e-3)
+    assert fc.rollout(env, policy, after, 3)[1].batch_size == (2, 3)
+
+
+def test_gradients_go_to_params_that_are_given_and_to_none_that_are_frozen():
+    env, module = spring(), module_of(2, 2)
+    policy = fc.torch_policy(module, head=fc.heads.normal)
+    _, wanted = gradients_of(env, policy, module)
+    module.zero_grad(set_to_none=True)
+    params = TensorDict.from_module(module).detach().clone()
+    params["weight"].requires_grad_()
+    state = fc.init(env, policy, seed=0)
+    _, batch = fc.differentiable_rollout(env, policy, state, LENGTH, params=params)
+    loss_of(batch).backward()
+    torch.testing.assert_close(params["weight"].grad, wanted["weight"])
+    assert params["bias"].grad is None
+    assert module.weight.grad is None
+    with torch.no_grad():
+        assert not fc.differentiable_rollout(env, policy, state, LENGTH)[1]["action"].requires_grad
+
+
+def test_training_by_the_gradient_and_one_program():
+    env, module = spring(16), module_of(2, 1)
+    policy = fc.torch_policy(module)
+    optimizer = torch.optim.Adam(module.parameters(), 0.05)
+    state, rewards = fc.init(env, policy, seed=0), []
+    for _ in range(30):
+        state, batch = fc.differentiable_rollout(env, policy, state, 7)
+        optimizer.zero_grad()
+        (-batch["next", "reward"].mean()).backward()
+        optimizer.step()
+        rewards.append(batch["next", "reward"].mean().item())
+    assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.5
+    lowered = fc.lower_policy(policy, env)
+    programs = {str(which): each._cache_size() for which, each in vars(lowered)["_compiled"].items()}
+    assert set(programs.values()) == {1}
+
+
+def test_what_cannot_be_differentiated_is_said():
+    module = nn.Linear(4, 2)
+    policy = fc.torch_policy(module, head=fc.heads.categorical)
+    env = fc.make_env("CartPole-v1")
+    with pytest.raises(TypeError, match="expected one that is written in JAX"):
+        fc.differentiable_rollout(env, policy, fc.init(env, policy, seed=0), 4)
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
+    with pytest.raises(TypeError, match="expected one over a Torch module"):
+        fc.differentiable_rollout(env, fc.random_policy(env), fc.init(env, policy, seed=0), 4)
+    function = fc.torch_policy(lambda x: module(x), head=fc.heads.categorical)
+    with pytest.raises(fc.LoweringError, match="a plain function is not lowered"):
+        fc.differentiable_rollout(env, function, fc.init(env, function, seed=0), 4)
