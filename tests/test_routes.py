@@ -163,7 +163,7 @@ def test_one_program_for_all_updates(cartpole, wanted):
                 first = len(traces)
     assert len(traces) == first
     programs = vars(inner)["_compiled"].items()
-    assert [program._cache_size() for which, program in programs if which[0] == "rollout"] == [1]
+    assert [program._cache_size() for (which, _), program in programs if which[0] == "rollout"] == [1]
 
 
 def test_the_modes_are_the_users(cartpole):
