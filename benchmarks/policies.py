@@ -1,28 +1,33 @@
-"""Torch policies, frames per second: lowered, called back and called eagerly, against the same network in JAX.
+"""Torch policies, frames per second: lowered, called back, crossing, on the host, and the same network in JAX.
 
-In JAX environments (gymnax CartPole) `native` is the network written by hand in JAX; `lowered`,
-`callback` and `eager` are `torch_policy` with these ways of running, the last crossing at each step. In Gymnasium ones
-(CartPole) `host xla` and `host eager` are ours, `loop` is the eager loop written by hand (MLP alone).
-Policies sample choices and record the log-probability.
+In JAX environments `native` is the network written by hand in JAX; `lowered`, `callback` and `crossing` are
+`torch_policy` with these ways of running (`compile="xla"`, `"callback"`, `"eager"`). In Gymnasium ones `host xla` and
+`host eager` are ours with one call of XLA or of Torch per step, `loop` is the eager loop written by hand (MLP alone).
+MLP and LSTM act in CartPole, the CNN in pixels that roll. Policies sample choices and record the log-probability.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from benchmarks.loops import Loop, torch_act
+from benchmarks.pixels import HostPixels, jax_pixels
 from benchmarks.policy_networks import Network, network
 from benchmarks.report import compare
 from benchmarks.runner import Cell, Factory, Options, Result, measure
 
 OURS = "lowered"
-FRAMES = 16_384  # at least, per batch
-STEPS = 32  # at least, per environment
-SIZES = {"mlp": (1, 8, 64, 1024, 4096), "lstm": (1, 64, 1024, 4096)}  # environments at once
+FRAMES = {"mlp": 16_384, "lstm": 16_384, "cnn": 512}  # at least, per batch
+STEPS = {"mlp": 32, "lstm": 32, "cnn": 8}  # at least, per environment
+SIZES = {"mlp": (1, 8, 64, 1024, 4096), "lstm": (1, 8, 64, 1024, 4096), "cnn": (1, 8, 64)}  # environments at once
+CALLED = 64  # environments with which the ways that call Torch at each step of a JAX environment are measured
 MOST_SIMULATORS = 64
-WAYS = {"lowered": "xla", "callback": "callback", "eager": "eager", "host xla": "xla", "host eager": "eager"}
+WAYS = {"lowered": "xla", "callback": "callback", "crossing": "eager", "host xla": "xla", "host eager": "eager"}
+PAIRS = (("lowered", "native"), ("callback", "crossing"), ("host xla", "host eager"), ("host xla", "loop"))
 
 
 def results(options: Options) -> Iterator[Result]:
@@ -30,12 +35,14 @@ def results(options: Options) -> Iterator[Result]:
         for num_envs in sizes:
             cell = _cell(name, num_envs)
             if options.only in cell.name:
-                yield compare(cell, measure(cell, options), OURS)
+                measured = measure(cell, options)
+                yield _with_pairs(compare(cell, measured, OURS), measured.rates)
 
 
 def _cell(name: str, num_envs: int) -> Cell:
-    length = max(STEPS, -(-FRAMES // num_envs))
-    names = ["lowered", "native", "callback", "eager"]
+    length = max(STEPS[name], -(-FRAMES[name] // num_envs))
+    names = ["lowered", "native"]
+    names += ["callback", "crossing"] if num_envs == CALLED else []
     names += ["host xla", "host eager"] if num_envs <= MOST_SIMULATORS else []
     contestants: dict[str, Factory] = {each: partial(Ours, name, each, num_envs, length) for each in names}
     if name == "mlp" and num_envs <= MOST_SIMULATORS:
@@ -44,13 +51,24 @@ def _cell(name: str, num_envs: int) -> Cell:
     return Cell(name=f"{name} {num_envs}", note=note, contestants=contestants, block=1.0)
 
 
+def _with_pairs(result: Result, rates: Mapping[str, Sequence[float]]) -> Result:
+    """The ratios that are asked for, medians over rounds, in a line of their own."""
+    pairs = {
+        f"{one} / {other}": statistics.median(x / y for x, y in zip(rates[one], rates[other], strict=True))
+        for one, other in PAIRS
+        if one in rates and other in rates
+    }
+    line = ", ".join(f"{name} {ratio:.2f}" for name, ratio in pairs.items())
+    return replace(result, table=f"{result.table}\n  {line}", data={**result.data, "pairs": pairs})
+
+
 class Ours:
     """Our rollout, state in and state out."""
 
     def __init__(self, name: str, way: str, num_envs: int, length: int) -> None:
         import funcollect as fc
 
-        self._env = _env(num_envs, host=way.startswith("host"))
+        self._env = _env(name, num_envs, host=way.startswith("host"))
         self._policy = _policy(network(name), way)
         self._state = fc.init(self._env, self._policy, seed=0)
         self._length = length
@@ -67,9 +85,11 @@ class Ours:
         fc.close(self._state)
 
 
-def _env(num_envs: int, *, host: bool) -> Any:
+def _env(name: str, num_envs: int, *, host: bool) -> Any:
     import funcollect as fc
 
+    if name == "cnn":
+        return fc.make_env(HostPixels, num_envs=num_envs) if host else jax_pixels(num_envs)
     return fc.make_env("CartPole-v1" if host else "gymnax/CartPole-v1", num_envs=num_envs)
 
 
