@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.report import heading, save, setting
 from benchmarks.runner import Options
 
-NAMES = ("collect", "suites", "torchrl", "fused", "policies", "replay", "overhead", "memory", "imports")
+NAMES = ("collect", "suites", "torchrl", "fused", "policies", "replay", "workers", "overhead", "memory", "imports")
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -25,7 +25,7 @@ class Batches:
         self._collector.shutdown()
 
 
-class _Float(nn.Module):
+class Float(nn.Module):
     """TorchRL hands on float64 observations as they are; a cast in the network costs less than its transform."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -72,7 +72,7 @@ def torchrl_actor(env_id: str) -> Any:
     module = torch_module(env)
     env.close()
     return ProbabilisticActor(
-        TensorDictModule(module if len(keys) == 1 else _Float(module), in_keys=["observation"], out_keys=keys),
+        TensorDictModule(module if len(keys) == 1 else Float(module), in_keys=["observation"], out_keys=keys),
         in_keys=keys,
         out_keys=["action"],
         distribution_class=torch.distributions.Categorical if len(keys) == 1 else IndependentNormal,

@@ -123,7 +123,7 @@ class GameLoop:
     """`length` steps of P Atari games per run, each reset without a seed."""
 
     def __init__(self, name: str, num_envs: int, length: int, network: Callable[[], nn.Module]) -> None:
-        self._envs: Sequence[Any] = [_game(name.removeprefix("ale/")) for _ in range(num_envs)]
+        self._envs: Sequence[Any] = [game(name.removeprefix("ale/")) for _ in range(num_envs)]
         self._observation = np.zeros((num_envs, *self._envs[0].observation_space.shape), np.uint8)
         self._module = network()
         self._length = length
@@ -146,7 +146,7 @@ class GameLoop:
             env.close()
 
 
-def _game(name: str) -> Any:
+def game(name: str) -> Any:
     import ale_py
     import gymnasium
     from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation

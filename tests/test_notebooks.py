@@ -28,6 +28,7 @@ def test_they_are_all_there():
         "01_getting_started.ipynb",
         "02_jax.ipynb",
         "03_torch_policy_in_xla.ipynb",
+        "04_workers.ipynb",
     ]
 
 

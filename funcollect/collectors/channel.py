@@ -19,6 +19,8 @@ _PACKET = 1 << 14  # bytes; sockets take several times more
 _MOST_FDS = 8
 _FD = array.array("i")
 _INLINE, _IN_MEMORY = b"i", b"m"
+_ROOM = socket.CMSG_SPACE(_MOST_FDS * _FD.itemsize)
+_AT_ONCE, _NOT_INHERITED = int(socket.MSG_DONTWAIT), int(socket.MSG_CMSG_CLOEXEC)  # flags are slow to combine
 
 
 def pair() -> tuple[Channel, socket.socket]:
@@ -66,7 +68,7 @@ class Channel:
             EOFError: where the other end is closed and all has been read.
         """
         try:
-            data, fds = receive_packet(self._socket, _PACKET + 1, 0 if wait else socket.MSG_DONTWAIT)
+            data, fds = receive_packet(self._socket, _PACKET + 1, 0 if wait else _AT_ONCE)
         except BlockingIOError:
             return None
         except ConnectionResetError as error:
@@ -86,8 +88,9 @@ class Channel:
 
 def receive_packet(sock: socket.socket, size: int, flags: int = 0) -> tuple[bytes, list[int]]:
     """A packet and its descriptors, which no program inherits. `socket.recv_fds` forgets the flags."""
-    room = socket.CMSG_SPACE(_MOST_FDS * _FD.itemsize)
-    data, ancillary, _, _ = sock.recvmsg(size, room, flags | socket.MSG_CMSG_CLOEXEC)
+    data, ancillary, _, _ = sock.recvmsg(size, _ROOM, flags | _NOT_INHERITED)
+    if not ancillary:
+        return data, []
     fds = array.array("i")
     for _, _, payload in ancillary:
         fds.frombytes(payload[: len(payload) - len(payload) % _FD.itemsize])

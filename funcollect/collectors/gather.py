@@ -152,9 +152,10 @@ class AsyncGathering:
         for worker, (dock, under_way) in enumerate(zip(self._docks, self._under_way, strict=True)):
             while under_way and all(call.done for call in under_way[0].calls) and dock.settle(under_way[0]):
                 self._arrived.append((worker, under_way.popleft()))
-            ready = sum(each == worker for each, _ in self._arrived)
-            while len(under_way) + ready < _AHEAD and dock.room():
-                under_way.append(dock.begin())
+            if len(under_way) < _AHEAD:
+                ready = [each for each, _ in self._arrived].count(worker)
+                while len(under_way) + ready < _AHEAD and dock.room():
+                    under_way.append(dock.begin())
 
     def restarted(self, worker: int) -> Sequence[Call]:
         """What a worker that has been replaced has to be told first."""

@@ -9,12 +9,14 @@ from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 
 from funcollect.arguments import check_positive
 from funcollect.core.request import Columns, Request, check_ends, check_exploration
 from funcollect.devices import checked_device
 from funcollect.specs import Env, ExplorationType
 from funcollect.trajectories.split import split_trajectories
+from funcollect.tree import Path
 
 Postproc = Callable[[TensorDictBase], TensorDictBase]
 Device = torch.device | str | None
@@ -103,7 +105,7 @@ class Options:
             batch = self.postproc(batch)
             if not isinstance(batch, TensorDictBase):
                 raise TypeError(f"postproc returned {type(batch).__name__}, expected a TensorDict: return the batch")
-        hidden = [key for key in batch.keys(True) if any(part.startswith("_") for part in _parts(key))]
+        hidden = _hidden(batch)
         return batch.exclude(*hidden, inplace=True) if hidden else batch
 
 
@@ -156,8 +158,15 @@ class Keywords(TypedDict, total=False):
     in_process: bool
 
 
-def _parts(key: Any) -> tuple[str, ...]:
-    return key if isinstance(key, tuple) else (key,)
+def _hidden(batch: TensorDictBase, prefix: Path = ()) -> list[Path]:
+    """The keys that begin with an underscore; ``batch.keys(True)`` would cost more than the rest of a hand-over."""
+    found = []
+    for name, value in batch.items():
+        if name.startswith("_"):
+            found.append((*prefix, name))
+        elif not isinstance(value, Tensor) and isinstance(value, TensorDictBase):
+            found += _hidden(value, (*prefix, name))
+    return found
 
 
 def check_env_device(env: Env, given: Device) -> None:

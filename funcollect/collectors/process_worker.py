@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -41,6 +42,8 @@ def main(fds: Sequence[int]) -> None:
     channel, alive, stack = fds
     die_with(alive)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Jupyter sends it to all processes
+    with contextlib.suppress(OSError):  # where it is not allowed
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # woken by the reader, it does not take its core
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     serve(Channel(socket.socket(fileno=channel)))
 
@@ -103,7 +106,11 @@ class Served:
         finally:
             for fd in fds:
                 os.close(fd)
-        self._channel.send((number, value), plain=name == "collect" and self._slots != [])
+        match value:
+            case (None, Report() as report):
+                self._channel.send((number, None, report.packed()), plain=True)
+            case _:
+                self._channel.send((number, value))
         return True
 
     def _next(self) -> tuple[int, str, tuple[Any, ...], list[int]]:

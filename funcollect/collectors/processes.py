@@ -20,6 +20,7 @@ from funcollect.collectors.process_worker import Setup
 from funcollect.collectors.server import STATUS
 from funcollect.collectors.slots import SlotDock
 from funcollect.collectors.transport import Answer, Call, Gone, Link
+from funcollect.collectors.worker import Report
 
 _TO_CLOSE = 2.0  # seconds that workers have to close their environments
 _TO_DIE = 5.0  # seconds until a killed process is gone
@@ -85,7 +86,8 @@ class ProcessLink:
             self._has_ended(_TO_DIE)
             return Gone(self._how())
         if message is not None:
-            return Answer(*message[0])
+            number, value, *packed = message[0]
+            return Answer(number, (None, Report.unpacked(*packed)) if packed else value)
         return None if self._ended is None else Gone(self._how())
 
     def _has_ended(self, timeout: float) -> bool:

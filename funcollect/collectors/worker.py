@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -89,6 +89,16 @@ class Report(NamedTuple):
     version: int  # of the weights that acted
     seconds: float  # spent collecting
     idle: float  # seconds between the last rollout and this one
+
+    def packed(self) -> tuple[Any, ...]:
+        """As plain tuples: a class by name costs the reader more to unpickle than all numbers."""
+        return (tuple(self.stand), *self[1:])
+
+    @classmethod
+    def unpacked(cls, figures: Sequence[Any]) -> Report:
+        """The inverse of `packed`."""
+        stand, *others = figures
+        return cls(Stand(*stand), *others)
 
 
 class Failure(NamedTuple):

@@ -1,0 +1,73 @@
+"""What the workers of every contestant run: environments by name, and the networks for them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import gymnasium
+import numpy as np
+import numpy.typing as npt
+from gymnasium import spaces
+from torch import nn
+
+from benchmarks.networks import torch_module
+from benchmarks.suites import convolutional, game
+
+PAYLOAD_STEPS = 32
+Observation = npt.NDArray[np.float32]
+
+
+class Light(gymnasium.Env[Observation, int]):
+    """One observation, for ever.
+
+    Args:
+        size: numbers in the observation.
+        seconds: that a step sleeps, as one does that waits for a device or another program.
+    """
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, size: int, seconds: float = 0.0) -> None:
+        self.observation_space = spaces.Box(-1, 1, (size,), np.float32)
+        self._row = np.zeros(size, np.float32)
+        self._seconds = seconds
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Any]:
+        super().reset(seed=seed)
+        return self._row, {}
+
+    def step(self, action: int) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        if self._seconds:
+            time.sleep(self._seconds)
+        return self._row, 0.0, False, False, {}
+
+
+def make(name: str) -> gymnasium.Env[Any, Any]:
+    """A Gymnasium environment: an id, a game, one that sleeps, or one of which 32 steps have so many bytes."""
+    kind, _, detail = name.partition("/")
+    match kind:
+        case "ale":
+            made: gymnasium.Env[Any, Any] = game(detail)
+        case "sleep":
+            made = Light(4, float(detail))
+        case "payload":
+            made = Light(int(detail) // (2 * 4 * PAYLOAD_STEPS))  # observation and next, float32
+        case _:
+            made = gymnasium.make(name, disable_env_checker=True)
+    return made
+
+
+def network(name: str) -> nn.Module:
+    """The network of `make(name)`: a convolutional one for games, 2x64 tanh for the others."""
+    if name.startswith("ale/"):
+        return convolutional(6)
+    env = make(name)
+    module = torch_module(env)
+    env.close()
+    return module
+
+
+def continuous(name: str) -> bool:
+    """Whether actions are vectors."""
+    return name == "HalfCheetah-v5"

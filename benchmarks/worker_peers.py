@@ -1,0 +1,227 @@
+"""Who collects on several processes: ours, TorchRL's collectors, Stable-Baselines3, Gymnasium, and bare processes."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.peers import Batches, Float
+from benchmarks.suites import chosen
+from benchmarks.worker_envs import continuous, make, network
+
+PATIENCE = 60.0  # seconds that a peer's piece of work may take
+
+
+def ours(kind: str, name: str, workers: int, length: int, **options: Any) -> Batches:
+    """One of our collectors; a batch of the synchronous one has the frames of all workers."""
+    import funcollect as fc
+
+    share = workers if kind == "MultiSyncDataCollector" else 1
+    policy = None if name.startswith("payload/") else our_policy(name)
+    return Batches(
+        getattr(fc, kind)([partial(make, name)] * workers, policy, frames_per_batch=length * share, seed=0, **options)
+    )
+
+
+def our_policy(name: str) -> Any:
+    """The network with its head."""
+    import funcollect as fc
+
+    return fc.torch_policy(network(name), head=fc.heads.normal if continuous(name) else fc.heads.categorical)
+
+
+def torchrl(kind: str, name: str, workers: int, length: int) -> Patient:
+    """One of TorchRL's collectors over `GymWrapper`s."""
+    import torchrl.collectors
+
+    share = workers if kind == "MultiSyncCollector" else 1
+    collector = partial(
+        getattr(torchrl.collectors, kind),
+        [partial(_torchrl_env, name)] * workers,
+        None if name.startswith("payload/") else _torchrl_actor(name),
+        frames_per_batch=length * share,
+        total_frames=-1,
+        device=None,
+        auto_register_policy_transforms=False,
+    )
+    return Patient(lambda: Batches(collector()))
+
+
+def _torchrl_env(name: str) -> Any:
+    from torchrl.envs import GymWrapper
+
+    torch.set_num_threads(1)
+    return GymWrapper(make(name), categorical_action_encoding=True, device=None)
+
+
+def _torchrl_actor(name: str) -> Any:
+    from tensordict.nn import TensorDictModule
+    from torchrl.modules import IndependentNormal, ProbabilisticActor
+
+    keys = ["loc", "scale"] if continuous(name) else ["logits"]
+    module = network(name)
+    return ProbabilisticActor(
+        TensorDictModule(Float(module) if continuous(name) else module, in_keys=["observation"], out_keys=keys),
+        in_keys=keys,
+        out_keys=["action"],
+        distribution_class=IndependentNormal if continuous(name) else torch.distributions.Categorical,
+        return_log_prob=True,
+    )
+
+
+class AbsentError(Exception):
+    """A peer that does not do this work here, and why."""
+
+
+class Patient:
+    """A peer that may fail or hang: then it is absent, and its processes are gone."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._children = set(multiprocessing.active_children())
+        self._peer = self._within("starts", make)
+
+    def run(self) -> int:
+        return int(self._within("collects", self._peer.run))
+
+    def close(self) -> None:
+        with contextlib.suppress(AbsentError):
+            self._within("shuts down", self._peer.close)
+        self._end()
+
+    def _end(self) -> None:
+        for child in set(multiprocessing.active_children()) - self._children:
+            child.kill()
+            child.join()
+
+    def _within(self, what: str, call: Callable[[], Any]) -> Any:
+        """What the call returns; its processes are killed where it does not return, which mostly ends it, too."""
+        timer = threading.Timer(PATIENCE, self._end)
+        timer.start()
+        try:
+            return call()
+        except Exception as error:
+            self._end()
+            raise AbsentError(f"fails as it {what}: {type(error).__name__}: {str(error)[:80]}") from error
+        finally:
+            timer.cancel()
+
+
+class VectorLoop:
+    """A loop by hand over Gymnasium's `AsyncVectorEnv`: one worker per environment, one forward for all."""
+
+    def __init__(self, name: str, workers: int, length: int) -> None:
+        from gymnasium.vector import AsyncVectorEnv
+
+        self._env = AsyncVectorEnv([partial(make, name)] * workers, context="forkserver")
+        self._act = _acting(name)
+        self._rows, _ = self._env.reset(seed=0)
+        self._length = length
+
+    def run(self) -> int:
+        kept = []
+        with torch.inference_mode():
+            for _ in range(self._length):
+                action = self._act(self._rows)
+                rows, *outcome, _ = self._env.step(action)
+                kept.append((self._rows, action, *outcome))
+                self._rows = rows
+        for column in zip(*kept, strict=True):
+            np.stack(column)
+        return self._length * self._env.num_envs
+
+    def close(self) -> None:
+        self._env.close()
+
+
+def _acting(name: str) -> Callable[[Any], Any]:
+    module = network(name)
+
+    def normal(rows: Any) -> Any:
+        loc, scale = module(torch.from_numpy(rows).float())
+        noise = torch.randn_like(loc)
+        action = loc + scale * noise
+        (-0.5 * noise * noise - torch.log(scale)).sum(-1)
+        return action.numpy()
+
+    return normal if continuous(name) else lambda rows: chosen(module, torch.from_numpy(rows)).numpy()
+
+
+class SubprocLoop:
+    """Stable-Baselines3's PPO over `SubprocVecEnv`, one `collect_rollouts` per run; its policy has a value network."""
+
+    def __init__(self, name: str, workers: int, length: int) -> None:
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.vec_env import SubprocVecEnv
+
+        env = SubprocVecEnv([partial(make, name)] * workers, start_method="forkserver")
+        policy = ("CnnPolicy", {}) if name.startswith("ale/") else ("MlpPolicy", {"net_arch": [64, 64]})
+        self._model = PPO(
+            policy[0], env, n_steps=length, batch_size=workers * length, policy_kwargs=policy[1], device="cpu", seed=0
+        )
+        _, self._callback = self._model._setup_learn(total_timesteps=1)
+
+    def run(self) -> int:
+        model = self._model
+        model.collect_rollouts(model.env, self._callback, model.rollout_buffer, n_rollout_steps=model.n_steps)
+        return int(model.n_steps * model.n_envs)
+
+    def close(self) -> None:
+        self._model.env.close()
+
+
+class Independent:
+    """The limit: processes that each run a `SyncDataCollector` for so many seconds and deliver to nobody."""
+
+    def __init__(self, name: str, workers: int, length: int, seconds: float) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._seconds = seconds
+        self._ends: list[Connection] = []
+        self._processes = []
+        for _ in range(workers):
+            own, theirs = context.Pipe()
+            process = context.Process(target=_alone, args=(theirs, name, length), daemon=True)
+            process.start()
+            theirs.close()
+            self._ends.append(own)
+            self._processes.append(process)
+
+    def run(self) -> int:
+        for end in self._ends:
+            end.send(self._seconds)
+        return sum(end.recv() for end in self._ends)
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.send(None)
+        for process in self._processes:
+            process.join()
+
+
+def _alone(end: Connection, name: str, length: int) -> None:
+    import funcollect as fc
+
+    torch.set_num_threads(1)
+    collector = fc.SyncDataCollector(partial(make, name), our_policy(name), frames_per_batch=length, seed=0)
+    while (seconds := end.recv()) is not None:
+        frames, began = 0, time.monotonic()
+        while time.monotonic() - began < seconds:
+            frames += next(collector).numel()
+        end.send(frames)
+    collector.shutdown()
+
+
+def peers(name: str, workers: int, length: int) -> Iterator[tuple[str, Callable[[], Patient]]]:
+    """Other libraries at the work of one cell."""
+    yield "torchrl sync", partial(torchrl, "MultiSyncCollector", name, workers, length)
+    yield "torchrl async", partial(torchrl, "MultiAsyncCollector", name, workers, length)
+    yield "sb3", lambda: Patient(partial(SubprocLoop, name, workers, length))
+    yield "gymnasium", lambda: Patient(partial(VectorLoop, name, workers, length))
