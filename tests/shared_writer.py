@@ -15,7 +15,7 @@ import funcollect as fc
 
 CAPACITY = 500
 LANES, STEPS = 3, 10  # of a batch
-WIDTH = 200  # numbers of a frame; many, so that an extend takes a while
+WIDTH = 600  # numbers of a frame; many, so that an extend takes a while
 LENGTH = 25  # of each trajectory
 
 

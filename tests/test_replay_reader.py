@@ -63,7 +63,7 @@ def check(single, strict, padded):
 def test_a_writer_is_killed_in_the_midst_of_an_extend(start, tmp_path):
     chance = random.Random(0)
     in_the_midst = 0
-    for kill in range(scaled(5)):
+    for kill in range(scaled(50)):
         pid = start(tmp_path / str(kill))
         shared = readers(tmp_path / str(kill))
         for _ in range(chance.randrange(12)):
@@ -80,7 +80,9 @@ def test_a_writer_is_killed_in_the_midst_of_an_extend(start, tmp_path):
         assert len(held) == len(shared[0])
         assert len(held) in (CAPACITY, CAPACITY - LANES * STEPS)
         in_the_midst += len(held) < CAPACITY
-    assert in_the_midst
+        if in_the_midst == scaled(5):
+            break
+    assert in_the_midst == scaled(5)
 
 
 def test_it_would_be_seen_if_frames_were_torn(start, tmp_path):
@@ -119,7 +121,7 @@ def test_frames_retired_while_they_are_gathered_are_drawn_again(tmp_path, monkey
         buffer, reader = buffer_and_reader(tmp_path, sampler, existsok=True)
         for first in range(STEPS, 20 * STEPS, STEPS):
             buffer.extend(batch_of(first))
-        batches = iter([batch_of(first) for first in range(20 * STEPS, 25 * STEPS, STEPS)])
+        batches = iter([batch_of(first) for first in range(20 * STEPS, 40 * STEPS, STEPS)])
         gather, passes = type(reader._layout).gather, []
 
         def late(layout, rows, slots, *, buffer=buffer, batches=batches, gather=gather, passes=passes):
@@ -134,7 +136,7 @@ def test_frames_retired_while_they_are_gathered_are_drawn_again(tmp_path, monkey
         assert len(passes) > 1
         held = frames[frames.get(("collector", "mask"), torch.ones(60, dtype=torch.bool))]
         assert not torn(held).any()
-        assert held["early"].min() >= LANES * 25 * STEPS - CAPACITY
+        assert held["early"].min() >= LANES * 40 * STEPS - CAPACITY
 
 
 def test_an_emptied_or_loaded_buffer(tmp_path):
