@@ -24,7 +24,11 @@ def outputs(notebook):
 
 
 def test_they_are_all_there():
-    assert [path.name for path in NOTEBOOKS] == ["01_getting_started.ipynb", "02_jax.ipynb"]
+    assert [path.name for path in NOTEBOOKS] == [
+        "01_getting_started.ipynb",
+        "02_jax.ipynb",
+        "05_replay.ipynb",
+    ]
 
 
 def test_it_is_valid_and_ran_from_top_to_bottom(notebook):
