@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from funcollect import envs, errors, interop, plots, testing
     from funcollect.buffers import jax_ring, ring, samplers, storages
+    from funcollect.buffers.reader import ReplayReader
     from funcollect.buffers.replay import ReplayBuffer
     from funcollect.buffers.samplers import (
         MultiStepSampler,
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "funcollect.collectors.multi": ["MultiSyncDataCollector", "MultiaSyncDataCollector"],
+    "funcollect.buffers.reader": ["ReplayReader"],
     "funcollect.buffers.replay": ["ReplayBuffer"],
     "funcollect.buffers.samplers": [
         "MultiStepSampler",
@@ -155,6 +157,7 @@ __all__ = [
     "RandomSampler",
     "ReplayBuffer",
     "ReplayError",
+    "ReplayReader",
     "SamplerWithoutReplacement",
     "SliceSampler",
     "StaleStateError",

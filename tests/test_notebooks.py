@@ -29,6 +29,7 @@ def test_they_are_all_there():
         "02_jax.ipynb",
         "03_torch_policy_in_xla.ipynb",
         "04_workers.ipynb",
+        "05_replay.ipynb",
     ]
 
 

@@ -201,7 +201,7 @@ def test_sequences_as_items():
 def test_memmap_lies_where_it_is_told(tmp_path):
     memory = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(10, scratch_dir=tmp_path / "rows"), batch_size=4)
     memory.extend(numbers(10))
-    assert (tmp_path / "rows" / "rows.bin").stat().st_size == 10 * 8
+    assert (tmp_path / "rows" / "rows.bin").stat().st_size == 4096 + 10 * 8  # a header, then the rows
     with pytest.raises(FileExistsError, match="existsok=True"):
         fc.ReplayBuffer(storage=fc.LazyMemmapStorage(10, scratch_dir=tmp_path / "rows")).extend(numbers(10))
     again = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(10, scratch_dir=tmp_path / "rows", existsok=True))

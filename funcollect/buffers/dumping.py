@@ -57,6 +57,7 @@ def load(
             )
     memory.storage.load(found, min(meta["written"], memory.capacity), meta["frames"], allow_pickle)
     memory.written = meta["written"]
+    memory.storage.announce(memory.written - len(memory), memory.written)
     if memory.trails is not None:
         memory.trails.load(files.of("trails", arrays))
     sampler.load(files.of("sampler", arrays))

@@ -79,6 +79,19 @@ class Trajectories:
             step=None if step is None else _whole(step)[held],
         )
 
+    def check_ids(self, data: TensorDictBase) -> None:
+        """Raise ValueError for frames without ids, whose lanes are not told.
+
+        Args:
+            data: the batch.
+        """
+        keys = _IDS if self.traj_key is None else (self.traj_key,)
+        if all(data.get(key, None) is None for key in keys):
+            raise ValueError(
+                f"the frames have no {' or '.join(map(_readable, keys))}, by which a reader tells trajectories apart; "
+                f"they have {_keys(data)}: name the ids with traj_key="
+            )
+
 
 def _column(
     data: TensorDictBase, lead: tuple[int, ...], given: str | Path | None, usual: tuple[str | Path, ...]

@@ -62,6 +62,9 @@ class ListStorage:
     def settle(self, slots: Slots, following: Slots) -> None:
         """Nothing to do: items are whole."""
 
+    def announce(self, oldest: int, written: int) -> None:
+        """Nobody else reads."""
+
     def read(self, slots: Slots, mask: Mask | None = None, following: Slots | None = None) -> Any:
         """The items in `slots`, [N], collated."""
         if mask is not None and not mask.all():

@@ -22,7 +22,7 @@ from funcollect.buffers.choices import GeneratorChoices
 from funcollect.buffers.drawing import Drawn
 from funcollect.buffers.prioritized import PrioritizedSampler
 from funcollect.buffers.storages import ListStorage, Storage
-from funcollect.buffers.uniform import RandomSampler, Sampler, SamplerWithoutReplacement
+from funcollect.buffers.uniform import RandomSampler, Sampler, SamplerWithoutReplacement, wanted_size
 
 __all__ = ["ReplayBuffer"]
 
@@ -116,7 +116,7 @@ class ReplayBuffer:
         Raises:
             ValueError: without a batch size, for an empty buffer, for slices longer than any trajectory.
         """
-        wanted = self._size(batch_size)
+        wanted = wanted_size(batch_size, self.batch_size)
         made = self._make(wanted) if self._pool is None else self._made_ahead(wanted)
         return made if return_info else made[0]
 
@@ -136,13 +136,6 @@ class ReplayBuffer:
         with self._lock:
             self.sampler.update_priority(self.state.memory, index, priority)
             self._ahead.clear()
-
-    def _size(self, batch_size: int | None) -> int:
-        wanted = self.batch_size if batch_size is None else batch_size
-        if wanted is None:
-            raise ValueError("no batch_size is given, neither here nor to the buffer: pass for example batch_size=256")
-        check_positive("batch_size", wanted)
-        return wanted
 
     def _make(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
         with self._lock:
@@ -178,7 +171,7 @@ class ReplayBuffer:
 
     def __iter__(self) -> Iterator[Any]:
         """Sample again and again; a `SamplerWithoutReplacement` ends when every frame has come."""
-        size = self._size(None)
+        size = wanted_size(None, self.batch_size)
         if not isinstance(self.sampler, SamplerWithoutReplacement):
             while True:
                 yield self.sample()

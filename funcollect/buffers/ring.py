@@ -68,8 +68,11 @@ class Memory:
             if gone > oldest:
                 self.trails.retire(np.arange(oldest, min(gone, self.written)) % self.capacity)
             self.trails.extend(frames)
+        whole = max(self.written + count - self.capacity, 0)
+        self.storage.announce(whole, self.written)
         self._write(batch, skipped, kept)
         self.written += count
+        self.storage.announce(whole, self.written)
         slots = numbers % self.capacity
         if self.trails is not None and self.storage.compact_obs:
             before = self.trails.preceding(slots[skipped:])

@@ -1,11 +1,7 @@
-"""Frames as packed rows, in memory or in a memory-mapped file."""
+"""Frames as packed rows in memory."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +118,7 @@ class LazyTensorStorage:
         """A batch of the frames in `slots`, [N], in memory of its own; zeros where `mask`, [N], is False."""
         layout, rows = self._open()
         if self.device.type == "cpu":
-            packed = rows.numpy().view(layout.row)[:, 0].take(slots, mode="clip").view(np.int64)
-            gathered = torch.from_numpy(packed.reshape(len(slots), layout.words))
+            gathered = layout.gather(rows.numpy(), slots)
         else:
             gathered = rows.index_select(0, torch.from_numpy(slots).to(self.device))
         if mask is not None:
@@ -133,6 +128,9 @@ class LazyTensorStorage:
             for path, leaf in self._next.read(slots, following, mask).items():
                 batch.set(path, leaf)
         return batch
+
+    def announce(self, oldest: int, written: int) -> None:
+        """Nobody else reads."""
 
     def copy(self) -> LazyTensorStorage:
         """A storage in memory with the same frames."""
@@ -189,62 +187,6 @@ class LazyTensorStorage:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_size={self.max_size}, ndim={self.ndim}, device={self.device})"
-
-
-class LazyMemmapStorage(LazyTensorStorage):
-    """`LazyTensorStorage` in a file, so that frames may outgrow memory.
-
-    Args:
-        max_size: frames.
-        scratch_dir: where the file is made; it stays there. A temporary directory that goes with the storage, or at
-            the end of the process, unless given.
-        ndim: leading dimensions of a batch, time last.
-        compact_obs: as of `LazyTensorStorage`; what lies aside is in memory.
-        existsok: write over the file of a storage that was there before.
-
-    Raises:
-        OSError: where the disk has no room for all of `max_size`, at the first batch and not in the midst of a run.
-        FileExistsError: where the directory has a storage already.
-    """
-
-    def __init__(
-        self,
-        max_size: int,
-        *,
-        scratch_dir: str | os.PathLike[str] | None = None,
-        ndim: int = 1,
-        compact_obs: bool = False,
-        existsok: bool = False,
-    ) -> None:
-        super().__init__(max_size, ndim=ndim, compact_obs=compact_obs)
-        self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
-        self._existsok = existsok
-
-    def _allocate(self, layout: Layout, existsok: bool = False) -> Tensor:
-        directory = self.scratch_dir
-        if directory is None:
-            directory = Path(tempfile.mkdtemp(prefix="funcollect-"))
-            weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
-        path = directory / _ROWS
-        if path.exists() and not (existsok or self._existsok):
-            raise FileExistsError(f"{path} exists: give another scratch_dir, or existsok=True to write over it")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        size = self.max_size * layout.nbytes
-        # A new file in the place of an old one: whoever has mapped the old one must not see it shrink, which kills.
-        fresh = path.with_suffix(".new")
-        with open(fresh, "w+b") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, size)
-            except OSError as error:
-                fresh.unlink()
-                raise OSError(
-                    error.errno,
-                    f"{path.parent} has no room for {self.max_size} frames of {layout.nbytes} bytes, {size} in all "
-                    f"({error.strerror}): give a smaller max_size, or another scratch_dir",
-                ) from error
-        fresh.replace(path)
-        words = torch.from_file(str(path), shared=True, size=size // 8, dtype=torch.int64)
-        return words.view(self.max_size, layout.words)
 
 
 def _lead(data: Any, leaves: Any, ndim: int) -> tuple[int, ...]:

@@ -231,6 +231,21 @@ class Layout:
                 array = _array(time_major(leaves[column.path], ndim), column)[first : first + number]
                 records[str(index)] = array.view(self._bytes[index])[:, 0]
 
+    def gather(self, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> Tensor:
+        """A copy of the rows in `slots`, ``[N, words]``; ``rows`` lie on the host."""
+        packed = rows.view(self.row)[:, 0].take(slots, mode="clip").view(np.int64)
+        return torch.from_numpy(packed.reshape(len(slots), self.words))
+
+    def numbers(self, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> TensorDict:
+        """What is one number per frame, of the frames in `slots`, ``[N]``; ``rows`` lie on the host."""
+        records = rows.view(self._typed)[:, 0]
+        found = {
+            column.path: torch.from_numpy(records[str(index)].take(slots, axis=0))
+            for index, column in enumerate(self.columns)
+            if column.count == 1 and index not in self._carried
+        }
+        return TensorDict(nest(found), batch_size=[len(slots)])
+
     def unpack(self, rows: Tensor) -> Any:
         """The batch in ``rows``, [N, words] int64 and contiguous: its leaves are views of them."""
         return self._rebuild(self.leaves(rows), rows.shape[0])

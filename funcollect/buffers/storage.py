@@ -58,6 +58,13 @@ class Storage(Protocol):
         """
         ...
 
+    def announce(self, oldest: int, written: int) -> None:
+        """Of all frames given so far, those numbered ``oldest … written - 1`` are whole, and no others.
+
+        Said before frames are overwritten and after they are written. Frame ``n`` lies in slot ``n % max_size``.
+        """
+        ...
+
     def read(self, slots: Slots, mask: Mask | None = None, following: Slots | None = None) -> Any:
         """A batch of the frames in `slots`, [N], in memory of its own; zeros where `mask`, [N], is False.
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from funcollect.arguments import check_positive
 from funcollect.buffers.choices import Choices
 from funcollect.buffers.drawing import Drawn, Flat, Held, Slices, check_filled
 from funcollect.buffers.links import Trajectories
@@ -48,6 +49,19 @@ class Sampler(Protocol):
     def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
         """Become what `state` told."""
         ...
+
+
+def wanted_size(given: int | None, usual: int | None) -> int:
+    """The frames of a sample: as `given` to the call, else as `usual`.
+
+    Raises:
+        TypeError, ValueError: for no number at all, and for a bad one.
+    """
+    wanted = usual if given is None else given
+    if wanted is None:
+        raise ValueError("no batch_size is given, neither here nor to the buffer: pass for example batch_size=256")
+    check_positive("batch_size", wanted)
+    return wanted
 
 
 class RandomSampler:

@@ -1,0 +1,150 @@
+"""`ReplayReader`: samples from a buffer that another process fills."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from funcollect.buffers import rows_file
+from funcollect.buffers.choices import GeneratorChoices
+from funcollect.buffers.drawing import Drawn
+from funcollect.buffers.rows import Layout
+from funcollect.buffers.span import Span
+from funcollect.buffers.uniform import RandomSampler, SliceSampler, wanted_size
+
+__all__ = ["ReplayReader"]
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+class ReplayReader:
+    """Samples from the `LazyMemmapStorage` of another process, which goes on writing, or was killed.
+
+    A sample never has part of a frame: a frame is drawn only while it is whole, and drawn again if it was retired
+    before it had been gathered. Each sample is of the frames held as it is made. Slices follow trajectories as in the
+    writer's buffer, by the ids that frames have. Several readers do not disturb each other, nor the writer.
+
+    Args:
+        directory: the storage's `scratch_dir`. A writer that begins anew makes a new file: build the reader anew too.
+        sampler: a `RandomSampler`, which is the one unless given, or a `SliceSampler` over trajectories.
+        batch_size: frames in a sample.
+        generator: Torch's global one unless given.
+
+    Raises:
+        FileNotFoundError: before the first extend.
+        TypeError, ValueError: for another sampler, frames that are no TensorDicts, and a storage with `compact_obs`.
+
+    >>> import funcollect as fc, tempfile, torch
+    >>> from tensordict import TensorDict
+    >>> directory = tempfile.mkdtemp()
+    >>> buffer = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(100, scratch_dir=directory))
+    >>> _ = buffer.extend(TensorDict({"reward": torch.ones(10)}, [10]))
+    >>> reader = fc.ReplayReader(directory, batch_size=4)  # in any process
+    >>> len(reader), reader.sample()["reward"]
+    (10, tensor([1., 1., 1., 1.]))
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        sampler: RandomSampler | None = None,
+        batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.sampler = RandomSampler() if sampler is None else sampler
+        _check_sampler(self.sampler)
+        self.directory, self.batch_size = Path(directory), batch_size
+        self._file = rows_file.attach(self.directory / rows_file.NAME)
+        self._layout = _layout(self._file.told)
+        self._span = Span(self._file, self._layout, self.sampler.trajectories)
+        self._choices = GeneratorChoices(generator)
+
+    def __len__(self) -> int:
+        oldest, written = self._file.span
+        return max(written - oldest, 0)
+
+    def sample(self, batch_size: int | None = None) -> Any:
+        """A batch of frames, in memory of its own.
+
+        Args:
+            batch_size: frames; the reader's own unless given.
+
+        Raises:
+            ValueError: without a batch size, for an empty buffer, for slices longer than any trajectory.
+        """
+        wanted = wanted_size(batch_size, self.batch_size)
+        chosen = self._choose(wanted)
+        gathered = self._layout.gather(self._file.rows, chosen.drawn.slots)
+        while (gone := chosen.gone(self._file.oldest)).any():
+            chosen = chosen.mended(self._choose(wanted), gone)
+            gathered = self._layout.gather(self._file.rows, chosen.drawn.slots)
+        if chosen.drawn.mask is not None:
+            gathered[torch.from_numpy(~chosen.drawn.mask)] = 0
+        return chosen.drawn.finish(self._layout.unpack(gathered))
+
+    def _choose(self, batch_size: int) -> _Chosen:
+        self._span.follow()
+        drawn = self.sampler.draw(self._span, batch_size, self._choices)
+        slots, numbers = self._span.place(drawn.slots)
+        length = self.sampler.spec(batch_size).slice_len if isinstance(self.sampler, SliceSampler) else 1
+        return _Chosen(replace(drawn, slots=slots), numbers.reshape(-1, length))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Sample again and again."""
+        while True:
+            yield self.sample()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.directory}, {self.sampler}, {len(self)} frames)"
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What is to be gathered."""
+
+    drawn: Drawn
+    numbers: Ints  # [slices, slice_len], of the frames
+
+    def gone(self, oldest: int) -> Bools:
+        """Which slices have frames that were retired: [slices]."""
+        found: Bools = np.any(self.numbers < oldest, axis=1)
+        return found
+
+    def mended(self, other: _Chosen, gone: Bools) -> _Chosen:
+        """The same with `other`'s slices in the place of those that are gone."""
+        rows = gone.repeat(self.numbers.shape[1])
+        mine, new = self.drawn, other.drawn
+        mask = None if mine.mask is None or new.mask is None else np.where(rows, new.mask, mine.mask)
+        last = mine.last
+        if isinstance(last, np.ndarray) and isinstance(new.last, np.ndarray):
+            last = np.where(gone, new.last, last)
+        drawn = replace(mine, slots=np.where(rows, new.slots, mine.slots), mask=mask, last=last)
+        return _Chosen(drawn, np.where(gone[:, None], other.numbers, self.numbers))
+
+
+def _layout(told: dict[str, Any]) -> Layout:
+    if told["compact_obs"]:
+        raise ValueError(
+            "the storage has compact_obs, whose next observations lie in its own process: build it without for readers"
+        )
+    if told["rows"] is None:
+        raise TypeError("the storage holds trees, whose structure is not in its file: store TensorDicts for readers")
+    return Layout.from_json(told["rows"])
+
+
+def _check_sampler(sampler: Any) -> None:
+    if type(sampler) is RandomSampler or (type(sampler) is SliceSampler and sampler.over == "trajectories"):
+        return
+    raise TypeError(
+        f"the reader's sampler is {sampler!r:.80}, expected a RandomSampler, or a SliceSampler over trajectories: the "
+        "others need to be told of each extend"
+    )
