@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -83,22 +85,43 @@ class AbsentError(Exception):
 
 
 class Patient:
-    """A peer that may fail or hang: then it is absent, and its processes are gone."""
+    """A peer that may fail or hang: then it is absent, and its processes are gone.
+
+    Its processes are stopped while others are measured: some never rest.
+    """
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        self._children = set(multiprocessing.active_children())
+        self._others = set(multiprocessing.active_children())
+        self._own: set[Any] = set()
         self._peer = self._within("starts", make)
+        self._own = set(multiprocessing.active_children()) - self._others
+        self._signal(signal.SIGSTOP)
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """Let its processes run meanwhile."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
 
     def run(self) -> int:
         return int(self._within("collects", self._peer.run))
 
     def close(self) -> None:
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(AbsentError):
             self._within("shuts down", self._peer.close)
         self._end()
 
+    def _signal(self, number: signal.Signals) -> None:
+        for child in self._own:
+            if child.is_alive() and child.pid is not None:
+                os.kill(child.pid, number)
+
     def _end(self) -> None:
-        for child in set(multiprocessing.active_children()) - self._children:
+        for child in self._own or set(multiprocessing.active_children()) - self._others:
             child.kill()
             child.join()
 
@@ -194,10 +217,14 @@ class Independent:
             self._ends.append(own)
             self._processes.append(process)
 
-    def run(self) -> int:
+    def rate(self) -> float:
+        """Frames per second of all, each in its own time: none waits for the last one's batch."""
         for end in self._ends:
             end.send(self._seconds)
-        return sum(end.recv() for end in self._ends)
+        return float(sum(end.recv() for end in self._ends))
+
+    def run(self) -> int:
+        return int(self.rate() * self._seconds)
 
     def close(self) -> None:
         for end in self._ends:
@@ -213,9 +240,9 @@ def _alone(end: Connection, name: str, length: int) -> None:
     collector = fc.SyncDataCollector(partial(make, name), our_policy(name), frames_per_batch=length, seed=0)
     while (seconds := end.recv()) is not None:
         frames, began = 0, time.monotonic()
-        while time.monotonic() - began < seconds:
+        while (elapsed := time.monotonic() - began) < seconds:
             frames += next(collector).numel()
-        end.send(frames)
+        end.send(frames / elapsed)
     collector.shutdown()
 
 

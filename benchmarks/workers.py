@@ -16,6 +16,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -26,7 +27,7 @@ from benchmarks.collect import quiet_mujoco
 from benchmarks.report import compare, quartiles, table
 from benchmarks.runner import Cell, Contestant, Measured, Options, Result, one_thread
 from benchmarks.worker_envs import PAYLOAD_STEPS
-from benchmarks.worker_peers import AbsentError, Independent, ours, peers, torchrl
+from benchmarks.worker_peers import AbsentError, Independent, Patient, ours, peers, torchrl
 
 OURS, OURS_ASYNC = "funcollect sync", "funcollect async"
 LENGTHS = {"CartPole-v1": 1_000, "HalfCheetah-v5": 500, "ale/Pong": 128, "sleep/0.001": 64}  # of a worker's batch
@@ -97,14 +98,21 @@ def built(makers: Mapping[str, Callable[[], Contestant]]) -> tuple[dict[str, Con
 
 
 def _block(contestant: Contestant, seconds: float, *, stale: int) -> float:
-    time.sleep(REST)
-    for _ in range(stale):
-        contestant.run()
-    frames = 0
-    start = time.perf_counter()
-    while (elapsed := time.perf_counter() - start) < seconds or not frames:
-        frames += contestant.run()
-    return frames / elapsed
+    with awake(contestant):
+        time.sleep(REST)
+        for _ in range(stale):
+            contestant.run()
+        if isinstance(contestant, Independent):
+            return contestant.rate()
+        frames = 0
+        start = time.perf_counter()
+        while (elapsed := time.perf_counter() - start) < seconds or not frames:
+            frames += contestant.run()
+        return frames / elapsed
+
+
+def awake(contestant: Contestant) -> AbstractContextManager[None]:
+    return contestant.awake() if isinstance(contestant, Patient) else nullcontext()
 
 
 def _with_shares(result: Result) -> Result:
@@ -133,11 +141,12 @@ def hand_overs(size: int, rounds: int) -> tuple[dict[str, list[float]], dict[str
     try:
         for each in range(-10, 10 * rounds):
             for name, contestant in made.items():
-                _work(WORK)
-                start = time.perf_counter()
-                contestant.run()
-                if each >= 0:
-                    seconds[name].append(time.perf_counter() - start)
+                with awake(contestant):
+                    _work(WORK)
+                    start = time.perf_counter()
+                    contestant.run()
+                    if each >= 0:
+                        seconds[name].append(time.perf_counter() - start)
     finally:
         for contestant in made.values():
             contestant.close()
@@ -195,7 +204,8 @@ def _start_twice(name: str, end: Connection) -> None:
         for _ in range(2):
             start = time.perf_counter()
             contestant = makers[name]()
-            contestant.run()
+            with awake(contestant):
+                contestant.run()
             took.append(time.perf_counter() - start)
             contestant.close()
         end.send(tuple(took))
