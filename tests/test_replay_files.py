@@ -1,5 +1,6 @@
 """Buffers dumped and loaded: the same samples follow, whatever becomes of the files in between."""
 
+import contextlib
 import json
 import pickle
 import resource
@@ -128,31 +129,34 @@ def test_only_the_current_dump_stays(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "v2"]
 
 
-@pytest.fixture
-def _full_disk():
-    """No file may grow past 4 kB."""
+@contextlib.contextmanager
+def full_disk():
+    """No file may grow past 4 kB; no fixture, under which the report of a test could not grow, either."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.usefixtures("_full_disk")
 def test_no_room_for_a_file(tmp_path):
     buffer = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(1000, scratch_dir=tmp_path))
-    with pytest.raises(OSError, match=r"has no room for 1000 frames of 8 bytes, 8000 in all .* smaller max_size"):
+    with (
+        full_disk(),
+        pytest.raises(OSError, match=r"has no room for 1000 frames of 8 bytes, 8000 in all .* smaller max_size"),
+    ):
         buffer.extend(numbers(4))
     assert len(buffer) == 0
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("_full_disk")
 def test_no_room_for_a_dump(tmp_path):
     buffer = plain(2000)
     buffer.extend(numbers(10))
     buffer.dumps(tmp_path)
     buffer.extend(numbers(1000))
-    with pytest.raises(OSError, match="File too large"):
+    with full_disk(), pytest.raises(OSError, match="File too large"):
         buffer.dumps(tmp_path)
     assert len(buffer) == 1010
     other = plain(2000)
