@@ -1,6 +1,7 @@
 """What every test runs under, and how much of it."""
 
 import os
+import signal
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ with warnings.catch_warnings():  # its SWIG types warn as they are made, and cra
     import Box2D  # noqa: F401
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 
 SCALE = int(os.environ.get("FUNCOLLECT_SCALE", "1"))
 
