@@ -50,7 +50,8 @@ def _cell(env_id: str, num_envs: int) -> Cell:
     length = batch_length(env_id, num_envs)
     contestants: dict[str, Factory] = {OURS: partial(Ours, our_pair, env_id, num_envs, length)}
     contestants["scan"] = partial(scans.Scan, env_id, num_envs, length)
-    contestants["crossing"] = partial(Ours, torch_pair, env_id, num_envs, length)
+    if num_envs > 1:  # a batch of so many single steps takes minutes
+        contestants["crossing"] = partial(Ours, torch_pair, env_id, num_envs, length)
     if (suite := env_id.partition("/")[0]) in ("brax", "jumanji") and num_envs == 64:
         contestants["torchrl"] = partial(torchrl_collector, suite, env_id.partition("/")[2], num_envs)
     note = f"frames_per_batch {num_envs * length:,} ({length:,} per environment)"
