@@ -7,7 +7,7 @@ FUNCOLLECT_SCALE ?= 1
 export FUNCOLLECT_SCALE
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 
-.PHONY: demo test soak lint notebooks bench clean
+.PHONY: demo test tests-a-to-j tests-k-to-z soak lint notebooks bench clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -27,9 +27,16 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The tests in two halves, one on each of CI's two cores.
 test: lint
-	$(BIN)/python -m pytest
+	$(MAKE) --jobs=2 --output-sync=target tests-a-to-j tests-k-to-z
 	$(BIN)/python -m pytest --nbmake --nbmake-timeout=280 notebooks
+
+tests-a-to-j:
+	$(BIN)/python -m pytest tests/test_[a-j]*.py
+
+tests-k-to-z:
+	$(BIN)/python -m pytest tests/test_[k-z]*.py funcollect
 
 # Runs the notebooks and keeps their pictures. Coalescing leaves the last state of each progress bar.
 notebooks: NBCONVERT = $(BIN)/jupyter-nbconvert --to notebook --inplace notebooks/*.ipynb
