@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Self
 
 from tensordict import TensorDictBase
@@ -10,7 +11,7 @@ from funcollect.collectors.options import Options
 from funcollect.errors import ClosedError
 
 
-class Collector:
+class Collector(ABC):
     """The part that collectors share; those that derive from it gather the batches.
 
     Attributes:
@@ -32,17 +33,17 @@ class Collector:
         return [*super().__dir__(), *type(self.options).__dataclass_fields__]
 
     @property
+    @abstractmethod
     def frames_of_batch(self) -> int:
         """The frames that every batch has: `frames_per_batch`, rounded up to whole steps of all lanes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _gather(self) -> TensorDictBase:
         """The next batch, unfinished; its frames are counted."""
-        raise NotImplementedError
 
+    @abstractmethod
     def shutdown(self) -> None:
         """Free what is held; nothing can be collected afterwards. Does nothing the second time."""
-        raise NotImplementedError
 
     def __len__(self) -> int:
         """Batches in the whole run.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -109,9 +110,9 @@ class WorkerCollector(Collector):
         self._held.append(self._gathering)
         self._crew.prepare = self._gathering.restarted
 
+    @abstractmethod
     def _shared(self, frames_per_batch: int | Sequence[int], count: int) -> tuple[int, list[int]]:
         """The frames of a batch, and those of each worker's rollout."""
-        raise NotImplementedError
 
     def _open_transport(self, jobs: Sequence[Job]) -> Transport:
         if self.options.in_process:
@@ -128,8 +129,9 @@ class WorkerCollector(Collector):
         self._crew.begin()
         return hellos[0]
 
+    @abstractmethod
     def _open_gathering(self) -> Gathering:
-        raise NotImplementedError
+        """What gathers the batches."""
 
     def _dock(self, workers: Sequence[int], join: Join | None) -> Dock:
         lengths = tuple(self._lengths[worker] for worker in workers)

@@ -7,6 +7,7 @@ rollout.
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ from funcollect.tree import NAMESPACE
 Source = TorchPolicy | TensorDictPolicy
 
 
-class AdoptedPolicy(FunctionPolicy):
+class AdoptedPolicy(FunctionPolicy, ABC):
     """What the two ways of it share.
 
     Args:
@@ -49,9 +50,9 @@ class AdoptedPolicy(FunctionPolicy):
         """Parameters as the loop takes them."""
         return self.prepare(None)
 
+    @abstractmethod
     def prepare(self, params: Any) -> Any:
         """Parameters as the loop takes them, from what the Torch policy takes; None for its own as they are now."""
-        raise NotImplementedError
 
     def enter(self, state: TorchPolicyState) -> Any:
         """The recurrent state for the loop, over the same memory."""
