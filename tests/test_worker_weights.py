@@ -80,14 +80,11 @@ def test_weights_of_a_jax_policy_and_of_some_workers(kind, transport):
         c.update_policy_weights_({"w": jnp.full(SIZE, 1.0), "count": jnp.ones(())})
         c.update_policy_weights_({"w": jnp.full(SIZE, 2.0), "count": jnp.full((), 2.0)}, worker_ids=[1])
         seen = {}
-        for _ in range(20):  # an asynchronous worker may still act with the weights before
-            if seen == {0: 1, 1: 2}:
-                break
+        while seen != {0: 1, 1: 2}:  # an asynchronous worker may still act with the weights before, or compile
             batch = next(c)
             for version in versions_of(batch):
                 rows = batch["collector", "policy_version"] == version
                 seen |= dict.fromkeys(batch["collector", "lane"][rows].tolist(), version)
-        assert seen == {0: 1, 1: 2}
         for params, match in (({"w": jnp.zeros(3)}, "params differ"), ({}, "params differ")):
             with pytest.raises(ValueError, match=match):
                 c.update_policy_weights_(params)

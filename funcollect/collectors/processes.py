@@ -15,11 +15,10 @@ from typing import Any
 from funcollect.collectors.board import SharedBoard
 from funcollect.collectors.channel import pair
 from funcollect.collectors.launcher import launch
-from funcollect.collectors.layout import Join
 from funcollect.collectors.process_worker import Setup
 from funcollect.collectors.server import STATUS
 from funcollect.collectors.slots import SlotDock
-from funcollect.collectors.transport import Answer, Call, Gone, Link
+from funcollect.collectors.transport import Answer, Call, Gone, Group, Link
 from funcollect.collectors.worker import Report
 
 _TO_CLOSE = 2.0  # seconds that workers have to close their environments
@@ -211,17 +210,9 @@ class ProcessTransport:
         for link in own:
             link.kill()
 
-    def dock(
-        self,
-        submit: Callable[[Call], Call],
-        workers: Sequence[int],
-        lengths: tuple[int, ...],
-        join: Join | None,
-        *,
-        single: bool,
-    ) -> SlotDock:
+    def dock(self, submit: Callable[[Call], Call], group: Group) -> SlotDock:
         """Slots for these workers."""
-        return SlotDock(submit, workers, lengths, join, single=single)
+        return SlotDock(submit, group)
 
     def board(self, workers: int) -> SharedBoard:
         """A board for so many workers."""

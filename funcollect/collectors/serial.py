@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.collectors.layout import Join, joined
-from funcollect.collectors.transport import Answer, Call, Gone, Link, Shipment
+from funcollect.collectors.transport import Answer, Call, Gone, Group, Link, Shipment
 from funcollect.collectors.worker import Worker, failure_of
 
 
@@ -125,17 +125,9 @@ class SerialTransport:
         for link in links:
             link.kill()
 
-    def dock(
-        self,
-        submit: Callable[[Call], Call],
-        workers: Sequence[int],
-        lengths: tuple[int, ...],
-        join: Join | None,
-        *,
-        single: bool,
-    ) -> SerialDock:
+    def dock(self, submit: Callable[[Call], Call], group: Group) -> SerialDock:
         """A dock for these workers."""
-        return SerialDock(submit, workers, join)
+        return SerialDock(submit, group.workers, group.join)
 
     def board(self, workers: int) -> SerialBoard:
         """A board."""

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from tensordict import TensorDict
 
-from funcollect.collectors.layout import Column, Join, Layout
+from funcollect.collectors.layout import Column, Layout
 from funcollect.collectors.memory import MAPPING, shared_memory
-from funcollect.collectors.transport import Call, Shipment
+from funcollect.collectors.transport import Call, Group, Shipment
 from funcollect.errors import WorkerError
 
 _SLOTS = 3  # one that the reader looks at, one that is ready, one that is written
@@ -46,18 +46,9 @@ class SlotDock:
     The layout follows from the first rollouts, which their workers keep until they are told of the slots.
     """
 
-    def __init__(
-        self,
-        submit: Callable[[Call], Call],
-        workers: Sequence[int],
-        lengths: tuple[int, ...],
-        join: Join | None,
-        *,
-        single: bool,
-    ) -> None:
+    def __init__(self, submit: Callable[[Call], Call], group: Group) -> None:
         self._submit = submit
-        self._workers = workers
-        self._shape = (lengths, join, single)
+        self._group = group
         self._slots: Slots | None = None
         self._lent: set[int] = set()
         self._written: set[int] = set()
@@ -74,7 +65,7 @@ class SlotDock:
         """Have every worker of the group collect one rollout into a slot of its batch."""
         place = self._free()[0]
         self._written.add(place)
-        return Shipment([self._collect(worker, place) for worker in self._workers], place)
+        return Shipment([self._collect(worker, place) for worker in self._group.workers], place)
 
     def _collect(self, worker: int, place: int) -> Call:
         return self._submit(Call(worker, "collect", (place,)))
@@ -93,27 +84,28 @@ class SlotDock:
         return False
 
     def _allocated(self, columns: Sequence[tuple[Column, ...]]) -> Slots:
-        for worker, own in zip(self._workers, columns, strict=True):
+        first = self._group.workers[0]
+        for worker, own in zip(self._group.workers, columns, strict=True):
             if own != columns[0]:
                 one, other = (sorted(".".join(column.path) for column in set(each)) for each in (own, columns[0]))
                 raise WorkerError(
-                    f"worker {worker}: its batch has other leaves than that of worker {self._workers[0]}, {one} and "
+                    f"worker {worker}: its batch has other leaves than that of worker {first}, {one} and "
                     f"{other} with their dtypes and shapes: give all workers equal spaces and policies",
                     worker,
                 )
-        layout = Layout(columns[0], *self._shape)
+        layout = Layout(columns[0], self._group.lengths, self._group.join, self._group.single)
         try:
             return Slots(layout)
         except MemoryError as error:
             raise WorkerError(
-                f"worker {self._workers[0]}: {error} as {_SLOTS} slots for rollouts: collect fewer frames at once, or "
+                f"worker {first}: {error} as {_SLOTS} slots for rollouts: collect fewer frames at once, or "
                 "let the machine have more memory",
-                self._workers[0],
+                first,
             ) from error
 
     def _attach(self, part: int) -> Call:
         assert self._slots is not None
-        return Call(self._workers[part], "attach", (self._slots.layout, part, _SLOTS), (self._slots.fd,))
+        return Call(self._group.workers[part], "attach", (self._slots.layout, part, _SLOTS), (self._slots.fd,))
 
     def deliver(self, shipment: Shipment) -> TensorDict:
         """The batch: views of its slot, or a copy where the reader looks at all others."""
@@ -130,7 +122,7 @@ class SlotDock:
 
     def restarted(self, worker: int) -> Sequence[Call]:
         """What a new worker has to know."""
-        return [] if self._slots is None else [self._attach(list(self._workers).index(worker))]
+        return [] if self._slots is None else [self._attach(list(self._group.workers).index(worker))]
 
     def close(self) -> None:
         """Let go of the memory."""

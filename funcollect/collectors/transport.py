@@ -18,6 +18,15 @@ from torch import Tensor
 from funcollect.collectors.layout import Join
 
 
+class Group(NamedTuple):
+    """Workers whose rollouts make one batch."""
+
+    workers: Sequence[int]  # their indices
+    lengths: tuple[int, ...]  # T of each
+    join: Join | None  # how their rollouts make one batch; None for one worker alone
+    single: bool  # whether their environments have no batch dimension
+
+
 class Answer(NamedTuple):
     """A worker's answer to a call: what came of it, or how it failed."""
 
@@ -153,24 +162,8 @@ class Transport(Protocol):
         """End the workers: politely, then at once."""
         ...
 
-    def dock(
-        self,
-        submit: Callable[[Call], Call],
-        workers: Sequence[int],
-        lengths: tuple[int, ...],
-        join: Join | None,
-        *,
-        single: bool,
-    ) -> Dock:
-        """A dock for these workers.
-
-        Args:
-            submit: sends a call.
-            workers: their indices.
-            lengths: T of each.
-            join: how their rollouts make one batch; None for one worker alone.
-            single: whether their environments have no batch dimension.
-        """
+    def dock(self, submit: Callable[[Call], Call], group: Group) -> Dock:
+        """A dock for these workers; `submit` sends a call."""
         ...
 
     def board(self, workers: int) -> Board:

@@ -21,7 +21,7 @@ from funcollect.collectors.jobs import check_alike, environments, make_jobs, wor
 from funcollect.collectors.layout import Join
 from funcollect.collectors.options import Keywords, WorkerOptions
 from funcollect.collectors.serial import SerialTransport
-from funcollect.collectors.transport import Board, Dock, Transport
+from funcollect.collectors.transport import Board, Dock, Group, Transport
 from funcollect.collectors.weights import Weights
 from funcollect.collectors.worker import Hello, Job, stand_of
 from funcollect.core.reseed import next_seed
@@ -135,7 +135,7 @@ class WorkerCollector(Collector):
 
     def _dock(self, workers: Sequence[int], join: Join | None) -> Dock:
         lengths = tuple(self._lengths[worker] for worker in workers)
-        return self._transport.dock(self._crew.submit, workers, lengths, join, single=self.num_envs is None)
+        return self._transport.dock(self._crew.submit, Group(workers, lengths, join, self.num_envs is None))
 
     @property
     def _lengths(self) -> list[int]:
