@@ -2,8 +2,9 @@
 
 The hand-written scan resets in every step, emits the same columns (64-bit integers as two words) and leaves them in
 JAX; ours delivers a TensorDict of Torch tensors. `crossing` is our loop with the policy in Torch, step by step;
-`torchrl` TorchRL's collector over its own wrapper. Policies are 2x64 tanh networks that record the log-probability.
-`compile` is the CPU time of lowering and compiling the loop, once.
+`torchrl` TorchRL's collector over its own wrapper, which for brax throws away all compiled programs of its process
+every 20 steps and so has a process of its own; `torchrl-kept` is the same told not to. Policies are 2x64 tanh networks
+that record the log-probability. `compile` is the CPU time of lowering and compiling the loop, once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks import scans
+from benchmarks.elsewhere import Elsewhere
 from benchmarks.peers import Batches
 from benchmarks.report import compare
 from benchmarks.runner import Cell, Factory, Options, Result, measure
@@ -53,7 +55,7 @@ def _cell(env_id: str, num_envs: int) -> Cell:
     if num_envs > 1:  # a batch of so many single steps takes minutes
         contestants["crossing"] = partial(Ours, torch_pair, env_id, num_envs, length)
     if (suite := env_id.partition("/")[0]) in ("brax", "jumanji") and num_envs == 64:
-        contestants["torchrl"] = partial(torchrl_collector, suite, env_id.partition("/")[2], num_envs)
+        contestants |= torchrl_contestants(suite, env_id.partition("/")[2], num_envs)
     note = f"frames_per_batch {num_envs * length:,} ({length:,} per environment)"
     return Cell(name=f"{env_id} {num_envs}", note=note, contestants=contestants, block=1.0)
 
@@ -150,13 +152,21 @@ def compile_seconds(lower: Any) -> float:
     return time.process_time() - start
 
 
-def torchrl_collector(suite: str, name: str, num_envs: int) -> Batches:
+def torchrl_contestants(suite: str, name: str, num_envs: int) -> dict[str, Factory]:
+    """TorchRL as it comes, and where it makes a difference, without its clearing of JAX's caches."""
+    collector = partial(torchrl_collector, suite, name, num_envs)
+    if suite != "brax":
+        return {"torchrl": collector}
+    return {"torchrl": partial(Elsewhere, collector), "torchrl-kept": partial(collector, cache_clear_frequency=False)}
+
+
+def torchrl_collector(suite: str, name: str, num_envs: int, **options: Any) -> Batches:
     """TorchRL's collector over its own wrapper; short batches, since it is slow. Snake's actions are random."""
     from tensordict.nn import TensorDictModule
     from torchrl.collectors import Collector
     from torchrl.envs import BraxEnv, JumanjiEnv
 
-    made = {"brax": BraxEnv, "jumanji": JumanjiEnv}[suite](name, batch_size=[num_envs], device="cpu")
+    made = {"brax": BraxEnv, "jumanji": JumanjiEnv}[suite](name, batch_size=[num_envs], device="cpu", **options)
     policy = None
     if suite == "brax":
         inputs, outputs = made.observation_spec["observation"].shape[-1], made.action_spec.shape[-1]
