@@ -28,8 +28,10 @@ lint: $(VENV)/.test
 	$(BIN)/lint-imports
 
 # The tests in two halves, one on each of CI's two cores.
+HALVES = $(MAKE) --no-print-directory --jobs=2 --output-sync=target tests-a-to-j tests-k-to-z
+
 test: lint
-	$(MAKE) --jobs=2 --output-sync=target tests-a-to-j tests-k-to-z
+	$(HALVES)
 	$(BIN)/python -m pytest --nbmake --nbmake-timeout=280 notebooks
 
 tests-a-to-j:
@@ -49,10 +51,10 @@ notebooks: $(VENV)/.test
 # The issues' full counts; the output is kept beside the benchmarks' results.
 soak: FUNCOLLECT_SCALE = 10
 soak: $(VENV)/.test
-	set -o pipefail; $(BIN)/python -m pytest -q tests 2>&1 | tee benchmarks/results/soak.txt
+	set -o pipefail; PYTEST_ADDOPTS=-q $(HALVES) 2>&1 | tee benchmarks/results/soak.txt
 
 bench: $(VENV)/.test
-	for name in imports memory overhead collect; do $(BIN)/python -m benchmarks $$name || exit 1; done
+	for name in imports memory overhead collect suites torchrl fused policies replay workers; do $(BIN)/python -m benchmarks $$name || exit 1; done
 
 clean:
 	rm -rf $(VENV) .cache

@@ -37,6 +37,8 @@ def init(
 ) -> CollectorState:
     """The first state, of lanes ``first_lane … first_lane + P - 1`` of `total_lanes`.
 
+    Call it inside `jit`: outside, a reset runs operation by operation, which for brax takes seconds.
+
     Args:
         env: a JAX environment.
         policy: a JAX policy, or `random_policy`.
@@ -138,6 +140,9 @@ def rollout(
     reset_when_done: bool = True,
 ) -> tuple[CollectorState, Batch]:
     """`length` steps of every lane: the next state, and the batch [T, P, ...].
+
+    Its keys, resets and counters are those of `funcollect.rollout`; floats may differ in their last bits, since XLA
+    rounds by how it fuses the whole program that it compiles.
 
     Args:
         env: a JAX environment.
