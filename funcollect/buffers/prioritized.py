@@ -75,7 +75,8 @@ class PrioritizedSampler(RandomSampler):
 
     def extended(self, memory: Held, slots: Ints) -> None:
         """Give new frames the highest priority there was."""
-        self._priorities.put(slots, self._weights(np.full(len(slots), self._highest)))
+        held = slots[slots >= 0]
+        self._priorities.put(held, self._weights(np.full(len(held), self._highest)))
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
         """All weights, and the highest priority there was."""

@@ -102,8 +102,7 @@ class ReplayBuffer:
             data = self.transform(data)
         with self._lock:
             self.state, slots = ring.extend(self.state, data)
-            flat = slots.reshape(-1).numpy()
-            self.sampler.extended(self.state.memory, flat[flat >= 0])
+            self.sampler.extended(self.state.memory, slots.numpy())
         return slots
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:

@@ -68,15 +68,16 @@ class LazyTensorStorage:
         """
         leaves = leaves_of(data)
         lead = _lead(data, leaves, self.ndim)
-        beside: dict[KeyPath, Tensor] = {}
+        content, beside = leaves, dict[KeyPath, Tensor]()
         if self.compact_obs:
             aside = next_paths(leaves) if self._next is None else [column.path for column in self._next.aside.columns]
-            beside = {path: leaves.pop(path) for path in aside if path in leaves}
+            beside = {path: leaves[path] for path in aside if path in leaves}
+            content = {path: leaf for path, leaf in leaves.items() if path not in beside}
             if self._next is not None:
                 self._next.aside.check(beside, self.ndim)
-        layout = Layout.of(data, self.ndim, leaves) if self.layout is None else self.layout
-        layout.check(leaves, self.ndim)
-        return Incoming(lead, leaves, layout, beside)
+        layout = Layout.of(data, self.ndim, content) if self.layout is None else self.layout
+        layout.check(content, self.ndim)
+        return Incoming(lead, leaves, content, layout, beside)
 
     def allocate(self, batch: Incoming) -> None:
         """Make room for `max_size` frames, before the first batch is written."""

@@ -35,7 +35,7 @@ class Sampler(Protocol):
         ...
 
     def extended(self, memory: Held, slots: Ints) -> None:
-        """Frames were written into `slots`, [N]."""
+        """Frames were written into `slots`, ``[*B, T]``; -1 for those that did not fit."""
         ...
 
     def empty(self) -> None:
