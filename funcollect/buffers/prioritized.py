@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -50,9 +51,10 @@ class PrioritizedSampler(RandomSampler):
 
     def __init__(self, max_capacity: int, alpha: float, beta: float, eps: float = 1e-8) -> None:
         check_positive("max_capacity", max_capacity)
-        for name, value in (("alpha", alpha), ("beta", beta), ("eps", eps)):
-            if not value >= 0:
-                raise ValueError(f"{name} is {value}, expected a number of at least 0: pass for example {name}=0.5")
+        numbers: dict[str, Any] = {"alpha": alpha, "beta": beta, "eps": eps}
+        for name, value in numbers.items():
+            if isinstance(value, str) or not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value!r}, expected a number of at least 0: pass for example {name}=0.5")
         self.max_capacity, self.alpha, self.beta, self.eps = max_capacity, alpha, beta, eps
         self.empty()
 

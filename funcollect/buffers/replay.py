@@ -64,7 +64,7 @@ class ReplayBuffer:
         generator: torch.Generator | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        _check(storage, sampler, writer, batch_size, prefetch)
+        _check(storage, sampler, writer, batch_size, prefetch, generator)
         self.storage: Storage = ListStorage(1_000) if storage is None else storage
         self.sampler: Sampler = RandomSampler() if sampler is None else sampler
         self.sampler.fit(self.storage.max_size)
@@ -184,12 +184,12 @@ class ReplayBuffer:
 
     def __getitem__(self, index: Any) -> Any:
         """The frames in the slots that an int, a slice or an array of ints or bools picks from those filled."""
-        slots = np.arange(len(self))[index.numpy(force=True) if isinstance(index, Tensor) else index]
-        if isinstance(self.storage, ListStorage) and not np.ndim(slots):
+        slots = np.asarray(np.arange(len(self))[index.numpy(force=True) if isinstance(index, Tensor) else index])
+        if isinstance(self.storage, ListStorage) and not slots.ndim:
             return self.storage.item(int(slots))
         with self._lock:
-            batch = self.state.memory.read(np.atleast_1d(slots).reshape(-1))
-        return batch if np.ndim(slots) else _map(lambda leaf: leaf[0], batch)
+            batch = self.state.memory.read(slots.reshape(-1))
+        return batch if slots.ndim == 1 else _map(lambda leaf: leaf.reshape((*slots.shape, *leaf.shape[1:])), batch)
 
     def empty(self) -> None:
         """Forget every frame; keys, shapes and dtypes stay."""
@@ -256,7 +256,7 @@ def _map(function: Callable[[Any], Any], data: Any) -> Any:
     return optree.tree_map(function, data)
 
 
-def _check(storage: Any, sampler: Any, writer: Any, batch_size: Any, prefetch: Any) -> None:
+def _check(storage: Any, sampler: Any, writer: Any, batch_size: Any, prefetch: Any, generator: Any) -> None:
     if storage is not None and not hasattr(storage, "admit"):
         raise TypeError(
             f"storage is {type(storage).__name__}, expected a storage of funcollect: pass for example "
@@ -266,6 +266,10 @@ def _check(storage: Any, sampler: Any, writer: Any, batch_size: Any, prefetch: A
         raise TypeError(
             f"sampler is {type(sampler).__name__}, expected a sampler of funcollect: pass for example "
             "funcollect.SliceSampler(slice_len=8)"
+        )
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator is {generator!r}, expected a Torch generator: pass for example torch.Generator().manual_seed(0)"
         )
     if writer not in (None, "round robin"):
         raise ValueError(f'writer is {writer!r}, expected "round robin", the only one there is: leave it out')

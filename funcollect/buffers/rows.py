@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import optree
 import torch
-from tensordict import TensorDict, TensorDictBase, is_non_tensor
+from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
 
 from funcollect.tree import Path, nest
@@ -92,11 +92,18 @@ def _collect(node: TensorDictBase, prefix: Path, found: dict[Path, Tensor]) -> d
 
 
 def _check_leaf(path: Path, leaf: Any) -> None:
-    if not isinstance(leaf, Tensor):
-        raise TypeError(
-            f"{'.'.join(path) or 'the data'} is {type(leaf).__name__}, expected a tensor: leave it out "
-            f"(batch.exclude({path!r})), or store it in a ListStorage"
-        )
+    if isinstance(leaf, Tensor):
+        return
+    if not path:
+        wanted, mend = "a TensorDict, a tensor, or a tree of tensors", "store it in a ListStorage"
+        if is_tensorclass(leaf):
+            mend = "give its to_tensordict()"
+    elif isinstance(leaf, TensorDictBase) and not is_non_tensor(leaf):
+        wanted, mend = "a tensor", "make one TensorDict of several, torch.stack(data)"
+    else:
+        wanted = "a tensor"
+        mend = f"leave it out (batch.exclude({path!r})), make a tensor of it, or store it in a ListStorage"
+    raise TypeError(f"{'.'.join(path) or 'the data'} is {type(leaf).__name__}, expected {wanted}: {mend}")
 
 
 class Layout:
