@@ -122,9 +122,10 @@ def test_a_generator_repeats_exactly():
     assert filled().sample(50)["x"].tolist() == globally.tolist()
 
 
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize(("drop_last", "sizes"), [(False, [4, 4, 2]), (True, [4, 4])])
-def test_without_replacement_every_frame_comes_once(drop_last, sizes):
-    memory = filled(fc.SamplerWithoutReplacement(drop_last=drop_last))
+def test_without_replacement_every_frame_comes_once(drop_last, sizes, prefetch):
+    memory = filled(fc.SamplerWithoutReplacement(drop_last=drop_last), prefetch=prefetch)
     rounds = [[batch["x"] for batch in memory] for _ in range(2)]
     for batches in rounds:
         assert [len(batch) for batch in batches] == sizes

@@ -104,6 +104,8 @@ class ListStorage:
                 f"{directory / _ITEMS} holds objects that are read by running code from the file: pass "
                 "allow_pickle=True if you trust it"
             ) from error
+        if not isinstance(items, list) or len(items) != count:
+            raise ValueError(f"{directory / _ITEMS} does not hold a list of {count} items: it was changed")
         self._items = [*items, *[None] * (self.max_size - count)]
 
     def empty(self) -> None:

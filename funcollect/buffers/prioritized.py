@@ -87,7 +87,8 @@ class PrioritizedSampler(RandomSampler):
     def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
         """Take these weights."""
         self.empty()
-        self._priorities.put(np.arange(self.max_capacity), state["weights"])
+        weights = state["weights"][: self.max_capacity]  # there are no frames beyond
+        self._priorities.put(np.arange(len(weights)), weights)
         self._highest = float(state["highest"])
 
     def update_priority(self, memory: Held, index: Any, priority: Any) -> None:

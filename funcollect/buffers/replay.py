@@ -102,6 +102,7 @@ class ReplayBuffer:
             data = self.transform(data)
         with self._lock:
             self.state, slots = ring.extend(self.state, data)
+            self._ahead.clear()
             self.sampler.extended(self.state.memory, slots.numpy())
         return slots
 
@@ -146,12 +147,12 @@ class ReplayBuffer:
         return batch, {"index": torch.from_numpy(drawn.index), **drawn.info}
 
     def _made_ahead(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """The oldest sample made ahead; what was drawn before the last change of the buffer is thrown away."""
+        """The oldest sample made ahead; none outlives a change of the buffer."""
         while True:
             with self._lock:
-                if any(not ahead.current(self.state, batch_size) for ahead in self._ahead):
-                    self._ahead.clear()
-                while len(self._ahead) <= self._prefetch:
+                if any(ahead.batch_size != batch_size for ahead in self._ahead):
+                    self._give_back()
+                while len(self._ahead) <= self._prefetch and not (self._ahead and self.sampler.ran_out(batch_size)):
                     self._ahead.append(self._order(batch_size))
                 first = self._ahead.popleft()
             if (made := first.future.result()) is not None:
@@ -161,22 +162,27 @@ class ReplayBuffer:
         # Drawn here, so that the generator is used in the caller's order; gathered in a thread.
         assert self._pool is not None
         drawn = self.sampler.draw(self.state.memory, batch_size, self._choices)
-        return _Ahead(self.state, batch_size, self._pool.submit(self._gather_of, self.state, drawn))
+        return _Ahead(batch_size, drawn, self._pool.submit(self._gather_of, self.state, drawn))
 
     def _gather_of(self, state: ring.RingState, drawn: Drawn) -> tuple[Any, dict[str, Any]] | None:
         """What was drawn from a state; None where the buffer has changed since."""
         with self._lock:
             return self._gather(drawn) if state is self.state else None
 
+    def _give_back(self) -> None:
+        """Throw the samples made ahead away, as if they had not been drawn."""
+        while self._ahead:
+            self.sampler.give_back(self._ahead.pop().drawn)
+
     def __iter__(self) -> Iterator[Any]:
         """Sample again and again; a `SamplerWithoutReplacement` ends when every frame has come."""
         size = wanted_size(None, self.batch_size)
-        if not isinstance(self.sampler, SamplerWithoutReplacement):
-            while True:
-                yield self.sample()
-        self.sampler.empty()
+        if isinstance(self.sampler, SamplerWithoutReplacement):
+            with self._lock:
+                self._ahead.clear()
+                self.sampler.empty()
         yield self.sample()
-        while not self.sampler.ran_out(size):
+        while self._ahead or not self.sampler.ran_out(size):
             yield self.sample()
 
     def __len__(self) -> int:
@@ -202,7 +208,7 @@ class ReplayBuffer:
     def dumps(self, path: str | os.PathLike[str]) -> None:
         """Write frames, sampler, cursors and the generator to a directory.
 
-        What was dumped there before stays whole until this dump is. Samples made ahead are thrown away, so that this
+        What was dumped there before stays whole until this dump is. Samples made ahead are drawn again, so that this
         buffer and one that loads the dump go on alike. Torch's global generator is not part of a dump.
 
         Raises:
@@ -210,7 +216,7 @@ class ReplayBuffer:
             OSError: where the files cannot be written; the former dump is as it was.
         """
         with self._lock:
-            self._ahead.clear()
+            self._give_back()
             dumping.dump(path, self.state.memory, self.sampler, self.generator)
 
     def loads(self, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
@@ -241,12 +247,9 @@ class ReplayBuffer:
 class _Ahead:
     """A sample on its way."""
 
-    state: ring.RingState  # of which it was drawn
     batch_size: int
+    drawn: Drawn
     future: Future[tuple[Any, dict[str, Any]] | None]
-
-    def current(self, state: ring.RingState, batch_size: int) -> bool:
-        return state is self.state and batch_size == self.batch_size
 
 
 def _map(function: Callable[[Any], Any], data: Any) -> Any:
