@@ -5,7 +5,7 @@ from __future__ import annotations
 from funcollect.buffers.runs import Frames, Runs
 from funcollect.buffers.trails import Trails
 
-_MOST_RUNS = 1 << 14  # that wait: a megabyte
+_MOST_RUNS = 1 << 12  # that wait: three megabytes, where each frame comes by itself
 _FRAMES_AT_ONCE = 1 << 14  # few enough to lie in a processor's cache
 
 

@@ -29,7 +29,8 @@ class LazyTensorStorage:
         ndim: leading dimensions of a batch, time last.
         device: where the rows lie and samples come out; the host unless given.
         compact_obs: store each observation once. The next observation of a frame is that of the frame that follows it;
-            only where none does, or it differs, is it stored too. Samples are complete all the same. On the host only.
+            only where none does, or it differs, is it stored too; room is kept for those of the largest batch. Samples
+            are complete all the same. On the host only.
 
     Raises:
         TypeError, ValueError: for a size or a number of dimensions below 1; for `compact_obs` on another device.
