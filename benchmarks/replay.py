@@ -1,8 +1,10 @@
-"""Replay buffers, frames per second: ours, TorchRL's, and bare memory as the limit.
+"""Replay buffers, frames per second: ours, TorchRL's, flashbax, and bare memory as the limit.
 
 `gather` draws uniform rows and gathers every leaf of plain tensors; `memcpy` copies as many bytes as the frames have.
-`funcollect` in the cells of `extend` does not follow trajectories, as TorchRL's does not when it is extended;
-`linked` does, for slices. Frames are CartPole's (13 leaves, episodes of 200) or 84x84x4 pixels.
+`funcollect` in the cells of `extend` does not follow trajectories, as TorchRL's does not when it is extended; `linked`
+notes them, for slices, and `turns` counts all of that work: a batch goes in, then slices come out. `sizes` has a large
+ring beside a small one: `nearby` takes from the large one only rows that lie as close together as in the small one, so
+that what it is faster by is cache misses. Frames are CartPole's (13 leaves, episodes of 200) or 84x84x4 pixels.
 In JAX, 100 calls run in one `jit`; flashbax's slices may cross the ends of episodes, ours do not.
 """
 
@@ -21,10 +23,12 @@ from benchmarks.runner import Cell, Factory, Options, Result, measure
 OURS = "funcollect"
 BATCH, SLICES, EXTEND = 256, 32, 1_000
 IDS = ("collector", "traj_ids")
+SLICED: dict[str, Any] = {"num_slices": SLICES, "traj_key": IDS}
+LIBRARIES = {OURS: "funcollect", "torchrl": "torchrl.data"}
 SIZES = {"cartpole": (10_000, 100_000, 1_000_000), "pixels": (10_000,)}
 JAX_LANES, JAX_CALLS = 64, 100
 
-Made = dict[str, Callable[[], int]]
+Made = dict[str, Callable[..., Any]]
 
 
 class Call:
@@ -48,27 +52,42 @@ def results(options: Options) -> Iterator[Result]:
 
 def torch_cells() -> Iterator[Cell]:
     for kind, sizes in SIZES.items():
+        each = bytes_of(kind)
         for size in sizes:
-            note = f"{kind}, {size:,} frames of {nbytes(frames(kind, 1))} bytes held"
-            ours, theirs = partial(filled, "funcollect", kind, size), partial(filled, "torchrl.data", kind, size)
+            note = f"{kind}, {size:,} frames held; {each}"
+            ours, theirs = partial(filled, OURS, kind, size), partial(filled, "torchrl.data", kind, size)
             sample: Mapping[str, Callable[[], Callable[[], int]]] = {
                 OURS: partial(sampling, ours), "torchrl": partial(sampling, theirs),
                 "gather": partial(gather, kind, size), "memcpy": partial(memcpy, kind, BATCH),
             }  # fmt: skip
-            slices = {
-                OURS: partial(sampling, ours, num_slices=SLICES),
-                "torchrl": partial(sampling, theirs, num_slices=SLICES),
-                "cached": partial(sampling, theirs, num_slices=SLICES, cache_values=True),
-            }
             extend = {
-                OURS: partial(extending, ours, kind), "linked": partial(extending, ours, kind, num_slices=SLICES),
+                OURS: partial(extending, ours, kind), "linked": partial(extending, ours, kind, **SLICED),
                 "torchrl": partial(extending, theirs, kind), "memcpy": partial(memcpy, kind, EXTEND),
             }  # fmt: skip
-            prioritized = {OURS: partial(by_priority, kind, size)}
+            prioritized = {name: partial(by_priority, library, kind, size) for name, library in LIBRARIES.items()}
+            if kind == "cartpole":
+                prioritized["flashbax"] = partial(in_jax, their_priorities, "prioritized", size)
             yield cell(f"sample {kind} {size}", f"{BATCH} frames; {note}", sample)
-            yield cell(f"slices {kind} {size}", f"{SLICES} of {BATCH // SLICES}; {note}", slices)
+            for name, make in (("slices", sampling), ("turns", partial(turning, kind=kind))):
+                contestants = {
+                    OURS: partial(make, ours, **SLICED), "torchrl": partial(make, theirs, **SLICED),
+                    "cached": partial(make, theirs, **SLICED, cache_values=True),
+                }  # fmt: skip
+                yield cell(f"{name} {kind} {size}", f"{SLICES} of {BATCH // SLICES}; {note}", contestants)
             yield cell(f"extend {kind} {size}", f"{EXTEND:,} frames; {note}", extend)
             yield cell(f"prioritized {kind} {size}", f"{BATCH} frames, priorities updated; {note}", prioritized)
+    yield by_size("cartpole", *SIZES["cartpole"][::2])
+
+
+def by_size(kind: str, small: int, large: int) -> Cell:
+    makers: Mapping[str, Callable[[], Callable[[], int]]] = {
+        OURS: partial(sampling, partial(filled, OURS, kind, large)),
+        "nearby": partial(nearby, kind, large, small),
+        f"of {small:,}": partial(sampling, partial(filled, OURS, kind, small)),
+        "gather": partial(gather, kind, large),
+        f"gather of {small:,}": partial(gather, kind, small),
+    }
+    return cell(f"sizes {kind}", f"{BATCH} of {large:,} frames unless it says another number", makers)
 
 
 def cell(name: str, note: str, makers: Mapping[str, Callable[[], Callable[[], int]]]) -> Cell:
@@ -79,13 +98,13 @@ def cell(name: str, note: str, makers: Mapping[str, Callable[[], Callable[[], in
 def frames(kind: str, count: int, start: int = 0) -> TensorDict:
     """Frames as a collector delivers them: [count]."""
     index = torch.arange(start, start + count)
-    observation = torch.randn(count, 4) if kind == "cartpole" else torch.randint(256, (1, 84, 84, 4)).byte()
-    observation = observation.expand(count, *observation.shape[1:])
+    seen = torch.randn(count + 1, 4) if kind == "cartpole" else torch.randint(256, (1, 84, 84, 4)).byte()
+    seen = seen.expand(count + 1, *seen.shape[1:])
     done, never = (index % 200 == 199)[:, None], torch.zeros(count, 1, dtype=torch.bool)
-    following = {"observation": observation, "reward": torch.ones(count, 1), "done": done, "terminated": done}
+    following = {"observation": seen[1:], "reward": torch.ones(count, 1), "done": done, "terminated": done}
     return TensorDict(
         {
-            "observation": observation,
+            "observation": seen[:-1],
             "action": index % 2,
             "action_log_prob": torch.randn(count),
             **dict.fromkeys(("done", "terminated", "truncated"), never),
@@ -103,8 +122,10 @@ def nbytes(batch: TensorDict) -> int:
 def filled(library: str, kind: str, size: int, sampler: str = "SliceSampler", **options: Any) -> Any:
     """A full buffer of one of the libraries; one of slices where there are options for their sampler."""
     import importlib
+    import logging
 
     data = importlib.import_module(library)
+    logging.getLogger("torchrl").setLevel(logging.WARNING)  # else it tells of every storage, between the tables
     chosen = {"sampler": getattr(data, sampler)(**options)} if options else {}
     buffer = data.ReplayBuffer(storage=data.LazyTensorStorage(size), batch_size=BATCH, **chosen)
     for start in range(0, size, EXTEND):
@@ -112,10 +133,30 @@ def filled(library: str, kind: str, size: int, sampler: str = "SliceSampler", **
     return buffer
 
 
+def bytes_of(kind: str) -> str:
+    """Bytes per frame: of the data, and as a buffer of ours holds it."""
+    import funcollect as fc
+
+    told = {"data": nbytes(frames(kind, 1))}
+    for name, compact in (("held", False), ("held with compact_obs", True)):
+        storage = fc.LazyTensorStorage(EXTEND, compact_obs=compact)
+        buffer, batch = fc.ReplayBuffer(storage=storage), frames(kind, EXTEND)
+        for few in batch.split(EXTEND // 50):
+            buffer.extend(few)
+        told[name] = storage.nbytes // EXTEND
+    return "bytes per frame: " + ", ".join(f"{name} {number:,}" for name, number in told.items())
+
+
 def sampling(make: Callable[..., Any], **options: Any) -> Callable[[], int]:
-    if options:
-        options["traj_key"] = IDS
     buffer = make(**options)
+    return lambda: buffer.sample().numel()
+
+
+def nearby(kind: str, size: int, among: int) -> Callable[[], int]:
+    from funcollect.buffers.drawing import Drawn
+
+    buffer = filled(OURS, kind, size)
+    buffer.sampler.draw = lambda memory, count, choices: Drawn(slots=choices.below(among, count))
     return lambda: buffer.sample().numel()
 
 
@@ -124,8 +165,22 @@ def extending(make: Callable[..., Any], kind: str, **options: Any) -> Callable[[
     return lambda: buffer.extend(batch).numel()
 
 
-def by_priority(kind: str, size: int) -> Callable[[], int]:
-    buffer = filled("funcollect", kind, size, "PrioritizedSampler", max_capacity=size, alpha=0.6, beta=0.4)
+def turning(make: Callable[..., Any], kind: str, **options: Any) -> Callable[[], int]:
+    """A batch goes in, a sample comes out."""
+    buffer, batch = make(**options), frames(kind, EXTEND).clone()
+
+    def call() -> int:
+        buffer.extend(batch)
+        return EXTEND + buffer.sample().numel()
+
+    return call
+
+
+def by_priority(library: str, kind: str, size: int) -> Callable[[], int]:
+    try:
+        buffer = filled(library, kind, size, "PrioritizedSampler", max_capacity=size, alpha=0.6, beta=0.4)
+    except RuntimeError as error:  # TorchRL's sum tree is compiled, for some versions of Torch
+        raise ModuleNotFoundError(str(error), name="torchrl's sum tree") from error
     priorities = torch.rand(BATCH)
 
     def call() -> int:
@@ -177,23 +232,21 @@ def arrays() -> Any:
     return {**flat, "action": step, "next": following, "collector": {"step": step}}
 
 
-def our_ring(steps: int) -> tuple[Any, Any, Made]:
+def our_ring(steps: int) -> tuple[Any, Made]:
     import funcollect as fc
 
     batch, ring = arrays(), fc.jax_ring
     calls: Any = {
-        "sample": lambda state, key: ring.sample(state, key, BATCH),
-        "slices": lambda state, key: ring.sample_slices(state, key, num_slices=SLICES, slice_len=BATCH // SLICES),
-        "extend": ring.extend,
-    }
-    return ring.init(batch, steps=steps), batch, calls
+        "sample": lambda state, key: (state, ring.sample(state, key, BATCH)),
+        "slices": lambda state, key: (
+            state, ring.sample_slices(state, key, num_slices=SLICES, slice_len=BATCH // SLICES)),
+        "extend": lambda state, _: (ring.extend(state, batch), 0),
+    }  # fmt: skip
+    return ring.init(batch, steps=steps), calls
 
 
-def their_ring(steps: int) -> tuple[Any, Any, Made]:
+def their_ring(steps: int) -> tuple[Any, Made]:
     import flashbax
-    import jax
-
-    batch = arrays()
 
     def made(count: int, length: int) -> Any:
         return flashbax.make_trajectory_buffer(
@@ -202,25 +255,54 @@ def their_ring(steps: int) -> tuple[Any, Any, Made]:
         )  # fmt: skip
 
     single, several = made(BATCH, 1), made(SLICES, BATCH // SLICES)
-    calls: Any = {"sample": single.sample, "slices": several.sample, "extend": single.add}
-    state = single.init(jax.tree.map(lambda leaf: leaf[0, 0], batch))
-    return state, jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), batch), calls
+    first, batch = lanes_first()
+    calls: Any = {
+        "sample": lambda state, key: (state, single.sample(state, key)),
+        "slices": lambda state, key: (state, several.sample(state, key)),
+        "extend": lambda state, _: (single.add(state, batch), 0),
+    }
+    return single.init(first), calls
+
+
+def their_priorities(steps: int) -> tuple[Any, Made]:
+    import flashbax
+    import jax
+
+    buffer = flashbax.make_prioritised_trajectory_buffer(
+        add_batch_size=JAX_LANES, sample_batch_size=BATCH, sample_sequence_length=1, period=1,
+        min_length_time_axis=1, max_length_time_axis=steps, priority_exponent=0.6,
+    )  # fmt: skip
+    first, batch = lanes_first()
+
+    def prioritized(state: Any, key: Any) -> Any:
+        sample = buffer.sample(state, key)
+        return buffer.set_priorities(state, sample.indices, jax.random.uniform(key, (BATCH,))), sample
+
+    calls: Any = {"prioritized": prioritized, "extend": lambda state, _: (buffer.add(state, batch), 0)}
+    return buffer.init(first), calls
+
+
+def lanes_first() -> tuple[Any, Any]:
+    """One frame, and 16 steps of all lanes, as flashbax takes them."""
+    import jax
+
+    batch = arrays()
+    return jax.tree.map(lambda leaf: leaf[0, 0], batch), jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), batch)
 
 
 def in_jax(make: Callable[[int], Any], what: str, size: int) -> Callable[[], int]:
     """A hundred calls in one jit, on a full ring that is carried and donated."""
     import jax
 
-    state, batch, calls = make(size // JAX_LANES)
-    extend = jax.jit(calls["extend"], donate_argnums=0)
-    for _ in range(size // JAX_LANES // 16 + 1):
-        state = extend(state, batch)
+    state, calls = make(size // JAX_LANES)
     keys = jax.random.split(jax.random.PRNGKey(0), JAX_CALLS)
+    extend = jax.jit(lambda state: calls["extend"](state, None)[0], donate_argnums=0)
+    for _ in range(size // JAX_LANES // 16 + 1):
+        state = extend(state)
 
     def turn(state: Any, key: Any) -> Any:
-        if what == "extend":
-            return calls["extend"](state, batch), 0
-        return state, jax.tree.map(lambda leaf: leaf.sum(), calls[what](state, key))
+        state, got = calls[what](state, key)
+        return state, jax.tree.map(jax.numpy.sum, got)
 
     run = jax.jit(lambda state: jax.lax.scan(turn, state, keys), donate_argnums=0)
 

@@ -75,6 +75,16 @@ def test_a_storage_on_a_gpu():
         assert (slices["episode"] == slices["episode"][:, :1]).all()
 
 
+@pytest.mark.gpu
+def test_samples_of_a_file_come_out_on_a_gpu():
+    batch = TensorDict({"x": torch.randn(30, 2), "episode": torch.arange(30) // 10}, [30])
+    memory = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(30, device="cuda"), batch_size=12)
+    memory.extend(batch)
+    sample, info = memory.sample(return_info=True)
+    assert sample["x"].is_cuda
+    assert (sample.cpu() == batch[info["index"]]).all()
+
+
 @pytest.mark.parametrize("leaf", [
     torch.ones(3, requires_grad=True) * 2, torch.tensor([1 + 2j, 3j, 1]).conj(), torch.tensor(5.0).expand(3),
     torch.arange(6)[::2], torch.arange(12).reshape(4, 3).T[:, ::2],

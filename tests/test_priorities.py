@@ -117,6 +117,7 @@ def test_samples_made_ahead_know_the_new_priorities():
 
 BAD = {
     "alpha": (lambda: fc.PrioritizedSampler(9, -1, 0.5), "alpha is -1, expected a number of at least 0"),
+    "no number": (lambda: fc.PrioritizedSampler(9, "much", 0.5), "alpha is 'much', expected a number"),
     "capacity": (lambda: fc.PrioritizedSampler(0, 1, 0.5), "max_capacity is 0"),
     "small": (lambda: buffer_of(fc.PrioritizedSampler(9, 1, 1)), "max_capacity is 9, the storage holds 40 frames"),
     "negative": (lambda: updated([1], [-1.0]), r"between -1.0 and -1.0, expected finite numbers of at least 0"),

@@ -2,11 +2,12 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from compare import assert_same
 from counting import make_counting
-from tensordict import TensorDict
+from tensordict import TensorDict, tensorclass
 
 import funcollect as fc
 
@@ -97,6 +98,9 @@ def test_add_and_indexing():
     assert memory[:]["x"].tolist() == [3, 1, 2]
     assert memory[0]["x"] == 3
     assert memory[torch.tensor([2, 0])]["x"].tolist() == [2, 3]
+    assert memory[torch.tensor([[2, 0], [1, 1]])]["x"].tolist() == [[2, 3], [1, 1]]
+    assert memory[-1]["x"] == 2
+    assert memory[torch.tensor([True, False, True])]["x"].tolist() == [3, 2]
     lanes = fc.ReplayBuffer(storage=fc.LazyTensorStorage(9, ndim=2), batch_size=4)
     assert lanes.add(numbers(2)).tolist() == [0, 1]  # one step of two lanes
     assert lanes.add(numbers(2)).tolist() == [2, 3]
@@ -118,9 +122,10 @@ def test_a_generator_repeats_exactly():
     assert filled().sample(50)["x"].tolist() == globally.tolist()
 
 
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize(("drop_last", "sizes"), [(False, [4, 4, 2]), (True, [4, 4])])
-def test_without_replacement_every_frame_comes_once(drop_last, sizes):
-    memory = filled(fc.SamplerWithoutReplacement(drop_last=drop_last))
+def test_without_replacement_every_frame_comes_once(drop_last, sizes, prefetch):
+    memory = filled(fc.SamplerWithoutReplacement(drop_last=drop_last), prefetch=prefetch)
     rounds = [[batch["x"] for batch in memory] for _ in range(2)]
     for batches in rounds:
         assert [len(batch) for batch in batches] == sizes
@@ -229,6 +234,16 @@ def test_zeros_of_padding_do_not_need_the_mask_of_a_list():
 
 ENDED = TensorDict({"x": torch.zeros(4), "next": {"done": torch.tensor([[False], [True]] * 2)}}, [4])
 
+
+@tensorclass
+class Picture:
+    pixels: torch.Tensor
+
+
+def tensors():
+    return fc.ReplayBuffer(storage=fc.LazyTensorStorage(9))
+
+
 BAD = {
     "capacity": (lambda: fc.LazyTensorStorage(0), ValueError, "max_size is 0, expected 1 <="),
     "capacity type": (lambda: fc.ListStorage(1.5), TypeError, "max_size is 1.5, expected the frames to hold"),
@@ -259,6 +274,14 @@ BAD = {
         r"batch dimensions \[3\], the storage takes 2 \(ndim=2\).* build it with ndim=1"),
     "nothing": (
         lambda: fc.ReplayBuffer(storage=fc.LazyTensorStorage(9)).extend(TensorDict({}, [3])), ValueError, "no leaves"),
+    "list of tensors": (
+        lambda: tensors().extend([torch.ones(()), torch.ones(())]), ValueError, "stack single frames, or give them to"),
+    "list of TensorDicts": (
+        lambda: tensors().extend([numbers(1)[0]]), TypeError, r"0 is TensorDict, expected a tensor: .* torch\.stack"),
+    "arrays": (lambda: tensors().extend(np.ones(3)), TypeError, "the data is ndarray, expected a TensorDict, a tensor"),
+    "tensorclass": (lambda: tensors().extend(Picture(torch.ones(3), batch_size=[3])), TypeError, r"to_tensordict\(\)"),
+    "generator": (lambda: fc.ReplayBuffer(generator=5), TypeError, "generator is 5, expected a Torch generator"),
+    "device": (lambda: fc.LazyTensorStorage(5, device="cuda:99"), ValueError, "device is 'cuda:99', expected a device"),
     "no items": (lambda: fc.ReplayBuffer().extend(5), TypeError, "expected a sequence of items"),
 }  # fmt: skip
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import pickle
 import resource
+from itertools import pairwise
 
 import pytest
 import torch
@@ -122,6 +123,7 @@ def test_a_dump_cut_off_leaves_the_former_one_whole(tmp_path, monkeypatch):
 
 
 def test_only_the_current_dump_stays(tmp_path):
+    (tmp_path / "v7" / "deep").mkdir(parents=True)  # of a process killed before it could clean up
     buffer = plain()
     for start in range(3):
         buffer.extend(numbers(2, start))
@@ -191,6 +193,30 @@ def test_plain_items_need_no_pickle(tmp_path):
     assert other[2]["three"].tolist() == [0, 1, 2]
 
 
+def test_a_larger_sampler_goes_on_with_the_priorities_of_a_smaller_one(tmp_path):
+    made = [
+        fc.ReplayBuffer(storage=fc.LazyTensorStorage(9), sampler=fc.PrioritizedSampler(n, 1, 1)) for n in (9, 20, 9)
+    ]
+    made[0].extend(numbers(9))
+    made[0].update_priority(torch.arange(9), torch.eye(9)[4])
+    for one, other in pairwise(made):
+        one.dumps(tmp_path)
+        other.loads(tmp_path)
+        assert other.sample(5)["x"].tolist() == [4] * 5
+
+
+def test_a_round_goes_on_after_a_dump(tmp_path):
+    """Though samples were made ahead."""
+    sampler = fc.SamplerWithoutReplacement()
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(10), sampler=sampler, batch_size=2, prefetch=2)
+    buffer.extend(numbers(10))
+    some = [buffer.sample()["x"]]
+    buffer.dumps(tmp_path)
+    some += [buffer.sample()["x"] for _ in range(2)]
+    some += [buffer.sample(1)["x"] for _ in range(4)]
+    assert sorted(torch.cat(some).tolist()) == list(range(10))
+
+
 def test_files_that_were_changed(tmp_path):
     buffer = plain()
     buffer.extend(numbers(4))
@@ -202,6 +228,12 @@ def test_files_that_were_changed(tmp_path):
         pickle.dump(Harmful(), file)
     with pytest.raises(ValueError, match="pickle"):
         plain().loads(tmp_path)
+    items = fc.ReplayBuffer(storage=fc.ListStorage(5))
+    items.extend([1, 2])
+    items.dumps(tmp_path / "items")
+    torch.save([1], tmp_path / "items" / "v0" / "items.pt")
+    with pytest.raises(ValueError, match="does not hold a list of 2 items: it was changed"):
+        fc.ReplayBuffer(storage=fc.ListStorage(5)).loads(tmp_path / "items")
 
 
 @pytest.mark.parametrize(("other", "message"), [

@@ -66,6 +66,9 @@ def test_a_writer_is_killed_in_the_midst_of_an_extend(start, tmp_path):
     for kill in range(scaled(50)):
         pid = start(tmp_path / str(kill))
         shared = readers(tmp_path / str(kill))
+        first = shared[0]._file.span
+        while shared[0]._file.span == first:  # where they share a core, the writer stands still since it said its id
+            check(*shared)
         for _ in range(chance.randrange(12)):
             check(*shared)
         os.kill(pid, signal.SIGKILL)
@@ -82,7 +85,7 @@ def test_a_writer_is_killed_in_the_midst_of_an_extend(start, tmp_path):
         in_the_midst += len(held) < CAPACITY
         if in_the_midst == scaled(5):
             break
-    assert in_the_midst == scaled(5)
+    assert in_the_midst == scaled(5), f"{in_the_midst} of {scaled(50)} kills met the writer in the midst"
 
 
 def test_it_would_be_seen_if_frames_were_torn(start, tmp_path):

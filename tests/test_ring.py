@@ -11,21 +11,24 @@ from streams_of_frames import Oracle, batch_of, frames_of, streams
 from tensordict import TensorDict
 
 import funcollect as fc
+from funcollect.buffers import late_trails
 from funcollect.keys import key_from_seed
 
 TRAJECTORIES = fc.ring.Trajectories()
 ROW_ORDER = fc.ring.Trajectories(end_key=("next", "done"))
 
 
-def ring_of(batches, capacity, flat=False):
-    """The ring and the oracle after these batches."""
+def ring_of(batches, capacity, flat=False, looks=()):
+    """The ring and the oracle after these batches; its trails are looked at after some of the extends."""
     storage = fc.LazyTensorStorage(capacity, ndim=1 if flat else 2)
     state, oracle = fc.ring.init(storage, trajectories=TRAJECTORIES), Oracle(capacity)
-    for lanes in batches:
+    for number, lanes in enumerate(batches):
         if flat:  # as users of TorchRL flatten: lane after lane
             lanes = [[frame for lane in lanes for frame in lane]]
         oracle.extend(lanes)
         state, _ = fc.ring.extend(state, batch_of(lanes)[0] if flat else batch_of(lanes))
+        if number in looks:
+            assert state.memory.trails is not None
     return state, oracle
 
 
@@ -41,9 +44,13 @@ def observed(frames):
 
 
 @settings(max_examples=scaled(150), deadline=None)
-@given(streams(), st.integers(1, 80), st.booleans())
-def test_the_newest_frames_are_held_and_linked(batches, capacity, flat):
-    state, oracle = ring_of(batches, capacity, flat)
+@given(streams(), st.integers(1, 80), st.booleans(), st.sets(st.integers(0, 20)), st.sampled_from([1, 7, 1000]))
+def test_the_newest_frames_are_held_and_linked(batches, capacity, flat, looks, most):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(late_trails, "_MOST_RUNS", 3 * most)
+        patched.setattr(late_trails, "_FRAMES_AT_ONCE", most)
+        state, oracle = ring_of(batches, capacity, flat, looks)
+        assert state.memory.trails is not None
     assert held(state)["observation"].int().tolist() == observed(oracle.frames)
     trails = state.memory.trails
     found = {}
@@ -167,6 +174,25 @@ def test_a_hole_in_a_trajectory_parts_it():
     assert sorted((trails.stop - trails.first)[trails.stop > trails.first].tolist()) == [3, 5]
     with pytest.raises(ValueError, match="the longest trajectory held has 5"):
         fc.ring.sample(state, key_from_seed(0), fc.ring.Slices(num_slices=1, slice_len=6))
+
+
+def test_trails_are_those_of_each_batch_as_it_was_given():
+    """Though they are told of it later, when the caller's memory may hold something else."""
+    batch = batch_of([frames_of(0, [3, 4])])[0]
+    state, _ = fc.ring.extend(fc.ring.init(20, trajectories=TRAJECTORIES), batch)
+    batch["collector"].zero_()
+    batch["next", "done"].zero_()
+    trails = state.memory.trails
+    assert sorted((trails.stop - trails.first)[trails.stop > trails.first].tolist()) == [3, 4]
+
+
+def test_batches_with_and_without_steps_in_a_list():
+    state = fc.ring.init(fc.ListStorage(20), trajectories=TRAJECTORIES)
+    batch = batch_of([frames_of(0, [9])])[0]
+    for part in (batch[:3], batch[3:5].exclude(("collector", "step")), batch[5:]):
+        state, _ = fc.ring.extend(state, part)
+    trails = state.memory.trails
+    assert (trails.stop - trails.first).max() >= 5
 
 
 def test_a_batch_without_frames_changes_nothing():

@@ -27,7 +27,8 @@ _CUT = (("next", "truncated"), ("next", "done"))
 class Held(Protocol):
     """A ring's memory, as far as drawing goes."""
 
-    trails: Trails | None
+    @property
+    def trails(self) -> Trails | None: ...
 
     def __len__(self) -> int: ...
 

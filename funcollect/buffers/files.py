@@ -27,7 +27,7 @@ def write(directory: str | os.PathLike[str], fill: Callable[[Path], None]) -> No
     root.mkdir(parents=True, exist_ok=True)
     former = _current(root)
     fresh = root / f"v{int(former.name[1:]) + 1 if former else 0}"
-    shutil.rmtree(fresh, ignore_errors=True)  # what was left of one cut off
+    shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
     try:
         fill(fresh)
@@ -42,8 +42,9 @@ def write(directory: str | os.PathLike[str], fill: Callable[[Path], None]) -> No
     _sync(pointer)
     pointer.replace(root / _POINTER)
     _sync(root)
-    if former is not None:
-        shutil.rmtree(former, ignore_errors=True)
+    for other in root.glob("v*"):
+        if other != fresh and other.name[1:].isdigit():  # the former one, and what was left of those cut off
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from funcollect.buffers.storage import Incoming, Mask, Slots, check_size
+from funcollect.tree import Path as KeyPath
 
 _ITEMS = "items.pt"
 
@@ -49,8 +50,12 @@ class ListStorage:
         """
         if not hasattr(data, "__len__"):
             raise TypeError(f"the data is {type(data).__name__}, expected a sequence of items: give a list of them")
+        leaves: dict[KeyPath, Tensor] = {}
+        if isinstance(data, TensorDictBase):
+            for key, leaf in data.items(include_nested=True, leaves_only=True):
+                leaves[key if isinstance(key, tuple) else (key,)] = leaf
         tensors = isinstance(data, (TensorDictBase, Tensor))
-        return Incoming((len(data),), data.clone().unbind(0) if tensors else list(data))
+        return Incoming((len(data),), leaves, data.clone().unbind(0) if tensors else list(data))
 
     def allocate(self, batch: Incoming) -> None:
         """Nothing to do: items come with their own memory."""
@@ -99,6 +104,8 @@ class ListStorage:
                 f"{directory / _ITEMS} holds objects that are read by running code from the file: pass "
                 "allow_pickle=True if you trust it"
             ) from error
+        if not isinstance(items, list) or len(items) != count:
+            raise ValueError(f"{directory / _ITEMS} does not hold a list of {count} items: it was changed")
         self._items = [*items, *[None] * (self.max_size - count)]
 
     def empty(self) -> None:

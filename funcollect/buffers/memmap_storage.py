@@ -8,6 +8,7 @@ import tempfile
 import weakref
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from funcollect.buffers import rows_file
@@ -26,6 +27,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         scratch_dir: where the file is made; it stays there. A temporary directory that goes with the storage, or at
             the end of the process, unless given.
         ndim: leading dimensions of a batch, time last.
+        device: where samples come out; the host unless given. Rows are in the file in any case.
         compact_obs: as of `LazyTensorStorage`; what lies aside is in memory, so there are no readers.
         existsok: write over the file of a storage that was there before.
 
@@ -40,10 +42,11 @@ class LazyMemmapStorage(LazyTensorStorage):
         *,
         scratch_dir: str | os.PathLike[str] | None = None,
         ndim: int = 1,
+        device: torch.device | str | None = None,
         compact_obs: bool = False,
         existsok: bool = False,
     ) -> None:
-        super().__init__(max_size, ndim=ndim, compact_obs=compact_obs)
+        super().__init__(max_size, ndim=ndim, device=device, compact_obs=compact_obs)
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self._existsok = existsok
         self._file: rows_file.RowsFile | None = None

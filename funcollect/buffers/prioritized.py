@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -50,9 +51,10 @@ class PrioritizedSampler(RandomSampler):
 
     def __init__(self, max_capacity: int, alpha: float, beta: float, eps: float = 1e-8) -> None:
         check_positive("max_capacity", max_capacity)
-        for name, value in (("alpha", alpha), ("beta", beta), ("eps", eps)):
-            if not value >= 0:
-                raise ValueError(f"{name} is {value}, expected a number of at least 0: pass for example {name}=0.5")
+        numbers: dict[str, Any] = {"alpha": alpha, "beta": beta, "eps": eps}
+        for name, value in numbers.items():
+            if isinstance(value, str) or not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value!r}, expected a number of at least 0: pass for example {name}=0.5")
         self.max_capacity, self.alpha, self.beta, self.eps = max_capacity, alpha, beta, eps
         self.empty()
 
@@ -75,7 +77,8 @@ class PrioritizedSampler(RandomSampler):
 
     def extended(self, memory: Held, slots: Ints) -> None:
         """Give new frames the highest priority there was."""
-        self._priorities.put(slots, self._weights(np.full(len(slots), self._highest)))
+        held = slots[slots >= 0]
+        self._priorities.put(held, self._weights(np.full(len(held), self._highest)))
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
         """All weights, and the highest priority there was."""
@@ -84,7 +87,8 @@ class PrioritizedSampler(RandomSampler):
     def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
         """Take these weights."""
         self.empty()
-        self._priorities.put(np.arange(self.max_capacity), state["weights"])
+        weights = state["weights"][: self.max_capacity]  # there are no frames beyond
+        self._priorities.put(np.arange(len(weights)), weights)
         self._highest = float(state["highest"])
 
     def update_priority(self, memory: Held, index: Any, priority: Any) -> None:

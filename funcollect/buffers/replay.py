@@ -64,7 +64,7 @@ class ReplayBuffer:
         generator: torch.Generator | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        _check(storage, sampler, writer, batch_size, prefetch)
+        _check(storage, sampler, writer, batch_size, prefetch, generator)
         self.storage: Storage = ListStorage(1_000) if storage is None else storage
         self.sampler: Sampler = RandomSampler() if sampler is None else sampler
         self.sampler.fit(self.storage.max_size)
@@ -102,8 +102,8 @@ class ReplayBuffer:
             data = self.transform(data)
         with self._lock:
             self.state, slots = ring.extend(self.state, data)
-            flat = slots.reshape(-1).numpy()
-            self.sampler.extended(self.state.memory, flat[flat >= 0])
+            self._ahead.clear()
+            self.sampler.extended(self.state.memory, slots.numpy())
         return slots
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
@@ -147,12 +147,12 @@ class ReplayBuffer:
         return batch, {"index": torch.from_numpy(drawn.index), **drawn.info}
 
     def _made_ahead(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """The oldest sample made ahead; what was drawn before the last change of the buffer is thrown away."""
+        """The oldest sample made ahead; none outlives a change of the buffer."""
         while True:
             with self._lock:
-                if any(not ahead.current(self.state, batch_size) for ahead in self._ahead):
-                    self._ahead.clear()
-                while len(self._ahead) <= self._prefetch:
+                if any(ahead.batch_size != batch_size for ahead in self._ahead):
+                    self._give_back()
+                while len(self._ahead) <= self._prefetch and not (self._ahead and self.sampler.ran_out(batch_size)):
                     self._ahead.append(self._order(batch_size))
                 first = self._ahead.popleft()
             if (made := first.future.result()) is not None:
@@ -162,22 +162,27 @@ class ReplayBuffer:
         # Drawn here, so that the generator is used in the caller's order; gathered in a thread.
         assert self._pool is not None
         drawn = self.sampler.draw(self.state.memory, batch_size, self._choices)
-        return _Ahead(self.state, batch_size, self._pool.submit(self._gather_of, self.state, drawn))
+        return _Ahead(batch_size, drawn, self._pool.submit(self._gather_of, self.state, drawn))
 
     def _gather_of(self, state: ring.RingState, drawn: Drawn) -> tuple[Any, dict[str, Any]] | None:
         """What was drawn from a state; None where the buffer has changed since."""
         with self._lock:
             return self._gather(drawn) if state is self.state else None
 
+    def _give_back(self) -> None:
+        """Throw the samples made ahead away, as if they had not been drawn."""
+        while self._ahead:
+            self.sampler.give_back(self._ahead.pop().drawn)
+
     def __iter__(self) -> Iterator[Any]:
         """Sample again and again; a `SamplerWithoutReplacement` ends when every frame has come."""
         size = wanted_size(None, self.batch_size)
-        if not isinstance(self.sampler, SamplerWithoutReplacement):
-            while True:
-                yield self.sample()
-        self.sampler.empty()
+        if isinstance(self.sampler, SamplerWithoutReplacement):
+            with self._lock:
+                self._ahead.clear()
+                self.sampler.empty()
         yield self.sample()
-        while not self.sampler.ran_out(size):
+        while self._ahead or not self.sampler.ran_out(size):
             yield self.sample()
 
     def __len__(self) -> int:
@@ -185,12 +190,12 @@ class ReplayBuffer:
 
     def __getitem__(self, index: Any) -> Any:
         """The frames in the slots that an int, a slice or an array of ints or bools picks from those filled."""
-        slots = np.arange(len(self))[index.numpy(force=True) if isinstance(index, Tensor) else index]
-        if isinstance(self.storage, ListStorage) and not np.ndim(slots):
+        slots = np.asarray(np.arange(len(self))[index.numpy(force=True) if isinstance(index, Tensor) else index])
+        if isinstance(self.storage, ListStorage) and not slots.ndim:
             return self.storage.item(int(slots))
         with self._lock:
-            batch = self.state.memory.read(np.atleast_1d(slots).reshape(-1))
-        return batch if np.ndim(slots) else _map(lambda leaf: leaf[0], batch)
+            batch = self.state.memory.read(slots.reshape(-1))
+        return batch if slots.ndim == 1 else _map(lambda leaf: leaf.reshape((*slots.shape, *leaf.shape[1:])), batch)
 
     def empty(self) -> None:
         """Forget every frame; keys, shapes and dtypes stay."""
@@ -203,7 +208,7 @@ class ReplayBuffer:
     def dumps(self, path: str | os.PathLike[str]) -> None:
         """Write frames, sampler, cursors and the generator to a directory.
 
-        What was dumped there before stays whole until this dump is. Samples made ahead are thrown away, so that this
+        What was dumped there before stays whole until this dump is. Samples made ahead are drawn again, so that this
         buffer and one that loads the dump go on alike. Torch's global generator is not part of a dump.
 
         Raises:
@@ -211,7 +216,7 @@ class ReplayBuffer:
             OSError: where the files cannot be written; the former dump is as it was.
         """
         with self._lock:
-            self._ahead.clear()
+            self._give_back()
             dumping.dump(path, self.state.memory, self.sampler, self.generator)
 
     def loads(self, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
@@ -242,12 +247,9 @@ class ReplayBuffer:
 class _Ahead:
     """A sample on its way."""
 
-    state: ring.RingState  # of which it was drawn
     batch_size: int
+    drawn: Drawn
     future: Future[tuple[Any, dict[str, Any]] | None]
-
-    def current(self, state: ring.RingState, batch_size: int) -> bool:
-        return state is self.state and batch_size == self.batch_size
 
 
 def _map(function: Callable[[Any], Any], data: Any) -> Any:
@@ -257,7 +259,7 @@ def _map(function: Callable[[Any], Any], data: Any) -> Any:
     return optree.tree_map(function, data)
 
 
-def _check(storage: Any, sampler: Any, writer: Any, batch_size: Any, prefetch: Any) -> None:
+def _check(storage: Any, sampler: Any, writer: Any, batch_size: Any, prefetch: Any, generator: Any) -> None:
     if storage is not None and not hasattr(storage, "admit"):
         raise TypeError(
             f"storage is {type(storage).__name__}, expected a storage of funcollect: pass for example "
@@ -267,6 +269,10 @@ def _check(storage: Any, sampler: Any, writer: Any, batch_size: Any, prefetch: A
         raise TypeError(
             f"sampler is {type(sampler).__name__}, expected a sampler of funcollect: pass for example "
             "funcollect.SliceSampler(slice_len=8)"
+        )
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator is {generator!r}, expected a Torch generator: pass for example torch.Generator().manual_seed(0)"
         )
     if writer not in (None, "round robin"):
         raise ValueError(f'writer is {writer!r}, expected "round robin", the only one there is: leave it out')

@@ -12,6 +12,7 @@ contiguous however the batches of asynchronous workers are interleaved.
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from funcollect.buffers.choices import KeyChoices
 from funcollect.buffers.drawing import Drawn, Flat, Slices, Spec
-from funcollect.buffers.links import Trajectories
+from funcollect.buffers.late_trails import LateTrails
+from funcollect.buffers.links import Trajectories, check_linked
 from funcollect.buffers.row_storage import LazyTensorStorage
 from funcollect.buffers.storage import Incoming, Storage
 from funcollect.buffers.trails import Trails
@@ -41,12 +43,17 @@ class Memory:
             trajectories = Trajectories()  # the next observation of a frame is that of its successor
         self.trajectories = trajectories
         self.capacity = storage.max_size
-        self.trails = None if trajectories is None else Trails(self.capacity)
+        self.index = None if trajectories is None else LateTrails(self.capacity)
         self.written = 0  # frames given in all; frame n lies in slot n % capacity
         self.version = 0
 
     def __len__(self) -> int:
         return min(self.written, self.capacity)
+
+    @property
+    def trails(self) -> Trails | None:
+        """Which frames follow each other; None where that was not asked for."""
+        return None if self.index is None else self.index.trails
 
     def extend(self, data: Any) -> npt.NDArray[np.int64]:
         """Write a batch; the slots of its frames in the order of time, then of lanes, -1 for those that did not stay.
@@ -55,31 +62,34 @@ class Memory:
         """
         batch = self.storage.admit(data)
         *lanes, steps = batch.lead
-        count = int(np.prod(batch.lead))
-        kept = min(count, self.capacity)
-        numbers = np.arange(self.written, self.written + count)
-        skipped = count - kept
+        count = math.prod(batch.lead)
+        numbers, skipped = range(self.written, self.written + count), max(count - self.capacity, 0)
         frames = None
         if self.trajectories is not None and count:
-            frames = self.trajectories.frames(data, batch.lead, numbers, skipped)
+            check_linked(data)
+            frames = self.trajectories.frames(batch.leaves, batch.lead, self.written)
         self.storage.allocate(batch)
-        if self.trails is not None and frames is not None:
-            oldest, gone = max(self.written - self.capacity, 0), self.written + count - self.capacity
-            if gone > oldest:
-                self.trails.retire(np.arange(oldest, min(gone, self.written)) % self.capacity)
-            self.trails.extend(frames)
-        whole = max(self.written + count - self.capacity, 0)
+        whole = max(numbers.stop - self.capacity, 0)
         self.storage.announce(whole, self.written)
-        self._write(batch, skipped, kept)
-        self.written += count
+        self._write(batch, skipped, count - skipped)
+        self.written = numbers.stop
         self.storage.announce(whole, self.written)
-        slots = numbers % self.capacity
-        if self.trails is not None and self.storage.compact_obs:
-            before = self.trails.preceding(slots[skipped:])
-            linked = before != slots[skipped:]
-            self.storage.settle(before[linked], slots[skipped:][linked])
+        if self.index is not None and frames is not None:
+            self.index.extend(frames, numbers)
+        begin = numbers.start % self.capacity
+        slots = np.arange(begin, begin + count)
+        slots[self.capacity - begin :] %= self.capacity
+        if self.storage.compact_obs:
+            self._settle(slots[skipped:])
         slots[:skipped] = -1
         return slots.reshape(steps, *lanes)
+
+    def _settle(self, slots: npt.NDArray[np.int64]) -> None:
+        """Tell a storage with `compact_obs` which frames the new ones, in `slots`, follow."""
+        assert self.trails is not None
+        before = self.trails.preceding(slots)
+        linked = before != slots
+        self.storage.settle(before[linked], slots[linked])
 
     def read(self, slots: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_] | None = None) -> Any:
         """A batch of the frames in `slots`, [N]; zeros where `mask` is False."""
@@ -217,5 +227,5 @@ def snapshot(state: RingState) -> RingState:
     """A copy of a ring, which goes its own way; its frames lie in memory also where the ring's lie in a file."""
     memory = check_current(state)
     twin = copy.copy(memory)
-    twin.storage, twin.trails = memory.storage.copy(), copy.deepcopy(memory.trails)
+    twin.storage, twin.index = memory.storage.copy(), copy.deepcopy(memory.index)
     return RingState(twin, twin.version)

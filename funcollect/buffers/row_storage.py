@@ -14,6 +14,7 @@ from funcollect.arguments import check_positive
 from funcollect.buffers.compact import NextObservations, next_paths
 from funcollect.buffers.rows import Layout, leaves_of
 from funcollect.buffers.storage import Incoming, Mask, Slots, check_size
+from funcollect.devices import checked_device
 from funcollect.tree import Path as KeyPath
 
 _ROWS, _ASIDE = "rows.bin", "aside.npz"
@@ -26,9 +27,10 @@ class LazyTensorStorage:
     Args:
         max_size: frames.
         ndim: leading dimensions of a batch, time last.
-        device: where the rows lie and samples come out.
+        device: where the rows lie and samples come out; the host unless given.
         compact_obs: store each observation once. The next observation of a frame is that of the frame that follows it;
-            only where none does, or it differs, is it stored too. Samples are complete all the same. On the host only.
+            only where none does, or it differs, is it stored too; room is kept for those of the largest batch. Samples
+            are complete all the same. On the host only.
 
     Raises:
         TypeError, ValueError: for a size or a number of dimensions below 1; for `compact_obs` on another device.
@@ -46,14 +48,14 @@ class LazyTensorStorage:
     """
 
     def __init__(
-        self, max_size: int, *, ndim: int = 1, device: torch.device | str = "cpu", compact_obs: bool = False
+        self, max_size: int, *, ndim: int = 1, device: torch.device | str | None = None, compact_obs: bool = False
     ) -> None:
         check_size(self, max_size)
-        if compact_obs and torch.device(device).type != "cpu":
+        if compact_obs and torch.device(device or "cpu").type != "cpu":
             raise ValueError(f"compact_obs is for storages on the host, device is {device}: leave one of them out")
         check_positive("ndim", ndim)
         self.max_size, self.ndim = int(max_size), int(ndim)
-        self.device = torch.device(device)
+        self.device = checked_device(device) or torch.device("cpu")
         self.compact_obs = compact_obs
         self.layout: Layout | None = None
         self._rows: Tensor | None = None
@@ -68,15 +70,16 @@ class LazyTensorStorage:
         """
         leaves = leaves_of(data)
         lead = _lead(data, leaves, self.ndim)
-        beside: dict[KeyPath, Tensor] = {}
+        content, beside = leaves, dict[KeyPath, Tensor]()
         if self.compact_obs:
             aside = next_paths(leaves) if self._next is None else [column.path for column in self._next.aside.columns]
-            beside = {path: leaves.pop(path) for path in aside if path in leaves}
+            beside = {path: leaves[path] for path in aside if path in leaves}
+            content = {path: leaf for path, leaf in leaves.items() if path not in beside}
             if self._next is not None:
                 self._next.aside.check(beside, self.ndim)
-        layout = Layout.of(data, self.ndim, leaves) if self.layout is None else self.layout
-        layout.check(leaves, self.ndim)
-        return Incoming(lead, leaves, layout, beside)
+        layout = Layout.of(data, self.ndim, content) if self.layout is None else self.layout
+        layout.check(content, self.ndim)
+        return Incoming(lead, leaves, content, layout, beside)
 
     def allocate(self, batch: Incoming) -> None:
         """Make room for `max_size` frames, before the first batch is written."""
@@ -102,7 +105,7 @@ class LazyTensorStorage:
             self._next.write(np.arange(start, start + count), batch.beside, self.ndim, first)
         target = rows[start : start + count]
         source = next(iter(batch.content.values())).device
-        if source == self.device or self.device.type == "cpu":
+        if source == rows.device or rows.is_cpu:
             layout.pack(target, batch.content, self.ndim, first)
             return
         staged = torch.empty_like(target, device=source, pin_memory=source.type == "cpu")
@@ -117,12 +120,14 @@ class LazyTensorStorage:
     def read(self, slots: Slots, mask: Mask | None = None, following: Slots | None = None) -> Any:
         """A batch of the frames in `slots`, [N], in memory of its own; zeros where `mask`, [N], is False."""
         layout, rows = self._open()
-        if self.device.type == "cpu":
+        if rows.is_cpu:
             gathered = layout.gather(rows.numpy(), slots)
         else:
             gathered = rows.index_select(0, torch.from_numpy(slots).to(self.device))
         if mask is not None:
-            gathered[torch.from_numpy(~mask).to(self.device)] = 0
+            gathered[torch.from_numpy(~mask).to(gathered.device)] = 0
+        if gathered.device != self.device:
+            gathered = gathered.pin_memory().to(self.device, non_blocking=True)
         batch = layout.unpack(gathered)
         if self._next is not None and following is not None:
             for path, leaf in self._next.read(slots, following, mask).items():
@@ -201,6 +206,10 @@ def _lead(data: Any, leaves: Any, ndim: int) -> tuple[int, ...]:
     if len(shape) < ndim:
         raise ValueError(
             f"the batch has batch dimensions {list(shape)}, the storage takes {ndim} (ndim={ndim}), time last: "
-            f"build it with ndim={max(len(shape), 1)}, or reshape the batch"
+            + (
+                f"build it with ndim={len(shape)}, or reshape the batch"
+                if shape
+                else "stack single frames, or give them to add"
+            )
         )
     return shape[:ndim]

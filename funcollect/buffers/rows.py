@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import optree
 import torch
-from tensordict import TensorDict, TensorDictBase, is_non_tensor
+from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
 
 from funcollect.tree import Path, nest
@@ -92,11 +92,18 @@ def _collect(node: TensorDictBase, prefix: Path, found: dict[Path, Tensor]) -> d
 
 
 def _check_leaf(path: Path, leaf: Any) -> None:
-    if not isinstance(leaf, Tensor):
-        raise TypeError(
-            f"{'.'.join(path) or 'the data'} is {type(leaf).__name__}, expected a tensor: leave it out "
-            f"(batch.exclude({path!r})), or store it in a ListStorage"
-        )
+    if isinstance(leaf, Tensor):
+        return
+    if not path:
+        wanted, mend = "a TensorDict, a tensor, or a tree of tensors", "store it in a ListStorage"
+        if is_tensorclass(leaf):
+            mend = "give its to_tensordict()"
+    elif isinstance(leaf, TensorDictBase) and not is_non_tensor(leaf):
+        wanted, mend = "a tensor", "make one TensorDict of several, torch.stack(data)"
+    else:
+        wanted = "a tensor"
+        mend = f"leave it out (batch.exclude({path!r})), make a tensor of it, or store it in a ListStorage"
+    raise TypeError(f"{'.'.join(path) or 'the data'} is {type(leaf).__name__}, expected {wanted}: {mend}")
 
 
 class Layout:
@@ -124,9 +131,11 @@ class Layout:
         self.item_dims = item_dims
         self.structure: Any = None  # of frames that are no TensorDicts
         self._rebuild = rebuild
+        self._paths = {column.path for column in columns}
         end = max((column.offset + column.nbytes for column in columns), default=0)
         widest = max([_WORD, *(column.dtype.itemsize for column in columns)])
         self.words = max(-(-end // widest), 1) * widest // _WORD
+        self._names = [str(index) for index in range(len(columns))]
         self._bytes = [np.dtype(f"V{column.nbytes}") for column in columns]
         self._typed = self._struct([(_array_dtype(column.dtype), column.shape) for column in columns])
         self._opaque = self._struct(self._bytes)
@@ -135,7 +144,7 @@ class Layout:
     def _struct(self, formats: Sequence[Any]) -> np.dtype[np.void]:
         return np.dtype(
             {
-                "names": [str(index) for index in range(len(self.columns))],
+                "names": self._names,
                 "formats": formats,
                 "offsets": [column.offset for column in self.columns],
                 "itemsize": self.nbytes,
@@ -194,7 +203,7 @@ class Layout:
         Raises:
             ValueError: for other keys, shapes or dtypes; names the key, both, and the mend.
         """
-        if len(leaves) != len(self.columns) or any(column.path not in leaves for column in self.columns):
+        if leaves.keys() != self._paths:
             raise ValueError(self._other_keys(leaves))
         for column in self.columns:
             leaf = leaves[column.path]
@@ -206,9 +215,8 @@ class Layout:
                 )
 
     def _other_keys(self, leaves: Mapping[Path, Tensor]) -> str:
-        mine = {column.path for column in self.columns}
-        lacks = sorted(".".join(path) for path in mine - leaves.keys())
-        extra = sorted(".".join(path) for path in leaves.keys() - mine)
+        lacks = sorted(".".join(path) for path in self._paths - leaves.keys())
+        extra = sorted(".".join(path) for path in leaves.keys() - self._paths)
         return (
             f"the batch lacks {lacks} and has {extra} besides the keys that the storage holds, which are those of its "
             "first batch: select the same keys for every batch"
@@ -226,25 +234,24 @@ class Layout:
                 view.copy_(leaf[first : first + number])
             return
         records = self.records(rows)
-        for index, column in enumerate(self.columns):
-            if column.nbytes:
-                array = _array(time_major(leaves[column.path], ndim), column)[first : first + number]
-                records[str(index)] = array.view(self._bytes[index])[:, 0]
+        for name, column, bytes_ in zip(self._names, self.columns, self._bytes, strict=True):
+            if column.nbytes and number:
+                elements = _elements(time_major(leaves[column.path], ndim), column, bytes_)
+                records[name] = elements[first : first + number]
 
     def gather(self, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> Tensor:
         """A copy of the rows in `slots`, ``[N, words]``; ``rows`` lie on the host."""
         packed = rows.view(self.row)[:, 0].take(slots, mode="clip").view(np.int64)
         return torch.from_numpy(packed.reshape(len(slots), self.words))
 
-    def numbers(self, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> TensorDict:
+    def numbers(self, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> dict[Path, Tensor]:
         """What is one number per frame, of the frames in `slots`, ``[N]``; ``rows`` lie on the host."""
         records = rows.view(self._typed)[:, 0]
-        found = {
-            column.path: torch.from_numpy(records[str(index)].take(slots, axis=0))
-            for index, column in enumerate(self.columns)
-            if column.count == 1 and index not in self._carried
+        return {
+            column.path: torch.from_numpy(records[name].take(slots, axis=0))
+            for name, column in zip(self._names, self.columns, strict=True)
+            if column.count == 1 and column.dtype not in _CARRIERS
         }
-        return TensorDict(nest(found), batch_size=[len(slots)])
 
     def unpack(self, rows: Tensor) -> Any:
         """The batch in ``rows``, [N, words] int64 and contiguous: its leaves are views of them."""
@@ -255,7 +262,7 @@ class Layout:
         if not rows.is_cpu:
             return self._views(rows)
         records = rows.numpy().view(self._typed)[:, 0]
-        leaves = [torch.from_numpy(records[str(index)]) for index in range(len(self.columns))]
+        leaves = [torch.from_numpy(records[name]) for name in self._names]
         for index in self._carried:
             leaves[index] = leaves[index].view(self.columns[index].dtype)
         return leaves
@@ -291,14 +298,17 @@ def time_major(leaf: Tensor, ndim: int) -> Tensor:
     return leaf.movedim(ndim - 1, 0) if ndim > 1 else leaf
 
 
-def _array(leaf: Tensor, column: Column) -> npt.NDArray[Any]:
-    """The frames of a leaf, ``[*B, ...]``, as an array [N, values] whose rows are contiguous."""
+def _elements(leaf: Tensor, column: Column, bytes_: np.dtype[np.void]) -> npt.NDArray[np.void]:
+    """The frames of a leaf, ``[*B, ...]`` and not empty, one element of bytes each: [N]."""
     if column.dtype in _CARRIERS:
         leaf = leaf.view(_CARRIERS[column.dtype])
-    plain = leaf.is_cpu and not (leaf.requires_grad or leaf.is_conj() or leaf.is_neg())
-    array = leaf.numpy(force=not plain)
-    array = array.reshape(-1, column.count)
-    return array if array.strides[1] == array.itemsize else np.ascontiguousarray(array)
+    array = leaf.numpy(force=True)
+    if not array.flags.c_contiguous:
+        array = array.reshape(-1, column.count)
+        if array.strides[1] == array.itemsize:  # so are the values of each frame
+            return array.view(bytes_)[:, 0]
+        array = np.ascontiguousarray(array)
+    return np.frombuffer(array, bytes_)
 
 
 def _array_dtype(dtype: torch.dtype) -> np.dtype[Any]:

@@ -8,7 +8,8 @@ import numpy.typing as npt
 from funcollect.buffers.links import Trajectories
 from funcollect.buffers.rows import Layout
 from funcollect.buffers.rows_file import RowsFile
-from funcollect.buffers.trails import Frames, Trails
+from funcollect.buffers.runs import Frames, Runs
+from funcollect.buffers.trails import Trails
 
 Ints = npt.NDArray[np.int64]
 
@@ -42,16 +43,14 @@ class Span:
             return
         while True:
             oldest, written = self._file.span
-            known = range(self.oldest, min(oldest, self.written))
-            if known:
-                self.trails.retire(np.array(known) % self.capacity)
+            self.trails.retire(range(self.oldest, min(oldest, self.written)))
             numbers = np.arange(max(oldest, self.written), written)
             self.oldest, self.written = oldest, max(oldest, self.written)
             if not len(numbers):
                 return
             frames = self._frames(numbers, self._trajectories)
             if self._file.oldest <= numbers[0]:  # else they may have been overwritten while they were read
-                self.trails.extend(frames)
+                self.trails.extend(Runs.of(frames))
                 self.written = written
                 return
 
@@ -59,13 +58,16 @@ class Span:
         """New frames, trajectory after trajectory."""
         told = self._layout.numbers(self._file.rows, numbers % self.capacity)
         trajectories.check_ids(told)
-        frames = trajectories.frames(told, (len(numbers),), numbers, 0)
+        frames = trajectories.frames(told, (len(numbers),), int(numbers[0]))
         order = frames.key.argsort(kind="stable")
-        key = frames.key[order]
+        number, key = numbers[order], frames.key[order]
+        begins = np.append(True, key[1:] != key[:-1])
+        gap = np.diff(number)
+        begins[2:] |= gap[1:] != gap[:-1]  # where numbers do not rise evenly
         return Frames(
-            number=numbers[order],
+            number=number,
             key=key,
-            begins=np.append(True, key[1:] != key[:-1]),
+            begins=begins,
             ends=None if frames.ends is None else frames.ends[order],
             step=None if frames.step is None else frames.step[order],
         )

@@ -26,6 +26,7 @@ class Incoming(NamedTuple):
     """A batch that fits a storage."""
 
     lead: tuple[int, ...]  # its leading dimensions, time last
+    leaves: Mapping[KeyPath, Tensor]  # of a TensorDict or a tree
     content: Any
     layout: Layout | None = None
     beside: Mapping[KeyPath, Tensor] = MappingProxyType({})  # leaves that are not part of the rows

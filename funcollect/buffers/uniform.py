@@ -34,8 +34,16 @@ class Sampler(Protocol):
         """Choose the frames of one sample."""
         ...
 
+    def ran_out(self, batch_size: int) -> bool:
+        """Whether every frame has come, and the next sample begins a new round."""
+        ...
+
+    def give_back(self, drawn: Drawn) -> None:
+        """The sample drawn last was not used."""
+        ...
+
     def extended(self, memory: Held, slots: Ints) -> None:
-        """Frames were written into `slots`, [N]."""
+        """Frames were written into `slots`, ``[*B, T]``; -1 for those that did not fit."""
         ...
 
     def empty(self) -> None:
@@ -82,6 +90,13 @@ class RandomSampler:
     def draw(self, memory: Held, batch_size: int, choices: Choices) -> Drawn:
         """Choose the frames of one sample."""
         return Flat(batch_size).draw(memory, choices)
+
+    def ran_out(self, batch_size: int) -> bool:
+        """There are no rounds."""
+        return False
+
+    def give_back(self, drawn: Drawn) -> None:
+        """Nothing to remember."""
 
     def extended(self, memory: Held, slots: Ints) -> None:
         """Nothing to remember."""
@@ -132,8 +147,12 @@ class SamplerWithoutReplacement(RandomSampler):
         return Drawn(slots=slots)
 
     def ran_out(self, batch_size: int) -> bool:
-        """Whether the next sample begins a new round."""
+        """Whether every frame has come, and the next sample begins a new round."""
         return len(self._left) < (batch_size if self.drop_last else 1)
+
+    def give_back(self, drawn: Drawn) -> None:
+        """Its frames come next."""
+        self._left = np.concatenate([drawn.slots, self._left])
 
     def extended(self, memory: Held, slots: Ints) -> None:
         """Begin anew: some of what was left may be gone."""
