@@ -23,6 +23,7 @@ from funcollect.buffers.drawing import Drawn
 from funcollect.buffers.prioritized import PrioritizedSampler
 from funcollect.buffers.storages import ListStorage, Storage
 from funcollect.buffers.uniform import RandomSampler, Sampler, SamplerWithoutReplacement, wanted_size
+from funcollect.interrupts import Uninterrupted
 
 __all__ = ["ReplayBuffer"]
 
@@ -100,7 +101,7 @@ class ReplayBuffer:
         """
         if self.transform is not None:
             data = self.transform(data)
-        with self._lock:
+        with self._lock, Uninterrupted():
             self.state, slots = ring.extend(self.state, data)
             self._ahead.clear()
             self.sampler.extended(self.state.memory, slots.numpy())
@@ -133,7 +134,7 @@ class ReplayBuffer:
         """
         if not isinstance(self.sampler, PrioritizedSampler):
             raise TypeError(f"{self.sampler} knows no priorities: build the buffer with sampler=PrioritizedSampler(…)")
-        with self._lock:
+        with self._lock, Uninterrupted():
             self.sampler.update_priority(self.state.memory, index, priority)
             self._ahead.clear()
 

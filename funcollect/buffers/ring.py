@@ -29,6 +29,7 @@ from funcollect.buffers.row_storage import LazyTensorStorage
 from funcollect.buffers.storage import Incoming, Storage
 from funcollect.buffers.trails import Trails
 from funcollect.errors import StaleStateError
+from funcollect.interrupts import Uninterrupted
 from funcollect.keys import Key
 
 __all__ = ["Flat", "RingState", "Slices", "Trajectories", "extend", "init", "sample", "snapshot"]
@@ -187,8 +188,9 @@ def extend(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
     tensor([3, 0, 1])
     """
     memory = check_current(state)
-    slots = torch.from_numpy(memory.extend(batch))
-    memory.version += 1
+    with Uninterrupted():  # half an extend would leave frames that are neither the old ones nor the new
+        slots = torch.from_numpy(memory.extend(batch))
+        memory.version += 1
     return RingState(memory, memory.version), slots.movedim(0, -1)
 
 
