@@ -4,7 +4,6 @@ import gc
 import itertools
 import os
 import threading
-import time
 import warnings
 
 import gymnasium
@@ -14,7 +13,7 @@ import pytest
 import torch
 from compare import assert_same
 from conftest import scaled
-from faulty_workers import Plain
+from faulty_workers import Plain, Uneven
 from tensordict import TensorDict
 from test_worker_faults import check_trajectories, gone, processes_of, wait_until
 from workers import COLLECTORS, by_lane, multi
@@ -126,18 +125,6 @@ def test_nothing_is_dropped_for_a_slow_reader():
         steps = rows["collector", "step"].tolist()
         assert steps == [i % 5 for i in range(len(steps))]
     assert len(by_lane(batches)) == 4
-
-
-class Uneven(Plain):
-    """Steps of lane 1 take long."""
-
-    def __init__(self, seconds):
-        super().__init__()
-        self.seconds = seconds
-
-    def step(self, action):
-        time.sleep(self.seconds)
-        return super().step(action)
 
 
 def test_a_fast_worker_does_not_wait_for_a_slow_one():

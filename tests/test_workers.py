@@ -3,7 +3,9 @@
 import io
 import itertools
 import os
+import re
 import signal
+import time
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from cases import make_env
 from compare import assert_same
 from conftest import scaled
 from counting import always, check
-from faulty_workers import Plain
+from faulty_workers import Plain, Uneven
 from workers import COLLECTORS, TRANSPORTS, by_lane, counting_workers, multi, policy_for
 
 import funcollect as fc
@@ -211,6 +213,17 @@ def test_the_progress_bar_shows_lag_and_restarts():
             c.update_policy_weights_()
     assert "lag=1" in file.getvalue()
     assert "restarts" not in file.getvalue()
+
+
+def test_the_progress_bar_shows_who_waits():
+    """Each batch takes workers and reader as long as the other: both wait."""
+    file = io.StringIO()
+    with multi(SYNC, create_env_fn=[lambda: Uneven(0.005)] * 2, frames_per_batch=20, total_frames=100) as c:
+        for _ in fc.track(c, disable=False, file=file):
+            time.sleep(0.05)
+        waited = {name: c.stats()[name] for name in ("reader_waited", "workers_waited")}
+    assert min(waited.values()) > 0.1
+    assert re.search(r"reader_waits=[1-9]\d*%.*workers_wait=[1-9]\d*%", file.getvalue())
 
 
 def test_a_server_of_processes_that_is_killed_is_replaced():
