@@ -1,5 +1,6 @@
 """Collectors with workers: shapes, order of rows, equality over transports, keywords."""
 
+import functools
 import io
 import itertools
 import os
@@ -13,13 +14,14 @@ from cases import make_env
 from compare import assert_same
 from conftest import scaled
 from counting import always, check
-from faulty_workers import Plain, Uneven
+from faulty_workers import Failing, Plain, Uneven, stumble
 from workers import COLLECTORS, TRANSPORTS, by_lane, counting_workers, multi, policy_for
 
 import funcollect as fc
 from funcollect.collectors import launcher
 from funcollect.collectors.layout import joined
 from funcollect.collectors.server import program
+from funcollect.core.api import init_lanes
 
 SYNC, ASYNC = COLLECTORS
 LANES = ({"lengths": (3, 2)}, {"lengths": (2,), "truncated": (1,)}), ({"lengths": (4, 1)}, {"lengths": (3,)})
@@ -146,6 +148,40 @@ def test_an_asynchronous_worker_collects_what_the_synchronous_one_does():
         own = [batch for batch in batches if int(batch["collector", "lane"][0, 0]) // 2 == worker]
         for one, two in zip(own, wanted, strict=False):
             assert_same(one, two[worker])
+
+
+class Drawing(torch.nn.Module):
+    """Draws from Torch's generator itself, as TorchRL's actors do."""
+
+    def forward(self, observation):
+        drawn = torch.rand(len(observation))
+        return {"action": (drawn > 0.5).long(), "drawn": drawn}
+
+
+def test_lanes_over_a_jax_environment_begin_with_a_generator_of_their_own():
+    env, policy = make_env("gymnax/CartPole-v1", 2), fc.torch_policy(Drawing())
+    states = [init_lanes(env, policy, seed=0, first_lane=lane, total_lanes=4).policy_state for lane in (0, 2)]
+    assert not torch.equal(*(state.generator for state in states))
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
+def test_a_module_that_draws_for_itself_draws_other_numbers_in_every_worker(name):
+    kwargs = {"create_env_fn": [name] * 2, "create_env_kwargs": {"num_envs": 2}, "policy": Drawing()}
+    with multi(SYNC, "serial", frames_per_batch=40, **kwargs) as collector:
+        drawn = next(collector)["drawn"]
+        collector.set_seed(0)
+        again = next(collector)["drawn"]
+    assert not bool((drawn[0] == drawn[1]).any())
+    assert not bool((again[0] == again[1]).any())
+
+
+def test_a_worker_that_takes_anothers_place_draws_other_numbers_than_that_did(tmp_path):
+    made = [functools.partial(Failing, stumble, at=25, once=str(tmp_path / "once"))]
+    kwargs = {"create_env_fn": made, "policy": Drawing(), "frames_per_batch": 10, "on_failure": "restart"}
+    with multi(SYNC, "serial", **kwargs) as collector:
+        drawn = torch.cat([next(collector)["drawn"].flatten() for _ in range(4)])
+        assert collector.stats()["restarts"] == 1
+    assert len(drawn.unique()) == len(drawn)
 
 
 @pytest.mark.filterwarnings("ignore:the reader keeps every batch")
