@@ -288,6 +288,7 @@ class WorkerCollector(Collector):
         Collection goes on afterwards as if nothing had been asked.
         """
         self._check_open()
+        self._weights.settle()
         saved = self._crew.ask("state_dict")
         return {
             "workers": {str(worker): each for worker, each in enumerate(saved)},
@@ -319,9 +320,7 @@ class WorkerCollector(Collector):
         self._crew.finish([self._crew.call(worker, "load_state_dict", each) for worker, each in enumerate(saved)])
         self._seed = seed_of(saved[0]["key"].numpy())
         self._crew.go_on_from(self._seed, [stand_of(each) for each in saved])
-        self._weights.go_on_from(
-            state_dict["policy_version"], saved[0]["policy_state_dict"], own=state_dict["own_weights"]
-        )
+        self._weights.go_on_from(state_dict["policy_version"], saved, own=state_dict["own_weights"])
         self.frames, self._batches = state_dict["frames"], state_dict["iter"]
 
     def stats(self) -> dict[str, float]:
