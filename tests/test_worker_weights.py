@@ -98,9 +98,9 @@ def test_weights_of_a_jax_policy_and_of_some_workers(kind, transport):
 def test_a_tight_loop_of_updates_is_never_read_half_way(kind):
     """Versions never go back, and no worker starves."""
     module = Checksum()
-    last = {}
+    seen = {0: [0], 1: [0]}
     with multi(kind, create_env_fn=["CartPole-v1"] * 2, policy=module, frames_per_batch=40) as collector:
-        for version in range(1, scaled(1000) + 1):
+        for version in itertools.count(1):
             module.become(version)
             collector.update_policy_weights_()
             if version % 10 == 0:
@@ -109,10 +109,11 @@ def test_a_tight_loop_of_updates_is_never_read_half_way(kind):
                 lanes, numbers = (batch["collector", name].flatten() for name in ("lane", "policy_version"))
                 for lane in set(lanes.tolist()):
                     (number,) = set(numbers[lanes == lane].tolist())
-                    assert number >= last.get(lane, 0)
-                    last[lane] = number
-    assert {*last} == {0, 1}
-    assert min(last.values()) > scaled(1000) * 0.9
+                    assert number >= seen[lane][-1]
+                    seen[lane].append(number)
+            if version >= scaled(1000) and min(len(set(numbers)) for numbers in seen.values()) > scaled(20):
+                break  # however slow one is, each has taken new weights again and again
+            assert version < scaled(20_000)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

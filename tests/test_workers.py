@@ -273,13 +273,13 @@ def test_a_server_of_processes_that_is_killed_is_replaced():
 
 def test_processes_begin_afresh_where_a_fork_would_not_be_safe(monkeypatch):
     monkeypatch.setattr(launcher, "program", lambda module, call: _THREADED + program(module, call))
-    launcher._close()
+    monkeypatch.setattr(launcher, "_SERVERS", [])  # the others' goes on
     try:
-        with multi(SYNC, create_env_fn=["CartPole-v1"] * 2, frames_per_batch=20) as collector:
+        with multi(SYNC, create_env_fn=["CartPole-v1"], frames_per_batch=20) as collector:
             batch = next(collector).clone()
     finally:
         launcher._close()
-    with multi(SYNC, "serial", create_env_fn=["CartPole-v1"] * 2, frames_per_batch=20) as collector:
+    with multi(SYNC, "serial", create_env_fn=["CartPole-v1"], frames_per_batch=20) as collector:
         assert_same(batch, next(collector))
 
 
