@@ -8,6 +8,7 @@ import re
 import signal
 import time
 
+import numpy as np
 import pytest
 import torch
 from cases import make_env
@@ -76,6 +77,10 @@ def test_workers_with_frames_of_their_own(transport):
         batch = next(c)
         assert batch["collector", "lane"].tolist() == [0] * 3 + [1] * 5
         assert (c.frames, c.frames_of_batch, c.frames_per_batch) == (8, 8, 8)
+    with multi(ASYNC, transport, create_env_fn=made, policy=always(0), frames_per_batch=np.int64(3)) as c:
+        assert next(c).batch_size == (3,)
+    with pytest.raises(TypeError, match="expected an int"):
+        multi(ASYNC, transport, create_env_fn=made, policy=always(0), frames_per_batch=[3, 5])
     with pytest.raises(ValueError, match=r"\[3, 5\] steps"):
         multi(SYNC, transport, create_env_fn=made, policy=always(0), frames_per_batch=[3, 5])
 
