@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.collect import quiet_mujoco
 from benchmarks.runner import one_thread
 
+TO_START = 180.0  # seconds that a contestant may take to import its library, in all of its processes
 PATIENCE = 60.0  # seconds that a piece of work may take
 TO_CLOSE = 5.0  # seconds that a contestant may take to end its own processes
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
@@ -41,7 +42,7 @@ class Isolated:
         self._process = context.Process(target=_serve, args=(theirs, make))
         self._process.start()
         theirs.close()
-        self._answer("starts")
+        self._answer("starts", TO_START)
         self._signal(signal.SIGSTOP)
 
     def ask(self, work: Callable[..., Any], *args: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -171,6 +172,7 @@ class Independent:
 def _alone(end: Connection, name: str, length: int) -> None:
     import funcollect as fc
 
+    os.setsid()  # as our workers do: Linux shares cores out among sessions
     torch.set_num_threads(1)
     collector = fc.SyncDataCollector(partial(make, name), our_policy(name), frames_per_batch=length, seed=0)
     while (seconds := end.recv()) is not None:
