@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 
-def check_positive(name: str, value: Any) -> None:
+def check_positive(name: str, value: Any, example: int = 128) -> None:
     """Raise unless `value` is a positive int."""
-    _check_int(name, value, "a positive int", least=1, example=128)
+    _check_int(name, value, "a positive int", least=1, example=example)
 
 
 def check_count(name: str, value: Any) -> None:

@@ -76,6 +76,18 @@ def to_tensordict(flat: Mapping[Path, torch.Tensor], batch_size: tuple[int, ...]
     return _build(nest(flat), torch.Size(batch_size))
 
 
+def aliased(nested: Mapping[str, Any], batch_size: torch.Size) -> TensorDict:
+    """A TensorDict of new tensors over the memory of those in a nested dict.
+
+    To autograd they are no views, neither of those nor of each other: one may be changed in place though another is
+    needed for a gradient.
+    """
+    leaves = {
+        name: aliased(value, batch_size) if isinstance(value, dict) else value.data for name, value in nested.items()
+    }
+    return TensorDict._new_unsafe(leaves, batch_size=batch_size)
+
+
 def _build(nested: Mapping[str, Any], batch_size: torch.Size) -> TensorDict:
     leaves = {name: _build(value, batch_size) if isinstance(value, dict) else value for name, value in nested.items()}
     return TensorDict._new_unsafe(leaves, batch_size=batch_size)

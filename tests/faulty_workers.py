@@ -31,6 +31,18 @@ class Plain(gymnasium.Env):
         return np.full(2, self.steps, np.float32), 1.0, self.steps >= 5, False, {}
 
 
+class Uneven(Plain):
+    """Its steps take so many seconds."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def step(self, action):
+        time.sleep(self.seconds)
+        return super().step(action)
+
+
 class Failing(Plain):
     """Does `act` at step `at` of its life; only the first of those that share the file `once`, where one is given."""
 

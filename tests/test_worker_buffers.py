@@ -55,8 +55,12 @@ def test_a_buffer_is_filled_paused_and_filled_on(kind, transport):
         assert collector.state_dict()["frames"] == collector.frames
         collector.resume()
         buffer.wait_for(count + 8)
-        with pytest.raises(RuntimeError, match="pause"):
-            next(collector)
+        for taken in (
+            lambda: next(collector), collector.rollout, collector.reset, collector.state_dict,
+            lambda: collector.set_seed(0), lambda: collector.load_state_dict({}),
+        ):  # fmt: skip
+            with pytest.raises(RuntimeError, match="pause"):
+                taken()
         with pytest.raises(RuntimeError, match="already"):
             collector.start(buffer)
     assert buffer.batches[-1]["collector", "policy_version"].max() == 19

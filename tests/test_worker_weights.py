@@ -1,11 +1,13 @@
 """Weights on their way to workers: the latest ones, whole, in order, for Torch and for JAX."""
 
+import functools
 import itertools
 
 import jax.numpy as jnp
 import pytest
 import torch
 from conftest import scaled
+from faulty_workers import Failing, Plain, stumble
 from workers import COLLECTORS, TRANSPORTS, multi
 
 import funcollect as fc
@@ -96,9 +98,9 @@ def test_weights_of_a_jax_policy_and_of_some_workers(kind, transport):
 def test_a_tight_loop_of_updates_is_never_read_half_way(kind):
     """Versions never go back, and no worker starves."""
     module = Checksum()
-    last = {}
+    seen = {0: [0], 1: [0]}
     with multi(kind, create_env_fn=["CartPole-v1"] * 2, policy=module, frames_per_batch=40) as collector:
-        for version in range(1, scaled(1000) + 1):
+        for version in itertools.count(1):
             module.become(version)
             collector.update_policy_weights_()
             if version % 10 == 0:
@@ -107,10 +109,11 @@ def test_a_tight_loop_of_updates_is_never_read_half_way(kind):
                 lanes, numbers = (batch["collector", name].flatten() for name in ("lane", "policy_version"))
                 for lane in set(lanes.tolist()):
                     (number,) = set(numbers[lanes == lane].tolist())
-                    assert number >= last.get(lane, 0)
-                    last[lane] = number
-    assert {*last} == {0, 1}
-    assert min(last.values()) > scaled(1000) * 0.9
+                    assert number >= seen[lane][-1]
+                    seen[lane].append(number)
+            if version >= scaled(1000) and min(len(set(numbers)) for numbers in seen.values()) > scaled(20):
+                break  # however slow one is, each has taken new weights again and again
+            assert version < scaled(20_000)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -172,3 +175,59 @@ def test_what_was_ready_before_loading_is_not_delivered_after_it(kind, more, tra
         assert collector.stats()["policy_version"] == 0
         for _ in range(6):
             assert set(next(collector)["collector", "policy_version"].flatten().tolist()) == {0}
+
+
+def seen_by(collector, batches=6):
+    """The version that each lane acts with, once every worker has delivered; each is shown to be whole."""
+    seen = {}
+    while batches or len(seen) < 2:
+        batch, batches = next(collector), max(batches - 1, 0)
+        versions_of(batch)
+        rows = zip(batch["collector", "lane"].flatten(), batch["collector", "policy_version"].flatten(), strict=True)
+        seen |= {int(lane): int(version) for lane, version in rows}
+    return seen
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("kind", COLLECTORS)
+def test_a_state_is_saved_with_the_latest_weights_and_those_of_each_worker(kind, transport):
+    module, kwargs = Checksum(), {"create_env_fn": ["CartPole-v1"] * 2, "frames_per_batch": 40}
+    with multi(kind, transport, policy=module, **kwargs) as collector:
+        next(collector)
+        for version in range(1, 8):
+            module.become(version)
+            collector.update_policy_weights_(worker_ids=None if version < 7 else [1])
+        saved = collector.state_dict()
+    other = Checksum()
+    with multi(kind, transport, policy=other, **kwargs) as collector:
+        collector.load_state_dict(saved)
+        assert seen_by(collector) == {0: 6, 1: 7}
+        assert float(other.weight.detach()[0]) == 7
+        other.become(8)
+        collector.update_policy_weights_()
+        while seen_by(collector) != {0: 8, 1: 8}:
+            pass
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("given", ["policy", "policy_factory"])
+def test_a_worker_that_is_replaced_after_loading_has_the_weights_that_were_loaded(given, transport, tmp_path):
+    def collector_of(*envs):
+        policy = {"policy": Checksum()} if given == "policy" else {"policy_factory": Checksum}
+        return multi(SYNC, transport, create_env_fn=list(envs), frames_per_batch=40, on_failure="restart", **policy)
+
+    new = [Checksum() for _ in range(3)]
+    for version, module in enumerate(new):
+        module.become(version)
+    with collector_of(Plain, Plain) as collector:
+        collector.update_policy_weights_(dict(new[1].state_dict()))
+        next(collector)
+        saved = collector.state_dict()
+    once = str(tmp_path / "once")
+    with collector_of(Plain, functools.partial(Failing, stumble, at=50, once=once)) as collector:
+        collector.update_policy_weights_(dict(new[1].state_dict()))
+        collector.update_policy_weights_(dict(new[2].state_dict()))
+        next(collector)
+        collector.load_state_dict(saved)
+        assert seen_by(collector) == {0: 1, 1: 1}
+        assert collector.stats()["restarts"] == 1

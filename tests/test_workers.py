@@ -1,23 +1,28 @@
 """Collectors with workers: shapes, order of rows, equality over transports, keywords."""
 
+import functools
 import io
 import itertools
 import os
+import re
 import signal
+import time
 
+import numpy as np
 import pytest
 import torch
 from cases import make_env
 from compare import assert_same
 from conftest import scaled
 from counting import always, check
-from faulty_workers import Plain
+from faulty_workers import Failing, Plain, Uneven, stumble
 from workers import COLLECTORS, TRANSPORTS, by_lane, counting_workers, multi, policy_for
 
 import funcollect as fc
 from funcollect.collectors import launcher
 from funcollect.collectors.layout import joined
 from funcollect.collectors.server import program
+from funcollect.core.api import init_lanes
 
 SYNC, ASYNC = COLLECTORS
 LANES = ({"lengths": (3, 2)}, {"lengths": (2,), "truncated": (1,)}), ({"lengths": (4, 1)}, {"lengths": (3,)})
@@ -72,6 +77,10 @@ def test_workers_with_frames_of_their_own(transport):
         batch = next(c)
         assert batch["collector", "lane"].tolist() == [0] * 3 + [1] * 5
         assert (c.frames, c.frames_of_batch, c.frames_per_batch) == (8, 8, 8)
+    with multi(ASYNC, transport, create_env_fn=made, policy=always(0), frames_per_batch=np.int64(3)) as c:
+        assert next(c).batch_size == (3,)
+    with pytest.raises(TypeError, match="expected an int"):
+        multi(ASYNC, transport, create_env_fn=made, policy=always(0), frames_per_batch=[3, 5])
     with pytest.raises(ValueError, match=r"\[3, 5\] steps"):
         multi(SYNC, transport, create_env_fn=made, policy=always(0), frames_per_batch=[3, 5])
 
@@ -146,6 +155,40 @@ def test_an_asynchronous_worker_collects_what_the_synchronous_one_does():
             assert_same(one, two[worker])
 
 
+class Drawing(torch.nn.Module):
+    """Draws from Torch's generator itself, as TorchRL's actors do."""
+
+    def forward(self, observation):
+        drawn = torch.rand(len(observation))
+        return {"action": (drawn > 0.5).long(), "drawn": drawn}
+
+
+def test_lanes_over_a_jax_environment_begin_with_a_generator_of_their_own():
+    env, policy = make_env("gymnax/CartPole-v1", 2), fc.torch_policy(Drawing())
+    states = [init_lanes(env, policy, seed=0, first_lane=lane, total_lanes=4).policy_state for lane in (0, 2)]
+    assert not torch.equal(*(state.generator for state in states))
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
+def test_a_module_that_draws_for_itself_draws_other_numbers_in_every_worker(name):
+    kwargs = {"create_env_fn": [name] * 2, "create_env_kwargs": {"num_envs": 2}, "policy": Drawing()}
+    with multi(SYNC, "serial", frames_per_batch=40, **kwargs) as collector:
+        drawn = next(collector)["drawn"]
+        collector.set_seed(0)
+        again = next(collector)["drawn"]
+    assert not bool((drawn[0] == drawn[1]).any())
+    assert not bool((again[0] == again[1]).any())
+
+
+def test_a_worker_that_takes_anothers_place_draws_other_numbers_than_that_did(tmp_path):
+    made = [functools.partial(Failing, stumble, at=25, once=str(tmp_path / "once"))]
+    kwargs = {"create_env_fn": made, "policy": Drawing(), "frames_per_batch": 10, "on_failure": "restart"}
+    with multi(SYNC, "serial", **kwargs) as collector:
+        drawn = torch.cat([next(collector)["drawn"].flatten() for _ in range(4)])
+        assert collector.stats()["restarts"] == 1
+    assert len(drawn.unique()) == len(drawn)
+
+
 @pytest.mark.filterwarnings("ignore:the reader keeps every batch")
 @pytest.mark.parametrize("kind", COLLECTORS)
 def test_check_collector(kind):
@@ -213,6 +256,17 @@ def test_the_progress_bar_shows_lag_and_restarts():
     assert "restarts" not in file.getvalue()
 
 
+def test_the_progress_bar_shows_who_waits():
+    """Each batch takes workers and reader as long as the other: both wait."""
+    file = io.StringIO()
+    with multi(SYNC, create_env_fn=[lambda: Uneven(0.005)] * 2, frames_per_batch=20, total_frames=100) as c:
+        for _ in fc.track(c, disable=False, file=file):
+            time.sleep(0.05)
+        waited = {name: c.stats()[name] for name in ("reader_waited", "workers_waited")}
+    assert min(waited.values()) > 0.1
+    assert re.search(r"reader_waits=[1-9]\d*%.*workers_wait=[1-9]\d*%", file.getvalue())
+
+
 def test_a_server_of_processes_that_is_killed_is_replaced():
     with multi(SYNC, create_env_fn=[Plain] * 2, frames_per_batch=20):
         (server,) = launcher._SERVERS
@@ -224,13 +278,13 @@ def test_a_server_of_processes_that_is_killed_is_replaced():
 
 def test_processes_begin_afresh_where_a_fork_would_not_be_safe(monkeypatch):
     monkeypatch.setattr(launcher, "program", lambda module, call: _THREADED + program(module, call))
-    launcher._close()
+    monkeypatch.setattr(launcher, "_SERVERS", [])  # the others' goes on
     try:
-        with multi(SYNC, create_env_fn=["CartPole-v1"] * 2, frames_per_batch=20) as collector:
+        with multi(SYNC, create_env_fn=["CartPole-v1"], frames_per_batch=20) as collector:
             batch = next(collector).clone()
     finally:
         launcher._close()
-    with multi(SYNC, "serial", create_env_fn=["CartPole-v1"] * 2, frames_per_batch=20) as collector:
+    with multi(SYNC, "serial", create_env_fn=["CartPole-v1"], frames_per_batch=20) as collector:
         assert_same(batch, next(collector))
 
 

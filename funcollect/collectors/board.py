@@ -48,7 +48,7 @@ class SharedBoard:
         """A message of which place to read; the first one brings the memory."""
         fds = () if worker in self._told else (self._fd,)
         self._told.add(worker)
-        return Call(worker, "adopt", (place, version, self._layout, self._count), fds)
+        return Call(worker, "fetch", (place, version, self._layout, self._count), fds)
 
     def restarted(self, worker: int) -> None:
         """Forget what this worker has been told."""

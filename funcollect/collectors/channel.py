@@ -18,7 +18,7 @@ import cloudpickle
 _PACKET = 1 << 14  # bytes; sockets take several times more
 _MOST_FDS = 8
 _FD = array.array("i")
-_INLINE, _IN_MEMORY = b"i", b"m"
+_IN_MEMORY = b"m"  # no pickle begins with it
 _ROOM = socket.CMSG_SPACE(_MOST_FDS * _FD.itemsize)
 _AT_ONCE, _NOT_INHERITED = int(socket.MSG_DONTWAIT), int(socket.MSG_CMSG_CLOEXEC)  # flags are slow to combine
 
@@ -50,16 +50,22 @@ class Channel:
             OSError: where the other end is closed.
         """
         data = pickle.dumps(message, -1) if plain else cloudpickle.dumps(message, -1)
-        if len(data) < _PACKET:
-            socket.send_fds(self._socket, [_INLINE, data], fds)
+        if len(data) <= _PACKET:
+            self._send(data, fds)
             return
         memory = os.memfd_create("message")
         try:
             with open(memory, "wb", closefd=False) as file:
                 file.write(data)
-            socket.send_fds(self._socket, [_IN_MEMORY], [*fds, memory])
+            self._send(_IN_MEMORY, [*fds, memory])
         finally:
             os.close(memory)
+
+    def _send(self, packet: bytes, fds: Sequence[int]) -> None:
+        if fds:
+            socket.send_fds(self._socket, [packet], fds)
+        else:
+            self._socket.send(packet)
 
     def receive(self, *, wait: bool = True) -> tuple[Any, list[int]] | None:
         """The next object and the descriptors that came with it, which are the caller's; None where there is none yet.
@@ -68,15 +74,15 @@ class Channel:
             EOFError: where the other end is closed and all has been read.
         """
         try:
-            data, fds = receive_packet(self._socket, _PACKET + 1, 0 if wait else _AT_ONCE)
+            data, fds = receive_packet(self._socket, _PACKET, 0 if wait else _AT_ONCE)
         except BlockingIOError:
             return None
         except ConnectionResetError as error:
             raise EOFError from error
         if not data:
             raise EOFError
-        if data[:1] == _INLINE:
-            return pickle.loads(memoryview(data)[1:]), fds
+        if data != _IN_MEMORY:
+            return pickle.loads(data), fds
         with open(fds.pop(), "rb") as file:
             file.seek(0)
             return pickle.loads(file.read()), fds

@@ -10,7 +10,8 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import VectorEnv
 
-from funcollect.collectors.options import Options, WorkerOptions
+from funcollect.arguments import check_positive
+from funcollect.collectors.options import Keywords, Options, WorkerOptions
 from funcollect.collectors.runner import Place
 from funcollect.collectors.source import Source
 from funcollect.collectors.worker import Hello, Job
@@ -22,7 +23,14 @@ _OF_WORKERS = ("device", "env_device", "policy_device")
 
 
 def worker_options(frames: int, keywords: Mapping[str, Any]) -> WorkerOptions:
-    """The collector's own keywords: without those that list a device for each worker."""
+    """The collector's own keywords: without those that list a device for each worker.
+
+    Raises:
+        TypeError, ValueError: for an unknown keyword, or a value out of its range.
+    """
+    if unknown := sorted(keywords.keys() - Keywords.__annotations__.keys()):
+        known = ", ".join(sorted(Keywords.__annotations__))
+        raise TypeError(f"the keywords {unknown} are unknown, expected some of {known}: look for a slip of the pen")
     listed = {name for name in _OF_WORKERS if isinstance(keywords.get(name), (list, tuple))}
     return WorkerOptions(frames_per_batch=frames, **{name: keywords[name] for name in keywords if name not in listed})
 
@@ -31,9 +39,11 @@ def environments(create_env_fn: Any, num_workers: int | None) -> list[Any]:
     """What each worker's environment is made from.
 
     Raises:
-        TypeError: for one environment without a number of workers.
+        TypeError: for one environment without a number of workers, or a number that is none.
         ValueError: for a list of another length, an empty one, or one live environment for several workers.
     """
+    if num_workers is not None:
+        check_positive("num_workers", num_workers, example=4)
     if not isinstance(create_env_fn, (list, tuple)):
         if num_workers is None:
             raise TypeError(
@@ -109,9 +119,11 @@ def make_jobs(
 
 def shares(frames_per_batch: int | Sequence[int], count: int) -> list[int]:
     """The frames of each worker in a batch of all: equal shares, rounded up, or as they are listed."""
-    if not isinstance(frames_per_batch, int):
-        return each("frames_per_batch", frames_per_batch, count)
-    return [math.ceil(frames_per_batch / count)] * count
+    listed = isinstance(frames_per_batch, (list, tuple))
+    frames = each("frames_per_batch", frames_per_batch, count)
+    for share in frames:
+        check_positive("frames_per_batch", share)
+    return frames if listed else [math.ceil(share / count) for share in frames]
 
 
 def check_alike(hellos: Sequence[Hello]) -> None:

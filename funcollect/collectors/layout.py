@@ -145,13 +145,11 @@ class Layout:
             return column.squeeze(2) if self.single else column.transpose(1, 2)
         return column.squeeze(1) if self.single else column.transpose(0, 1)
 
-    def batch(self, memory: Memory) -> Any:
-        """The batch that stands in memory: a TensorDict of views, which hold on to `memory` itself."""
+    def batch(self, memory: Memory) -> tuple[dict[Path, Tensor], tuple[int, ...]]:
+        """The batch that stands in memory: its leaves, all of one storage, which holds on to `memory`; its size."""
         views, batch_size = self._views
         flat = torch.from_numpy(memory)
-        typed = {dtype: flat.view(dtype) for dtype in {view.dtype for view in views}}
-        leaves = {view.path: typed[view.dtype].as_strided(*view[2:]) for view in views}
-        return to_tensordict(leaves, batch_size)
+        return {view.path: flat.view(view.dtype).as_strided(*view[2:]) for view in views}, batch_size
 
 
 def joined(parts: Sequence[TensorDictBase], join: Join | None) -> Any:

@@ -62,7 +62,7 @@ class MultiSyncDataCollector(WorkerCollector):
 
     def _shared(self, frames_per_batch: int | Sequence[int], count: int) -> tuple[int, list[int]]:
         frames = shares(frames_per_batch, count)
-        return frames_per_batch if isinstance(frames_per_batch, int) else sum(frames), frames
+        return sum(frames) if isinstance(frames_per_batch, Sequence) else frames_per_batch, frames
 
     def _open_gathering(self) -> Gathering:
         if len({*self._lengths}) > 1 and (self.cat_results == "stack" or (self.cat_results == 0 and self.num_envs)):
@@ -98,7 +98,7 @@ class MultiaSyncDataCollector(WorkerCollector):
     _eager = True
 
     def _shared(self, frames_per_batch: int | Sequence[int], count: int) -> tuple[int, list[int]]:
-        if not isinstance(frames_per_batch, int):
+        if isinstance(frames_per_batch, Sequence):
             raise TypeError(f"frames_per_batch is {frames_per_batch!r:.80}, expected an int: pass that of each rollout")
         return frames_per_batch, [frames_per_batch] * count
 

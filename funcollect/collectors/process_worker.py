@@ -25,6 +25,8 @@ from funcollect.collectors.worker import Report, Worker, failure_of
 from funcollect.core.request import NOWHERE
 from funcollect.tree import Path
 
+_WEIGHTS = ("fetch", "adopt", "take_params")  # calls that bring new ones
+
 
 class Setup(NamedTuple):
     """What a process takes over from the collector's, and how it is to run."""
@@ -119,7 +121,7 @@ class Served:
             waiting.append((*message[0], message[1]))
         eager = self._eager and self._worker is not None
         for call in list(waiting):
-            if call[1] == "close" or (eager and call[1] in ("adopt", "take_params")):
+            if call[1] == "close" or (eager and call[1] in _WEIGHTS):
                 waiting.remove(call)
                 return call
         return waiting.popleft()
@@ -135,8 +137,8 @@ class Served:
                 return self._collect(*args)
             case "attach":
                 return self._attach(*args, fd=fds[0])
-            case "adopt":
-                return self._adopt(*args, fds=fds)
+            case "fetch":
+                return self._fetch(*args, fds=fds)
             case _:
                 return getattr(self._worker, name)(*args)
 
@@ -160,7 +162,7 @@ class Served:
         store(batch, self._slots[slot], self._single)
         return None, report
 
-    def _adopt(self, place: int, version: int, layout: Layout, count: int, *, fds: list[int]) -> None:
+    def _fetch(self, place: int, version: int, layout: Layout, count: int, *, fds: list[int]) -> None:
         """Take over weights; their memory comes with the first ones."""
         assert self._worker is not None
         if fds:

@@ -21,7 +21,7 @@ from funcollect.collectors.slots import SlotDock
 from funcollect.collectors.transport import Answer, Call, Gone, Group, Link
 from funcollect.collectors.worker import Report
 
-_TO_CLOSE = 2.0  # seconds that workers have to close their environments
+_TO_CLOSE = 1.0  # seconds that workers have to close their environments: Ctrl-C is to end a script within two
 _TO_DIE = 5.0  # seconds until a killed process is gone
 _TO_TELL = 1.0  # seconds within which a process shows its Python stack
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from funcollect.collectors.options import Options
 from funcollect.collectors.source import Source
 from funcollect.core import api
 from funcollect.core.request import NOWHERE, Columns
-from funcollect.core.reseed import next_seed, reseed, resume, saved_counts, saved_leaves
+from funcollect.core.reseed import go_on, next_seed, reseed, resume, saved_counts, saved_leaves
 from funcollect.errors import ClosedError
 
 _SAVED = (
@@ -144,9 +143,7 @@ class Runner:
 
     def go_on(self, *, steps: int, episode: int) -> None:
         """Begin new episodes as if so many steps had been made and, in every lane, the episodes up to this one."""
-        counts = saved_counts(self.state)
-        counts["steps"], counts["episode"] = steps, torch.full_like(counts["episode"], episode)
-        self.state = resume(self.env, self.state, {**counts, "policy_state": saved_leaves(self.state.policy_state)})
+        self.state = go_on(self.env, self.policy, self.state, steps=steps, episode=episode)
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs: weights, key, counters. Episodes in flight begin anew after loading.

@@ -2,38 +2,68 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import weakref
+import sys
 from collections.abc import Callable, Sequence
 
-import numpy as np
+import torch
 from tensordict import TensorDict
 
-from funcollect.collectors.layout import Column, Layout
-from funcollect.collectors.memory import MAPPING, shared_memory
+from funcollect.collectors.layout import Column, Layout, Memory
+from funcollect.collectors.memory import mapped, shared_memory
 from funcollect.collectors.transport import Call, Group, Shipment
 from funcollect.errors import WorkerError
+from funcollect.tree import aliased, nest
 
 _SLOTS = 3  # one that the reader looks at, one that is ready, one that is written
 
 
+class Slot:
+    """A piece of memory for one batch, which is the reader's until no view of it lives.
+
+    Each batch is made of aliases of the same tensors. So all that a reader may keep, slices, arrays or a graph of
+    autograd, refers to one storage, whose references tell whether anything of it lives.
+    """
+
+    def __init__(self, layout: Layout, memory: Memory) -> None:
+        self._layout = layout
+        self._memory = memory
+        self._open()
+
+    def _open(self) -> None:
+        leaves, batch_size = self._layout.batch(self._memory)
+        self._leaves, self._size = nest(leaves), torch.Size(batch_size)
+        self._first = next(iter(leaves.values()))
+        self._address = self._first.data_ptr()
+        self._storage = self._first.untyped_storage()
+        self._own = self._references()
+
+    def _references(self) -> tuple[int, int]:
+        """To the storage: of tensors and arrays, and of Python."""
+        return torch._C._storage_Use_Count(self._storage._cdata), sys.getrefcount(self._storage)
+
+    @property
+    def lent(self) -> bool:
+        """Whether a view of it lives."""
+        return self._references() != self._own
+
+    def batch(self) -> TensorDict:
+        """The batch that stands in it."""
+        if self._first.data_ptr() != self._address:  # `share_memory_` has given the storage other memory
+            self._open()
+        return aliased(self._leaves, self._size)
+
+
 class Slots:
-    """Pieces of memory of one layout; each is lent to a reader until no view of it lives."""
+    """Slots of one layout in one shared memory."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.fd = shared_memory(_SLOTS * layout.size)
-        self._memory = mmap.mmap(self.fd, _SLOTS * layout.size, flags=MAPPING)
+        self._slots = [Slot(layout, memory) for memory in mapped(self.fd, _SLOTS, layout.size)]
 
-    def batch(self, place: int, released: Callable[[int], object] | None) -> TensorDict:
-        """The batch that stands in a slot; `released` is called with the slot when its last view is gone."""
-        size = self.layout.size
-        memory = np.frombuffer(self._memory, np.uint8, size, place * size)  # all views refer to this very array
-        if released is not None:
-            weakref.finalize(memory, released, place).atexit = False
-        batch: TensorDict = self.layout.batch(memory)
-        return batch
+    def __getitem__(self, place: int) -> Slot:
+        return self._slots[place]
 
     def close(self) -> None:
         """Let go of the memory; batches keep what they show."""
@@ -54,8 +84,15 @@ class SlotDock:
         self._written: set[int] = set()
         self.copies = 0
 
+    @property
+    def lent(self) -> set[int]:
+        """The places of which the reader holds views."""
+        self._lent = {place for place in self._lent if self._slots is not None and self._slots[place].lent}
+        return self._lent
+
     def _free(self) -> list[int]:
-        return [place for place in range(_SLOTS) if place not in self._lent and place not in self._written]
+        taken = self.lent | self._written
+        return [place for place in range(_SLOTS) if place not in taken]
 
     def room(self) -> bool:
         """Whether another batch may be begun; before there are slots, only one."""
@@ -110,14 +147,13 @@ class SlotDock:
     def deliver(self, shipment: Shipment) -> TensorDict:
         """The batch: views of its slot, or a copy where the reader looks at all others."""
         assert self._slots is not None
-        place = shipment.place
-        if len(self._lent) < _SLOTS - 1:
-            self._lent.add(place)
-            self._written.discard(place)
-            return self._slots.batch(place, self._lent.discard)
-        self.copies += 1
-        batch = self._slots.batch(place, None).clone()
-        self._written.discard(place)
+        batch = self._slots[shipment.place].batch()
+        if len(self.lent) < _SLOTS - 1:
+            self._lent.add(shipment.place)
+        else:
+            self.copies += 1
+            batch = batch.clone()
+        self._written.discard(shipment.place)
         return batch
 
     def restarted(self, worker: int) -> Sequence[Call]:

@@ -15,11 +15,19 @@ from funcollect.policies.binding import TorchBacked
 
 @dataclass(frozen=True, eq=False)
 class Version:
-    """One update: laid down on the board, or parameters that go by themselves."""
+    """One update: laid down on the board, or parameters that go by themselves.
+
+    Attributes:
+        number: the policy's version.
+        place: on the board.
+        params: what goes by itself; None for the policy's own.
+        loaded: whether these were the policy's own weights when they were saved, and are to be that again.
+    """
 
     number: int
     place: int | None = None
     params: Any = None
+    loaded: bool = False
 
 
 class Weights:
@@ -111,9 +119,9 @@ class Weights:
         self._refusal = call.error
 
     def _call(self, worker: int, version: Version) -> Call:
-        if version.place is None:
-            return Call(worker, "take_params", (version.params, version.number))
-        return self._board.call(worker, version.place, version.number)
+        if version.place is not None:
+            return self._board.call(worker, version.place, version.number)
+        return Call(worker, "adopt" if version.loaded else "take_params", (version.params, version.number))
 
     def settle(self) -> None:
         """Return once every worker has been told of the latest weights: what it is told next, it does with them."""
@@ -135,12 +143,26 @@ class Weights:
         self._under_way[worker] = (wanted, call)
         return (call,)
 
-    def go_on_from(self, version: int, weights: Any, *, own: bool) -> None:
-        """Take over a version that was saved, and that the workers have loaded."""
+    def go_on_from(self, version: int, saved: Sequence[Mapping[str, Any]], *, own: bool) -> None:
+        """Take over what was saved of every worker, and what they have loaded; all that they were told is done."""
         self.version, self.own = version, own
-        if not weights or not hasattr(self._policy, "load"):
-            return
-        if own:
-            self._policy.load(weights)
-        self.version -= 1
-        self.update(None if own else weights, range(len(self._wanted)))
+        here = hasattr(self._policy, "load")
+        self._under_way = [None] * len(saved)
+        self._wanted = [None] * len(saved)
+        for worker, state in enumerate(saved):
+            if weights := state["policy_state_dict"]:
+                self._wanted[worker] = self._saved_version(worker, state, weights, here=here)
+        self._taken = list(self._wanted)
+        latest = max(saved, key=lambda state: int(state["policy_version"]))["policy_state_dict"]
+        if own and here and latest:
+            self._policy.load(latest)
+
+    def _saved_version(self, worker: int, state: Mapping[str, Any], weights: Any, *, here: bool) -> Version:
+        number = state["policy_version"]
+        if not here:
+            return Version(number, params=weights, loaded=state["own_weights"])
+        for other in self._wanted[:worker]:
+            if other is not None and other.number == number:
+                return other
+        with self._crew.lock:
+            return Version(number, self._lay_down(weights, [worker]))

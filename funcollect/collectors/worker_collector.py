@@ -153,13 +153,14 @@ class WorkerCollector(Collector):
         return self._seed
 
     def _gather(self) -> TensorDictBase:
+        self._check_at_rest()
         if self.options.update_at_each_batch and self._batches:
             self.update_policy_weights_()
         return self.rollout()
 
     def rollout(self) -> TensorDictBase:
         """One batch as it is gathered, whether or not the run has ended: not split, not post-processed."""
-        self._check_open()
+        self._check_at_rest()
         began = time.monotonic()
         last = 0 <= self.options.total_frames <= self.frames + self.frames_of_batch
         try:
@@ -172,18 +173,14 @@ class WorkerCollector(Collector):
         self.frames += batch.numel()
         if not self._warned and self._gathering.copies:
             self._warned = True
-            warnings.warn(_KEPT, stacklevel=5)  # where the loop over the batches stands
+            warnings.warn(_KEPT, stacklevel=4)  # where the loop over the batches stands
         return batch
-
-    def __next__(self) -> TensorDictBase:
-        if self._filler is not None and self._filler.at_work and not self._filler.own:
-            raise RuntimeError("the collector fills a buffer, expected it to rest: call pause() before taking batches")
-        return super().__next__()
 
     def start(self, buffer: Any) -> None:
         """Fill a buffer from a thread, ``buffer.extend(batch)``, until the run ends or the collector is shut down.
 
-        Weights may be updated meanwhile. An exception in the thread is raised by the next call of the collector.
+        Weights may be updated and `stats` read meanwhile; all else needs `pause`. An exception in the thread is raised
+        by the next call of the collector.
 
         Args:
             buffer: a replay buffer, or whatever has `extend`.
@@ -209,6 +206,8 @@ class WorkerCollector(Collector):
 
     def pause(self) -> None:
         """Return once the batch under way is in the buffer, and fill it no further until `resume`.
+
+        Meanwhile batches can be taken, and whatever else changes or saves the run.
 
         Raises:
             RuntimeError: where no buffer was given to `start`.
@@ -237,7 +236,7 @@ class WorkerCollector(Collector):
         Raises:
             ValueError: for a mask of another shape or dtype.
         """
-        self._check_open()
+        self._check_at_rest()
         masks: list[Tensor | None] = [None] * self.num_workers
         if mask is not None:
             lanes = self.num_workers * (self.num_envs or 1)
@@ -254,7 +253,7 @@ class WorkerCollector(Collector):
         Returns:
             The seed for the next collector, as TorchRL works it out; `seed` itself for `static_seed`.
         """
-        self._check_open()
+        self._check_at_rest()
         key_from_seed(seed)
         self._crew.ask("set_seed", seed)
         self._crew.go_on_from(seed)
@@ -287,7 +286,8 @@ class WorkerCollector(Collector):
 
         Collection goes on afterwards as if nothing had been asked.
         """
-        self._check_open()
+        self._check_at_rest()
+        self._weights.settle()
         saved = self._crew.ask("state_dict")
         return {
             "workers": {str(worker): each for worker, each in enumerate(saved)},
@@ -305,7 +305,7 @@ class WorkerCollector(Collector):
         Raises:
             TypeError, ValueError: for what is no `state_dict` of as many workers.
         """
-        self._check_open()
+        self._check_at_rest()
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict is {type(state_dict).__name__}, expected a dict: pass what state_dict gave")
         if missing := [name for name in _SAVED if name not in state_dict]:
@@ -319,9 +319,7 @@ class WorkerCollector(Collector):
         self._crew.finish([self._crew.call(worker, "load_state_dict", each) for worker, each in enumerate(saved)])
         self._seed = seed_of(saved[0]["key"].numpy())
         self._crew.go_on_from(self._seed, [stand_of(each) for each in saved])
-        self._weights.go_on_from(
-            state_dict["policy_version"], saved[0]["policy_state_dict"], own=state_dict["own_weights"]
-        )
+        self._weights.go_on_from(state_dict["policy_version"], saved, own=state_dict["own_weights"])
         self.frames, self._batches = state_dict["frames"], state_dict["iter"]
 
     def stats(self) -> dict[str, float]:
@@ -357,6 +355,11 @@ class WorkerCollector(Collector):
         self._finalizer()
         if filler is not None:
             filler.join()
+
+    def _check_at_rest(self) -> None:
+        self._check_open()
+        if self._filler is not None and self._filler.at_work and not self._filler.own:
+            raise RuntimeError("the collector fills a buffer, expected it to rest: call pause() before")
 
     def _check_open(self) -> None:
         if self._filler is not None and not self._filler.own:

@@ -16,7 +16,7 @@ from funcollect.core.fused_checks import check_live, check_one_run
 from funcollect.core.request import Request
 from funcollect.core.routes import route_of, run_adopted
 from funcollect.core.simulation import Hold, Simulation
-from funcollect.core.state import CollectorState, fresh_counters
+from funcollect.core.state import CollectorState, fresh_counters, policy_start
 from funcollect.envs.jax_env import JaxEnv, JaxEnvState
 from funcollect.interop.jax_setup import compiled
 from funcollect.keys import Key, key_from_seed
@@ -59,7 +59,7 @@ def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, t
     count = env.num_envs or 1
     if env.backend == "jax":
         return _init_jax(env, policy, key, first_lane, total_lanes)  # type: ignore[arg-type]
-    policy_state = policy.init(key, count)
+    policy_state = policy_start(policy, key, count, first_lane)
     lane = torch.arange(first_lane, first_lane + count)
     counters = fresh_counters(count, getattr(env, "device", "cpu"))
     if env.backend == "host":
@@ -94,7 +94,7 @@ def _init_jax(env: JaxEnv, policy: Policy, key: Key, first_lane: int, total_lane
         return traced.init(env, RandomPolicy(env.action_spec), None, key=key, first_lane=lane, total_lanes=total_lanes)
 
     state: CollectorState = compiled(env, ("init", total_lanes), first)(key, first_lane)
-    return state.replace(policy_state=policy.init(key, state.num_lanes))
+    return state.replace(policy_state=policy_start(policy, key, state.num_lanes, first_lane))
 
 
 def check_pair(env: Any, policy: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from funcollect.core.api import reset
 from funcollect.core.simulation import Hold
-from funcollect.core.state import CollectorState
+from funcollect.core.state import CollectorState, policy_start
 from funcollect.envs.jax_env import JaxEnvState
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.words import from_number
@@ -33,7 +33,7 @@ def reseed(env: Env, policy: Policy, state: CollectorState, seed: int) -> Collec
     """New episodes under another key. Before the first step all counts begin again, so it is as if `init` had it."""
     key = key_from_seed(seed)
     episode = state.episode if state.steps_made else _minus_one(state.episode)
-    policy_state = policy.init(key, state.num_lanes)
+    policy_state = policy_start(policy, key, state.num_lanes, int(state.lane[0]))
     return _restarted(env, state.replace(key=key, episode=episode, policy_state=policy_state))
 
 
@@ -62,6 +62,14 @@ def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> Collect
     policy_state = _restored(state.policy_state, saved["policy_state"])
     key = saved["key"].numpy().astype(np.uint32)
     return _restarted(env, state.replace(key=key, policy_state=policy_state, **counts))
+
+
+def go_on(env: Env, policy: Policy, state: CollectorState, *, steps: int, episode: int) -> CollectorState:
+    """New episodes as if so many steps had been made and, in every lane, the episodes up to this one."""
+    counts = saved_counts(state)
+    counts["steps"], counts["episode"] = steps, torch.full_like(counts["episode"], episode)
+    policy_state = policy_start(policy, state.key, state.num_lanes, int(state.lane[0]), steps)
+    return resume(env, state, {**counts, "policy_state": saved_leaves(policy_state)})
 
 
 def saved_counts(state: CollectorState) -> dict[str, Any]:

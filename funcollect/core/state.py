@@ -13,7 +13,9 @@ from torch import Tensor
 
 from funcollect.interop.jax_setup import with_jax
 from funcollect.interop.words import number
-from funcollect.keys import Key, seed_of
+from funcollect.keys import Key, Purpose, fold, generator_state, seed_of
+from funcollect.policies.torch_policy import TorchPolicyState
+from funcollect.specs import Policy
 from funcollect.tree import NAMESPACE, Path
 
 Integers = TypeVar("Integers", Tensor, npt.NDArray[np.int64])
@@ -124,3 +126,15 @@ def _register(jax: Any) -> None:
 
 
 with_jax(_register)
+
+
+def policy_start(policy: Policy, key: Key, num_envs: int, first_lane: int, steps: int = 0) -> Any:
+    """The policy's state for the lanes from `first_lane` on, after so many steps of theirs.
+
+    A module that draws from Torch's generator gets other numbers in other lanes, and in a worker that takes another's
+    place at a later step; everything else that is random depends on lanes and steps anyway.
+    """
+    policy_state = policy.init(key, num_envs)
+    if not isinstance(policy_state, TorchPolicyState) or first_lane == steps == 0:
+        return policy_state
+    return policy_state._replace(generator=generator_state(fold(key, Purpose.GENERATOR, first_lane, steps)))

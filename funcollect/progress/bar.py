@@ -15,6 +15,7 @@ from tqdm import TqdmWarning
 
 from funcollect.progress.scalars import Scalars, open_folder, scalars
 from funcollect.progress.window import EpisodeWindow
+from funcollect.progress.workers import WorkersSummary
 
 with warnings.catch_warnings():  # in a notebook without ipywidgets, whose lack costs nothing but the looks of the bar
     warnings.simplefilter("ignore", TqdmWarning)
@@ -47,8 +48,9 @@ def track(
 ) -> Tracked:
     """A collector's batches, with a progress bar: frames, frames per second, episodes, mean return and length.
 
-    Of a collector with workers it also shows how many versions of the weights a batch is behind, and how often workers
-    were replaced and batches copied; what is nought is left out.
+    Of a collector with workers it also shows the shares of the time that the reader has waited for workers and workers
+    for the reader, how many versions of the weights a batch is behind, and how often workers were replaced and batches
+    copied; what is nought is left out.
 
     The rate is that of the whole loop, what happens between two batches included. Where a `postproc` has taken the keys
     of episodes away, only frames are shown. Breaking off closes the bar and leaves the collector as it is.
@@ -104,18 +106,19 @@ class Tracked:
 
     def __iter__(self) -> Iterator[TensorDict]:
         frames = getattr(self._collector, "frames", 0)  # of a run that goes on after a break
+        workers = WorkersSummary(self._collector)
         log = nullcontext() if self._log_dir is None else scalars(self._log_dir, frames)
         try:
             with self._bar(initial=frames, unit_scale=True, dynamic_ncols=True) as bar, log as self._scalars:
                 for batch in self._collector:
-                    self._show(bar, self._episodes.add(batch))
+                    self._show(bar, workers, self._episodes.add(batch))
                     yield batch
         finally:
             self._scalars = None
 
-    def _show(self, bar: Any, frames: int) -> None:
+    def _show(self, bar: Any, workers: WorkersSummary, frames: int) -> None:
         """Count a batch of so many frames in."""
-        bar.set_postfix(self._episodes.summary() | workers_summary(self._collector), refresh=False)
+        bar.set_postfix(self._episodes.summary() | workers.shown(), refresh=False)
         if bar.total is not None:
             bar.total = max(bar.total, bar.n + frames)  # the last batch is whole
         bar.update(frames)
@@ -143,12 +146,3 @@ class Tracked:
             self._scalars.add(values)
         elif self._log_dir is not None:
             raise RuntimeError("log was called outside of the loop, expected a batch in hand: call it inside the loop")
-
-
-def workers_summary(collector: Any) -> dict[str, str]:
-    """What a progress bar shows of a collector's workers, if it has any: `stats` by shorter names."""
-    stats = collector.stats() if hasattr(collector, "num_workers") else {}
-    return {name: str(stats[key]) for name, key in _OF_WORKERS.items() if stats.get(key)}
-
-
-_OF_WORKERS = {"lag": "policy_lag", "restarts": "restarts", "copies": "copies"}
