@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks import scans
-from benchmarks.elsewhere import Elsewhere
+from benchmarks.isolated import Isolated
 from benchmarks.peers import Batches
 from benchmarks.report import compare
 from benchmarks.runner import Cell, Factory, Options, Result, measure
@@ -157,7 +157,10 @@ def torchrl_contestants(suite: str, name: str, num_envs: int) -> dict[str, Facto
     collector = partial(torchrl_collector, suite, name, num_envs)
     if suite != "brax":
         return {"torchrl": collector}
-    return {"torchrl": partial(Elsewhere, collector), "torchrl-kept": partial(collector, cache_clear_frequency=False)}
+    return {
+        "torchrl": partial(Isolated, collector, patience=600.0),
+        "torchrl-kept": partial(collector, cache_clear_frequency=False),
+    }
 
 
 def torchrl_collector(suite: str, name: str, num_envs: int, **options: Any) -> Batches:

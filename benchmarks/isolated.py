@@ -9,19 +9,16 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from operator import methodcaller
 from typing import Any
 
 from benchmarks.collect import quiet_mujoco
-from benchmarks.runner import one_thread
+from benchmarks.runner import AbsentError, one_thread
 
 TO_START = 180.0  # seconds that a contestant may take to import its library, in all of its processes
 PATIENCE = 60.0  # seconds that a piece of work may take
 TO_CLOSE = 5.0  # seconds that a contestant may take to end its own processes
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
-
-
-class AbsentError(Exception):
-    """A contestant that does not do this work here, and why."""
 
 
 class Isolated:
@@ -31,12 +28,14 @@ class Isolated:
 
     Args:
         make: picklable; what it returns may have `close`.
+        patience: seconds that a piece of work may take.
 
     Raises:
         AbsentError: from all methods but `close`, for what fails or takes too long; its processes are gone then.
     """
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[[], Any], patience: float = PATIENCE) -> None:
+        self._patience = patience
         context = multiprocessing.get_context("spawn")
         self._end, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, make))
@@ -49,7 +48,11 @@ class Isolated:
         """What ``work(contestant, *args)`` returns over there."""
         with self._awake():
             self._end.send((work, args))
-            return self._answer("collects")
+            return self._answer("collects", self._patience)
+
+    def run(self) -> int:
+        """What the contestant's own `run` returns, so that this one may stand in its place."""
+        return int(self.ask(methodcaller("run")))
 
     def close(self) -> None:
         """Let it end its processes; those that are left are killed."""
@@ -66,7 +69,7 @@ class Isolated:
         finally:
             self._signal(signal.SIGSTOP)
 
-    def _answer(self, what: str, patience: float = PATIENCE) -> Any:
+    def _answer(self, what: str, patience: float) -> Any:
         try:
             answer, error = self._end.recv() if self._end.poll(patience) else (None, f"no end within {patience:g} s")
         except EOFError:

@@ -15,6 +15,10 @@ import torch
 WARM_UP = 2  # calls of `run` at least, before anything is measured
 
 
+class AbsentError(Exception):
+    """A contestant that does not do this work here, and why."""
+
+
 class Contestant(Protocol):
     """Something that does countable work."""
 
@@ -99,6 +103,8 @@ def _build(factories: Mapping[str, Factory]) -> tuple[dict[str, Contestant], dic
     for name, factory in factories.items():
         try:
             contestants[name] = factory()
+        except AbsentError as error:
+            absent[name] = f"{name} {error}"
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
             if package in ("funcollect", "benchmarks"):

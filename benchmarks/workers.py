@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.isolated import AbsentError, Isolated
+from benchmarks.isolated import Isolated
 from benchmarks.report import compare, quartiles, table
-from benchmarks.runner import Cell, Contestant, Measured, Options, Result
+from benchmarks.runner import AbsentError, Cell, Contestant, Measured, Options, Result
 from benchmarks.worker_envs import PAYLOAD_STEPS
 from benchmarks.worker_peers import Independent, ours, peers, torchrl
 
