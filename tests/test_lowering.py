@@ -211,6 +211,20 @@ def test_lowering_leaves_torch_as_it_was():
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
 
 
+class Places(nn.Module):
+    def forward(self, x):
+        return {"max": x.max(-1), "others": [x.topk(2), x.sort(-1)]}
+
+
+def test_structs_of_torch_come_out_as_tuples():
+    params, apply = fc.lower(Places(), torch.zeros(2, 4))
+    x = torch.randn(3, 4)
+    outputs = jax.jit(apply)(params, jax_inputs(x)[0])
+    assert type(outputs["max"]) is tuple
+    for ours, wanted in zip(jax.tree.leaves(outputs), [*x.max(-1), *x.topk(2), *x.sort(-1)], strict=True):
+        assert np.array_equal(ours, wanted)
+
+
 def test_examples_of_one_row_and_any_values():
     """A batch of one is not baked in, nor are values."""
     make, inputs = POLICIES["lstm cell"]

@@ -132,7 +132,8 @@ class JaxActor:
         self._params = program.params(drive.params)
         self._recurrent = drive.policy_state
         self._inputs, self._others, _ = program.inputs(drive)
-        self._buffer = self._inputs.buffer
+        # a call that returns a state would commit it to the buffer's device, and compile again for that
+        self._buffer = self._inputs.argument(self._params) if self._plain else self._inputs.buffer
         self._noise: Any = [None] * drive.length if drive.noise is None else drive.noise.numpy()
         self._fields = program.fields
         self._words = np.empty((drive.length, drive.num_envs, self._fields[-1].stop), np.int32)

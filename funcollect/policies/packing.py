@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from funcollect.errors import PolicyError
+from funcollect.interop.bridge import jax_view
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memory import aligned
 from funcollect.policies.checks import check_rows
@@ -114,6 +115,16 @@ class Inputs:
             view[...] = source
         for view in self._noise:
             view[...] = noise
+
+    def argument(self, params: Any) -> Any:
+        """The buffer as a call with `params` takes it, over its own memory, which is filled again after the call.
+
+        As an array of JAX it costs a microsecond or two less than as NumPy's, but stays on its device: the first CPU.
+        """
+        jax = import_jax()
+        home = set(jax.local_devices(backend="cpu")[:1])
+        here = jax.default_backend() == "cpu" and all(leaf.devices() == home for leaf in jax.tree.leaves(params))
+        return jax_view(torch.from_numpy(self.buffer)) if here else self.buffer
 
     def unpack(self, buffer: Any) -> list[Any]:
         """The arrays; traced."""

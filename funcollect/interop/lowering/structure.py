@@ -5,6 +5,7 @@ Torch's side may hold TensorDicts where JAX's has dicts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -31,16 +32,23 @@ def build(treespec: Any, leaves: Any) -> Any:
 
 def unlocked(tree: Any) -> Any:
     """With TensorDicts that a module may write its outputs into."""
-    return _map_tensordicts(lambda tensordict: tensordict.clone(False).unlock_(), tree)
+    return _map_nodes(lambda node: node.clone(False).unlock_() if _is_tensordict(node) else node, _is_tensordict, tree)
 
 
 def plain(tree: Any) -> Any:
-    """With dicts for TensorDicts."""
-    return _map_tensordicts(lambda tensordict: tensordict.to_dict(), tree)
+    """With dicts for TensorDicts, and tuples for the structs that Torch's `max`, `topk` and their like return."""
 
-
-def _map_tensordicts(function: Any, tree: Any) -> Any:
     def apply(node: Any) -> Any:
-        return function(node) if isinstance(node, TensorDictBase) else node
+        if _is_tensordict(node):
+            return node.to_dict()
+        return tuple(node) if optree.is_structseq(node) else node
 
-    return optree.tree_map(apply, tree, is_leaf=lambda node: isinstance(node, TensorDictBase), namespace=NAMESPACE)
+    return _map_nodes(apply, lambda node: _is_tensordict(node) or optree.is_structseq(node), tree)
+
+
+def _is_tensordict(node: Any) -> bool:
+    return isinstance(node, TensorDictBase)
+
+
+def _map_nodes(function: Callable[[Any], Any], is_node: Callable[[Any], bool], tree: Any) -> Any:
+    return optree.tree_map(function, tree, is_leaf=is_node, namespace=NAMESPACE)
