@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
-import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from funcollect.collectors.channel import Channel
 from funcollect.collectors.layout import Column, Layout, columns_of, store
 from funcollect.collectors.lifeline import die_with
 from funcollect.collectors.memory import mapped
+from funcollect.collectors.threads import limit_threads
 from funcollect.collectors.worker import Report, Worker, failure_of
 from funcollect.core.request import NOWHERE
 from funcollect.tree import Path
@@ -68,15 +68,7 @@ def _prepare(setup: Setup) -> None:
     os.chdir(setup.folder)
     os.environ.clear()
     os.environ.update(setup.environ)
-    os.environ["OMP_NUM_THREADS"] = os.environ["NPROC"] = str(setup.num_threads)  # XLA's CPU client reads the latter
-    torch.set_num_threads(setup.num_threads)
-    if setup.num_threads == 1:
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
-    if not setup.accelerators:
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        if "jax" in sys.modules:
-            sys.modules["jax"].config.update("jax_platforms", "cpu")
+    limit_threads(setup.num_threads, accelerators=setup.accelerators)
 
 
 class Served:

@@ -43,6 +43,7 @@ class Weights:
         self.version = 0
         self.own = True
         self._refusal: BaseException | None = None  # a worker's; it keeps the weights before
+        self._latest: Version | None = None
         count = len(crew.members)
         self._wanted: list[Version | None] = [None] * count
         self._under_way: list[tuple[Version, Call] | None] = [None] * count
@@ -58,7 +59,8 @@ class Weights:
         with self._crew.lock:
             place = None if weights is None else self._lay_down(weights, workers)
             self.version, self.own = self.version + 1, params is None
-            version = Version(self.version, place, params if place is None else None)
+            version = Version(self.version, place, self._board.carried(params) if place is None else None)
+            self._latest = version
             for worker in workers:
                 self._wanted[worker] = version
         self.send()
@@ -87,7 +89,8 @@ class Weights:
         """Those that may still be read, once these workers want others."""
         wanted = [version for worker, version in enumerate(self._wanted) if worker not in workers]
         under_way = [each[0] for each in self._under_way if each is not None and not each[1].done]
-        kept = [*wanted, *under_way, *(self._wanted if len(workers) < len(self._wanted) else ())]
+        some = len(workers) < len(self._crew.workers)
+        kept = [*wanted, *under_way, *((*self._wanted, self._latest) if some else ())]
         return {version.place for version in kept if version is not None and version.place is not None}
 
     def send(self) -> None:
@@ -114,6 +117,19 @@ class Weights:
         if version.place is None:
             return Call(worker, "take_params", (version.params, version.number))
         return self._board.call(worker, version.place, version.number)
+
+    def join(self, worker: int) -> None:
+        """Have a worker that comes after the others act with the latest weights, too."""
+        with self._crew.lock:
+            for column in (self._wanted, self._under_way, self._taken):
+                column.extend([None] * (worker + 1 - len(column)))
+            self._wanted[worker] = self._latest
+        self.send()
+
+    def leave(self, worker: int) -> None:
+        """Forget a worker."""
+        with self._crew.lock:
+            self._wanted[worker] = self._under_way[worker] = self._taken[worker] = None
 
     def settle(self) -> None:
         """Return once every worker has been told of the latest weights: what it is told next, it does with them."""
@@ -142,5 +158,9 @@ class Weights:
             return
         if own:
             self._policy.load(weights)
-        self.version -= 1
-        self.update(None if own else weights, range(len(self._wanted)))
+        self.publish(None if own else weights, version)
+
+    def publish(self, params: Any, version: int) -> None:
+        """`update` for all workers, under a number of somebody else's."""
+        self.version = version - 1
+        self.update(params, self._crew.workers)
