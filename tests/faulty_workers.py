@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
+import funcollect as fc
+
 
 class Plain(gymnasium.Env):
     """Episodes of five steps; the observation is the step."""
@@ -95,3 +97,16 @@ def bad_policy(observation):
     if observation[0, 0] == 4:
         stumble()
     return torch.zeros(len(observation), dtype=torch.int64)
+
+
+class Doubled(fc.SyncDataCollector):
+    """A collector of the user's own class, with a keyword of its own."""
+
+    def __init__(self, *args, factor, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.factor = factor
+
+    def rollout(self):
+        batch = super().rollout()
+        batch["next", "reward"] *= self.factor
+        return batch
