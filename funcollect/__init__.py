@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from funcollect.buffers.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage
     from funcollect.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector
+    from funcollect.collectors.ray_collector import RayCollector
     from funcollect.collectors.sync import SyncDataCollector
     from funcollect.core import traced
     from funcollect.core.api import close, fork, init, reset, rollout, step
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "funcollect.collectors.multi": ["MultiSyncDataCollector", "MultiaSyncDataCollector"],
+    "funcollect.collectors.ray_collector": ["RayCollector"],
     "funcollect.buffers.reader": ["ReplayReader"],
     "funcollect.buffers.replay": ["ReplayBuffer"],
     "funcollect.buffers.samplers": [
@@ -155,6 +157,7 @@ __all__ = [
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
     "RandomSampler",
+    "RayCollector",
     "ReplayBuffer",
     "ReplayError",
     "ReplayReader",

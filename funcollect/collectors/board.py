@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -49,6 +50,10 @@ class SharedBoard:
         fds = () if worker in self._told else (self._fd,)
         self._told.add(worker)
         return Call(worker, "fetch", (place, version, self._layout, self._count), fds)
+
+    def carried(self, params: Any) -> Any:
+        """They go as they are."""
+        return params
 
     def restarted(self, worker: int) -> None:
         """Forget what this worker has been told."""

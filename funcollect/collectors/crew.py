@@ -47,6 +47,8 @@ class Member:
     rollouts: int = 0  # of this process
     failures: int = 0  # in a row
     waited: float = 0.0  # seconds since its last answer
+    newcomer: bool = False  # not built yet, while the others are at work
+    retired: bool = False
     busy: float = 0.0  # seconds spent collecting
     idle: float = 0.0  # seconds between two rollouts
 
@@ -85,6 +87,26 @@ class Crew:
             self.close()
             raise
 
+    @property
+    def workers(self) -> list[int]:
+        """The indices of those at work."""
+        return [worker for worker, member in enumerate(self.members) if not member.retired]
+
+    def add(self, job: Job) -> int:
+        """Start another worker; its index. Until it is admitted, its failure is only its own calls' error."""
+        with self.lock:
+            worker = len(self.members)
+            self.members.append(Member(job, self._transport.start(worker, job.pack()), newcomer=True))
+        return worker
+
+    def retire(self, worker: int) -> None:
+        """End a worker for good; what it has not answered is dropped."""
+        with self.lock:
+            member = self.members[worker]
+            member.retired = True
+            member.calls.clear()
+            self._transport.close([member.link])
+
     def call(self, worker: int, name: str, *args: Any) -> Call:
         """Have a worker do something."""
         return self.submit(Call(worker, name, args))
@@ -101,19 +123,26 @@ class Crew:
 
     def ask(self, name: str, *args: Any) -> list[Any]:
         """Have every worker do the same; their answers."""
-        return self.finish([self.call(worker, name, *args) for worker in range(len(self.members))])
+        return self.finish([self.call(worker, name, *args) for worker in self.workers])
 
     def begin(self) -> None:
         """From here on workers that fail may be replaced, and waiting counts: all of them have been built."""
         self._started, self.waited = True, 0.0
+        self.admit(self.workers)
+
+    def admit(self, workers: Sequence[int]) -> None:
+        """These have been built."""
+        for worker in workers:
+            self.members[worker].newcomer = False
 
     def go_on_from(self, seed: int, stands: Sequence[Stand] | None = None) -> None:
         """Where a worker begins that takes another's place: the run's seed, and how far each worker has come."""
         with self.lock:
-            for worker, member in enumerate(self.members):
+            members = [member for member in self.members if not member.retired]
+            for member in members:
                 member.job = replace(member.job, seed=seed)
-                if stands is not None:
-                    member.stand = stands[worker]
+            for member, stand in zip(members, stands or (), strict=stands is not None):
+                member.stand = stand
 
     def finish(self, calls: Sequence[Call]) -> list[Any]:
         """Wait for the answers to these calls; an error that one of them met is raised."""
@@ -201,15 +230,23 @@ class Crew:
         member.failures += 1
         member.link.kill()
         restart = self._patience.on_failure == "restart"
-        if restart and self._started and member.failures <= _FAILURES_IN_A_ROW and not self.closed:
+        may_return = self._started and not self.closed and not member.newcomer
+        if restart and may_return and member.failures <= _FAILURES_IN_A_ROW:
             self._replace(worker)
             return
-        self.close()
         where = f"worker {worker}" if lane is None else f"worker {worker}, lane {lane}"
+        where += f" ({member.link.label})" if member.link.label else ""
         mend = "look at its traceback" if traceback else "look at what it wrote on standard error"
-        again = f" {member.failures} times in a row" if restart else ""
-        message = f"{where}: {what}{again}: {mend}; all workers are gone, so build another collector"
-        raise WorkerError(message, worker, lane, traceback) from _loaded(cause)
+        again = f" {member.failures} times in a row" if restart and member.failures > 1 else ""
+        rest = "the others go on" if member.newcomer else "all workers are gone, so build another collector"
+        error = WorkerError(f"{where}: {what}{again}: {mend}; {rest}", worker, lane, traceback)
+        error.__cause__ = _loaded(cause)
+        if not member.newcomer:
+            self.close()
+            raise error
+        for call in [*member.calls]:
+            call.resolve(error=error)
+        self.retire(worker)
 
     def _replace(self, worker: int) -> None:
         """Another process that goes on from where the lost one's answers end, with all that it did not answer."""
@@ -233,7 +270,8 @@ class Crew:
         with self.lock:
             if not self.closed:
                 self.closed = True
-                self._transport.close([member.link for member in self.members])
+                self._transport.close([self.members[worker].link for worker in self.workers])
+                self._transport.leave()
 
 
 _CHECKED = ("reset", "set_seed", "load_state_dict", "take_params")

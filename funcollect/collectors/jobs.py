@@ -12,7 +12,7 @@ from gymnasium.vector import VectorEnv
 
 from funcollect.arguments import check_positive
 from funcollect.collectors.options import Keywords, Options, WorkerOptions
-from funcollect.collectors.runner import Place
+from funcollect.collectors.runner import ALONE, Place
 from funcollect.collectors.source import Source
 from funcollect.collectors.worker import Hello, Job
 from funcollect.envs.torchrl_specs import is_torchrl
@@ -86,8 +86,9 @@ def make_jobs(
     frames: Sequence[int],
     keywords: Mapping[str, Any],
     seed: int,
+    place: Place = ALONE,
 ) -> list[Job]:
-    """One job per worker; `frames` says how many frames each collects for a batch.
+    """One job per worker; `frames` says how many frames each collects for a batch, `place` which lanes are theirs.
 
     Raises:
         TypeError, ValueError: for arguments that no worker would take.
@@ -111,7 +112,7 @@ def make_jobs(
                 frames_per_batch=frames[worker], **{name: values[worker] for name, values in columns.items()}
             ),
             seed=seed,
-            place=Place(worker, count),
+            place=place.within(worker, count),
         )
         for worker in range(count)
     ]
@@ -126,10 +127,16 @@ def shares(frames_per_batch: int | Sequence[int], count: int) -> list[int]:
     return frames if listed else [math.ceil(share / count) for share in frames]
 
 
-def check_alike(hellos: Sequence[Hello]) -> None:
+def want_accelerators(jobs: Sequence[Job]) -> bool:
+    """Whether an environment or a policy is to be on another device than the CPU."""
+    places = [place for job in jobs for place in (job.options.env_device, job.options.policy_device)]
+    return any(place is not None and str(place) != "cpu" for place in places)
+
+
+def check_alike(hellos: Mapping[int, Hello]) -> None:
     """Raise WorkerError unless the workers' environments suit one batch: equal spaces, as many lanes."""
     first = hellos[0]
-    for worker, hello in enumerate(hellos):
+    for worker, hello in hellos.items():
         for name in ("num_envs", "leaves", "action"):
             own, wanted = getattr(hello, name), getattr(first, name)
             if own != wanted:

@@ -57,7 +57,11 @@ def store(batch: TensorDictBase, columns: Mapping[Path, Tensor], single: bool) -
     Raises:
         ValueError: for a batch with other keys or shapes than the first one, or a dtype that would lose something.
     """
-    leaves = {path: turned(leaf, single) for path, leaf in flatten(batch).items()}
+    copy_into(columns, {path: turned(leaf, single) for path, leaf in flatten(batch).items()})
+
+
+def copy_into(columns: Mapping[Path, Tensor], leaves: Mapping[Path, Tensor]) -> None:
+    """Copy leaves to columns of the same paths, shapes and dtypes, where they do not lie there already."""
     if leaves.keys() != columns.keys():
         differing = sorted(".".join(path) for path in leaves.keys() ^ columns.keys())
         raise ValueError(f"the keys {differing} are not in every batch: record the same ones in all")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Unpack, get_args
 
 from funcollect.collectors.gather import AsyncGathering, Gathering, SyncGathering
 from funcollect.collectors.jobs import shares
 from funcollect.collectors.layout import Join
 from funcollect.collectors.options import Keywords
+from funcollect.collectors.runner import Place
 from funcollect.collectors.worker_collector import WorkerCollector
 
 
@@ -19,6 +21,7 @@ class SyncKeywords(Keywords, total=False):
     policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
     seed: int | None
+    place: Place
 
 
 class MultiSyncDataCollector(WorkerCollector):
@@ -70,8 +73,8 @@ class MultiSyncDataCollector(WorkerCollector):
                 f"the workers' rollouts have {self._lengths} steps, which cat_results={self.cat_results!r} cannot put "
                 "together: pass cat_results=-1, or equal frames"
             )
-        dock = self._dock(range(self.num_workers), self.cat_results)
-        return SyncGathering(self._crew, dock, self._weights, prefetch=self.prefetch)
+        open_dock = partial(self._dock, join=self.cat_results)
+        return SyncGathering(self._crew, self._crew.workers, open_dock, self._weights, prefetch=self.prefetch)
 
     @property
     def frames_of_batch(self) -> int:
@@ -103,8 +106,7 @@ class MultiaSyncDataCollector(WorkerCollector):
         return frames_per_batch, [frames_per_batch] * count
 
     def _open_gathering(self) -> Gathering:
-        docks = [self._dock([worker], None) for worker in range(self.num_workers)]
-        return AsyncGathering(self._crew, docks, self._weights)
+        return AsyncGathering(self._crew, self._crew.workers, partial(self._dock, join=None), self._weights)
 
     @property
     def frames_of_batch(self) -> int:

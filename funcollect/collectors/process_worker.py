@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
-import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -21,11 +20,11 @@ from funcollect.collectors.channel import Channel
 from funcollect.collectors.layout import Column, Layout, columns_of, store
 from funcollect.collectors.lifeline import die_with
 from funcollect.collectors.memory import mapped
+from funcollect.collectors.threads import limit_threads
+from funcollect.collectors.transport import WITH_WEIGHTS
 from funcollect.collectors.worker import Report, Worker, failure_of
 from funcollect.core.request import NOWHERE
 from funcollect.tree import Path
-
-_WEIGHTS = ("fetch", "adopt", "take_params")  # calls that bring new ones
 
 
 class Setup(NamedTuple):
@@ -70,15 +69,7 @@ def _prepare(setup: Setup) -> None:
     os.chdir(setup.folder)
     os.environ.clear()
     os.environ.update(setup.environ)
-    os.environ["OMP_NUM_THREADS"] = os.environ["NPROC"] = str(setup.num_threads)  # XLA's CPU client reads the latter
-    torch.set_num_threads(setup.num_threads)
-    if setup.num_threads == 1:
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
-    if not setup.accelerators:
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        if "jax" in sys.modules:
-            sys.modules["jax"].config.update("jax_platforms", "cpu")
+    limit_threads(setup.num_threads, accelerators=setup.accelerators)
 
 
 class Served:
@@ -121,7 +112,7 @@ class Served:
             waiting.append((*message[0], message[1]))
         eager = self._eager and self._worker is not None
         for call in list(waiting):
-            if call[1] == "close" or (eager and call[1] in _WEIGHTS):
+            if call[1] == "close" or (eager and call[1] in WITH_WEIGHTS):
                 waiting.remove(call)
                 return call
         return waiting.popleft()

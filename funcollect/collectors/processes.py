@@ -33,6 +33,8 @@ class ProcessLink:
     the worker and what it has started.
     """
 
+    label = ""
+
     def __init__(self, setup: Setup, job: bytes) -> None:
         self._job = job
         self._channel, theirs = pair()
@@ -209,6 +211,9 @@ class ProcessTransport:
             link.ended_by(until)
         for link in own:
             link.kill()
+
+    def leave(self) -> None:
+        """Nothing is held."""
 
     def dock(self, submit: Callable[[Call], Call], group: Group) -> SlotDock:
         """Slots for these workers."""

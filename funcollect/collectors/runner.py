@@ -32,10 +32,20 @@ _SAVED = (
 
 @dataclass(frozen=True)
 class Place:
-    """Which lanes are a runner's own: worker `index` of `count` has ``index * P`` to ``index * P + P - 1``."""
+    """Which lanes are a runner's own: worker `index` of `count` has ``index * P`` to ``index * P + P - 1``.
+
+    Workers that join a run later have an index of `count` or more.
+    """
 
     index: int = 0
     count: int = 1
+
+    def within(self, worker: int, count: int) -> Place:
+        """That of a worker of the `count` which a collector at this place has."""
+        return Place(worker, count) if self == ALONE else Place(self.index + worker, self.count)
+
+
+ALONE = Place()
 
 
 class Runner:
@@ -52,7 +62,7 @@ class Runner:
         frames: collected so far.
     """
 
-    def __init__(self, source: Source, options: Options, *, seed: int | None, place: Place = Place()) -> None:
+    def __init__(self, source: Source, options: Options, *, seed: int | None, place: Place = ALONE) -> None:
         self.options = options
         self.env, self.policy = source.build(options)
         self.params: Any = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import cloudpickle
 from tensordict import TensorDict
@@ -16,6 +17,8 @@ from funcollect.collectors.worker import Worker, failure_of
 
 class SerialLink:
     """A worker that works when its answer is asked for."""
+
+    label = ""
 
     def __init__(self, job: bytes) -> None:
         self._job = job
@@ -100,6 +103,10 @@ class SerialBoard:
         """The weights themselves."""
         return Call(worker, "adopt", (self._places[place], version))
 
+    def carried(self, params: Any) -> Any:
+        """They go as they are."""
+        return params
+
     def restarted(self, worker: int) -> None:
         """Nothing is remembered."""
 
@@ -124,6 +131,9 @@ class SerialTransport:
         """Close every worker."""
         for link in links:
             link.kill()
+
+    def leave(self) -> None:
+        """Nothing is held."""
 
     def dock(self, submit: Callable[[Call], Call], group: Group) -> SerialDock:
         """A dock for these workers."""

@@ -1,8 +1,8 @@
 """What a transport is: links to workers, each of which answers the calls that it is sent, in their order.
 
 A transport starts workers and tells when one has answered; a dock says where a group of workers puts its rollouts and
-makes batches of them; a board is where weights lie until every worker has taken them. There are serial ones and those
-over processes with shared memory; Ray actors, whose answers are futures, are to be the third. All else is written once.
+makes batches of them; a board is where weights lie until every worker has taken them. There are serial ones, those
+over processes with shared memory, and those over Ray's actors and object store. All else is written once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.collectors.layout import Join
+
+WITH_WEIGHTS = ("fetch", "adopt", "take_params")  # the calls that bring a worker new ones
 
 
 class Group(NamedTuple):
@@ -69,6 +71,11 @@ class Call:
 
 class Link(Protocol):
     """The way to one worker."""
+
+    @property
+    def label(self) -> str:
+        """What and where the worker is, for a message; empty where its index says all."""
+        ...
 
     def send(self, call: Call) -> None:
         """Have it do this after what it was sent before. Never waits for the worker, never raises for its death."""
@@ -136,6 +143,10 @@ class Board(Protocol):
         """What tells a worker to take them."""
         ...
 
+    def carried(self, params: Any) -> Any:
+        """What stands in a call for parameters that are no weights by name: what the worker gets is `params`."""
+        ...
+
     def restarted(self, worker: int) -> None:
         """Forget what this worker has been told."""
         ...
@@ -160,6 +171,10 @@ class Transport(Protocol):
 
     def close(self, links: Sequence[Link]) -> None:
         """End the workers: politely, then at once."""
+        ...
+
+    def leave(self) -> None:
+        """Let go of what the workers have run on, once all of them have ended."""
         ...
 
     def dock(self, submit: Callable[[Call], Call], group: Group) -> Dock:

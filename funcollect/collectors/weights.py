@@ -51,6 +51,7 @@ class Weights:
         self.version = 0
         self.own = True
         self._refusal: BaseException | None = None  # a worker's; it keeps the weights before
+        self._latest: Version | None = None
         count = len(crew.members)
         self._wanted: list[Version | None] = [None] * count
         self._under_way: list[tuple[Version, Call] | None] = [None] * count
@@ -66,7 +67,8 @@ class Weights:
         with self._crew.lock:
             place = None if weights is None else self._lay_down(weights, workers)
             self.version, self.own = self.version + 1, params is None
-            version = Version(self.version, place, params if place is None else None)
+            version = Version(self.version, place, self._board.carried(params) if place is None else None)
+            self._latest = version
             for worker in workers:
                 self._wanted[worker] = version
         self.send()
@@ -95,7 +97,8 @@ class Weights:
         """Those that may still be read, once these workers want others."""
         wanted = [version for worker, version in enumerate(self._wanted) if worker not in workers]
         under_way = [each[0] for each in self._under_way if each is not None and not each[1].done]
-        kept = [*wanted, *under_way, *(self._wanted if len(workers) < len(self._wanted) else ())]
+        some = len(workers) < len(self._crew.workers)
+        kept = [*wanted, *under_way, *((*self._wanted, self._latest) if some else ())]
         return {version.place for version in kept if version is not None and version.place is not None}
 
     def send(self) -> None:
@@ -123,6 +126,19 @@ class Weights:
             return self._board.call(worker, version.place, version.number)
         return Call(worker, "adopt" if version.loaded else "take_params", (version.params, version.number))
 
+    def join(self, worker: int) -> None:
+        """Have a worker that comes after the others act with the latest weights, too."""
+        with self._crew.lock:
+            for column in (self._wanted, self._under_way, self._taken):
+                column.extend([None] * (worker + 1 - len(column)))
+            self._wanted[worker] = self._latest
+        self.send()
+
+    def leave(self, worker: int) -> None:
+        """Forget a worker."""
+        with self._crew.lock:
+            self._wanted[worker] = self._under_way[worker] = self._taken[worker] = None
+
     def settle(self) -> None:
         """Return once every worker has been told of the latest weights: what it is told next, it does with them."""
         self.send()
@@ -143,17 +159,17 @@ class Weights:
         self._under_way[worker] = (wanted, call)
         return (call,)
 
-    def go_on_from(self, version: int, saved: Sequence[Mapping[str, Any]], *, own: bool) -> None:
+    def go_on_from(self, version: int, saved: Mapping[int, Mapping[str, Any]], *, own: bool) -> None:
         """Take over what was saved of every worker, and what they have loaded; all that they were told is done."""
         self.version, self.own = version, own
         here = hasattr(self._policy, "load")
-        self._under_way = [None] * len(saved)
-        self._wanted = [None] * len(saved)
-        for worker, state in enumerate(saved):
+        self._under_way = [None] * len(self._wanted)
+        self._wanted = [None] * len(self._wanted)
+        for worker, state in saved.items():
             if weights := state["policy_state_dict"]:
                 self._wanted[worker] = self._saved_version(worker, state, weights, here=here)
         self._taken = list(self._wanted)
-        latest = max(saved, key=lambda state: int(state["policy_version"]))["policy_state_dict"]
+        latest = max(saved.values(), key=lambda state: int(state["policy_version"]))["policy_state_dict"]
         if own and here and latest:
             self._policy.load(latest)
 
@@ -166,3 +182,21 @@ class Weights:
                 return other
         with self._crew.lock:
             return Version(number, self._lay_down(weights, [worker]))
+
+    def publish(self, params: Any, version: int) -> None:
+        """`update` for all workers, under a number of somebody else's."""
+        self.version = version - 1
+        self.update(params, self._crew.workers)
+
+    def adopt(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Have all workers act with these as the policy's own, under a number of somebody else's."""
+        if hasattr(self._policy, "load"):
+            self._policy.load(weights)
+            self.publish(None, version)
+            return
+        self.version, self.own = version, True
+        self._latest = Version(version, params=weights, loaded=True)
+        with self._crew.lock:
+            for worker in self._crew.workers:
+                self._wanted[worker] = self._latest
+        self.send()

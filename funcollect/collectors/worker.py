@@ -36,8 +36,16 @@ START = Stand()
 
 def stand_of(state_dict: Mapping[str, Any]) -> Stand:
     """Where a worker stands that has loaded this."""
-    episode = int(state_dict["episode"].max())
-    return Stand(state_dict["steps"], episode, max(state_dict["iter"], 1), state_dict["frames"])
+    runners = runners_of(state_dict)
+    episode = max(int(each["episode"].max()) for each in runners)
+    steps = max(each["steps"] for each in runners)
+    return Stand(steps, episode, max(state_dict["iter"], 1), state_dict["frames"])
+
+
+def runners_of(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The states of a worker's runners: its own one, or those of the workers that it has itself."""
+    workers: Mapping[str, Mapping[str, Any]] | None = state_dict.get("workers")
+    return [state_dict] if workers is None else [workers[name] for name in sorted(workers, key=int)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +63,10 @@ class Job:
     seed: int
     place: Place
     stand: Stand = START
+
+    def runner(self) -> Runner:
+        """The lanes themselves."""
+        return Runner(self.source, self.options, seed=self.seed, place=self.place)
 
     def pack(self) -> bytes:
         """As bytes, by value: functions of a notebook or a script, too.
@@ -80,6 +92,8 @@ class Hello(NamedTuple):
     leaves: tuple[Leaf, ...]
     action: ActionSpec
     label: str
+    lanes: int  # of the worker: P, or those of all its own workers
+    frames: int  # of each of its batches
 
 
 class Report(NamedTuple):
@@ -115,29 +129,40 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._runner = Runner(job.source, job.options, seed=job.seed, place=job.place)
+        self._runner = job.runner()
         self._batches, self._frames = job.stand.batches, job.stand.frames
         if job.stand.batches:
-            self._runner.go_on(steps=job.stand.steps, episode=job.stand.episode)
+            self.go_on(job.stand)
         self._ended = time.monotonic()
 
     def hello(self) -> Hello:
         """What the collector has to know."""
         env = self._runner.env
-        return Hello(env.num_envs, self._runner.length, env.observation_leaves, env.action_spec, repr(env))
+        lanes = env.num_envs or 1
+        frames = self._runner.length * lanes
+        return Hello(
+            env.num_envs, self._runner.length, env.observation_leaves, env.action_spec, repr(env), lanes, frames
+        )
 
     def collect(self, columns: Columns = NOWHERE) -> tuple[TensorDictBase, Report]:
         """One rollout, recorded into `columns` as far as they fit."""
         began = time.monotonic()
         idle = began - self._ended
-        self._runner.begin_batch()
-        batch = self._runner.record(columns)
+        batch = self._rollout(columns)
         self._ended = time.monotonic()
         self._batches += 1
         self._frames += batch.numel()
         state = self._runner.state
         stand = Stand(state.steps_made, int(np.asarray(state.episode).max()), self._batches, self._frames)
         return batch, Report(stand, int(state.policy_version), self._ended - began, idle)
+
+    def _rollout(self, columns: Columns) -> TensorDictBase:
+        self._runner.begin_batch()
+        return self._runner.record(columns)
+
+    def go_on(self, stand: Stand) -> None:
+        """Begin new episodes as if this worker had come so far."""
+        self._runner.go_on(steps=stand.steps, episode=stand.episode)
 
     def adopt(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Copy weights, named as the policy's `state_dict` names them; act with them from now on."""

@@ -17,13 +17,14 @@ from funcollect.collectors.collector import Collector
 from funcollect.collectors.crew import Crew, Patience
 from funcollect.collectors.filler import Filler
 from funcollect.collectors.gather import Gathering
-from funcollect.collectors.jobs import check_alike, environments, make_jobs, worker_options
+from funcollect.collectors.jobs import check_alike, environments, make_jobs, want_accelerators, worker_options
 from funcollect.collectors.layout import Join
 from funcollect.collectors.options import Keywords, WorkerOptions
+from funcollect.collectors.runner import ALONE, Place
 from funcollect.collectors.serial import SerialTransport
 from funcollect.collectors.transport import Board, Dock, Group, Transport
 from funcollect.collectors.weights import Weights
-from funcollect.collectors.worker import Hello, Job, stand_of
+from funcollect.collectors.worker import Hello, Job, runners_of, stand_of
 from funcollect.core.reseed import next_seed
 from funcollect.errors import WorkerError
 from funcollect.keys import key_from_seed, seed_of
@@ -54,6 +55,7 @@ class WorkerCollector(Collector):
         timeout: seconds of waiting for a worker after which it hangs.
         start_timeout: the same for its start and its first rollout, which may compile.
         on_failure: ``"raise"`` ends the run with a worker's failure, ``"restart"`` replaces the worker.
+        place: which lanes are its own, where it is a part of a larger run.
         in_process: run the workers in this process, one after another, as a debugger wants it.
         **keywords: the others of `SyncDataCollector`. Frames of `total_frames` and `init_random_frames` are those of
             all workers; `update_at_each_batch` sends the weights before each batch.
@@ -80,29 +82,32 @@ class WorkerCollector(Collector):
         policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         seed: int | None = None,
+        place: Place = ALONE,
         **keywords: Unpack[Keywords],
     ) -> None:
         made = environments(create_env_fn, num_workers)
         frames, self._shares = self._shared(frames_per_batch, len(made))
         self.options = worker_options(frames, keywords)
         self._seed = seed_of(key_from_seed(seed))
-        jobs = make_jobs(made, create_env_kwargs, policy, policy_factory, self._shares, keywords, self._seed)
         self.create_env_fn, self.create_env_kwargs = create_env_fn, create_env_kwargs
         self.policy, self.policy_factory = policy, policy_factory
-        self.num_workers = len(jobs)
+        run = (self._shares, keywords, self._seed, place)
+        self._launch(make_jobs(made, create_env_kwargs, policy, policy_factory, *run))
+
+    def _launch(self, jobs: Sequence[Job]) -> None:
+        """Start the workers."""
         self.frames = self._batches = 0
         self._seconds = 0.0
         self._filler: Filler | None = None
         self._warned = False
-        patience = Patience(self.options.timeout, self.options.start_timeout, self.options.on_failure)
         self._transport = self._open_transport(jobs)
-        self._crew = Crew(self._transport, jobs, patience)
+        self._crew = Crew(self._transport, jobs, self._patience())
         board = self._transport.board(len(jobs))
         self._held: list[Board | Gathering] = [board]
         self._finalizer = weakref.finalize(self, _end, self._crew, self._held)
         try:
             self._hello = self._greeted()
-            self._weights = Weights(self._crew, board, policy)
+            self._weights = Weights(self._crew, board, self.policy)
             self._gathering = self._open_gathering()
         except BaseException:
             self._finalizer()
@@ -114,18 +119,21 @@ class WorkerCollector(Collector):
     def _shared(self, frames_per_batch: int | Sequence[int], count: int) -> tuple[int, list[int]]:
         """The frames of a batch, and those of each worker's rollout."""
 
+    def _patience(self) -> Patience:
+        return Patience(self.options.timeout, self.options.start_timeout, self.options.on_failure)
+
     def _open_transport(self, jobs: Sequence[Job]) -> Transport:
         if self.options.in_process:
             return SerialTransport()
         from funcollect.collectors.processes import ProcessTransport  # which needs Linux
 
-        devices = {str(place) for job in jobs for place in (job.options.env_device, job.options.policy_device) if place}
-        accelerators = bool(devices - {"cpu"})
-        return ProcessTransport(num_threads=self.options.num_threads, accelerators=accelerators, eager=self._eager)
+        return ProcessTransport(
+            num_threads=self.options.num_threads, accelerators=want_accelerators(jobs), eager=self._eager
+        )
 
     def _greeted(self) -> Hello:
         hellos: list[Hello] = self._crew.ask("hello")
-        check_alike(hellos)
+        check_alike(dict(enumerate(hellos)))
         self._crew.begin()
         return hellos[0]
 
@@ -141,6 +149,15 @@ class WorkerCollector(Collector):
     def _lengths(self) -> list[int]:
         """T of each worker."""
         return [-(-frames // (self.num_envs or 1)) for frames in self._shares]
+
+    def inside(self) -> tuple[Crew, Weights, Gathering, Hello]:
+        """What a larger run, which this collector is a part of, works with."""
+        return self._crew, self._weights, self._gathering, self._hello
+
+    @property
+    def num_workers(self) -> int:
+        """W: those at work."""
+        return len(self._crew.workers)
 
     @property
     def num_envs(self) -> int | None:
@@ -237,15 +254,20 @@ class WorkerCollector(Collector):
             ValueError: for a mask of another shape or dtype.
         """
         self._check_at_rest()
-        masks: list[Tensor | None] = [None] * self.num_workers
+        workers = self._crew.workers
+        masks: Sequence[Tensor | None] = [None] * len(workers)
         if mask is not None:
-            lanes = self.num_workers * (self.num_envs or 1)
-            if mask.dtype != torch.bool or mask.shape != (lanes,):
+            lanes = [self._lanes_of(worker) for worker in workers]
+            if mask.dtype != torch.bool or mask.shape != (sum(lanes),):
                 raise ValueError(
-                    f"mask is {mask.dtype} {tuple(mask.shape)}, expected bool ({lanes},): pass one flag per lane"
+                    f"mask is {mask.dtype} {tuple(mask.shape)}, expected bool ({sum(lanes)},): pass one flag per lane"
                 )
-            masks = list(mask.reshape(self.num_workers, -1))
-        self._crew.finish([self._crew.call(worker, "reset", each) for worker, each in enumerate(masks)])
+            masks = torch.split(mask, lanes)
+        resets = zip(workers, masks, strict=True)
+        self._crew.finish([self._crew.call(worker, "reset", each) for worker, each in resets])
+
+    def _lanes_of(self, worker: int) -> int:
+        return self._hello.lanes
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Begin new episodes, seeded by `seed`: before the first batch, as if the collector had been built with it.
@@ -258,7 +280,7 @@ class WorkerCollector(Collector):
         self._crew.ask("set_seed", seed)
         self._crew.go_on_from(seed)
         self._seed = seed
-        return seed if static_seed else next_seed(seed, self.num_workers * (self.num_envs or 1))
+        return seed if static_seed else next_seed(seed, sum(map(self._lanes_of, self._crew.workers)))
 
     def update_policy_weights_(self, params: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
         """Have the workers act with `params` as they are now, or for None with the policy's own.
@@ -276,12 +298,16 @@ class WorkerCollector(Collector):
         self._check_open()
         workers = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         if workers is None:
-            workers = range(self.num_workers)
-        if wrong := [worker for worker in workers if worker not in range(self.num_workers)]:
-            raise ValueError(f"worker_ids holds {wrong}, expected numbers from 0 to {self.num_workers - 1}: pass those")
+            workers = self._crew.workers
+        self._check_workers(workers)
         self._weights.update(params, workers)
 
-    def state_dict(self) -> dict[str, Any]:
+    def _check_workers(self, workers: Sequence[int]) -> None:
+        present = self._crew.workers
+        if wrong := [worker for worker in workers if worker not in present]:
+            raise ValueError(f"worker_ids holds {wrong}, expected numbers of {present}: pass those")
+
+    def state_dict(self) -> Any:
         """What `load_state_dict` needs: one of `SyncDataCollector`'s per worker. Episodes in flight begin anew.
 
         Collection goes on afterwards as if nothing had been asked.
@@ -316,10 +342,13 @@ class WorkerCollector(Collector):
                 f"the state_dict has {len(saved)} workers, this collector {self.num_workers}: build it with as many"
             )
         self._gathering.discard()
-        self._crew.finish([self._crew.call(worker, "load_state_dict", each) for worker, each in enumerate(saved)])
-        self._seed = seed_of(saved[0]["key"].numpy())
+        loads = zip(self._crew.workers, saved, strict=True)
+        self._crew.finish([self._crew.call(worker, "load_state_dict", each) for worker, each in loads])
+        first = runners_of(saved[0])[0]
+        self._seed = seed_of(first["key"].numpy())
         self._crew.go_on_from(self._seed, [stand_of(each) for each in saved])
-        self._weights.go_on_from(state_dict["policy_version"], saved, own=state_dict["own_weights"])
+        runners = {worker: runners_of(each)[0] for worker, each in zip(self._crew.workers, saved, strict=True)}
+        self._weights.go_on_from(state_dict["policy_version"], runners, own=state_dict["own_weights"])
         self.frames, self._batches = state_dict["frames"], state_dict["iter"]
 
     def stats(self) -> dict[str, float]:
