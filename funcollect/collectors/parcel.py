@@ -15,7 +15,7 @@ from torch import Tensor
 
 from funcollect.collectors.layout import Layout, Memory, View, columns_of, copy_into
 from funcollect.core.request import NOWHERE, Columns
-from funcollect.tree import Path, flatten, to_tensordict
+from funcollect.tree import Path, aliased, flatten, nest
 
 _ALIGNMENT = 64  # bytes
 
@@ -50,14 +50,14 @@ class Form:
         return cls(tuple(views), batch_size, size)
 
     @classmethod
-    def of(cls, batch: TensorDictBase, memory: Memory) -> Form:
+    def of(cls, leaves: Mapping[Path, Tensor], batch_size: tuple[int, ...], memory: Memory) -> Form:
         """That of a batch whose leaves are views of `memory`."""
         start = memory.ctypes.data
         views = tuple(
             View(path, leaf.dtype, tuple(leaf.shape), leaf.stride(), (leaf.data_ptr() - start) // leaf.dtype.itemsize)
-            for path, leaf in flatten(batch).items()
+            for path, leaf in leaves.items()
         )
-        return cls(views, tuple(batch.batch_size), len(memory))
+        return cls(views, batch_size, len(memory))
 
     def leaves(self, memory: Memory, count: int | None = None) -> dict[Path, Tensor]:
         """The leaves by path, views of `memory`; with `count` of as many parcels, one after another: [count, ...]."""
@@ -74,7 +74,7 @@ class Form:
     def batch(self, memory: Memory, count: int | None = None) -> Any:
         """The batch, whose leaves hold on to `memory` itself; with `count` that of as many parcels, stacked."""
         lead = () if count is None else (count,)
-        return to_tensordict(self.leaves(memory, count), (*lead, *self.batch_size))
+        return aliased(nest(self.leaves(memory, count)), torch.Size((*lead, *self.batch_size)))
 
 
 class Parcel(NamedTuple):
@@ -122,7 +122,7 @@ class Packer:
         layout = Layout(columns_of(batch, single), (batch.batch_size[-1],), None, single)
         self._memory = private_memory(layout.size)
         self.columns = layout.part(self._memory, 0)
-        return Form.of(layout.batch(self._memory), self._memory)
+        return Form.of(*layout.batch(self._memory), self._memory)
 
 
 def packed(leaves: Mapping[Path, Tensor]) -> Parcel:
