@@ -1,11 +1,13 @@
 """RLlib's EnvRunners, in their own virtual environment: `.venv-rllib/bin/python -m benchmarks.rllib_runners 2 2000`.
 
-Reads lines from stdin; for each, every runner samples once, and the number of frames is written to stdout.
+Writes to stdout how many seconds the runners took to start and to sample once, Ray being there. Then it reads lines
+from stdin; for each, every runner samples once, and the number of frames is written to stdout.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from functools import partial
 from typing import Any
 
@@ -22,17 +24,31 @@ def main(runners: int, length: int) -> None:
     from ray.rllib.algorithms.ppo import PPOConfig
     from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
-    ray.init(num_cpus=runners + 1, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(
+        address="local",
+        num_cpus=runners,
+        object_store_memory=256 << 20,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+    )
     config = (
         PPOConfig()
         .environment("CartPole-v1")
         .env_runners(num_env_runners=runners, rollout_fragment_length=length)
         .rl_module(model_config=FRAMEWORK)
     )
+    began = time.perf_counter()
     group = EnvRunnerGroup(config=config)
-    for _ in sys.stdin:
+
+    def run() -> int:
         batches = group.foreach_env_runner(partial(sample, length), local_env_runner=False)
-        print(sum(len(episode) for episodes in batches for episode in episodes), flush=True)
+        return sum(len(episode) for episodes in batches for episode in episodes)
+
+    run()
+    print(time.perf_counter() - began, flush=True)
+    for _ in sys.stdin:
+        print(run(), flush=True)
     group.stop()
     ray.shutdown()
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
-import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,52 +16,56 @@ from benchmarks.peers import Batches, Float
 from benchmarks.suites import chosen
 from benchmarks.worker_envs import continuous, make, network
 
-PATIENCE = 60.0  # seconds that a peer's piece of work may take
-
 
 def ours(kind: str, name: str, workers: int, length: int, **options: Any) -> Batches:
     """One of our collectors; a batch of the synchronous one has the frames of all workers."""
     import funcollect as fc
 
-    share = workers if kind == "MultiSyncDataCollector" else 1
-    policy = None if name.startswith("payload/") else our_policy(name)
+    share = workers if kind == "MultiSyncDataCollector" or options.get("sync") else 1
     return Batches(
-        getattr(fc, kind)([partial(make, name)] * workers, policy, frames_per_batch=length * share, seed=0, **options)
+        getattr(fc, kind)(
+            [partial(make, name)] * workers, our_policy(name), frames_per_batch=length * share, seed=0, **options
+        )
     )
 
 
 def our_policy(name: str) -> Any:
-    """The network with its head."""
+    """The network with its head; None, which is random, where all is payload."""
     import funcollect as fc
 
+    if name.startswith("payload/"):
+        return None
     return fc.torch_policy(network(name), head=fc.heads.normal if continuous(name) else fc.heads.categorical)
 
 
-def torchrl(kind: str, name: str, workers: int, length: int) -> Patient:
+def torchrl(kind: str, name: str, workers: int, length: int) -> Batches:
     """One of TorchRL's collectors over `GymWrapper`s."""
     import torchrl.collectors
 
     share = workers if kind == "MultiSyncCollector" else 1
-    collector = partial(
-        getattr(torchrl.collectors, kind),
-        [partial(_torchrl_env, name)] * workers,
-        None if name.startswith("payload/") else _torchrl_actor(name),
+    collector = getattr(torchrl.collectors, kind)(
+        [partial(torchrl_env, name)] * workers,
+        torchrl_actor(name),
         frames_per_batch=length * share,
         total_frames=-1,
         device=None,
         auto_register_policy_transforms=False,
     )
-    return Patient(lambda: Batches(collector()))
+    return Batches(collector)
 
 
-def _torchrl_env(name: str) -> Any:
+def torchrl_env(name: str) -> Any:
+    """A `GymWrapper`."""
     from torchrl.envs import GymWrapper
 
     torch.set_num_threads(1)
     return GymWrapper(make(name), categorical_action_encoding=True, device=None)
 
 
-def _torchrl_actor(name: str) -> Any:
+def torchrl_actor(name: str) -> Any:
+    """TorchRL's `ProbabilisticActor` around the network; None, which is random, where all is payload."""
+    if name.startswith("payload/"):
+        return None
     from tensordict.nn import TensorDictModule
     from torchrl.modules import IndependentNormal, ProbabilisticActor
 
@@ -78,64 +78,6 @@ def _torchrl_actor(name: str) -> Any:
         distribution_class=IndependentNormal if continuous(name) else torch.distributions.Categorical,
         return_log_prob=True,
     )
-
-
-class AbsentError(Exception):
-    """A peer that does not do this work here, and why."""
-
-
-class Patient:
-    """A peer that may fail or hang: then it is absent, and its processes are gone.
-
-    Its processes are stopped while others are measured: some never rest.
-    """
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._others = set(multiprocessing.active_children())
-        self._own: set[Any] = set()
-        self._peer = self._within("starts", make)
-        self._own = set(multiprocessing.active_children()) - self._others
-        self._signal(signal.SIGSTOP)
-
-    @contextlib.contextmanager
-    def awake(self) -> Iterator[None]:
-        """Let its processes run meanwhile."""
-        self._signal(signal.SIGCONT)
-        try:
-            yield
-        finally:
-            self._signal(signal.SIGSTOP)
-
-    def run(self) -> int:
-        return int(self._within("collects", self._peer.run))
-
-    def close(self) -> None:
-        self._signal(signal.SIGCONT)
-        with contextlib.suppress(AbsentError):
-            self._within("shuts down", self._peer.close)
-        self._end()
-
-    def _signal(self, number: signal.Signals) -> None:
-        for child in self._own:
-            if child.is_alive() and child.pid is not None:
-                os.kill(child.pid, number)
-
-    def _end(self) -> None:
-        for child in self._own or set(multiprocessing.active_children()) - self._others:
-            child.kill()
-            child.join()
-
-    def _within(self, what: str, call: Callable[[], Any]) -> Any:
-        """What the call returns; its processes are killed where it does not return, which mostly ends it, too."""
-        timer = threading.Timer(PATIENCE, self._end)
-        timer.start()
-        try:
-            return call()
-        except Exception as error:
-            self._end()
-            raise AbsentError(f"fails as it {what}: {type(error).__name__}: {str(error)[:80]}") from error
-        finally:
-            timer.cancel()
 
 
 class VectorLoop:
@@ -246,9 +188,11 @@ def _alone(end: Connection, name: str, length: int) -> None:
     collector.shutdown()
 
 
-def peers(name: str, workers: int, length: int) -> Iterator[tuple[str, Callable[[], Patient]]]:
+def peers(name: str, workers: int, length: int) -> dict[str, Callable[[], Any]]:
     """Other libraries at the work of one cell."""
-    yield "torchrl sync", partial(torchrl, "MultiSyncCollector", name, workers, length)
-    yield "torchrl async", partial(torchrl, "MultiAsyncCollector", name, workers, length)
-    yield "sb3", lambda: Patient(partial(SubprocLoop, name, workers, length))
-    yield "gymnasium", lambda: Patient(partial(VectorLoop, name, workers, length))
+    return {
+        "torchrl sync": partial(torchrl, "MultiSyncCollector", name, workers, length),
+        "torchrl async": partial(torchrl, "MultiAsyncCollector", name, workers, length),
+        "sb3": partial(SubprocLoop, name, workers, length),
+        "gymnasium": partial(VectorLoop, name, workers, length),
+    }

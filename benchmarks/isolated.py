@@ -1,0 +1,117 @@
+"""A contestant in a process of its own, with a time limit: one that fails or hangs is gone with all that it started."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks.collect import quiet_mujoco
+from benchmarks.runner import one_thread
+
+PATIENCE = 120.0  # seconds that a piece of work may take
+TO_CLOSE = 5.0  # seconds that a contestant may take to end its own processes
+_SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
+
+
+class AbsentError(Exception):
+    """A contestant that does not do this work here, and why."""
+
+
+class Isolated:
+    """What `make` returns, in a process that stands still, with those that it starts, unless it is asked for something.
+
+    Some contestants never rest, so they would take the others' time, and some never end. What it starts belongs to its
+    session, also where it is in a process group of its own, as the actors of Ray are.
+
+    Args:
+        make: picklable; what it returns may have `close`.
+
+    Raises:
+        AbsentError: from all methods but `close`, for what fails or takes too long; its processes are gone then.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._end, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, make))
+        self._process.start()
+        theirs.close()
+        self._answer("starts")
+        self._signal(signal.SIGSTOP)
+
+    def ask(self, work: Callable[..., Any], *args: Any) -> Any:
+        """What ``work(contestant, *args)`` returns over there."""
+        with self._awake():
+            self._end.send((work, args))
+            return self._answer("collects")
+
+    def close(self) -> None:
+        """Let it end its processes; those that are left are killed."""
+        with contextlib.suppress(AbsentError, OSError), self._awake():
+            self._end.send(None)
+            self._answer("shuts down", TO_CLOSE)
+        self._kill()
+
+    @contextlib.contextmanager
+    def _awake(self) -> Iterator[None]:
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _answer(self, what: str, patience: float = PATIENCE) -> Any:
+        try:
+            answer, error = self._end.recv() if self._end.poll(patience) else (None, f"no end within {patience:g} s")
+        except EOFError:
+            answer, error = None, "its process is gone"
+        if error:
+            self._kill()
+            raise AbsentError(f"fails as it {what}: {error}")
+        return answer
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in _of_session(self._process.pid or 0):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+
+    def _kill(self) -> None:
+        self._signal(signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+
+
+def _of_session(leader: int) -> list[int]:
+    """The processes of a session."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            _, _, fields = path.read_text().rpartition(")")
+            if int(fields.split()[3]) == leader:
+                found.append(int(path.parent.name))
+    return found
+
+
+def _serve(end: Connection, make: Callable[[], Any]) -> None:
+    """Do what is asked for, until told to close."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    try:
+        quiet_mujoco()
+        one_thread()
+        contestant = make()
+        end.send((None, ""))
+        while (asked := end.recv()) is not None:
+            work, args = asked
+            end.send((work(contestant, *args), ""))
+        getattr(contestant, "close", lambda: None)()
+        end.send((None, ""))
+    except Exception as error:
+        end.send((None, f"{type(error).__name__}: {str(error)[:80]}"))
