@@ -24,6 +24,7 @@ def scaled(count):
 
 RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_memory_usage_threshold": "0.99"}
 os.environ |= RAY  # before Ray is imported
+STORE = 300 << 20  # bytes of its object store
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def ray_cluster():
     """A cluster of Ray's on this machine, with more CPUs than it has; the module `ray`."""
     import ray
 
-    ray.init(num_cpus=8, include_dashboard=False, object_store_memory=300 << 20, log_to_driver=False)
+    ray.init(num_cpus=8, include_dashboard=False, object_store_memory=STORE, log_to_driver=False)
     yield ray
     ray.shutdown()
 

@@ -33,6 +33,21 @@ class Plain(gymnasium.Env):
         return np.full(2, self.steps, np.float32), 1.0, self.steps >= 5, False, {}
 
 
+class Wide(Plain):
+    """Half a megabyte in each observation."""
+
+    SIZE = 1 << 19
+    observation_space = spaces.Box(0, 255, (SIZE,), np.uint8)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(self.SIZE, np.uint8), {}
+
+    def step(self, action):
+        _, *others = super().step(action)
+        return np.full(self.SIZE, self.steps, np.uint8), *others
+
+
 class Failing(Plain):
     """Does `act` at step `at` of its life; only the first of those that share the file `once`, where one is given."""
 

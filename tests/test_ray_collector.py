@@ -1,12 +1,14 @@
 """`RayCollector` on a cluster of one machine: shapes, bits, weights, collectors that come and go, checkpoints."""
 
 import itertools
+import os
+import pathlib
 
 import pytest
 import torch
 from compare import assert_same
-from conftest import SCALE
-from faulty_workers import BadInit, Doubled, Plain
+from conftest import SCALE, STORE, scaled
+from faulty_workers import BadInit, Doubled, Plain, Wide
 from tensordict.nn import TensorDictModule
 from torch import nn
 from workers import by_lane, multi, policy_for, ray_collector
@@ -204,3 +206,25 @@ def test_batches_have_memory_of_their_own_and_it_is_used_again():
             batch["observation"].zero_()
         assert len(places) <= 4
         assert collector.stats()["copies"] == 0
+
+
+def resident(process):
+    """MiB of a process that are its own."""
+    with open(f"/proc/{process}/statm") as file:
+        _, whole, shared, *_ = map(int, file.read().split())
+    return (whole - shared) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def test_memory_stays_flat(ray_cluster):
+    """More goes through the object store than it holds; neither it nor a process keeps any."""
+    with ray_collector([Wide], frames_per_batch=8) as collector:
+        processes = [os.getpid(), int(collector._crew.members[0].link.label.split()[-1])]
+        batches = scaled(200)
+        for index, _ in enumerate(itertools.islice(collector, batches)):
+            if index == batches // 10:
+                before = [resident(process) for process in processes]
+        assert collector.frames * Wide.SIZE > 2 * STORE
+        after = [resident(process) for process in processes]
+    assert all(late < early + 20 for early, late in zip(before, after, strict=True)), (before, after)
+    spilled = pathlib.Path(ray_cluster._private.worker.global_worker.node.get_session_dir_path())
+    assert not [*spilled.glob("ray_spilled_objects*/*")]
