@@ -15,7 +15,7 @@ $(VENV)/.core: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.core
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[envs,jax-envs,viz,test,bench]
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[envs,jax-envs,viz,ray,test,bench]
 	touch $@
 
 # RLlib needs another gymnasium than the library's, so it is measured from an environment of its own.

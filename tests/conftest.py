@@ -22,6 +22,21 @@ def scaled(count):
     return count * SCALE
 
 
+RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_memory_usage_threshold": "0.99"}
+os.environ |= RAY  # before Ray is imported
+STORE = 300 << 20  # bytes of its object store
+
+
+@pytest.fixture(scope="module")
+def ray_cluster():
+    """A cluster of Ray's on this machine, with more CPUs than it has; the module `ray`."""
+    import ray
+
+    ray.init(num_cpus=8, include_dashboard=False, object_store_memory=STORE, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
 def pytest_runtest_setup(item):
     """Tests marked `gpu` need a CUDA device; nothing else is skipped."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
+import funcollect as fc
+
 
 class Plain(gymnasium.Env):
     """Episodes of five steps; the observation is the step."""
@@ -29,6 +31,21 @@ class Plain(gymnasium.Env):
         self.steps += 1
         self.total += 1
         return np.full(2, self.steps, np.float32), 1.0, self.steps >= 5, False, {}
+
+
+class Wide(Plain):
+    """Half a megabyte in each observation."""
+
+    SIZE = 1 << 19
+    observation_space = spaces.Box(0, 255, (SIZE,), np.uint8)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(self.SIZE, np.uint8), {}
+
+    def step(self, action):
+        _, *others = super().step(action)
+        return np.full(self.SIZE, self.steps, np.uint8), *others
 
 
 class Failing(Plain):
@@ -95,3 +112,16 @@ def bad_policy(observation):
     if observation[0, 0] == 4:
         stumble()
     return torch.zeros(len(observation), dtype=torch.int64)
+
+
+class Doubled(fc.SyncDataCollector):
+    """A collector of the user's own class, with a keyword of its own."""
+
+    def __init__(self, *args, factor, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.factor = factor
+
+    def rollout(self):
+        batch = super().rollout()
+        batch["next", "reward"] *= self.factor
+        return batch

@@ -17,6 +17,11 @@ def multi(kind=fc.MultiSyncDataCollector, transport="processes", **kwargs):
     return kind(**({"timeout": 60.0, "start_timeout": 120.0, "seed": 0} | kwargs), in_process=transport == "serial")
 
 
+def ray_collector(create_env_fn, policy=None, **kwargs):
+    """A `RayCollector` whose faults fail a test and not the whole run."""
+    return fc.RayCollector(create_env_fn, policy, **({"timeout": 60.0, "start_timeout": 120.0, "seed": 0} | kwargs))
+
+
 def counting_workers(*workers, batched=True):
     """A factory for each worker; each of `workers` lists the `Counting` arguments of its lanes."""
     count = len(workers[0])

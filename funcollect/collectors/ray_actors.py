@@ -40,6 +40,7 @@ class RayLink:
         self._eager = eager
         self._sent: deque[tuple[Any, int]] = deque()  # what will be answered in order
         self._hurried: deque[tuple[Any, int]] = deque()  # and what goes before it
+        self._collects = 0  # rollouts that it has been sent for
         self._form: Form | None = None
         self._place = actor.place.options(concurrency_group="look").remote()
         self._gone = ""
@@ -64,11 +65,12 @@ class RayLink:
             self._gone = self._gone or _NO_RAY
             return
         args = (self._job,) if call.name == "hello" else call.args
-        if self._eager and call.name in _HURRIES:
+        if self._eager and call.name in _HURRIES and self._collects:  # else it is next as it is
             ref = self._actor.hurry.options(concurrency_group="hurry").remote(call.name, *args)
             self._hurried.append((ref, call.number))
         else:
             self._sent.append((self._actor.do.remote(call.name, *args), call.number))
+            self._collects += call.name == "collect"
 
     def heads(self) -> list[Any]:
         """The references of which one is there as soon as there is something to receive."""
@@ -80,8 +82,7 @@ class RayLink:
             return Gone(self._gone or _NO_RAY)
         for queue in (self._hurried, self._sent):
             if queue and ray.wait([queue[0][0]], timeout=0)[0]:
-                ref, number = queue.popleft()
-                return self._read(ref, number)
+                return self._read(*queue.popleft())
         return None
 
     def _read(self, ref: Any, number: int) -> Answer | Gone:
@@ -91,6 +92,7 @@ class RayLink:
             self._gone = reason_of(error)
             return Gone(self._gone)
         if isinstance(value, tuple) and isinstance(parcel := value[0], Parcel):
+            self._collects -= 1
             self._form = parcel.form or self._form
             value = (Parcel(self._form, parcel.memory), *value[1:])
         return Answer(number, value)
@@ -188,10 +190,10 @@ class RayTransport:
         accelerators: bool,
         eager: bool,
     ) -> None:
-        self._configs: list[Mapping[str, Any]] = []
+        self._configs: dict[int, Mapping[str, Any]] = {}  # by worker
         self._lease = Lease(init)
         try:
-            self.expect(configs, ())
+            self.expect(configs, 0, ())
         except BaseException:
             self._lease.release()
             raise
@@ -199,18 +201,19 @@ class RayTransport:
         self._eager = eager
         self._pool = Pool()
 
-    def expect(self, configs: Sequence[Mapping[str, Any]], present: Sequence[int]) -> None:
+    def expect(self, configs: Sequence[Mapping[str, Any]], first: int, present: Sequence[int]) -> None:
         """Let the next workers have actors with these options.
 
         Args:
             configs: what Ray takes.
+            first: the index of the first of them.
             present: the workers that are at work.
 
         Raises:
             WorkerError: where the cluster has no place for them beside these.
         """
-        check_room(configs, len(self._configs), [self._configs[worker] for worker in present])
-        self._configs += configs
+        check_room(configs, first, [self._configs[worker] for worker in present])
+        self._configs |= dict(enumerate(configs, first))
 
     def start(self, worker: int, job: bytes) -> RayLink:
         """A link to a new actor, which has no node yet."""

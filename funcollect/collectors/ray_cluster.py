@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -73,7 +74,8 @@ def demand(config: Mapping[str, Any]) -> dict[str, float]:
 
 def resources(configs: Sequence[Mapping[str, Any]]) -> str:
     """What actors with these options ask for and what the cluster has, in words."""
-    asked = "; ".join(_words(demand(config)) for config in configs)
+    counts = Counter(_words(demand(config)) for config in configs)
+    asked = "; ".join(f"{count} x ({words})" for words, count in counts.items())
     nodes = "; ".join(f"{node['NodeManagerAddress']} has {_words(node['Resources'])}" for node in _alive())
     return f"asked for [{asked}]; the cluster: [{nodes}], of which free: {_words(ray.available_resources())}"
 

@@ -8,12 +8,12 @@ from typing import Any, Unpack
 
 from tensordict import TensorDictBase
 
-from funcollect.arguments import check_positive
+from funcollect.arguments import check_not_given, check_positive
 from funcollect.collectors.crew import Patience
 from funcollect.collectors.gather import AsyncGathering, Gathering, SyncGathering
 from funcollect.collectors.jobs import check_alike, each, shares, want_accelerators, worker_options
 from funcollect.collectors.layout import Join
-from funcollect.collectors.ray_jobs import Inner, RayKeywords, check_class, environments_of, remote_options
+from funcollect.collectors.ray_jobs import NOT_HERE, Inner, RayKeywords, check_class, environments_of, remote_options
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.transport import Dock, Group
 from funcollect.collectors.worker import Hello, Job
@@ -98,6 +98,7 @@ class RayCollector(WorkerCollector):
         seed: int | None = None,
         **keywords: Unpack[RayKeywords],
     ) -> None:
+        check_not_given("RayCollector", keywords, NOT_HERE)
         check_class(collector_class)
         self.collector_class, self.collector_kwargs = collector_class, collector_kwargs
         self.num_workers_per_collector = num_workers_per_collector
@@ -165,8 +166,7 @@ class RayCollector(WorkerCollector):
         return {name: keywords[name] for name in names if name in keywords}
 
     def _shared(self, frames_per_batch: int | Sequence[int], count: int) -> tuple[int, list[int]]:
-        if not isinstance(frames_per_batch, int):
-            raise TypeError(f"frames_per_batch is {frames_per_batch!r:.80}, expected an int: pass one")
+        assert isinstance(frames_per_batch, int)
         return frames_per_batch, shares(frames_per_batch, count) if self.sync else [frames_per_batch] * count
 
     def _patience(self) -> Patience:
@@ -285,9 +285,9 @@ class RayCollector(WorkerCollector):
         env_kwargs, factory = _for_all(self.create_env_kwargs), _for_all(self.policy_factory)
         own = (self.policy, factory) if policy is None else (policy, None)
         jobs = self._inner.jobs(made, env_kwargs, own[0], own[1], kwargs, count, self._owned)
-        accelerators = want_accelerators(jobs)
         assert isinstance(self._transport, RayTransport)
-        self._transport.expect(remote_options(configs, len(made), accelerators=accelerators), self._crew.workers)
+        configs = remote_options(configs, len(made), accelerators=want_accelerators(jobs))
+        self._transport.expect(configs, len(self._crew.members), self._crew.workers)
         self._owned += count * len(made)
         return self._welcome(jobs)
 

@@ -31,6 +31,11 @@ _NOT_INNER = dict.fromkeys(
     "place": "RayCollector gives it",
     "in_process": "its workers are processes beside the actor",
 }  # fmt: skip
+NOT_HERE = {
+    "in_process": "MultiSyncDataCollector has it",
+    "update_at_each_batch": "it is update_after_each_batch here, as TorchRL calls it",
+    "cat_results": "collectors are stacked; their own workers follow collector_kwargs",
+}
 _NOT_REMOTE = {
     "lifetime": "an actor ends with its collector",
     "max_restarts": "on_failure='restart' replaces actors",

@@ -1,0 +1,44 @@
+"""What `RayCollector` says of bad arguments, before it starts anything."""
+
+import pytest
+
+import funcollect as fc
+
+CASES = {
+    "class": ({"collector_class": dict}, TypeError, r"collector_class is .*expected SyncDataCollector"),
+    "workers without a class": ({"num_workers_per_collector": 2}, ValueError, "SyncDataCollector has no workers"),
+    "lists that differ": (
+        {"create_env_fn": ["CartPole-v1"] * 2, "collector_kwargs": [{}]},
+        ValueError,
+        r"'create_env_fn': 2, 'collector_kwargs': 1",
+    ),
+    "a number that differs": ({"create_env_fn": ["CartPole-v1"] * 2, "num_collectors": 3}, ValueError, "differ"),
+    "none": ({"create_env_fn": []}, ValueError, "or are 0"),
+    "a keyword of the run": (
+        {"collector_kwargs": {"frames_per_batch": 3}},
+        ValueError,
+        "give it to RayCollector itself",
+    ),
+    "a keyword of nobody": ({"collector_kwargs": {"policy_device": "cup"}}, ValueError, "policy_device is 'cup'"),
+    "lifetime": ({"remote_configs": {"lifetime": "detached"}}, ValueError, "an actor ends with its collector"),
+    "frames": ({"frames_per_batch": [10, 10], "sync": True}, TypeError, "expected a positive int"),
+    "interval": ({"max_weight_update_interval": 1.5}, TypeError, "expected an int: pass -1 for no limit"),
+    "sync": ({"sync": 1}, TypeError, "sync is 1, expected a bool"),
+    "prefetch": ({"prefetch": True}, ValueError, "prefetch is for sync=True"),
+    "storing devices": (
+        {"sync": True, "num_collectors": 2, "storing_device": ["cpu", "meta"]},
+        ValueError,
+        "expected one for sync=True",
+    ),
+    "in_process": ({"in_process": True}, ValueError, "MultiSyncDataCollector has it"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_arguments(name):
+    kwargs, error, message = CASES[name]
+    with pytest.raises(error, match=message):
+        fc.RayCollector(**({"create_env_fn": "CartPole-v1", "frames_per_batch": 10} | kwargs))
+    import sys
+
+    assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
