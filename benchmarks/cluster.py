@@ -3,7 +3,7 @@
 The limit, `processes`, is our `MultiSyncDataCollector` with as many processes, in the same rounds. Batches are 100 ms
 of work of each actor, or more: 3,000 frames of CartPole (2x64 tanh), or 32 steps that sleep and have so many
 KiB, which show what the way through the object store costs where there are cores enough. `rllib` has a network of the
-same size, and a value network beside it. What was begun before a block is read before it.
+same size, and a value network beside it. What was begun before a block, and one batch more, is read before it.
 
 Each contestant has a cluster of its own and stands still with it, daemons and actors, while others are measured: Ray
 bears that, since its health checks stand still as well. All actors have the nice value 0, as processes have; Ray's
@@ -62,7 +62,7 @@ def measure(cell: Cell, actors: int, options: Options) -> Measured:
     """Blocks of frames per second; our own contestants, and the limit, cannot be absent."""
 
     def block(name: str, contestant: Isolated) -> float:
-        return float(contestant.ask(frames_per_second, cell.block, AHEAD.get(name, 0) * actors))
+        return float(contestant.ask(frames_per_second, cell.block, 1 + AHEAD.get(name, 0) * actors))
 
     rates, absent = interleaved(cell.contestants, block, options.rounds)
     for name in {OURS, OURS_ASYNC, LIMIT} & absent.keys():

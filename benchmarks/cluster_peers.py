@@ -33,7 +33,10 @@ def cluster(workers: int) -> dict[str, Any]:
 
 def our_actors(name: str, workers: int, length: int, *, sync: bool) -> Batches:
     """Our `RayCollector`; a batch of the synchronous one has the frames of all actors."""
-    return ours("RayCollector", name, workers, length, sync=sync, ray_init_config=cluster(workers))
+    import ray
+
+    init = None if ray.is_initialized() else cluster(workers)
+    return ours("RayCollector", name, workers, length, sync=sync, ray_init_config=init)
 
 
 def torchrl_actors(name: str, workers: int, length: int, *, sync: bool) -> Batches:

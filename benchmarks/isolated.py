@@ -43,7 +43,11 @@ class Isolated:
         self._process = context.Process(target=_serve, args=(theirs, make))
         self._process.start()
         theirs.close()
-        self._answer("starts")
+        try:
+            self._answer("starts")
+        except BaseException:  # one that is not told of it would never end
+            self._kill()
+            raise
         self._signal(signal.SIGSTOP)
 
     def ask(self, work: Callable[..., Any], *args: Any) -> Any:
@@ -78,7 +82,8 @@ class Isolated:
         return answer
 
     def _signal(self, number: signal.Signals) -> None:
-        for process in _of_session(self._process.pid or 0):
+        assert self._process.pid
+        for process in _of_session(self._process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)
 
