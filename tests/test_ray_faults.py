@@ -2,6 +2,7 @@
 
 import functools
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 import torch
 from conftest import scaled
 from faulty_workers import Failing, Plain, hold_the_gil, sleep_forever, stumble
-from test_worker_faults import check_trajectories, children_of, gone, run_out, wait_until
+from test_worker_faults import check_trajectories, gone, run_out, wait_until
 from workers import by_lane, ray_collector
 
 import funcollect as fc
@@ -127,7 +128,9 @@ def test_no_actor_outlives_its_driver(ray_cluster):
 
 
 def descendants(process):
-    return [process, *(each for child in children_of(process) for each in descendants(child))]
+    """Its own number and those of all that its threads have started, and so on."""
+    listed = [path.read_text() for path in pathlib.Path(f"/proc/{process}/task").glob("*/children")]
+    return [process, *(each for child in " ".join(listed).split() for each in descendants(int(child)))]
 
 
 OWN = """

@@ -73,6 +73,11 @@ class RayCollector(WorkerCollector):
         ImportError: without Ray.
         TypeError, ValueError: for a bad argument, before any actor starts.
         WorkerError: where the cluster lacks the resources, or a collector cannot be built.
+
+    >>> import funcollect as fc
+    >>> with fc.RayCollector(["CartPole-v1"] * 2, frames_per_batch=50, total_frames=100) as collector:  # doctest: +SKIP
+    ...     [batch.batch_size for batch in collector]
+    [torch.Size([50]), torch.Size([50])]
     """
 
     def __init__(
