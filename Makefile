@@ -7,7 +7,7 @@ FUNCOLLECT_SCALE ?= 1
 export FUNCOLLECT_SCALE
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 
-.PHONY: demo test tests-a-to-j tests-k-to-z soak lint notebooks bench clean
+.PHONY: demo test tests-a-to-j tests-k-to-z soak lint notebooks bench rllib clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -17,6 +17,15 @@ $(VENV)/.core: pyproject.toml constraints.txt
 $(VENV)/.test: $(VENV)/.core
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[envs,jax-envs,viz,ray,test,bench]
 	touch $@
+
+# RLlib needs another gymnasium than the library's, so it is measured from an environment of its own.
+.venv-rllib/.done: constraints.txt
+	$(PYTHON) -m venv $(@D)
+	grep -v ^gymnasium constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt "ray[rllib]" torch
+	touch $@
+
+rllib: .venv-rllib/.done
 
 demo: $(VENV)/.core
 	$(BIN)/funcollect demo
@@ -54,7 +63,7 @@ soak: $(VENV)/.test
 	set -o pipefail; PYTEST_ADDOPTS=-q $(HALVES) 2>&1 | tee benchmarks/results/soak.txt
 
 bench: $(VENV)/.test
-	for name in imports memory overhead collect suites torchrl fused policies replay workers; do $(BIN)/python -m benchmarks $$name || exit 1; done
+	for name in imports memory overhead collect suites torchrl fused policies replay workers ray; do $(BIN)/python -m benchmarks $$name || exit 1; done
 
 clean:
-	rm -rf $(VENV) .cache
+	rm -rf $(VENV) .venv-rllib .cache

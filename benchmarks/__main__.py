@@ -5,12 +5,27 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
+import sys
 from pathlib import Path
 
 from benchmarks.report import heading, save, setting
 from benchmarks.runner import Options
 
-NAMES = ("collect", "suites", "torchrl", "fused", "policies", "replay", "workers", "overhead", "memory", "imports")
+NAMES = (
+    "collect",
+    "suites",
+    "torchrl",
+    "fused",
+    "policies",
+    "replay",
+    "workers",
+    "ray",
+    "overhead",
+    "memory",
+    "imports",
+)
+MODULES = {"ray": "cluster"}  # of names that a package has
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -26,8 +41,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # contestants that stand still would stay for ever
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")  # read when JAX makes its client
-    benchmark = importlib.import_module(f"benchmarks.{arguments.name}")
+    benchmark = importlib.import_module(f"benchmarks.{MODULES.get(arguments.name, arguments.name)}")
     options = Options(rounds=arguments.rounds, scale=arguments.scale, only=arguments.only)
     facts = setting(options)
     print(heading(benchmark.__doc__, facts), flush=True)

@@ -10,13 +10,14 @@ import signal
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from operator import methodcaller
+from pathlib import Path
 from typing import Any
 
 from benchmarks.collect import quiet_mujoco
 from benchmarks.runner import AbsentError, one_thread
 
 TO_START = 180.0  # seconds that a contestant may take to import its library, in all of its processes
-PATIENCE = 60.0  # seconds that a piece of work may take
+PATIENCE = 120.0  # seconds that a piece of work may take
 TO_CLOSE = 5.0  # seconds that a contestant may take to end its own processes
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 
@@ -24,7 +25,8 @@ _SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 class Isolated:
     """What `make` returns, in a process that stands still, with those that it starts, unless it is asked for something.
 
-    Some contestants never rest, so they would take the others' time, and some never end.
+    Some contestants never rest, so they would take the others' time, and some never end. What it starts belongs to its
+    session, also where it is in a process group of its own, as the actors of Ray are.
 
     Args:
         make: picklable; what it returns may have `close`.
@@ -41,7 +43,11 @@ class Isolated:
         self._process = context.Process(target=_serve, args=(theirs, make))
         self._process.start()
         theirs.close()
-        self._answer("starts", TO_START)
+        try:
+            self._answer("starts", TO_START)
+        except BaseException:  # one that is not told of it would never end
+            self._kill()
+            raise
         self._signal(signal.SIGSTOP)
 
     def ask(self, work: Callable[..., Any], *args: Any) -> Any:
@@ -80,13 +86,26 @@ class Isolated:
         return answer
 
     def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid or 0, number)
+        assert self._process.pid
+        for process in _of_session(self._process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
 
     def _kill(self) -> None:
         self._signal(signal.SIGKILL)
         self._process.kill()
         self._process.join()
+
+
+def _of_session(leader: int) -> list[int]:
+    """The processes of a session."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            _, _, fields = path.read_text().rpartition(")")
+            if int(fields.split()[3]) == leader:
+                found.append(int(path.parent.name))
+    return found
 
 
 def _serve(end: Connection, make: Callable[[], Any]) -> None:

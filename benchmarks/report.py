@@ -27,6 +27,7 @@ PACKAGES = (
     "ale-py",
     "optree",
     "torchrl",
+    "ray",
     "stable_baselines3",
     "gymnax",
     "brax",

@@ -44,7 +44,7 @@ class Light(gymnasium.Env[Observation, int]):
 
 
 def make(name: str) -> gymnasium.Env[Any, Any]:
-    """A Gymnasium environment: an id, a game, one that sleeps, or one of which 32 steps have so many bytes."""
+    """A Gymnasium environment: an id, a game, one that sleeps, or one of 32 steps with so many bytes (and sleep)."""
     kind, _, detail = name.partition("/")
     match kind:
         case "ale":
@@ -52,7 +52,8 @@ def make(name: str) -> gymnasium.Env[Any, Any]:
         case "sleep":
             made = Light(4, float(detail))
         case "payload":
-            made = Light(int(detail) // (2 * 4 * PAYLOAD_STEPS))  # observation and next, float32
+            size, _, seconds = detail.partition("/")
+            made = Light(int(size) // (2 * 4 * PAYLOAD_STEPS), float(seconds or 0))  # observation and next, float32
         case _:
             made = gymnasium.make(name, disable_env_checker=True)
     return made

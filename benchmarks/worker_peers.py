@@ -22,17 +22,20 @@ def ours(kind: str, name: str, workers: int, length: int, **options: Any) -> Bat
     """One of our collectors; a batch of the synchronous one has the frames of all workers."""
     import funcollect as fc
 
-    share = workers if kind == "MultiSyncDataCollector" else 1
-    policy = None if name.startswith("payload/") else our_policy(name)
+    share = workers if kind == "MultiSyncDataCollector" or options.get("sync") else 1
     return Batches(
-        getattr(fc, kind)([partial(make, name)] * workers, policy, frames_per_batch=length * share, seed=0, **options)
+        getattr(fc, kind)(
+            [partial(make, name)] * workers, our_policy(name), frames_per_batch=length * share, seed=0, **options
+        )
     )
 
 
 def our_policy(name: str) -> Any:
-    """The network with its head."""
+    """The network with its head; None, which is random, where all is payload."""
     import funcollect as fc
 
+    if name.startswith("payload/"):
+        return None
     return fc.torch_policy(network(name), head=fc.heads.normal if continuous(name) else fc.heads.categorical)
 
 
@@ -42,8 +45,8 @@ def torchrl(kind: str, name: str, workers: int, length: int) -> Batches:
 
     share = workers if kind == "MultiSyncCollector" else 1
     collector = getattr(torchrl.collectors, kind)(
-        [partial(_torchrl_env, name)] * workers,
-        None if name.startswith("payload/") else _torchrl_actor(name),
+        [partial(torchrl_env, name)] * workers,
+        torchrl_actor(name),
         frames_per_batch=length * share,
         total_frames=-1,
         device=None,
@@ -52,14 +55,18 @@ def torchrl(kind: str, name: str, workers: int, length: int) -> Batches:
     return Batches(collector)
 
 
-def _torchrl_env(name: str) -> Any:
+def torchrl_env(name: str) -> Any:
+    """A `GymWrapper`."""
     from torchrl.envs import GymWrapper
 
     torch.set_num_threads(1)
     return GymWrapper(make(name), categorical_action_encoding=True, device=None)
 
 
-def _torchrl_actor(name: str) -> Any:
+def torchrl_actor(name: str) -> Any:
+    """TorchRL's `ProbabilisticActor` around the network; None, which is random, where all is payload."""
+    if name.startswith("payload/"):
+        return None
     from tensordict.nn import TensorDictModule
     from torchrl.modules import IndependentNormal, ProbabilisticActor
 

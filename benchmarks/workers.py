@@ -49,7 +49,7 @@ def results(options: Options) -> Iterator[Result]:
         for workers in WORKERS:
             cell = _cell(name, workers, length, BLOCK * options.scale)
             if options.only in cell.name:
-                yield _with_shares(compare(cell, measure(cell, workers, options), OURS))
+                yield with_shares(compare(cell, measure(cell, workers, options), OURS), "alone")
     for size in PAYLOADS:
         name = f"hand-over {size >> 10} KiB"
         if options.only in name:
@@ -73,7 +73,7 @@ def measure(cell: Cell, workers: int, options: Options) -> Measured:
     """Blocks of frames per second; our own contestants, and the limit, cannot be absent."""
 
     def block(name: str, contestant: Isolated) -> float:
-        return float(contestant.ask(_block, cell.block, AHEAD * workers if "async" in name else 0))
+        return float(contestant.ask(frames_per_second, cell.block, AHEAD * workers if "async" in name else 0))
 
     rates, absent = interleaved(cell.contestants, block, options.rounds)
     for name in {OURS, OURS_ASYNC, "alone"} & absent.keys():
@@ -106,7 +106,8 @@ def interleaved(
     return found, absent
 
 
-def _block(contestant: Contestant, seconds: float, stale: int) -> float:
+def frames_per_second(contestant: Contestant, seconds: float, stale: int) -> float:
+    """Of a block, before which as many batches are read as may be ready."""
     time.sleep(REST)
     for _ in range(stale):
         contestant.run()
@@ -119,15 +120,14 @@ def _block(contestant: Contestant, seconds: float, stale: int) -> float:
     return frames / elapsed
 
 
-def _with_shares(result: Result) -> Result:
+def with_shares(result: Result, limit: str) -> Result:
     """How near ours come to the limit, round by round."""
     rates = result.data["frames_per_second"]
     shares = {
-        name: [own / limit for own, limit in zip(rates[name], rates["alone"], strict=True)]
-        for name in (OURS, OURS_ASYNC)
+        name: [own / other for own, other in zip(rates[name], rates[limit], strict=True)] for name in (OURS, OURS_ASYNC)
     }
     medians = {name: statistics.median(each) for name, each in shares.items()}
-    line = "; ".join(f"{name} / alone {share:.3f}" for name, share in medians.items())
+    line = "; ".join(f"{name} / {limit} {share:.3f}" for name, share in medians.items())
     return Result(name=result.name, table=f"{result.table}\n  {line}", data={**result.data, "of_limit": medians})
 
 

@@ -30,6 +30,7 @@ def test_they_are_all_there():
         "03_torch_policy_in_xla.ipynb",
         "04_workers.ipynb",
         "05_replay.ipynb",
+        "06_ray.ipynb",
     ]
 
 

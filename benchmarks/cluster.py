@@ -1,0 +1,116 @@
+"""`RayCollector` and its peers: frames per second, and how long they take to start.
+
+The limit, `processes`, is our `MultiSyncDataCollector` with as many processes, in the same rounds. Batches are 100 ms
+of work of each actor, or more: 3,000 frames of CartPole (2x64 tanh), or 32 steps that sleep and have so many
+KiB, which show what the way through the object store costs where there are cores enough. `rllib` has a network of the
+same size, and a value network beside it. What was begun before a block, and one batch more, is read before it.
+
+Each contestant has a cluster of its own and stands still with it, daemons and actors, while others are measured: Ray
+bears that, since its health checks stand still as well. All actors have the nice value 0, as processes have; Ray's
+default is 15. With ``--rounds 5`` all takes some ten minutes on two cores.
+
+A start is the time to the first batch of 2 actors, in a process that has imported the library and in which Ray runs
+(`ray.init` is shown by itself); the second collector is another one after the first was shut down.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from benchmarks.cluster_peers import RLlib, cluster, contestants
+from benchmarks.isolated import Isolated
+from benchmarks.report import compare
+from benchmarks.runner import AbsentError, Cell, Measured, Options, Result
+from benchmarks.worker_envs import PAYLOAD_STEPS
+from benchmarks.workers import OURS, OURS_ASYNC, frames_per_second, in_ms, interleaved, with_shares
+
+ENV, LENGTH = "CartPole-v1", 3_000  # frames of an actor's batch
+ACTORS = (1, 2, 4)
+PAYLOADS = (1 << 18, 1 << 24)  # bytes
+PAYLOAD_WORK = 0.1  # seconds of a batch
+BLOCK = 1.0  # seconds
+LIMIT = "processes"
+AHEAD = {OURS_ASYNC: 2, "torchrl async": 1}  # batches of an actor that may be ready, or under way
+_STARTS = {OURS: "funcollect", LIMIT: "funcollect", "torchrl sync": "torchrl.collectors.distributed"}
+
+
+def results(options: Options) -> Iterator[Result]:
+    for cell, actors in cells(BLOCK * options.scale):
+        if options.only in cell.name:
+            yield with_shares(compare(cell, measure(cell, actors, options), OURS), LIMIT)
+    if options.only in "start":
+        yield in_ms("start", starts(options.rounds))
+
+
+def cells(seconds: float) -> Iterator[tuple[Cell, int]]:
+    """What is measured, and the number of actors."""
+    for actors in ACTORS:
+        note = f"{LENGTH:,} frames of each actor per batch"
+        made = contestants(ENV, actors, LENGTH)
+        yield Cell(name=f"{ENV} {actors}", note=note, contestants=made, block=seconds), actors
+    for size in PAYLOADS:
+        made = contestants(f"payload/{size}/{PAYLOAD_WORK / PAYLOAD_STEPS}", 2, PAYLOAD_STEPS)
+        note = f"2 actors, {PAYLOAD_STEPS} frames of {PAYLOAD_WORK:g} s in {size >> 10:,} KiB per batch"
+        yield Cell(name=f"payload {size >> 10} KiB", note=note, contestants=made, block=seconds), 2
+
+
+def measure(cell: Cell, actors: int, options: Options) -> Measured:
+    """Blocks of frames per second; our own contestants, and the limit, cannot be absent."""
+
+    def block(name: str, contestant: Isolated) -> float:
+        return float(contestant.ask(frames_per_second, cell.block, 1 + AHEAD.get(name, 0) * actors))
+
+    rates, absent = interleaved(cell.contestants, block, options.rounds)
+    for name in {OURS, OURS_ASYNC, LIMIT} & absent.keys():
+        raise AbsentError(absent[name])
+    return Measured(rates=rates, absent=absent)
+
+
+def starts(rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds that Ray and collectors take to start."""
+    seconds: dict[str, list[float]] = {}
+    absent: dict[str, str] = {}
+    for _ in range(max(rounds // 5, 1)):
+        for name, (make, work) in _starters().items():
+            try:
+                process = Isolated(make)
+                for what, took in process.ask(work).items():
+                    seconds.setdefault(what, []).append(took)
+                process.close()
+            except AbsentError as error:
+                absent[name] = f"{name} {error}"
+    return seconds, absent
+
+
+def _starters() -> dict[str, tuple[Callable[[], Any], Callable[[Any], dict[str, float]]]]:
+    """Of each contestant what is made before its time runs, and what says how much it took."""
+    made: dict[str, tuple[Callable[[], Any], Callable[[Any], dict[str, float]]]] = {
+        name: (partial(importlib.import_module, library), partial(_start_twice, name=name))
+        for name, library in _STARTS.items()
+    }
+    return made | {"rllib": (partial(RLlib, 2, 100), _start_of_rllib)}
+
+
+def _start_twice(_: Any, name: str) -> dict[str, float]:
+    took = {}
+    if name != LIMIT:
+        import ray
+
+        began = time.perf_counter()
+        ray.init(**cluster(2))
+        took["ray.init"] = time.perf_counter() - began
+    for which in ("first", "second"):
+        began = time.perf_counter()
+        contestant = contestants(ENV, 2, 100)[name]()
+        contestant.run()
+        took[f"{name}, {which}"] = time.perf_counter() - began
+        contestant.close()
+    return took
+
+
+def _start_of_rllib(contestant: RLlib) -> dict[str, float]:
+    return {"rllib, first": contestant.seconds}
