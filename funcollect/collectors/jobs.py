@@ -8,7 +8,9 @@ from dataclasses import fields
 from typing import Any
 
 import gymnasium
+import torch
 from gymnasium.vector import VectorEnv
+from torch import Tensor
 
 from funcollect.arguments import check_positive
 from funcollect.collectors.options import Keywords, Options, WorkerOptions
@@ -125,6 +127,21 @@ def shares(frames_per_batch: int | Sequence[int], count: int) -> list[int]:
     for share in frames:
         check_positive("frames_per_batch", share)
     return frames if listed else [math.ceil(share / count) for share in frames]
+
+
+def masks_of(mask: Tensor | None, lanes: Sequence[int]) -> Sequence[Tensor | None]:
+    """Each worker's part of a mask over all lanes, of which the workers have so many.
+
+    Raises:
+        ValueError: for a mask of another shape or dtype.
+    """
+    if mask is None:
+        return [None] * len(lanes)
+    if mask.dtype != torch.bool or mask.shape != (sum(lanes),):
+        raise ValueError(
+            f"mask is {mask.dtype} {tuple(mask.shape)}, expected bool ({sum(lanes)},): pass one flag per lane"
+        )
+    return torch.split(mask, list(lanes))
 
 
 def want_accelerators(jobs: Sequence[Job]) -> bool:

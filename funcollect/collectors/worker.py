@@ -32,6 +32,7 @@ class Stand(NamedTuple):
 
 
 START = Stand()
+_SAVED = ("workers", "frames", "iter", "policy_version", "own_weights")
 
 
 def stand_of(state_dict: Mapping[str, Any]) -> Stand:
@@ -40,6 +41,22 @@ def stand_of(state_dict: Mapping[str, Any]) -> Stand:
     episode = max(int(each["episode"].max()) for each in runners)
     steps = max(each["steps"] for each in runners)
     return Stand(steps, episode, max(state_dict["iter"], 1), state_dict["frames"])
+
+
+def saved_workers(state_dict: Any, count: int) -> list[Mapping[str, Any]]:
+    """The states of so many workers in that of their collector.
+
+    Raises:
+        TypeError, ValueError: for what is none of as many workers.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict is {type(state_dict).__name__}, expected a dict: pass what state_dict gave")
+    if missing := [name for name in _SAVED if name not in state_dict]:
+        raise ValueError(f"the state_dict lacks {missing}: pass what state_dict of such a collector gave")
+    saved = runners_of(state_dict)
+    if len(saved) != count:
+        raise ValueError(f"the state_dict has {len(saved)} workers, this collector {count}: build it with as many")
+    return saved
 
 
 def runners_of(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:

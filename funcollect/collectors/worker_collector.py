@@ -9,7 +9,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
-import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -17,14 +16,14 @@ from funcollect.collectors.collector import Collector
 from funcollect.collectors.crew import Crew, Patience
 from funcollect.collectors.filler import Filler
 from funcollect.collectors.gather import Gathering
-from funcollect.collectors.jobs import check_alike, environments, make_jobs, want_accelerators, worker_options
+from funcollect.collectors.jobs import check_alike, environments, make_jobs, masks_of, want_accelerators, worker_options
 from funcollect.collectors.layout import Join
 from funcollect.collectors.options import Keywords, WorkerOptions
 from funcollect.collectors.runner import ALONE, Place
 from funcollect.collectors.serial import SerialTransport
 from funcollect.collectors.transport import Board, Dock, Group, Transport
 from funcollect.collectors.weights import Weights
-from funcollect.collectors.worker import Hello, Job, runners_of, stand_of
+from funcollect.collectors.worker import Hello, Job, runners_of, saved_workers, stand_of
 from funcollect.core.reseed import next_seed
 from funcollect.errors import WorkerError
 from funcollect.keys import key_from_seed, seed_of
@@ -255,15 +254,7 @@ class WorkerCollector(Collector):
         """
         self._check_at_rest()
         workers = self._crew.workers
-        masks: Sequence[Tensor | None] = [None] * len(workers)
-        if mask is not None:
-            lanes = [self._lanes_of(worker) for worker in workers]
-            if mask.dtype != torch.bool or mask.shape != (sum(lanes),):
-                raise ValueError(
-                    f"mask is {mask.dtype} {tuple(mask.shape)}, expected bool ({sum(lanes)},): pass one flag per lane"
-                )
-            masks = torch.split(mask, lanes)
-        resets = zip(workers, masks, strict=True)
+        resets = zip(workers, masks_of(mask, [self._lanes_of(worker) for worker in workers]), strict=True)
         self._crew.finish([self._crew.call(worker, "reset", each) for worker, each in resets])
 
     def _lanes_of(self, worker: int) -> int:
@@ -332,22 +323,13 @@ class WorkerCollector(Collector):
             TypeError, ValueError: for what is no `state_dict` of as many workers.
         """
         self._check_at_rest()
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"state_dict is {type(state_dict).__name__}, expected a dict: pass what state_dict gave")
-        if missing := [name for name in _SAVED if name not in state_dict]:
-            raise ValueError(f"the state_dict lacks {missing}: pass what state_dict of such a collector gave")
-        saved = [state_dict["workers"][name] for name in sorted(state_dict["workers"], key=int)]
-        if len(saved) != self.num_workers:
-            raise ValueError(
-                f"the state_dict has {len(saved)} workers, this collector {self.num_workers}: build it with as many"
-            )
+        saved = saved_workers(state_dict, self.num_workers)
         self._gathering.discard()
         loads = zip(self._crew.workers, saved, strict=True)
         self._crew.finish([self._crew.call(worker, "load_state_dict", each) for worker, each in loads])
-        first = runners_of(saved[0])[0]
-        self._seed = seed_of(first["key"].numpy())
-        self._crew.go_on_from(self._seed, [stand_of(each) for each in saved])
         runners = {worker: runners_of(each)[0] for worker, each in zip(self._crew.workers, saved, strict=True)}
+        self._seed = seed_of(runners_of(saved[0])[0]["key"].numpy())
+        self._crew.go_on_from(self._seed, [stand_of(each) for each in saved])
         self._weights.go_on_from(state_dict["policy_version"], runners, own=state_dict["own_weights"])
         self.frames, self._batches = state_dict["frames"], state_dict["iter"]
 
@@ -405,7 +387,6 @@ _KEPT = (
     "the reader keeps every batch, so from now on it gets copies of those in shared memory: where it only keeps some, "
     "copy those, batch.clone(), and let go of the others"
 )
-_SAVED = ("workers", "frames", "iter", "policy_version", "own_weights")
 
 
 def _end(crew: Crew, held: Sequence[Board | Gathering]) -> None:
