@@ -22,6 +22,8 @@ def scaled(count):
     return count * SCALE
 
 
+# JAX warns of them where it has been used; those of Ray become other programs at once.
+FORKS_OF_RAY = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_memory_usage_threshold": "0.99"}
 os.environ |= RAY  # before Ray is imported
 STORE = 300 << 20  # bytes of its object store

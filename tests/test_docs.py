@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from conftest import FORKS_OF_RAY
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -33,6 +34,7 @@ def test_a_block_runs(block, capsys):
     exec(block, {"__name__": "__main__"})
 
 
+@FORKS_OF_RAY
 @pytest.mark.filterwarnings(  # what TorchRL 0.14 says of its own classes, and of its next version
     "ignore:Creating .* which inherits from WeightUpdaterBase:DeprecationWarning",
     "ignore:The env passed to Collector is missing transforms:FutureWarning",

@@ -7,7 +7,7 @@ import pathlib
 import pytest
 import torch
 from compare import assert_same
-from conftest import SCALE, STORE, scaled
+from conftest import FORKS_OF_RAY, SCALE, STORE, scaled
 from faulty_workers import BadInit, Doubled, Plain, Wide
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -16,7 +16,7 @@ from workers import by_lane, multi, policy_for, ray_collector
 import funcollect as fc
 
 SYNC, MULTI, MULTIA = fc.SyncDataCollector, fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), FORKS_OF_RAY]
 
 # What of [N, K, P, T] with N = K = P = 2 a batch of 48 frames has, and whether its lanes are in it always.
 SHAPES = {

@@ -9,14 +9,14 @@ import sys
 
 import pytest
 import torch
-from conftest import scaled
+from conftest import FORKS_OF_RAY, scaled
 from faulty_workers import Failing, Plain, hold_the_gil, sleep_forever, stumble
 from test_worker_faults import check_trajectories, gone, run_out, wait_until
 from workers import by_lane, ray_collector
 
 import funcollect as fc
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), FORKS_OF_RAY]
 
 
 def pid_of(collector, worker):

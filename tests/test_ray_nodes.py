@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from conftest import FORKS_OF_RAY
 from faulty_workers import Plain
 from test_worker_faults import check_trajectories, run_out
 from workers import by_lane, ray_collector
 
 import funcollect as fc
 
+pytestmark = FORKS_OF_RAY
 NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
 HEALTH = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 5}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -40,7 +41,9 @@ class Lease:
         with Lease._lock:
             self._counted = True
             if not ray.is_initialized():
-                ray.init(**_QUIET | dict(config or {}))
+                with warnings.catch_warnings():  # JAX's, of forks that go on; Ray's become other programs at once
+                    warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+                    ray.init(**_QUIET | dict(config or {}))
                 Lease._count, Lease._config = 0, config
             elif Lease._count == 0:
                 self._counted = False  # the user's own

@@ -87,7 +87,7 @@ def open_actor(env: Env, policy: Policy, state: CollectorState, request: Request
     `observation` is what it reads at each step: the same arrays throughout.
     """
     spec = env.action_spec
-    first_lane = int(state.lane[0])
+    first_lane = state.first_lane
     noise = policy.noise(spec)
     drawn = None
     if noise is not None:

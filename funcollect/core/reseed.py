@@ -33,7 +33,7 @@ def reseed(env: Env, policy: Policy, state: CollectorState, seed: int) -> Collec
     """New episodes under another key. Before the first step all counts begin again, so it is as if `init` had it."""
     key = key_from_seed(seed)
     episode = state.episode if state.steps_made else _minus_one(state.episode)
-    policy_state = policy_start(policy, key, state.num_lanes, int(state.lane[0]))
+    policy_state = policy_start(policy, key, state.num_lanes, state.first_lane)
     return _restarted(env, state.replace(key=key, episode=episode, policy_state=policy_state))
 
 
@@ -68,7 +68,7 @@ def go_on(env: Env, policy: Policy, state: CollectorState, *, steps: int, episod
     """New episodes as if so many steps had been made and, in every lane, the episodes up to this one."""
     counts = saved_counts(state)
     counts["steps"], counts["episode"] = steps, torch.full_like(counts["episode"], episode)
-    policy_state = policy_start(policy, state.key, state.num_lanes, int(state.lane[0]), steps)
+    policy_state = policy_start(policy, state.key, state.num_lanes, state.first_lane, steps)
     return resume(env, state, {**counts, "policy_state": saved_leaves(policy_state)})
 
 

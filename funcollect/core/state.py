@@ -64,6 +64,11 @@ class CollectorState:
         return seed_of(self.key)
 
     @property
+    def first_lane(self) -> int:
+        """The id of the first of them; read without a program of JAX."""
+        return int(self.lane.tolist()[0])
+
+    @property
     def num_lanes(self) -> int:
         """P."""
         return len(self.lane)
