@@ -181,6 +181,19 @@ def test_collectors_come_and_go():
         assert rows[lane]["collector", "traj_ids"].tolist() == [first + i // 5 * 2 for i in range(len(rows[lane]))]
 
 
+def test_newcomers_have_the_weights_that_were_loaded():
+    """Not those of the last update, which came after what was loaded had been saved."""
+    policy = fc.torch_policy(nn.Linear(2, 2), head=fc.heads.categorical)
+    with ray_collector([Plain], policy, frames_per_batch=10) as collector:
+        saved = collector.state_dict()
+        collector.update_policy_weights_()
+        collector.load_state_dict(saved)
+        collector.add_collectors([Plain])
+        while 1 not in (batch := next(collector))["collector", "lane"]:
+            pass
+        assert versions(batch) == {0}
+
+
 def test_a_synchronous_run_grows_and_shrinks():
     with ray_collector(Plain, sync=True, prefetch=True, frames_per_batch=10) as collector:
         shapes = [next(collector).shape]

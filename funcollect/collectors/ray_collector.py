@@ -75,7 +75,7 @@ class RayCollector(WorkerCollector):
         WorkerError: where the cluster lacks the resources, or a collector cannot be built.
 
     >>> import funcollect as fc
-    >>> with fc.RayCollector(["CartPole-v1"] * 2, frames_per_batch=50, total_frames=100) as collector:  # doctest: +SKIP
+    >>> with fc.RayCollector(["CartPole-v1"] * 2, frames_per_batch=50, total_frames=100) as collector:
     ...     [batch.batch_size for batch in collector]
     [torch.Size([50]), torch.Size([50])]
     """

@@ -169,9 +169,10 @@ class Weights:
             if weights := state["policy_state_dict"]:
                 self._wanted[worker] = self._saved_version(worker, state, weights, here=here)
         self._taken = list(self._wanted)
-        latest = max(saved.values(), key=lambda state: int(state["policy_version"]))["policy_state_dict"]
-        if own and here and latest:
-            self._policy.load(latest)
+        newest = max(saved, key=lambda worker: int(saved[worker]["policy_version"]))
+        self._latest = self._wanted[newest]
+        if own and here and (weights := saved[newest]["policy_state_dict"]):
+            self._policy.load(weights)
 
     def _saved_version(self, worker: int, state: Mapping[str, Any], weights: Any, *, here: bool) -> Version:
         number = state["policy_version"]
