@@ -11,7 +11,7 @@ from compare import assert_same, collect, compilations
 from conftest import scaled
 from jax_counting import counting
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
 import funcollect as fc
@@ -114,6 +114,29 @@ def test_a_deterministic_tensordict_module_is_lowered(cartpole):
     batch = collect(cartpole, policy, 20)
     assert torch.equal(batch["action"], nn_sequential.module(batch["observation"])[0])
     assert batch["action"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("wanted", ["xla", "callback", "eager"])
+def test_nested_outputs_stand_in_their_places(cartpole, wanted):
+    score = TensorDictModule(mlp(4, 2), ["observation"], [("agent", "logits")])
+    choose = TensorDictModule(ArgMax(), [("agent", "logits")], ["action", ("agent", "value")])
+    again = TensorDictModule(nn.Identity(), ["action"], [("agent", "choice")])
+    sequence = TensorDictSequential(score, choose, again)
+    policy = fc.tensordict_policy(sequence, compile=wanted)
+    for env in (cartpole, fc.make_env("CartPole-v1", num_envs=3)) if wanted != "callback" else (cartpole,):
+        assert way(env, policy) == wanted
+        batch = collect(env, policy, 7)
+        said = sequence(batch.select("observation").clone())["agent"]
+        for name in ("logits", "value", "choice"):
+            torch.testing.assert_close(batch["agent", name], said[name].detach())
+
+
+def test_nested_outputs_where_a_batch_has_its_own(cartpole):
+    module = TensorDictModule(ArgMax(), ["observation"], ["action", ("next", "value")])
+    with pytest.raises(fc.LoweringError, match=r"the out_keys \[\('next', 'value'\)\] stand where a batch has its own"):
+        fc.init(cartpole, fc.tensordict_policy(module, compile="xla"), seed=0)
+    with pytest.raises(fc.PolicyError, match=r"the policy wrote \['next'\], keys that a batch uses itself"):
+        collect(cartpole, fc.tensordict_policy(module), 3)
 
 
 class ArgMax(nn.Module):
