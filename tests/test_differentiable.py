@@ -102,8 +102,16 @@ def finite_difference(env, policy, module, direction, size=1e-2):
     return (losses[0] - losses[1]) / (2 * size)
 
 
+class Noting(nn.Linear):
+    """Answers with an integer of 64 bits beside what the head reads."""
+
+    def forward(self, x):
+        loc, scale = super().forward(x).chunk(2, -1)
+        return {"loc": loc, "scale": nn.functional.softplus(scale), "side": (x[:, 0] > 0).long()}
+
+
 CASES = {
-    "spring": (spring, nn.Linear, fc.heads.tanh_normal),
+    "spring": (spring, Noting, fc.heads.tanh_normal),
     "spring, recurrent": (spring, Recurrent, fc.heads.normal),
     "brax": (railway, nn.Linear, fc.heads.normal),
 }
@@ -113,7 +121,7 @@ def made(case):
     make, kind, head = CASES[case]
     env = make()
     module = module_of(*env.observation_space.shape, 2, kind)
-    policy = fc.torch_policy(module, head=head, initial_state=None if kind is nn.Linear else torch.zeros(5))
+    policy = fc.torch_policy(module, head=head, initial_state=torch.zeros(5) if kind is Recurrent else None)
     return env, module, policy
 
 
