@@ -6,7 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from brax.envs.base import PipelineEnv, State
+from brax.io import mjcf
 from cases import Recurrent
+from conftest import SCALE
 from tensordict import TensorDict
 from torch import nn
 
@@ -56,50 +59,113 @@ def gradients_of(env, policy, module, **options):
     return batch, {name: param.grad for name, param in module.named_parameters()}
 
 
+PUCK = """
+<mujoco>
+  <option timestep="0.05"/>
+  <worldbody><body>
+    <joint name="slide" type="slide" axis="1 0 0"/>
+    <geom type="sphere" size="0.1" mass="1" contype="0" conaffinity="0"/>
+  </body></worldbody>
+  <actuator><motor joint="slide"/></actuator>
+</mujoco>
+"""
+
+
+class Puck(PipelineEnv):
+    """A body on a rail, pushed by the action: brax's physics at its smallest, since compiling it takes its time."""
+
+    def __init__(self):
+        super().__init__(mjcf.loads(PUCK), backend="generalized")
+        self.start = jax.jit(self.pipeline_init)(jnp.ones(1), jnp.zeros(1))
+
+    def reset(self, rng):
+        return State(self.start, jnp.concatenate([self.start.q, self.start.qd]), jnp.float32(0), jnp.float32(0))
+
+    def step(self, state, action):
+        physics = self.pipeline_step(state.pipeline_state, action)
+        return state.replace(pipeline_state=physics, obs=jnp.concatenate([physics.q, physics.qd]))
+
+
+def railway():
+    return from_brax("inverted_pendulum" if SCALE > 1 else Puck(), num_envs=3, episode_length=7)
+
+
 def finite_difference(env, policy, module, direction, size=1e-2):
-    """The loss's slope along `direction`, over plain rollouts."""
+    """The loss's slope along `direction`, by the program that gave the gradient."""
     losses = []
     for sign in (1, -1):
-        moved = {name: param.detach() + sign * size * direction[name] for name, param in module.named_parameters()}
-        _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), LENGTH, params=moved)
+        moved = {name: param + sign * size * direction[name] for name, param in module.named_parameters()}
+        with torch.no_grad():
+            state = fc.init(env, policy, seed=0)
+            _, batch = fc.differentiable_rollout(env, policy, state, LENGTH, params=moved)
         losses.append(loss_of(batch.double()).item())
     return (losses[0] - losses[1]) / (2 * size)
 
 
-@pytest.mark.parametrize(("kind", "head"), [(nn.Linear, fc.heads.tanh_normal), (Recurrent, fc.heads.normal)])
-def test_against_finite_differences(kind, head):
-    env, module = spring(), module_of(2, 2, kind)
-    policy = fc.torch_policy(module, head=head, initial_state=None if kind is nn.Linear else torch.zeros(5))
+class Noting(nn.Linear):
+    """Answers with an integer of 64 bits beside what the head reads."""
+
+    def forward(self, x):
+        loc, scale = super().forward(x).chunk(2, -1)
+        return {"loc": loc, "scale": nn.functional.softplus(scale), "side": (x[:, 0] > 0).long()}
+
+
+CASES = {
+    "spring": (spring, Noting, fc.heads.tanh_normal),
+    "spring, recurrent": (spring, Recurrent, fc.heads.normal),
+    "brax": (railway, nn.Linear, fc.heads.normal),
+}
+
+
+def made(case):
+    make, kind, head = CASES[case]
+    env = make()
+    module = module_of(*env.observation_space.shape, 2, kind)
+    policy = fc.torch_policy(module, head=head, initial_state=torch.zeros(5) if kind is Recurrent else None)
+    return env, module, policy
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_against_finite_differences(case):
+    env, module, policy = made(case)
     batch, gradients = gradients_of(env, policy, module)
     assert batch["next", "done"].any()
-    _, plain = fc.rollout(env, policy, fc.init(env, policy, seed=0), LENGTH)
-    for path, leaf in plain.items(include_nested=True, leaves_only=True):
-        torch.testing.assert_close(batch[path].detach(), leaf)
-    slope = sum((gradient**2).sum() for gradient in gradients.values()).item()
-    size = slope**0.5
+    size = sum((gradient**2).sum() for gradient in gradients.values()).item() ** 0.5
     direction = {name: gradient / size for name, gradient in gradients.items()}
     assert finite_difference(env, policy, module, direction) == pytest.approx(size, rel=2e-2)
 
 
-def test_against_jax_in_brax():
-    env = from_brax("inverted_pendulum", num_envs=2)
-    module = module_of(4, 2)
+@pytest.mark.parametrize("case", ["spring", "spring, recurrent"])
+def test_it_is_a_rollout_and_others_go_on_from_its_state(case):
+    env, _, policy = made(case)
+    runs = []
+    for collect in (fc.differentiable_rollout, fc.rollout):
+        state, batch = collect(env, policy, fc.init(env, policy, seed=0), LENGTH)
+        assert batch["next", "done"].any()
+        runs.append((batch, fc.rollout(env, policy, state, LENGTH)[1]))
+    for got, wanted in zip(*runs, strict=True):
+        for path, leaf in wanted.items(include_nested=True, leaves_only=True):
+            torch.testing.assert_close(got[path].detach(), leaf)
+
+
+def test_against_jax():
+    env = spring()
+    module = module_of(2, 2)
     policy = fc.torch_policy(module, head=fc.heads.normal)
     state = fc.init(env, policy, seed=0)
-    after, batch = fc.differentiable_rollout(env, policy, state, 5)
+    _, batch = fc.differentiable_rollout(env, policy, state, LENGTH)
     (batch["next", "observation"].square().sum() + batch["action_log_prob"].sum()).backward()
     weights = {name: jnp.array(param.detach().numpy()) for name, param in module.named_parameters()}
     own = fc.jax_policy(lambda params, x: x @ params["weight"].T + params["bias"], weights, head=fc.heads.normal)
 
     def loss(params):
-        _, arrays = fc.traced.rollout(env, own, params, state.replace(policy_state=None), 5)
+        _, arrays = fc.traced.rollout(env, own, params, state.replace(policy_state=None), LENGTH)
         return (arrays["next"]["observation"] ** 2).sum() + arrays["action_log_prob"].sum()
 
     for name, wanted in jax.jit(jax.grad(loss))(weights).items():
         ours = module.get_parameter(name).grad
         assert ours.abs().max() > 0.1
-        torch.testing.assert_close(ours, torch.from_numpy(np.array(wanted)), rtol=1e-3, atol=1e-3)
-    assert fc.rollout(env, policy, after, 3)[1].batch_size == (2, 3)
+        torch.testing.assert_close(ours, torch.from_numpy(np.array(wanted)), rtol=1e-4, atol=1e-4)
 
 
 def test_gradients_go_to_params_that_are_given_and_to_none_that_are_frozen():

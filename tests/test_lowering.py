@@ -225,6 +225,30 @@ def test_structs_of_torch_come_out_as_tuples():
         assert np.array_equal(ours, wanted)
 
 
+class Wide(nn.Module):
+    """float64 and int64 from inputs, parameters, constants, and operators that make their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.cell = nn.Embedding(7, 3), nn.GRUCell(3, 4)
+        self.register_buffer("offset", torch.tensor(2**40))
+
+    def forward(self, index, x):
+        hidden = self.cell(self.table(index), x)
+        best = hidden.max(-1)
+        counts = [index.sum() + self.offset, index.cumsum(0), torch.arange(len(index)), best.indices, (x > 0).sum()]
+        numbers = [hidden, best.values, hidden.std(-1), (x > 0).double().mean(), index / 3, torch.full_like(x, 1 / 3)]
+        return counts + numbers
+
+
+def test_64_bits_where_jax_has_them():
+    module = made(lambda: Wide().double())
+    given = torch.tensor([1, 5, 3]), torch.randn(3, 4, dtype=torch.float64)
+    with jax.enable_x64(True):
+        lowered = lower_module(module, given)
+        assert_equal(module(*given), jax.jit(lowered.apply)(lowered.prepare(), *jax_inputs(given)), rtol=0, atol=1e-14)
+
+
 def test_examples_of_one_row_and_any_values():
     """A batch of one is not baked in, nor are values."""
     make, inputs = POLICIES["lstm cell"]

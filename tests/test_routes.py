@@ -11,7 +11,7 @@ from compare import assert_same, collect, compilations
 from conftest import scaled
 from jax_counting import counting
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
 import funcollect as fc
@@ -116,19 +116,52 @@ def test_a_deterministic_tensordict_module_is_lowered(cartpole):
     assert batch["action"].dtype == torch.int64
 
 
+@pytest.mark.parametrize("wanted", ["xla", "callback", "eager"])
+def test_nested_outputs_stand_in_their_places(cartpole, wanted):
+    score = TensorDictModule(mlp(4, 2), ["observation"], [("agent", "logits")])
+    choose = TensorDictModule(ArgMax(), [("agent", "logits")], ["action", ("agent", "value")])
+    again = TensorDictModule(nn.Identity(), ["action"], [("agent", "choice")])
+    sequence = TensorDictSequential(score, choose, again)
+    policy = fc.tensordict_policy(sequence, compile=wanted)
+    for env in (cartpole, fc.make_env("CartPole-v1", num_envs=3)) if wanted != "callback" else (cartpole,):
+        assert way(env, policy) == wanted
+        batch = collect(env, policy, 7)
+        said = sequence(batch.select("observation").clone())["agent"]
+        for name in ("logits", "value", "choice"):
+            torch.testing.assert_close(batch["agent", name], said[name].detach())
+
+
+def test_nested_outputs_where_a_batch_has_its_own(cartpole):
+    module = TensorDictModule(ArgMax(), ["observation"], ["action", ("next", "value")])
+    with pytest.raises(fc.LoweringError, match=r"the out_keys \[\('next', 'value'\)\] stand where a batch has its own"):
+        fc.init(cartpole, fc.tensordict_policy(module, compile="xla"), seed=0)
+    with pytest.raises(fc.PolicyError, match=r"the policy wrote \['next'\], keys that a batch uses itself"):
+        collect(cartpole, fc.tensordict_policy(module), 3)
+
+
 class ArgMax(nn.Module):
     def forward(self, values):
         return values.argmax(-1), values.max(-1, keepdim=True).values
 
 
-@pytest.mark.parametrize("wanted", ["xla", "callback", "eager"])
-def test_weights_buffers_and_params_reach_the_next_rollout(cartpole, wanted):
-    policy = scaled_policy(wanted)
-    module, state = policy.module, fc.init(cartpole, policy, seed=0)
+WAYS = [
+    ("gymnax/CartPole-v1", "xla"),
+    ("gymnax/CartPole-v1", "callback"),
+    ("gymnax/CartPole-v1", "eager"),
+    ("CartPole-v1", "xla"),
+    ("CartPole-v1", "eager"),
+    ("torch/CartPole-v1", "xla"),
+]
+
+
+@pytest.mark.parametrize(("name", "wanted"), WAYS)
+def test_weights_buffers_and_params_reach_the_next_rollout(name, wanted):
+    env, policy = fc.make_env(name, num_envs=3), scaled_policy(wanted)
+    module, state = policy.module, fc.init(env, policy, seed=0)
 
     def next_actions(**options):
         nonlocal state
-        state, batch = fc.rollout(cartpole, policy, state, 4, exploration_type=MODE, **options)
+        state, batch = fc.rollout(env, policy, state, 4, exploration_type=MODE, **options)
         return batch["action"]
 
     for favourite in (0, 1):
@@ -144,14 +177,14 @@ def test_weights_buffers_and_params_reach_the_next_rollout(cartpole, wanted):
     assert (next_actions() == 1).all()
 
 
-@pytest.mark.parametrize("wanted", ["xla", "callback"])
-def test_one_program_for_all_updates(cartpole, wanted):
-    policy = scaled_policy(wanted)
-    inner = routes.route_of(cartpole, policy).policy
+@pytest.mark.parametrize(("name", "wanted"), [each for each in WAYS if "eager" not in each])
+def test_one_program_for_all_updates(name, wanted):
+    env, policy = fc.make_env(name, num_envs=3), scaled_policy(wanted)
+    inner = routes.route_of(env, policy).policy
     traces, apply = [], inner.apply
     inner.apply = lambda *inputs: traces.append(1) or apply(*inputs)
     optimizer = torch.optim.Adam(policy.module.parameters(), fused=True)
-    with fc.SyncDataCollector(cartpole, policy, frames_per_batch=6, seed=0) as collector:
+    with fc.SyncDataCollector(env, policy, frames_per_batch=6, seed=0) as collector:
 
         def update(params):
             batch = next(collector)
@@ -185,8 +218,14 @@ def test_the_modes_are_the_users(cartpole):
     chosen = scores.gather(-1, dropped["action"][..., None])[..., 0]
     assert (chosen - dropped["action_log_prob"]).abs().max() > 1e-3
     assert_same(again, fc.rollout(cartpole, policy, state, 30)[1])
-    with pytest.raises(fc.LoweringError, match=r"call module.eval\(\) first"):
-        fc.init(cartpole, fc.torch_policy(policy.module.train(), compile="xla"), seed=0)
+    for env in (cartpole, fc.make_env("CartPole-v1", num_envs=3)):
+        demanding = scaled_policy("xla")
+        state = fc.init(env, demanding, seed=0)
+        demanding.module.train()
+        with pytest.raises(fc.LoweringError, match=r"call module.eval\(\) first"):
+            fc.rollout(env, demanding, state, 3)
+        with pytest.raises(fc.LoweringError, match=r"call module.eval\(\) first"):
+            fc.init(env, demanding, seed=0)
 
 
 def test_plain_attributes_are_noticed_and_soon_no_longer_lowered(cartpole):

@@ -82,7 +82,7 @@ def differentiable_rollout(
     columns = _Rollout.apply(run, *(tensors[name] for name in lowered.lowered.names))  # type: ignore[no-untyped-call]
     leaves = cast(dict(zip(run.paths, columns, strict=True)), dtypes_of(env))
     after = run.state.replace(policy_state=lowered.leave(run.state.policy_state, before))
-    return after, batch_of(env, lowered, state, leaves)
+    return after, lowered.as_torch(batch_of(env, lowered, state, leaves))
 
 
 class _Run:

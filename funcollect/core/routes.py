@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import optree
-import torch
 from tensordict import TensorDict
 from torch import nn
 
@@ -181,10 +180,4 @@ def run_adopted(
     with policy.running(before):
         after, batch = run(env, policy, state.replace(policy_state=policy.enter(before)), request)
     after = after.replace(policy_state=policy.leave(after.policy_state, before))
-    return after, _widened(batch, policy.dtypes)
-
-
-def _widened(batch: TensorDict, dtypes: dict[str, torch.dtype]) -> TensorDict:
-    """A batch whose outputs have the dtypes that Torch gave them."""
-    wide = {name: batch[name].to(dtype) for name, dtype in dtypes.items() if batch[name].dtype != dtype}
-    return batch.unlock_().update(wide).lock_() if wide else batch
+    return after, policy.as_torch(batch)

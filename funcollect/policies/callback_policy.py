@@ -18,7 +18,7 @@ from funcollect.interop.lowering.dtypes import jax_dtype
 from funcollect.interop.lowering.structure import plain
 from funcollect.interop.memory import fixed
 from funcollect.keys import key_from_seed, torch_generator
-from funcollect.policies.adopted import AdoptedPolicy, Source, named
+from funcollect.policies.adopted import AdoptedPolicy, Source, dotted
 from funcollect.policies.checks import check_tensor
 from funcollect.policies.opaque import TensorDictPolicy
 from funcollect.policies.torch_policy import TorchPolicyState
@@ -82,7 +82,7 @@ class CallbackPolicy(AdoptedPolicy):
         answer = self.answer_to(treedef, leaves)
         shapes = [jax.ShapeDtypeStruct(tuple(shape), jax_dtype(dtype)) for shape, dtype in answer.kinds]
         outputs = self._call(partial(self._serve, answer), shapes, has_side_effect=True)(*leaves)
-        return optree.tree_unflatten(answer.treespec, outputs)
+        return dotted(optree.tree_unflatten(answer.treespec, outputs), self.source)
 
     def answer_to(self, treedef: Any, leaves: list[Any]) -> _Answer:
         """The shapes of the answer to such inputs, for which the module is called once with zeros.
@@ -159,10 +159,7 @@ def callback_policy(source: Source, observation: Any, exploration_type: Explorat
     policy = CallbackPolicy(source, exploration_type, [leaf.dtype for leaf in leaves])
     answer = policy.answer_to(treedef, leaves)
     zeros = [torch.zeros(shape, dtype=dtype) for shape, dtype in answer.kinds]
-    outputs = named(optree.tree_unflatten(answer.treespec, zeros), source)
-    policy.dtypes = {
-        name: leaf.dtype for name, leaf in outputs.items() if jax_dtype(leaf.dtype).itemsize < leaf.itemsize
-    }
+    policy.note(optree.tree_unflatten(answer.treespec, zeros), lambda dtype: jax_dtype(dtype).itemsize < dtype.itemsize)
     return policy
 
 

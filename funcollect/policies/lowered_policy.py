@@ -18,7 +18,7 @@ from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.lowering import Lowered, lower_module
 from funcollect.interop.lowering.structure import plain
 from funcollect.keys import key_from_seed
-from funcollect.policies.adopted import AdoptedPolicy, Source, named
+from funcollect.policies.adopted import AdoptedPolicy, Source, dotted
 from funcollect.policies.opaque import TensorDictPolicy
 from funcollect.policies.settings import settings_of, unregistered
 from funcollect.specs import ExplorationType
@@ -37,7 +37,7 @@ class LoweredPolicy(AdoptedPolicy):
 
     def _answer(self, params: Any, observation: Any, state: Any = None) -> Any:
         with set_interaction_type(self.exploration_type):  # for shapes with which it is exported once more
-            return self.lowered.apply(params, *self.source.arguments(observation, state))
+            return dotted(self.lowered.apply(params, *self.source.arguments(observation, state)), self.source)
 
     def prepare(self, params: Any) -> dict[str, Any]:
         """Copies of parameters, laid out for JAX.
@@ -116,8 +116,6 @@ def _check_keys(source: TensorDictPolicy) -> None:
         raise LoweringError("a function of a TensorDict is not lowered: use a TensorDictModule")
     if source.carried or source.reads_init:
         raise LoweringError("hidden states carried in a TensorDict are not lowered: use torch_policy(initial_state=…)")
-    if nested := [key for key in source.module.out_keys if not isinstance(key, str)]:
-        raise LoweringError(f"the out_keys {nested} are nested, which is not lowered: give them plain names")
 
 
 def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> None:
@@ -133,8 +131,8 @@ def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> No
         raise LoweringError(f"{type(module).__name__} changes its own attributes when called: return them as a state")
     inputs: Any = optree.tree_map(to_jax, plain(given if recurrent is not None else given[:1]))
     ours = import_jax().jit(policy.apply)(policy.prepare(None), *inputs)
-    policy.dtypes = {name: leaf.dtype for name, leaf in named(eager, source).items() if leaf.dtype in _WIDE}
-    pairs = zip(_leaves(plain(eager)), map(to_torch, import_jax().tree.leaves(ours)), strict=True)
+    policy.note(eager, _WIDE.__contains__)
+    pairs = zip(_leaves(dotted(plain(eager), source)), map(to_torch, import_jax().tree.leaves(ours)), strict=True)
     apart = max((_apart(one.cpu(), two.cpu()) for one, two in pairs if one.is_floating_point()), default=0.0)
     if apart > _TOLERANCE:
         raise LoweringError(f"{type(module).__name__}, lowered, answers otherwise than itself, by {apart:.1e}")

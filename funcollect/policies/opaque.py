@@ -40,7 +40,8 @@ def tensordict_policy(
         module: a `TensorDictModule` or `TensorDictSequential`, one of TorchRL's actors, or a function of a TensorDict.
         initial_state: the hidden states at the start of an episode, by key, without a batch dimension; unless given,
             those of the module's primers (`make_tensordict_primer`).
-        compile: demands one way of running, as for `torch_policy`; what draws random numbers is not lowered.
+        compile: demands one way of running, as for `torch_policy`; what draws random numbers is not lowered, and what
+            carries hidden states runs in Torch at each step (`torch_policy(initial_state=…)` is lowered with its own).
         device: where the policy runs; unless given, where its parameters are.
 
     Raises:
