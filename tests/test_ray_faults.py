@@ -20,7 +20,10 @@ pytestmark = [pytest.mark.usefixtures("ray_cluster"), FORKS_OF_RAY]
 
 
 def pid_of(collector, worker):
-    return int(collector._crew.members[worker].link.label.split()[-1])
+    """Of an actor, once it lives."""
+    link = collector._crew.members[worker].link
+    wait_until(lambda: not link.label.endswith("on no node yet"), timeout=60)
+    return int(link.label.split()[-1])
 
 
 def test_too_few_resources_are_told_at_once():

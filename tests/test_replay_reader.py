@@ -142,6 +142,22 @@ def test_frames_retired_while_they_are_gathered_are_drawn_again(tmp_path, monkey
         assert held["early"].min() >= LANES * 40 * STEPS - CAPACITY
 
 
+@pytest.mark.parametrize("sampler", [None, fc.SliceSampler(slice_len=SLICE)])
+def test_no_buffer_looks_empty_to_a_reader_that_is_overtaken(tmp_path, monkeypatch, sampler):
+    buffer, reader = buffer_and_reader(tmp_path, sampler)
+    oldest = type(reader._file).oldest
+    batches = iter([batch_of(first) for first in range(STEPS, 20 * STEPS, STEPS)])
+
+    def late(file):
+        for batch in batches:
+            buffer.extend(batch)
+        return oldest.fget(file)
+
+    monkeypatch.setattr(type(reader._file), "oldest", property(late))
+    assert not torn(reader.sample()).any()
+    assert len(reader) == CAPACITY
+
+
 def test_an_emptied_or_loaded_buffer(tmp_path):
     buffer, reader = buffer_and_reader(tmp_path / "rows", fc.SliceSampler(slice_len=SLICE))
     reader.sample()

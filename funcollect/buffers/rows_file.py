@@ -49,8 +49,10 @@ class RowsFile:
     @property
     def span(self) -> tuple[int, int]:
         """The number of the oldest frame that is whole, and one after that of the newest."""
-        written = int(self._words[_WRITTEN])  # first: a frame written later has not been told, one retired later has
-        return self.oldest, written
+        while True:
+            written, oldest = int(self._words[_WRITTEN]), self.oldest
+            if written == self._words[_WRITTEN]:  # else all that were told may have been retired meanwhile
+                return oldest, written
 
     def announce(self, oldest: int, written: int) -> None:
         """Frames ``oldest … written - 1`` are whole, and no others."""
