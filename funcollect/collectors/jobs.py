@@ -58,13 +58,18 @@ def environments(create_env_fn: Any, num_workers: int | None) -> list[Any]:
             f"create_env_fn has {len(create_env_fn)} entries, expected {num_workers or 'at least one'}: pass an entry "
             "for each worker and leave num_workers out"
         )
-    live = [env for env in create_env_fn if isinstance(env, (gymnasium.Env, VectorEnv)) or is_torchrl(env)]
+    check_one_each(create_env_fn)
+    return list(create_env_fn)
+
+
+def check_one_each(environments: Sequence[Any]) -> None:
+    """Raise ValueError where workers are to share a live environment."""
+    live = [env for env in environments if isinstance(env, (gymnasium.Env, VectorEnv)) or is_torchrl(env)]
     if len({id(env) for env in live}) < len(live):
         raise ValueError(
             f"the same live environment {live[0]!r:.80} is given to several workers, expected one for each: pass a "
             "function that makes it, [lambda: gymnasium.make(...)] * 4"
         )
-    return list(create_env_fn)
 
 
 def each(name: str, given: Any, count: int) -> list[Any]:

@@ -243,7 +243,8 @@ class RayTransport:
 
     def dock(self, submit: Callable[[Call], Call], group: Group) -> RayDock:
         """A dock for these actors."""
-        return RayDock(submit, group, self._pool)
+        alone = group.join is None  # a stack has a size of its own, whose memory goes with its dock
+        return RayDock(submit, group, self._pool if alone else Pool())
 
     def board(self, workers: int) -> RayBoard:
         """A board."""
