@@ -53,6 +53,11 @@ CASES = {
         ValueError,
         "expected one for sync=True",
     ),
+    "a keyword of TorchRL's": (
+        {"trust_policy": True},
+        TypeError,
+        r"\['trust_policy'\] are unknown, expected some of device, env_device, exploration_type, init_random_frames",
+    ),
     "in_process": ({"in_process": True}, ValueError, "MultiSyncDataCollector has it"),
 }
 

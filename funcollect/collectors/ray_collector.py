@@ -34,6 +34,7 @@ _INNER = (
     *_DEVICES, "max_frames_per_traj", "init_random_frames", "reset_at_each_iter",
     "exploration_type", "reset_when_done",
 )  # fmt: skip
+_KNOWN = {*RayKeywords.__annotations__, "storing_device", "reset_at_each_iter"}
 _INNER_WITH_WORKERS = ("num_threads", "timeout", "start_timeout", "on_failure")
 _TO_TELL = 10.0  # seconds that a collector in an actor has to tell of its own workers' failure
 
@@ -136,7 +137,7 @@ class RayCollector(WorkerCollector):
         )
         given: dict[str, Any] = {**keywords, "storing_device": self._stored(storing_device, len(made))}
         given["reset_at_each_iter"] = bool(reset_at_each_iter)  # TorchRL's documentation passes -False
-        self.options = worker_options(frames_per_batch, given)
+        self.options = worker_options(frames_per_batch, given, _KNOWN)
         _, frames = self._shared(frames_per_batch, len(made))
         workers = len(made) * num_workers_per_collector
         self._inner = Inner(collector_class, frames[0], self._for_actors(given), self._seed, workers)
@@ -285,7 +286,8 @@ class RayCollector(WorkerCollector):
         Args:
             create_env_fn: what each one's environments are made from, in a list; or one for one collector.
             num_envs: workers of each, for a class that has them; as many as the others unless given.
-            policy: in place of the collector's own; it has to take the same weights.
+            policy: in place of the collector's own; it has to take the same weights. Needed where `policy_factory` was
+                a list: like lists of devices and of `create_env_kwargs`, it tells nothing of those that come later.
             collector_kwargs: as the constructor takes them; the constructor's where it was given one dict.
             remote_configs: as the constructor takes them; likewise.
 
