@@ -1,5 +1,6 @@
 """What `RayCollector` says of bad arguments, before it starts anything."""
 
+import gymnasium
 import pytest
 
 import funcollect as fc
@@ -20,6 +21,28 @@ CASES = {
         "give it to RayCollector itself",
     ),
     "a keyword of nobody": ({"collector_kwargs": {"policy_device": "cup"}}, ValueError, "policy_device is 'cup'"),
+    "a slip of the pen": (
+        {"collector_kwargs": {"reset_when_don": 1}},
+        TypeError,
+        r"\['reset_when_don'\], which Sync.* lacks",
+    ),
+    "a keyword of another class": ({"collector_kwargs": {"cat_results": 0}}, TypeError, "pass another collector_class"),
+    "a live environment": (
+        {"create_env_fn": gymnasium.make("CartPole-v1"), "num_collectors": 2},
+        ValueError,
+        "same live environment",
+    ),
+    "a live environment for a team": (
+        {
+            "create_env_fn": gymnasium.make("CartPole-v1"),
+            "collector_class": fc.MultiSyncDataCollector,
+            "num_workers_per_collector": 2,
+        },
+        ValueError,
+        "same live environment",
+    ),
+    "devices": ({"create_env_fn": ["CartPole-v1"] * 2, "policy_device": ["cpu"] * 3}, ValueError, "'policy_device': 3"),
+    "name": ({"remote_configs": {"name": "actor"}}, ValueError, "would find its name taken"),
     "lifetime": ({"remote_configs": {"lifetime": "detached"}}, ValueError, "an actor ends with its collector"),
     "frames": ({"frames_per_batch": [10, 10], "sync": True}, TypeError, "expected a positive int"),
     "interval": ({"max_weight_update_interval": 1.5}, TypeError, "expected an int: pass -1 for no limit"),
@@ -29,6 +52,11 @@ CASES = {
         {"sync": True, "num_collectors": 2, "storing_device": ["cpu", "meta"]},
         ValueError,
         "expected one for sync=True",
+    ),
+    "a keyword of TorchRL's": (
+        {"trust_policy": True},
+        TypeError,
+        r"\['trust_policy'\] are unknown, expected some of device, env_device, exploration_type, init_random_frames",
     ),
     "in_process": ({"in_process": True}, ValueError, "MultiSyncDataCollector has it"),
 }

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterator
 
+import ipykernel.kernelapp
 import pytest
 from streams import LENGTH, FakeCollector, make_batch, seven_frames_each
 from tensordict import TensorDict
@@ -62,9 +63,18 @@ def test_total_overrides_the_collectors() -> None:
 
 
 def test_nothing_is_drawn_where_nobody_looks() -> None:
+    """Nor where a process that runs notebooks, and is none itself, has imported what they are made of."""
+    assert ipykernel.kernelapp.IPKernelApp
     file = io.StringIO()
     assert len(list(track(FakeCollector(seven_frames_each(2)), file=file))) == 2
     assert file.getvalue() == ""
+
+
+def test_a_notebook_shows_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipykernel.kernelapp.IPKernelApp, "_instance", object())
+    file = io.StringIO()
+    list(track(FakeCollector(seven_frames_each(2)), file=file))
+    assert "28.0 frames" in drawn(file.getvalue())
 
 
 def test_breaking_off_closes_the_bar_and_the_iteration() -> None:

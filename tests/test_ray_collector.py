@@ -14,6 +14,7 @@ from torch import nn
 from workers import by_lane, multi, policy_for, ray_collector
 
 import funcollect as fc
+from funcollect.collectors.runner import Place
 
 SYNC, MULTI, MULTIA = fc.SyncDataCollector, fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), FORKS_OF_RAY]
@@ -192,6 +193,30 @@ def test_newcomers_have_the_weights_that_were_loaded():
         while 1 not in (batch := next(collector))["collector", "lane"]:
             pass
         assert versions(batch) == {0}
+        collector.remove_collectors(0)
+        with pytest.raises(ValueError, match=r"places \[\[0, 1\]\] .*these have \[\[1, 1\]\].*used twice"):
+            collector.load_state_dict(saved)
+
+
+def test_newcomers_have_the_seed_that_was_set_and_devices_of_their_own():
+    def make():
+        torch.manual_seed(0)
+        return fc.torch_policy(nn.Linear(4, 2), head=fc.heads.categorical)
+
+    own = {"policy_factory": [make, make], "storing_device": ["cpu", "meta"], "device": ["cpu"] * 2}
+    with ray_collector("CartPole-v1", frames_per_batch=10, **own) as collector:
+        assert collector.num_collectors == 2
+        assert collector.set_seed(7, static_seed=True) == 7
+        with pytest.raises(ValueError, match="policy_factory lists those of the first collectors: pass a policy"):
+            collector.add_collectors("CartPole-v1")
+        collector.add_collectors("CartPole-v1", policy=make())
+        first = {}
+        while first.keys() != {0, 1, 2}:
+            batch = next(collector)
+            first.setdefault(*collector._gathering.workers, batch)
+    assert [first[worker].device for worker in range(3)] == [torch.device("cpu"), torch.device("meta"), None]
+    with fc.SyncDataCollector("CartPole-v1", make(), frames_per_batch=10, seed=7, place=Place(2, 2)) as collector:
+        assert_same(first[2], next(collector))
 
 
 def test_a_synchronous_run_grows_and_shrinks():

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from conftest import FORKS_OF_RAY, scaled
-from faulty_workers import Failing, Plain, hold_the_gil, sleep_forever, stumble
+from faulty_workers import Failing, Plain, die, hold_the_gil, sleep_forever, stumble
 from test_worker_faults import check_trajectories, gone, run_out, wait_until
 from workers import by_lane, ray_collector
 
@@ -76,6 +76,16 @@ def test_a_failure_of_a_worker_in_an_actor():
     ):
         run_out(collector, 60)
     assert "in stumble" in raised.value.traceback
+
+
+def test_workers_in_an_actor_that_are_replaced_are_counted(tmp_path):
+    made = functools.partial(Failing, die, at=20, once=str(tmp_path / "died"))
+    kwargs = {"collector_class": fc.MultiSyncDataCollector, "num_workers_per_collector": 2, "on_failure": "restart"}
+    with ray_collector(made, frames_per_batch=16, **kwargs) as collector:
+        while not collector.stats()["restarts"]:
+            next(collector)
+        stats = collector.stats()
+    assert (stats["restarts"], stats["lost_frames"]) == (1, 8)
 
 
 @pytest.mark.parametrize("sync", [True, False])

@@ -61,7 +61,7 @@ class Crew:
         patience: with those that fail.
 
     Attributes:
-        restarts: workers that were replaced.
+        restarts: workers that were replaced, those of workers included.
         lost: frames of rollouts that were broken off with their worker.
         waited: seconds that the reader has waited for workers.
 
@@ -196,8 +196,7 @@ class Crew:
         member.calls.remove(call)
         return True
 
-    @staticmethod
-    def _count(member: Member, value: Any) -> None:
+    def _count(self, member: Member, value: Any) -> None:
         member.waited = 0.0
         if isinstance(value, tuple) and isinstance(value[-1], Report):
             report: Report = value[-1]
@@ -205,6 +204,8 @@ class Crew:
             member.rollouts += 1
             member.busy += report.seconds
             member.idle += report.idle
+            self.restarts += report.restarts
+            self.lost += report.lost
 
     def _look_for_hangs(self) -> None:
         now = time.monotonic()

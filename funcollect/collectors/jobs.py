@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -24,15 +24,17 @@ _OF_THE_READER = ("total_frames", "storing_device", "split_trajs", "postproc", "
 _OF_WORKERS = ("device", "env_device", "policy_device")
 
 
-def worker_options(frames: int, keywords: Mapping[str, Any]) -> WorkerOptions:
-    """The collector's own keywords: without those that list a device for each worker.
+def worker_options(
+    frames: int, keywords: Mapping[str, Any], known: Collection[str] = Keywords.__annotations__
+) -> WorkerOptions:
+    """The collector's own keywords, which are among those `known`: without those that list a device for each worker.
 
     Raises:
         TypeError, ValueError: for an unknown keyword, or a value out of its range.
     """
-    if unknown := sorted(keywords.keys() - Keywords.__annotations__.keys()):
-        known = ", ".join(sorted(Keywords.__annotations__))
-        raise TypeError(f"the keywords {unknown} are unknown, expected some of {known}: look for a slip of the pen")
+    if unknown := sorted(keywords.keys() - known):
+        some = ", ".join(sorted(known))
+        raise TypeError(f"the keywords {unknown} are unknown, expected some of {some}: look for a slip of the pen")
     listed = {name for name in _OF_WORKERS if isinstance(keywords.get(name), (list, tuple))}
     return WorkerOptions(frames_per_batch=frames, **{name: keywords[name] for name in keywords if name not in listed})
 
@@ -58,13 +60,18 @@ def environments(create_env_fn: Any, num_workers: int | None) -> list[Any]:
             f"create_env_fn has {len(create_env_fn)} entries, expected {num_workers or 'at least one'}: pass an entry "
             "for each worker and leave num_workers out"
         )
-    live = [env for env in create_env_fn if isinstance(env, (gymnasium.Env, VectorEnv)) or is_torchrl(env)]
+    check_one_each(create_env_fn)
+    return list(create_env_fn)
+
+
+def check_one_each(environments: Sequence[Any]) -> None:
+    """Raise ValueError where workers are to share a live environment."""
+    live = [env for env in environments if isinstance(env, (gymnasium.Env, VectorEnv)) or is_torchrl(env)]
     if len({id(env) for env in live}) < len(live):
         raise ValueError(
             f"the same live environment {live[0]!r:.80} is given to several workers, expected one for each: pass a "
             "function that makes it, [lambda: gymnasium.make(...)] * 4"
         )
-    return list(create_env_fn)
 
 
 def each(name: str, given: Any, count: int) -> list[Any]:

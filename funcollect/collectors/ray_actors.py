@@ -63,7 +63,9 @@ class RayLink:
         if self._gone or not ray.is_initialized():
             self._gone = self._gone or _NO_RAY
             return
-        args = (self._job,) if call.name == "hello" else call.args
+        args = call.args
+        if call.name == "hello":
+            args, self._job = (self._job,), b""  # a policy's weights are in it
         if self._eager and call.name in WITH_WEIGHTS and self._collects:  # else it is next as it is
             ref = self._actor.hurry.options(concurrency_group="hurry").remote(call.name, *args)
             self._hurried.append((ref, call.number))
@@ -243,7 +245,8 @@ class RayTransport:
 
     def dock(self, submit: Callable[[Call], Call], group: Group) -> RayDock:
         """A dock for these actors."""
-        return RayDock(submit, group, self._pool)
+        alone = group.join is None  # a stack has a size of its own, whose memory goes with its dock
+        return RayDock(submit, group, self._pool if alone else Pool())
 
     def board(self, workers: int) -> RayBoard:
         """A board."""

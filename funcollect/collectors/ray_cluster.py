@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from funcollect.errors import WorkerError
@@ -83,27 +84,37 @@ def resources(configs: Sequence[Mapping[str, Any]]) -> str:
     return f"asked for [{asked}]; the cluster: [{nodes}], of which free: {_words(ray.available_resources())}"
 
 
-def check_room(configs: Sequence[Mapping[str, Any]], first: int, taken: Iterable[Mapping[str, Any]] = ()) -> None:
+def check_room(configs: Sequence[Mapping[str, Any]], first: int, taken: Sequence[Mapping[str, Any]] = ()) -> None:
     """Raise WorkerError where the cluster's nodes, were they idle but for the actors `taken`, lack the resources.
 
-    Largest demands are placed first, each on the first node that has room.
+    What is refused fits nowhere, however Ray places it. What is not refused may have to wait for others all the same.
     """
-    free = [dict(node["Resources"]) for node in _alive()]
-    wanted = [(None, demand(config)) for config in taken] + [
-        (first + index, demand(config)) for index, config in enumerate(configs)
-    ]
-    for worker, asked in sorted(wanted, key=lambda each: -sum(amount for amount in each[1].values())):
-        node = next((each for each in free if all(each.get(name, 0) >= asked[name] for name in asked)), None)
-        if node is not None:
-            for name, amount in asked.items():
-                node[name] -= amount
-        elif worker is not None:
-            raise WorkerError(
-                f"the cluster has no place for collector {worker} of {first + len(configs)}: {resources(configs)}: use "
-                "fewer collectors, ask for less by remote_configs, or let the cluster grow before "
-                "(ray.autoscaler.sdk.request_resources)",
-                worker,
-            )
+    wanted = [_units(demand(config)) for config in (*taken, *configs)]
+    refused = _left_over(wanted, [_units(node["Resources"]) for node in _alive()])
+    if newcomers := [index for index in refused if index >= len(taken)]:
+        worker = first + min(newcomers) - len(taken)
+        raise WorkerError(
+            f"the cluster has no place for collector {worker} of {first + len(configs)}: {resources(configs)}: use "
+            "fewer collectors, ask for less by remote_configs, or let the cluster grow before "
+            "(ray.autoscaler.sdk.request_resources)",
+            worker,
+        )
+
+
+def _left_over(wanted: Sequence[Counter[str]], nodes: Sequence[Counter[str]]) -> Iterator[int]:
+    """The indices of demands beyond what the nodes hold of any kind together, and of each kind and larger ones."""
+    for name in {name for asked in wanted for name in asked}:
+        room = sum(node[name] for node in nodes)
+        sums = itertools.accumulate(asked[name] for asked in wanted)
+        yield from (index for index, total in enumerate(sums) if total > room and wanted[index][name])
+    for asked in {tuple(asked.items()): asked for asked in wanted if asked}.values():
+        places = sum(min(node[name] // amount for name, amount in asked.items()) for node in nodes)
+        yield from [index for index, other in enumerate(wanted) if asked <= other][places:]
+
+
+def _units(amounts: Mapping[str, float]) -> Counter[str]:
+    """Resources in the units in which Ray counts them, so that ten tenths are one."""
+    return +Counter({name: round(amount * 10_000) for name, amount in amounts.items()})
 
 
 def _alive() -> list[Mapping[str, Any]]:

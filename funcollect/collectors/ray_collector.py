@@ -13,7 +13,15 @@ from funcollect.collectors.crew import Patience
 from funcollect.collectors.gather import AsyncGathering, Gathering, SyncGathering
 from funcollect.collectors.jobs import check_alike, each, shares, want_accelerators, worker_options
 from funcollect.collectors.layout import Join
-from funcollect.collectors.ray_jobs import NOT_HERE, Inner, RayKeywords, check_class, environments_of, remote_options
+from funcollect.collectors.ray_jobs import (
+    NOT_HERE,
+    Inner,
+    RayKeywords,
+    check_class,
+    environments_of,
+    for_all,
+    remote_options,
+)  # fmt: skip
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.transport import Dock, Group
 from funcollect.collectors.worker import Hello, Job
@@ -21,10 +29,12 @@ from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.devices import checked_device
 from funcollect.keys import key_from_seed, seed_of
 
+_DEVICES = ("device", "env_device", "policy_device")  # each may be a list
 _INNER = (
-    "device", "env_device", "policy_device", "max_frames_per_traj", "init_random_frames", "reset_at_each_iter",
+    *_DEVICES, "max_frames_per_traj", "init_random_frames", "reset_at_each_iter",
     "exploration_type", "reset_when_done",
 )  # fmt: skip
+_KNOWN = {*RayKeywords.__annotations__, "storing_device", "reset_at_each_iter"}
 _INNER_WITH_WORKERS = ("num_threads", "timeout", "start_timeout", "on_failure")
 _TO_TELL = 10.0  # seconds that a collector in an actor has to tell of its own workers' failure
 
@@ -116,11 +126,18 @@ class RayCollector(WorkerCollector):
         self.policy, self.policy_factory = policy, policy_factory
         self._seed = seed_of(key_from_seed(seed))
         made = environments_of(
-            create_env_fn, num_collectors, collector_kwargs=collector_kwargs, remote_configs=remote_configs
+            create_env_fn,
+            num_collectors,
+            policy_factory=policy_factory,
+            create_env_kwargs=create_env_kwargs,
+            storing_device=storing_device,
+            collector_kwargs=collector_kwargs,
+            remote_configs=remote_configs,
+            **{name: keywords.get(name) for name in _DEVICES},
         )
         given: dict[str, Any] = {**keywords, "storing_device": self._stored(storing_device, len(made))}
         given["reset_at_each_iter"] = bool(reset_at_each_iter)  # TorchRL's documentation passes -False
-        self.options = worker_options(frames_per_batch, given)
+        self.options = worker_options(frames_per_batch, given, _KNOWN)
         _, frames = self._shared(frames_per_batch, len(made))
         workers = len(made) * num_workers_per_collector
         self._inner = Inner(collector_class, frames[0], self._for_actors(given), self._seed, workers)
@@ -155,7 +172,7 @@ class RayCollector(WorkerCollector):
 
     def _stored(self, storing_device: Any, count: int) -> Any:
         """The device of all batches; None where each collector has its own."""
-        self._storing: list[Any] = []
+        self._storing: dict[int, Any] = {}
         if not isinstance(storing_device, (list, tuple)):
             return storing_device
         places = [checked_device(place, "storing_device") for place in each("storing_device", storing_device, count)]
@@ -163,7 +180,7 @@ class RayCollector(WorkerCollector):
             return places[0]
         if self.sync:
             raise ValueError(f"storing_device is {storing_device}, expected one for sync=True: a batch is in one place")
-        self._storing = places
+        self._storing = dict(enumerate(places))
         return None
 
     def _for_actors(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,7 +250,8 @@ class RayCollector(WorkerCollector):
         batch = self.rollout()
         for worker in self._gathering.workers:
             self._since[worker] += 1
-        return batch.to(self._storing[self._gathering.workers[0]]) if self._storing else batch
+        place = self._storing.get(self._gathering.workers[0])
+        return batch if place is None else batch.to(place)
 
     def update_policy_weights_(self, params: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
         """Have the collectors act with `params` as they are now, or for None with the policy's own.
@@ -268,7 +286,8 @@ class RayCollector(WorkerCollector):
         Args:
             create_env_fn: what each one's environments are made from, in a list; or one for one collector.
             num_envs: workers of each, for a class that has them; as many as the others unless given.
-            policy: in place of the collector's own; it has to take the same weights.
+            policy: in place of the collector's own; it has to take the same weights. Needed where `policy_factory` was
+                a list: like lists of devices and of `create_env_kwargs`, it tells nothing of those that come later.
             collector_kwargs: as the constructor takes them; the constructor's where it was given one dict.
             remote_configs: as the constructor takes them; likewise.
 
@@ -285,11 +304,14 @@ class RayCollector(WorkerCollector):
         made = environments_of(create_env_fn, None, collector_kwargs=collector_kwargs, remote_configs=remote_configs)
         count = self.num_workers_per_collector if num_envs is None else num_envs
         check_positive("num_envs", count)
-        kwargs = _for_all(self.collector_kwargs) if collector_kwargs is None else collector_kwargs
-        configs = _for_all(self.remote_configs) if remote_configs is None else remote_configs
-        env_kwargs, factory = _for_all(self.create_env_kwargs), _for_all(self.policy_factory)
+        kwargs = for_all(self.collector_kwargs) if collector_kwargs is None else collector_kwargs
+        configs = for_all(self.remote_configs) if remote_configs is None else remote_configs
+        env_kwargs, factory = for_all(self.create_env_kwargs), for_all(self.policy_factory)
         own = (self.policy, factory) if policy is None else (policy, None)
-        jobs = self._inner.jobs(made, env_kwargs, own[0], own[1], kwargs, count, self._owned)
+        if own == (None, None) and self.policy_factory is not None:
+            raise ValueError("policy is None, and policy_factory lists those of the first collectors: pass a policy")
+        inner = self._inner.of_newcomers(self._seed)
+        jobs = inner.jobs(made, env_kwargs, own[0], own[1], kwargs, count, self._owned)
         assert isinstance(self._transport, RayTransport)
         configs = remote_options(configs, len(made), accelerators=want_accelerators(jobs))
         self._transport.expect(configs, len(self._crew.members), self._crew.workers)
@@ -342,7 +364,14 @@ class RayCollector(WorkerCollector):
         """What `load_state_dict` needs: a dict for each collector. Episodes in flight begin anew."""
         whole = super().state_dict()
         workers = whole.pop("workers")
-        return [{**workers[name], "run": whole} for name in sorted(workers, key=int)]
+        states = [workers[name] for name in sorted(workers, key=int)]
+        return [{**state, "place": place, "run": whole} for state, place in zip(states, self._places, strict=True)]
+
+    @property
+    def _places(self) -> list[list[int]]:
+        """Of each collector its first worker's index, and how many workers the run began with: ids follow from them."""
+        places = [self._crew.members[worker].job.place for worker in self._crew.workers]
+        return [[place.index, place.count] for place in places]
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Go on from a `state_dict`: the same weights, keys and counts; new episodes under ids not used before.
@@ -350,19 +379,21 @@ class RayCollector(WorkerCollector):
         What the collectors have ready is not delivered: it belongs to the run before.
 
         Raises:
-            TypeError, ValueError: for what is no `state_dict` of as many collectors.
+            TypeError, ValueError: for what is no `state_dict` of collectors that came and went as these did.
         """
-        if not isinstance(state_dict, (list, tuple)) or not all("run" in each for each in state_dict):
+        if not isinstance(state_dict, (list, tuple)) or not all(
+            isinstance(each, Mapping) and {"place", "run"} <= each.keys() for each in state_dict
+        ):
             raise TypeError(
                 f"state_dict is {type(state_dict).__name__}, expected a list with a dict for each collector: pass what "
                 "state_dict of a RayCollector gave"
             )
         if not state_dict:
             raise ValueError("state_dict is empty, expected a dict for each collector: pass what state_dict gave")
+        if (places := [each["place"] for each in state_dict]) != self._places:
+            raise ValueError(
+                f"the state_dict's collectors have the places {places} (first worker, workers at the beginning), these "
+                f"have {self._places}, so ids would be used twice: begin with as many, add and remove as was done then"
+            )
         workers = {str(index): each for index, each in enumerate(state_dict)}
         super().load_state_dict({"workers": workers, **state_dict[0]["run"]})
-
-
-def _for_all(given: Any) -> Any:
-    """What was given to all collectors alike; a list tells nothing about others."""
-    return None if isinstance(given, (list, tuple)) else given

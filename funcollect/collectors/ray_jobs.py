@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from dataclasses import dataclass, replace
+from inspect import Parameter, signature
+from typing import Any, Self, TypedDict
 
 from funcollect.arguments import check_not_given, check_positive
 from funcollect.collectors.collector import Collector
-from funcollect.collectors.jobs import each, make_jobs
+from funcollect.collectors.jobs import check_one_each, each, make_jobs
 from funcollect.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector
-from funcollect.collectors.options import Device, OnFailure, Postproc
+from funcollect.collectors.options import Device, Keywords, OnFailure, Postproc
 from funcollect.collectors.runner import Place, Runner
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker import Job
@@ -38,10 +39,14 @@ NOT_HERE = {
 }
 _NOT_REMOTE = {
     "lifetime": "an actor ends with its collector",
+    "name": "the actor that replaces one would find its name taken",
+    "get_if_exists": "each collector has its own actor",
     "max_restarts": "on_failure='restart' replaces actors",
     "max_task_retries": "a rollout cannot be made twice",
     "concurrency_groups": "the collector has its own",
     "max_concurrency": "a worker does one thing at a time",
+    "max_pending_calls": "there are never many, and none may be lost",
+    "allow_out_of_order_execution": "an actor does what it is told in order",
 }
 
 
@@ -120,6 +125,10 @@ class Inner:
     seed: int
     workers: int
 
+    def of_newcomers(self, seed: int) -> Self:
+        """The same for actors that come later, of which a list says nothing; `seed` is the run's by then."""
+        return replace(self, keywords={name: for_all(value) for name, value in self.keywords.items()}, seed=seed)
+
     def jobs(
         self, envs: Sequence[Any], env_kwargs: Any, policy: Any, factory: Any, kwargs: Any, count: int, first: int
     ) -> list[RayJob]:
@@ -137,6 +146,7 @@ class Inner:
         Raises:
             TypeError, ValueError: for arguments that no actor would take.
         """
+        check_one_each([env for env in envs for _ in range(count)])
         given = [dict(one or {}) for one in each("collector_kwargs", kwargs, len(envs))]
         rows: list[dict[str, Any]] = [{} for _ in envs]
         for name, value in self.keywords.items():
@@ -145,6 +155,7 @@ class Inner:
         jobs = []
         for index, (row, own) in enumerate(zip(rows, given, strict=True)):
             check_not_given("collector_kwargs", own, _NOT_INNER)
+            _check_known(self.kind, own)
             own_env_kwargs = own.pop("create_env_kwargs", each("create_env_kwargs", env_kwargs, len(envs))[index])
             (plain,) = make_jobs(
                 [envs[index]], own_env_kwargs, policy, each("policy_factory", factory, len(envs))[index],
@@ -160,6 +171,24 @@ class Inner:
 def _taken(row: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords but for those that were left as they are."""
     return {name: value for name, value in row.items() if value is not None}
+
+
+def _check_known(kind: type[Any], own: Mapping[str, Any]) -> None:
+    """Raise TypeError for keywords that a class of ours lacks; of a derived one only its constructor can tell."""
+    if kind not in CLASSES:
+        return
+    taken = [name for name, each in signature(kind).parameters.items() if each.kind is not Parameter.VAR_KEYWORD]
+    known = {*taken, *(Keywords.__annotations__ if issubclass(kind, WorkerCollector) else ())} - _NOT_INNER.keys()
+    if unknown := sorted(own.keys() - known):
+        raise TypeError(
+            f"collector_kwargs has {unknown}, which {kind.__name__} lacks, expected some of {sorted(known)}: look for "
+            "a slip of the pen, or pass another collector_class"
+        )
+
+
+def for_all(given: Any) -> Any:
+    """What was given to all collectors alike; a list tells nothing about others."""
+    return None if isinstance(given, (list, tuple)) else given
 
 
 def check_class(kind: Any) -> None:

@@ -31,6 +31,7 @@ class Team:
         if job.stand.batches:
             self.go_on(job.stand)
         self._ended = time.monotonic()
+        self._told = (0, 0)  # restarts and lost frames
 
     def hello(self) -> Hello:
         """What the larger run's collector has to know."""
@@ -44,7 +45,9 @@ class Team:
         batch = next(self._collector)
         self._batches += 1
         self._ended = time.monotonic()
-        return batch, Report(self._stand(), self._gathering.version, self._ended - began, idle)
+        told, self._told = self._told, (self._crew.restarts, self._crew.lost)
+        restarts, lost = (now - before for now, before in zip(self._told, told, strict=True))
+        return batch, Report(self._stand(), self._gathering.version, self._ended - began, idle, restarts, lost)
 
     def _stand(self) -> Stand:
         """How far the workers have come: no id that any of them has used lies beyond."""

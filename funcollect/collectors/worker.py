@@ -120,6 +120,8 @@ class Report(NamedTuple):
     version: int  # of the weights that acted
     seconds: float  # spent collecting
     idle: float  # seconds between the last rollout and this one
+    restarts: int = 0  # of its own workers since then, where it has some
+    lost: int = 0  # frames with them
 
     def packed(self) -> tuple[Any, ...]:
         """As plain tuples: a class by name costs the reader more to unpickle than all numbers."""

@@ -82,10 +82,16 @@ def track(
     if log_dir is not None:
         open_folder(log_dir)
     frames = collector.total_frames if total is None else total
-    if disable is None and "ipykernel" in sys.modules:
-        disable = False  # tqdm sees no terminal in a notebook
+    if disable is None and _in_notebook():
+        disable = False  # tqdm sees no terminal there
     bar = partial(tqdm, total=frames if frames > 0 else None, unit=" frames", disable=disable, file=file)
     return Tracked(collector, episodes, bar, log_dir)
+
+
+def _in_notebook() -> bool:
+    """Whether this process is a notebook's kernel; one that starts kernels has imported parts of IPython, too."""
+    kernel = sys.modules.get("ipykernel.kernelapp")
+    return kernel is not None and kernel.IPKernelApp.initialized()
 
 
 class Tracked:
