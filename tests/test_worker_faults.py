@@ -189,8 +189,11 @@ def test_random_kills_of_one_run(kind):
             while collector.stats()["restarts"] == kill:
                 batches.append(next(collector).clone())
         collector.update_policy_weights_()
-        for _ in range(8):
+        batches_of_lane = dict.fromkeys(range(4), 0)
+        while min(batches_of_lane.values()) < 3:  # two of each worker may have been ready or begun
             batches.append(next(collector).clone())
+            for lane in batches[-1]["collector", "lane"].unique().tolist():
+                batches_of_lane[lane] += 1
         assert collector.stats()["restarts"] == kills
     assert set(batches[-1]["collector", "policy_version"].flatten().tolist()) == {kills + 1}
     check_trajectories(batches)
