@@ -113,6 +113,28 @@ class BadInit(Plain):
         stumble()
 
 
+class SlowToReturn(Plain):
+    """Killed in its sixteenth step, and then while it is built, until that has happened `times` times.
+
+    Args:
+        log: a file that grows by a byte at each build.
+    """
+
+    def __init__(self, log, times=3):
+        super().__init__()
+        with open(log, "ab") as file:
+            file.write(b".")
+            builds = file.tell()
+        self._dies = builds == 1
+        if 1 < builds <= times:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def step(self, action):
+        if self._dies and self.total == 15:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
 class BadReset(Plain):
     def reset(self, *, seed=None, options=None):
         if self.total:

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from conftest import FORKS_OF_RAY, scaled
-from faulty_workers import Failing, Plain, die, hold_the_gil, sleep_forever, stumble
+from faulty_workers import Failing, Plain, SlowToReturn, die, hold_the_gil, sleep_forever, stumble
 from test_worker_faults import check_trajectories, gone, run_out, wait_until
 from workers import by_lane, ray_collector
 
@@ -86,6 +86,15 @@ def test_workers_in_an_actor_that_are_replaced_are_counted(tmp_path):
             next(collector)
         stats = collector.stats()
     assert (stats["restarts"], stats["lost_frames"]) == (1, 8)
+
+
+def test_an_actor_that_is_killed_as_it_returns_is_built_once_a_process(tmp_path):
+    log = tmp_path / "builds"
+    made = [functools.partial(SlowToReturn, log, times=2), Plain]
+    with ray_collector(made, frames_per_batch=16, on_failure="restart", sync=True) as collector:
+        check_trajectories([next(collector).clone() for _ in range(4)])
+        assert collector.stats()["restarts"] == 2
+    assert log.stat().st_size == 3
 
 
 @pytest.mark.parametrize("sync", [True, False])

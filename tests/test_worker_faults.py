@@ -16,6 +16,7 @@ from faulty_workers import (
     BadReset,
     Failing,
     Plain,
+    SlowToReturn,
     bad_policy,
     die,
     hold_the_gil,
@@ -196,6 +197,16 @@ def test_random_kills_of_one_run(kind):
                 batches_of_lane[lane] += 1
         assert collector.stats()["restarts"] == kills
     assert set(batches[-1]["collector", "policy_version"].flatten().tolist()) == {kills + 1}
+    check_trajectories(batches)
+
+
+def test_a_worker_that_is_killed_as_it_returns_is_built_once_a_process(tmp_path):
+    log = tmp_path / "builds"
+    made = [functools.partial(SlowToReturn, log), Plain]
+    with multi(SYNC, create_env_fn=made, frames_per_batch=16, on_failure="restart") as collector:
+        batches = [next(collector).clone() for _ in range(4)]
+        assert collector.stats()["restarts"] == 3
+    assert log.stat().st_size == 4
     check_trajectories(batches)
 
 

@@ -43,6 +43,7 @@ class Member:
     job: Job
     link: Link
     calls: deque[Call] = field(default_factory=deque)  # not answered yet, oldest first
+    first: Sequence[Call] = ()  # those with which it took another's place
     stand: Stand = START
     rollouts: int = 0  # of this process
     failures: int = 0  # in a row
@@ -255,14 +256,16 @@ class Crew:
         if member.failures > 1:
             time.sleep(_BACKOFF * 2 ** (member.failures - 2))
         self.restarts += 1
-        pending = [call for call in member.calls if not call.done]
+        own = {call.number for call in member.first}
+        pending = [call for call in member.calls if not call.done and call.number not in own]
         if any(call.name == "collect" for call in pending):
             self.lost += member.stand.frames // max(member.stand.batches, 1) or member.job.options.frames_per_batch
         job = replace(member.job, stand=member.stand)
         member.link = self._transport.start(worker, job.pack())
         member.calls.clear()
         member.rollouts, member.waited = 0, 0.0
-        for call in [Call(worker, "hello"), *self.prepare(worker), *pending]:
+        member.first = [Call(worker, "hello"), *self.prepare(worker)]
+        for call in [*member.first, *pending]:
             if not call.done:
                 self.submit(call)
 
