@@ -16,7 +16,7 @@ from funcollect.core.fused_keys import run_keys
 from funcollect.core.fused_loop import FLAGS, batch_of
 from funcollect.core.fused_step import Row, Setting, settle, step
 from funcollect.core.request import Request
-from funcollect.core.routes import checked_state, lowered_for
+from funcollect.core.routes import checked_state, left, lowered_for
 from funcollect.core.state import CollectorState
 from funcollect.core.traced_batch import cast, dtypes_of, widened
 from funcollect.envs.jax_env import JaxEnv
@@ -78,11 +78,10 @@ def differentiable_rollout(
     lowered = lowered_for(env, policy, exploration_type)
     before = checked_state(state.policy_state)
     tensors = lowered.source.tensors(lowered.source.prepare(params))
-    run = _Run(env, lowered, state.replace(policy_state=lowered.enter(before)), request)
+    run = _Run(env, lowered, state.replace(policy_state=lowered.enter(before, state.num_lanes)), request)
     columns = _Rollout.apply(run, *(tensors[name] for name in lowered.lowered.names))  # type: ignore[no-untyped-call]
     leaves = cast(dict(zip(run.paths, columns, strict=True)), dtypes_of(env))
-    after = run.state.replace(policy_state=lowered.leave(run.state.policy_state, before))
-    return after, lowered.as_torch(batch_of(env, lowered, state, leaves))
+    return left(lowered, run.state, before), lowered.as_torch(batch_of(env, lowered, state, leaves))
 
 
 class _Run:

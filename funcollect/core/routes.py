@@ -8,11 +8,12 @@ from typing import Any
 
 import optree
 from tensordict import TensorDict
-from torch import nn
+from torch import Tensor, nn
 
 from funcollect.core.request import Request, check_state_kind
 from funcollect.core.state import CollectorState
 from funcollect.errors import LoweringError
+from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import import_jax
 from funcollect.policies.adopted import AdoptedPolicy, Source
 from funcollect.policies.binding import TorchBacked
@@ -178,6 +179,12 @@ def run_adopted(
     """One rollout by a loop's `run`, with the policy's state and outputs as Torch has them."""
     before = checked_state(state.policy_state)
     with policy.running(before):
-        after, batch = run(env, policy, state.replace(policy_state=policy.enter(before)), request)
-    after = after.replace(policy_state=policy.leave(after.policy_state, before))
-    return after, policy.as_torch(batch)
+        after, batch = run(env, policy, state.replace(policy_state=policy.enter(before, state.num_lanes)), request)
+    return left(policy, after, before), policy.as_torch(batch)
+
+
+def left(policy: AdoptedPolicy, after: CollectorState, before: TorchPolicyState) -> CollectorState:
+    """The state after a loop, its policy's as Torch has it; `before` is what it was."""
+    step: Any = after.step
+    fresh = (step if isinstance(step, Tensor) else torch_view(step)) == 0
+    return after.replace(policy_state=policy.leave(after.policy_state, before, fresh))

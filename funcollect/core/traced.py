@@ -25,7 +25,7 @@ from funcollect.envs.jax_env import JaxEnv, JaxEnvState
 from funcollect.interop.jax_setup import import_jax
 from funcollect.policies.jax_program import PROBE
 from funcollect.specs import ExplorationType, Policy
-from funcollect.tree import nest
+from funcollect.tree import Path, nest
 
 __all__ = ["init", "partition", "reset", "rollout", "step"]
 
@@ -206,7 +206,8 @@ def partition(state: CollectorState, axis: str) -> CollectorState:
 
 def _step(setting: Setting, params: Any, state: CollectorState, keys: RunKeys) -> tuple[CollectorState, Batch]:
     after, row = fused_step(setting, params, state, keys)
-    return after, nest({path: value for path, value in row.items() if path != (PROBE,)})
+    places: dict[Path, Path] = {(".".join(path),): path for path in getattr(setting.policy, "nested", ())}
+    return after, nest({places.get(path, path): value for path, value in row.items() if path != (PROBE,)})
 
 
 def _settled(env: JaxEnv, policy: Policy, params: Any, state: CollectorState, request: Request) -> Setting:

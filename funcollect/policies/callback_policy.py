@@ -17,11 +17,10 @@ from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.dtypes import jax_dtype
 from funcollect.interop.lowering.structure import plain
 from funcollect.interop.memory import fixed
-from funcollect.keys import key_from_seed, torch_generator
-from funcollect.policies.adopted import AdoptedPolicy, Source, dotted
+from funcollect.keys import torch_generator
+from funcollect.policies.adopted import AdoptedPolicy, Source, constant
 from funcollect.policies.checks import check_tensor
-from funcollect.policies.opaque import TensorDictPolicy
-from funcollect.policies.torch_policy import TorchPolicyState
+from funcollect.policies.torch_policy import TorchPolicyState, lanes_of
 from funcollect.specs import ExplorationType
 from funcollect.tree import NAMESPACE
 
@@ -49,10 +48,13 @@ class CallbackPolicy(AdoptedPolicy):
         source: the Torch policy.
         exploration_type: what a TensorDict policy's distributions are told.
         reads: the dtypes, in Torch, of the leaves of its observation and recurrent state.
+        beginning: see `AdoptedPolicy`.
     """
 
-    def __init__(self, source: Source, exploration_type: ExplorationType, reads: list[torch.dtype]) -> None:
-        super().__init__(source, exploration_type, self._traced)
+    def __init__(
+        self, source: Source, exploration_type: ExplorationType, reads: list[torch.dtype], beginning: Any
+    ) -> None:
+        super().__init__(source, exploration_type, self._traced, beginning)
         self._call = buffer_callback()
         self._reads = reads
         self._answers: dict[Any, _Answer] = {}
@@ -82,7 +84,7 @@ class CallbackPolicy(AdoptedPolicy):
         answer = self.answer_to(treedef, leaves)
         shapes = [jax.ShapeDtypeStruct(tuple(shape), jax_dtype(dtype)) for shape, dtype in answer.kinds]
         outputs = self._call(partial(self._serve, answer), shapes, has_side_effect=True)(*leaves)
-        return dotted(optree.tree_unflatten(answer.treespec, outputs), self.source)
+        return self.told(optree.tree_unflatten(answer.treespec, outputs), state)
 
     def answer_to(self, treedef: Any, leaves: list[Any]) -> _Answer:
         """The shapes of the answer to such inputs, for which the module is called once with zeros.
@@ -151,15 +153,15 @@ def callback_policy(source: Source, observation: Any, exploration_type: Explorat
     Raises:
         LoweringError: for a policy whose inputs or answers JAX does not have.
     """
-    if isinstance(source, TensorDictPolicy) and (source.carried or source.reads_init):
-        raise LoweringError("hidden states carried in a TensorDict stay in Torch: use torch_policy(initial_state=…)")
     tree = import_jax().tree
-    recurrent = source.init(key_from_seed(0), len(tree.leaves(observation)[0])).recurrent
+    beginning = constant(source.beginning(observation))
+    recurrent = lanes_of(beginning, len(tree.leaves(observation)[0]), source.device)
     leaves, treedef = tree.flatten(plain((observation, recurrent)))
-    policy = CallbackPolicy(source, exploration_type, [leaf.dtype for leaf in leaves])
+    policy = CallbackPolicy(source, exploration_type, [leaf.dtype for leaf in leaves], beginning)
     answer = policy.answer_to(treedef, leaves)
     zeros = [torch.zeros(shape, dtype=dtype) for shape, dtype in answer.kinds]
-    policy.note(optree.tree_unflatten(answer.treespec, zeros), lambda dtype: jax_dtype(dtype).itemsize < dtype.itemsize)
+    given = (optree.tree_unflatten(answer.treespec, zeros), observation, recurrent)
+    policy.note(*given, lambda dtype: jax_dtype(dtype).itemsize < dtype.itemsize)
     return policy
 
 

@@ -17,10 +17,10 @@ from funcollect.interop.bridge import argument, to_jax, to_torch
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.lowering import Lowered, lower_module
 from funcollect.interop.lowering.structure import plain
-from funcollect.keys import key_from_seed
-from funcollect.policies.adopted import AdoptedPolicy, Source, dotted
+from funcollect.policies.adopted import AdoptedPolicy, Source, constant
 from funcollect.policies.opaque import TensorDictPolicy
 from funcollect.policies.settings import settings_of, unregistered
+from funcollect.policies.torch_policy import lanes_of
 from funcollect.specs import ExplorationType
 from funcollect.tree import NAMESPACE
 
@@ -31,13 +31,13 @@ _TOLERANCE = 1e-3  # of a first look, relative; rounding is far below it
 class LoweredPolicy(AdoptedPolicy):
     """See `funcollect.lower_policy`. `params` are the module's own as they are when it is read, as arrays of JAX."""
 
-    def __init__(self, source: Source, exploration_type: ExplorationType, lowered: Lowered) -> None:
-        super().__init__(source, exploration_type, self._answer)
+    def __init__(self, source: Source, exploration_type: ExplorationType, lowered: Lowered, beginning: Any) -> None:
+        super().__init__(source, exploration_type, self._answer, beginning)
         self.lowered = lowered
 
     def _answer(self, params: Any, observation: Any, state: Any = None) -> Any:
         with set_interaction_type(self.exploration_type):  # for shapes with which it is exported once more
-            return dotted(self.lowered.apply(params, *self.source.arguments(observation, state)), self.source)
+            return self.told(self.lowered.apply(params, *self.source.arguments(observation, state)), state)
 
     def prepare(self, params: Any) -> dict[str, Any]:
         """Copies of parameters, laid out for JAX.
@@ -82,13 +82,14 @@ def lowered_policy(source: Source, observation: Any, exploration_type: Explorati
         LoweringError: for a module that cannot be lowered, or whose weights a program could not read anew.
     """
     module = _checked_module(source)
+    beginning = constant(source.beginning(observation))
     rows = len(_leaves(observation)[0])
-    recurrent = source.init(key_from_seed(0), rows).recurrent
+    recurrent = lanes_of(beginning, rows, source.device)
     inputs = source.arguments(observation, recurrent)
     if isinstance(source, TensorDictPolicy):
         inputs = (TensorDict(inputs[0], batch_size=[rows]),)
     with set_interaction_type(exploration_type):
-        policy = LoweredPolicy(source, exploration_type, lower_module(module, inputs))
+        policy = LoweredPolicy(source, exploration_type, lower_module(module, inputs), beginning)
     _check_answer(policy, observation, recurrent)
     return policy
 
@@ -99,23 +100,14 @@ def _checked_module(source: Source) -> nn.Module:
         raise LoweringError(
             "a plain function is not lowered, since what it refers to may change: use a torch.nn.Module"
         )
-    if isinstance(source, TensorDictPolicy):
-        _check_keys(source)
+    if isinstance(source, TensorDictPolicy) and not isinstance(module, TensorDictModuleBase):
+        raise LoweringError("a function of a TensorDict is not lowered: use a TensorDictModule")
     if name := unregistered(module):
         raise LoweringError(
             f"{name!r} of {type(module).__name__} holds a tensor or a module beside its parameters, buffers and "
             "submodules, where a change would not be seen: use register_buffer, nn.ParameterList or nn.ModuleList"
         )
-    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in _leaves(source.initial_state)):
-        raise LoweringError("initial_state requires grad, so it may change: pass a constant one")
     return module
-
-
-def _check_keys(source: TensorDictPolicy) -> None:
-    if not isinstance(source.module, TensorDictModuleBase):
-        raise LoweringError("a function of a TensorDict is not lowered: use a TensorDictModule")
-    if source.carried or source.reads_init:
-        raise LoweringError("hidden states carried in a TensorDict are not lowered: use torch_policy(initial_state=…)")
 
 
 def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> None:
@@ -131,8 +123,9 @@ def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> No
         raise LoweringError(f"{type(module).__name__} changes its own attributes when called: return them as a state")
     inputs: Any = optree.tree_map(to_jax, plain(given if recurrent is not None else given[:1]))
     ours = import_jax().jit(policy.apply)(policy.prepare(None), *inputs)
-    policy.note(eager, _WIDE.__contains__)
-    pairs = zip(_leaves(dotted(plain(eager), source)), map(to_torch, import_jax().tree.leaves(ours)), strict=True)
+    eager = plain(eager)
+    policy.note(eager, home[0], home[1], _WIDE.__contains__)
+    pairs = zip(_leaves(policy.told(eager, home[1])), map(to_torch, import_jax().tree.leaves(ours)), strict=True)
     apart = max((_apart(one.cpu(), two.cpu()) for one, two in pairs if one.is_floating_point()), default=0.0)
     if apart > _TOLERANCE:
         raise LoweringError(f"{type(module).__name__}, lowered, answers otherwise than itself, by {apart:.1e}")

@@ -15,7 +15,7 @@ from funcollect.policies.actor import Drive
 from funcollect.policies.binding import TorchBacked, check_callable
 from funcollect.policies.carried import INIT, carried_states, paths
 from funcollect.policies.compiled import Compiler, check_compiler
-from funcollect.policies.tensordict_actor import TensorDictActor, by_path, outputs_of, run_module
+from funcollect.policies.tensordict_actor import TensorDictActor, by_path, check_hidden, outputs_of, run_module
 from funcollect.policies.torch_policy import TorchPolicyState
 from funcollect.specs import ActionSpec, ExplorationType
 from funcollect.tree import Path, nest
@@ -40,8 +40,8 @@ def tensordict_policy(
         module: a `TensorDictModule` or `TensorDictSequential`, one of TorchRL's actors, or a function of a TensorDict.
         initial_state: the hidden states at the start of an episode, by key, without a batch dimension; unless given,
             those of the module's primers (`make_tensordict_primer`).
-        compile: demands one way of running, as for `torch_policy`; what draws random numbers is not lowered, and what
-            carries hidden states runs in Torch at each step (`torch_policy(initial_state=…)` is lowered with its own).
+        compile: demands one way of running, as for `torch_policy`, hidden states or not; what draws random numbers is
+            not lowered.
         device: where the policy runs; unless given, where its parameters are.
 
     Raises:
@@ -114,15 +114,25 @@ class TensorDictPolicy(TorchBacked):
 
     def arguments(self, observation: Any, recurrent: Any) -> tuple[Any, ...]:
         """What the module is called with, a dict for a TensorDict."""
-        return (nest(by_path(observation)),)
+        return (nest(by_path(observation) | (recurrent or {})),)
+
+    def beginning(self, observation: Any) -> dict[Path, Tensor] | None:
+        """What a loop of JAX carries, in one environment at the start of an episode: ``is_init``, too, if it is read.
+
+        `observation` is an example; it may deliver ``is_init`` by itself.
+        """
+        tells = self.reads_init and INIT not in by_path(observation)
+        return self.carried | ({INIT: torch.ones(1, dtype=torch.bool)} if tells else {}) or None
 
     def ask(
         self, module: Callable[..., Any], observation: Any, recurrent: Any, exploration_type: ExplorationType
     ) -> dict[str, Any]:
-        """What `module`, this policy's own bound to parameters, writes, nested; of one without hidden states."""
-        inputs = by_path(observation)
+        """What `module`, this policy's own bound to parameters, writes, nested, hidden states under ``next``."""
+        inputs = by_path(observation) | (recurrent or {})
         with set_interaction_type(exploration_type):
-            return nest(outputs_of(run_module(module, inputs, self.device), inputs))
+            outputs = outputs_of(run_module(module, inputs, self.device), inputs)
+        check_hidden(outputs, {path: inputs[path] for path in self.carried})
+        return nest(outputs)
 
     def actor(self, drive: Drive) -> TensorDictActor:
         """The policy at work in a rollout."""

@@ -48,6 +48,8 @@ def unregistered(module: nn.Module) -> str:
     """
     for prefix, part in module.named_modules():
         held = {name: value for name, value in vars(part).items() if name not in _REGISTERED}
+        if isinstance(part, nn.RNNBase):
+            held.pop("_flat_weights", None)  # its parameters once more, which it lists anew when they are others
         for name, value in {**held, "forward": type(part).forward}.items():
             if any(isinstance(each, (Tensor, nn.Module)) for each in _held(value)):
                 return f"{prefix}.{name}" if prefix else name

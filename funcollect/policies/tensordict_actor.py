@@ -129,17 +129,10 @@ class TensorDictActor:
             raise PolicyError(
                 f"the policy wrote {_names(outputs)}, expected 'action' among them: add it to the out_keys"
             )
-        following = {("next", *path): leaf.shape for path, leaf in self._hidden.items()}
-        own = {path for path in outputs if path not in following}
+        own = {path for path in outputs if path[0] != "next" or path[1:] not in self._hidden}
         if taken := sorted({path[0] for path in own} & (RESERVED - {"action", "action_log_prob"})):
             raise PolicyError(f"the policy wrote {taken}, keys that a batch uses itself: rename these out_keys")
-        for path, shape in following.items():
-            got = getattr(outputs.get(path), "shape", None)
-            if got != shape:
-                raise PolicyError(
-                    f"the policy's hidden state {'.'.join(path)!r} is {got and tuple(got)}, expected {tuple(shape)}: "
-                    "write it as it is read, or correct its initial state"
-                )
+        check_hidden(outputs, self._hidden)
 
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
         """Give these lanes their initial hidden states, and say so in ``is_init``."""
@@ -188,6 +181,17 @@ def run_module(
 def outputs_of(answer: TensorDictBase, inputs: Mapping[Path, Tensor]) -> dict[Path, Any]:
     """What stands in a policy's answer beside `inputs`."""
     return {path: leaf for path, leaf in flatten(answer).items() if path not in inputs}
+
+
+def check_hidden(outputs: Mapping[Path, Any], hidden: Mapping[Path, Tensor]) -> None:
+    """Raise PolicyError unless each hidden state stands in `outputs` under ``next``, in the shape that was read."""
+    for path, leaf in hidden.items():
+        got = getattr(outputs.get(("next", *path)), "shape", None)
+        if got != leaf.shape:
+            raise PolicyError(
+                f"the policy's hidden state {'.'.join(('next', *path))!r} is {got and tuple(got)}, expected "
+                f"{tuple(leaf.shape)}: write it as it is read, or correct its initial state"
+            )
 
 
 def _names(paths: Iterable[Path]) -> list[str]:

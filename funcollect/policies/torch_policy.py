@@ -120,12 +120,7 @@ class TorchPolicy(TorchBacked):
 
     def init(self, key: Key, num_envs: int) -> TorchPolicyState:
         """The initial recurrent state for each lane, and a generator seeded from the key."""
-
-        def expand(leaf: Any) -> Tensor:
-            tensor = torch.as_tensor(leaf, device=self.device)
-            return tensor.expand(num_envs, *tensor.shape).clone()
-
-        recurrent = None if self.initial_state is None else optree.tree_map(expand, self.initial_state)
+        recurrent = lanes_of(self.initial_state, num_envs, self.device)
         return TorchPolicyState(recurrent, generator_state(fold(key, Purpose.GENERATOR)))
 
     def __call__(
@@ -146,6 +141,10 @@ class TorchPolicy(TorchBacked):
         action, extras = split_answer(answer, None)
         return TorchPolicyState(recurrent, generator), {"action": action, **extras}
 
+    def beginning(self, observation: Any) -> Any:
+        """What is carried, in one environment at the start of an episode; None for nothing."""
+        return self.initial_state
+
     def arguments(self, observation: Any, recurrent: Any) -> tuple[Any, ...]:
         """What the module is called with."""
         return (observation,) if recurrent is None else (observation, recurrent)
@@ -159,6 +158,16 @@ class TorchPolicy(TorchBacked):
     def actor(self, drive: Drive) -> TorchActor:
         """The policy at work in a rollout."""
         return TorchActor(self, drive)
+
+
+def lanes_of(initial: Any, num_lanes: int, device: torch.device | None) -> Any:
+    """The recurrent state of one environment for each lane, [P, ...], in memory of its own; None for None."""
+
+    def expand(leaf: Any) -> Tensor:
+        tensor = torch.as_tensor(leaf, device=device)
+        return tensor.expand(num_lanes, *tensor.shape).clone()
+
+    return optree.tree_map(expand, initial)
 
 
 class TorchActor:
