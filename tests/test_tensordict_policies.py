@@ -7,6 +7,7 @@ import torch
 from cases import LocScale, mlp
 from compare import assert_same, collect
 from conftest import scaled
+from tensordict import TensorDict
 from tensordict.nn import (
     CompositeDistribution,
     InteractionType,
@@ -179,6 +180,24 @@ def test_epsilon_is_read_live_and_follows_the_exploration_type():
     with fc.SyncDataCollector("CartPole-v1", policy, exploration_type=mode, **frames) as collector:
         batch = next(collector)
         assert torch.equal(batch["action"], batch["action_value"].argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("name", "compiler"),
+    [("CartPole-v1", None), ("gymnax/CartPole-v1", "callback"), ("gymnax/CartPole-v1", "eager")],
+)
+def test_of_equal_values_the_first_is_chosen(name, compiler):
+    """TorchRL's value policies answer a tie with several ones."""
+    layer = nn.Linear(4, 2)
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+    actor = QValueActor(layer, in_keys=["observation"], action_space="one_hot")
+    assert actor(TensorDict({"observation": torch.zeros(1, 4)}, batch_size=1))["action"].tolist() == [[1, 1]]
+    env = fc.make_env(name, num_envs=3, one_hot=True)
+    policy = fc.tensordict_policy(actor, compile=compiler)
+    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
+    assert (batch["action"] == torch.tensor([1, 0])).all()
+    assert (batch["next", "observation"][..., 1] < batch["observation"][..., 1]).all()  # pushed to the left
 
 
 def actor_of(distribution, outputs=2):

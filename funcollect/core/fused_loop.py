@@ -106,7 +106,8 @@ def batch_of(env: JaxEnv, policy: Policy, state: CollectorState, leaves: dict[Pa
     """The batch of columns [T, P, ...], checked."""
     names = [path for path in leaves if len(path) == 1 and path not in FLAGS and path not in state.observation]
     chosen = getattr(policy, "head", None) is not None
-    outputs = finished({path: leaves.pop(path) for path in names}, env.action_spec, chosen=chosen)
+    columns: dict[Path, Tensor] = {path: leaves.pop(path) for path in names}
+    outputs = finished(columns, env.action_spec, chosen=chosen, ties=getattr(policy, "ties", False))
     outputs.pop((PROBE,), None)
     return delivered(env, leaves, outputs)
 

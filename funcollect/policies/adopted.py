@@ -51,6 +51,7 @@ class AdoptedPolicy(FunctionPolicy, ABC):
         initial = optree.tree_map(lambda leaf: np.asarray(torch.as_tensor(leaf)), plain(beginning))
         super().__init__(apply, source.head, initial)
         self.source = source
+        self.ties = isinstance(source, TensorDictPolicy)
         self._tells_init = isinstance(source, TensorDictPolicy) and INIT in (beginning or {})
         self.exploration_type = exploration_type
         self.dtypes: dict[Path, torch.dtype] = {}  # of outputs whose dtypes JAX lacks

@@ -115,7 +115,14 @@ def _check_choices(action: Tensor, spec: ActionSpec) -> None:
         _raise_at(wrong, f"the action is outside its space, expected {expected}", action, "return one of these")
 
 
-def finished(columns: Columns, spec: ActionSpec, *, parameters: Columns | None = None, chosen: bool = False) -> Columns:
+def finished(
+    columns: Columns,
+    spec: ActionSpec,
+    *,
+    parameters: Columns | None = None,
+    chosen: bool = False,
+    ties: bool = False,
+) -> Columns:
     """A policy's columns, checked, the action in the dtype of its space.
 
     Args:
@@ -123,7 +130,11 @@ def finished(columns: Columns, spec: ActionSpec, *, parameters: Columns | None =
         spec: how the action should look.
         parameters: what a head read; its log-probability, where it has one, tells of every NaN in them.
         chosen: whether a head chose the action.
+        ties: whether of several ones in a one-hot row the first counts, as it does for environments. TorchRL's value
+            policies answer so where values are equal.
     """
+    if ties and spec.one_hot:
+        columns = columns | {("action",): _first_ones(columns[("action",)], spec)}
     if parameters and ("action_log_prob",) not in columns:
         check_numbers(parameters)
     if chosen and spec.categories:
@@ -131,6 +142,11 @@ def finished(columns: Columns, spec: ActionSpec, *, parameters: Columns | None =
     else:
         check_outputs(columns, spec, parameters)
     return columns | {("action",): columns[("action",)].to(spec.dtype)}
+
+
+def _first_ones(action: Tensor, spec: ActionSpec) -> Tensor:
+    parts = torch.split(action, list(spec.categories), -1)
+    return torch.cat([part * (part.cumsum(-1) == 1) for part in parts], -1)
 
 
 def _raise_at(wrong: Tensor, what: str, column: Tensor, mend: str) -> None:

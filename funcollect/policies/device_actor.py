@@ -39,6 +39,7 @@ class DeviceActor:
         which = ("device step", id(drive.spec), drive.stochastic)
         self._step = compiled(policy, which, partial(_step, policy, drive.spec, drive.stochastic))
         self._chosen = policy.head is not None
+        self._ties = policy.ties
         self._recurrent = drive.policy_state
         self._sources, self._structure = jax.tree.flatten(drive.observation)
         self._home = self._sources[0].device
@@ -77,7 +78,7 @@ class DeviceActor:
     def finish(self) -> tuple[Any, Columns]:
         """The next policy state and every output, [T, P, ...]."""
         columns: Columns = dict(zip(((name,) for name in self._names), self._recorder.columns(), strict=True))
-        columns = finished(columns, self._drive.spec, chosen=self._chosen)
+        columns = finished(columns, self._drive.spec, chosen=self._chosen, ties=self._ties)
         columns.pop((PROBE,), None)
         return self._recurrent, columns
 

@@ -33,6 +33,7 @@ class FunctionPolicy:
     """
 
     backend: Literal["jax"] = "jax"
+    ties = False  # whether of several ones in a one-hot action the first counts
 
     def __init__(self, apply: Callable[..., Any], head: Head | None, initial_state: Any) -> None:
         self.apply = apply
@@ -129,6 +130,7 @@ class JaxActor:
         self._step = program.step
         self._plain = program.plain
         self._chosen = policy.head is not None
+        self._ties = policy.ties
         self._params = program.params(drive.params)
         self._recurrent = drive.policy_state
         self._inputs, self._others, _ = program.inputs(drive)
@@ -163,6 +165,6 @@ class JaxActor:
     def finish(self) -> tuple[Any, Columns]:
         """The next policy state and every output, [T, P, ...]."""
         columns: Columns = {(field.name,): field.column(self._words) for field in self._fields}
-        columns = finished(columns, self._drive.spec, chosen=self._chosen)
+        columns = finished(columns, self._drive.spec, chosen=self._chosen, ties=self._ties)
         columns.pop((PROBE,), None)
         return self._recurrent, columns

@@ -152,7 +152,7 @@ class TensorDictActor:
         if self._first is not None:
             columns["next", *INIT] = torch.zeros_like(columns[INIT])
         hidden = {path: leaf.clone() for path, leaf in self._hidden.items()}
-        return TorchPolicyState(hidden or None, self._generator), finished(columns, self._drive.spec)
+        return TorchPolicyState(hidden or None, self._generator), finished(columns, self._drive.spec, ties=True)
 
 
 def run_module(
