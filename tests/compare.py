@@ -1,4 +1,4 @@
-"""Runs, and their batches compared bit for bit."""
+"""Runs, and their batches compared: bit for bit, or within rounding."""
 
 import contextlib
 import hashlib
@@ -24,12 +24,24 @@ def bits(leaf):
 
 def assert_same(one, two):
     """The same keys, shapes, dtypes and bits."""
+    for path, leaf, other in _pairs(one, two):
+        assert bits(leaf) == bits(other), f"{path} differs: {differing(leaf, other)}"
+
+
+def assert_close(one, two):
+    """The same keys, shapes, dtypes and, within rounding, numbers."""
+    for path, leaf, other in _pairs(one, two):
+        torch.testing.assert_close(leaf, other, atol=1e-5, rtol=1e-5, msg=lambda text, path=path: f"{path} {text}")
+
+
+def _pairs(one, two):
+    """The leaves of both, of the same keys, shapes and dtypes, by path."""
     ones, twos = leaves(one), leaves(two)
     assert ones.keys() == twos.keys()
     assert one.batch_size == two.batch_size
     for path, leaf in ones.items():
         assert (leaf.dtype, leaf.shape) == (twos[path].dtype, twos[path].shape), path
-        assert bits(leaf) == bits(twos[path]), f"{path} differs: {differing(leaf, twos[path])}"
+        yield path, leaf, twos[path]
 
 
 def differing(one, two):

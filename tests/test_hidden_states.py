@@ -4,7 +4,7 @@ import jax
 import pytest
 import torch
 from cases import mlp
-from compare import assert_same, collect, compilations, joined, leaves
+from compare import assert_close, assert_same, collect, compilations, joined, leaves
 from conftest import scaled
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -81,16 +81,6 @@ def sampling(compiler=None):
         return_log_prob=True,
     )
     return fc.tensordict_policy(module, compile=compiler)
-
-
-def assert_close(one, two):
-    """The same keys, shapes, dtypes and, within rounding, numbers."""
-    ones, twos = leaves(one), leaves(two)
-    assert ones.keys() == twos.keys()
-    assert one.batch_size == two.batch_size
-    for path, leaf in ones.items():
-        assert (leaf.dtype, leaf.shape) == (twos[path].dtype, twos[path].shape), path
-        torch.testing.assert_close(leaf, twos[path], atol=1e-5, rtol=1e-5, msg=lambda text, path=path: f"{path} {text}")
 
 
 def assert_states(one, two):

@@ -33,8 +33,6 @@ def _setting(value: Any) -> Any:
     """A plain value, with its type, since 1, 1.0 and True are equal; the length of a container; a type of any other."""
     if isinstance(value, PLAIN):
         return type(value), value
-    if isinstance(value, dict):  # most of them, and faster to tell than a Mapping: this is done at every rollout
-        return type(value), len(value)
     if isinstance(value, (tuple, list)) and all(isinstance(each, PLAIN) for each in value):
         return tuple(map(_setting, value))
     return (type(value), len(value)) if isinstance(value, (Mapping, tuple, list, set)) else type(value)
