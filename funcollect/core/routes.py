@@ -8,7 +8,7 @@ from typing import Any
 
 import optree
 from tensordict import TensorDict
-from torch import Tensor, nn
+from torch import Tensor
 
 from funcollect.core.request import Request, check_state_kind
 from funcollect.core.state import CollectorState
@@ -21,7 +21,6 @@ from funcollect.policies.callback_policy import callback_policy
 from funcollect.policies.example import example
 from funcollect.policies.lowered_policy import LoweredPolicy, lowered_policy
 from funcollect.policies.opaque import TensorDictPolicy
-from funcollect.policies.settings import settings_of
 from funcollect.policies.torch_policy import TorchPolicy, TorchPolicyState
 from funcollect.policies.traced_policy import is_traceable
 from funcollect.specs import Env, ExplorationType, Policy, assemble
@@ -136,11 +135,10 @@ def _found(env: Env, source: Source, asked: str | None, exploration_type: Explor
 
 def _adopted(env: Env, source: Source, way: str, exploration_type: ExplorationType) -> AdoptedPolicy | LoweringError:
     """The policy adopted in one way, or why not; made once, and for each setting of a module that is lowered."""
-    known, module = source.adopted, source.module
+    known = source.adopted
     told = exploration_type if isinstance(source, TensorDictPolicy) else ExplorationType.RANDOM
     spaces = (optree.tree_structure(_placed(env)), env.observation_leaves, min(env.num_envs or 1, 2))
-    settings = settings_of(module) if way == "lowered" and isinstance(module, nn.Module) else ()
-    which = (way, told, spaces, settings)
+    which = (way, told, spaces, source.settings if way == "lowered" else ())
     if which not in known:
         others = [each for each in known if each[:3] == which[:3]]
         known[which] = _made(env, source, way, told) if len(others) < _MOST_SETTINGS else _RESTLESS
@@ -185,6 +183,8 @@ def run_adopted(
 
 def left(policy: AdoptedPolicy, after: CollectorState, before: TorchPolicyState) -> CollectorState:
     """The state after a loop, its policy's as Torch has it; `before` is what it was."""
+    if before.recurrent is None:
+        return after.replace(policy_state=before)
     step: Any = after.step
     fresh = (step if isinstance(step, Tensor) else torch_view(step)) == 0
     return after.replace(policy_state=policy.leave(after.policy_state, before, fresh))

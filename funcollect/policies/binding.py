@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from funcollect.policies.settings import PLAIN
+from funcollect.policies.settings import PLAIN, Settings, Watch
 from funcollect.tree import flatten
 
 Attributes = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]  # the module's, the skeleton's, the last ones bound
@@ -172,6 +172,7 @@ class TorchBacked:
         self.module = module
         self.device = device
         self._binding = Binding(module, device) if isinstance(module, nn.Module) else None
+        self._watch = Watch(module if isinstance(module, nn.Module) else None)
         self.adopted: dict[Any, Any] = {}  # as what it runs in a loop of JAX, by `core.routes`
 
     def __getstate__(self) -> dict[str, Any]:
@@ -182,6 +183,11 @@ class TorchBacked:
     def home(self) -> torch.device | None:
         """The device on which the policy runs; None for a function without one."""
         return self._binding.home if self._binding else self.device
+
+    @property
+    def settings(self) -> Settings:
+        """The module's settings as they are now; none of a function."""
+        return self._watch.settings
 
     @property
     def params(self) -> Any:

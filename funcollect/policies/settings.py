@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import is_
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -27,6 +28,53 @@ def settings_of(module: nn.Module) -> Settings:
         (type(part), tuple((name, _setting(value)) for name, value in vars(part).items() if name not in _REGISTERED))
         for part in module.modules()
     )
+
+
+class Watch:
+    """A module's settings, gone through again only where something has been set since.
+
+    Args:
+        module: the module; None for what has no settings.
+    """
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self._module = module
+        self._settings: Settings = ()
+        self._parts: list[nn.Module] = []
+        self._containers: list[Any] = []
+        self._seen: tuple[list[Any], list[int]] = ([], [])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Watch, (self._module,)
+
+    @property
+    def settings(self) -> Settings:
+        """`settings_of` the module as it is now."""
+        if self._module is None or (self._parts and self._same(*self._look())):
+            return self._settings
+        self._parts = list(self._module.modules())
+        values = [value for part in self._parts for value in vars(part).values()]
+        self._containers = [value for value in values if isinstance(value, (Mapping, list, set))]
+        self._seen = self._look()
+        self._settings = settings_of(self._module)
+        return self._settings
+
+    def _look(self) -> tuple[list[Any], list[int]]:
+        """The objects that settings are made of, and how many each container holds."""
+        objects: list[Any] = list(map(type, self._parts))
+        for part in self._parts:
+            attributes = vars(part)
+            objects += attributes
+            objects += attributes.values()
+            objects += part._modules.values()
+        for each in self._containers:
+            if isinstance(each, list):
+                objects += each
+        return objects, list(map(len, self._containers))
+
+    def _same(self, objects: list[Any], sizes: list[int]) -> bool:
+        seen, known_sizes = self._seen
+        return sizes == known_sizes and len(objects) == len(seen) and all(map(is_, objects, seen))
 
 
 def _setting(value: Any) -> Any:
