@@ -4,11 +4,13 @@ The limit, `alone`, is as many processes, each of which runs a `SyncDataCollecto
 rounds. A batch is at least 50 ms of work. What workers have ready as a block begins is read before it. Networks are
 2x64 tanh, for games a small convolutional one; `sb3` has its own. `gymnasium` is a loop by hand over `AsyncVectorEnv`.
 Each contestant's reader is a process of its own, which stands still with its workers while others are measured; one
-that fails or hangs is absent. All takes some twenty minutes, with ``--rounds 9`` a quarter of an hour.
+that fails or hangs is absent. With ``--rounds 5`` all of it takes some 25 minutes.
 
 A hand-over is `next()` for a batch that is ready, while the reader works otherwise: ours with `prefetch` and async,
-TorchRL's async. A start is the time from nothing to the first batch of 2 workers, in a process that has imported
-the library; the second collector is another one after the first was shut down.
+TorchRL's async. The reader's work leaves code and tables in no cache, which makes a hand-over some four times as long:
+`warm` is ours for a second batch that is ready, right after a first one. A start is the time from nothing to the first
+batch of 2 workers, in a process that has imported the library; the second collector is another one after the first was
+shut down.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from benchmarks.runner import AbsentError, Cell, Contestant, Measured, Options, 
 from benchmarks.worker_envs import PAYLOAD_STEPS
 from benchmarks.worker_peers import Independent, ours, peers, torchrl
 
-OURS, OURS_ASYNC = "funcollect sync", "funcollect async"
+OURS, OURS_ASYNC, WARM = "funcollect sync", "funcollect async", "funcollect async, warm"
 LENGTHS = {"CartPole-v1": 1_000, "HalfCheetah-v5": 500, "ale/Pong": 128, "sleep/0.001": 64}  # of a worker's batch
 WORKERS = (1, 2, 4)
 PAYLOADS = (1 << 18, 1 << 20, 1 << 24)  # bytes
@@ -137,16 +139,19 @@ def hand_overs(size: int, rounds: int) -> tuple[dict[str, list[float]], dict[str
     makers = {
         "funcollect sync, prefetch": partial(ours, "MultiSyncDataCollector", *work, prefetch=True),
         OURS_ASYNC: partial(ours, "MultiaSyncDataCollector", *work),
+        WARM: partial(ours, "MultiaSyncDataCollector", *work),
         "torchrl async": partial(torchrl, "MultiAsyncCollector", *work),
     }
-    found, absent = interleaved(makers, lambda _, contestant: contestant.ask(_hand_over, HAND_OVERS), rounds)
+    found, absent = interleaved(makers, lambda name, each: each.ask(_hand_over, HAND_OVERS, name == WARM), rounds)
     return {name: [seconds for several in each for seconds in several] for name, each in found.items()}, absent
 
 
-def _hand_over(contestant: Contestant, count: int) -> list[float]:
+def _hand_over(contestant: Contestant, count: int, second: bool) -> list[float]:
     seconds = []
     for _ in range(count + 1):  # the first one follows a time in which all stood still
         _work(WORK)
+        if second:
+            contestant.run()
         start = time.perf_counter()
         contestant.run()
         seconds.append(time.perf_counter() - start)
