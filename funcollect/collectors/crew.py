@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -159,15 +159,20 @@ class Crew:
         if self.drain():
             return
         began = time.monotonic()
-        self._transport.wait([member.link for member in self.members if member.calls], _SLICE)
+        ready = self._transport.ready(self._asked, _SLICE)
         self.waited += time.monotonic() - began
-        self.drain()
+        self.drain(ready)
 
-    def drain(self) -> bool:
-        """Read the answers that are there: whether there was one."""
+    @property
+    def _asked(self) -> dict[int, Link]:
+        return {worker: member.link for worker, member in enumerate(self.members) if member.calls}
+
+    def drain(self, ready: Iterable[int] | None = None) -> bool:
+        """Read the answers that are there, or of those among them who are `ready`: whether there was one."""
         with self.lock:
             try:
-                read = sum(self._read(worker) for worker in range(len(self.members)))
+                workers = self._transport.ready(self._asked, 0) if ready is None else ready
+                read = sum(map(self._read, workers))
                 if self._transport.patient:
                     self._look_for_hangs()
                 return read > 0

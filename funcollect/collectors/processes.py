@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from funcollect.collectors.board import SharedBoard
@@ -192,14 +192,16 @@ class ProcessTransport:
         """A link to a new process."""
         return ProcessLink(Setup(sys.path.copy(), os.getcwd(), dict(os.environ), *self._setup), job)
 
-    def wait(self, links: Sequence[Link], timeout: float) -> None:
-        """Return when a link has an answer or its process is gone, or after `timeout` seconds."""
-        readable = select.poll()
-        for link in links:
-            assert isinstance(link, ProcessLink)
-            for fd in link.filenos():
-                readable.register(fd, select.POLLIN)
-        readable.poll(timeout * 1000)
+    def ready(self, links: Mapping[int, Link], timeout: float) -> Iterable[int]:
+        """All of them, once one has an answer or its process is gone: to look is as cheap as to ask who has."""
+        if timeout:
+            readable = select.poll()
+            for link in links.values():
+                assert isinstance(link, ProcessLink)
+                for fd in link.filenos():
+                    readable.register(fd, select.POLLIN)
+            readable.poll(timeout * 1000)
+        return links
 
     def close(self, links: Sequence[Link]) -> None:
         """Let the processes close their environments; kill those that take too long."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -39,6 +39,7 @@ class RayLink:
         self._eager = eager
         self._sent: deque[tuple[Any, int]] = deque()  # what will be answered in order
         self._hurried: deque[tuple[Any, int]] = deque()  # and what goes before it
+        self.there: set[Any] = set()  # of their references those of which Ray has said that they can be read
         self._collects = 0  # rollouts that it has been sent for
         self._form: Form | None = None
         self._place = actor.place.options(concurrency_group="look").remote()
@@ -60,8 +61,8 @@ class RayLink:
 
     def send(self, call: Call) -> None:
         """Have it do this after what it was sent before."""
-        if self._gone or not ray.is_initialized():
-            self._gone = self._gone or _NO_RAY
+        if self.gone:
+            self._gone = self.gone
             return
         args = call.args
         if call.name == "hello":
@@ -73,17 +74,24 @@ class RayLink:
             self._sent.append((self._actor.do.remote(call.name, *args), call.number))
             self._collects += call.name == "collect"
 
+    @property
+    def gone(self) -> str:
+        """Why it will not answer any more; empty while it may."""
+        return self._gone or ("" if ray.is_initialized() else _NO_RAY)
+
     def heads(self) -> list[Any]:
         """The references of which one is there as soon as there is something to receive."""
         return [queue[0][0] for queue in (self._hurried, self._sent) if queue]
 
     def receive(self) -> Answer | Gone | None:
         """The next of its answers, whose arrays are those of the object store."""
-        if self._gone or not ray.is_initialized():
-            return Gone(self._gone or _NO_RAY)
+        if self.gone:
+            return Gone(self.gone)
         for queue in (self._hurried, self._sent):
-            if queue and ray.wait([queue[0][0]], timeout=0)[0]:
-                return self._read(*queue.popleft())
+            if queue and queue[0][0] in self.there:
+                ref, number = queue.popleft()
+                self.there.remove(ref)
+                return self._read(ref, number)
         return None
 
     def _read(self, ref: Any, number: int) -> Answer | Gone:
@@ -100,7 +108,7 @@ class RayLink:
 
     def where(self) -> str:
         """Its Python stack; what it waits for, where it has no node yet."""
-        if self._gone or not ray.is_initialized():
+        if self.gone:
             return ""
         if not self._node():
             return f"(it has not begun: {resources([self._config])})"
@@ -115,9 +123,7 @@ class RayLink:
 
     def say_close(self) -> Any:
         """Have it close its environment: the reference of its answer; None where it is gone."""
-        if self._gone or not ray.is_initialized():
-            return None
-        return self._actor.do.remote("close")
+        return None if self.gone else self._actor.do.remote("close")
 
     def kill(self) -> None:
         """End it at once, whatever it does. Does nothing the second time."""
@@ -222,13 +228,19 @@ class RayTransport:
         kind = ray.remote(**config, max_restarts=0, max_task_retries=0, concurrency_groups=_GROUPS)(RayWorker)
         return RayLink(kind.remote(Setup([*sys.path], *self._setup)), job, config, eager=self._eager)
 
-    def wait(self, links: Sequence[Link], timeout: float) -> None:
-        """Return when a link has an answer or its actor is gone, or after `timeout` seconds."""
-        heads = [ref for link in links if isinstance(link, RayLink) for ref in link.heads()]
-        if heads and ray.is_initialized():
-            ray.wait(heads, num_returns=1, timeout=timeout)
-        else:
+    def ready(self, links: Mapping[int, Link], timeout: float) -> Iterable[int]:
+        """Those that have an answer, or whose actor is gone: asked of Ray for all at once."""
+        own = {worker: link for worker, link in links.items() if isinstance(link, RayLink)}
+        if gone := [worker for worker, link in own.items() if link.gone]:
+            return gone
+        heads = {ref: worker for worker, link in own.items() for ref in link.heads()}
+        if not heads:
             time.sleep(timeout)
+            return ()
+        there, _ = ray.wait(list(heads), num_returns=1 if timeout else len(heads), timeout=timeout)
+        for ref in there:
+            own[heads[ref]].there.add(ref)
+        return dict.fromkeys(heads[ref] for ref in there)
 
     def close(self, links: Sequence[Link]) -> None:
         """Let the actors close their environments; kill those that take too long."""

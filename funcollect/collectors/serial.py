@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -124,8 +124,9 @@ class SerialTransport:
         """A worker of its own environment and policy, as one in another process would have."""
         return SerialLink(job)
 
-    def wait(self, links: Sequence[Link], timeout: float) -> None:
+    def ready(self, links: Mapping[int, Link], timeout: float) -> Iterable[int]:
         """An answer is there as soon as it is asked for."""
+        return links
 
     def close(self, links: Sequence[Link]) -> None:
         """Close every worker."""

@@ -8,7 +8,7 @@ over processes with shared memory, and those over Ray's actors and object store.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -165,8 +165,8 @@ class Transport(Protocol):
         """A link to a new worker that builds itself from `job`; its first answer is that to ``"hello"``."""
         ...
 
-    def wait(self, links: Sequence[Link], timeout: float) -> None:
-        """Return when a link has an answer, or after `timeout` seconds."""
+    def ready(self, links: Mapping[int, Link], timeout: float) -> Iterable[int]:
+        """The keys of the links that may have something to receive: as soon as there is one, or `timeout` seconds."""
         ...
 
     def close(self, links: Sequence[Link]) -> None:
