@@ -11,6 +11,9 @@ default is 15. With ``--rounds 5`` all takes some ten minutes on two cores.
 
 A start is the time to the first batch of 2 actors, in a process that has imported the library and in which Ray runs
 (`ray.init` is shown by itself); the second collector is another one after the first was shut down.
+
+A rollout's cost is the CPU time of the driver's process, and that of the node's daemon `raylet`, for each rollout of 2
+actors that do nothing but fill batches of so many KiB, so that they follow one another as fast as the machine can.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from benchmarks.cluster_peers import RLlib, cluster, contestants
+import psutil
+
+from benchmarks.cluster_peers import RLlib, cluster, contestants, our_actors
 from benchmarks.isolated import Isolated
 from benchmarks.report import compare
 from benchmarks.runner import AbsentError, Cell, Measured, Options, Result
@@ -32,6 +37,8 @@ ENV, LENGTH = "CartPole-v1", 3_000  # frames of an actor's batch
 ACTORS = (1, 2, 4)
 PAYLOADS = (1 << 18, 1 << 24)  # bytes
 PAYLOAD_WORK = 0.1  # seconds of a batch
+COSTS = (1 << 14, 1 << 18, 1 << 24)  # bytes
+COUNTED = 100  # rollouts, since the kernel counts a daemon's time in hundredths of a second
 BLOCK = 1.0  # seconds
 LIMIT = "processes"
 AHEAD = {OURS_ASYNC: 2, "torchrl async": 1}  # batches of an actor that may be ready, or under way
@@ -42,6 +49,8 @@ def results(options: Options) -> Iterator[Result]:
     for cell, actors in cells(BLOCK * options.scale):
         if options.only in cell.name:
             yield with_shares(compare(cell, measure(cell, actors, options), OURS), LIMIT)
+    if options.only in "cost of a rollout":
+        yield in_ms("cost of a rollout", costs(options.rounds))
     if options.only in "start":
         yield in_ms("start", starts(options.rounds))
 
@@ -68,6 +77,24 @@ def measure(cell: Cell, actors: int, options: Options) -> Measured:
     for name in {OURS, OURS_ASYNC, LIMIT} & absent.keys():
         raise AbsentError(absent[name])
     return Measured(rates=rates, absent=absent)
+
+
+def costs(rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds of CPU time that a rollout takes on the driver's node, beside the actor's own."""
+    makers = {
+        f"{size >> 10:,} KiB": partial(our_actors, f"payload/{size}", 2, PAYLOAD_STEPS, sync=False) for size in COSTS
+    }
+    found, absent = interleaved(makers, lambda _, contestant: contestant.ask(_cost, COUNTED), rounds)
+    return {f"{who}, {name}": [one[who] for one in each] for name, each in found.items() for who in each[0]}, absent
+
+
+def _cost(contestant: Any, count: int) -> dict[str, float]:
+    processes = {"driver": (own := psutil.Process())}
+    processes |= {each.name(): each for each in own.children(recursive=True) if each.name() == "raylet"}
+    before = {who: sum(process.cpu_times()[:2]) for who, process in processes.items()}
+    for _ in range(count):
+        contestant.run()
+    return {who: (sum(process.cpu_times()[:2]) - before[who]) / count for who, process in processes.items()}
 
 
 def starts(rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:

@@ -68,7 +68,7 @@ def convolutional(choices: int) -> nn.Module:
         nn.ReLU(),
         nn.Conv2d(16, 16, 4, 2),
         nn.ReLU(),
-        nn.Flatten(),
+        nn.Flatten(-3),  # of one environment without a batch dimension, too
         nn.Linear(16 * 81, choices),
     )
 

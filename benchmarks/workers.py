@@ -32,7 +32,7 @@ from benchmarks.worker_envs import PAYLOAD_STEPS
 from benchmarks.worker_peers import Independent, ours, peers, torchrl
 
 OURS, OURS_ASYNC, WARM = "funcollect sync", "funcollect async", "funcollect async, warm"
-LENGTHS = {"CartPole-v1": 1_000, "HalfCheetah-v5": 500, "ale/Pong": 128, "sleep/0.001": 64}  # of a worker's batch
+LENGTHS = {"CartPole-v1": 2_000, "HalfCheetah-v5": 1_000, "ale/Pong": 128, "sleep/0.001": 64}  # of a worker's batch
 WORKERS = (1, 2, 4)
 PAYLOADS = (1 << 18, 1 << 20, 1 << 24)  # bytes
 BLOCK, REST, WORK = 0.4, 0.1, 0.03  # seconds: measured at once; that begun batches may take; of the reader, between two
