@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from operator import is_
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,16 @@ def settings_of(module: nn.Module) -> Settings:
     )
 
 
+class _Look(NamedTuple):
+    """What was seen of a module, and its settings then."""
+
+    parts: list[nn.Module]
+    containers: list[Any]
+    objects: list[Any]
+    sizes: list[int]
+    settings: Settings
+
+
 class Watch:
     """A module's settings, gone through again only where something has been set since.
 
@@ -39,10 +49,7 @@ class Watch:
 
     def __init__(self, module: nn.Module | None) -> None:
         self._module = module
-        self._settings: Settings = ()
-        self._parts: list[nn.Module] = []
-        self._containers: list[Any] = []
-        self._seen: tuple[list[Any], list[int]] = ([], [])
+        self._last: _Look | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Watch, (self._module,)
@@ -50,31 +57,39 @@ class Watch:
     @property
     def settings(self) -> Settings:
         """`settings_of` the module as it is now."""
-        if self._module is None or (self._parts and self._same(*self._look())):
-            return self._settings
-        self._parts = list(self._module.modules())
-        values = [value for part in self._parts for value in vars(part).values()]
-        self._containers = [value for value in values if isinstance(value, (Mapping, list, set))]
-        self._seen = self._look()
-        self._settings = settings_of(self._module)
-        return self._settings
+        if self._module is None:
+            return ()
+        last = self._last
+        if last is None or not _same(last):
+            self._last = last = _looked_at(self._module)
+        return last.settings
 
-    def _look(self) -> tuple[list[Any], list[int]]:
-        """The objects that settings are made of, and how many each container holds."""
-        objects: list[Any] = list(map(type, self._parts))
-        for part in self._parts:
-            attributes = vars(part)
-            objects += attributes
-            objects += attributes.values()
-            objects += part._modules.values()
-        for each in self._containers:
-            if isinstance(each, list):
-                objects += each
-        return objects, list(map(len, self._containers))
 
-    def _same(self, objects: list[Any], sizes: list[int]) -> bool:
-        seen, known_sizes = self._seen
-        return sizes == known_sizes and len(objects) == len(seen) and all(map(is_, objects, seen))
+def _looked_at(module: nn.Module) -> _Look:
+    parts = list(module.modules())
+    values = [value for part in parts for value in vars(part).values()]
+    containers = [value for value in values if isinstance(value, (Mapping, list, set))]
+    objects, sizes = _objects(parts, containers), list(map(len, containers))
+    return _Look(parts, containers, objects, sizes, settings_of(module))  # last: what changes meanwhile is seen then
+
+
+def _same(last: _Look) -> bool:
+    objects, sizes = _objects(last.parts, last.containers), list(map(len, last.containers))
+    return sizes == last.sizes and len(objects) == len(last.objects) and all(map(is_, objects, last.objects))
+
+
+def _objects(parts: list[nn.Module], containers: list[Any]) -> list[Any]:
+    """All that settings are made of, but for the number of things in a container; and the submodules."""
+    objects: list[Any] = list(map(type, parts))
+    for part in parts:
+        attributes = vars(part)
+        objects += attributes
+        objects += attributes.values()
+        objects += part._modules.values()
+    for each in containers:
+        if isinstance(each, list):
+            objects += each
+    return objects
 
 
 def _setting(value: Any) -> Any:
