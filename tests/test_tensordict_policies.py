@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import LocScale, mlp
-from compare import assert_same, collect
+from compare import assert_close, assert_same, collect
 from conftest import scaled
 from tensordict import TensorDict
 from tensordict.nn import (
@@ -35,8 +35,10 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
 import funcollect as fc
+from funcollect.core.routes import route_of
 from funcollect.policies import straight
 from funcollect.policies.coerce import as_policy
+from funcollect.policies.lowered_policy import LoweredPolicy
 from funcollect.testing import POLICY_CHECKS, check_policy
 
 
@@ -184,7 +186,7 @@ def test_epsilon_is_read_live_and_follows_the_exploration_type():
 
 @pytest.mark.parametrize(
     ("name", "compiler"),
-    [("CartPole-v1", None), ("gymnax/CartPole-v1", "callback"), ("gymnax/CartPole-v1", "eager")],
+    [("CartPole-v1", None), *(("gymnax/CartPole-v1", compiler) for compiler in ("xla", "callback", "eager"))],
 )
 def test_of_equal_values_the_first_is_chosen(name, compiler):
     """TorchRL's value policies answer a tie with several ones."""
@@ -198,6 +200,16 @@ def test_of_equal_values_the_first_is_chosen(name, compiler):
     _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
     assert (batch["action"] == torch.tensor([1, 0])).all()
     assert (batch["next", "observation"][..., 1] < batch["observation"][..., 1]).all()  # pushed to the left
+
+
+@pytest.mark.parametrize("space", ["categorical", "one_hot"])
+def test_value_policies_are_lowered(space):
+    """They keep their own methods in a dictionary."""
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=3, one_hot=space == "one_hot")
+    actor = QValueActor(mlp(4, 2), in_keys=["observation"], action_space=space)
+    assert isinstance(route_of(env, fc.tensordict_policy(actor)).policy, LoweredPolicy)
+    lowered, eager = (collect(env, fc.tensordict_policy(actor, compile=compiler), 40) for compiler in ("xla", "eager"))
+    assert_close(lowered, eager)
 
 
 def actor_of(distribution, outputs=2):

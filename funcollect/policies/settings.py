@@ -114,7 +114,7 @@ def unregistered(module: nn.Module) -> str:
         if isinstance(part, nn.RNNBase):
             held.pop("_flat_weights", None)  # its parameters once more, which it lists anew when they are others
         for name, value in {**held, "forward": type(part).forward}.items():
-            if any(isinstance(each, (Tensor, nn.Module)) for each in _held(value)):
+            if any(isinstance(each, (Tensor, nn.Module)) and each is not part for each in _held(value)):
                 return f"{prefix}.{name}" if prefix else name
     return ""
 
