@@ -7,7 +7,7 @@ same size, and a value network beside it. What was begun before a block, and one
 
 Each contestant has a cluster of its own and stands still with it, daemons and actors, while others are measured: Ray
 bears that, since its health checks stand still as well. All actors have the nice value 0, as processes have; Ray's
-default is 15. With ``--rounds 5`` all takes some ten minutes on two cores.
+default is 15. With ``--rounds 4`` all takes some twenty minutes on two cores.
 
 A start is the time to the first batch of 2 actors, in a process that has imported the library and in which Ray runs
 (`ray.init` is shown by itself); the second collector is another one after the first was shut down.
