@@ -136,12 +136,12 @@ def _with_compile_times(result: Result, env_id: str, num_envs: int) -> Result:
 def _our_compile(env_id: str, num_envs: int, length: int) -> float:
     """The loop's alone; beginning is a program of its own, here as there."""
     import funcollect as fc
-    from funcollect.core import fused_loop
+    from funcollect.core.loops import fused
     from funcollect.core.request import Request
 
     env, policy = our_pair(env_id, num_envs)
     state = fc.init(env, policy, seed=0)
-    program = fused_loop.program(env, policy, state, Request(length=length))
+    program = fused.program(env, policy, state, Request(length=length))
     return compile_seconds(partial(program.lower, policy.params, state, length))  # type: ignore[attr-defined]
 
 

@@ -153,7 +153,7 @@ def sampling(make: Callable[..., Any], **options: Any) -> Callable[[], int]:
 
 
 def nearby(kind: str, size: int, among: int) -> Callable[[], int]:
-    from funcollect.buffers.drawing import Drawn
+    from funcollect.buffers.samplers.indices import Drawn
 
     buffer = filled(OURS, kind, size)
     buffer.sampler.draw = lambda memory, count, choices: Drawn(slots=choices.below(among, count))

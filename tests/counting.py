@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
 from funcollect.envs import TorchEnv
-from funcollect.envs.tensor_env import TorchEnvState, TorchStep
+from funcollect.envs.torch_envs.torch_env import TorchEnvState, TorchStep
 
 OBSERVATIONS = spaces.Box(0, 1e6, (3,), np.float32)
 ACTIONS = spaces.Discrete(3)

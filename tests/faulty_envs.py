@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 import funcollect as fc
 from funcollect.envs import TorchEnv
-from funcollect.envs.host_env import HostEnv
+from funcollect.envs.host.host_env import HostEnv
 
 BOX = spaces.Box(-4, 4, (2,), np.float32)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import funcollect as fc
 from funcollect.policies.heads import categorical
-from funcollect.policies.torch_policy import TorchPolicy, TorchPolicyState
+from funcollect.policies.torch_modules.torch_policy import TorchPolicy, TorchPolicyState
 
 
 def linear(inputs: int = 2, outputs: int = 3) -> nn.Linear:

@@ -13,7 +13,7 @@ import torch
 from gymnasium import spaces
 from jax.extend.random import threefry_2x32
 
-from funcollect.envs.jax_env import JaxEnv, Transition
+from funcollect.envs.jax_envs.jax_env import JaxEnv, Transition
 from funcollect.keys import Purpose, key_from_seed
 from funcollect.specs import ActionSpec, observation_leaves
 

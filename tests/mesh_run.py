@@ -10,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax_counting import counting
 
 import funcollect as fc
-from funcollect.envs.gymnax_env import from_gymnax
+from funcollect.envs.jax_envs.gymnax_env import from_gymnax
 
 DEVICES, LANES, LENGTH = 8, 3, 20
 KEY = jnp.array([0, 7], jnp.uint32)

@@ -18,7 +18,7 @@ from PIL import Image
 from plain import check_lane, plain_loop
 
 import funcollect as fc
-from funcollect.envs import atari_lanes
+from funcollect.envs.gymnasium_envs import atari_lanes
 
 gymnasium.register_envs(ale_py)
 LIMIT = 25

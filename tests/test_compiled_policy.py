@@ -10,7 +10,7 @@ from compare import collect
 from torch import nn
 
 import funcollect as fc
-from funcollect.policies.compiled import CompiledCall
+from funcollect.policies.torch_modules.compiled import CompiledCall
 
 ENV = "CartPole-v1"
 

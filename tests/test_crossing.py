@@ -9,10 +9,10 @@ from compare import assert_same, bits, collect, compilations, leaves
 from torch import nn
 
 import funcollect as fc
-from funcollect.core import crossing
 from funcollect.core.api import run
+from funcollect.core.loops import crossing
 from funcollect.core.request import Request
-from funcollect.envs.gymnax_env import from_gymnax
+from funcollect.envs.jax_envs.gymnax_env import from_gymnax
 
 LENGTH = 40
 CUTS = (1, 2, 7, 30)

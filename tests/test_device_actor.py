@@ -7,7 +7,7 @@ from cases import jax_keyed, jax_mlp, jax_recurrent, make_env
 from compare import assert_same, collect
 
 import funcollect as fc
-from funcollect.core import tensor_loop
+from funcollect.core.loops import tensor
 from funcollect.specs import assemble
 
 
@@ -18,7 +18,7 @@ def over_tensors(monkeypatch):
     def observation(self, backend):
         return assemble(self._env.observation_space, self.root)
 
-    monkeypatch.setattr(tensor_loop._Loop, "observation", observation)
+    monkeypatch.setattr(tensor._Loop, "observation", observation)
 
 
 @pytest.mark.parametrize("make", [jax_mlp, jax_keyed, jax_recurrent])

@@ -14,8 +14,8 @@ from tensordict import TensorDict
 from torch import nn
 
 import funcollect as fc
-from funcollect.envs.brax_env import from_brax
-from funcollect.envs.functions_env import from_functions
+from funcollect.envs.jax_envs.brax_env import from_brax
+from funcollect.envs.jax_envs.functions import from_functions
 
 LENGTH = 12
 """Long enough for episodes of seven steps to end."""

@@ -9,7 +9,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict.nn import TensorDictModule
 
 import funcollect as fc
-from funcollect.policies.coerce import as_policy
+from funcollect.policies.as_policy import as_policy
 
 MODULE = torch.nn.Linear(4, 2)
 

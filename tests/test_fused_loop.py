@@ -13,7 +13,7 @@ from jax_counting import begin, counting, counting_policy, plain_loop
 
 import funcollect as fc
 from funcollect.core.request import Request
-from funcollect.envs.gymnax_env import from_gymnax
+from funcollect.envs.jax_envs.gymnax_env import from_gymnax
 from funcollect.interop import to_jax
 
 CUTS = [1, 2, 7, 64, 200]

@@ -14,7 +14,7 @@ from compare import assert_same, collect
 from gymnasium import spaces
 
 import funcollect as fc
-from funcollect.policies.packing import layout, pack
+from funcollect.policies.jax_functions.packing import layout, pack
 
 ENVS = ["CartPole-v1", "torch/CartPole-v1"]
 both = pytest.mark.parametrize("name", ENVS)

@@ -11,7 +11,7 @@ from streams_of_frames import Oracle, batch_of, frames_of
 from test_uniform_samples import implausible
 
 import funcollect as fc
-from funcollect.envs.gymnax_env import from_gymnax
+from funcollect.envs.jax_envs.gymnax_env import from_gymnax
 
 LANES = 3
 EXTEND = jax.jit(fc.jax_ring.extend, donate_argnums=0)

@@ -12,7 +12,7 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.errors import PolicyError
-from funcollect.policies.coerce import as_policy
+from funcollect.policies.as_policy import as_policy
 
 
 def cartpole() -> Any:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torchrl.modules import NormalParamExtractor, OneHotCategorical, ProbabilisticActor, TanhNormal, ValueOperator
 
 import funcollect as fc
-from funcollect.policies.coerce import as_policy
-from funcollect.policies.opaque import TensorDictPolicy
+from funcollect.policies.as_policy import as_policy
 from funcollect.policies.random_policy import RandomPolicy
-from funcollect.policies.torch_policy import TorchPolicy
+from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
+from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 
 
 def collect(policy: Any, length: int = 30, env: Any = "CartPole-v1", seed: int = 1, **options: Any) -> TensorDict:

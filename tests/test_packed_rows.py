@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict
 
 import funcollect as fc
-from funcollect.buffers.rows import Layout, leaves_of
+from funcollect.buffers.storages.packed_rows import Layout, leaves_of
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,

@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 import funcollect as fc
-from funcollect.policies.coerce import as_policy
+from funcollect.policies.as_policy import as_policy
 
 HIDDEN = 5
 

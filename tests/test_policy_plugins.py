@@ -135,7 +135,10 @@ UNLOADABLE = {
 UNMAKEABLE = {
     "an error": ("def make(env):\n raise ArithmeticError('too small')", "HostEnv.*: ArithmeticError: too small"),
     "a module": ("import torch\ndef make(env): return torch.nn.Linear(4, 2)", "is Linear as .* expected a Policy"),
-    "a class": ("from funcollect.policies.jax_policy import JaxPolicy\ndef make(env): return JaxPolicy", "the class J"),
+    "a class": (
+        "from funcollect.policies.jax_functions.jax_policy import JaxPolicy\ndef make(env): return JaxPolicy",
+        "the class J",
+    ),
     "nothing": ("def make(env): ...", "is NoneType as its factory returns it"),
 }
 

@@ -10,7 +10,7 @@ from streams_of_frames import batch_of, frames_of
 from test_uniform_samples import implausible
 
 import funcollect as fc
-from funcollect.buffers.priorities import Priorities
+from funcollect.buffers.samplers.sum_tree import Priorities
 
 WEIGHTS = st.one_of(st.just(0.0), st.floats(1e-12, 1e12))
 

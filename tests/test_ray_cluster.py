@@ -5,7 +5,7 @@ import types
 import pytest
 
 import funcollect as fc
-from funcollect.collectors import ray_cluster
+from funcollect.collectors.cluster import resources
 
 ROOM = {
     "a larger one first": ([{"CPU": 6}, {"CPU": 4}], [{"num_cpus": 4}, {"num_cpus": 3}, {"num_cpus": 3}]),
@@ -27,8 +27,8 @@ NO_ROOM = {
 def check_room(monkeypatch, nodes, configs, *others):
     listed = [{"Alive": True, "NodeManagerAddress": "here", "Resources": node} for node in nodes]
     stand_in = types.SimpleNamespace(nodes=lambda: listed, available_resources=dict)
-    monkeypatch.setattr(ray_cluster, "ray", stand_in)
-    ray_cluster.check_room(configs, *others)
+    monkeypatch.setattr(resources, "ray", stand_in)
+    resources.check_room(configs, *others)
 
 
 @pytest.mark.parametrize("name", ROOM)

@@ -11,7 +11,7 @@ from streams_of_frames import Oracle, batch_of, frames_of, streams
 from tensordict import TensorDict
 
 import funcollect as fc
-from funcollect.buffers import late_trails
+from funcollect.buffers.trajectory_index import lazy_index
 from funcollect.keys import key_from_seed
 
 TRAJECTORIES = fc.ring.Trajectories()
@@ -47,8 +47,8 @@ def observed(frames):
 @given(streams(), st.integers(1, 80), st.booleans(), st.sets(st.integers(0, 20)), st.sampled_from([1, 7, 1000]))
 def test_the_newest_frames_are_held_and_linked(batches, capacity, flat, looks, most):
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(late_trails, "_MOST_RUNS", 3 * most)
-        patched.setattr(late_trails, "_FRAMES_AT_ONCE", most)
+        patched.setattr(lazy_index, "_MOST_RUNS", 3 * most)
+        patched.setattr(lazy_index, "_FRAMES_AT_ONCE", most)
         state, oracle = ring_of(batches, capacity, flat, looks)
         assert state.memory.trails is not None
     assert held(state)["observation"].int().tolist() == observed(oracle.frames)

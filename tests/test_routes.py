@@ -16,10 +16,10 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.core import routes
-from funcollect.envs.gymnax_env import from_gymnax
+from funcollect.envs.jax_envs.gymnax_env import from_gymnax
 from funcollect.interop.jax_setup import compiled
-from funcollect.policies.callback_policy import CallbackPolicy
-from funcollect.policies.lowered_policy import LoweredPolicy
+from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
+from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
 
 MODE = fc.ExplorationType.DETERMINISTIC
 
@@ -287,7 +287,7 @@ def test_without_callbacks_each_step_crosses(cartpole, monkeypatch):
     def absent():
         raise fc.LoweringError("there is none")
 
-    monkeypatch.setattr("funcollect.policies.callback_policy.buffer_callback", absent)
+    monkeypatch.setattr("funcollect.policies.torch_in_jax.callback_policy.buffer_callback", absent)
     policy = fc.torch_policy(Branching(), head=fc.heads.categorical)
     plan = fc.explain(cartpole, policy)
     assert plan.loop == "crossing"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from funcollect.envs.rows import Rows, aligned
+from funcollect.envs.host.rows import Rows, aligned
 from funcollect.errors import EnvError
 from funcollect.specs import observation_leaves
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from funcollect.policies.settings import Watch, settings_of
+from funcollect.policies.torch_modules.settings import Watch, settings_of
 
 
 def module() -> nn.Sequential:

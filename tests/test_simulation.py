@@ -13,7 +13,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
-from funcollect.core.simulation import Journal
+from funcollect.core.simulators.simulation import Journal
 
 LIVE: list[Any] = []
 

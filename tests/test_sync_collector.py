@@ -13,7 +13,7 @@ from torch import nn
 
 import funcollect as fc
 from funcollect import SyncDataCollector
-from funcollect.core.reseed import next_seed
+from funcollect.core.restore import next_seed
 from funcollect.policies.random_policy import RandomPolicy
 
 

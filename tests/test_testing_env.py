@@ -20,7 +20,7 @@ from jax_suites import functions_suite
 
 import funcollect as fc
 from funcollect.core import api
-from funcollect.core.simulation import Hold
+from funcollect.core.simulators.simulation import Hold
 from funcollect.testing import ENV_CHECKS, check_env
 
 NAMES = [check.__name__ for check in ENV_CHECKS]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import funcollect as fc
 from funcollect.envs import CartPole, Pendulum, TorchEnv
-from funcollect.envs.tensor_env import TorchEnvState
+from funcollect.envs.torch_envs.torch_env import TorchEnvState
 from funcollect.keys import key_from_seed
 
 LANES = 6

@@ -10,8 +10,8 @@ from gymnasium import spaces
 from jax_counting import advance, begin, counting, counting_policy
 
 import funcollect as fc
-from funcollect.envs.gymnax_env import from_gymnax
-from funcollect.envs.jax_env import JaxEnv, Transition
+from funcollect.envs.jax_envs.gymnax_env import from_gymnax
+from funcollect.envs.jax_envs.jax_env import JaxEnv, Transition
 from funcollect.errors import EnvError, PolicyError
 from funcollect.interop import words
 from funcollect.specs import ActionSpec, observation_leaves

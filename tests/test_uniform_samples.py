@@ -7,7 +7,7 @@ from conftest import scaled
 from streams_of_frames import batch_of, frames_of
 
 import funcollect as fc
-from funcollect.buffers import drawing
+from funcollect.buffers.samplers import indices
 from funcollect.keys import key_from_seed
 
 LENGTHS = [3, 40, 5, 1, 8, 2, 17]
@@ -91,7 +91,7 @@ def test_a_biased_sampler_is_found_out(monkeypatch):
         one, two = choose(len(good), count), choose(len(good), count)
         return good[np.where(choose(100, count) < 40, np.maximum(one, two), one)]
 
-    monkeypatch.setattr(drawing, "draw", biased)
+    monkeypatch.setattr(indices, "draw", biased)
     state = ring_of()
     for over in ("trajectories", "windows"):
         assert disagrees(state, over, True, chances_of(state, over, True))

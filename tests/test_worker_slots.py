@@ -19,7 +19,7 @@ from test_worker_faults import check_trajectories, gone, processes_of, wait_unti
 from workers import COLLECTORS, by_lane, multi
 
 import funcollect as fc
-from funcollect.collectors import slots
+from funcollect.collectors.processes import slots
 
 SYNC, ASYNC = COLLECTORS
 

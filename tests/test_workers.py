@@ -19,9 +19,9 @@ from faulty_workers import Failing, Plain, Uneven, stumble
 from workers import COLLECTORS, TRANSPORTS, by_lane, counting_workers, multi, policy_for
 
 import funcollect as fc
-from funcollect.collectors import launcher
-from funcollect.collectors.layout import joined
-from funcollect.collectors.server import program
+from funcollect.collectors.processes import launcher
+from funcollect.collectors.processes.fork_server import program
+from funcollect.collectors.workers.batch_layout import joined
 from funcollect.core.api import init_lanes
 
 SYNC, ASYNC = COLLECTORS

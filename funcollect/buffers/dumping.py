@@ -12,7 +12,7 @@ import torch
 
 from funcollect.buffers import files
 from funcollect.buffers.ring import Memory
-from funcollect.buffers.uniform import Sampler
+from funcollect.buffers.samplers.uniform import Sampler
 
 _FORMAT = 1
 

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from funcollect.buffers import rows_file
-from funcollect.buffers.choices import GeneratorChoices
-from funcollect.buffers.drawing import Drawn
-from funcollect.buffers.rows import Layout
+from funcollect.buffers.samplers.indices import Drawn
+from funcollect.buffers.samplers.randomness import GeneratorChoices
+from funcollect.buffers.samplers.uniform import RandomSampler, SliceSampler, wanted_size
 from funcollect.buffers.span import Span
-from funcollect.buffers.uniform import RandomSampler, SliceSampler, wanted_size
+from funcollect.buffers.storages import rows_file
+from funcollect.buffers.storages.packed_rows import Layout
 
 __all__ = ["ReplayReader"]
 

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from funcollect.arguments import check_count, check_positive
 from funcollect.buffers import dumping, ring
-from funcollect.buffers.choices import GeneratorChoices
-from funcollect.buffers.drawing import Drawn
-from funcollect.buffers.prioritized import PrioritizedSampler
+from funcollect.buffers.samplers.indices import Drawn
+from funcollect.buffers.samplers.prioritized import PrioritizedSampler
+from funcollect.buffers.samplers.randomness import GeneratorChoices
+from funcollect.buffers.samplers.uniform import RandomSampler, Sampler, SamplerWithoutReplacement, wanted_size
 from funcollect.buffers.storages import ListStorage, Storage
-from funcollect.buffers.uniform import RandomSampler, Sampler, SamplerWithoutReplacement, wanted_size
 from funcollect.interrupts import Uninterrupted
 
 __all__ = ["ReplayBuffer"]

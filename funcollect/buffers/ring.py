@@ -21,13 +21,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from funcollect.buffers.choices import KeyChoices
-from funcollect.buffers.drawing import Drawn, Flat, Slices, Spec
-from funcollect.buffers.late_trails import LateTrails
-from funcollect.buffers.links import Trajectories, check_linked
-from funcollect.buffers.row_storage import LazyTensorStorage
-from funcollect.buffers.storage import Incoming, Storage
-from funcollect.buffers.trails import Trails
+from funcollect.buffers.samplers.indices import Drawn, Flat, Slices, Spec
+from funcollect.buffers.samplers.randomness import KeyChoices
+from funcollect.buffers.storages.storage import Incoming, Storage
+from funcollect.buffers.storages.tensor_storage import LazyTensorStorage
+from funcollect.buffers.trajectory_index.lazy_index import LateTrails
+from funcollect.buffers.trajectory_index.trajectory_index import Trails
+from funcollect.buffers.trajectory_index.trajectory_keys import Trajectories, check_linked
 from funcollect.errors import StaleStateError
 from funcollect.interrupts import Uninterrupted
 from funcollect.keys import Key

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from funcollect.buffers.links import Trajectories
-from funcollect.buffers.rows import Layout
-from funcollect.buffers.rows_file import RowsFile
-from funcollect.buffers.runs import Frames, Runs
-from funcollect.buffers.trails import Trails
+from funcollect.buffers.storages.packed_rows import Layout
+from funcollect.buffers.storages.rows_file import RowsFile
+from funcollect.buffers.trajectory_index.segments import Frames, Runs
+from funcollect.buffers.trajectory_index.trajectory_index import Trails
+from funcollect.buffers.trajectory_index.trajectory_keys import Trajectories
 
 Ints = npt.NDArray[np.int64]
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Unpack, get_args
 
-from funcollect.collectors.gather import AsyncGathering, Gathering, SyncGathering
-from funcollect.collectors.jobs import shares
-from funcollect.collectors.layout import Join
 from funcollect.collectors.options import Keywords
 from funcollect.collectors.runner import Place
 from funcollect.collectors.worker_collector import WorkerCollector
+from funcollect.collectors.workers.batch_layout import Join
+from funcollect.collectors.workers.gathering import AsyncGathering, Gathering, SyncGathering
+from funcollect.collectors.workers.jobs import shares
 
 
 class SyncKeywords(Keywords, total=False):

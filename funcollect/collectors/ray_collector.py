@@ -9,11 +9,7 @@ from typing import Any, Unpack
 from tensordict import TensorDictBase
 
 from funcollect.arguments import check_not_given, check_positive
-from funcollect.collectors.crew import Patience
-from funcollect.collectors.gather import AsyncGathering, Gathering, SyncGathering
-from funcollect.collectors.jobs import check_alike, each, shares, want_accelerators, worker_options
-from funcollect.collectors.layout import Join
-from funcollect.collectors.ray_jobs import (
+from funcollect.collectors.cluster.jobs import (
     NOT_HERE,
     Inner,
     RayKeywords,
@@ -23,9 +19,13 @@ from funcollect.collectors.ray_jobs import (
     remote_options,
 )  # fmt: skip
 from funcollect.collectors.sync import SyncDataCollector
-from funcollect.collectors.transport import Dock, Group
-from funcollect.collectors.worker import Hello, Job
 from funcollect.collectors.worker_collector import WorkerCollector
+from funcollect.collectors.workers.batch_layout import Join
+from funcollect.collectors.workers.gathering import AsyncGathering, Gathering, SyncGathering
+from funcollect.collectors.workers.jobs import check_alike, each, shares, want_accelerators, worker_options
+from funcollect.collectors.workers.pool import Patience
+from funcollect.collectors.workers.transport import Dock, Group
+from funcollect.collectors.workers.worker import Hello, Job
 from funcollect.devices import checked_device
 from funcollect.keys import key_from_seed, seed_of
 
@@ -197,7 +197,7 @@ class RayCollector(WorkerCollector):
         return Patience(patience.timeout + grace, patience.start_timeout + grace, patience.on_failure)
 
     def _open_transport(self, jobs: Sequence[Job]) -> Any:
-        from funcollect.collectors.ray_actors import RayTransport  # imports Ray
+        from funcollect.collectors.cluster.transport import RayTransport  # imports Ray
 
         accelerators = want_accelerators(jobs)
         return RayTransport(
@@ -298,7 +298,7 @@ class RayCollector(WorkerCollector):
             TypeError, ValueError: for a bad argument.
             WorkerError: where the cluster lacks the resources, or one cannot be built.
         """
-        from funcollect.collectors.ray_actors import RayTransport
+        from funcollect.collectors.cluster.transport import RayTransport
 
         self._check_open()
         made = environments_of(create_env_fn, None, collector_kwargs=collector_kwargs, remote_configs=remote_configs)

@@ -14,7 +14,7 @@ from funcollect.collectors.options import Options
 from funcollect.collectors.source import Source
 from funcollect.core import api
 from funcollect.core.request import NOWHERE, Columns
-from funcollect.core.reseed import go_on, next_seed, reseed, resume, saved_counts, saved_leaves
+from funcollect.core.restore import go_on, next_seed, reseed, resume, saved_counts, saved_leaves
 from funcollect.errors import ClosedError
 
 _SAVED = (

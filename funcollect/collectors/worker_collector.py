@@ -12,19 +12,26 @@ from typing import Any, Unpack
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from funcollect.collectors.buffer_filler import Filler
 from funcollect.collectors.collector import Collector
-from funcollect.collectors.crew import Crew, Patience
-from funcollect.collectors.filler import Filler
-from funcollect.collectors.gather import Gathering
-from funcollect.collectors.jobs import check_alike, environments, make_jobs, masks_of, want_accelerators, worker_options
-from funcollect.collectors.layout import Join
 from funcollect.collectors.options import Keywords, WorkerOptions
 from funcollect.collectors.runner import ALONE, Place
-from funcollect.collectors.serial import SerialTransport
-from funcollect.collectors.transport import Board, Dock, Group, Transport
-from funcollect.collectors.weights import Weights
-from funcollect.collectors.worker import Hello, Job, runners_of, saved_workers, stand_of
-from funcollect.core.reseed import next_seed
+from funcollect.collectors.workers.batch_layout import Join
+from funcollect.collectors.workers.gathering import Gathering
+from funcollect.collectors.workers.jobs import (
+    check_alike,
+    environments,
+    make_jobs,
+    masks_of,
+    want_accelerators,
+    worker_options,
+)
+from funcollect.collectors.workers.pool import Crew, Patience
+from funcollect.collectors.workers.serial import SerialTransport
+from funcollect.collectors.workers.transport import Board, Dock, Group, Transport
+from funcollect.collectors.workers.weights import Weights
+from funcollect.collectors.workers.worker import Hello, Job, runners_of, saved_workers, stand_of
+from funcollect.core.restore import next_seed
 from funcollect.errors import WorkerError
 from funcollect.keys import key_from_seed, seed_of
 
@@ -124,7 +131,7 @@ class WorkerCollector(Collector):
     def _open_transport(self, jobs: Sequence[Job]) -> Transport:
         if self.options.in_process:
             return SerialTransport()
-        from funcollect.collectors.processes import ProcessTransport  # which needs Linux
+        from funcollect.collectors.processes.transport import ProcessTransport  # which needs Linux
 
         return ProcessTransport(
             num_threads=self.options.num_threads, accelerators=want_accelerators(jobs), eager=self._eager

@@ -10,22 +10,23 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.core import crossing, fused_loop, host_loop, tensor_loop, traced
-from funcollect.core.forking import fork_simulation
-from funcollect.core.fused_checks import check_live, check_one_run
+from funcollect.core import traced
+from funcollect.core.loops import crossing, fused, host, tensor
 from funcollect.core.request import Request
 from funcollect.core.routes import route_of, run_adopted
-from funcollect.core.simulation import Hold, Simulation
+from funcollect.core.simulators.forking import fork_simulation
+from funcollect.core.simulators.simulation import Hold, Simulation
 from funcollect.core.state import CollectorState, fresh_counters, policy_start
-from funcollect.envs.jax_env import JaxEnv, JaxEnvState
+from funcollect.core.traced_step.checks import check_live, check_one_run
+from funcollect.envs.jax_envs.jax_env import JaxEnv, JaxEnvState
 from funcollect.interop.jax_setup import compiled
 from funcollect.keys import Key, key_from_seed
-from funcollect.policies.adopted import AdoptedPolicy
 from funcollect.policies.random_policy import RandomPolicy
+from funcollect.policies.torch_in_jax.embedded_policy import AdoptedPolicy
 from funcollect.specs import Backend, Env, ExplorationType, Policy
 from funcollect.tree import select
 
-_LOOPS: dict[str, ModuleType] = {"host": host_loop, "torch": tensor_loop, "fused": fused_loop, "crossing": crossing}
+_LOOPS: dict[str, ModuleType] = {"host": host, "torch": tensor, "fused": fused, "crossing": crossing}
 
 
 def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:
@@ -74,8 +75,8 @@ def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, t
     else:
         lane = lane.to(counters["episode"].device)
         env_state = env.reset(key, lane, counters["episode"])  # type: ignore[attr-defined]
-        observation = tensor_loop.root_of(env, env_state)  # type: ignore[arg-type]
-        tensor_loop.check_root(env, observation, count)  # type: ignore[arg-type]
+        observation = tensor.root_of(env, env_state)  # type: ignore[arg-type]
+        tensor.check_root(env, observation, count)  # type: ignore[arg-type]
     return CollectorState(
         env_state=env_state,
         observation=observation,
@@ -207,7 +208,7 @@ def reset(env: Env, state: CollectorState, mask: Tensor | None = None) -> Collec
         return _reset_jax(env, state, lanes)  # type: ignore[arg-type]
     episode = state.episode + lanes
     fresh = env.reset(state.key, state.lane, episode)  # type: ignore[attr-defined]
-    root = tensor_loop.root_of(env, fresh)  # type: ignore[arg-type]
+    root = tensor.root_of(env, fresh)  # type: ignore[arg-type]
     return state.replace(
         env_state=select(lanes, fresh, state.env_state),
         observation=select(lanes, root, state.observation),
@@ -216,7 +217,7 @@ def reset(env: Env, state: CollectorState, mask: Tensor | None = None) -> Collec
 
 
 def _reset_jax(env: JaxEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
-    restart = compiled(env, "reset", partial(traced.reset, env), place=fused_loop.place_of(state))
+    restart = compiled(env, "reset", partial(traced.reset, env), place=fused.place_of(state))
     after: CollectorState = restart(state.replace(policy_state=None), lanes.numpy())
     return after.replace(policy_state=state.policy_state)
 

@@ -12,17 +12,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from funcollect.core.api import check_pair, check_state
-from funcollect.core.fused_keys import run_keys
-from funcollect.core.fused_loop import FLAGS, batch_of
-from funcollect.core.fused_step import Row, Setting, settle, step
+from funcollect.core.loops.fused import FLAGS, batch_of
 from funcollect.core.request import Request
 from funcollect.core.routes import checked_state, left, lowered_for
 from funcollect.core.state import CollectorState
-from funcollect.core.traced_batch import cast, dtypes_of, widened
-from funcollect.envs.jax_env import JaxEnv
+from funcollect.core.traced_step.batch import cast, dtypes_of, widened
+from funcollect.core.traced_step.keys import run_keys
+from funcollect.core.traced_step.step import Row, Setting, settle, step
+from funcollect.envs.jax_envs.jax_env import JaxEnv
 from funcollect.interop.bridge import argument, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
-from funcollect.policies.lowered_policy import LoweredPolicy
+from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
 from funcollect.specs import ExplorationType, Policy
 from funcollect.tree import Path
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from funcollect.arguments import check_positive
 from funcollect.core.state import CollectorState
 from funcollect.keys import draw_ahead
-from funcollect.policies.actor import Actor, Drive
-from funcollect.policies.protocol_actor import make_actor
+from funcollect.policies.actors.actor import Actor, Drive
+from funcollect.policies.actors.protocol_actor import make_actor
 from funcollect.policies.random_policy import RandomStart
 from funcollect.specs import Env, ExplorationType, Policy
 from funcollect.tree import Path

@@ -14,16 +14,16 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from funcollect.core.fused_checks import check_one_run
-from funcollect.core.fused_keys import RunKeys, run_keys
-from funcollect.core.fused_step import Setting, begin, by_path, restart, settle, steady, varying
-from funcollect.core.fused_step import step as fused_step
 from funcollect.core.request import Request
 from funcollect.core.state import CollectorState
-from funcollect.envs.jax_checks import check_functions
-from funcollect.envs.jax_env import JaxEnv, JaxEnvState
+from funcollect.core.traced_step.checks import check_one_run
+from funcollect.core.traced_step.keys import RunKeys, run_keys
+from funcollect.core.traced_step.step import Setting, begin, by_path, restart, settle, steady, varying
+from funcollect.core.traced_step.step import step as fused_step
+from funcollect.envs.jax_envs.checks import check_functions
+from funcollect.envs.jax_envs.jax_env import JaxEnv, JaxEnvState
 from funcollect.interop.jax_setup import import_jax
-from funcollect.policies.jax_program import PROBE
+from funcollect.policies.jax_functions.program import PROBE
 from funcollect.specs import ExplorationType, Policy
 from funcollect.tree import Path, nest
 
@@ -52,7 +52,7 @@ def init(
         EnvError: for an environment whose functions disagree with one another or with its spaces.
 
     >>> import jax, funcollect as fc
-    >>> from funcollect.envs.gymnax_env import from_gymnax
+    >>> from funcollect.envs.jax_envs.gymnax_env import from_gymnax
     >>> env = from_gymnax("CartPole-v1", num_envs=4)
     >>> policy = fc.random_policy(env)
     >>> seeds = jax.random.split(jax.random.PRNGKey(0), 3)
@@ -160,7 +160,7 @@ def rollout(
         PolicyError: for an action or another output of the wrong shape or dtype.
 
     >>> import jax, jax.numpy as jnp, funcollect as fc
-    >>> from funcollect.envs.gymnax_env import from_gymnax
+    >>> from funcollect.envs.jax_envs.gymnax_env import from_gymnax
     >>> env = from_gymnax("CartPole-v1", num_envs=4)
     >>> policy = fc.jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=fc.heads.categorical)
     >>> @jax.jit
@@ -190,7 +190,7 @@ def partition(state: CollectorState, axis: str) -> CollectorState:
     """How a state is split for `shard_map`: the lanes over the mesh's `axis`, what all lanes share on every device.
 
     >>> import jax, funcollect as fc
-    >>> from funcollect.envs.gymnax_env import from_gymnax
+    >>> from funcollect.envs.jax_envs.gymnax_env import from_gymnax
     >>> from jax.sharding import PartitionSpec
     >>> env = from_gymnax("CartPole-v1", num_envs=4)
     >>> state = init(env, fc.random_policy(env), None, key=jax.random.PRNGKey(0))

@@ -12,9 +12,9 @@ from tensordict import TensorDict
 from funcollect.arguments import check_positive
 from funcollect.core.api import close, init, reset, run
 from funcollect.core.request import Request
-from funcollect.core.simulation import Hold
+from funcollect.core.simulators.simulation import Hold
 from funcollect.core.state import CollectorState
-from funcollect.envs.host_env import Camera
+from funcollect.envs.host.host_env import Camera
 from funcollect.errors import EnvError
 from funcollect.plots.films import Picture, check_film, film
 from funcollect.specs import Env, ExplorationType, Policy

@@ -14,7 +14,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from funcollect.keys import Key, Noise, Purpose, normals, random_words, uniforms
-from funcollect.policies.actor import Actor, Columns, Drive
+from funcollect.policies.actors.actor import Actor, Columns, Drive
 from funcollect.specs import ActionSpec, Env, ExplorationType
 
 MASK_KEY = "action_mask"

@@ -1,0 +1,205 @@
+"""Which frames a sample takes: single ones, or slices of trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from funcollect.arguments import check_positive
+from funcollect.buffers.samplers.randomness import Choices
+from funcollect.buffers.trajectory_index.trajectory_index import Trails, draw
+from funcollect.trajectories.split import MASK
+from funcollect.tree import Path
+
+__all__ = ["Drawn", "Flat", "Slices", "Spec"]
+
+Ints = npt.NDArray[np.int64]
+_CUT = (("next", "truncated"), ("next", "done"))
+
+
+class Held(Protocol):
+    """A ring's memory, as far as drawing goes."""
+
+    @property
+    def trails(self) -> Trails | None: ...
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """What a sample is made of.
+
+    Attributes:
+        slots: ``[N]``.
+        mask: ``[N]`` bool, False for padding; None where there is none.
+        last: the rows that end a slice before its trajectory does.
+        info: what else is known of each frame, ``[N]`` tensors by name.
+    """
+
+    slots: Ints
+    mask: npt.NDArray[np.bool_] | None = None
+    last: Ints | slice | None = None
+    info: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def index(self) -> Ints:
+        """The slots of the sample's rows."""
+        return self.slots
+
+    def finish(self, batch: Any) -> Any:
+        """Note in a gathered batch where slices end, and which rows are padding."""
+        if self.last is not None:
+            for key in _CUT:
+                _set_true(batch, key, self.last)
+        if self.mask is not None:
+            batch.set(MASK, torch.from_numpy(self.mask).to(batch.device))
+        return batch
+
+
+def _set_true(batch: TensorDictBase, key: Path, rows: Ints | slice) -> None:
+    flags = batch.get(key, None)
+    if flags is None:
+        flags = torch.zeros(*batch.batch_size, 1, dtype=torch.bool, device=batch.device)
+        batch.set(key, flags)
+    flags[rows if isinstance(rows, slice) else torch.from_numpy(rows)] = True
+
+
+class Spec(Protocol):
+    """What to sample."""
+
+    def draw(self, memory: Held, choices: Choices) -> Drawn:
+        """Choose the frames."""
+        ...
+
+
+def check_filled(memory: Held) -> None:
+    """Raise ValueError for an empty ring."""
+    if not len(memory):
+        raise ValueError("the buffer is empty: extend it before sampling")
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Single frames, each uniform over all that are held, with replacement.
+
+    Attributes:
+        batch_size: how many.
+    """
+
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        """Check the size here."""
+        check_positive("batch_size", self.batch_size)
+
+    def draw(self, memory: Held, choices: Choices) -> Drawn:
+        """Choose the frames.
+
+        Raises:
+            ValueError: for an empty ring.
+        """
+        check_filled(memory)
+        return Drawn(slots=choices.below(len(memory), self.batch_size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slices:
+    """Slices of trajectories: ``num_slices * slice_len`` frames, one slice after another.
+
+    A slice is a stretch of one trajectory, in time, without gaps. ``next.truncated`` and ``next.done`` are True on its
+    last row, in the sample only.
+
+    Attributes:
+        num_slices: how many.
+        slice_len: frames of each.
+        strict_length: only trajectories that are long enough. If False, shorter ones come whole, followed by zeros;
+            ``("collector", "mask")``, ``[N]`` bool, tells frames from padding.
+        over: what is uniform: the trajectory, then the place in it (``"trajectories"``); or the place among all places
+            at which a slice can begin (``"windows"``).
+    """
+
+    num_slices: int
+    slice_len: int
+    strict_length: bool = True
+    over: Literal["trajectories", "windows"] = "trajectories"
+
+    def __post_init__(self) -> None:
+        """Check the numbers here."""
+        check_positive("num_slices", self.num_slices)
+        check_positive("slice_len", self.slice_len)
+        if self.over not in ("trajectories", "windows"):
+            raise ValueError(f'over is {self.over!r}, expected "trajectories" or "windows"')
+
+    def draw(self, memory: Held, choices: Choices) -> Drawn:
+        """Choose the slices.
+
+        Raises:
+            ValueError: for an empty ring, one that does not know its trajectories, and slices longer than any.
+        """
+        check_filled(memory)
+        trails = known_trails(memory)
+        choose = self._by_trajectory if self.over == "trajectories" else self._by_window
+        trail, begin = choose(trails, len(memory), choices)
+        if not len(trail):
+            raise ValueError(too_long(self, trails))
+        return self.along(trails, trail, begin)
+
+    def _by_trajectory(self, trails: Trails, _: int, choices: Choices) -> tuple[Ints, Ints]:
+        first, stop, least = trails.first, trails.stop, self.slice_len if self.strict_length else 1
+        size = len(stop)
+        trail = draw(choices.below, self.num_slices, size, lambda some: stop.take(some) - first.take(some) >= least)
+        places = np.maximum(stop.take(trail) - first.take(trail) - self.slice_len, 0) + 1
+        return trail, first.take(trail) + (choices.uniform(len(trail)) * places).astype(np.int64)
+
+    def _by_window(self, trails: Trails, held: int, choices: Choices) -> tuple[Ints, Ints]:
+        slots = draw(choices.below, self.num_slices, held, lambda some: self.begins(trails, some))
+        return trails.member.take(slots).astype(np.int64), trails.position.take(slots)
+
+    def begins(self, trails: Trails, slots: Ints) -> npt.NDArray[np.bool_]:
+        """Whether a slice can begin at the frames in `slots`."""
+        trail, begin = trails.member.take(slots), trails.position.take(slots)
+        fits: npt.NDArray[np.bool_] = begin + self.slice_len <= trails.stop.take(trail)
+        return fits if self.strict_length else fits | (begin == trails.first.take(trail))
+
+    def along(self, trails: Trails, trail: Ints, begin: Ints) -> Drawn:
+        """The slices that begin at position `begin` of `trail`, [num_slices] both."""
+        steps = np.arange(self.slice_len)
+        position = begin[:, None] + steps
+        if self.strict_length:
+            slots = trails.slots(trail[:, None], position).reshape(-1)
+            return Drawn(slots=slots, last=slice(self.slice_len - 1, None, self.slice_len))
+        stop = trails.stop.take(trail)[:, None]
+        mask = (position < stop).reshape(-1)
+        slots = trails.slots(trail[:, None], np.minimum(position, stop - 1)).reshape(-1)
+        lengths = np.minimum(stop[:, 0] - begin, self.slice_len)
+        return Drawn(slots=slots, mask=mask, last=np.arange(len(trail)) * self.slice_len + lengths - 1)
+
+
+def known_trails(memory: Held) -> Trails:
+    """The trails of a ring.
+
+    Raises:
+        ValueError: where it does not know its trajectories.
+    """
+    if memory.trails is None:
+        raise ValueError(
+            "this ring does not know which frames follow each other: make it with trajectories=ring.Trajectories()"
+        )
+    return memory.trails
+
+
+def too_long(slices: Slices, trails: Trails) -> str:
+    """What to say where no trajectory is long enough."""
+    longest = int((trails.stop - trails.first).max(initial=0))
+    return (
+        f"slices are {slices.slice_len} frames long, the longest trajectory held has {longest}: ask for shorter ones, "
+        "collect more, or pass strict_length=False for padded ones"
+    )
