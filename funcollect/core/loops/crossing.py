@@ -19,7 +19,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.core.loops.delivery import check_apart
 from funcollect.core.loops.fused import FLAGS, bucket, delivered, place_of
 from funcollect.core.request import Request, open_actor
 from funcollect.core.state import CollectorState
@@ -31,6 +30,7 @@ from funcollect.interop.bridge import jax_view, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memory import fixed
 from funcollect.policies.actors.actor import Actor
+from funcollect.policies.actors.checks import check_apart
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.specs import ActionSpec, Policy, assemble
 from funcollect.tree import Path

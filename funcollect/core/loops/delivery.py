@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.core.state import CollectorState, trajectory_ids
-from funcollect.errors import PolicyError
+from funcollect.policies.actors.checks import check_apart
 from funcollect.tree import Path, to_tensordict
 
 Array = npt.NDArray[Any]
@@ -169,14 +168,3 @@ def deliver(state: CollectorState, track: Track, counters: Counters, *, batched:
 
 _NUMBERS = [("collector", name) for name in ("traj_ids", "step", "lane", "policy_version")]
 _FLAGS = [(*prefix, name) for prefix in ((), ("next",)) for name in ("terminated", "truncated", "done")]
-
-
-def check_apart(outputs: Iterable[Path], observation: Iterable[Path]) -> None:
-    """Raise PolicyError for an output of the policy under the key of an observation."""
-    for path in outputs:
-        for other in observation:
-            if path[: len(other)] == other[: len(path)]:
-                raise PolicyError(
-                    f"the policy's output {'.'.join(path)!r} collides with the observation {'.'.join(other)!r}, which "
-                    "the batch keeps under that key: rename the output"
-                )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from funcollect.core.loops.delivery import check_apart
 from funcollect.core.request import Request
 from funcollect.core.traced_step.checks import check_next_state, check_policy_state
 from funcollect.core.traced_step.keys import RunKeys, dynamics_keys, start_keys, step_key
 from funcollect.envs.jax_envs.jax_env import JaxEnv, JaxEnvState, Transition
 from funcollect.interop import words
 from funcollect.interop.jax_setup import import_jax, strong
+from funcollect.policies.actors.checks import check_apart
 from funcollect.policies.jax_functions.traced_policy import Answer, scored, traced_policy, traced_random
 from funcollect.specs import Policy, assemble, disassemble
 from funcollect.tree import Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import optree
@@ -12,6 +13,7 @@ from torch import Tensor
 from funcollect.errors import PolicyError
 from funcollect.policies.actors.actor import Columns
 from funcollect.specs import ActionSpec
+from funcollect.tree import Path
 
 _LOOK = "look at the policy's parameters, and at the observation of that step"
 
@@ -61,6 +63,17 @@ def check_rows(name: str, output: Any, num_envs: int) -> None:
             f"the policy's output {name!r} is {got}, expected an array of shape [{num_envs}, ...]: return one row "
             "per environment"
         )
+
+
+def check_apart(outputs: Iterable[Path], observation: Iterable[Path]) -> None:
+    """Raise PolicyError for an output of the policy under the key of an observation."""
+    for path in outputs:
+        for other in observation:
+            if path[: len(other)] == other[: len(path)]:
+                raise PolicyError(
+                    f"the policy's output {'.'.join(path)!r} collides with the observation {'.'.join(other)!r}, which "
+                    "the batch keeps under that key: rename the output"
+                )
 
 
 def check_recurrent(answer: Any, before: Any) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import set_interaction_type
 from torch import Tensor
 
@@ -15,30 +14,35 @@ from funcollect.errors import PolicyError
 from funcollect.keys import torch_generator
 from funcollect.policies.actors.actor import Columns, Drive, Recorder, lane_mask
 from funcollect.policies.actors.checks import check_action, check_tensor, finished
-from funcollect.policies.tensordict_modules.hidden_states import INIT, paths
+from funcollect.policies.tensordict_modules.calling import by_path, check_hidden, names_of, outputs_of, run_module
+from funcollect.policies.tensordict_modules.hidden_states import INIT
 from funcollect.policies.tensordict_modules.parts import Part, Values, Witness, straight_parts
 from funcollect.policies.torch_modules.torch_policy import TorchPolicyState
 from funcollect.specs import RESERVED
-from funcollect.tree import Path, flatten, key_of, nest, select, to_tensordict
-
-if TYPE_CHECKING:
-    from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
+from funcollect.tree import Path, key_of, select
 
 _WORTH_WATCHING = 16  # steps of a rollout, below which the parts of a policy are not looked at
 
 
 class TensorDictActor:
-    """One TensorDict per step, as the module wants it, or none where its parts alone do as well."""
+    """One TensorDict per step, as the module wants it, or none where its parts alone do as well.
 
-    def __init__(self, policy: TensorDictPolicy, drive: Drive) -> None:
-        self._drive = drive
-        self._module = policy.bound(drive.params)
-        self._device = policy.device
+    Args:
+        drive: what the loop gives every actor.
+        module: the user's, bound to the rollout's parameters.
+        device: where it runs; None for where it is.
+        reads_init: whether it reads ``is_init``.
+    """
+
+    def __init__(
+        self, drive: Drive, module: Callable[..., Any], device: torch.device | None, *, reads_init: bool
+    ) -> None:
+        self._drive, self._module, self._device = drive, module, device
         self._generator = drive.policy_state.generator.clone()
         self._inputs = by_path(drive.observation)
         self._hidden: dict[Path, Tensor] = dict(drive.policy_state.recurrent or {})
         self._never = torch.zeros(drive.num_envs, 1, dtype=torch.bool)
-        self._first = self._never if policy.reads_init and INIT not in self._inputs else None
+        self._first = self._never if reads_init and INIT not in self._inputs else None
         self._names: list[Path] = []
         self._stateful = bool(self._given())
         self._recorder = Recorder(drive.observation, drive.length, always_copy=self._stateful)
@@ -112,8 +116,8 @@ class TensorDictActor:
         written = tuple([answer.get(key, None) for key in self._keys])
         if any(leaf is None for leaf in written):
             raise PolicyError(
-                f"step {t} of this batch: the policy wrote {_names(outputs_of(answer, inputs))} after "
-                f"{_names(self._names)}: write the same keys at every step"
+                f"step {t} of this batch: the policy wrote {names_of(outputs_of(answer, inputs))} after "
+                f"{names_of(self._names)}: write the same keys at every step"
             )
         return written
 
@@ -127,7 +131,7 @@ class TensorDictActor:
     def _check(self, outputs: Mapping[Path, Any]) -> None:
         if ("action",) not in outputs:
             raise PolicyError(
-                f"the policy wrote {_names(outputs)}, expected 'action' among them: add it to the out_keys"
+                f"the policy wrote {names_of(outputs)}, expected 'action' among them: add it to the out_keys"
             )
         own = {path for path in outputs if path[0] != "next" or path[1:] not in self._hidden}
         if taken := sorted({path[0] for path in own} & (RESERVED - {"action", "action_log_prob"})):
@@ -153,63 +157,3 @@ class TensorDictActor:
             columns["next", *INIT] = torch.zeros_like(columns[INIT])
         hidden = {path: leaf.clone() for path, leaf in self._hidden.items()}
         return TorchPolicyState(hidden or None, self._generator), finished(columns, self._drive.spec, ties=True)
-
-
-def run_module(
-    module: Callable[..., Any], inputs: Mapping[Path, Tensor], device: torch.device | None
-) -> TensorDictBase:
-    """What the module returns for a TensorDict of its own that holds `inputs`, each [P, ...]."""
-    own = {path: leaf.clone() for path, leaf in inputs.items()}
-    batch_size = tuple(next(iter(inputs.values())).shape[:1])
-    given = TensorDict(nest(own), batch_size, device=device) if device else to_tensordict(own, batch_size)
-    try:
-        answer = module(given)
-    except KeyError as error:
-        wanted = paths(getattr(module, "in_keys", ()))
-        if all(path in inputs for path in wanted):
-            raise
-        raise PolicyError(
-            f"the policy reads the in_keys {_names(wanted)}, the environment gives {_names(inputs)}: name these"
-        ) from error
-    if not isinstance(answer, TensorDictBase):
-        raise PolicyError(
-            f"the policy returned {type(answer).__name__}, expected the TensorDict with its outputs: return it"
-        )
-    return answer
-
-
-def outputs_of(answer: TensorDictBase, inputs: Mapping[Path, Tensor]) -> dict[Path, Any]:
-    """What stands in a policy's answer beside `inputs`."""
-    return {path: leaf for path, leaf in flatten(answer).items() if path not in inputs}
-
-
-def check_hidden(outputs: Mapping[Path, Any], hidden: Mapping[Path, Tensor]) -> None:
-    """Raise PolicyError unless each hidden state stands in `outputs` under ``next``, in the shape that was read."""
-    for path, leaf in hidden.items():
-        got = getattr(outputs.get(("next", *path)), "shape", None)
-        if got != leaf.shape:
-            raise PolicyError(
-                f"the policy's hidden state {'.'.join(('next', *path))!r} is {got and tuple(got)}, expected "
-                f"{tuple(leaf.shape)}: write it as it is read, or correct its initial state"
-            )
-
-
-def _names(paths: Iterable[Path]) -> list[str]:
-    return sorted(map(".".join, paths))
-
-
-def by_path(observation: Any) -> dict[Path, Any]:
-    """The leaves of an observation, in a space's structure, by their keys in a batch."""
-    return flatten(_as_mapping(observation))
-
-
-def _as_mapping(observation: Any) -> dict[str, Any]:
-    if isinstance(observation, dict):
-        return {name: _open(value) for name, value in observation.items()}
-    return {"observation": _open(observation)}
-
-
-def _open(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return {str(index): _open(part) for index, part in enumerate(value)}
-    return _as_mapping(value) if isinstance(value, dict) else value

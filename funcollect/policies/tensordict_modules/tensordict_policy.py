@@ -12,7 +12,8 @@ from torch import Tensor
 from funcollect.devices import checked_device
 from funcollect.keys import Key, Noise, Purpose, fold, generator_state, torch_generator
 from funcollect.policies.actors.actor import Drive
-from funcollect.policies.tensordict_modules.actor import TensorDictActor, by_path, check_hidden, outputs_of, run_module
+from funcollect.policies.tensordict_modules.actor import TensorDictActor
+from funcollect.policies.tensordict_modules.calling import by_path, check_hidden, outputs_of, run_module
 from funcollect.policies.tensordict_modules.hidden_states import INIT, carried_states, paths
 from funcollect.policies.torch_modules.binding import TorchBacked, check_callable
 from funcollect.policies.torch_modules.compiled import Compiler, check_compiler
@@ -136,4 +137,4 @@ class TensorDictPolicy(TorchBacked):
 
     def actor(self, drive: Drive) -> TensorDictActor:
         """The policy at work in a rollout."""
-        return TensorDictActor(self, drive)
+        return TensorDictActor(drive, self.bound(drive.params), self.device, reads_init=self.reads_init)

@@ -23,7 +23,7 @@ from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.structure import plain
 from funcollect.keys import key_from_seed
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
-from funcollect.policies.tensordict_modules.actor import by_path
+from funcollect.policies.tensordict_modules.calling import by_path
 from funcollect.policies.tensordict_modules.hidden_states import INIT
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy, TorchPolicyState
