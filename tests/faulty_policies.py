@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import funcollect as fc
 from funcollect.policies.heads import categorical
-from funcollect.policies.torch_modules.torch_policy import TorchPolicy, TorchPolicyState
+from funcollect.policies.torch_backed import TorchPolicyState
+from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 
 
 def linear(inputs: int = 2, outputs: int = 3) -> nn.Linear:

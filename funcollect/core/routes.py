@@ -17,12 +17,12 @@ from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import import_jax
 from funcollect.policies.jax_functions.traced_policy import is_traceable
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
+from funcollect.policies.torch_backed import TorchBacked, TorchPolicyState
 from funcollect.policies.torch_in_jax.callback_policy import callback_policy
 from funcollect.policies.torch_in_jax.embedded_policy import AdoptedPolicy, Source
 from funcollect.policies.torch_in_jax.example import example
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy, lowered_policy
-from funcollect.policies.torch_modules.binding import TorchBacked
-from funcollect.policies.torch_modules.torch_policy import TorchPolicy, TorchPolicyState
+from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.specs import Env, ExplorationType, Policy, assemble
 
 _MOST_SETTINGS = 4  # of a module's attributes for which it is lowered; one that changes them more often is called back

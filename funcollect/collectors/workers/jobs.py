@@ -17,7 +17,7 @@ from funcollect.collectors.options import Keywords, Options, WorkerOptions
 from funcollect.collectors.runner import ALONE, Place
 from funcollect.collectors.source import Source
 from funcollect.collectors.workers.worker import Hello, Job
-from funcollect.envs.torchrl_envs.specs import is_torchrl
+from funcollect.envs.recognise import is_torchrl
 from funcollect.errors import WorkerError
 
 _OF_THE_READER = ("total_frames", "storing_device", "split_trajs", "postproc", "update_at_each_batch")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from funcollect.collectors.workers.pool import Crew
 from funcollect.collectors.workers.transport import Board, Call
-from funcollect.policies.torch_modules.binding import TorchBacked
+from funcollect.policies.torch_backed import TorchBacked
 
 
 @dataclass(frozen=True, eq=False)

@@ -94,11 +94,6 @@ def from_envpool(
     )
 
 
-def is_envpool(env: Any) -> bool:
-    """Whether `env` is a pool that EnvPool has built, through whichever interface."""
-    return any(base.__module__.partition(".")[0] == "envpool" for base in type(env).__mro__)
-
-
 def _spec_of(envpool: Any, task_id: str, config: dict[str, Any]) -> Any:
     known = envpool.list_all_envs()
     if task_id not in known:

@@ -14,7 +14,7 @@ from gymnasium.envs.registration import EnvSpec
 from funcollect.arguments import check_num_envs
 from funcollect.envs.gymnasium_envs.atari_lanes import is_atari
 from funcollect.envs.gymnasium_envs.lanes import GymEnv
-from funcollect.envs.torchrl_envs.specs import is_torchrl
+from funcollect.envs.recognise import is_torchrl
 
 Source = str | EnvSpec | GymEnv | Callable[..., GymEnv]
 Factory = Callable[[], Any]

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from funcollect.envs.host.host_env import ONWARD, HostEnv, Outcome, Simulators
 from funcollect.envs.host.rows import Rows
+from funcollect.envs.recognise import is_torchrl
 from funcollect.envs.torchrl_envs.processes import close_env, end_workers, workers_of
-from funcollect.envs.torchrl_envs.specs import Layout, is_torchrl, layout_of
+from funcollect.envs.torchrl_envs.specs import Layout, layout_of
 from funcollect.errors import EnvError
 from funcollect.keys import generator_state, torch_generator
 from funcollect.specs import Leaf, observation_leaves

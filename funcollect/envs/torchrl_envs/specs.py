@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +17,6 @@ from funcollect.tree import Path, flatten
 Key = str | tuple[str, ...]
 
 _GROUP = {"done", "terminated", "truncated"}
-
-
-def is_torchrl(env: Any) -> bool:
-    """Whether `env` is one of TorchRL's environments; does not import TorchRL."""
-    envs = sys.modules.get("torchrl.envs")
-    return envs is not None and isinstance(env, envs.EnvBase)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from funcollect.policies.actors.checks import check_action, check_tensor, finish
 from funcollect.policies.tensordict_modules.calling import by_path, check_hidden, names_of, outputs_of, run_module
 from funcollect.policies.tensordict_modules.hidden_states import INIT
 from funcollect.policies.tensordict_modules.parts import Part, Values, Witness, straight_parts
-from funcollect.policies.torch_modules.torch_policy import TorchPolicyState
+from funcollect.policies.torch_backed import TorchPolicyState
 from funcollect.specs import RESERVED
 from funcollect.tree import Path, key_of, select
 

@@ -15,9 +15,7 @@ from funcollect.policies.actors.actor import Drive
 from funcollect.policies.tensordict_modules.actor import TensorDictActor
 from funcollect.policies.tensordict_modules.calling import by_path, check_hidden, outputs_of, run_module
 from funcollect.policies.tensordict_modules.hidden_states import INIT, carried_states, paths
-from funcollect.policies.torch_modules.binding import TorchBacked, check_callable
-from funcollect.policies.torch_modules.compiled import Compiler, check_compiler
-from funcollect.policies.torch_modules.torch_policy import TorchPolicyState
+from funcollect.policies.torch_backed import Compiler, TorchBacked, TorchPolicyState, check_callable, check_compiler
 from funcollect.specs import ActionSpec, ExplorationType
 from funcollect.tree import Path, nest
 

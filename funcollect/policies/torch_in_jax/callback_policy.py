@@ -19,8 +19,9 @@ from funcollect.interop.lowering.structure import plain
 from funcollect.interop.memory import fixed
 from funcollect.keys import torch_generator
 from funcollect.policies.actors.checks import check_tensor
+from funcollect.policies.torch_backed import TorchPolicyState
 from funcollect.policies.torch_in_jax.embedded_policy import AdoptedPolicy, Source, constant
-from funcollect.policies.torch_modules.torch_policy import TorchPolicyState, lanes_of
+from funcollect.policies.torch_modules.torch_policy import lanes_of
 from funcollect.specs import ExplorationType
 from funcollect.tree import NAMESPACE
 

@@ -26,7 +26,8 @@ from funcollect.policies.jax_functions.function_policy import FunctionPolicy
 from funcollect.policies.tensordict_modules.calling import by_path
 from funcollect.policies.tensordict_modules.hidden_states import INIT
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
-from funcollect.policies.torch_modules.torch_policy import TorchPolicy, TorchPolicyState
+from funcollect.policies.torch_backed import TorchPolicyState
+from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.specs import RESERVED, ExplorationType
 from funcollect.tree import NAMESPACE, Path, flatten, select
 

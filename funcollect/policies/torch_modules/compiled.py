@@ -1,25 +1,17 @@
-"""How a Torch policy is run, as `torch_policy(compile=…)` may demand; and its forward pass through `torch.compile`."""
+"""A Torch module run through `torch.compile`."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
 from funcollect.errors import PolicyError
 
-Compiler = Literal["xla", "callback", "eager", "inductor"]
 _OPTIONS: dict[str, dict[str, Any]] = {"inductor": {"cpp_wrapper": True}}  # half the cost of a call of a small network
-
-
-def check_compiler(compiler: str | None, without: str = "") -> None:
-    """Raise ValueError unless `compiler` is None, or names a way of running other than `without`."""
-    names = [name for name in get_args(Compiler) if name != without]
-    if compiler is not None and compiler not in names:
-        raise ValueError(f"compile is {compiler!r}, expected one of {names}, or None: pass 'xla'")
 
 
 class CompiledCall:

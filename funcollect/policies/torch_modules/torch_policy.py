@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -25,17 +25,10 @@ from funcollect.policies.actors.actor import (
 from funcollect.policies.actors.checks import check_action, check_recurrent, check_tensor, finished
 from funcollect.policies.heads import Head, check_head
 from funcollect.policies.numerics import TORCH
-from funcollect.policies.torch_modules.binding import TorchBacked, check_callable
-from funcollect.policies.torch_modules.compiled import CompiledCall, Compiler, check_compiler
+from funcollect.policies.torch_backed import Compiler, TorchBacked, TorchPolicyState, check_callable, check_compiler
+from funcollect.policies.torch_modules.compiled import CompiledCall
 from funcollect.specs import ActionSpec, ExplorationType
 from funcollect.tree import select
-
-
-class TorchPolicyState(NamedTuple):
-    """What a Torch policy carries from step to step."""
-
-    recurrent: Any  # a pytree of tensors [P, ...], or None
-    generator: Tensor  # uint8: the state of Torch's global generator, for modules that draw from it
 
 
 def torch_policy(

@@ -16,7 +16,7 @@ from funcollect.keys import Key, draw_ahead, key_from_seed
 from funcollect.policies.actors.actor import Columns, Drive
 from funcollect.policies.actors.protocol_actor import make_actor
 from funcollect.policies.random_policy import RandomPolicy
-from funcollect.policies.torch_modules.torch_policy import TorchPolicyState
+from funcollect.policies.torch_backed import TorchPolicyState
 from funcollect.specs import ExplorationType, assemble
 from funcollect.testing.trial import Trial
 from funcollect.tree import Path, to_tensordict
