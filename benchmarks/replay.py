@@ -153,10 +153,10 @@ def sampling(make: Callable[..., Any], **options: Any) -> Callable[[], int]:
 
 
 def nearby(kind: str, size: int, among: int) -> Callable[[], int]:
-    from funcollect.buffers.samplers.indices import Drawn
+    from funcollect.buffers.samplers.indices import SampleIndices
 
     buffer = filled(OURS, kind, size)
-    buffer.sampler.draw = lambda memory, count, choices: Drawn(slots=choices.below(among, count))
+    buffer.sampler.draw = lambda memory, count, choices: SampleIndices(slots=choices.below(among, count))
     return lambda: buffer.sample().numel()
 
 

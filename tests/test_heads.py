@@ -38,14 +38,14 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     return BACKENDS[request.param]
 
 
-class Drawn(NamedTuple):
+class SampleIndices(NamedTuple):
     action: Tensor  # [N, ...]
     log_prob: Tensor | None  # [N]
 
 
 def act(
     backend: Backend, head: Any, answer: Any, spec: ActionSpec, *, rows: int = SAMPLES, mode: bool = False
-) -> Drawn:
+) -> SampleIndices:
     """`rows` actions for one network's answer, or for `rows` answers, as a loop draws them."""
 
     def widen(part: Tensor) -> Any:
@@ -60,7 +60,7 @@ def act(
     noise = None if described is None else draw_ahead(described, key_from_seed(3), 0, rows, 0, 1)[0]
     wide = tuple(map(widen, answer)) if isinstance(answer, tuple) else widen(answer)
     drawn = backend.compile(step)(wide, None if noise is None else backend.array(noise))
-    return Drawn(*(None if part is None else torch.from_numpy(np.asarray(part).copy()) for part in drawn))
+    return SampleIndices(*(None if part is None else torch.from_numpy(np.asarray(part).copy()) for part in drawn))
 
 
 def assert_frequencies(chosen: Tensor, wanted: Tensor) -> None:

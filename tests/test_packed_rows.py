@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict
 
 import funcollect as fc
-from funcollect.buffers.storages.packed_rows import Layout, leaves_of
+from funcollect.buffers.storages.packed_rows import RowLayout, leaves_of
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
@@ -38,7 +38,7 @@ def test_any_dtypes_and_shapes(columns, ndim, time_major):
             leaf = leaf.movedim(ndim - 1, 0).clone(memory_format=torch.contiguous_format).movedim(0, ndim - 1)
         leaves[f"k{index}"] = leaf
     batch = TensorDict({"deep": leaves, "k": leaves["k0"]}, lead)
-    layout = Layout.of(batch, ndim)
+    layout = RowLayout.of(batch, ndim)
     layout.check(leaves_of(batch), ndim)
     rows = torch.zeros(batch.numel(), layout.words, dtype=torch.int64)
     layout.pack(rows, leaves_of(batch), ndim)
@@ -52,7 +52,7 @@ def test_rows_on_a_device_are_laid_out_alike():
     batch = TensorDict(
         {"a": torch.randn(2, 3, 2), "b": torch.rand(2, 3, 1) < 0.5, "c": torch.randn(2, 3).double()}, [2, 3]
     )
-    layout = Layout.of(batch, 2)
+    layout = RowLayout.of(batch, 2)
     rows = torch.zeros(6, layout.words, dtype=torch.int64)
     layout.pack(rows, leaves_of(batch), 2)
     for view, leaf in zip(layout._views(rows), batch.values(), strict=True):
@@ -91,7 +91,7 @@ def test_samples_of_a_file_come_out_on_a_gpu():
 ])  # fmt: skip
 def test_leaves_that_are_not_plain_memory(leaf):
     batch = TensorDict({"x": leaf}, [3])
-    layout = Layout.of(batch, 1)
+    layout = RowLayout.of(batch, 1)
     rows = torch.zeros(3, layout.words, dtype=torch.int64)
     layout.pack(rows, leaves_of(batch), 1)
     assert (layout.unpack(rows)["x"] == leaf).all()
@@ -99,7 +99,7 @@ def test_leaves_that_are_not_plain_memory(leaf):
 
 def test_unpacked_leaves_are_views_of_the_rows():
     batch = TensorDict({"x": torch.arange(3), "y": torch.ones(3, 2)}, [3])
-    layout = Layout.of(batch, 1)
+    layout = RowLayout.of(batch, 1)
     rows = torch.zeros(3, layout.words, dtype=torch.int64)
     layout.unpack(rows)["y"][1] = 7
     assert rows[1].any()

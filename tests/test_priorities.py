@@ -10,7 +10,7 @@ from streams_of_frames import batch_of, frames_of
 from test_uniform_samples import implausible
 
 import funcollect as fc
-from funcollect.buffers.samplers.sum_tree import Priorities
+from funcollect.buffers.samplers.sum_tree import SumTree
 
 WEIGHTS = st.one_of(st.just(0.0), st.floats(1e-12, 1e12))
 
@@ -18,7 +18,7 @@ WEIGHTS = st.one_of(st.just(0.0), st.floats(1e-12, 1e12))
 @settings(max_examples=scaled(150), deadline=None)
 @given(st.integers(1, 600), st.data())
 def test_the_tree_against_plain_arrays(capacity, data):
-    tree, plain = Priorities(capacity), np.zeros(capacity)
+    tree, plain = SumTree(capacity), np.zeros(capacity)
     for _ in range(data.draw(st.integers(1, 4))):
         pairs = data.draw(st.lists(st.tuples(st.integers(0, capacity - 1), WEIGHTS), max_size=40))
         slots, weights = np.array([pair[0] for pair in pairs], int), np.array([pair[1] for pair in pairs], float)

@@ -14,7 +14,7 @@ from torch import nn
 from workers import by_lane, multi, policy_for, ray_collector
 
 import funcollect as fc
-from funcollect.collectors.runner import Place
+from funcollect.collectors.runner import Shard
 
 SYNC, MULTI, MULTIA = fc.SyncDataCollector, fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), FORKS_OF_RAY]
@@ -215,7 +215,7 @@ def test_newcomers_have_the_seed_that_was_set_and_devices_of_their_own():
             batch = next(collector)
             first.setdefault(*collector._gathering.workers, batch)
     assert [first[worker].device for worker in range(3)] == [torch.device("cpu"), torch.device("meta"), None]
-    with fc.SyncDataCollector("CartPole-v1", make(), frames_per_batch=10, seed=7, place=Place(2, 2)) as collector:
+    with fc.SyncDataCollector("CartPole-v1", make(), frames_per_batch=10, seed=7, shard=Shard(2, 2)) as collector:
         assert_same(first[2], next(collector))
 
 
@@ -256,7 +256,7 @@ def resident(process):
 def test_memory_stays_flat(ray_cluster):
     """More goes through the object store than it holds; neither it nor a process keeps any."""
     with ray_collector([Wide], frames_per_batch=8) as collector:
-        processes = [os.getpid(), int(collector._crew.members[0].link.label.split()[-1])]
+        processes = [os.getpid(), int(collector._pool.records[0].handle.label.split()[-1])]
         batches = scaled(200)
         for index, _ in enumerate(itertools.islice(collector, batches)):
             if index == batches // 10:

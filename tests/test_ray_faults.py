@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.usefixtures("ray_cluster"), FORKS_OF_RAY]
 
 def pid_of(collector, worker):
     """Of an actor, once it lives."""
-    link = collector._crew.members[worker].link
+    link = collector._pool.records[worker].handle
     wait_until(lambda: not link.label.endswith("on no node yet"), timeout=60)
     return int(link.label.split()[-1])
 
@@ -132,7 +132,7 @@ from faulty_workers import *
 kwargs = dict(frames_per_batch=16, collector_class=fc.MultiSyncDataCollector)
 collector = fc.RayCollector([lambda: Failing(hold_the_gil, at=40)], **kwargs)
 next(collector)
-print(*[member.link.label.split()[-1] for member in collector._crew.members], flush=True)
+print(*[record.handle.label.split()[-1] for record in collector._pool.records], flush=True)
 while True:
     next(collector)
 """

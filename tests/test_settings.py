@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from funcollect.policies.torch_modules.settings import Watch, settings_of
+from funcollect.policies.torch_modules.settings import SettingsCache, settings_of
 
 
 def module() -> nn.Sequential:
@@ -42,7 +42,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_change_is_seen(change: str) -> None:
     made = module()
-    watch = Watch(made)
+    watch = SettingsCache(made)
     before = watch.settings
     assert before == settings_of(made)
     CHANGES[change](made)
@@ -52,7 +52,7 @@ def test_every_change_is_seen(change: str) -> None:
 
 def test_weights_are_no_settings() -> None:
     made = module()
-    watch = Watch(made)
+    watch = SettingsCache(made)
     before = watch.settings
     with torch.no_grad():
         made[0].weight.add_(1)
@@ -62,7 +62,7 @@ def test_weights_are_no_settings() -> None:
 
 def test_a_copy_in_another_process_looks_by_itself() -> None:
     made = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    watch = Watch(made)
+    watch = SettingsCache(made)
     before = watch.settings
     other = pickle.loads(pickle.dumps((watch, made)))
     assert other[0].settings == before
@@ -72,4 +72,4 @@ def test_a_copy_in_another_process_looks_by_itself() -> None:
 
 
 def test_a_function_has_none() -> None:
-    assert Watch(None).settings == ()
+    assert SettingsCache(None).settings == ()

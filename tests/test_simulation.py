@@ -13,7 +13,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
-from funcollect.core.simulators.simulation import Journal
+from funcollect.core.simulators.simulation import ActionLog
 
 LIVE: list[Any] = []
 
@@ -226,7 +226,7 @@ def test_a_state_belongs_to_its_environment(env: Any, policy: Any) -> None:
 
 
 def test_the_journal_drops_what_no_episode_needs() -> None:
-    journal = Journal(2)
+    journal = ActionLog(2)
     assert len(journal.since_reset()) == 0
     journal.extend(torch.arange(10).reshape(5, 2), torch.tensor([5, 3]))
     journal.extend(torch.arange(10, 16).reshape(3, 2), torch.tensor([1, 6]))

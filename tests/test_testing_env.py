@@ -20,7 +20,7 @@ from jax_suites import functions_suite
 
 import funcollect as fc
 from funcollect.core import api
-from funcollect.core.simulators.simulation import Hold
+from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.testing import ENV_CHECKS, check_env
 
 NAMES = [check.__name__ for check in ENV_CHECKS]
@@ -198,7 +198,7 @@ def test_a_fault_of_the_library_is_caught(
 
 
 def test_simulators_that_can_be_used_twice_from_one_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Hold, "check", lambda self, *, stale=False: None)
+    monkeypatch.setattr(SimulatorHandle, "check", lambda self, *, stale=False: None)
     with pytest.raises(fc.CheckError, match="a state used twice: expected StaleStateError") as caught:
         check_env(over(Walk)(), steps=60)
     assert caught.value.check == "old_states"

@@ -39,7 +39,7 @@ def failing(act, **kwargs):
 
 
 def processes_of(collector):
-    return [member.link.pid for member in collector._crew.members]
+    return [record.handle.pid for record in collector._pool.records]
 
 
 def gone(pid):
@@ -151,7 +151,7 @@ def test_processes_of_an_environment_go_with_their_worker(act):
     assert len(others) >= 2
     if act == "kill":
         os.kill(worker, signal.SIGSTOP)
-        collector._crew.members[0].link.kill()
+        collector._pool.records[0].handle.kill()
     collector.shutdown()
     assert gone(worker)
     wait_until(lambda: all(map(gone, others)))
@@ -185,7 +185,7 @@ def test_random_kills_of_one_run(kind):
             collector.update_policy_weights_()
             count = int(torch.randint(1, 6, (), generator=generator))
             batches += [next(collector).clone() for _ in range(count)]
-            victim = collector._crew.members[int(torch.randint(2, (), generator=generator))].link
+            victim = collector._pool.records[int(torch.randint(2, (), generator=generator))].handle
             os.kill(victim.pid, signal.SIGKILL)
             while collector.stats()["restarts"] == kill:
                 batches.append(next(collector).clone())
@@ -226,7 +226,7 @@ envs = [lambda act=act: Failing(act, at=40) for act in (hold_the_gil, stop, slee
 while True:
     collector = fc.MultiSyncDataCollector(envs, None, frames_per_batch=16, seed=0)
     next(collector)
-    print(*[member.link.pid for member in collector._crew.members], flush=True)
+    print(*[record.handle.pid for record in collector._pool.records], flush=True)
     try:
         while True:
             next(collector)

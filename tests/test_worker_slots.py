@@ -68,11 +68,11 @@ def test_a_slot_is_not_written_while_any_view_of_it_lives(view):
         before = shown(kept)
         for _ in range(6):
             next(collector)
-        assert collector._gathering._dock.lent == {0}
+        assert collector._gathering._assembler.lent == {0}
         assert shown(kept) == before
         del kept
         next(collector)
-        assert collector._gathering._dock.lent == set()
+        assert collector._gathering._assembler.lent == set()
         assert collector.stats()["copies"] == 0
 
 
@@ -118,9 +118,9 @@ def test_nothing_is_dropped_for_a_slow_reader():
         batches = []
         for _ in range(scaled(40)):
             batches.append(next(collector).clone())
-            assert all(len(member.calls) <= 2 for member in collector._crew.members)
+            assert all(len(record.calls) <= 2 for record in collector._pool.records)
             if len(batches) % 4 == 0:
-                wait_until(lambda: collector._crew.drain() or not any(m.calls for m in collector._crew.members))
+                wait_until(lambda: collector._pool.poll() or not any(m.calls for m in collector._pool.records))
     for rows in by_lane(batches).values():
         steps = rows["collector", "step"].tolist()
         assert steps == [i % 5 for i in range(len(steps))]

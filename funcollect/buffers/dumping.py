@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from funcollect.buffers import files
-from funcollect.buffers.ring import Memory
+from funcollect.buffers.ring import RingMemory
 from funcollect.buffers.samplers.uniform import Sampler
 
 _FORMAT = 1
 
 
 def dump(
-    directory: str | os.PathLike[str], memory: Memory, sampler: Sampler, generator: torch.Generator | None
+    directory: str | os.PathLike[str], memory: RingMemory, sampler: Sampler, generator: torch.Generator | None
 ) -> None:
     """Write everything that the next samples depend on."""
 
@@ -36,7 +36,7 @@ def dump(
 
 def load(
     directory: str | os.PathLike[str],
-    memory: Memory,
+    memory: RingMemory,
     sampler: Sampler,
     generator: torch.Generator | None,
     allow_pickle: bool,
@@ -65,7 +65,7 @@ def load(
         generator.set_state(torch.from_numpy(np.array(arrays["generator"])))
 
 
-def _kind(memory: Memory, sampler: Sampler) -> dict[str, Any]:
+def _kind(memory: RingMemory, sampler: Sampler) -> dict[str, Any]:
     """What must be equal of the buffer dumped and the one loaded, as JSON has it."""
     linked = memory.trajectories
     keys = None if linked is None else {name: _as_json(key) for name, key in asdict(linked).items()}

@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from funcollect.buffers.samplers.indices import Drawn
-from funcollect.buffers.samplers.randomness import GeneratorChoices
+from funcollect.buffers.samplers.indices import SampleIndices
+from funcollect.buffers.samplers.randomness import GeneratorSource
 from funcollect.buffers.samplers.uniform import RandomSampler, SliceSampler, wanted_size
 from funcollect.buffers.storages import rows_file
-from funcollect.buffers.storages.packed_rows import Layout
+from funcollect.buffers.storages.packed_rows import RowLayout
 from funcollect.buffers.storages.rows_file import RowsFile
-from funcollect.buffers.trajectory_index.segments import Frames, Runs
-from funcollect.buffers.trajectory_index.trajectory_index import Trails
+from funcollect.buffers.trajectory_index.segments import Frames, Segments
+from funcollect.buffers.trajectory_index.trajectory_index import TrajectoryIndex
 from funcollect.buffers.trajectory_index.trajectory_keys import Trajectories
 
 __all__ = ["ReplayReader"]
@@ -68,8 +68,8 @@ class ReplayReader:
         self.directory, self.batch_size = Path(directory), batch_size
         self._file = rows_file.attach(self.directory / rows_file.NAME)
         self._layout = _layout(self._file.told)
-        self._span = Span(self._file, self._layout, self.sampler.trajectories)
-        self._choices = GeneratorChoices(generator)
+        self._span = FileView(self._file, self._layout, self.sampler.trajectories)
+        self._choices = GeneratorSource(generator)
 
     def __len__(self) -> int:
         oldest, written = self._file.span
@@ -110,7 +110,7 @@ class ReplayReader:
         return f"{type(self).__name__}({self.directory}, {self.sampler}, {len(self)} frames)"
 
 
-class Span:
+class FileView:
     """The frames ``oldest … written - 1`` of a file that grows; what a sampler draws from.
 
     Args:
@@ -119,10 +119,10 @@ class Span:
         trajectories: how frames are linked; None for single frames.
     """
 
-    def __init__(self, file: RowsFile, layout: Layout, trajectories: Trajectories | None) -> None:
+    def __init__(self, file: RowsFile, layout: RowLayout, trajectories: Trajectories | None) -> None:
         self.capacity = len(file.rows)
         self.oldest = self.written = 0
-        self.trails = None if trajectories is None else Trails(self.capacity)
+        self.trails = None if trajectories is None else TrajectoryIndex(self.capacity)
         self._file, self._layout, self._trajectories = file, layout, trajectories
 
     def __len__(self) -> int:
@@ -146,7 +146,7 @@ class Span:
                 return
             frames = self._frames(numbers, self._trajectories)
             if self._file.oldest <= numbers[0]:  # else they may have been overwritten while they were read
-                self.trails.extend(Runs.of(frames))
+                self.trails.extend(Segments.of(frames))
                 self.written = written
                 return
 
@@ -180,7 +180,7 @@ class Span:
 class _Chosen:
     """What is to be gathered."""
 
-    drawn: Drawn
+    drawn: SampleIndices
     numbers: Ints  # [slices, slice_len], of the frames
 
     def gone(self, oldest: int) -> Bools:
@@ -200,14 +200,14 @@ class _Chosen:
         return _Chosen(drawn, np.where(gone[:, None], other.numbers, self.numbers))
 
 
-def _layout(told: dict[str, Any]) -> Layout:
+def _layout(told: dict[str, Any]) -> RowLayout:
     if told["compact_obs"]:
         raise ValueError(
             "the storage has compact_obs, whose next observations lie in its own process: build it without for readers"
         )
     if told["rows"] is None:
         raise TypeError("the storage holds trees, whose structure is not in its file: store TensorDicts for readers")
-    return Layout.from_json(told["rows"])
+    return RowLayout.from_json(told["rows"])
 
 
 def _check_sampler(sampler: Any) -> None:

@@ -21,12 +21,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from funcollect.buffers.samplers.indices import Drawn, Flat, Slices, Spec
-from funcollect.buffers.samplers.randomness import KeyChoices
+from funcollect.buffers.samplers.indices import Flat, SampleIndices, SampleSpec, Slices
+from funcollect.buffers.samplers.randomness import KeySource
 from funcollect.buffers.storages.storage import Incoming, Storage
 from funcollect.buffers.storages.tensor_storage import LazyTensorStorage
-from funcollect.buffers.trajectory_index.lazy_index import LateTrails
-from funcollect.buffers.trajectory_index.trajectory_index import Trails
+from funcollect.buffers.trajectory_index.lazy_index import LazyIndex
+from funcollect.buffers.trajectory_index.trajectory_index import TrajectoryIndex
 from funcollect.buffers.trajectory_index.trajectory_keys import Trajectories, check_linked
 from funcollect.errors import StaleStateError
 from funcollect.interrupts import Uninterrupted
@@ -35,7 +35,7 @@ from funcollect.keys import Key
 __all__ = ["Flat", "RingState", "Slices", "Trajectories", "extend", "init", "sample", "snapshot"]
 
 
-class Memory:
+class RingMemory:
     """What states of one ring share: the frames and the trails, as they are at the current version."""
 
     def __init__(self, storage: Storage, trajectories: Trajectories | None) -> None:
@@ -44,7 +44,7 @@ class Memory:
             trajectories = Trajectories()  # the next observation of a frame is that of its successor
         self.trajectories = trajectories
         self.capacity = storage.max_size
-        self.index = None if trajectories is None else LateTrails(self.capacity)
+        self.index = None if trajectories is None else LazyIndex(self.capacity)
         self.written = 0  # frames given in all; frame n lies in slot n % capacity
         self.version = 0
 
@@ -52,7 +52,7 @@ class Memory:
         return min(self.written, self.capacity)
 
     @property
-    def trails(self) -> Trails | None:
+    def trails(self) -> TrajectoryIndex | None:
         """Which frames follow each other; None where that was not asked for."""
         return None if self.index is None else self.index.trails
 
@@ -116,7 +116,7 @@ class RingState:
         version: which extend made this state.
     """
 
-    memory: Memory
+    memory: RingMemory
     version: int = 0
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ class RingState:
         return self.memory.capacity
 
 
-def check_current(state: RingState) -> Memory:
+def check_current(state: RingState) -> RingMemory:
     """The memory of a state.
 
     Raises:
@@ -160,7 +160,7 @@ def init(storage: int | Storage, *, trajectories: Trajectories | None = None) ->
     """
     if not hasattr(storage, "admit"):
         storage = LazyTensorStorage(storage)  # which checks the number
-    return RingState(Memory(cast(Storage, storage), trajectories))
+    return RingState(RingMemory(cast(Storage, storage), trajectories))
 
 
 def extend(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
@@ -194,7 +194,7 @@ def extend(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
     return RingState(memory, memory.version), slots.movedim(0, -1)
 
 
-def sample(state: RingState, key: Key, spec: Spec) -> Any:
+def sample(state: RingState, key: Key, spec: SampleSpec) -> Any:
     """A batch of frames; equal keys give equal ones.
 
     Args:
@@ -217,10 +217,10 @@ def sample(state: RingState, key: Key, spec: Spec) -> Any:
     torch.Size([3])
     """
     memory = check_current(state)
-    return gather(memory, spec.draw(memory, KeyChoices(key)))
+    return gather(memory, spec.draw(memory, KeySource(key)))
 
 
-def gather(memory: Memory, drawn: Drawn) -> Any:
+def gather(memory: RingMemory, drawn: SampleIndices) -> Any:
     """The frames that were drawn."""
     return drawn.finish(memory.read(drawn.slots, drawn.mask))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 
-class Filler:
+class BufferFiller:
     """``buffer.extend(batch)`` for every batch, in a thread.
 
     It holds on to the collector only while it waits for a batch, so that one which nobody refers to is collected.

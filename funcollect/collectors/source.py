@@ -15,7 +15,7 @@ from funcollect.specs import Env, Policy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class RunnerSpec:
     """An environment and a policy before they are built.
 
     Raises:

@@ -15,14 +15,14 @@ from funcollect.core.loops import crossing, fused, host, tensor
 from funcollect.core.request import Request
 from funcollect.core.routes import route_of, run_adopted
 from funcollect.core.simulators.forking import fork_simulation
-from funcollect.core.simulators.simulation import Hold, Simulation
+from funcollect.core.simulators.simulation import Simulation, SimulatorHandle
 from funcollect.core.state import CollectorState, fresh_counters, policy_start
 from funcollect.core.traced_step.checks import check_live, check_one_run
 from funcollect.envs.jax_envs.jax_env import JaxEnv, JaxEnvState
 from funcollect.interop.jax_setup import compiled
 from funcollect.keys import Key, key_from_seed
 from funcollect.policies.random_policy import RandomPolicy
-from funcollect.policies.torch_in_jax.embedded_policy import AdoptedPolicy
+from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
 from funcollect.specs import Backend, Env, ExplorationType, Policy
 from funcollect.tree import select
 
@@ -169,7 +169,7 @@ def run(env: Env, policy: Policy, state: CollectorState, request: Request) -> tu
     check_state(env, state)
     route = route_of(env, policy, request.exploration_type)
     loop = _LOOPS[route.loop].run
-    if isinstance(route.policy, AdoptedPolicy) and route.policy is not policy:
+    if isinstance(route.policy, EmbeddedPolicy) and route.policy is not policy:
         return run_adopted(loop, env, route.policy, state, request)
     result: tuple[CollectorState, TensorDict] = loop(env, route.policy, state, request)
     return result
@@ -276,7 +276,7 @@ def fork(env: Env, state: CollectorState) -> CollectorState:
     check_state(env, state)
     if env.backend != "host":
         return state
-    hold: Hold = state.env_state
+    hold: SimulatorHandle = state.env_state
     hold.check()
     return state.replace(env_state=fork_simulation(hold.simulation, state))
 
@@ -285,7 +285,7 @@ def close(state: CollectorState) -> None:
     """Free the simulators behind a state now, rather than when it is collected. Does nothing for values."""
     if not isinstance(state, CollectorState):
         raise TypeError(f"state is {type(state).__name__}, expected a CollectorState: pass what rollout returned")
-    if isinstance(state.env_state, Hold):
+    if isinstance(state.env_state, SimulatorHandle):
         state.env_state.simulation.close()
 
 
@@ -303,7 +303,7 @@ def check_state(env: Env, state: CollectorState) -> None:
         check_live(state)
     if state.num_lanes != (env.num_envs or 1):
         raise ValueError(f"the state has {state.num_lanes} lanes, {env!r} has {env.num_envs or 1}: pass its own env")
-    if isinstance(state.env_state, Hold):
+    if isinstance(state.env_state, SimulatorHandle):
         fits = state.env_state.simulation.env is env
     else:
         shapes = {path: value.shape[1:] for path, value in state.observation.items()}

@@ -18,7 +18,7 @@ from funcollect.core.routes import checked_state, left, lowered_for
 from funcollect.core.state import CollectorState
 from funcollect.core.traced_step.batch import cast, dtypes_of, widened
 from funcollect.core.traced_step.keys import run_keys
-from funcollect.core.traced_step.step import Row, Setting, settle, step
+from funcollect.core.traced_step.step import Row, StepConfig, settle, step
 from funcollect.envs.jax_envs.jax_env import JaxEnv
 from funcollect.interop.bridge import argument, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
@@ -78,13 +78,13 @@ def differentiable_rollout(
     lowered = lowered_for(env, policy, exploration_type)
     before = checked_state(state.policy_state)
     tensors = lowered.source.tensors(lowered.source.prepare(params))
-    run = _Run(env, lowered, state.replace(policy_state=lowered.enter(before, state.num_lanes)), request)
+    run = _JaxRollout(env, lowered, state.replace(policy_state=lowered.enter(before, state.num_lanes)), request)
     columns = _Rollout.apply(run, *(tensors[name] for name in lowered.lowered.names))  # type: ignore[no-untyped-call]
     leaves = cast(dict(zip(run.paths, columns, strict=True)), dtypes_of(env))
     return left(lowered, run.state, before), lowered.as_torch(batch_of(env, lowered, state, leaves))
 
 
-class _Run:
+class _JaxRollout:
     """One rollout in JAX: forward, and back with what it kept."""
 
     def __init__(self, env: JaxEnv, policy: LoweredPolicy, state: CollectorState, request: Request) -> None:
@@ -118,7 +118,7 @@ class _Rollout(torch.autograd.Function):
     """A rollout as one operation of Torch."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: _JaxRollout, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The columns, in the order of ``run.paths``."""
         columns = run.forward(dict(zip(run.policy.lowered.names, tensors, strict=True)))
         ctx.run = run
@@ -129,12 +129,12 @@ class _Rollout(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """None for the run, then the gradient of each parameter that requires one."""
-        run: _Run = ctx.run
+        run: _JaxRollout = ctx.run
         found = run.back(dict(zip(run.paths, gradients, strict=True)))
         return None, *(found.get(name) for name in run.policy.lowered.names)
 
 
-def _forward(setting: Setting, length: int, trained: Any, fixed: Any, state: CollectorState) -> Any:
+def _forward(setting: StepConfig, length: int, trained: Any, fixed: Any, state: CollectorState) -> Any:
     """Traced: the columns that are floating numbers, the others, the state after, and the way back."""
     jax = import_jax()
     keys = run_keys(state.key, state.lane)

@@ -12,7 +12,7 @@ from torch import Tensor
 from funcollect.arguments import check_positive
 from funcollect.core.state import CollectorState
 from funcollect.keys import draw_ahead
-from funcollect.policies.actors.actor import Actor, Drive
+from funcollect.policies.actors.actor import Actor, ActorInputs
 from funcollect.policies.actors.protocol_actor import make_actor
 from funcollect.policies.random_policy import RandomStart
 from funcollect.specs import Env, ExplorationType, Policy
@@ -92,7 +92,7 @@ def open_actor(env: Env, policy: Policy, state: CollectorState, request: Request
     drawn = None
     if noise is not None:
         drawn = draw_ahead(noise, state.key, first_lane, state.num_lanes, state.steps, request.length)
-    drive = Drive(
+    drive = ActorInputs(
         observation=observation,
         params=policy.prepare(request.params),
         policy_state=state.policy_state,

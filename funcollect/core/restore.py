@@ -10,7 +10,7 @@ import optree
 import torch
 
 from funcollect.core.api import reset
-from funcollect.core.simulators.simulation import Hold
+from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import CollectorState, policy_start
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop.jax_setup import import_jax
@@ -109,7 +109,7 @@ def _jax_array(leaf: torch.Tensor) -> Any:
 
 
 def _restarted(env: Env, state: CollectorState) -> CollectorState:
-    if isinstance(state.env_state, Hold):
+    if isinstance(state.env_state, SimulatorHandle):
         state.env_state.simulation.rekey(state.key, state.episode.tolist(), state.steps)
     if isinstance(state.env_state, JaxEnvState):  # the starts that it holds follow from another key
         state = state.replace(env_state=state.env_state._replace(spent=np.ones(state.num_lanes, bool)))

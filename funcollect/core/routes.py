@@ -19,7 +19,7 @@ from funcollect.policies.jax_functions.traced_policy import is_traceable
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_backed import TorchBacked, TorchPolicyState
 from funcollect.policies.torch_in_jax.callback_policy import callback_policy
-from funcollect.policies.torch_in_jax.embedded_policy import AdoptedPolicy, Source
+from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source
 from funcollect.policies.torch_in_jax.example import example
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy, lowered_policy
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
@@ -31,7 +31,7 @@ _RESTLESS = LoweringError(
     f"its attributes were seen with {_MOST_SETTINGS} different values, and each would compile again: keep what changes "
     "in buffers"
 )
-Make = Callable[[Source, Any, ExplorationType], AdoptedPolicy]
+Make = Callable[[Source, Any, ExplorationType], EmbeddedPolicy]
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _found(env: Env, source: Source, asked: str | None, exploration_type: Explor
     return Route("crossing", source, tuple(refusals))
 
 
-def _adopted(env: Env, source: Source, way: str, exploration_type: ExplorationType) -> AdoptedPolicy | LoweringError:
+def _adopted(env: Env, source: Source, way: str, exploration_type: ExplorationType) -> EmbeddedPolicy | LoweringError:
     """The policy adopted in one way, or why not; made once, and for each setting of a module that is lowered."""
     known = source.adopted
     told = exploration_type if isinstance(source, TensorDictPolicy) else ExplorationType.RANDOM
@@ -142,7 +142,7 @@ def _adopted(env: Env, source: Source, way: str, exploration_type: ExplorationTy
     if which not in known:
         others = [each for each in known if each[:3] == which[:3]]
         known[which] = _made(env, source, way, told) if len(others) < _MOST_SETTINGS else _RESTLESS
-    adopted: AdoptedPolicy | LoweringError = known[which]
+    adopted: EmbeddedPolicy | LoweringError = known[which]
     return adopted
 
 
@@ -150,7 +150,7 @@ def _placed(env: Env) -> Any:
     return assemble(env.observation_space, {leaf.path: 0 for leaf in env.observation_leaves})
 
 
-def _made(env: Env, source: Source, way: str, told: ExplorationType) -> AdoptedPolicy | LoweringError:
+def _made(env: Env, source: Source, way: str, told: ExplorationType) -> EmbeddedPolicy | LoweringError:
     make: Make = lowered_policy if way == "lowered" else callback_policy
     try:
         _check_place(source, way)
@@ -172,7 +172,11 @@ def _check_place(source: TorchBacked, way: str) -> None:
 
 
 def run_adopted(
-    run: Callable[..., tuple[CollectorState, TensorDict]], env: Env, policy: AdoptedPolicy, state: Any, request: Request
+    run: Callable[..., tuple[CollectorState, TensorDict]],
+    env: Env,
+    policy: EmbeddedPolicy,
+    state: Any,
+    request: Request,
 ) -> tuple[CollectorState, TensorDict]:
     """One rollout by a loop's `run`, with the policy's state and outputs as Torch has them."""
     before = checked_state(state.policy_state)
@@ -181,7 +185,7 @@ def run_adopted(
     return left(policy, after, before), policy.as_torch(batch)
 
 
-def left(policy: AdoptedPolicy, after: CollectorState, before: TorchPolicyState) -> CollectorState:
+def left(policy: EmbeddedPolicy, after: CollectorState, before: TorchPolicyState) -> CollectorState:
     """The state after a loop, its policy's as Torch has it; `before` is what it was."""
     if before.recurrent is None:
         return after.replace(policy_state=before)

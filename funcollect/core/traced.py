@@ -18,7 +18,7 @@ from funcollect.core.request import Request
 from funcollect.core.state import CollectorState
 from funcollect.core.traced_step.checks import check_one_run
 from funcollect.core.traced_step.keys import RunKeys, run_keys
-from funcollect.core.traced_step.step import Setting, begin, by_path, restart, settle, steady, varying
+from funcollect.core.traced_step.step import StepConfig, begin, by_path, restart, settle, steady, varying
 from funcollect.core.traced_step.step import step as fused_step
 from funcollect.envs.jax_envs.checks import check_functions
 from funcollect.envs.jax_envs.jax_env import JaxEnv, JaxEnvState
@@ -204,13 +204,13 @@ def partition(state: CollectorState, axis: str) -> CollectorState:
     return state.replace(**{name: spec() if name in shared else spec(axis) for name in names})
 
 
-def _step(setting: Setting, params: Any, state: CollectorState, keys: RunKeys) -> tuple[CollectorState, Batch]:
+def _step(setting: StepConfig, params: Any, state: CollectorState, keys: RunKeys) -> tuple[CollectorState, Batch]:
     after, row = fused_step(setting, params, state, keys)
     places: dict[Path, Path] = {(".".join(path),): path for path in getattr(setting.policy, "nested", ())}
     return after, nest({places.get(path, path): value for path, value in row.items() if path != (PROBE,)})
 
 
-def _settled(env: JaxEnv, policy: Policy, params: Any, state: CollectorState, request: Request) -> Setting:
+def _settled(env: JaxEnv, policy: Policy, params: Any, state: CollectorState, request: Request) -> StepConfig:
     _check_env(env, state)
     setting = settle(env, policy, state.num_lanes, request)
     if params is None and import_jax().tree.leaves(policy.params):

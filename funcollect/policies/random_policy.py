@@ -14,7 +14,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from funcollect.keys import Key, Noise, Purpose, normals, random_words, uniforms
-from funcollect.policies.actors.actor import Actor, Columns, Drive
+from funcollect.policies.actors.actor import Actor, ActorInputs, Columns
 from funcollect.specs import ActionSpec, Env, ExplorationType
 
 MASK_KEY = "action_mask"
@@ -73,7 +73,7 @@ class RandomPolicy:
         """Actions from uniform `noise`, whatever the exploration type."""
         return None, {"action": draw_actions(self.spec, noise, action_mask(observation, self.spec))}
 
-    def actor(self, drive: Drive) -> RandomActor:
+    def actor(self, drive: ActorInputs) -> RandomActor:
         """The policy at work in a rollout."""
         return RandomActor(drive)
 
@@ -81,7 +81,7 @@ class RandomPolicy:
 class RandomActor:
     """Actions for the whole rollout at once, or step by step where a mask has to be heeded."""
 
-    def __init__(self, drive: Drive) -> None:
+    def __init__(self, drive: ActorInputs) -> None:
         assert drive.noise is not None
         self._spec = drive.spec
         self._observation = drive.observation
@@ -120,14 +120,14 @@ class RandomActor:
 class RandomStart:
     """Another actor whose first `count` actions are random; it runs all the same, so every batch has the same keys."""
 
-    def __init__(self, actor: Actor, drive: Drive, key: Key, lane: int, start: int, count: int) -> None:
+    def __init__(self, actor: Actor, drive: ActorInputs, key: Key, lane: int, start: int, count: int) -> None:
         self._actor = actor
         self._count = count
         shape = _draw_shape(drive.spec)
         width = drive.num_envs * math.prod(shape)
         drawn = uniforms(random_words(key, Purpose.RANDOM_ACTION, lane, start, count, width))
         noise = torch.from_numpy(drawn.reshape(count, drive.num_envs, *shape))
-        self._random = RandomActor(Drive(**{**vars(drive), "noise": noise}))
+        self._random = RandomActor(ActorInputs(**{**vars(drive), "noise": noise}))
         self.running = actor.running
         self.restart = actor.restart
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from funcollect.policies.torch_modules.binding import Binding
-from funcollect.policies.torch_modules.settings import Settings, Watch
+from funcollect.policies.torch_modules.settings import Settings, SettingsCache
 
 Compiler = Literal["xla", "callback", "eager", "inductor"]
 
@@ -48,7 +48,7 @@ class TorchBacked:
         self.module = module
         self.device = device
         self._binding = Binding(module, device) if isinstance(module, nn.Module) else None
-        self._watch = Watch(module if isinstance(module, nn.Module) else None)
+        self._watch = SettingsCache(module if isinstance(module, nn.Module) else None)
         self.adopted: dict[Any, Any] = {}  # as what it runs in a loop of JAX, by `core.routes`
 
     def __getstate__(self) -> dict[str, Any]:

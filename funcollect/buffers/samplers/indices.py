@@ -13,28 +13,28 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.arguments import check_positive
-from funcollect.buffers.samplers.randomness import Choices
-from funcollect.buffers.trajectory_index.trajectory_index import Trails, draw
+from funcollect.buffers.samplers.randomness import RandomSource
+from funcollect.buffers.trajectory_index.trajectory_index import TrajectoryIndex, draw
 from funcollect.trajectories.split import MASK
 from funcollect.tree import Path
 
-__all__ = ["Drawn", "Flat", "Slices", "Spec"]
+__all__ = ["Flat", "SampleIndices", "SampleSpec", "Slices"]
 
 Ints = npt.NDArray[np.int64]
 _CUT = (("next", "truncated"), ("next", "done"))
 
 
-class Held(Protocol):
+class BufferView(Protocol):
     """A ring's memory, as far as drawing goes."""
 
     @property
-    def trails(self) -> Trails | None: ...
+    def trails(self) -> TrajectoryIndex | None: ...
 
     def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
+class SampleIndices:
     """What a sample is made of.
 
     Attributes:
@@ -72,15 +72,15 @@ def _set_true(batch: TensorDictBase, key: Path, rows: Ints | slice) -> None:
     flags[rows if isinstance(rows, slice) else torch.from_numpy(rows)] = True
 
 
-class Spec(Protocol):
+class SampleSpec(Protocol):
     """What to sample."""
 
-    def draw(self, memory: Held, choices: Choices) -> Drawn:
+    def draw(self, memory: BufferView, choices: RandomSource) -> SampleIndices:
         """Choose the frames."""
         ...
 
 
-def check_filled(memory: Held) -> None:
+def check_filled(memory: BufferView) -> None:
     """Raise ValueError for an empty ring."""
     if not len(memory):
         raise ValueError("the buffer is empty: extend it before sampling")
@@ -100,14 +100,14 @@ class Flat:
         """Check the size here."""
         check_positive("batch_size", self.batch_size)
 
-    def draw(self, memory: Held, choices: Choices) -> Drawn:
+    def draw(self, memory: BufferView, choices: RandomSource) -> SampleIndices:
         """Choose the frames.
 
         Raises:
             ValueError: for an empty ring.
         """
         check_filled(memory)
-        return Drawn(slots=choices.below(len(memory), self.batch_size))
+        return SampleIndices(slots=choices.below(len(memory), self.batch_size))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ class Slices:
         if self.over not in ("trajectories", "windows"):
             raise ValueError(f'over is {self.over!r}, expected "trajectories" or "windows"')
 
-    def draw(self, memory: Held, choices: Choices) -> Drawn:
+    def draw(self, memory: BufferView, choices: RandomSource) -> SampleIndices:
         """Choose the slices.
 
         Raises:
@@ -152,38 +152,38 @@ class Slices:
             raise ValueError(too_long(self, trails))
         return self.along(trails, trail, begin)
 
-    def _by_trajectory(self, trails: Trails, _: int, choices: Choices) -> tuple[Ints, Ints]:
+    def _by_trajectory(self, trails: TrajectoryIndex, _: int, choices: RandomSource) -> tuple[Ints, Ints]:
         first, stop, least = trails.first, trails.stop, self.slice_len if self.strict_length else 1
         size = len(stop)
         trail = draw(choices.below, self.num_slices, size, lambda some: stop.take(some) - first.take(some) >= least)
         places = np.maximum(stop.take(trail) - first.take(trail) - self.slice_len, 0) + 1
         return trail, first.take(trail) + (choices.uniform(len(trail)) * places).astype(np.int64)
 
-    def _by_window(self, trails: Trails, held: int, choices: Choices) -> tuple[Ints, Ints]:
+    def _by_window(self, trails: TrajectoryIndex, held: int, choices: RandomSource) -> tuple[Ints, Ints]:
         slots = draw(choices.below, self.num_slices, held, lambda some: self.begins(trails, some))
         return trails.member.take(slots).astype(np.int64), trails.position.take(slots)
 
-    def begins(self, trails: Trails, slots: Ints) -> npt.NDArray[np.bool_]:
+    def begins(self, trails: TrajectoryIndex, slots: Ints) -> npt.NDArray[np.bool_]:
         """Whether a slice can begin at the frames in `slots`."""
         trail, begin = trails.member.take(slots), trails.position.take(slots)
         fits: npt.NDArray[np.bool_] = begin + self.slice_len <= trails.stop.take(trail)
         return fits if self.strict_length else fits | (begin == trails.first.take(trail))
 
-    def along(self, trails: Trails, trail: Ints, begin: Ints) -> Drawn:
+    def along(self, trails: TrajectoryIndex, trail: Ints, begin: Ints) -> SampleIndices:
         """The slices that begin at position `begin` of `trail`, [num_slices] both."""
         steps = np.arange(self.slice_len)
         position = begin[:, None] + steps
         if self.strict_length:
             slots = trails.slots(trail[:, None], position).reshape(-1)
-            return Drawn(slots=slots, last=slice(self.slice_len - 1, None, self.slice_len))
+            return SampleIndices(slots=slots, last=slice(self.slice_len - 1, None, self.slice_len))
         stop = trails.stop.take(trail)[:, None]
         mask = (position < stop).reshape(-1)
         slots = trails.slots(trail[:, None], np.minimum(position, stop - 1)).reshape(-1)
         lengths = np.minimum(stop[:, 0] - begin, self.slice_len)
-        return Drawn(slots=slots, mask=mask, last=np.arange(len(trail)) * self.slice_len + lengths - 1)
+        return SampleIndices(slots=slots, mask=mask, last=np.arange(len(trail)) * self.slice_len + lengths - 1)
 
 
-def known_trails(memory: Held) -> Trails:
+def known_trails(memory: BufferView) -> TrajectoryIndex:
     """The trails of a ring.
 
     Raises:
@@ -196,7 +196,7 @@ def known_trails(memory: Held) -> Trails:
     return memory.trails
 
 
-def too_long(slices: Slices, trails: Trails) -> str:
+def too_long(slices: Slices, trails: TrajectoryIndex) -> str:
     """What to say where no trajectory is long enough."""
     longest = int((trails.stop - trails.first).max(initial=0))
     return (

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from funcollect.buffers.samplers.indices import Drawn, Held, Ints, Slices, check_filled, known_trails
-from funcollect.buffers.samplers.randomness import Choices
+from funcollect.buffers.samplers.indices import BufferView, Ints, SampleIndices, Slices, check_filled, known_trails
+from funcollect.buffers.samplers.randomness import RandomSource
 from funcollect.buffers.samplers.uniform import RandomSampler
 from funcollect.buffers.trajectory_index.trajectory_keys import Trajectories
 from funcollect.trajectories.multi_step import MultiStep
@@ -20,7 +20,7 @@ __all__ = ["MultiStepSampler"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Ahead(Drawn):
+class _Lookahead(SampleIndices):
     """Frames, each with those that follow it: ``slots`` is ``[N * n_steps]``."""
 
     returns: MultiStep
@@ -71,13 +71,13 @@ class MultiStepSampler(RandomSampler):
         self.returns = MultiStep(gamma, n_steps)
         self.trajectories = Trajectories(traj_key=traj_key, end_key=end_key)
 
-    def draw(self, memory: Held, batch_size: int, choices: Choices) -> Drawn:
+    def draw(self, memory: BufferView, batch_size: int, choices: RandomSource) -> SampleIndices:
         """Choose the frames of one sample, and look up those that follow."""
         check_filled(memory)
         trails, slots = known_trails(memory), choices.below(len(memory), batch_size)
         spec = Slices(num_slices=batch_size, slice_len=self.returns.n_steps, strict_length=False)
         drawn = spec.along(trails, trails.member.take(slots).astype(np.int64), trails.position.take(slots))
-        return _Ahead(slots=drawn.slots, mask=drawn.mask, returns=self.returns)
+        return _Lookahead(slots=drawn.slots, mask=drawn.mask, returns=self.returns)
 
     def __repr__(self) -> str:
         return f"MultiStepSampler(gamma={self.returns.gamma}, n_steps={self.returns.n_steps})"

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from funcollect.arguments import check_positive
-from funcollect.buffers.samplers.indices import Drawn, Held, Slices, check_filled, known_trails, too_long
-from funcollect.buffers.samplers.randomness import Choices
-from funcollect.buffers.samplers.sum_tree import Priorities
+from funcollect.buffers.samplers.indices import BufferView, SampleIndices, Slices, check_filled, known_trails, too_long
+from funcollect.buffers.samplers.randomness import RandomSource
+from funcollect.buffers.samplers.sum_tree import SumTree
 from funcollect.buffers.samplers.uniform import RandomSampler, SliceSampler
 from funcollect.tree import Path
 
@@ -60,7 +60,7 @@ class PrioritizedSampler(RandomSampler):
 
     def empty(self) -> None:
         """Forget all priorities."""
-        self._priorities = Priorities(self.max_capacity)
+        self._priorities = SumTree(self.max_capacity)
         self._highest = 1.0
 
     def fit(self, capacity: int) -> None:
@@ -75,7 +75,7 @@ class PrioritizedSampler(RandomSampler):
                 f"max_capacity={capacity}"
             )
 
-    def extended(self, memory: Held, slots: Ints) -> None:
+    def extended(self, memory: BufferView, slots: Ints) -> None:
         """Give new frames the highest priority there was."""
         held = slots[slots >= 0]
         self._priorities.put(held, self._weights(np.full(len(held), self._highest)))
@@ -91,7 +91,7 @@ class PrioritizedSampler(RandomSampler):
         self._priorities.put(np.arange(len(weights)), weights)
         self._highest = float(state["highest"])
 
-    def update_priority(self, memory: Held, index: Any, priority: Any) -> None:
+    def update_priority(self, memory: BufferView, index: Any, priority: Any) -> None:
         """Set the priorities of the frames in these slots.
 
         Args:
@@ -125,12 +125,12 @@ class PrioritizedSampler(RandomSampler):
     def _weights(self, priority: Floats) -> Floats:
         return np.where(priority > 0, (priority + self.eps) ** self.alpha, 0.0)
 
-    def _check(self, memory: Held) -> None:
+    def _check(self, memory: BufferView) -> None:
         check_filled(memory)
         if self._priorities.total <= 0:
             raise ValueError("every priority is 0, so nothing can be drawn: give some frame a positive one")
 
-    def draw(self, memory: Held, batch_size: int, choices: Choices) -> Drawn:
+    def draw(self, memory: BufferView, batch_size: int, choices: RandomSource) -> SampleIndices:
         """Choose the frames of one sample.
 
         Raises:
@@ -138,7 +138,7 @@ class PrioritizedSampler(RandomSampler):
         """
         self._check(memory)
         slots = self._priorities.find(choices.uniform(batch_size))
-        return Drawn(slots=slots, info={"priority_weight": self._corrections(slots)})
+        return SampleIndices(slots=slots, info={"priority_weight": self._corrections(slots)})
 
     def _corrections(self, slots: Ints) -> Tensor:
         ratio = self._priorities.get(slots) / self._priorities.least
@@ -193,7 +193,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         )
         self.trajectories = self._slices.trajectories
 
-    def draw(self, memory: Held, batch_size: int, choices: Choices) -> Drawn:
+    def draw(self, memory: BufferView, batch_size: int, choices: RandomSource) -> SampleIndices:
         """Choose the slices of one sample.
 
         Raises:
@@ -207,9 +207,9 @@ class PrioritizedSliceSampler(PrioritizedSampler):
             slots = np.concatenate([slots, self._look_through(memory, spec, choices, missing)])
         drawn = spec.along(trails, trails.member.take(slots).astype(np.int64), trails.position.take(slots))
         weight = self._corrections(slots).repeat_interleave(spec.slice_len)
-        return Drawn(slots=drawn.slots, mask=drawn.mask, last=drawn.last, info={"priority_weight": weight})
+        return SampleIndices(slots=drawn.slots, mask=drawn.mask, last=drawn.last, info={"priority_weight": weight})
 
-    def _look_through(self, memory: Held, spec: Slices, choices: Choices, count: int) -> Ints:
+    def _look_through(self, memory: BufferView, spec: Slices, choices: RandomSource, count: int) -> Ints:
         """Draws among all frames at which a slice can begin."""
         trails = known_trails(memory)
         valid = np.flatnonzero(spec.begins(trails, np.arange(len(memory))))

@@ -13,7 +13,7 @@ from funcollect.keys import Key, Purpose, seed_of
 Ints = npt.NDArray[np.int64]
 
 
-class Choices(Protocol):
+class RandomSource(Protocol):
     """Where samplers take their randomness from."""
 
     def below(self, limit: int, count: int) -> Ints:
@@ -29,11 +29,11 @@ class Choices(Protocol):
         ...
 
 
-class KeyChoices:
+class KeySource:
     """Choices that are a function of a key.
 
     >>> from funcollect.keys import key_from_seed
-    >>> one, two = KeyChoices(key_from_seed(1)), KeyChoices(key_from_seed(1))
+    >>> one, two = KeySource(key_from_seed(1)), KeySource(key_from_seed(1))
     >>> one.below(1000, 3).tolist() == two.below(1000, 3).tolist()
     True
     """
@@ -55,7 +55,7 @@ class KeyChoices:
         return self._generator.permutation(count)
 
 
-class GeneratorChoices:
+class GeneratorSource:
     """Choices from a Torch generator, which moves on; None for Torch's global one."""
 
     def __init__(self, generator: torch.Generator | None) -> None:

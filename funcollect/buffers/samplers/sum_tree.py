@@ -15,13 +15,13 @@ Floats = npt.NDArray[np.float64]
 _CHILDREN = 16
 
 
-class Priorities:
+class SumTree:
     """A weight for each slot, not negative; a slot without one has 0, and is never drawn.
 
     Args:
         capacity: slots.
 
-    >>> priorities = Priorities(100)
+    >>> priorities = SumTree(100)
     >>> priorities.put(np.array([3, 40]), np.array([1.0, 3.0]))
     >>> priorities.total, priorities.least
     (4.0, 1.0)

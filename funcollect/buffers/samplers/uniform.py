@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from funcollect.arguments import check_positive
-from funcollect.buffers.samplers.indices import Drawn, Flat, Held, Slices, check_filled
-from funcollect.buffers.samplers.randomness import Choices
+from funcollect.buffers.samplers.indices import BufferView, Flat, SampleIndices, Slices, check_filled
+from funcollect.buffers.samplers.randomness import RandomSource
 from funcollect.buffers.trajectory_index.trajectory_keys import Trajectories
 from funcollect.tree import Path
 
@@ -30,7 +30,7 @@ class Sampler(Protocol):
         """Raise ValueError where it cannot serve a storage of so many frames."""
         ...
 
-    def draw(self, memory: Held, batch_size: int, choices: Choices) -> Drawn:
+    def draw(self, memory: BufferView, batch_size: int, choices: RandomSource) -> SampleIndices:
         """Choose the frames of one sample."""
         ...
 
@@ -38,11 +38,11 @@ class Sampler(Protocol):
         """Whether every frame has come, and the next sample begins a new round."""
         ...
 
-    def give_back(self, drawn: Drawn) -> None:
+    def give_back(self, drawn: SampleIndices) -> None:
         """The sample drawn last was not used."""
         ...
 
-    def extended(self, memory: Held, slots: Ints) -> None:
+    def extended(self, memory: BufferView, slots: Ints) -> None:
         """Frames were written into `slots`, ``[*B, T]``; -1 for those that did not fit."""
         ...
 
@@ -87,7 +87,7 @@ class RandomSampler:
     def fit(self, capacity: int) -> None:
         """It serves storages of any size."""
 
-    def draw(self, memory: Held, batch_size: int, choices: Choices) -> Drawn:
+    def draw(self, memory: BufferView, batch_size: int, choices: RandomSource) -> SampleIndices:
         """Choose the frames of one sample."""
         return Flat(batch_size).draw(memory, choices)
 
@@ -95,10 +95,10 @@ class RandomSampler:
         """There are no rounds."""
         return False
 
-    def give_back(self, drawn: Drawn) -> None:
+    def give_back(self, drawn: SampleIndices) -> None:
         """Nothing to remember."""
 
-    def extended(self, memory: Held, slots: Ints) -> None:
+    def extended(self, memory: BufferView, slots: Ints) -> None:
         """Nothing to remember."""
 
     def empty(self) -> None:
@@ -129,7 +129,7 @@ class SamplerWithoutReplacement(RandomSampler):
         self.drop_last, self.shuffle = drop_last, shuffle
         self._left = np.zeros(0, np.int64)
 
-    def draw(self, memory: Held, batch_size: int, choices: Choices) -> Drawn:
+    def draw(self, memory: BufferView, batch_size: int, choices: RandomSource) -> SampleIndices:
         """Choose the frames of one sample.
 
         Raises:
@@ -144,17 +144,17 @@ class SamplerWithoutReplacement(RandomSampler):
         if self.ran_out(batch_size):
             self._left = choices.permutation(held) if self.shuffle else np.arange(held)
         slots, self._left = self._left[:batch_size], self._left[batch_size:]
-        return Drawn(slots=slots)
+        return SampleIndices(slots=slots)
 
     def ran_out(self, batch_size: int) -> bool:
         """Whether every frame has come, and the next sample begins a new round."""
         return len(self._left) < (batch_size if self.drop_last else 1)
 
-    def give_back(self, drawn: Drawn) -> None:
+    def give_back(self, drawn: SampleIndices) -> None:
         """Its frames come next."""
         self._left = np.concatenate([drawn.slots, self._left])
 
-    def extended(self, memory: Held, slots: Ints) -> None:
+    def extended(self, memory: BufferView, slots: Ints) -> None:
         """Begin anew: some of what was left may be gone."""
         self._left = self._left[:0]
 
@@ -244,7 +244,7 @@ class SliceSampler(RandomSampler):
         num_slices, slice_len = (other, given) if self.num_slices is None else (given, other)
         return Slices(num_slices=num_slices, slice_len=slice_len, strict_length=self.strict_length, over=self.over)
 
-    def draw(self, memory: Held, batch_size: int, choices: Choices) -> Drawn:
+    def draw(self, memory: BufferView, batch_size: int, choices: RandomSource) -> SampleIndices:
         """Choose the slices of one sample."""
         return self.spec(batch_size).draw(memory, choices)
 

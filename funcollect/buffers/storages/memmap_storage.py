@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from funcollect.buffers.storages import rows_file
-from funcollect.buffers.storages.packed_rows import Layout
+from funcollect.buffers.storages.packed_rows import RowLayout
 from funcollect.buffers.storages.tensor_storage import LazyTensorStorage
 
 
@@ -52,7 +52,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         self._file: rows_file.RowsFile | None = None
         self._base = 0  # of the numbers that readers know frames by, which never start again; of slot 0
 
-    def _allocate(self, layout: Layout, existsok: bool = False) -> Tensor:
+    def _allocate(self, layout: RowLayout, existsok: bool = False) -> Tensor:
         directory = self.scratch_dir
         if directory is None:
             directory = Path(tempfile.mkdtemp(prefix="funcollect-"))

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from funcollect.buffers.storages.packed_rows import Layout
+from funcollect.buffers.storages.packed_rows import RowLayout
 from funcollect.specs import RESERVED
 from funcollect.tree import Path
 
@@ -55,7 +55,7 @@ class NextObservations:
         rows: the frames.
     """
 
-    def __init__(self, layout: Layout, aside: Layout, rows: Tensor) -> None:
+    def __init__(self, layout: RowLayout, aside: RowLayout, rows: Tensor) -> None:
         self.layout, self.aside = layout, aside
         self.place = np.full(len(rows), -1)  # of each slot: where its next observation lies aside; -1 where it does not
         self._rows = rows

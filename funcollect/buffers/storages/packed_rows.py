@@ -34,7 +34,7 @@ _CARRIERS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Column:
+class PackedLeaf:
     """Where a leaf lies in a row."""
 
     path: Path
@@ -106,7 +106,7 @@ def _check_leaf(path: Path, leaf: Any) -> None:
     raise TypeError(f"{'.'.join(path) or 'the data'} is {type(leaf).__name__}, expected {wanted}: {mend}")
 
 
-class Layout:
+class RowLayout:
     """How the leaves of one frame lie in a row of `words` 64-bit words.
 
     Args:
@@ -117,7 +117,7 @@ class Layout:
     >>> import torch
     >>> from tensordict import TensorDict
     >>> batch = TensorDict({"reward": torch.ones(2, 1), "step": torch.arange(2)}, [2])
-    >>> layout = Layout.of(batch, 1)
+    >>> layout = RowLayout.of(batch, 1)
     >>> rows = torch.zeros(2, layout.words, dtype=torch.int64)
     >>> layout.pack(rows, leaves_of(batch), 1)
     >>> layout.unpack(rows)["step"]
@@ -125,7 +125,7 @@ class Layout:
     """
 
     def __init__(
-        self, columns: Sequence[Column], item_dims: tuple[int, ...], rebuild: Callable[[list[Tensor], int], Any]
+        self, columns: Sequence[PackedLeaf], item_dims: tuple[int, ...], rebuild: Callable[[list[Tensor], int], Any]
     ) -> None:
         self.columns = tuple(columns)
         self.item_dims = item_dims
@@ -152,7 +152,7 @@ class Layout:
         )
 
     @classmethod
-    def of(cls, data: Any, ndim: int, leaves: Mapping[Path, Tensor] | None = None) -> Layout:
+    def of(cls, data: Any, ndim: int, leaves: Mapping[Path, Tensor] | None = None) -> RowLayout:
         """The layout of the frames of `data`, whose leaves have `ndim` dimensions before a frame's own.
 
         Only of some `leaves`, where these are given.
@@ -160,7 +160,7 @@ class Layout:
         leaves = leaves_of(data) if leaves is None else leaves
         offset, columns = 0, {}
         for path, leaf in sorted(leaves.items(), key=lambda pair: (-pair[1].dtype.itemsize, str(pair[1].dtype))):
-            columns[path] = Column(path=path, shape=tuple(leaf.shape[ndim:]), dtype=leaf.dtype, offset=offset)
+            columns[path] = PackedLeaf(path=path, shape=tuple(leaf.shape[ndim:]), dtype=leaf.dtype, offset=offset)
             offset += columns[path].nbytes
         item_dims = tuple(data.batch_size[ndim:]) if isinstance(data, TensorDictBase) else ()
         rebuild = _tensordicts(list(leaves), item_dims) if isinstance(data, TensorDictBase) else _trees(data)
@@ -169,10 +169,10 @@ class Layout:
         return layout
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> Layout:
+    def from_json(cls, saved: Mapping[str, Any]) -> RowLayout:
         """The layout that `to_json` told."""
         columns = [
-            Column(path=tuple(path), shape=tuple(shape), dtype=getattr(torch, dtype), offset=offset)
+            PackedLeaf(path=tuple(path), shape=tuple(shape), dtype=getattr(torch, dtype), offset=offset)
             for path, shape, dtype, offset in saved["columns"]
         ]
         item_dims = tuple(saved["item_dims"])
@@ -298,7 +298,7 @@ def time_major(leaf: Tensor, ndim: int) -> Tensor:
     return leaf.movedim(ndim - 1, 0) if ndim > 1 else leaf
 
 
-def _elements(leaf: Tensor, column: Column, bytes_: np.dtype[np.void]) -> npt.NDArray[np.void]:
+def _elements(leaf: Tensor, column: PackedLeaf, bytes_: np.dtype[np.void]) -> npt.NDArray[np.void]:
     """The frames of a leaf, ``[*B, ...]`` and not empty, one element of bytes each: [N]."""
     if column.dtype in _CARRIERS:
         leaf = leaf.view(_CARRIERS[column.dtype])

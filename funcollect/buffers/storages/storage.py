@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from funcollect.buffers.storages.packed_rows import Layout
+from funcollect.buffers.storages.packed_rows import RowLayout
 from funcollect.tree import Path as KeyPath
 
 Slots = npt.NDArray[np.int64]
@@ -28,7 +28,7 @@ class Incoming(NamedTuple):
     lead: tuple[int, ...]  # its leading dimensions, time last
     leaves: Mapping[KeyPath, Tensor]  # of a TensorDict or a tree
     content: Any
-    layout: Layout | None = None
+    layout: RowLayout | None = None
     beside: Mapping[KeyPath, Tensor] = MappingProxyType({})  # leaves that are not part of the rows
 
 

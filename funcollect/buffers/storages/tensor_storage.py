@@ -12,7 +12,7 @@ from torch import Tensor
 
 from funcollect.arguments import check_positive
 from funcollect.buffers.storages.next_observations import NextObservations, next_paths
-from funcollect.buffers.storages.packed_rows import Layout, leaves_of
+from funcollect.buffers.storages.packed_rows import RowLayout, leaves_of
 from funcollect.buffers.storages.storage import Incoming, Mask, Slots, check_size
 from funcollect.devices import checked_device
 from funcollect.tree import Path as KeyPath
@@ -57,7 +57,7 @@ class LazyTensorStorage:
         self.max_size, self.ndim = int(max_size), int(ndim)
         self.device = checked_device(device) or torch.device("cpu")
         self.compact_obs = compact_obs
-        self.layout: Layout | None = None
+        self.layout: RowLayout | None = None
         self._rows: Tensor | None = None
         self._next: NextObservations | None = None
 
@@ -77,7 +77,7 @@ class LazyTensorStorage:
             content = {path: leaf for path, leaf in leaves.items() if path not in beside}
             if self._next is not None:
                 self._next.aside.check(beside, self.ndim)
-        layout = Layout.of(data, self.ndim, content) if self.layout is None else self.layout
+        layout = RowLayout.of(data, self.ndim, content) if self.layout is None else self.layout
         layout.check(content, self.ndim)
         return Incoming(lead, leaves, content, layout, beside)
 
@@ -87,13 +87,13 @@ class LazyTensorStorage:
             self._rows = self._allocate(batch.layout)
             self.layout = batch.layout
             if self.compact_obs:
-                aside = Layout.of(TensorDict({}), self.ndim, batch.beside)
+                aside = RowLayout.of(TensorDict({}), self.ndim, batch.beside)
                 self._next = NextObservations(self.layout, aside, self._rows)
 
-    def _allocate(self, layout: Layout, existsok: bool = False) -> Tensor:
+    def _allocate(self, layout: RowLayout, existsok: bool = False) -> Tensor:
         return torch.empty(self.max_size, layout.words, dtype=torch.int64, device=self.device)
 
-    def _open(self) -> tuple[Layout, Tensor]:
+    def _open(self) -> tuple[RowLayout, Tensor]:
         if self.layout is None or self._rows is None:
             raise ValueError("the storage holds nothing yet: extend it first")
         return self.layout, self._rows
@@ -165,7 +165,7 @@ class LazyTensorStorage:
         """Read what `dump` wrote."""
         if frames is None:
             return
-        layout = Layout.from_json(frames["rows"])
+        layout = RowLayout.from_json(frames["rows"])
         size = (directory / _ROWS).stat().st_size
         if size != count * layout.nbytes:
             raise ValueError(f"{directory / _ROWS} has {size} bytes, expected {count * layout.nbytes}: it was changed")
@@ -177,7 +177,7 @@ class LazyTensorStorage:
                 rows = np.fromfile(file, np.int64, min(step, count - start) * layout.words)
                 self._rows[start : start + step].view(-1)[: len(rows)] = torch.from_numpy(rows).to(self.device)
         if "aside" in frames:
-            self._next = NextObservations(layout, Layout.from_json(frames["aside"]), self._rows)
+            self._next = NextObservations(layout, RowLayout.from_json(frames["aside"]), self._rows)
             with np.load(directory / _ASIDE, allow_pickle=False) as state:
                 self._next.load({name: state[name] for name in state.files})
 

@@ -25,7 +25,7 @@ class Frames:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runs:
+class Segments:
     """Frames that follow each other directly in one trajectory and one extend; all arrays are [R]."""
 
     number: Ints  # of the first frame
@@ -36,7 +36,7 @@ class Runs:
     ended: Bools  # by its last frame
 
     @classmethod
-    def of(cls, frames: Frames) -> Runs:
+    def of(cls, frames: Frames) -> Segments:
         """The runs of one extend that has frames."""
         begins = frames.begins.copy()
         begins[1:] |= frames.key[1:] != frames.key[:-1]
@@ -59,21 +59,21 @@ class Runs:
         )
 
     @staticmethod
-    def joined(parts: Sequence[Runs]) -> Runs:
+    def joined(parts: Sequence[Segments]) -> Segments:
         """The runs of several extends, oldest first, all of which know steps or do not."""
         if len(parts) == 1:
             return parts[0]
-        columns = {column.name: [getattr(part, column.name) for part in parts] for column in fields(Runs)}
+        columns = {column.name: [getattr(part, column.name) for part in parts] for column in fields(Segments)}
         joined: Any = {name: None if some[0] is None else np.concatenate(some) for name, some in columns.items()}
-        return Runs(**joined)
+        return Segments(**joined)
 
-    def take(self, index: Ints | Bools) -> Runs:
+    def take(self, index: Ints | Bools) -> Segments:
         """Some of the runs."""
-        columns = {column.name: getattr(self, column.name) for column in fields(Runs)}
+        columns = {column.name: getattr(self, column.name) for column in fields(Segments)}
         taken: Any = {name: None if some is None else some[index] for name, some in columns.items()}
-        return Runs(**taken)
+        return Segments(**taken)
 
-    def since(self, number: int) -> Runs:
+    def since(self, number: int) -> Segments:
         """What is left of them without the frames before `number`."""
         gone: Ints = (-((self.number - number) // np.maximum(self.stride, 1))).clip(0, self.length)
         if not gone.any():
@@ -86,7 +86,7 @@ class Runs:
         )
         return left.take(left.length > 0)
 
-    def in_order(self) -> Runs:
+    def in_order(self) -> Segments:
         """By key, those of one key in the order of time."""
         if (self.key[1:] > self.key[:-1]).all():
             return self

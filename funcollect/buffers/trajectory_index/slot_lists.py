@@ -16,7 +16,7 @@ Ints = npt.NDArray[np.int64]
 _SMALLEST = 4  # 2**4 entries
 
 
-class Shelves:
+class SlotLists:
     """The slots of every trail, by position."""
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 A **trail** is what the ring holds of one trajectory. Its frames have consecutive positions, and leave the ring in that
 order, so a trail is a range of positions and the slots at which they lie. Frame ``p`` of a trail is found in one
-look-up (`Trails.slots`), however the batches of many workers were interleaved; its successor is frame ``p + 1``.
+look-up (`TrajectoryIndex.slots`), however the batches of many workers were interleaved; its successor is frame ``p + 1``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from funcollect.buffers.trajectory_index.segments import Runs
-from funcollect.buffers.trajectory_index.slot_lists import Shelves
+from funcollect.buffers.trajectory_index.segments import Segments
+from funcollect.buffers.trajectory_index.slot_lists import SlotLists
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -25,7 +25,7 @@ _STATE = (
 )  # fmt: skip
 
 
-class Trails:
+class TrajectoryIndex:
     """The trails of a ring.
 
     Args:
@@ -36,7 +36,7 @@ class Trails:
         self.capacity = capacity
         self.member = np.zeros(capacity, np.int32)  # the trail of the frame in each slot
         self.position = np.zeros(capacity, np.int64)
-        self.shelves = Shelves()
+        self.shelves = SlotLists()
         self.first = np.zeros(0, np.int64)  # position of the oldest frame of each trail
         self.stop = np.zeros(0, np.int64)  # one after that of the newest
         self._free = np.zeros(0, np.int64)  # trails that hold nothing
@@ -62,7 +62,7 @@ class Trails:
             alive = self.stop.take(self._open_trail) > 0
             self._open_key, self._open_trail = self._open_key[alive], self._open_trail[alive]
 
-    def extend(self, runs: Runs) -> None:
+    def extend(self, runs: Segments) -> None:
         """Add the ring's newest frames; the slots that they take have been retired."""
         runs = runs.in_order()
         linked = runs.linked()
@@ -82,7 +82,7 @@ class Trails:
             self._next_step[trails] = runs.step[tails] + runs.length[tails]
         self._reopen(runs.key[tails], trails, runs.ended[tails])
 
-    def _place(self, runs: Runs, trail: Ints, start: Ints, before: Ints) -> None:
+    def _place(self, runs: Segments, trail: Ints, start: Ints, before: Ints) -> None:
         """Note slots, trails and positions of all frames; a run begins at `start` in its trail."""
         slots = slots_of(runs.numbers(), self.capacity)
         position = np.arange(len(slots)) + (start - before).repeat(runs.length)
@@ -90,7 +90,7 @@ class Trails:
         self.member[slots] = trail.repeat(runs.length)
         self.position[slots] = position
 
-    def _find_open(self, runs: Runs) -> tuple[Ints, Bools]:
+    def _find_open(self, runs: Segments) -> tuple[Ints, Bools]:
         """The open trail with each run's key, and whether the run goes on with it: [R] both."""
         if not len(self._open_key):
             return np.zeros(len(runs.key), np.int64), np.zeros(len(runs.key), np.bool_)

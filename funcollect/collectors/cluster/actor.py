@@ -16,17 +16,17 @@ import numpy as np
 from tensordict import TensorDictBase
 
 from funcollect.collectors.cluster.jobs import RayJob
-from funcollect.collectors.cluster.nested_worker import Team
-from funcollect.collectors.cluster.packed_batch import Packer, Parcel
+from funcollect.collectors.cluster.nested_worker import NestedWorker
+from funcollect.collectors.cluster.packed_batch import PackedBatch, Packer
 from funcollect.collectors.cluster.resources import ray
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.threads import limit_threads
-from funcollect.collectors.workers.worker import Hello, Report, Worker, failure_of
+from funcollect.collectors.workers.worker import RolloutReport, Worker, WorkerInfo, failure_of
 from funcollect.core.request import Columns
 
 
-class Setup(NamedTuple):
+class ActorSetup(NamedTuple):
     """What an actor takes over from the collector's process, and how it is to run."""
 
     path: list[str]
@@ -44,23 +44,23 @@ class ClassWorker(Worker):
         return next(self._runner)
 
 
-def built(job: RayJob) -> Worker | Team:
+def built(job: RayJob) -> Worker | NestedWorker:
     """The worker that a job describes."""
     if not issubclass(job.kind, WorkerCollector):
         return ClassWorker(job)
     collector = job.collector()
     assert isinstance(collector, WorkerCollector)
-    return Team(job, collector)
+    return NestedWorker(job, collector)
 
 
 class RayWorker:
     """The actor. Ray calls `do` in the order in which it was sent, `hurry` and `stack` from threads of their own."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: ActorSetup) -> None:
         sys.path.extend(path for path in setup.path if path not in sys.path)
         limit_threads(setup.num_threads, accelerators=setup.accelerators)
-        self._worker: Worker | Team | None = None
-        self._hello: Hello | None = None
+        self._worker: Worker | NestedWorker | None = None
+        self._info: WorkerInfo | None = None
         self._packer = Packer()
         self._one_at_a_time = threading.Lock()
         self._built = threading.Event()
@@ -93,32 +93,32 @@ class RayWorker:
             return failure_of(error) if self._worker is None else self._worker.failure(error)
 
     def _call(self, name: str, args: tuple[Any, ...]) -> Any:
-        if name == "hello":
+        if name == "describe":
             try:
                 self._worker = built(cloudpickle.loads(args[0]))
             finally:
                 self._built.set()
-            self._hello = self._worker.hello()
-            return self._hello
+            self._info = self._worker.describe()
+            return self._info
         if name == "close" and self._worker is None:
             return None
         assert self._worker is not None
         if name == "collect":
             return self._collect(self._worker)
         if name == "fetch":
-            version, form, memory = args
-            leaves = form.leaves(np.array(memory))  # a copy: what Ray shares is not written, nor kept
+            version, packed_layout, memory = args
+            leaves = packed_layout.leaves(np.array(memory))  # a copy: what Ray shares is not written, nor kept
             return self._worker.adopt({path[0]: leaf for path, leaf in leaves.items()}, version)
         return getattr(self._worker, name)(*args)
 
-    def _collect(self, worker: Worker | Team) -> tuple[Parcel, Report]:
-        assert self._hello is not None
+    def _collect(self, worker: Worker | NestedWorker) -> tuple[PackedBatch, RolloutReport]:
+        assert self._info is not None
         batch, report = worker.collect(self._packer.columns)
-        own = isinstance(worker, Worker) and batch.ndim == (1 if self._hello.num_envs is None else 2)
-        return self._packer.pack(batch, self._hello.num_envs is None if own else None), report
+        own = isinstance(worker, Worker) and batch.ndim == (1 if self._info.num_envs is None else 2)
+        return self._packer.pack(batch, self._info.num_envs is None if own else None), report
 
     @staticmethod
-    def place() -> str:
+    def node() -> str:
         """The node on which it runs."""
         context = ray.get_runtime_context()
         return f"node {ray.util.get_node_ip_address()} ({context.get_node_id()[:12]}), process {os.getpid()}"

@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from tensordict import TensorDict
 
-from funcollect.collectors.cluster.packed_batch import Form, Parcel, private_memory
+from funcollect.collectors.cluster.packed_batch import PackedBatch, PackedLayout, private_memory
 from funcollect.collectors.workers.batch_layout import Memory
-from funcollect.collectors.workers.transport import Call, Group, Shipment
+from funcollect.collectors.workers.transport import Call, PendingBatch, WorkerGroup
 from funcollect.errors import WorkerError
 
 _SPARE = 3  # pieces of a size that wait to be written again: fresh memory costs ten times a copy into warm one
 
 
-class Pool:
+class MemoryPool:
     """Memory of this process that is lent to batches, and taken back once no view of it lives."""
 
     def __init__(self) -> None:
@@ -37,12 +37,12 @@ class Pool:
             spare.append(memory)
 
 
-class RayDock:
-    """See `funcollect.collectors.workers.transport.Dock`. Rollouts of several actors are stacked."""
+class RayAssembler:
+    """See `funcollect.collectors.workers.transport.BatchAssembler`. Rollouts of several actors are stacked."""
 
     copies = 0
 
-    def __init__(self, submit: Callable[[Call], Call], group: Group, pool: Pool) -> None:
+    def __init__(self, submit: Callable[[Call], Call], group: WorkerGroup, pool: MemoryPool) -> None:
         self._submit = submit
         self._group = group
         self._pool = pool
@@ -51,31 +51,31 @@ class RayDock:
         """Whether another batch may be begun."""
         return True
 
-    def begin(self) -> Shipment:
+    def begin(self) -> PendingBatch:
         """Have every worker of the group collect one rollout."""
-        return Shipment([self._submit(Call(worker, "collect")) for worker in self._group.workers])
+        return PendingBatch([self._submit(Call(worker, "collect")) for worker in self._group.workers])
 
-    def settle(self, shipment: Shipment) -> bool:
+    def complete(self, pending: PendingBatch) -> bool:
         """Whether the batch is whole."""
         return True
 
-    def deliver(self, shipment: Shipment) -> TensorDict:
+    def deliver(self, pending: PendingBatch) -> TensorDict:
         """The batch, after which the object store is rid of it."""
-        parcels: list[Parcel] = [call.value[0] for call in shipment.calls]
-        form = self._form(shipment.calls, parcels)
-        memory = self._pool.lend(len(parcels) * form.size)
-        for part, parcel in enumerate(parcels):
-            np.copyto(memory[part * form.size : (part + 1) * form.size], parcel.memory)
-        batch: TensorDict = form.batch(memory, None if self._group.join is None else len(parcels))
-        for call in shipment.calls:
+        parcels: list[PackedBatch] = [call.value[0] for call in pending.calls]
+        packed_layout = self._packed_layout(pending.calls, parcels)
+        memory = self._pool.lend(len(parcels) * packed_layout.size)
+        for part, packed_batch in enumerate(parcels):
+            np.copyto(memory[part * packed_layout.size : (part + 1) * packed_layout.size], packed_batch.memory)
+        batch: TensorDict = packed_layout.batch(memory, None if self._group.join is None else len(parcels))
+        for call in pending.calls:
             call.value = (None, call.value[1])
         return batch
 
-    def _form(self, calls: Sequence[Call], parcels: Sequence[Parcel]) -> Form:
-        first = parcels[0].form
+    def _packed_layout(self, calls: Sequence[Call], parcels: Sequence[PackedBatch]) -> PackedLayout:
+        first = parcels[0].packed_layout
         assert first is not None
-        for call, parcel in zip(calls, parcels, strict=True):
-            if parcel.form != first:
+        for call, packed_batch in zip(calls, parcels, strict=True):
+            if packed_batch.packed_layout != first:
                 raise WorkerError(
                     f"worker {call.worker}: its batch has other leaves, shapes or dtypes than that of worker "
                     f"{calls[0].worker}: give all workers equal spaces and policies",

@@ -11,7 +11,7 @@ from funcollect.arguments import check_not_given, check_positive
 from funcollect.collectors.collector import Collector
 from funcollect.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector
 from funcollect.collectors.options import Device, Keywords, OnFailure, Postproc
-from funcollect.collectors.runner import Place, Runner
+from funcollect.collectors.runner import Runner, Shard
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.jobs import check_one_each, each, make_jobs
@@ -20,7 +20,7 @@ from funcollect.specs import ExplorationType
 
 CLASSES = (SyncDataCollector, MultiSyncDataCollector, MultiaSyncDataCollector)
 _OF_ALL = "it holds for the whole run: give it to RayCollector itself"
-_NOT_INNER = dict.fromkeys(
+_NOT_FOR_ACTORS = dict.fromkeys(
     (
         "create_env_fn", "policy", "policy_factory", "frames_per_batch", "total_frames", "max_frames_per_traj",
         "init_random_frames", "reset_at_each_iter", "split_trajs", "postproc", "exploration_type", "seed",
@@ -29,7 +29,7 @@ _NOT_INNER = dict.fromkeys(
     _OF_ALL,
 ) | {
     "num_workers": "num_workers_per_collector says it",
-    "place": "RayCollector gives it",
+    "shard": "RayCollector gives it",
     "in_process": "its workers are processes beside the actor",
 }  # fmt: skip
 NOT_HERE = {
@@ -94,7 +94,7 @@ class RayJob(Job):
             frames_per_batch=self.options.frames_per_batch,
             create_env_kwargs=source.create_env_kwargs,
             seed=self.seed,
-            place=self.place,
+            shard=self.shard,
             **from_factory,
             **self.keywords,
         )
@@ -108,7 +108,7 @@ class RayJob(Job):
 
 
 @dataclass(frozen=True)
-class Inner:
+class ActorSpec:
     """What every actor is given alike.
 
     Attributes:
@@ -154,16 +154,16 @@ class Inner:
                 row[name] = one
         jobs = []
         for index, (row, own) in enumerate(zip(rows, given, strict=True)):
-            check_not_given("collector_kwargs", own, _NOT_INNER)
+            check_not_given("collector_kwargs", own, _NOT_FOR_ACTORS)
             _check_known(self.kind, own)
             own_env_kwargs = own.pop("create_env_kwargs", each("create_env_kwargs", env_kwargs, len(envs))[index])
             (plain,) = make_jobs(
                 [envs[index]], own_env_kwargs, policy, each("policy_factory", factory, len(envs))[index],
                 [self.frames], row | own, self.seed,
             )  # fmt: skip
-            place = Place(first + index * count, self.workers)
+            shard = Shard(first + index * count, self.workers)
             jobs.append(
-                RayJob(**{**vars(plain), "place": place}, kind=self.kind, workers=count, keywords=_taken(row) | own)
+                RayJob(**{**vars(plain), "shard": shard}, kind=self.kind, workers=count, keywords=_taken(row) | own)
             )
         return jobs
 
@@ -178,7 +178,7 @@ def _check_known(kind: type[Any], own: Mapping[str, Any]) -> None:
     if kind not in CLASSES:
         return
     taken = [name for name, each in signature(kind).parameters.items() if each.kind is not Parameter.VAR_KEYWORD]
-    known = {*taken, *(Keywords.__annotations__ if issubclass(kind, WorkerCollector) else ())} - _NOT_INNER.keys()
+    known = {*taken, *(Keywords.__annotations__ if issubclass(kind, WorkerCollector) else ())} - _NOT_FOR_ACTORS.keys()
     if unknown := sorted(own.keys() - known):
         raise TypeError(
             f"collector_kwargs has {unknown}, which {kind.__name__} lacks, expected some of {sorted(known)}: look for "

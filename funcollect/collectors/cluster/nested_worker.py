@@ -10,12 +10,12 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.collectors.worker_collector import WorkerCollector
-from funcollect.collectors.workers.worker import START, Failure, Hello, Job, Report, Stand, failure_of
+from funcollect.collectors.workers.worker import START, Failure, Job, Progress, RolloutReport, WorkerInfo, failure_of
 from funcollect.core.request import NOWHERE, Columns
 from funcollect.errors import WorkerError
 
 
-class Team:
+class NestedWorker:
     """What `funcollect.collectors.workers.worker.Worker` is, over a collector with workers of its own.
 
     Args:
@@ -25,36 +25,38 @@ class Team:
 
     def __init__(self, job: Job, collector: WorkerCollector) -> None:
         self._collector = collector
-        self._crew, self._weights, self._gathering, self._hello = collector.inside()
-        self._before = job.stand
-        self._batches = job.stand.batches
-        if job.stand.batches:
-            self.go_on(job.stand)
+        self._pool, self._weights, self._gathering, self._info = collector.inside()
+        self._before = job.progress
+        self._batches = job.progress.batches
+        if job.progress.batches:
+            self.go_on(job.progress)
         self._ended = time.monotonic()
         self._told = (0, 0)  # restarts and lost frames
 
-    def hello(self) -> Hello:
+    def describe(self) -> WorkerInfo:
         """What the larger run's collector has to know."""
-        lanes = self._collector.num_workers * self._hello.lanes
-        return self._hello._replace(lanes=lanes, frames=self._collector.frames_of_batch)
+        lanes = self._collector.num_workers * self._info.lanes
+        return self._info._replace(lanes=lanes, frames=self._collector.frames_of_batch)
 
-    def collect(self, columns: Columns = NOWHERE) -> tuple[TensorDictBase, Report]:
+    def collect(self, columns: Columns = NOWHERE) -> tuple[TensorDictBase, RolloutReport]:
         """The next batch."""
         began = time.monotonic()
         idle = began - self._ended
         batch = next(self._collector)
         self._batches += 1
         self._ended = time.monotonic()
-        told, self._told = self._told, (self._crew.restarts, self._crew.lost)
+        told, self._told = self._told, (self._pool.restarts, self._pool.lost)
         restarts, lost = (now - before for now, before in zip(self._told, told, strict=True))
-        return batch, Report(self._stand(), self._gathering.version, self._ended - began, idle, restarts, lost)
+        return batch, RolloutReport(
+            self._progress(), self._gathering.version, self._ended - began, idle, restarts, lost
+        )
 
-    def _stand(self) -> Stand:
+    def _progress(self) -> Progress:
         """How far the workers have come: no id that any of them has used lies beyond."""
-        stands = [member.stand for member in self._crew.members]
-        return Stand(
-            steps=max(stand.steps for stand in stands),
-            episode=max(stand.episode for stand in stands),
+        all_progress = [record.progress for record in self._pool.records]
+        return Progress(
+            steps=max(progress.steps for progress in all_progress),
+            episode=max(progress.episode for progress in all_progress),
             batches=self._batches,
             frames=self._before.frames + self._collector.frames,
         )
@@ -75,10 +77,10 @@ class Team:
         """Begin new episodes, seeded by `seed`."""
         self._collector.set_seed(seed, static_seed=True)
 
-    def go_on(self, stand: Stand) -> None:
+    def go_on(self, progress: Progress) -> None:
         """Begin new episodes as if every worker had come so far."""
-        self._crew.ask("go_on", stand)
-        self._crew.go_on_from(self._collector.seed, [stand] * self._collector.num_workers)
+        self._pool.call_all("go_on", progress)
+        self._pool.go_on_from(self._collector.seed, [progress] * self._collector.num_workers)
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs."""

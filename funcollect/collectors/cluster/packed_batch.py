@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from funcollect.collectors.workers.batch_layout import Layout, Memory, View, columns_of, copy_into
+from funcollect.collectors.workers.batch_layout import BatchLayout, LeafView, Memory, columns_of, copy_into
 from funcollect.core.request import NOWHERE, Columns
 from funcollect.tree import Path, aliased, flatten, nest
 
@@ -26,7 +26,7 @@ def private_memory(size: int) -> Memory:
 
 
 @dataclass(frozen=True)
-class Form:
+class PackedLayout:
     """How leaves lie in one piece of memory.
 
     Attributes:
@@ -35,26 +35,28 @@ class Form:
         size: bytes, a multiple of every leaf's alignment.
     """
 
-    views: tuple[View, ...]
+    views: tuple[LeafView, ...]
     batch_size: tuple[int, ...]
     size: int
 
     @classmethod
-    def packed(cls, leaves: Mapping[Path, Tensor], batch_size: tuple[int, ...] = ()) -> Form:
+    def packed(cls, leaves: Mapping[Path, Tensor], batch_size: tuple[int, ...] = ()) -> PackedLayout:
         """One leaf after another, each contiguous."""
         views, size = [], 0
         for path, leaf in leaves.items():
             strides = torch.empty(leaf.shape, device="meta").stride()
-            views.append(View(path, leaf.dtype, tuple(leaf.shape), strides, size // leaf.dtype.itemsize))
+            views.append(LeafView(path, leaf.dtype, tuple(leaf.shape), strides, size // leaf.dtype.itemsize))
             size += _aligned(leaf.numel() * leaf.dtype.itemsize)
         return cls(tuple(views), batch_size, size)
 
     @classmethod
-    def of(cls, leaves: Mapping[Path, Tensor], batch_size: tuple[int, ...], memory: Memory) -> Form:
+    def of(cls, leaves: Mapping[Path, Tensor], batch_size: tuple[int, ...], memory: Memory) -> PackedLayout:
         """That of a batch whose leaves are views of `memory`."""
         start = memory.ctypes.data
         views = tuple(
-            View(path, leaf.dtype, tuple(leaf.shape), leaf.stride(), (leaf.data_ptr() - start) // leaf.dtype.itemsize)
+            LeafView(
+                path, leaf.dtype, tuple(leaf.shape), leaf.stride(), (leaf.data_ptr() - start) // leaf.dtype.itemsize
+            )
             for path, leaf in leaves.items()
         )
         return cls(views, batch_size, len(memory))
@@ -77,10 +79,10 @@ class Form:
         return aliased(nest(self.leaves(memory, count)), torch.Size((*lead, *self.batch_size)))
 
 
-class Parcel(NamedTuple):
+class PackedBatch(NamedTuple):
     """A batch on its way: its form, unless that is the one of the worker's parcel before, and its memory."""
 
-    form: Form | None
+    packed_layout: PackedLayout | None
     memory: Memory
 
 
@@ -92,12 +94,12 @@ class Packer:
     """
 
     def __init__(self) -> None:
-        self._form: Form | None = None
+        self._packed_layout: PackedLayout | None = None
         self._memory = private_memory(0)
         self._leaves: Mapping[Path, Tensor] = {}
         self.columns: Columns = NOWHERE
 
-    def pack(self, batch: TensorDictBase, single: bool | None) -> Parcel:
+    def pack(self, batch: TensorDictBase, single: bool | None) -> PackedBatch:
         """A batch as a parcel.
 
         Args:
@@ -107,30 +109,30 @@ class Packer:
         Raises:
             ValueError: for a batch with other keys or shapes than the first one.
         """
-        form = None
-        if self._form is None:
-            form = self._form = self._open(batch, single)
-            self._leaves = form.leaves(self._memory)
+        packed_layout = None
+        if self._packed_layout is None:
+            packed_layout = self._packed_layout = self._open(batch, single)
+            self._leaves = packed_layout.leaves(self._memory)
         copy_into(self._leaves, flatten(batch))
-        return Parcel(form, self._memory)
+        return PackedBatch(packed_layout, self._memory)
 
-    def _open(self, batch: TensorDictBase, single: bool | None) -> Form:
+    def _open(self, batch: TensorDictBase, single: bool | None) -> PackedLayout:
         if single is None:
-            form = Form.packed(flatten(batch), tuple(batch.batch_size))
-            self._memory = private_memory(form.size)
-            return form
-        layout = Layout(columns_of(batch, single), (batch.batch_size[-1],), None, single)
+            packed_layout = PackedLayout.packed(flatten(batch), tuple(batch.batch_size))
+            self._memory = private_memory(packed_layout.size)
+            return packed_layout
+        layout = BatchLayout(columns_of(batch, single), (batch.batch_size[-1],), None, single)
         self._memory = private_memory(layout.size)
         self.columns = layout.part(self._memory, 0)
-        return Form.of(*layout.batch(self._memory), self._memory)
+        return PackedLayout.of(*layout.batch(self._memory), self._memory)
 
 
-def packed(leaves: Mapping[Path, Tensor]) -> Parcel:
+def packed(leaves: Mapping[Path, Tensor]) -> PackedBatch:
     """Copies of tensors as a parcel."""
-    form = Form.packed(leaves)
-    memory = private_memory(form.size)
-    copy_into(form.leaves(memory), leaves)
-    return Parcel(form, memory)
+    packed_layout = PackedLayout.packed(leaves)
+    memory = private_memory(packed_layout.size)
+    copy_into(packed_layout.leaves(memory), leaves)
+    return PackedBatch(packed_layout, memory)
 
 
 def _aligned(size: int) -> int:

@@ -19,12 +19,12 @@ except ImportError as error:
     raise ImportError("RayCollector needs Ray, which is not installed: pip install 'funcollect[ray]'") from error
 
 ray: Any = _ray  # half of it is typed
-__all__ = ["Lease", "check_room", "ray", "resources"]
+__all__ = ["RaySession", "check_room", "ray", "resources"]
 
 _QUIET = {"include_dashboard": False, "logging_level": "warning"}
 
 
-class Lease:
+class RaySession:
     """A use of Ray in this process: what the first one has started, the last one ends.
 
     Args:
@@ -39,33 +39,33 @@ class Lease:
     _config: Mapping[str, Any] | None = None
 
     def __init__(self, config: Mapping[str, Any] | None) -> None:
-        with Lease._lock:
+        with RaySession._lock:
             self._counted = True
             if not ray.is_initialized():
                 with warnings.catch_warnings():  # JAX's, of forks that go on; Ray's become other programs at once
                     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
                     ray.init(**_QUIET | dict(config or {}))
-                Lease._count, Lease._config = 0, config
-            elif Lease._count == 0:
+                RaySession._count, RaySession._config = 0, config
+            elif RaySession._count == 0:
                 self._counted = False  # the user's own
             if self._differs(config):
                 raise ValueError(
                     "ray_init_config is given, but Ray runs in this process already: leave it out, or call "
                     "ray.shutdown() before"
                 )
-            Lease._count += self._counted
+            RaySession._count += self._counted
 
     def _differs(self, config: Mapping[str, Any] | None) -> bool:
-        return config is not None and not (self._counted and config == Lease._config)
+        return config is not None and not (self._counted and config == RaySession._config)
 
     def release(self) -> None:
         """Leave Ray. Does nothing the second time."""
-        with Lease._lock:
+        with RaySession._lock:
             counted, self._counted = self._counted, False
             if not counted:
                 return
-            Lease._count -= 1
-            if Lease._count == 0 and ray.is_initialized():
+            RaySession._count -= 1
+            if RaySession._count == 0 and ray.is_initialized():
                 ray.shutdown()
 
 

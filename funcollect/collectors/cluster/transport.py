@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from funcollect.collectors.cluster.actor import RayWorker, Setup
-from funcollect.collectors.cluster.batch_assembler import Pool, RayDock
-from funcollect.collectors.cluster.packed_batch import Form, Parcel, packed
-from funcollect.collectors.cluster.resources import Lease, check_room, ray, resources
-from funcollect.collectors.workers.transport import WITH_WEIGHTS, Answer, Call, Gone, Group, Link
+from funcollect.collectors.cluster.actor import ActorSetup, RayWorker
+from funcollect.collectors.cluster.batch_assembler import MemoryPool, RayAssembler
+from funcollect.collectors.cluster.packed_batch import PackedBatch, PackedLayout, packed
+from funcollect.collectors.cluster.resources import RaySession, check_room, ray, resources
+from funcollect.collectors.workers.transport import WITH_WEIGHTS, Answer, Call, WorkerExited, WorkerGroup, WorkerHandle
 
 _GROUPS = {"hurry": 1, "look": 1}  # threads of an actor besides the one that works
 _TO_CLOSE = 2.0  # seconds that actors have to close their environments
@@ -22,7 +22,7 @@ _TO_TELL = 1.0  # seconds within which an actor shows its Python stack
 _TO_FETCH = 30.0  # seconds within which an object that is there can be read
 
 
-class RayLink:
+class RayHandle:
     """The way to one actor.
 
     Args:
@@ -41,8 +41,8 @@ class RayLink:
         self._hurried: deque[tuple[Any, int]] = deque()  # and what goes before it
         self.there: set[Any] = set()  # of their references those of which Ray has said that they can be read
         self._collects = 0  # rollouts that it has been sent for
-        self._form: Form | None = None
-        self._place = actor.place.options(concurrency_group="look").remote()
+        self._packed_layout: PackedLayout | None = None
+        self._node_ref = actor.node.options(concurrency_group="look").remote()
         self._gone = ""
 
     @property
@@ -51,10 +51,10 @@ class RayLink:
         return f"actor {self._actor._actor_id.hex()[:12]} on {self._node() or 'no node yet'}"
 
     def _node(self) -> str:
-        if not ray.is_initialized() or not ray.wait([self._place], timeout=0)[0]:
+        if not ray.is_initialized() or not ray.wait([self._node_ref], timeout=0)[0]:
             return ""
         try:
-            node: str = ray.get(self._place)
+            node: str = ray.get(self._node_ref)
         except ray.exceptions.RayError:
             return ""
         return node
@@ -65,7 +65,7 @@ class RayLink:
             self._gone = self.gone
             return
         args = call.args
-        if call.name == "hello":
+        if call.name == "describe":
             args, self._job = (self._job,), b""  # a policy's weights are in it
         if self._eager and call.name in WITH_WEIGHTS and self._collects:  # else it is next as it is
             ref = self._actor.hurry.options(concurrency_group="hurry").remote(call.name, *args)
@@ -83,10 +83,10 @@ class RayLink:
         """The references of which one is there as soon as there is something to receive."""
         return [queue[0][0] for queue in (self._hurried, self._sent) if queue]
 
-    def receive(self) -> Answer | Gone | None:
+    def receive(self) -> Answer | WorkerExited | None:
         """The next of its answers, whose arrays are those of the object store."""
         if self.gone:
-            return Gone(self.gone)
+            return WorkerExited(self.gone)
         for queue in (self._hurried, self._sent):
             if queue and queue[0][0] in self.there:
                 ref, number = queue.popleft()
@@ -94,16 +94,16 @@ class RayLink:
                 return self._read(ref, number)
         return None
 
-    def _read(self, ref: Any, number: int) -> Answer | Gone:
+    def _read(self, ref: Any, number: int) -> Answer | WorkerExited:
         try:
             value = ray.get(ref, timeout=_TO_FETCH)
         except ray.exceptions.RayError as error:
             self._gone = reason_of(error)
-            return Gone(self._gone)
-        if isinstance(value, tuple) and isinstance(parcel := value[0], Parcel):
+            return WorkerExited(self._gone)
+        if isinstance(value, tuple) and isinstance(packed_batch := value[0], PackedBatch):
             self._collects -= 1
-            self._form = parcel.form or self._form
-            value = (Parcel(self._form, parcel.memory), *value[1:])
+            self._packed_layout = packed_batch.packed_layout or self._packed_layout
+            value = (PackedBatch(self._packed_layout, packed_batch.memory), *value[1:])
         return Answer(number, value)
 
     def where(self) -> str:
@@ -144,26 +144,26 @@ def reason_of(error: BaseException) -> str:
     return f"was lost ({type(error).__name__}: {told[:400]})"
 
 
-class RayBoard:
-    """See `funcollect.collectors.workers.transport.Board`: weights are objects, which each node fetches once."""
+class RayWeightStore:
+    """See `funcollect.collectors.workers.transport.WeightStore`: weights are objects, which each node fetches once."""
 
     def __init__(self) -> None:
-        self._places: dict[int, tuple[Form | None, Any]] = {}
+        self._slots: dict[int, tuple[PackedLayout | None, Any]] = {}
         self._next = 0
 
     def put(self, weights: Mapping[str, Tensor], taken: set[int]) -> int:
         """Make an object of them, and let go of those that nobody will ask for any more."""
-        self._places = {place: held for place, held in self._places.items() if place in taken}
+        self._slots = {slot: held for slot, held in self._slots.items() if slot in taken}
         self._next += 1
-        form, memory = packed({(name,): weight for name, weight in weights.items()})
-        self._places[self._next] = form, ray.put(memory)
+        packed_layout, memory = packed({(name,): weight for name, weight in weights.items()})
+        self._slots[self._next] = packed_layout, ray.put(memory)
         return self._next
 
-    def call(self, worker: int, place: int, version: int) -> Call:
+    def call(self, worker: int, slot: int, version: int) -> Call:
         """A message with a reference to them, which Ray resolves on the actor's node."""
-        return Call(worker, "fetch", (version, *self._places[place]))
+        return Call(worker, "fetch", (version, *self._slots[slot]))
 
-    def carried(self, params: Any) -> Any:
+    def encode_params(self, params: Any) -> Any:
         """A reference to them."""
         return None if params is None else ray.put(params)
 
@@ -172,7 +172,7 @@ class RayBoard:
 
     def close(self) -> None:
         """Let go of them."""
-        self._places.clear()
+        self._slots.clear()
 
 
 class RayTransport:
@@ -198,15 +198,15 @@ class RayTransport:
         eager: bool,
     ) -> None:
         self._configs: dict[int, Mapping[str, Any]] = {}  # by worker
-        self._lease = Lease(init)
+        self._session = RaySession(init)
         try:
             self.expect(configs, 0, ())
         except BaseException:
-            self._lease.release()
+            self._session.release()
             raise
         self._setup = (num_threads, accelerators)
         self._eager = eager
-        self._pool = Pool()
+        self._memory_pool = MemoryPool()
 
     def expect(self, configs: Sequence[Mapping[str, Any]], first: int, present: Sequence[int]) -> None:
         """Let the next workers have actors with these options.
@@ -222,18 +222,18 @@ class RayTransport:
         check_room(configs, first, [self._configs[worker] for worker in present])
         self._configs |= dict(enumerate(configs, first))
 
-    def start(self, worker: int, job: bytes) -> RayLink:
+    def start(self, worker: int, job: bytes) -> RayHandle:
         """A link to a new actor, which has no node yet."""
         config = self._configs[worker]
         kind = ray.remote(**config, max_restarts=0, max_task_retries=0, concurrency_groups=_GROUPS)(RayWorker)
-        return RayLink(kind.remote(Setup([*sys.path], *self._setup)), job, config, eager=self._eager)
+        return RayHandle(kind.remote(ActorSetup([*sys.path], *self._setup)), job, config, eager=self._eager)
 
-    def ready(self, links: Mapping[int, Link], timeout: float) -> Iterable[int]:
+    def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:
         """Those that have an answer, or whose actor is gone: asked of Ray for all at once."""
-        own = {worker: link for worker, link in links.items() if isinstance(link, RayLink)}
-        if gone := [worker for worker, link in own.items() if link.gone]:
+        own = {worker: handle for worker, handle in handles.items() if isinstance(handle, RayHandle)}
+        if gone := [worker for worker, handle in own.items() if handle.gone]:
             return gone
-        heads = {ref: worker for worker, link in own.items() for ref in link.heads()}
+        heads = {ref: worker for worker, handle in own.items() for ref in handle.heads()}
         if not heads:
             time.sleep(timeout)
             return ()
@@ -242,24 +242,24 @@ class RayTransport:
             own[heads[ref]].there.add(ref)
         return dict.fromkeys(heads[ref] for ref in there)
 
-    def close(self, links: Sequence[Link]) -> None:
+    def close(self, handles: Sequence[WorkerHandle]) -> None:
         """Let the actors close their environments; kill those that take too long."""
-        own = [link for link in links if isinstance(link, RayLink)]
-        told = [ref for link in own if (ref := link.say_close()) is not None]
+        own = [handle for handle in handles if isinstance(handle, RayHandle)]
+        told = [ref for handle in own if (ref := handle.say_close()) is not None]
         if told:
             ray.wait(told, num_returns=len(told), timeout=_TO_CLOSE)
-        for link in own:
-            link.kill()
+        for handle in own:
+            handle.kill()
 
     def leave(self) -> None:
         """End what this process has started of Ray, unless another collector uses it."""
-        self._lease.release()
+        self._session.release()
 
-    def dock(self, submit: Callable[[Call], Call], group: Group) -> RayDock:
+    def assembler(self, submit: Callable[[Call], Call], group: WorkerGroup) -> RayAssembler:
         """A dock for these actors."""
         alone = group.join is None  # a stack has a size of its own, whose memory goes with its dock
-        return RayDock(submit, group, self._pool if alone else Pool())
+        return RayAssembler(submit, group, self._memory_pool if alone else MemoryPool())
 
-    def board(self, workers: int) -> RayBoard:
+    def weight_store(self, workers: int) -> RayWeightStore:
         """A board."""
-        return RayBoard()
+        return RayWeightStore()

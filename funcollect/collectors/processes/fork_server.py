@@ -17,7 +17,7 @@ import sys
 import traceback
 
 from funcollect.collectors.processes.channel import receive_packet
-from funcollect.collectors.processes.lifeline import die_with
+from funcollect.collectors.processes.lifeline import die_with_parent
 
 _SET_CHILD_SUBREAPER = 36  # of prctl(2)
 STATUS = struct.Struct("q")  # what is told of a process: its number as it begins, its wait status when it is gone
@@ -25,7 +25,7 @@ STATUS = struct.Struct("q")  # what is told of a process: its number as it begin
 
 def main(control: int, alive: int) -> None:
     """Serve the socket `control` until its other end is closed, at the latest when that of the pipe `alive` is."""
-    die_with(alive)
+    die_with_parent(alive)
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what a killed worker had started is reaped here
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     woken, wakes = os.pipe()

@@ -8,7 +8,7 @@ import select
 import signal
 
 
-def die_with(alive: int) -> None:
+def die_with_parent(alive: int) -> None:
     """Have the kernel kill this process, and those that it starts, once the other end of the pipe `alive` is closed.
 
     It does so even if they are stopped, or hang with the GIL held. The process leads a session of its own from here on.

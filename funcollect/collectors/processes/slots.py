@@ -10,22 +10,22 @@ import torch
 from tensordict import TensorDict
 
 from funcollect.collectors.processes.shared_memory import mapped, shared_memory
-from funcollect.collectors.workers.batch_layout import Column, Layout, Memory
-from funcollect.collectors.workers.transport import Call, Group, Shipment
+from funcollect.collectors.workers.batch_layout import BatchColumn, BatchLayout, Memory
+from funcollect.collectors.workers.transport import Call, PendingBatch, WorkerGroup
 from funcollect.errors import WorkerError
 from funcollect.tree import aliased, nest
 
 _SLOTS = 3  # one that the reader looks at, one that is ready, one that is written
 
 
-class Slot:
+class BatchSlot:
     """A piece of memory for one batch, which is the reader's until no view of it lives.
 
     Each batch is made of aliases of the same tensors. So all that a reader may keep, slices, arrays or a graph of
     autograd, refers to one storage, whose references tell whether anything of it lives.
     """
 
-    def __init__(self, layout: Layout, memory: Memory) -> None:
+    def __init__(self, layout: BatchLayout, memory: Memory) -> None:
         self._layout = layout
         self._memory = memory
         self._open()
@@ -54,32 +54,32 @@ class Slot:
         return aliased(self._leaves, self._size)
 
 
-class Slots:
+class SharedSlots:
     """Slots of one layout in one shared memory."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: BatchLayout) -> None:
         self.layout = layout
         self.fd = shared_memory(_SLOTS * layout.size)
-        self._slots = [Slot(layout, memory) for memory in mapped(self.fd, _SLOTS, layout.size)]
+        self._slots = [BatchSlot(layout, memory) for memory in mapped(self.fd, _SLOTS, layout.size)]
 
-    def __getitem__(self, place: int) -> Slot:
-        return self._slots[place]
+    def __getitem__(self, slot: int) -> BatchSlot:
+        return self._slots[slot]
 
     def close(self) -> None:
         """Let go of the memory; batches keep what they show."""
         os.close(self.fd)
 
 
-class SlotDock:
-    """See `funcollect.collectors.workers.transport.Dock`.
+class SlotAssembler:
+    """See `funcollect.collectors.workers.transport.BatchAssembler`.
 
     The layout follows from the first rollouts, which their workers keep until they are told of the slots.
     """
 
-    def __init__(self, submit: Callable[[Call], Call], group: Group) -> None:
+    def __init__(self, submit: Callable[[Call], Call], group: WorkerGroup) -> None:
         self._submit = submit
         self._group = group
-        self._slots: Slots | None = None
+        self._slots: SharedSlots | None = None
         self._lent: set[int] = set()
         self._written: set[int] = set()
         self.copies = 0
@@ -87,40 +87,40 @@ class SlotDock:
     @property
     def lent(self) -> set[int]:
         """The places of which the reader holds views."""
-        self._lent = {place for place in self._lent if self._slots is not None and self._slots[place].lent}
+        self._lent = {slot for slot in self._lent if self._slots is not None and self._slots[slot].lent}
         return self._lent
 
     def _free(self) -> list[int]:
         taken = self.lent | self._written
-        return [place for place in range(_SLOTS) if place not in taken]
+        return [slot for slot in range(_SLOTS) if slot not in taken]
 
     def room(self) -> bool:
         """Whether another batch may be begun; before there are slots, only one."""
         return bool(self._free()) and (self._slots is not None or not self._written)
 
-    def begin(self) -> Shipment:
+    def begin(self) -> PendingBatch:
         """Have every worker of the group collect one rollout into a slot of its batch."""
-        place = self._free()[0]
-        self._written.add(place)
-        return Shipment([self._collect(worker, place) for worker in self._group.workers], place)
+        slot = self._free()[0]
+        self._written.add(slot)
+        return PendingBatch([self._collect(worker, slot) for worker in self._group.workers], slot)
 
-    def _collect(self, worker: int, place: int) -> Call:
-        return self._submit(Call(worker, "collect", (place,)))
+    def _collect(self, worker: int, slot: int) -> Call:
+        return self._submit(Call(worker, "collect", (slot,)))
 
-    def settle(self, shipment: Shipment) -> bool:
+    def complete(self, pending: PendingBatch) -> bool:
         """Whether every part lies in its slot; where not, its worker is told of the slots, or collects again."""
-        if all(call.value is not None and call.value[0] is None for call in shipment.calls):
+        if all(call.value is not None and call.value[0] is None for call in pending.calls):
             return True
         if self._slots is None:
-            self._slots = self._allocated([call.value[0] for call in shipment.calls])
-        for part, call in enumerate(shipment.calls):
+            self._slots = self._allocated([call.value[0] for call in pending.calls])
+        for part, call in enumerate(pending.calls):
             if call.value is None:  # it was replaced before it could write
-                shipment.calls[part] = self._collect(call.worker, shipment.place)
+                pending.calls[part] = self._collect(call.worker, pending.slot)
             elif call.value[0] is not None:
-                shipment.calls[part] = self._submit(self._attach(part))
+                pending.calls[part] = self._submit(self._attach(part))
         return False
 
-    def _allocated(self, columns: Sequence[tuple[Column, ...]]) -> Slots:
+    def _allocated(self, columns: Sequence[tuple[BatchColumn, ...]]) -> SharedSlots:
         first = self._group.workers[0]
         for worker, own in zip(self._group.workers, columns, strict=True):
             if own != columns[0]:
@@ -130,9 +130,9 @@ class SlotDock:
                     f"{other} with their dtypes and shapes: give all workers equal spaces and policies",
                     worker,
                 )
-        layout = Layout(columns[0], self._group.lengths, self._group.join, self._group.single)
+        layout = BatchLayout(columns[0], self._group.lengths, self._group.join, self._group.single)
         try:
-            return Slots(layout)
+            return SharedSlots(layout)
         except MemoryError as error:
             raise WorkerError(
                 f"worker {first}: {error} as {_SLOTS} slots for rollouts: collect fewer frames at once, or "
@@ -144,16 +144,16 @@ class SlotDock:
         assert self._slots is not None
         return Call(self._group.workers[part], "attach", (self._slots.layout, part, _SLOTS), (self._slots.fd,))
 
-    def deliver(self, shipment: Shipment) -> TensorDict:
+    def deliver(self, pending: PendingBatch) -> TensorDict:
         """The batch: views of its slot, or a copy where the reader looks at all others."""
         assert self._slots is not None
-        batch = self._slots[shipment.place].batch()
+        batch = self._slots[pending.slot].batch()
         if len(self.lent) < _SLOTS - 1:
-            self._lent.add(shipment.place)
+            self._lent.add(pending.slot)
         else:
             self.copies += 1
             batch = batch.clone()
-        self._written.discard(shipment.place)
+        self._written.discard(pending.slot)
         return batch
 
     def restarted(self, worker: int) -> Sequence[Call]:

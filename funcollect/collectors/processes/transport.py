@@ -15,18 +15,18 @@ from typing import Any
 from funcollect.collectors.processes.channel import pair
 from funcollect.collectors.processes.fork_server import STATUS
 from funcollect.collectors.processes.launcher import launch
-from funcollect.collectors.processes.slots import SlotDock
-from funcollect.collectors.processes.weight_slots import SharedBoard
-from funcollect.collectors.processes.worker_process import Setup
-from funcollect.collectors.workers.transport import Answer, Call, Gone, Group, Link
-from funcollect.collectors.workers.worker import Report
+from funcollect.collectors.processes.slots import SlotAssembler
+from funcollect.collectors.processes.weight_slots import SharedWeightStore
+from funcollect.collectors.processes.worker_process import ProcessSetup
+from funcollect.collectors.workers.transport import Answer, Call, WorkerExited, WorkerGroup, WorkerHandle
+from funcollect.collectors.workers.worker import RolloutReport
 
 _TO_CLOSE = 1.0  # seconds that workers have to close their environments: Ctrl-C is to end a script within two
 _TO_DIE = 5.0  # seconds until a killed process is gone
 _TO_TELL = 1.0  # seconds within which a process shows its Python stack
 
 
-class ProcessLink:
+class ProcessHandle:
     """The way to one process.
 
     The collector's process holds one end of a pipe; once that is closed, by this process or with it, the kernel kills
@@ -35,7 +35,7 @@ class ProcessLink:
 
     label = ""
 
-    def __init__(self, setup: Setup, job: bytes) -> None:
+    def __init__(self, setup: ProcessSetup, job: bytes) -> None:
         self._job = job
         self._channel, theirs = pair()
         status, told = os.pipe()
@@ -46,7 +46,7 @@ class ProcessLink:
         self._ended: int | None = None  # its wait status; -1 where nobody tells
         self._owner = os.getpid()
         self._open = True
-        _LINKS.add(self)
+        _HANDLES.add(self)
         try:
             launch([told, theirs.fileno(), alive, self._stack])
         finally:
@@ -68,28 +68,28 @@ class ProcessLink:
 
     def send(self, call: Call) -> None:
         """Have it do this after what it was sent before."""
-        name, args = ("build", (self._job,)) if call.name == "hello" else (call.name, call.args)
+        name, args = ("build", (self._job,)) if call.name == "describe" else (call.name, call.args)
         self._send((call.number, name, args), call.fds, plain=name == "collect")
 
     def _send(self, message: Any, fds: Sequence[int] = (), *, plain: bool = False) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is gone: `receive` tells
             self._channel.send(message, fds, plain=plain)
 
-    def receive(self) -> Answer | Gone | None:
+    def receive(self) -> Answer | WorkerExited | None:
         """The next of its answers."""
         if not self._open:
-            return Gone("was ended")
+            return WorkerExited("was ended")
         try:
             message = self._channel.receive(wait=False)
             if message is None and self._has_ended(0):
                 message = self._channel.receive(wait=False)  # now the channel holds all that it will ever hold
         except (EOFError, OSError):
             self._has_ended(_TO_DIE)
-            return Gone(self._how())
+            return WorkerExited(self._how())
         if message is not None:
             number, value, *packed = message[0]
-            return Answer(number, (None, Report.unpacked(*packed)) if packed else value)
-        return None if self._ended is None else Gone(self._how())
+            return Answer(number, (None, RolloutReport.unpacked(*packed)) if packed else value)
+        return None if self._ended is None else WorkerExited(self._how())
 
     def _has_ended(self, timeout: float) -> bool:
         """Whether the process is gone, within so many seconds."""
@@ -188,51 +188,51 @@ class ProcessTransport:
             )
         self._setup = (num_threads, accelerators, eager)
 
-    def start(self, worker: int, job: bytes) -> ProcessLink:
+    def start(self, worker: int, job: bytes) -> ProcessHandle:
         """A link to a new process."""
-        return ProcessLink(Setup(sys.path.copy(), os.getcwd(), dict(os.environ), *self._setup), job)
+        return ProcessHandle(ProcessSetup(sys.path.copy(), os.getcwd(), dict(os.environ), *self._setup), job)
 
-    def ready(self, links: Mapping[int, Link], timeout: float) -> Iterable[int]:
+    def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:
         """All of them, once one has an answer or its process is gone: to look is as cheap as to ask who has."""
         if timeout:
             readable = select.poll()
-            for link in links.values():
-                assert isinstance(link, ProcessLink)
-                for fd in link.filenos():
+            for handle in handles.values():
+                assert isinstance(handle, ProcessHandle)
+                for fd in handle.filenos():
                     readable.register(fd, select.POLLIN)
             readable.poll(timeout * 1000)
-        return links
+        return handles
 
-    def close(self, links: Sequence[Link]) -> None:
+    def close(self, handles: Sequence[WorkerHandle]) -> None:
         """Let the processes close their environments; kill those that take too long."""
-        own = [link for link in links if isinstance(link, ProcessLink)]
-        for link in own:
-            link.say_close()
+        own = [handle for handle in handles if isinstance(handle, ProcessHandle)]
+        for handle in own:
+            handle.say_close()
         until = time.monotonic() + _TO_CLOSE
-        for link in own:
-            link.ended_by(until)
-        for link in own:
-            link.kill()
+        for handle in own:
+            handle.ended_by(until)
+        for handle in own:
+            handle.kill()
 
     def leave(self) -> None:
         """Nothing is held."""
 
-    def dock(self, submit: Callable[[Call], Call], group: Group) -> SlotDock:
+    def assembler(self, submit: Callable[[Call], Call], group: WorkerGroup) -> SlotAssembler:
         """Slots for these workers."""
-        return SlotDock(submit, group)
+        return SlotAssembler(submit, group)
 
-    def board(self, workers: int) -> SharedBoard:
+    def weight_store(self, workers: int) -> SharedWeightStore:
         """A board for so many workers."""
-        return SharedBoard(workers)
+        return SharedWeightStore(workers)
 
 
-_LINKS: weakref.WeakSet[ProcessLink] = weakref.WeakSet()
+_HANDLES: weakref.WeakSet[ProcessHandle] = weakref.WeakSet()
 
 
 def _let_go() -> None:
     """In a process that was forked from the collector's: the workers' lives hang on that one alone."""
-    for link in list(_LINKS):
-        link.kill()
+    for handle in list(_HANDLES):
+        handle.kill()
 
 
 os.register_at_fork(after_in_child=_let_go)

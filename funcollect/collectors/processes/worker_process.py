@@ -17,17 +17,17 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.collectors.processes.channel import Channel
-from funcollect.collectors.processes.lifeline import die_with
+from funcollect.collectors.processes.lifeline import die_with_parent
 from funcollect.collectors.processes.shared_memory import mapped
-from funcollect.collectors.workers.batch_layout import Column, Layout, columns_of, store
+from funcollect.collectors.workers.batch_layout import BatchColumn, BatchLayout, columns_of, store
 from funcollect.collectors.workers.threads import limit_threads
 from funcollect.collectors.workers.transport import WITH_WEIGHTS
-from funcollect.collectors.workers.worker import Report, Worker, failure_of
+from funcollect.collectors.workers.worker import RolloutReport, Worker, failure_of
 from funcollect.core.request import NOWHERE
 from funcollect.tree import Path
 
 
-class Setup(NamedTuple):
+class ProcessSetup(NamedTuple):
     """What a process takes over from the collector's, and how it is to run."""
 
     path: list[str]
@@ -41,7 +41,7 @@ class Setup(NamedTuple):
 def main(fds: Sequence[int]) -> None:
     """Work for the collector at the other end of the first descriptor, as long as the second's is open."""
     channel, alive, stack = fds
-    die_with(alive)
+    die_with_parent(alive)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Jupyter sends it to all processes
     with contextlib.suppress(OSError):  # where it is not allowed
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # woken by the reader, it does not take its core
@@ -52,9 +52,9 @@ def main(fds: Sequence[int]) -> None:
 def serve(channel: Channel) -> None:
     """Answer calls until told to close."""
     setup, _ = channel.receive() or (None, None)
-    assert isinstance(setup, Setup)
+    assert isinstance(setup, ProcessSetup)
     _prepare(setup)
-    served = Served(channel, eager=setup.eager)
+    served = ServedWorker(channel, eager=setup.eager)
     try:
         while served.answer():
             pass
@@ -64,7 +64,7 @@ def serve(channel: Channel) -> None:
     sys.stderr.flush()
 
 
-def _prepare(setup: Setup) -> None:
+def _prepare(setup: ProcessSetup) -> None:
     sys.path[:] = setup.path
     os.chdir(setup.folder)
     os.environ.clear()
@@ -72,7 +72,7 @@ def _prepare(setup: Setup) -> None:
     limit_threads(setup.num_threads, accelerators=setup.accelerators)
 
 
-class Served:
+class ServedWorker:
     """A worker, the memory it shares, and the calls that wait."""
 
     def __init__(self, channel: Channel, *, eager: bool) -> None:
@@ -82,7 +82,7 @@ class Served:
         self._worker: Worker | None = None
         self._single = False
         self._slots: list[Mapping[Path, Tensor]] = []
-        self._held: tuple[TensorDictBase, Report, int] | None = None  # a rollout that waits for its slot
+        self._held: tuple[TensorDictBase, RolloutReport, int] | None = None  # a rollout that waits for its slot
         self._weights: list[Mapping[str, Tensor]] = []
 
     def answer(self) -> bool:
@@ -100,7 +100,7 @@ class Served:
             for fd in fds:
                 os.close(fd)
         match value:
-            case (None, Report() as report):
+            case (None, RolloutReport() as report):
                 self._channel.send((number, None, report.packed()), plain=True)
             case _:
                 self._channel.send((number, value))
@@ -121,9 +121,9 @@ class Served:
         match name:
             case "build":
                 self._worker = Worker(cloudpickle.loads(args[0]))
-                hello = self._worker.hello()
-                self._single = hello.num_envs is None
-                return hello
+                info = self._worker.describe()
+                self._single = info.num_envs is None
+                return info
             case "collect":
                 return self._collect(*args)
             case "attach":
@@ -133,7 +133,7 @@ class Served:
             case _:
                 return getattr(self._worker, name)(*args)
 
-    def _collect(self, slot: int) -> tuple[tuple[Column, ...] | None, Report]:
+    def _collect(self, slot: int) -> tuple[tuple[BatchColumn, ...] | None, RolloutReport]:
         """A rollout into a slot; as long as there are none, what has to lie in one."""
         assert self._worker is not None
         columns = self._slots[slot] if self._slots else NOWHERE
@@ -144,7 +144,7 @@ class Served:
         store(batch, columns, self._single)
         return None, report
 
-    def _attach(self, layout: Layout, part: int, count: int, *, fd: int) -> tuple[None, Report] | None:
+    def _attach(self, layout: BatchLayout, part: int, count: int, *, fd: int) -> tuple[None, RolloutReport] | None:
         """Take slots into use, and put the rollout there that waits for one: None where none does."""
         self._slots = [layout.part(memory, part) for memory in mapped(fd, count, layout.size)]
         if self._held is None:
@@ -153,10 +153,10 @@ class Served:
         store(batch, self._slots[slot], self._single)
         return None, report
 
-    def _fetch(self, place: int, version: int, layout: Layout, count: int, *, fds: list[int]) -> None:
+    def _fetch(self, slot: int, version: int, layout: BatchLayout, count: int, *, fds: list[int]) -> None:
         """Take over weights; their memory comes with the first ones."""
         assert self._worker is not None
         if fds:
             memories = [layout.part(memory, 0) for memory in mapped(fds[0], count, layout.size)]
             self._weights = [{path[0]: rows[0] for path, rows in each.items()} for each in memories]
-        self._worker.adopt(self._weights[place], version)
+        self._worker.adopt(self._weights[slot], version)

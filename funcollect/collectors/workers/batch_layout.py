@@ -22,7 +22,7 @@ Memory = npt.NDArray[np.uint8]
 _ALIGNMENT = 64  # bytes: where XLA takes a tensor without a copy
 
 
-class Column(NamedTuple):
+class BatchColumn(NamedTuple):
     """One leaf over time: [T, P, ...]."""
 
     path: Path
@@ -30,7 +30,7 @@ class Column(NamedTuple):
     row: tuple[int, ...]  # [P, ...]
 
 
-class View(NamedTuple):
+class LeafView(NamedTuple):
     """One leaf of a batch as a view of memory, in elements of its dtype."""
 
     path: Path
@@ -45,10 +45,10 @@ def turned(leaf: Tensor, single: bool) -> Tensor:
     return leaf.unsqueeze(1) if single else leaf.transpose(0, 1)
 
 
-def columns_of(batch: TensorDictBase, single: bool) -> tuple[Column, ...]:
+def columns_of(batch: TensorDictBase, single: bool) -> tuple[BatchColumn, ...]:
     """The columns that hold the leaves of a worker's batch."""
     leaves = {path: turned(leaf, single) for path, leaf in flatten(batch).items()}
-    return tuple(Column(path, leaf.dtype, tuple(leaf.shape[1:])) for path, leaf in leaves.items())
+    return tuple(BatchColumn(path, leaf.dtype, tuple(leaf.shape[1:])) for path, leaf in leaves.items())
 
 
 def store(batch: TensorDictBase, columns: Mapping[Path, Tensor], single: bool) -> None:
@@ -78,7 +78,7 @@ def copy_into(columns: Mapping[Path, Tensor], leaves: Mapping[Path, Tensor]) -> 
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """The parts of a group of workers in one memory, such that the batch is a view of it wherever that can be.
 
     Attributes:
@@ -88,7 +88,7 @@ class Layout:
         single: whether the environments have no batch dimension.
     """
 
-    columns: tuple[Column, ...]
+    columns: tuple[BatchColumn, ...]
     lengths: tuple[int, ...]
     join: Join | None
     single: bool
@@ -132,11 +132,11 @@ class Layout:
         return {path: column[first : first + self.lengths[index]] for path, column in whole.items()}
 
     @cached_property
-    def _views(self) -> tuple[tuple[View, ...], tuple[int, ...]]:
+    def _views(self) -> tuple[tuple[LeafView, ...], tuple[int, ...]]:
         leaves = {path: self._joined(column) for path, column in self._whole(np.zeros(self.size, np.uint8)).items()}
         starts = dict(zip((column.path for column in self.columns), self._offsets, strict=False))
         views = tuple(
-            View(path, leaf.dtype, tuple(leaf.shape), leaf.stride(), starts[path] // leaf.dtype.itemsize)
+            LeafView(path, leaf.dtype, tuple(leaf.shape), leaf.stride(), starts[path] // leaf.dtype.itemsize)
             for path, leaf in leaves.items()
         )
         return views, tuple(leaves["next", "done"].shape[:-1])

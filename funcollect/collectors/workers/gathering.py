@@ -8,14 +8,14 @@ from typing import Protocol
 
 from tensordict import TensorDict
 
-from funcollect.collectors.workers.pool import Crew
-from funcollect.collectors.workers.transport import Call, Dock, Shipment
+from funcollect.collectors.workers.pool import WorkerPool
+from funcollect.collectors.workers.transport import BatchAssembler, Call, PendingBatch
 from funcollect.collectors.workers.weights import Weights
 
 _AHEAD = 2  # batches that an asynchronous worker may have begun, or have ready, beyond the one the reader holds
 
 
-OpenDock = Callable[[Sequence[int]], Dock]
+OpenAssembler = Callable[[Sequence[int]], BatchAssembler]
 
 
 class Gathering(Protocol):
@@ -42,7 +42,7 @@ class Gathering(Protocol):
         """Drop the batches that have been begun and not handed over."""
         ...
 
-    def staff(self, workers: Sequence[int], open_dock: OpenDock) -> None:
+    def set_workers(self, workers: Sequence[int], open_assembler: OpenAssembler) -> None:
         """Let these workers collect from here on. What has been begun is whole afterwards, and is delivered."""
         ...
 
@@ -67,29 +67,35 @@ class SyncGathering:
     """
 
     def __init__(
-        self, crew: Crew, workers: Sequence[int], open_dock: OpenDock, weights: Weights, *, prefetch: bool
+        self,
+        pool: WorkerPool,
+        workers: Sequence[int],
+        open_assembler: OpenAssembler,
+        weights: Weights,
+        *,
+        prefetch: bool,
     ) -> None:
-        self._crew = crew
+        self._pool = pool
         self.workers = workers
-        self._dock = open_dock(workers)
+        self._assembler = open_assembler(workers)
         self._weights = weights
         self._prefetch = prefetch
-        self._under_way: tuple[Dock, Shipment] | None = None
+        self._under_way: tuple[BatchAssembler, PendingBatch] | None = None
         self.version = 0
 
     @property
     def copies(self) -> int:
         """Batches that were handed over as copies."""
-        return self._dock.copies
+        return self._assembler.copies
 
     def next(self, *, more: bool) -> TensorDict:
         """The next batch."""
-        dock, shipment = self._under_way or self._begin()
-        settle(self._crew, dock, shipment)
-        batch = dock.deliver(shipment)
+        assembler, pending = self._under_way or self._begin()
+        wait_until_complete(self._pool, assembler, pending)
+        batch = assembler.deliver(pending)
         self._under_way = None
-        self.workers = [call.worker for call in shipment.calls]
-        self.version = version_of(shipment)
+        self.workers = [call.worker for call in pending.calls]
+        self.version = version_of(pending)
         if self._prefetch and more:
             self._begin()
         return batch
@@ -99,24 +105,24 @@ class SyncGathering:
         if self._under_way is not None:
             self.next(more=False)
 
-    def _begin(self) -> tuple[Dock, Shipment]:
-        self._weights.settle()
-        self._under_way = self._dock, self._dock.begin()
+    def _begin(self) -> tuple[BatchAssembler, PendingBatch]:
+        self._weights.flush()
+        self._under_way = self._assembler, self._assembler.begin()
         return self._under_way
 
-    def staff(self, workers: Sequence[int], open_dock: OpenDock) -> None:
+    def set_workers(self, workers: Sequence[int], open_assembler: OpenAssembler) -> None:
         """Let these workers collect from the next batch on that is begun."""
         if self._under_way is not None:
-            settle(self._crew, *self._under_way)
-        self._dock = open_dock(workers)
+            wait_until_complete(self._pool, *self._under_way)
+        self._assembler = open_assembler(workers)
 
     def restarted(self, worker: int) -> Sequence[Call]:
         """What a worker that has been replaced has to be told first."""
-        return [*self._dock.restarted(worker), *self._weights.restarted(worker)]
+        return [*self._assembler.restarted(worker), *self._weights.restarted(worker)]
 
     def close(self) -> None:
         """Let go of the memory."""
-        self._dock.close()
+        self._assembler.close()
 
 
 class AsyncGathering:
@@ -129,33 +135,37 @@ class AsyncGathering:
         open_dock: makes the dock of one.
     """
 
-    def __init__(self, crew: Crew, workers: Sequence[int], open_dock: OpenDock, weights: Weights) -> None:
-        self._crew = crew
+    def __init__(
+        self, pool: WorkerPool, workers: Sequence[int], open_assembler: OpenAssembler, weights: Weights
+    ) -> None:
+        self._pool = pool
         self._weights = weights
-        self._docks: dict[int, Dock] = {}  # of those that have left, too: they may have something in line
-        self._under_way: dict[int, deque[Shipment]] = {}
-        self._arrived: deque[tuple[int, Shipment]] = deque()
+        self._assemblers: dict[
+            int, BatchAssembler
+        ] = {}  # of those that have left, too: they may have something in line
+        self._under_way: dict[int, deque[PendingBatch]] = {}
+        self._arrived: deque[tuple[int, PendingBatch]] = deque()
         self.version = 0
         self.workers: Sequence[int] = ()
-        self.staff(workers, open_dock)
+        self.set_workers(workers, open_assembler)
 
     @property
     def copies(self) -> int:
         """Batches that were handed over as copies."""
-        return sum(dock.copies for dock in self._docks.values())
+        return sum(assembler.copies for assembler in self._assemblers.values())
 
     def next(self, *, more: bool) -> TensorDict:
         """The next batch."""
         if not self._arrived:
-            self._crew.drain()
+            self._pool.poll()
             self._go_on()
         while not self._arrived:
-            self._crew.pump()
+            self._pool.wait()
             self._go_on()
-        worker, shipment = self._arrived[0]
-        batch = self._docks[worker].deliver(shipment)
+        worker, pending = self._arrived[0]
+        batch = self._assemblers[worker].deliver(pending)
         self._arrived.popleft()
-        self.version, self.workers = version_of(shipment), (worker,)
+        self.version, self.workers = version_of(pending), (worker,)
         self._go_on()
         return batch
 
@@ -163,52 +173,52 @@ class AsyncGathering:
         """Drop the batches that have been begun and not handed over."""
         for worker, under_way in self._under_way.items():
             while under_way:
-                settle(self._crew, self._docks[worker], under_way[0])
-                self._docks[worker].deliver(under_way.popleft())
+                wait_until_complete(self._pool, self._assemblers[worker], under_way[0])
+                self._assemblers[worker].deliver(under_way.popleft())
         while self._arrived:
-            worker, shipment = self._arrived.popleft()
-            self._docks[worker].deliver(shipment)
+            worker, pending = self._arrived.popleft()
+            self._assemblers[worker].deliver(pending)
 
     def _go_on(self) -> None:
         """Put what has arrived in line, and give every worker something to do."""
         self._weights.send()
         for worker, under_way in self._under_way.items():
-            dock = self._docks[worker]
-            while under_way and all(call.done for call in under_way[0].calls) and dock.settle(under_way[0]):
+            assembler = self._assemblers[worker]
+            while under_way and all(call.done for call in under_way[0].calls) and assembler.complete(under_way[0]):
                 self._arrived.append((worker, under_way.popleft()))
             if len(under_way) < _AHEAD:
                 ready = [each for each, _ in self._arrived].count(worker)
-                while len(under_way) + ready < _AHEAD and dock.room():
-                    under_way.append(dock.begin())
+                while len(under_way) + ready < _AHEAD and assembler.room():
+                    under_way.append(assembler.begin())
 
-    def staff(self, workers: Sequence[int], open_dock: OpenDock) -> None:
+    def set_workers(self, workers: Sequence[int], open_assembler: OpenAssembler) -> None:
         """Let these workers collect from here on; those that leave end what they have begun."""
         for worker in self._under_way.keys() - {*workers}:
-            for shipment in self._under_way.pop(worker):
-                settle(self._crew, self._docks[worker], shipment)
-                self._arrived.append((worker, shipment))
+            for pending in self._under_way.pop(worker):
+                wait_until_complete(self._pool, self._assemblers[worker], pending)
+                self._arrived.append((worker, pending))
         for worker in workers:
-            if worker not in self._docks:
-                self._docks[worker], self._under_way[worker] = open_dock([worker]), deque()
+            if worker not in self._assemblers:
+                self._assemblers[worker], self._under_way[worker] = open_assembler([worker]), deque()
 
     def restarted(self, worker: int) -> Sequence[Call]:
         """What a worker that has been replaced has to be told first."""
-        return [*self._docks[worker].restarted(worker), *self._weights.restarted(worker)]
+        return [*self._assemblers[worker].restarted(worker), *self._weights.restarted(worker)]
 
     def close(self) -> None:
         """Let go of the memory."""
-        for dock in self._docks.values():
-            dock.close()
+        for assembler in self._assemblers.values():
+            assembler.close()
 
 
-def settle(crew: Crew, dock: Dock, shipment: Shipment) -> None:
+def wait_until_complete(pool: WorkerPool, assembler: BatchAssembler, pending: PendingBatch) -> None:
     """Wait until a batch is whole."""
-    crew.finish(shipment.calls)
-    while not dock.settle(shipment):
-        crew.finish(shipment.calls)
+    pool.finish(pending.calls)
+    while not assembler.complete(pending):
+        pool.finish(pending.calls)
 
 
-def version_of(shipment: Shipment) -> int:
+def version_of(pending: PendingBatch) -> int:
     """The oldest weights in a batch."""
-    versions: list[int] = [call.value[-1].version for call in shipment.calls]
+    versions: list[int] = [call.value[-1].version for call in pending.calls]
     return min(versions)

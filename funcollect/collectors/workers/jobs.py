@@ -14,9 +14,9 @@ from torch import Tensor
 
 from funcollect.arguments import check_positive
 from funcollect.collectors.options import Keywords, Options, WorkerOptions
-from funcollect.collectors.runner import ALONE, Place
-from funcollect.collectors.source import Source
-from funcollect.collectors.workers.worker import Hello, Job
+from funcollect.collectors.runner import ALONE, Shard
+from funcollect.collectors.source import RunnerSpec
+from funcollect.collectors.workers.worker import Job, WorkerInfo
 from funcollect.envs.recognise import is_torchrl
 from funcollect.errors import WorkerError
 
@@ -95,9 +95,9 @@ def make_jobs(
     frames: Sequence[int],
     keywords: Mapping[str, Any],
     seed: int,
-    place: Place = ALONE,
+    shard: Shard = ALONE,
 ) -> list[Job]:
-    """One job per worker; `frames` says how many frames each collects for a batch, `place` which lanes are theirs.
+    """One job per worker; `frames` says how many frames each collects for a batch, `shard` which lanes are theirs.
 
     Raises:
         TypeError, ValueError: for arguments that no worker would take.
@@ -111,7 +111,7 @@ def make_jobs(
     )
     return [
         Job(
-            source=Source(
+            source=RunnerSpec(
                 create_env_fn=create_env_fn[worker],
                 create_env_kwargs=kwargs[worker],
                 policy=policy,
@@ -121,7 +121,7 @@ def make_jobs(
                 frames_per_batch=frames[worker], **{name: values[worker] for name, values in columns.items()}
             ),
             seed=seed,
-            place=place.within(worker, count),
+            shard=shard.within(worker, count),
         )
         for worker in range(count)
     ]
@@ -153,19 +153,19 @@ def masks_of(mask: Tensor | None, lanes: Sequence[int]) -> Sequence[Tensor | Non
 
 def want_accelerators(jobs: Sequence[Job]) -> bool:
     """Whether an environment or a policy is to be on another device than the CPU."""
-    places = [place for job in jobs for place in (job.options.env_device, job.options.policy_device)]
-    return any(place is not None and str(place) != "cpu" for place in places)
+    devices = [device for job in jobs for device in (job.options.env_device, job.options.policy_device)]
+    return any(device is not None and str(device) != "cpu" for device in devices)
 
 
-def check_alike(hellos: Mapping[int, Hello]) -> None:
+def check_alike(infos: Mapping[int, WorkerInfo]) -> None:
     """Raise WorkerError unless the workers' environments suit one batch: equal spaces, as many lanes."""
-    first = hellos[0]
-    for worker, hello in hellos.items():
+    first = infos[0]
+    for worker, info in infos.items():
         for name in ("num_envs", "leaves", "action"):
-            own, wanted = getattr(hello, name), getattr(first, name)
+            own, wanted = getattr(info, name), getattr(first, name)
             if own != wanted:
                 raise WorkerError(
-                    f"worker {worker}: {hello.label} has {_SHOWN[name]} {own}, worker 0 has {wanted}: give all workers "
+                    f"worker {worker}: {info.label} has {_SHOWN[name]} {own}, worker 0 has {wanted}: give all workers "
                     "environments with equal spaces and as many lanes",
                     worker,
                 )

@@ -11,11 +11,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.collectors.workers.batch_layout import Join, joined
-from funcollect.collectors.workers.transport import Answer, Call, Gone, Group, Link, Shipment
+from funcollect.collectors.workers.transport import Answer, Call, PendingBatch, WorkerExited, WorkerGroup, WorkerHandle
 from funcollect.collectors.workers.worker import Worker, failure_of
 
 
-class SerialLink:
+class SerialHandle:
     """A worker that works when its answer is asked for."""
 
     label = ""
@@ -29,7 +29,7 @@ class SerialLink:
         """Remember it."""
         self._calls.append(call)
 
-    def receive(self) -> Answer | Gone | None:
+    def receive(self) -> Answer | WorkerExited | None:
         """Do what it was told."""
         if not self._calls:
             return None
@@ -52,7 +52,7 @@ class SerialLink:
             self._worker.close()
 
 
-class SerialDock:
+class SerialAssembler:
     """Rollouts as the workers made them."""
 
     copies = 0
@@ -66,17 +66,17 @@ class SerialDock:
         """Whether another batch may be begun."""
         return True
 
-    def begin(self) -> Shipment:
+    def begin(self) -> PendingBatch:
         """Have every worker of the group collect one rollout."""
-        return Shipment([self._submit(Call(worker, "collect")) for worker in self._workers])
+        return PendingBatch([self._submit(Call(worker, "collect")) for worker in self._workers])
 
-    def settle(self, shipment: Shipment) -> bool:
+    def complete(self, pending: PendingBatch) -> bool:
         """Whether the batch is whole."""
         return True
 
-    def deliver(self, shipment: Shipment) -> TensorDict:
+    def deliver(self, pending: PendingBatch) -> TensorDict:
         """The batch."""
-        batch: TensorDict = joined([call.value[0] for call in shipment.calls], self._join)
+        batch: TensorDict = joined([call.value[0] for call in pending.calls], self._join)
         return batch
 
     def restarted(self, worker: int) -> Sequence[Call]:
@@ -87,23 +87,23 @@ class SerialDock:
         """Nothing is held."""
 
 
-class SerialBoard:
+class SerialWeightStore:
     """Weights handed on as they are."""
 
     def __init__(self) -> None:
-        self._places: dict[int, Mapping[str, Tensor]] = {}
+        self._slots: dict[int, Mapping[str, Tensor]] = {}
 
     def put(self, weights: Mapping[str, Tensor], taken: set[int]) -> int:
         """Keep them, and what is still to be taken."""
-        place = next(place for place in range(len(taken) + 1) if place not in taken)
-        self._places[place] = weights
-        return place
+        slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+        self._slots[slot] = weights
+        return slot
 
-    def call(self, worker: int, place: int, version: int) -> Call:
+    def call(self, worker: int, slot: int, version: int) -> Call:
         """The weights themselves."""
-        return Call(worker, "adopt", (self._places[place], version))
+        return Call(worker, "adopt", (self._slots[slot], version))
 
-    def carried(self, params: Any) -> Any:
+    def encode_params(self, params: Any) -> Any:
         """They go as they are."""
         return params
 
@@ -112,7 +112,7 @@ class SerialBoard:
 
     def close(self) -> None:
         """Let go of them."""
-        self._places.clear()
+        self._slots.clear()
 
 
 class SerialTransport:
@@ -120,26 +120,26 @@ class SerialTransport:
 
     patient = False
 
-    def start(self, worker: int, job: bytes) -> SerialLink:
+    def start(self, worker: int, job: bytes) -> SerialHandle:
         """A worker of its own environment and policy, as one in another process would have."""
-        return SerialLink(job)
+        return SerialHandle(job)
 
-    def ready(self, links: Mapping[int, Link], timeout: float) -> Iterable[int]:
+    def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:
         """An answer is there as soon as it is asked for."""
-        return links
+        return handles
 
-    def close(self, links: Sequence[Link]) -> None:
+    def close(self, handles: Sequence[WorkerHandle]) -> None:
         """Close every worker."""
-        for link in links:
-            link.kill()
+        for handle in handles:
+            handle.kill()
 
     def leave(self) -> None:
         """Nothing is held."""
 
-    def dock(self, submit: Callable[[Call], Call], group: Group) -> SerialDock:
+    def assembler(self, submit: Callable[[Call], Call], group: WorkerGroup) -> SerialAssembler:
         """A dock for these workers."""
-        return SerialDock(submit, group.workers, group.join)
+        return SerialAssembler(submit, group.workers, group.join)
 
-    def board(self, workers: int) -> SerialBoard:
+    def weight_store(self, workers: int) -> SerialWeightStore:
         """A board."""
-        return SerialBoard()
+        return SerialWeightStore()

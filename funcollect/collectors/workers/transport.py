@@ -20,7 +20,7 @@ from funcollect.collectors.workers.batch_layout import Join
 WITH_WEIGHTS = ("fetch", "adopt", "take_params")  # the calls that bring a worker new ones
 
 
-class Group(NamedTuple):
+class WorkerGroup(NamedTuple):
     """Workers whose rollouts make one batch."""
 
     workers: Sequence[int]  # their indices
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
     value: Any
 
 
-class Gone(NamedTuple):
+class WorkerExited(NamedTuple):
     """A worker that will not answer any more, and why."""
 
     reason: str
@@ -69,7 +69,7 @@ class Call:
         self.done, self.value, self.error = True, value, error
 
 
-class Link(Protocol):
+class WorkerHandle(Protocol):
     """The way to one worker."""
 
     @property
@@ -81,7 +81,7 @@ class Link(Protocol):
         """Have it do this after what it was sent before. Never waits for the worker, never raises for its death."""
         ...
 
-    def receive(self) -> Answer | Gone | None:
+    def receive(self) -> Answer | WorkerExited | None:
         """The next of its answers; None where there is none yet."""
         ...
 
@@ -95,14 +95,14 @@ class Link(Protocol):
 
 
 @dataclass(eq=False)
-class Shipment:
+class PendingBatch:
     """A batch on its way: the calls that bring its parts, in the order of the workers, and its place in the dock."""
 
     calls: list[Call]
-    place: int = 0
+    slot: int = 0
 
 
-class Dock(Protocol):
+class BatchAssembler(Protocol):
     """Where the workers of a group put their rollouts, which become one batch."""
 
     copies: int  # batches that were handed over as copies, since the reader held all places
@@ -111,15 +111,15 @@ class Dock(Protocol):
         """Whether another batch may be begun."""
         ...
 
-    def begin(self) -> Shipment:
+    def begin(self) -> PendingBatch:
         """Have every worker of the group collect one rollout."""
         ...
 
-    def settle(self, shipment: Shipment) -> bool:
+    def complete(self, pending: PendingBatch) -> bool:
         """Whether a batch is whole whose calls are all done; where not, it has other calls afterwards."""
         ...
 
-    def deliver(self, shipment: Shipment) -> TensorDict:
+    def deliver(self, pending: PendingBatch) -> TensorDict:
         """The batch, unlocked and the caller's own."""
         ...
 
@@ -132,18 +132,18 @@ class Dock(Protocol):
         ...
 
 
-class Board(Protocol):
+class WeightStore(Protocol):
     """Where weights lie until every worker has taken them."""
 
     def put(self, weights: Mapping[str, Tensor], taken: set[int]) -> int | None:
         """Lay them down in a place that is not among `taken`: which; None where all are."""
         ...
 
-    def call(self, worker: int, place: int, version: int) -> Call:
+    def call(self, worker: int, slot: int, version: int) -> Call:
         """What tells a worker to take them."""
         ...
 
-    def carried(self, params: Any) -> Any:
+    def encode_params(self, params: Any) -> Any:
         """What stands in a call for parameters that are no weights by name: what the worker gets is `params`."""
         ...
 
@@ -161,15 +161,15 @@ class Transport(Protocol):
 
     patient: bool  # whether to wait for a worker costs time: then one that takes too long hangs
 
-    def start(self, worker: int, job: bytes) -> Link:
-        """A link to a new worker that builds itself from `job`; its first answer is that to ``"hello"``."""
+    def start(self, worker: int, job: bytes) -> WorkerHandle:
+        """A link to a new worker that builds itself from `job`; its first answer is that to ``"describe"``."""
         ...
 
-    def ready(self, links: Mapping[int, Link], timeout: float) -> Iterable[int]:
+    def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:
         """The keys of the links that may have something to receive: as soon as there is one, or `timeout` seconds."""
         ...
 
-    def close(self, links: Sequence[Link]) -> None:
+    def close(self, handles: Sequence[WorkerHandle]) -> None:
         """End the workers: politely, then at once."""
         ...
 
@@ -177,10 +177,10 @@ class Transport(Protocol):
         """Let go of what the workers have run on, once all of them have ended."""
         ...
 
-    def dock(self, submit: Callable[[Call], Call], group: Group) -> Dock:
+    def assembler(self, submit: Callable[[Call], Call], group: WorkerGroup) -> BatchAssembler:
         """A dock for these workers; `submit` sends a call."""
         ...
 
-    def board(self, workers: int) -> Board:
+    def weight_store(self, workers: int) -> WeightStore:
         """A board for so many workers."""
         ...

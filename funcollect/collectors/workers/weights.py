@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from funcollect.collectors.workers.pool import Crew
-from funcollect.collectors.workers.transport import Board, Call
+from funcollect.collectors.workers.pool import WorkerPool
+from funcollect.collectors.workers.transport import Call, WeightStore
 from funcollect.policies.torch_backed import TorchBacked
 
 
 @dataclass(frozen=True, eq=False)
-class Version:
+class WeightsVersion:
     """One update: laid down on the board, or parameters that go by themselves.
 
     Attributes:
@@ -25,7 +25,7 @@ class Version:
     """
 
     number: int
-    place: int | None = None
+    slot: int | None = None
     params: Any = None
     loaded: bool = False
 
@@ -44,18 +44,18 @@ class Weights:
         own: whether that was the policy's own weights.
     """
 
-    def __init__(self, crew: Crew, board: Board, policy: Any) -> None:
-        self._crew = crew
-        self._board = board
+    def __init__(self, pool: WorkerPool, weight_store: WeightStore, policy: Any) -> None:
+        self._pool = pool
+        self._weight_store = weight_store
         self._policy = TorchBacked(policy) if isinstance(policy, nn.Module) else policy
         self.version = 0
         self.own = True
         self._refusal: BaseException | None = None  # a worker's; it keeps the weights before
-        self._latest: Version | None = None
-        count = len(crew.members)
-        self._wanted: list[Version | None] = [None] * count
-        self._under_way: list[tuple[Version, Call] | None] = [None] * count
-        self._taken: list[Version | None] = [None] * count
+        self._latest: WeightsVersion | None = None
+        count = len(pool.records)
+        self._wanted: list[WeightsVersion | None] = [None] * count
+        self._under_way: list[tuple[WeightsVersion, Call] | None] = [None] * count
+        self._taken: list[WeightsVersion | None] = [None] * count
 
     def update(self, params: Any, workers: Sequence[int]) -> None:
         """Have these workers act with `params` as they are now, or for None with the policy's own.
@@ -64,17 +64,19 @@ class Weights:
             ValueError: for parameters that do not fit the policy.
         """
         weights = self._named(params)
-        with self._crew.lock:
-            place = None if weights is None else self._lay_down(weights, workers)
+        with self._pool.lock:
+            slot = None if weights is None else self._lay_down(weights, workers)
             self.version, self.own = self.version + 1, params is None
-            version = Version(self.version, place, self._board.carried(params) if place is None else None)
+            version = WeightsVersion(
+                self.version, slot, self._weight_store.encode_params(params) if slot is None else None
+            )
             self._latest = version
             for worker in workers:
                 self._wanted[worker] = version
         self.send()
-        if place is None and params is not None:  # only the workers can tell whether it fits
+        if slot is None and params is not None:  # only the workers can tell whether it fits
             while any(self._under_way[worker] is not None for worker in workers):
-                self._crew.pump()
+                self._pool.wait()
                 self.send()
             refusal, self._refusal = self._refusal, None
             if refusal is not None:
@@ -89,21 +91,21 @@ class Weights:
         return self._policy.state_dict(params) or None
 
     def _lay_down(self, weights: Mapping[str, Tensor], workers: Sequence[int]) -> int:
-        while (place := self._board.put(weights, self._places(workers))) is None:
-            self._crew.pump()  # updates of single workers may take more places than there are
-        return place
+        while (slot := self._weight_store.put(weights, self._slots_in_use(workers))) is None:
+            self._pool.wait()  # updates of single workers may take more places than there are
+        return slot
 
-    def _places(self, workers: Sequence[int]) -> set[int]:
+    def _slots_in_use(self, workers: Sequence[int]) -> set[int]:
         """Those that may still be read, once these workers want others."""
         wanted = [version for worker, version in enumerate(self._wanted) if worker not in workers]
         under_way = [each[0] for each in self._under_way if each is not None and not each[1].done]
-        some = len(workers) < len(self._crew.workers)
+        some = len(workers) < len(self._pool.workers)
         kept = [*wanted, *under_way, *((*self._wanted, self._latest) if some else ())]
-        return {version.place for version in kept if version is not None and version.place is not None}
+        return {version.slot for version in kept if version is not None and version.slot is not None}
 
     def send(self) -> None:
         """Tell every worker of the latest weights that has taken the ones before."""
-        with self._crew.lock:
+        with self._pool.lock:
             for worker, wanted in enumerate(self._wanted):
                 sent = self._under_way[worker]
                 if sent is not None and sent[1].done:
@@ -111,9 +113,9 @@ class Weights:
                     self._took(worker, *sent)
                     sent = None
                 if sent is None and wanted is not None and wanted is not self._taken[worker]:
-                    self._under_way[worker] = (wanted, self._crew.submit(self._call(worker, wanted)))
+                    self._under_way[worker] = (wanted, self._pool.submit(self._call(worker, wanted)))
 
-    def _took(self, worker: int, version: Version, call: Call) -> None:
+    def _took(self, worker: int, version: WeightsVersion, call: Call) -> None:
         if call.error is None:
             self._taken[worker] = version
             return
@@ -121,14 +123,14 @@ class Weights:
             self._wanted[worker] = self._taken[worker]
         self._refusal = call.error
 
-    def _call(self, worker: int, version: Version) -> Call:
-        if version.place is not None:
-            return self._board.call(worker, version.place, version.number)
+    def _call(self, worker: int, version: WeightsVersion) -> Call:
+        if version.slot is not None:
+            return self._weight_store.call(worker, version.slot, version.number)
         return Call(worker, "adopt" if version.loaded else "take_params", (version.params, version.number))
 
     def join(self, worker: int) -> None:
         """Have a worker that comes after the others act with the latest weights, too."""
-        with self._crew.lock:
+        with self._pool.lock:
             for column in (self._wanted, self._under_way, self._taken):
                 column.extend([None] * (worker + 1 - len(column)))
             self._wanted[worker] = self._latest
@@ -136,20 +138,20 @@ class Weights:
 
     def leave(self, worker: int) -> None:
         """Forget a worker."""
-        with self._crew.lock:
+        with self._pool.lock:
             self._wanted[worker] = self._under_way[worker] = self._taken[worker] = None
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Return once every worker has been told of the latest weights: what it is told next, it does with them."""
         self.send()
         for worker, wanted in enumerate(self._wanted):
             while (sent := self._under_way[worker]) is not None and sent[0] is not wanted:
-                self._crew.finish([sent[1]])
+                self._pool.finish([sent[1]])
                 self.send()
 
     def restarted(self, worker: int) -> Sequence[Call]:
         """What a worker that has been replaced is told first: the latest weights."""
-        self._board.restarted(worker)
+        self._weight_store.restarted(worker)
         if (sent := self._under_way[worker]) is not None:
             sent[1].resolve()  # nobody will answer it
         wanted = self._wanted[worker]
@@ -174,20 +176,20 @@ class Weights:
         if own and here and (weights := saved[newest]["policy_state_dict"]):
             self._policy.load(weights)
 
-    def _saved_version(self, worker: int, state: Mapping[str, Any], weights: Any, *, here: bool) -> Version:
+    def _saved_version(self, worker: int, state: Mapping[str, Any], weights: Any, *, here: bool) -> WeightsVersion:
         number = state["policy_version"]
         if not here:
-            return Version(number, params=weights, loaded=state["own_weights"])
+            return WeightsVersion(number, params=weights, loaded=state["own_weights"])
         for other in self._wanted[:worker]:
             if other is not None and other.number == number:
                 return other
-        with self._crew.lock:
-            return Version(number, self._lay_down(weights, [worker]))
+        with self._pool.lock:
+            return WeightsVersion(number, self._lay_down(weights, [worker]))
 
     def publish(self, params: Any, version: int) -> None:
         """`update` for all workers, under a number of somebody else's."""
         self.version = version - 1
-        self.update(params, self._crew.workers)
+        self.update(params, self._pool.workers)
 
     def adopt(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Have all workers act with these as the policy's own, under a number of somebody else's."""
@@ -196,8 +198,8 @@ class Weights:
             self.publish(None, version)
             return
         self.version, self.own = version, True
-        self._latest = Version(version, params=weights, loaded=True)
-        with self._crew.lock:
-            for worker in self._crew.workers:
+        self._latest = WeightsVersion(version, params=weights, loaded=True)
+        with self._pool.lock:
+            for worker in self._pool.workers:
                 self._wanted[worker] = self._latest
         self.send()

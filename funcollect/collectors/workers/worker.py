@@ -15,14 +15,14 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.collectors.options import Options
-from funcollect.collectors.runner import Place, Runner
-from funcollect.collectors.source import Source
+from funcollect.collectors.runner import Runner, Shard
+from funcollect.collectors.source import RunnerSpec
 from funcollect.core.request import NOWHERE, Columns
 from funcollect.errors import EnvError
 from funcollect.specs import ActionSpec, Leaf
 
 
-class Stand(NamedTuple):
+class Progress(NamedTuple):
     """How far a worker has come, which a worker that takes its place goes on from."""
 
     steps: int = 0  # of every lane
@@ -31,16 +31,16 @@ class Stand(NamedTuple):
     frames: int = 0
 
 
-START = Stand()
+START = Progress()
 _SAVED = ("workers", "frames", "iter", "policy_version", "own_weights")
 
 
-def stand_of(state_dict: Mapping[str, Any]) -> Stand:
+def progress_of(state_dict: Mapping[str, Any]) -> Progress:
     """Where a worker stands that has loaded this."""
     runners = runners_of(state_dict)
     episode = max(int(each["episode"].max()) for each in runners)
     steps = max(each["steps"] for each in runners)
-    return Stand(steps, episode, max(state_dict["iter"], 1), state_dict["frames"])
+    return Progress(steps, episode, max(state_dict["iter"], 1), state_dict["frames"])
 
 
 def saved_workers(state_dict: Any, count: int) -> list[Mapping[str, Any]]:
@@ -71,19 +71,19 @@ class Job:
 
     Attributes:
         seed: of the run, the same for all workers.
-        place: which lanes are its own.
+        shard: which lanes are its own.
         stand: from where it goes on.
     """
 
-    source: Source
+    source: RunnerSpec
     options: Options
     seed: int
-    place: Place
-    stand: Stand = START
+    shard: Shard
+    progress: Progress = START
 
     def runner(self) -> Runner:
         """The lanes themselves."""
-        return Runner(self.source, self.options, seed=self.seed, place=self.place)
+        return Runner(self.source, self.options, seed=self.seed, shard=self.shard)
 
     def pack(self) -> bytes:
         """As bytes, by value: functions of a notebook or a script, too.
@@ -95,13 +95,13 @@ class Job:
             packed: bytes = cloudpickle.dumps(self)
         except Exception as error:
             raise TypeError(
-                f"worker {self.place.index}: its environment, policy or postproc cannot be sent to a worker "
+                f"worker {self.shard.index}: its environment, policy or postproc cannot be sent to a worker "
                 f"({error!r:.200}): pass functions that build them, create_env_fn and policy_factory"
             ) from error
         return packed
 
 
-class Hello(NamedTuple):
+class WorkerInfo(NamedTuple):
     """What a worker tells of itself once it has been built."""
 
     num_envs: int | None
@@ -113,10 +113,10 @@ class Hello(NamedTuple):
     frames: int  # of each of its batches
 
 
-class Report(NamedTuple):
+class RolloutReport(NamedTuple):
     """What a worker tells with each rollout."""
 
-    stand: Stand
+    progress: Progress
     version: int  # of the weights that acted
     seconds: float  # spent collecting
     idle: float  # seconds between the last rollout and this one
@@ -125,13 +125,13 @@ class Report(NamedTuple):
 
     def packed(self) -> tuple[Any, ...]:
         """As plain tuples: a class by name costs the reader more to unpickle than all numbers."""
-        return (tuple(self.stand), *self[1:])
+        return (tuple(self.progress), *self[1:])
 
     @classmethod
-    def unpacked(cls, figures: Sequence[Any]) -> Report:
+    def unpacked(cls, figures: Sequence[Any]) -> RolloutReport:
         """The inverse of `packed`."""
-        stand, *others = figures
-        return cls(Stand(*stand), *others)
+        progress, *others = figures
+        return cls(Progress(*progress), *others)
 
 
 class Failure(NamedTuple):
@@ -149,21 +149,21 @@ class Worker:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._runner = job.runner()
-        self._batches, self._frames = job.stand.batches, job.stand.frames
-        if job.stand.batches:
-            self.go_on(job.stand)
+        self._batches, self._frames = job.progress.batches, job.progress.frames
+        if job.progress.batches:
+            self.go_on(job.progress)
         self._ended = time.monotonic()
 
-    def hello(self) -> Hello:
+    def describe(self) -> WorkerInfo:
         """What the collector has to know."""
         env = self._runner.env
         lanes = env.num_envs or 1
         frames = self._runner.length * lanes
-        return Hello(
+        return WorkerInfo(
             env.num_envs, self._runner.length, env.observation_leaves, env.action_spec, repr(env), lanes, frames
         )
 
-    def collect(self, columns: Columns = NOWHERE) -> tuple[TensorDictBase, Report]:
+    def collect(self, columns: Columns = NOWHERE) -> tuple[TensorDictBase, RolloutReport]:
         """One rollout, recorded into `columns` as far as they fit."""
         began = time.monotonic()
         idle = began - self._ended
@@ -172,16 +172,16 @@ class Worker:
         self._batches += 1
         self._frames += batch.numel()
         state = self._runner.state
-        stand = Stand(state.steps_made, int(np.asarray(state.episode).max()), self._batches, self._frames)
-        return batch, Report(stand, int(state.policy_version), self._ended - began, idle)
+        progress = Progress(state.steps_made, int(np.asarray(state.episode).max()), self._batches, self._frames)
+        return batch, RolloutReport(progress, int(state.policy_version), self._ended - began, idle)
 
     def _rollout(self, columns: Columns) -> TensorDictBase:
         self._runner.begin_batch()
         return self._runner.record(columns)
 
-    def go_on(self, stand: Stand) -> None:
+    def go_on(self, progress: Progress) -> None:
         """Begin new episodes as if this worker had come so far."""
-        self._runner.go_on(steps=stand.steps, episode=stand.episode)
+        self._runner.go_on(steps=progress.steps, episode=progress.episode)
 
     def adopt(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Copy weights, named as the policy's `state_dict` names them; act with them from now on."""
@@ -216,7 +216,7 @@ class Worker:
 
     def failure(self, error: BaseException) -> Failure:
         """How the collector is told of an exception that was raised here."""
-        return failure_of(error, self._job.place.index * (self._runner.env.num_envs or 1))
+        return failure_of(error, self._job.shard.index * (self._runner.env.num_envs or 1))
 
 
 def failure_of(error: BaseException, first_lane: int | None = None) -> Failure:

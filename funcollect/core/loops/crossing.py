@@ -24,7 +24,7 @@ from funcollect.core.request import Request, open_actor
 from funcollect.core.state import CollectorState
 from funcollect.core.traced_step.batch import cast, dtypes_of, widened
 from funcollect.core.traced_step.keys import RunKeys, run_keys
-from funcollect.core.traced_step.step import Row, Setting, step
+from funcollect.core.traced_step.step import Row, StepConfig, step
 from funcollect.envs.jax_envs.jax_env import JaxEnv
 from funcollect.interop.bridge import jax_view, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
@@ -38,7 +38,7 @@ from funcollect.tree import Path
 
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """`rollout` for a JAX environment and a Torch policy."""
-    loop = _Loop(env, state, request)
+    loop = _CrossingLoop(env, state, request)
     actor = open_actor(env, policy, _on_host(state), request, loop.observation)
     carried = getattr(state.policy_state, "recurrent", state.policy_state)
     remembers = bool(optree.tree_leaves(carried)) or getattr(policy, "reads_init", False)
@@ -63,11 +63,11 @@ def _on_host(state: CollectorState) -> CollectorState:
     )
 
 
-class _Loop:
+class _CrossingLoop:
     """The environment's state, the columns, and what the policy reads."""
 
     def __init__(self, env: JaxEnv, state: CollectorState, request: Request) -> None:
-        setting = Setting(
+        setting = StepConfig(
             env=env,
             policy=RandomPolicy(env.action_spec),  # stands in for one without a state
             answer=_given_action,
@@ -120,14 +120,14 @@ def _given_action(action: Any, policy_state: Any, observation: Any, key: Any) ->
     return policy_state, {"action": action}
 
 
-def _row(setting: Setting, action: Any, state: CollectorState, keys: RunKeys) -> tuple[CollectorState, Row]:
+def _row(setting: StepConfig, action: Any, state: CollectorState, keys: RunKeys) -> tuple[CollectorState, Row]:
     after, recorded = step(setting, action, state, keys)
     recorded = widened(recorded, dtypes=dtypes_of(setting.env), total_lanes=state.total_lanes)
     dropped = [("action",), *(FLAGS if setting.reset_when_done else [])]  # the actor records what the policy answered
     return after, {path: value for path, value in recorded.items() if path not in dropped}
 
 
-def _begin(setting: Setting, capacity: int, state: CollectorState) -> tuple[CollectorState, Row, RunKeys]:
+def _begin(setting: StepConfig, capacity: int, state: CollectorState) -> tuple[CollectorState, Row, RunKeys]:
     """A copy of the state, which may be donated, empty columns, and the keys of the run."""
     jax = import_jax()
     jnp = jax.numpy
@@ -139,7 +139,7 @@ def _begin(setting: Setting, capacity: int, state: CollectorState) -> tuple[Coll
     return jax.tree.map(jnp.copy, state), columns, keys
 
 
-def _advance(setting: Setting, state: CollectorState, columns: Row, keys: RunKeys, t: Any, action: Any) -> Any:
+def _advance(setting: StepConfig, state: CollectorState, columns: Row, keys: RunKeys, t: Any, action: Any) -> Any:
     """The next state, the columns with the step in row `t`, the next root, and which lanes are at its beginning."""
     write = import_jax().lax.dynamic_update_index_in_dim
     after, row = _row(setting, action.astype(_jax_dtype(setting.env.action_spec)), state, keys)

@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Track:
+class RolloutColumns:
     """What a loop records of T steps, time-major."""
 
     observation: dict[Path, Tensor]  # each [T, P, ...]
@@ -44,7 +44,7 @@ class Counters:
     after: dict[str, Tensor]  # the state's counters, each [P]
 
 
-def count(state: CollectorState, track: Track, age: Tensor, *, reset_when_done: bool) -> Counters:
+def count(state: CollectorState, track: RolloutColumns, age: Tensor, *, reset_when_done: bool) -> Counters:
     """The counters of a rollout that began in `state`, worked out on the host.
 
     Args:
@@ -138,7 +138,7 @@ def _open_returns(state: CollectorState, reward: Tensor, start: Array) -> Array:
     return total
 
 
-def deliver(state: CollectorState, track: Track, counters: Counters, *, batched: bool) -> TensorDict:
+def deliver(state: CollectorState, track: RolloutColumns, counters: Counters, *, batched: bool) -> TensorDict:
     """The batch of a rollout that began in `state`: [P, T], or [T] without a batch dimension, locked.
 
     Raises:

@@ -14,7 +14,7 @@ from funcollect.core.request import Request
 from funcollect.core.state import CollectorState
 from funcollect.core.traced_step.batch import as_batch, cast, dtypes_of, widened
 from funcollect.core.traced_step.keys import run_keys
-from funcollect.core.traced_step.step import Row, Setting, settle, step
+from funcollect.core.traced_step.step import Row, StepConfig, settle, step
 from funcollect.envs.host.host_env import check_rewards
 from funcollect.envs.jax_envs.jax_env import JaxEnv
 from funcollect.interop import words
@@ -75,7 +75,7 @@ def place_of(state: CollectorState) -> Any:
     return place
 
 
-def _loop(setting: Setting, capacity: int, params: Any, state: CollectorState, length: Any) -> Any:
+def _loop(setting: StepConfig, capacity: int, params: Any, state: CollectorState, length: Any) -> Any:
     """The trip count is traced: XLA treats a loop of one step otherwise, and would round it otherwise."""
     jax = import_jax()
     jnp = jax.numpy

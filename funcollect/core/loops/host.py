@@ -12,9 +12,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.core.loops.delivery import Track, count, deliver
+from funcollect.core.loops.delivery import RolloutColumns, count, deliver
 from funcollect.core.request import Request, open_actor
-from funcollect.core.simulators.simulation import Hold, Simulation
+from funcollect.core.simulators.simulation import Simulation, SimulatorHandle
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import Column, HostEnv, Outcome, check_outcome, check_rewards
 from funcollect.envs.host.rows import Array, Rows
@@ -26,7 +26,7 @@ from funcollect.tree import Path
 
 def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """`rollout` for a host environment."""
-    hold: Hold = state.env_state
+    hold: SimulatorHandle = state.env_state
     hold.check()
     rows = hold.simulation.simulators.rows
     recording = Recording(rows, request, env.info_keys)
@@ -164,9 +164,9 @@ class Recording:
             raise _bad(outcome) from error
         return ended
 
-    def track(self, outputs: dict[Path, Tensor]) -> Track:
+    def track(self, outputs: dict[Path, Tensor]) -> RolloutColumns:
         """All of it, as columns."""
-        return Track(
+        return RolloutColumns(
             observation=self._columns(self.roots),
             next_observation=self._columns(self.nexts),
             outputs=outputs,

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.core.loops.delivery import Track, count, deliver
+from funcollect.core.loops.delivery import RolloutColumns, count, deliver
 from funcollect.core.request import Request, open_actor
 from funcollect.core.state import CollectorState
 from funcollect.envs.torch_envs.torch_env import TorchEnv, TorchEnvState, TorchStep
@@ -61,7 +61,7 @@ def check_step(env: TorchEnv, answer: TorchStep, num_lanes: int) -> None:
 
 def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """`rollout` for a Torch environment."""
-    loop = _Loop(env, state, request)
+    loop = _TensorLoop(env, state, request)
     actor = open_actor(env, policy, state, request, loop.observation(policy.backend))
     with actor.running():
         for t in range(request.length):
@@ -84,7 +84,7 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
     return after, deliver(state, track, counters, batched=env.num_envs is not None)
 
 
-class _Loop:
+class _TensorLoop:
     """Columns that fill up, and the current state of all lanes."""
 
     def __init__(self, env: TorchEnv, state: CollectorState, request: Request) -> None:
@@ -171,9 +171,9 @@ class _Loop:
             self.root[path].copy_(select(done, value, self.root[path]))
         return done
 
-    def track(self, outputs: dict[Path, Tensor]) -> Track:
+    def track(self, outputs: dict[Path, Tensor]) -> RolloutColumns:
         """All columns."""
-        return Track(
+        return RolloutColumns(
             observation=self._roots,
             next_observation=self._nexts,
             outputs=outputs,

@@ -6,13 +6,13 @@ from typing import cast
 
 import torch
 
-from funcollect.core.simulators.simulation import Hold, Simulation
+from funcollect.core.simulators.simulation import Simulation, SimulatorHandle
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import SnapshotSimulators
 from funcollect.errors import ReplayError
 
 
-def fork_simulation(source: Simulation, state: CollectorState) -> Hold:
+def fork_simulation(source: Simulation, state: CollectorState) -> SimulatorHandle:
     """Rebuild the simulators and bring them to where the source's stand.
 
     Raises:

@@ -22,7 +22,7 @@ from funcollect.keys import EpisodeSeeds, Key
 _LONGEST_JOURNAL = 1 << 20  # steps; a longer episode cannot be forked
 
 
-class Journal:
+class ActionLog:
     """The actions of the last steps, [steps, P, ...], in chunks as rollouts brought them.
 
     Args:
@@ -54,9 +54,9 @@ class Journal:
             return None
         return torch.cat(tuple(self._chunks))[-longest:] if longest else torch.empty(0, len(self.ages))
 
-    def copy(self) -> Journal:
+    def copy(self) -> ActionLog:
         """The same journal, to go its own way; the chunks themselves are never written again."""
-        twin = Journal(len(self.ages), self._limit)
+        twin = ActionLog(len(self.ages), self._limit)
         twin._chunks, twin._length, twin.ages = self._chunks.copy(), self._length, self.ages
         return twin
 
@@ -73,7 +73,7 @@ class Simulation:
         self.busy = False
         self.closed = False
         self.rekey(key, [-1] * len(self.lanes), 0)
-        self.journal = Journal(len(self.lanes), _LONGEST_JOURNAL if env.forking == "replay" else 0)
+        self.journal = ActionLog(len(self.lanes), _LONGEST_JOURNAL if env.forking == "replay" else 0)
         self._finalizer = weakref.finalize(self, self.simulators.close)
 
     def __reduce__(self) -> Any:
@@ -118,10 +118,10 @@ class Simulation:
         """A copy of the current root observation."""
         return {path: torch.from_numpy(array.copy()) for path, array in self.simulators.rows.arrays.items()}
 
-    def release(self) -> Hold:
+    def release(self) -> SimulatorHandle:
         """The hold of the next state."""
         self.busy = False
-        return Hold(self, self.version)
+        return SimulatorHandle(self, self.version)
 
     def close(self) -> None:
         """Free the simulators, once."""
@@ -130,7 +130,7 @@ class Simulation:
 
 
 @dataclass(frozen=True)
-class Hold:
+class SimulatorHandle:
     """A state's hold on a simulation: good for one use."""
 
     simulation: Simulation

@@ -23,7 +23,7 @@ _MOST_STEPS = 2**31 - 1  # of one trajectory: further ones are not told apart
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class StepConfig:
     """What is fixed while a loop is compiled; the fields of a `Request` mean what they mean there."""
 
     env: JaxEnv
@@ -34,9 +34,9 @@ class Setting:
     reset_when_done: bool
 
 
-def settle(env: JaxEnv, policy: Policy, num_lanes: int, request: Request) -> Setting:
+def settle(env: JaxEnv, policy: Policy, num_lanes: int, request: Request) -> StepConfig:
     """The setting of a request; `params` and `length` are no part of it."""
-    return Setting(
+    return StepConfig(
         env=env,
         policy=policy,
         answer=traced_policy(policy, env.action_spec, num_lanes, request.exploration_type),
@@ -46,7 +46,7 @@ def settle(env: JaxEnv, policy: Policy, num_lanes: int, request: Request) -> Set
     )
 
 
-def step(setting: Setting, params: Any, state: Traced, keys: RunKeys) -> tuple[Traced, Row]:
+def step(setting: StepConfig, params: Any, state: Traced, keys: RunKeys) -> tuple[Traced, Row]:
     """The next state, and what the step recorded; `keys` are those of the state's run."""
     env = setting.env
     policy_state, outputs = _act(setting, params, state, keys)
@@ -80,7 +80,7 @@ def _counters(state: Traced) -> Row:
     return {("collector", name): counter for name, counter in counters.items()}
 
 
-def _act(setting: Setting, params: Any, state: Traced, keys: RunKeys) -> tuple[Any, dict[str, Any]]:
+def _act(setting: StepConfig, params: Any, state: Traced, keys: RunKeys) -> tuple[Any, dict[str, Any]]:
     observation = assemble(setting.env.observation_space, state.observation)
     initial = setting.policy.init(state.key, state.num_lanes)
     check_policy_state(initial, state.policy_state)
@@ -94,7 +94,7 @@ def _act(setting: Setting, params: Any, state: Traced, keys: RunKeys) -> tuple[A
 
 
 def _random_start(
-    setting: Setting, state: Traced, keys: RunKeys, observation: Any, outputs: dict[str, Any]
+    setting: StepConfig, state: Traced, keys: RunKeys, observation: Any, outputs: dict[str, Any]
 ) -> dict[str, Any]:
     """Random actions while the run is young; the policy runs all the same, so every batch has the same keys."""
 
@@ -140,7 +140,7 @@ def _frozen(env: JaxEnv, state: Traced, moved: Transition, frozen: Any) -> Trans
 
 
 def _next(
-    setting: Setting,
+    setting: StepConfig,
     state: Traced,
     keys: RunKeys,
     policy_state: Any,

@@ -12,8 +12,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from funcollect.envs.gymnasium_envs.atari_lanes import AtariLanes, is_atari
 from funcollect.envs.gymnasium_envs.lanes import Lanes
 from funcollect.envs.gymnasium_envs.making import (
+    EnvSource,
     Made,
-    Source,
     check_lane,
     factory_of,
     open_lanes,
@@ -31,7 +31,7 @@ Opener = Callable[[tuple[Leaf, ...], ActionSpec, tuple[str, ...]], Simulators]
 
 
 def from_gymnasium(
-    env: Source | VectorEnv[Any, Any, Any] | Sequence[Source],
+    env: EnvSource | VectorEnv[Any, Any, Any] | Sequence[EnvSource],
     *,
     num_envs: int | None = None,
     parallel: bool = False,
@@ -78,7 +78,7 @@ def from_gymnasium(
 
 
 def _in_process(
-    sources: list[Source], kwargs: dict[str, Any], num_envs: int | None, describe: Callable[..., HostEnv]
+    sources: list[EnvSource], kwargs: dict[str, Any], num_envs: int | None, describe: Callable[..., HostEnv]
 ) -> HostEnv:
     factories = [factory_of(source, kwargs) for source in sources]
     made = factories[0] if isinstance(factories[0], Made) else Made(factories[0](), factories[0])
@@ -96,7 +96,7 @@ def _in_process(
 
 
 def _parallel(
-    sources: list[Source], kwargs: dict[str, Any], num_envs: int | None, describe: Callable[..., HostEnv]
+    sources: list[EnvSource], kwargs: dict[str, Any], num_envs: int | None, describe: Callable[..., HostEnv]
 ) -> HostEnv:
     build = partial(open_processes, [worker_factory_of(source, kwargs) for source in sources])
     first = factory_of(sources[0], kwargs)()

@@ -16,7 +16,7 @@ from funcollect.envs.gymnasium_envs.atari_lanes import is_atari
 from funcollect.envs.gymnasium_envs.lanes import GymEnv
 from funcollect.envs.recognise import is_torchrl
 
-Source = str | EnvSpec | GymEnv | Callable[..., GymEnv]
+EnvSource = str | EnvSpec | GymEnv | Callable[..., GymEnv]
 Factory = Callable[[], Any]
 
 _TAKEN: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by id: what backs a state, or did before it was closed
@@ -62,7 +62,7 @@ def open_lanes(factories: Sequence[Factory], first: GymEnv) -> list[GymEnv]:
     return envs
 
 
-def sources_of(env: Source | Sequence[Source], num_envs: int | None) -> list[Source]:
+def sources_of(env: EnvSource | Sequence[EnvSource], num_envs: int | None) -> list[EnvSource]:
     """What each lane is made from.
 
     Raises:
@@ -85,7 +85,7 @@ def sources_of(env: Source | Sequence[Source], num_envs: int | None) -> list[Sou
     return [env] * (num_envs or 1)
 
 
-def factory_of(source: Source, kwargs: dict[str, Any]) -> Factory:
+def factory_of(source: EnvSource, kwargs: dict[str, Any]) -> Factory:
     """What makes an environment in this process."""
     if isinstance(source, gymnasium.Env):
         refuse("an environment instance", **kwargs)
@@ -102,7 +102,7 @@ def factory_of(source: Source, kwargs: dict[str, Any]) -> Factory:
     )
 
 
-def worker_factory_of(source: Source, kwargs: dict[str, Any]) -> Factory:
+def worker_factory_of(source: EnvSource, kwargs: dict[str, Any]) -> Factory:
     """What makes an environment in another process, where nothing of ours, nor what registered an id, is imported."""
     if isinstance(source, gymnasium.Env):
         raise ValueError(

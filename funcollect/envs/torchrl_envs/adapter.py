@@ -17,7 +17,7 @@ from funcollect.envs.host.host_env import ONWARD, HostEnv, Outcome, Simulators
 from funcollect.envs.host.rows import Rows
 from funcollect.envs.recognise import is_torchrl
 from funcollect.envs.torchrl_envs.processes import close_env, end_workers, workers_of
-from funcollect.envs.torchrl_envs.specs import Layout, layout_of
+from funcollect.envs.torchrl_envs.specs import TorchRLLayout, layout_of
 from funcollect.errors import EnvError
 from funcollect.keys import generator_state, torch_generator
 from funcollect.specs import Leaf, observation_leaves
@@ -66,7 +66,7 @@ def from_torchrl(env: Any, *, dtype: npt.DTypeLike | None = None, **kwargs: Any)
             f"{', '.join(given)} cannot be given for an environment of TorchRL's, which says so itself: build it that "
             "way, several as torchrl.envs.SerialEnv(num_envs, factory)"
         )
-    source = _Source(env, kwargs)
+    source = _EnvFactory(env, kwargs)
     layout = layout_of(source.first)
     leaves = observation_leaves(layout.observation_space, dtype)
 
@@ -87,7 +87,7 @@ def from_torchrl(env: Any, *, dtype: npt.DTypeLike | None = None, **kwargs: Any)
     )
 
 
-class _Source:
+class _EnvFactory:
     """Gives the environment that was looked at first, then others from the factory."""
 
     def __init__(self, env: Any, kwargs: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ class TorchRLLanes:
     environment without state or transforms reads nothing but the action, and gets nothing else.
     """
 
-    def __init__(self, env: Any, layout: Layout, leaves: tuple[Leaf, ...]) -> None:
+    def __init__(self, env: Any, layout: TorchRLLayout, leaves: tuple[Leaf, ...]) -> None:
         self._env = env
         self._layout = layout
         key = layout.action_key

@@ -20,7 +20,7 @@ _GROUP = {"done", "terminated", "truncated"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class TorchRLLayout:
     """Where things stand in an environment's TensorDict, and what they look like in one environment.
 
     Attributes:
@@ -46,7 +46,7 @@ class Layout:
     raw: bool
 
 
-def layout_of(env: Any) -> Layout:
+def layout_of(env: Any) -> TorchRLLayout:
     """What `env`, an `EnvBase`, reads and writes.
 
     Raises:
@@ -75,7 +75,7 @@ def layout_of(env: Any) -> Layout:
         )
     primers = _primers(env)
     bare = not env.batch_size and not hasattr(type(env), "transform") and not list(env.state_spec.keys(True, True))
-    return Layout(
+    return TorchRLLayout(
         observation_space=_observation_space(env.full_observation_spec_unbatched, primers),
         action=action_spec(action),
         action_key=action_key,

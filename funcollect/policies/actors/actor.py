@@ -26,7 +26,7 @@ _HELD_STEPS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drive:
+class ActorInputs:
     """Everything that a policy is given for one rollout.
 
     Attributes:
@@ -62,7 +62,7 @@ class Actor(Protocol):
         ...
 
     def act(self, t: int) -> Any:
-        """The action [P, ...] for the observation that stands in `Drive.observation` now."""
+        """The action [P, ...] for the observation that stands in `ActorInputs.observation` now."""
         ...
 
     def restart(self, lanes: Sequence[int] | Tensor) -> None:

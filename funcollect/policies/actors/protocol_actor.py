@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from funcollect.errors import PolicyError
-from funcollect.policies.actors.actor import Actor, Columns, Drive, Recorder, lane_mask, split_answer
+from funcollect.policies.actors.actor import Actor, ActorInputs, Columns, Recorder, lane_mask, split_answer
 from funcollect.policies.actors.checks import check_action, finished
 from funcollect.specs import Policy
 from funcollect.tree import select
 
 
-def make_actor(policy: Policy, drive: Drive) -> Actor:
+def make_actor(policy: Policy, drive: ActorInputs) -> Actor:
     """The policy bound to one rollout: its own actor where it has one."""
     own = getattr(policy, "actor", None)
     return ProtocolActor(policy, drive) if own is None else own(drive)
@@ -25,7 +25,7 @@ def make_actor(policy: Policy, drive: Drive) -> Actor:
 class ProtocolActor:
     """Calls the policy itself at every step. Leaves of its state are [P, ...]."""
 
-    def __init__(self, policy: Policy, drive: Drive) -> None:
+    def __init__(self, policy: Policy, drive: ActorInputs) -> None:
         self._policy = policy
         self._drive = drive
         self._state = drive.policy_state

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from funcollect.interop.bridge import jax_view, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
-from funcollect.policies.actors.actor import Columns, Drive, Recorder, lane_mask
+from funcollect.policies.actors.actor import ActorInputs, Columns, Recorder, lane_mask
 from funcollect.policies.actors.checks import check_action, finished
 from funcollect.policies.jax_functions.program import PROBE, select_program
 from funcollect.specs import ActionSpec
@@ -33,7 +33,7 @@ class DeviceActor:
         drive: the rollout, its observation made of tensors.
     """
 
-    def __init__(self, policy: Any, drive: Drive) -> None:
+    def __init__(self, policy: Any, drive: ActorInputs) -> None:
         jax = import_jax()
         self._drive = drive
         which = ("device step", id(drive.spec), drive.stochastic)

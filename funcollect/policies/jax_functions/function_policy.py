@@ -13,11 +13,11 @@ from torch import Tensor
 
 from funcollect.interop.jax_setup import import_jax
 from funcollect.keys import Key, Noise
-from funcollect.policies.actors.actor import Actor, Columns, Drive, lane_mask, split_answer
+from funcollect.policies.actors.actor import Actor, ActorInputs, Columns, lane_mask, split_answer
 from funcollect.policies.actors.checks import check_recurrent, finished
 from funcollect.policies.heads import Head
 from funcollect.policies.jax_functions.device_actor import DeviceActor
-from funcollect.policies.jax_functions.program import PROBE, Program, select_program
+from funcollect.policies.jax_functions.program import PROBE, StepProgram, select_program
 from funcollect.policies.numerics import jax_numerics
 from funcollect.specs import ActionSpec, ExplorationType
 
@@ -40,7 +40,7 @@ class FunctionPolicy:
         self.head = head
         self.initial_state = initial_state
         self.takes_key = "key" in inspect.signature(apply).parameters
-        self._programs: dict[Any, tuple[ActionSpec, Program]] = {}
+        self._programs: dict[Any, tuple[ActionSpec, StepProgram]] = {}
 
     def check(self, spec: ActionSpec) -> None:
         """Raise ValueError where the head does not suit the action space."""
@@ -100,14 +100,14 @@ class FunctionPolicy:
             outputs["action_log_prob"] = log_prob
         return policy_state, {"action": action, **outputs}
 
-    def program(self, drive: Drive) -> Program:
+    def program(self, drive: ActorInputs) -> StepProgram:
         """The jitted step for this action space and number of lanes; made once."""
         which = (id(drive.spec), drive.stochastic, drive.num_envs)
         if which not in self._programs:
-            self._programs[which] = (drive.spec, Program(partial(self.answer, drive.spec, drive.stochastic), drive))
+            self._programs[which] = (drive.spec, StepProgram(partial(self.answer, drive.spec, drive.stochastic), drive))
         return self._programs[which][1]
 
-    def actor(self, drive: Drive) -> Actor:
+    def actor(self, drive: ActorInputs) -> Actor:
         """The policy at work in a rollout: over rows on the host, or over tensors where they are."""
         on_device = isinstance(import_jax().tree.leaves(drive.observation)[0], Tensor)
         return DeviceActor(self, drive) if on_device else JaxActor(self, drive)
@@ -124,7 +124,7 @@ def jax_noise(noise: Noise | None, key: Any, num_envs: int) -> Any:
 class JaxActor:
     """One jitted call and one read-back per step."""
 
-    def __init__(self, policy: FunctionPolicy, drive: Drive) -> None:
+    def __init__(self, policy: FunctionPolicy, drive: ActorInputs) -> None:
         program = policy.program(drive)
         self._drive = drive
         self._step = program.step

@@ -24,7 +24,7 @@ _LARGEST_VECTOR = 1 << 16  # floats
 
 
 @dataclass(frozen=True)
-class Field:
+class OutputField:
     """Where one output lies among the words of a row."""
 
     name: str
@@ -59,13 +59,13 @@ def _host_dtype(dtype: Any) -> Any:
     return np.float32 if np.dtype(dtype).kind == "V" else np.dtype(dtype)
 
 
-def layout(outputs: Mapping[str, Any], num_envs: int) -> tuple[Field, ...]:
+def layout(outputs: Mapping[str, Any], num_envs: int) -> tuple[OutputField, ...]:
     """The fields of a row for outputs whose arrays (or their shapes) begin with P; the action comes first.
 
     Raises:
         PolicyError: for an output without a row per environment.
     """
-    fields: list[Field] = []
+    fields: list[OutputField] = []
     start = 0
     for name in sorted(outputs, key=lambda name: (name != "action", name)):
         check_rows(name, outputs[name], num_envs)
@@ -73,12 +73,12 @@ def layout(outputs: Mapping[str, Any], num_envs: int) -> tuple[Field, ...]:
         if np.dtype(outputs[name].dtype).kind == "c":
             raise PolicyError(f"the policy's output {name!r} is complex, expected real numbers: return two outputs")
         words = math.prod(shape[1:]) * np.dtype(_carrier(outputs[name].dtype)).itemsize // 4
-        fields.append(Field(name, shape[1:], outputs[name].dtype, start, start + words))
+        fields.append(OutputField(name, shape[1:], outputs[name].dtype, start, start + words))
         start += words
     return tuple(fields)
 
 
-def pack(outputs: Mapping[str, Any], fields: tuple[Field, ...]) -> Any:
+def pack(outputs: Mapping[str, Any], fields: tuple[OutputField, ...]) -> Any:
     """The outputs as int32 words [P, width]; traced."""
     jax = import_jax()
     parts = []
@@ -89,7 +89,7 @@ def pack(outputs: Mapping[str, Any], fields: tuple[Field, ...]) -> Any:
     return jax.numpy.concatenate(parts, -1)
 
 
-class Inputs:
+class PackedInputs:
     """Arrays of 32-bit words that a jitted call reads, side by side in one buffer: one transfer instead of several.
 
     Args:
@@ -132,7 +132,7 @@ class Inputs:
         return [bitcast(buffer[where], dtype).reshape(shape) for where, shape, dtype in self._layout]
 
 
-class Vector:
+class PackedVector:
     """A pytree of small float32 arrays as one vector: one argument of a jitted call instead of many.
 
     Worth it where the call's own cost counts; a large network's arrays stay as they are.

@@ -11,16 +11,16 @@ import numpy.typing as npt
 
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
-from funcollect.policies.actors.actor import Drive
+from funcollect.policies.actors.actor import ActorInputs
 from funcollect.policies.actors.checks import check_action
-from funcollect.policies.jax_functions.packing import Inputs, Vector, layout, pack
+from funcollect.policies.jax_functions.packing import PackedInputs, PackedVector, layout, pack
 
 Answer = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]  # params, policy_state, observation, noise
 
 PROBE = "what the head reads"  # NaN where that is, for a head without a log-probability that would show it
 
 
-class Program:
+class StepProgram:
     """The jitted step of a policy for one action space and number of lanes.
 
     32-bit observations and the noise travel in one buffer; the others are arguments of their own. Small parameters
@@ -32,7 +32,7 @@ class Program:
         drive: any rollout of the kind: its shapes are what counts.
     """
 
-    def __init__(self, answer: Answer, drive: Drive) -> None:
+    def __init__(self, answer: Answer, drive: ActorInputs) -> None:
         jax = import_jax()
         noise = None if drive.noise is None else drive.noise[0].numpy()
         _, shapes = jax.eval_shape(answer, drive.params, drive.policy_state, drive.observation, noise)
@@ -41,7 +41,7 @@ class Program:
             raise PolicyError(f"the policy's action is {kind}, expected an array: return one")
         check_action(shapes["action"], drive.spec, drive.num_envs)
         self.fields = layout(shapes, drive.num_envs)
-        self._vector = Vector(drive.params)
+        self._vector = PackedVector(drive.params)
         self._packed: tuple[Any, Any] | None = None
         inputs, _, treedef = self.inputs(drive)
         wide = [_is_word(leaf) for leaf in jax.tree.leaves(drive.observation)]
@@ -68,12 +68,12 @@ class Program:
     def _unpacked(self, params: Any) -> Any:
         return self._vector.unpack(params) if self._vector.worth_it else params
 
-    def inputs(self, drive: Drive) -> tuple[Inputs, list[npt.NDArray[Any]], Any]:
+    def inputs(self, drive: ActorInputs) -> tuple[PackedInputs, list[npt.NDArray[Any]], Any]:
         """The buffer of a rollout, the observation's leaves that travel beside it, and its structure."""
         leaves, treedef = import_jax().tree.flatten(drive.observation)
         noise = [] if drive.noise is None else [drive.noise[0].numpy()]
         others = [leaf for leaf in leaves if not _is_word(leaf)]
-        return Inputs([leaf for leaf in leaves if _is_word(leaf)], noise), others, treedef
+        return PackedInputs([leaf for leaf in leaves if _is_word(leaf)], noise), others, treedef
 
 
 def _is_word(leaf: Any) -> bool:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from funcollect.errors import PolicyError
 from funcollect.keys import torch_generator
-from funcollect.policies.actors.actor import Columns, Drive, Recorder, lane_mask
+from funcollect.policies.actors.actor import ActorInputs, Columns, Recorder, lane_mask
 from funcollect.policies.actors.checks import check_action, check_tensor, finished
 from funcollect.policies.tensordict_modules.calling import by_path, check_hidden, names_of, outputs_of, run_module
 from funcollect.policies.tensordict_modules.hidden_states import INIT
-from funcollect.policies.tensordict_modules.parts import Part, Values, Witness, straight_parts
+from funcollect.policies.tensordict_modules.parts import EquivalenceCheck, Part, Values, straight_parts
 from funcollect.policies.torch_backed import TorchPolicyState
 from funcollect.specs import RESERVED
 from funcollect.tree import Path, key_of, select
@@ -35,7 +35,7 @@ class TensorDictActor:
     """
 
     def __init__(
-        self, drive: Drive, module: Callable[..., Any], device: torch.device | None, *, reads_init: bool
+        self, drive: ActorInputs, module: Callable[..., Any], device: torch.device | None, *, reads_init: bool
     ) -> None:
         self._drive, self._module, self._device = drive, module, device
         self._generator = drive.policy_state.generator.clone()
@@ -96,7 +96,7 @@ class TensorDictActor:
             outputs: Mapping[Path, Any] = run()
         else:
             self._values = {key_of(path): leaf for path, leaf in inputs.items()}
-            outputs, as_good = Witness(self._parts, self._values).watch(run)
+            outputs, as_good = EquivalenceCheck(self._parts, self._values).watch(run)
             self._parts = self._parts if as_good else None
         self._check(outputs)
         self._names = sorted(path for path, leaf in outputs.items() if isinstance(leaf, Tensor))

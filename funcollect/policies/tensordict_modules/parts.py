@@ -107,7 +107,7 @@ def _key(key: Any) -> str | Path:
     raise _NotStraightError
 
 
-class Witness:
+class EquivalenceCheck:
     """Watches one call of a policy as it is, and tells whether its parts alone give the same.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcollect.devices import checked_device
 from funcollect.keys import Key, Noise, Purpose, fold, generator_state, torch_generator
-from funcollect.policies.actors.actor import Drive
+from funcollect.policies.actors.actor import ActorInputs
 from funcollect.policies.tensordict_modules.actor import TensorDictActor
 from funcollect.policies.tensordict_modules.calling import by_path, check_hidden, outputs_of, run_module
 from funcollect.policies.tensordict_modules.hidden_states import INIT, carried_states, paths
@@ -133,6 +133,6 @@ class TensorDictPolicy(TorchBacked):
         check_hidden(outputs, {path: inputs[path] for path in self.carried})
         return nest(outputs)
 
-    def actor(self, drive: Drive) -> TensorDictActor:
+    def actor(self, drive: ActorInputs) -> TensorDictActor:
         """The policy at work in a rollout."""
         return TensorDictActor(drive, self.bound(drive.params), self.device, reads_init=self.reads_init)

@@ -20,7 +20,7 @@ from funcollect.interop.memory import fixed
 from funcollect.keys import torch_generator
 from funcollect.policies.actors.checks import check_tensor
 from funcollect.policies.torch_backed import TorchPolicyState
-from funcollect.policies.torch_in_jax.embedded_policy import AdoptedPolicy, Source, constant
+from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source, constant
 from funcollect.policies.torch_modules.torch_policy import lanes_of
 from funcollect.specs import ExplorationType
 from funcollect.tree import NAMESPACE
@@ -31,7 +31,7 @@ _ALONE = optree.tree_structure(_LEAF, namespace=NAMESPACE)  # of an answer that 
 Kind = tuple[torch.Size, torch.dtype]
 
 
-class _Answer(NamedTuple):
+class _OutputBuffers(NamedTuple):
     """What the module answers to inputs of some shapes, and the memory in which it reads them."""
 
     inputs: list[Tensor]  # which stay: Torch's bits depend on where they are
@@ -40,7 +40,7 @@ class _Answer(NamedTuple):
     kinds: list[Kind]
 
 
-class CallbackPolicy(AdoptedPolicy):
+class CallbackPolicy(EmbeddedPolicy):
     """A Torch policy by `jax.experimental.buffer_callback`, on one thread at a time.
 
     `prepare` binds the parameters; the program is the same for all.
@@ -49,7 +49,7 @@ class CallbackPolicy(AdoptedPolicy):
         source: the Torch policy.
         exploration_type: what a TensorDict policy's distributions are told.
         reads: the dtypes, in Torch, of the leaves of its observation and recurrent state.
-        beginning: see `AdoptedPolicy`.
+        beginning: see `EmbeddedPolicy`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class CallbackPolicy(AdoptedPolicy):
         super().__init__(source, exploration_type, self._traced, beginning)
         self._call = buffer_callback()
         self._reads = reads
-        self._answers: dict[Any, _Answer] = {}
+        self._answers: dict[Any, _OutputBuffers] = {}
         self._module: Any = None
         self._error: BaseException | None = None
 
@@ -87,7 +87,7 @@ class CallbackPolicy(AdoptedPolicy):
         outputs = self._call(partial(self._serve, answer), shapes, has_side_effect=True)(*leaves)
         return self.told(optree.tree_unflatten(answer.treespec, outputs), state)
 
-    def answer_to(self, treedef: Any, leaves: list[Any]) -> _Answer:
+    def answer_to(self, treedef: Any, leaves: list[Any]) -> _OutputBuffers:
         """The shapes of the answer to such inputs, for which the module is called once with zeros.
 
         Raises:
@@ -103,7 +103,9 @@ class CallbackPolicy(AdoptedPolicy):
             for leaf in outputs:
                 check_tensor(leaf)
                 jax_dtype(leaf.dtype)
-            self._answers[which] = _Answer(inputs, given, treespec, [(leaf.shape, leaf.dtype) for leaf in outputs])
+            self._answers[which] = _OutputBuffers(
+                inputs, given, treespec, [(leaf.shape, leaf.dtype) for leaf in outputs]
+            )
         return self._answers[which]
 
     def _asked(self, given: tuple[Any, Any]) -> tuple[list[Any], Any]:
@@ -115,7 +117,7 @@ class CallbackPolicy(AdoptedPolicy):
             return [answer], _ALONE
         return optree.tree_flatten(plain(answer), namespace=NAMESPACE)
 
-    def _serve(self, answer: _Answer, context: Any, outputs: list[Any], *buffers: Any) -> None:
+    def _serve(self, answer: _OutputBuffers, context: Any, outputs: list[Any], *buffers: Any) -> None:
         """One call from inside the loop; no view of a buffer outlives it."""
         try:
             for own, buffer in zip(answer.inputs, buffers, strict=True):
@@ -179,7 +181,7 @@ def _narrowed(leaf: Tensor) -> Tensor:
     return narrow
 
 
-def _changed(leaves: list[Any], answer: _Answer) -> PolicyError:
+def _changed(leaves: list[Any], answer: _OutputBuffers) -> PolicyError:
     def words(kinds: list[Kind]) -> list[str]:
         return [f"{dtype} {list(shape)}" for shape, dtype in kinds]
 

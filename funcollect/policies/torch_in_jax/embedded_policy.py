@@ -36,7 +36,7 @@ _ANY = key_from_seed(0)  # initial states do not depend on keys
 Source = TorchPolicy | TensorDictPolicy
 
 
-class AdoptedPolicy(FunctionPolicy, ABC):
+class EmbeddedPolicy(FunctionPolicy, ABC):
     """What the two ways of it share.
 
     Args:

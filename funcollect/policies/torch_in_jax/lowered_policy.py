@@ -18,7 +18,7 @@ from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.lowering import Lowered, lower_module
 from funcollect.interop.lowering.structure import plain
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
-from funcollect.policies.torch_in_jax.embedded_policy import AdoptedPolicy, Source, constant
+from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source, constant
 from funcollect.policies.torch_modules.settings import settings_of, unregistered
 from funcollect.policies.torch_modules.torch_policy import lanes_of
 from funcollect.specs import ExplorationType
@@ -28,7 +28,7 @@ _WIDE = (torch.int64, torch.uint64, torch.float64)
 _TOLERANCE = 1e-3  # of a first look, relative; rounding is far below it
 
 
-class LoweredPolicy(AdoptedPolicy):
+class LoweredPolicy(EmbeddedPolicy):
     """See `funcollect.lower_policy`. `params` are the module's own as they are when it is read, as arrays of JAX."""
 
     def __init__(self, source: Source, exploration_type: ExplorationType, lowered: Lowered, beginning: Any) -> None:

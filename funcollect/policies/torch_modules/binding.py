@@ -18,7 +18,7 @@ from funcollect.policies.torch_modules.settings import PLAIN
 from funcollect.tree import flatten
 
 Attributes = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]  # the module's, the skeleton's, the last ones bound
-Slots = dict[str, tuple[dict[str, Any], dict[str, Any], str]]  # name: the module's dict, the skeleton's, its key
+TensorSlots = dict[str, tuple[dict[str, Any], dict[str, Any], str]]  # name: the module's dict, the skeleton's, its key
 
 
 class Binding:
@@ -48,8 +48,8 @@ class Binding:
         self._parameters = self._slots("_parameters")
         self._buffers = self._slots("_buffers")
 
-    def _slots(self, kind: str) -> Slots:
-        slots: Slots = {}
+    def _slots(self, kind: str) -> TensorSlots:
+        slots: TensorSlots = {}
         for (name, source), target in zip(self.module.named_modules(), self.skeleton.modules(), strict=True):
             for key, tensor in getattr(source, kind).items():
                 if tensor is not None:
@@ -103,7 +103,7 @@ class Binding:
         given = {".".join(path): value for path, value in flatten(params).items()}
         return {name: self._checked(name, given, slot[0][slot[2]]) for name, slot in self._named(given).items()}
 
-    def _named(self, given: Mapping[str, Any]) -> Slots:
+    def _named(self, given: Mapping[str, Any]) -> TensorSlots:
         slots = {**self._parameters, **self._buffers}
         if unknown := sorted(set(given) - set(slots)):
             raise ValueError(f"params holds {unknown}, expected only what the module has, {sorted(slots)}: drop them")

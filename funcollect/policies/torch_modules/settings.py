@@ -40,7 +40,7 @@ class _Look(NamedTuple):
     settings: Settings
 
 
-class Watch:
+class SettingsCache:
     """A module's settings, gone through again only where something has been set since.
 
     Args:
@@ -52,7 +52,7 @@ class Watch:
         self._last: _Look | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Watch, (self._module,)
+        return SettingsCache, (self._module,)
 
     @property
     def settings(self) -> Settings:

@@ -14,8 +14,8 @@ from funcollect.devices import checked_device
 from funcollect.errors import PolicyError
 from funcollect.keys import Key, Noise, Purpose, fold, generator_state, torch_generator
 from funcollect.policies.actors.actor import (
+    ActorInputs,
     Columns,
-    Drive,
     NoiseRow,
     Recorder,
     lane_mask,
@@ -148,7 +148,7 @@ class TorchPolicy(TorchBacked):
         """What `module`, this policy's own bound to parameters, answers."""
         return module(*self.arguments(observation, recurrent))
 
-    def actor(self, drive: Drive) -> TorchActor:
+    def actor(self, drive: ActorInputs) -> TorchActor:
         """The policy at work in a rollout."""
         return TorchActor(self, drive)
 
@@ -166,7 +166,7 @@ def lanes_of(initial: Any, num_lanes: int, device: torch.device | None) -> Any:
 class TorchActor:
     """One forward pass per step; log-probabilities and checks once at the end."""
 
-    def __init__(self, policy: TorchPolicy, drive: Drive) -> None:
+    def __init__(self, policy: TorchPolicy, drive: ActorInputs) -> None:
         self._drive = drive
         self._head = policy.head
         self._module = policy.bound(drive.params)

@@ -12,7 +12,7 @@ from funcollect.core.state import CollectorState
 from funcollect.errors import ReplayError, StaleStateError
 from funcollect.specs import Env
 from funcollect.testing.compare import bits_differ, expect_equal, first_row, numbers_differ, shown, spot
-from funcollect.testing.envs.stub_policies import Replay, Scribbler
+from funcollect.testing.envs.stub_policies import OverwritingPolicy, Replay
 from funcollect.testing.report import NotApplicableError, fail
 from funcollect.testing.trial import Trial, by_lane, release
 
@@ -86,7 +86,7 @@ def fork(trial: Trial) -> None:
 def action_memory(trial: Trial) -> None:
     """The environment leaves the action that it is given as it is."""
     _expect_torch_drives(trial)
-    policy = Scribbler(trial.env.action_spec)
+    policy = OverwritingPolicy(trial.env.action_spec)
     batch = trial.run(trial.steps, policy=policy)
     given = torch.stack(policy.actions, 1)
     if place := first_row(bits_differ(batch["action"], given)):
@@ -102,7 +102,7 @@ def observation_memory(trial: Trial) -> None:
     """What a policy writes over its observation does not reach the environment."""
     _expect_torch_drives(trial)
     expect_equal(
-        trial.run(trial.steps, policy=Scribbler(trial.env.action_spec)),
+        trial.run(trial.steps, policy=OverwritingPolicy(trial.env.action_spec)),
         trial.batch,
         what="the run of a policy that writes zeros over each observation",
         source="the run of a policy that leaves them alone",

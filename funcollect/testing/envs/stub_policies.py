@@ -14,7 +14,7 @@ from funcollect.specs import ActionSpec, ExplorationType
 from funcollect.tree import NAMESPACE
 
 
-class Scribbler:
+class OverwritingPolicy:
     """Acts at random, keeps a copy of each action, and then writes zeros over the observation it was given."""
 
     backend: Literal["torch"] = "torch"

@@ -19,7 +19,7 @@ from funcollect.policies.random_policy import RandomPolicy
 from funcollect.specs import ExplorationType, Policy
 from funcollect.testing.compare import bits_differ, expect_equal, first_row, numbers_differ, shown
 from funcollect.testing.parameters import own_weights, to_tensor
-from funcollect.testing.policies.queries import Answer, PolicyTrial, recurrent_of
+from funcollect.testing.policies.queries import PolicyOutput, PolicyTrial, recurrent_of
 from funcollect.testing.report import NotApplicableError, fail
 from funcollect.tree import NAMESPACE, flatten
 
@@ -203,6 +203,6 @@ def recurrent(trial: PolicyTrial) -> None:
             )
 
 
-def _state_leaves(answer: Answer) -> list[Tensor]:
+def _state_leaves(answer: PolicyOutput) -> list[Tensor]:
     leaves = optree.tree_leaves(answer.recurrent, namespace=NAMESPACE)
     return [to_tensor(leaf) for leaf in leaves]

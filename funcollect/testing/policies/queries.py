@@ -13,7 +13,7 @@ from torch import Tensor
 
 from funcollect.interop.memory import aligned
 from funcollect.keys import Key, draw_ahead, key_from_seed
-from funcollect.policies.actors.actor import Columns, Drive
+from funcollect.policies.actors.actor import ActorInputs, Columns
 from funcollect.policies.actors.protocol_actor import make_actor
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.torch_backed import TorchPolicyState
@@ -47,14 +47,14 @@ class PolicyTrial(Trial):
             {path: rows[self.count :] for path, rows in flat.items()},
         )
 
-    def question(self, rows: Rows | None = None, **changes: Any) -> Question:
+    def question(self, rows: Rows | None = None, **changes: Any) -> Query:
         """A question to the policy; about the first rows that were seen, unless said otherwise."""
-        asked = Question(trial=self, rows=self.seen[0] if rows is None else rows, key=key_from_seed(self.seed))
+        asked = Query(trial=self, rows=self.seen[0] if rows is None else rows, key=key_from_seed(self.seed))
         return replace(asked, **changes)
 
 
 @dataclass(frozen=True)
-class Answer:
+class PolicyOutput:
     """What a policy answered.
 
     Attributes:
@@ -79,7 +79,7 @@ def recurrent_of(policy_state: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class Query:
     """The same rows, shown for some steps.
 
     Attributes:
@@ -102,7 +102,7 @@ class Question:
     policy_state: Any = None
     exploration_type: ExplorationType = ExplorationType.RANDOM
 
-    def ask(self) -> Answer:
+    def ask(self) -> PolicyOutput:
         """The policy's answer."""
         memory = {path: _fixed(rows) for path, rows in self.rows.items()}
         actor = make_actor(self.trial.policy, self._drive(memory))
@@ -112,17 +112,17 @@ class Question:
                     actor.restart(self.restart)
                 actor.act(t)
             policy_state, columns = actor.finish()
-        return Answer(self._by_row(columns), policy_state, memory)
+        return PolicyOutput(self._by_row(columns), policy_state, memory)
 
     def _by_row(self, columns: Columns) -> TensorDict:
         leaves = {path: column.transpose(0, 1) if column.ndim > 1 else column for path, column in columns.items()}
         return to_tensordict(leaves, (self.trial.count, self.steps))
 
-    def _drive(self, memory: Rows) -> Drive:
+    def _drive(self, memory: Rows) -> ActorInputs:
         trial, policy = self.trial, self.trial.policy
         leaves = memory if policy.backend == "torch" else {path: rows.numpy() for path, rows in memory.items()}
         initial = policy.init(self.key, trial.count)
-        return Drive(
+        return ActorInputs(
             observation=assemble(trial.env.observation_space, leaves),
             params=policy.prepare(None),
             policy_state=initial if self.policy_state is None else self.policy_state,
