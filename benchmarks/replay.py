@@ -156,7 +156,7 @@ def nearby(kind: str, size: int, among: int) -> Callable[[], int]:
     from funcollect.buffers.samplers.indices import SampleIndices
 
     buffer = filled(OURS, kind, size)
-    buffer.sampler.draw = lambda memory, count, choices: SampleIndices(slots=choices.below(among, count))
+    buffer.sampler.draw = lambda memory, count, source: SampleIndices(slots=source.below(among, count))
     return lambda: buffer.sample().numel()
 
 

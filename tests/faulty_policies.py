@@ -182,8 +182,8 @@ def through(acting: type[Acting], policy: TorchPolicy) -> TorchPolicy:
     """The policy, its actor got wrong."""
 
     class Wrapped(TorchPolicy):
-        def actor(self, drive: Any) -> Any:
-            return acting(super().actor(drive))
+        def actor(self, actor_inputs: Any) -> Any:
+            return acting(super().actor(actor_inputs))
 
     return Wrapped(policy.module, policy.head, policy.initial_state, None)
 

@@ -46,9 +46,9 @@ def test_the_same_frames_come_out(batches, capacity, seed):
         assert one.tolist() == two.tolist()
         assert_same(everything(plain), everything(compact))
         aside = compact.memory.storage._next
-        frames, trails = everything(plain), plain.memory.trails
+        frames, index = everything(plain), plain.memory.index
         slots = np.arange(len(plain))
-        after = trails.following(slots)
+        after = index.following(slots)
         differs = (frames["next", "observation"] != frames["observation"][after]).any(-1).numpy()
         assert ((aside.place[slots] >= 0) == ((after == slots) | differs)).all()
         in_use = aside.place[aside.place >= 0].tolist()

@@ -19,7 +19,7 @@ ROW_ORDER = fc.ring.Trajectories(end_key=("next", "done"))
 
 
 def ring_of(batches, capacity, flat=False, looks=()):
-    """The ring and the oracle after these batches; its trails are looked at after some of the extends."""
+    """The ring and the oracle after these batches; its index are looked at after some of the extends."""
     storage = fc.LazyTensorStorage(capacity, ndim=1 if flat else 2)
     state, oracle = fc.ring.init(storage, trajectories=TRAJECTORIES), Oracle(capacity)
     for number, lanes in enumerate(batches):
@@ -28,7 +28,7 @@ def ring_of(batches, capacity, flat=False, looks=()):
         oracle.extend(lanes)
         state, _ = fc.ring.extend(state, batch_of(lanes)[0] if flat else batch_of(lanes))
         if number in looks:
-            assert state.memory.trails is not None
+            assert state.memory.index is not None
     return state, oracle
 
 
@@ -47,16 +47,16 @@ def observed(frames):
 @given(streams(), st.integers(1, 80), st.booleans(), st.sets(st.integers(0, 20)), st.sampled_from([1, 7, 1000]))
 def test_the_newest_frames_are_held_and_linked(batches, capacity, flat, looks, most):
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(lazy_index, "_MOST_RUNS", 3 * most)
+        patched.setattr(lazy_index, "_MOST_SEGMENTS", 3 * most)
         patched.setattr(lazy_index, "_FRAMES_AT_ONCE", most)
         state, oracle = ring_of(batches, capacity, flat, looks)
-        assert state.memory.trails is not None
+        assert state.memory.index is not None
     assert held(state)["observation"].int().tolist() == observed(oracle.frames)
-    trails = state.memory.trails
+    index = state.memory.index
     found = {}
-    for trail in np.flatnonzero(trails.stop > trails.first):
-        positions = np.arange(trails.first[trail], trails.stop[trail])
-        rows = state.memory.storage.read(trails.slots(trail, positions))["observation"].int()
+    for trail in np.flatnonzero(index.stop > index.first):
+        positions = np.arange(index.first[trail], index.stop[trail])
+        rows = state.memory.storage.read(index.slots(trail, positions))["observation"].int()
         assert (rows[:, :2] == rows[0, :2]).all()
         found[tuple(rows[0, :2].tolist())] = rows[:, 2].tolist()
     assert found == oracle.trajectories()
@@ -103,8 +103,8 @@ def test_lanes_without_ids_go_on_by_row(lengths, capacity, data):
         oracle.extend([lane[:size] for lane in lanes])
         state, _ = fc.ring.extend(state, batch_of([lane[:size] for lane in lanes]).exclude("collector"))
         lanes = [lane[size:] for lane in lanes]
-    trails = state.memory.trails
-    lengths_held = sorted((trails.stop - trails.first)[trails.stop > trails.first].tolist())
+    index = state.memory.index
+    lengths_held = sorted((index.stop - index.first)[index.stop > index.first].tolist())
     assert lengths_held == sorted(map(len, oracle.trajectories().values()))
 
 
@@ -112,14 +112,14 @@ def test_lanes_without_ids_go_on_by_row(lengths, capacity, data):
 @given(streams(), st.integers(1, 40))
 def test_the_index_does_not_leak(batches, capacity):
     state, _ = ring_of(batches * 1, capacity)
-    trails, shelves = state.memory.trails, state.memory.trails.shelves
-    live = trails.stop > trails.first
-    assert len(trails._free) == (~live).sum()
-    assert len(set(trails._free.tolist())) == len(trails._free)
-    in_use = {(begin, bits) for begin, bits in zip(shelves._begin[live], shelves._bits[live], strict=True)}
-    idle = [(begin, bits) for bits, begins in shelves._idle.items() for begin in begins]
+    index, slot_lists = state.memory.index, state.memory.index.slot_lists
+    live = index.stop > index.first
+    assert len(index._free) == (~live).sum()
+    assert len(set(index._free.tolist())) == len(index._free)
+    in_use = {(begin, bits) for begin, bits in zip(slot_lists._begin[live], slot_lists._bits[live], strict=True)}
+    idle = [(begin, bits) for bits, begins in slot_lists._idle.items() for begin in begins]
     assert len(in_use) == live.sum()
-    assert sum(1 << int(bits) for _, bits in [*in_use, *idle]) == shelves._used  # every entry has one place
+    assert sum(1 << int(bits) for _, bits in [*in_use, *idle]) == slot_lists._used  # every entry has one place
 
 
 def small(count, start=0):
@@ -170,8 +170,8 @@ def test_a_hole_in_a_trajectory_parts_it():
     state = fc.ring.init(20, trajectories=TRAJECTORIES)
     for part in (lane[:3], lane[4:6], lane[6:]):
         state, _ = fc.ring.extend(state, batch_of([part])[0])
-    trails = state.memory.trails
-    assert sorted((trails.stop - trails.first)[trails.stop > trails.first].tolist()) == [3, 5]
+    index = state.memory.index
+    assert sorted((index.stop - index.first)[index.stop > index.first].tolist()) == [3, 5]
     with pytest.raises(ValueError, match="the longest trajectory held has 5"):
         fc.ring.sample(state, key_from_seed(0), fc.ring.Slices(num_slices=1, slice_len=6))
 
@@ -182,8 +182,8 @@ def test_trails_are_those_of_each_batch_as_it_was_given():
     state, _ = fc.ring.extend(fc.ring.init(20, trajectories=TRAJECTORIES), batch)
     batch["collector"].zero_()
     batch["next", "done"].zero_()
-    trails = state.memory.trails
-    assert sorted((trails.stop - trails.first)[trails.stop > trails.first].tolist()) == [3, 4]
+    index = state.memory.index
+    assert sorted((index.stop - index.first)[index.stop > index.first].tolist()) == [3, 4]
 
 
 def test_batches_with_and_without_steps_in_a_list():
@@ -191,8 +191,8 @@ def test_batches_with_and_without_steps_in_a_list():
     batch = batch_of([frames_of(0, [9])])[0]
     for part in (batch[:3], batch[3:5].exclude(("collector", "step")), batch[5:]):
         state, _ = fc.ring.extend(state, part)
-    trails = state.memory.trails
-    assert (trails.stop - trails.first).max() >= 5
+    index = state.memory.index
+    assert (index.stop - index.first).max() >= 5
 
 
 def test_a_batch_without_frames_changes_nothing():

@@ -218,8 +218,8 @@ def test_a_device_at_which_everything_is_already_changes_nothing(name: str) -> N
     plain = collect(make_env(name), fc.torch_policy(module, head=fc.heads.categorical), 20)
     moved = collect(make_env(name), fc.torch_policy(module, head=fc.heads.categorical, device="cpu"), 20)
     assert_same(plain, moved)
-    assert fc.torch_policy(push).home is None
-    assert fc.torch_policy(push, device="cpu").home == torch.device("cpu")
+    assert fc.torch_policy(push).run_device is None
+    assert fc.torch_policy(push, device="cpu").run_device == torch.device("cpu")
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:

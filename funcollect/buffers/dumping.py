@@ -24,8 +24,8 @@ def dump(
 
     def fill(fresh: Path) -> None:
         arrays = files.under("sampler", sampler.state())
-        if memory.trails is not None:
-            arrays |= files.under("trails", memory.trails.state())
+        if memory.index is not None:
+            arrays |= files.under("trails", memory.index.state())
         if generator is not None:
             arrays["generator"] = generator.get_state().numpy()
         frames = memory.storage.dump(fresh, len(memory))
@@ -58,8 +58,8 @@ def load(
     memory.storage.load(found, min(meta["written"], memory.capacity), meta["frames"], allow_pickle)
     memory.written = meta["written"]
     memory.storage.announce(memory.written - len(memory), memory.written)
-    if memory.trails is not None:
-        memory.trails.load(files.of("trails", arrays))
+    if memory.index is not None:
+        memory.index.load(files.of("trails", arrays))
     sampler.load(files.of("sampler", arrays))
     if generator is not None and "generator" in arrays:
         generator.set_state(torch.from_numpy(np.array(arrays["generator"])))

@@ -67,9 +67,9 @@ class ReplayReader:
         _check_sampler(self.sampler)
         self.directory, self.batch_size = Path(directory), batch_size
         self._file = rows_file.attach(self.directory / rows_file.NAME)
-        self._layout = _layout(self._file.told)
-        self._span = FileView(self._file, self._layout, self.sampler.trajectories)
-        self._choices = GeneratorSource(generator)
+        self._layout = _layout(self._file.header)
+        self._view = FileView(self._file, self._layout, self.sampler.trajectories)
+        self._random_source = GeneratorSource(generator)
 
     def __len__(self) -> int:
         oldest, written = self._file.span
@@ -95,9 +95,9 @@ class ReplayReader:
         return chosen.drawn.finish(self._layout.unpack(gathered))
 
     def _choose(self, batch_size: int) -> _Chosen:
-        self._span.follow()
-        drawn = self.sampler.draw(self._span, batch_size, self._choices)
-        slots, numbers = self._span.place(drawn.slots)
+        self._view.follow()
+        drawn = self.sampler.draw(self._view, batch_size, self._random_source)
+        slots, numbers = self._view.place(drawn.slots)
         length = self.sampler.spec(batch_size).slice_len if isinstance(self.sampler, SliceSampler) else 1
         return _Chosen(replace(drawn, slots=slots), numbers.reshape(-1, length))
 
@@ -122,7 +122,7 @@ class FileView:
     def __init__(self, file: RowsFile, layout: RowLayout, trajectories: Trajectories | None) -> None:
         self.capacity = len(file.rows)
         self.oldest = self.written = 0
-        self.trails = None if trajectories is None else TrajectoryIndex(self.capacity)
+        self.index = None if trajectories is None else TrajectoryIndex(self.capacity)
         self._file, self._layout, self._trajectories = file, layout, trajectories
 
     def __len__(self) -> int:
@@ -134,27 +134,27 @@ class FileView:
         Raises:
             ValueError: for frames without the ids by which slices tell trajectories apart.
         """
-        if self.trails is None or self._trajectories is None:
+        if self.index is None or self._trajectories is None:
             self.oldest, self.written = self._file.span
             return
         while True:
             oldest, written = self._file.span
-            self.trails.retire(range(self.oldest, min(oldest, self.written)))
+            self.index.retire(range(self.oldest, min(oldest, self.written)))
             numbers = np.arange(max(oldest, self.written), written)
             self.oldest, self.written = oldest, max(oldest, self.written)
             if not len(numbers):
                 return
             frames = self._frames(numbers, self._trajectories)
             if self._file.oldest <= numbers[0]:  # else they may have been overwritten while they were read
-                self.trails.extend(Segments.of(frames))
+                self.index.extend(Segments.of(frames))
                 self.written = written
                 return
 
     def _frames(self, numbers: Ints, trajectories: Trajectories) -> Frames:
         """New frames, trajectory after trajectory."""
-        told = self._layout.numbers(self._file.rows, numbers % self.capacity)
-        trajectories.check_ids(told)
-        frames = trajectories.frames(told, (len(numbers),), int(numbers[0]))
+        header = self._layout.numbers(self._file.rows, numbers % self.capacity)
+        trajectories.check_ids(header)
+        frames = trajectories.frames(header, (len(numbers),), int(numbers[0]))
         order = frames.key.argsort(kind="stable")
         number, key = numbers[order], frames.key[order]
         begins = np.append(True, key[1:] != key[:-1])
@@ -170,7 +170,7 @@ class FileView:
 
     def place(self, drawn: Ints) -> tuple[Ints, Ints]:
         """The slots and the numbers of frames that were drawn: slots of trails, places from the oldest on else."""
-        if self.trails is None:
+        if self.index is None:
             numbers = self.oldest + drawn
             return numbers % self.capacity, numbers
         return drawn, self.oldest + (drawn - self.oldest) % self.capacity
@@ -200,14 +200,14 @@ class _Chosen:
         return _Chosen(drawn, np.where(gone[:, None], other.numbers, self.numbers))
 
 
-def _layout(told: dict[str, Any]) -> RowLayout:
-    if told["compact_obs"]:
+def _layout(header: dict[str, Any]) -> RowLayout:
+    if header["compact_obs"]:
         raise ValueError(
             "the storage has compact_obs, whose next observations lie in its own process: build it without for readers"
         )
-    if told["rows"] is None:
+    if header["rows"] is None:
         raise TypeError("the storage holds trees, whose structure is not in its file: store TensorDicts for readers")
-    return RowLayout.from_json(told["rows"])
+    return RowLayout.from_json(header["rows"])
 
 
 def _check_sampler(sampler: Any) -> None:
@@ -215,5 +215,5 @@ def _check_sampler(sampler: Any) -> None:
         return
     raise TypeError(
         f"the reader's sampler is {sampler!r:.80}, expected a RandomSampler, or a SliceSampler over trajectories: the "
-        "others need to be told of each extend"
+        "others need to be header of each extend"
     )

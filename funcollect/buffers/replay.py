@@ -75,7 +75,7 @@ class ReplayBuffer:
                 raise ValueError(f"collate_fn is for a ListStorage, the storage is {self.storage}: leave it out")
             self.storage.collate = collate_fn
         self.state = ring.init(self.storage, trajectories=self.sampler.trajectories)
-        self._choices = GeneratorSource(generator)
+        self._random_source = GeneratorSource(generator)
         self._lock = threading.RLock()
         self._ahead: deque[_PrefetchedSample] = deque()
         self._prefetch = prefetch or 0
@@ -140,7 +140,7 @@ class ReplayBuffer:
 
     def _make(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
         with self._lock:
-            drawn = self.sampler.draw(self.state.memory, batch_size, self._choices)
+            drawn = self.sampler.draw(self.state.memory, batch_size, self._random_source)
             return self._gather(drawn)
 
     def _gather(self, drawn: SampleIndices) -> tuple[Any, dict[str, Any]]:
@@ -162,7 +162,7 @@ class ReplayBuffer:
     def _order(self, batch_size: int) -> _PrefetchedSample:
         # Drawn here, so that the generator is used in the caller's order; gathered in a thread.
         assert self._pool is not None
-        drawn = self.sampler.draw(self.state.memory, batch_size, self._choices)
+        drawn = self.sampler.draw(self.state.memory, batch_size, self._random_source)
         return _PrefetchedSample(batch_size, drawn, self._pool.submit(self._gather_of, self.state, drawn))
 
     def _gather_of(self, state: ring.RingState, drawn: SampleIndices) -> tuple[Any, dict[str, Any]] | None:

@@ -44,7 +44,7 @@ class RingMemory:
             trajectories = Trajectories()  # the next observation of a frame is that of its successor
         self.trajectories = trajectories
         self.capacity = storage.max_size
-        self.index = None if trajectories is None else LazyIndex(self.capacity)
+        self._lazy_index = None if trajectories is None else LazyIndex(self.capacity)
         self.written = 0  # frames given in all; frame n lies in slot n % capacity
         self.version = 0
 
@@ -52,9 +52,9 @@ class RingMemory:
         return min(self.written, self.capacity)
 
     @property
-    def trails(self) -> TrajectoryIndex | None:
+    def index(self) -> TrajectoryIndex | None:
         """Which frames follow each other; None where that was not asked for."""
-        return None if self.index is None else self.index.trails
+        return None if self._lazy_index is None else self._lazy_index.current
 
     def extend(self, data: Any) -> npt.NDArray[np.int64]:
         """Write a batch; the slots of its frames in the order of time, then of lanes, -1 for those that did not stay.
@@ -75,8 +75,8 @@ class RingMemory:
         self._write(batch, skipped, count - skipped)
         self.written = numbers.stop
         self.storage.announce(whole, self.written)
-        if self.index is not None and frames is not None:
-            self.index.extend(frames, numbers)
+        if self._lazy_index is not None and frames is not None:
+            self._lazy_index.extend(frames, numbers)
         begin = numbers.start % self.capacity
         slots = np.arange(begin, begin + count)
         slots[self.capacity - begin :] %= self.capacity
@@ -87,16 +87,16 @@ class RingMemory:
 
     def _settle(self, slots: npt.NDArray[np.int64]) -> None:
         """Tell a storage with `compact_obs` which frames the new ones, in `slots`, follow."""
-        assert self.trails is not None
-        before = self.trails.preceding(slots)
+        assert self.index is not None
+        before = self.index.preceding(slots)
         linked = before != slots
         self.storage.settle(before[linked], slots[linked])
 
     def read(self, slots: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_] | None = None) -> Any:
         """A batch of the frames in `slots`, [N]; zeros where `mask` is False."""
-        if self.trails is None or not self.storage.compact_obs:
+        if self.index is None or not self.storage.compact_obs:
             return self.storage.read(slots, mask)
-        return self.storage.read(slots, mask, self.trails.following(slots))
+        return self.storage.read(slots, mask, self.index.following(slots))
 
     def _write(self, batch: Incoming, first: int, count: int) -> None:
         start = (self.written + first) % self.capacity
@@ -229,5 +229,5 @@ def snapshot(state: RingState) -> RingState:
     """A copy of a ring, which goes its own way; its frames lie in memory also where the ring's lie in a file."""
     memory = check_current(state)
     twin = copy.copy(memory)
-    twin.storage, twin.index = memory.storage.copy(), copy.deepcopy(memory.index)
+    twin.storage, twin._lazy_index = memory.storage.copy(), copy.deepcopy(memory._lazy_index)
     return RingState(twin, twin.version)

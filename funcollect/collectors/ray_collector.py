@@ -30,12 +30,12 @@ from funcollect.devices import checked_device
 from funcollect.keys import key_from_seed, seed_of
 
 _DEVICES = ("device", "env_device", "policy_device")  # each may be a list
-_INNER = (
+_OF_ACTORS = (
     *_DEVICES, "max_frames_per_traj", "init_random_frames", "reset_at_each_iter",
     "exploration_type", "reset_when_done",
 )  # fmt: skip
 _KNOWN = {*RayKeywords.__annotations__, "storing_device", "reset_at_each_iter"}
-_INNER_WITH_WORKERS = ("num_threads", "timeout", "start_timeout", "on_failure")
+_OF_NESTED_WORKERS = ("num_threads", "timeout", "start_timeout", "on_failure")
 _TO_TELL = 10.0  # seconds that a collector in an actor has to tell of its own workers' failure
 
 
@@ -159,14 +159,14 @@ class RayCollector(WorkerCollector):
         if isinstance(interval, bool) or not isinstance(interval, int):
             raise TypeError(f"max_weight_update_interval is {interval!r:.80}, expected an int: pass -1 for no limit")
         check_positive("num_workers_per_collector", self.num_workers_per_collector)
-        if self.num_workers_per_collector > 1 and not self._has_teams:
+        if self.num_workers_per_collector > 1 and not self._has_nested_workers:
             raise ValueError(
                 f"num_workers_per_collector is {self.num_workers_per_collector}, but {self.collector_class.__name__} "
                 "has no workers: pass collector_class=MultiSyncDataCollector, or more collectors"
             )
 
     @property
-    def _has_teams(self) -> bool:
+    def _has_nested_workers(self) -> bool:
         """Whether the collectors in the actors have workers themselves."""
         return issubclass(self.collector_class, WorkerCollector)
 
@@ -184,7 +184,7 @@ class RayCollector(WorkerCollector):
         return None
 
     def _for_actors(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        names = (*_INNER, *(_INNER_WITH_WORKERS if self._has_teams else ()))
+        names = (*_OF_ACTORS, *(_OF_NESTED_WORKERS if self._has_nested_workers else ()))
         return {name: keywords[name] for name in names if name in keywords}
 
     def _shared(self, frames_per_batch: int | Sequence[int], count: int) -> tuple[int, list[int]]:
@@ -193,7 +193,7 @@ class RayCollector(WorkerCollector):
 
     def _failure_policy(self) -> FailurePolicy:
         failure_policy = super()._failure_policy()
-        grace = _TO_TELL if self._has_teams else 0.0
+        grace = _TO_TELL if self._has_nested_workers else 0.0
         return FailurePolicy(
             failure_policy.timeout + grace, failure_policy.start_timeout + grace, failure_policy.on_failure
         )

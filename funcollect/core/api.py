@@ -13,7 +13,7 @@ from torch import Tensor
 from funcollect.core import traced
 from funcollect.core.loops import crossing, fused, host, tensor
 from funcollect.core.request import Request
-from funcollect.core.routes import route_of, run_adopted
+from funcollect.core.routes import route_of, run_embedded
 from funcollect.core.simulators.forking import fork_simulation
 from funcollect.core.simulators.simulation import Simulation, SimulatorHandle
 from funcollect.core.state import CollectorState, fresh_counters, policy_start
@@ -170,7 +170,7 @@ def run(env: Env, policy: Policy, state: CollectorState, request: Request) -> tu
     route = route_of(env, policy, request.exploration_type)
     loop = _LOOPS[route.loop].run
     if isinstance(route.policy, EmbeddedPolicy) and route.policy is not policy:
-        return run_adopted(loop, env, route.policy, state, request)
+        return run_embedded(loop, env, route.policy, state, request)
     result: tuple[CollectorState, TensorDict] = loop(env, route.policy, state, request)
     return result
 
@@ -252,7 +252,7 @@ def _reset_host(state: CollectorState, lanes: Tensor) -> CollectorState:
     simulation: Simulation = state.env_state.claim(stale=bool(lanes.all()))
     simulation.simulators.rows.set(state.observation)
     simulation.restart(lanes.nonzero()[:, 0].tolist())
-    simulation.journal.ages = torch.where(lanes, 0, simulation.journal.ages)
+    simulation.action_log.ages = torch.where(lanes, 0, simulation.action_log.ages)
     return state.replace(
         env_state=simulation.release(),
         observation=simulation.observation(),
@@ -276,9 +276,9 @@ def fork(env: Env, state: CollectorState) -> CollectorState:
     check_state(env, state)
     if env.backend != "host":
         return state
-    hold: SimulatorHandle = state.env_state
-    hold.check()
-    return state.replace(env_state=fork_simulation(hold.simulation, state))
+    handle: SimulatorHandle = state.env_state
+    handle.check()
+    return state.replace(env_state=fork_simulation(handle.simulation, state))
 
 
 def close(state: CollectorState) -> None:

@@ -14,11 +14,11 @@ from torch.autograd.function import once_differentiable
 from funcollect.core.api import check_pair, check_state
 from funcollect.core.loops.fused import FLAGS, batch_of
 from funcollect.core.request import Request
-from funcollect.core.routes import checked_state, left, lowered_for
+from funcollect.core.routes import checked_state, leave_loop, lowered_for
 from funcollect.core.state import CollectorState
-from funcollect.core.traced_step.batch import cast, dtypes_of, widened
+from funcollect.core.traced_step.batch import cast, dtypes_of, widen
 from funcollect.core.traced_step.keys import run_keys
-from funcollect.core.traced_step.step import Row, StepConfig, settle, step
+from funcollect.core.traced_step.step import Row, StepConfig, make_step_config, step
 from funcollect.envs.jax_envs.jax_env import JaxEnv
 from funcollect.interop.bridge import argument, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
@@ -81,17 +81,17 @@ def differentiable_rollout(
     run = _JaxRollout(env, lowered, state.replace(policy_state=lowered.enter(before, state.num_lanes)), request)
     columns = _Rollout.apply(run, *(tensors[name] for name in lowered.lowered.names))  # type: ignore[no-untyped-call]
     leaves = cast(dict(zip(run.paths, columns, strict=True)), dtypes_of(env))
-    return left(lowered, run.state, before), lowered.as_torch(batch_of(env, lowered, state, leaves))
+    return leave_loop(lowered, run.state, before), lowered.as_torch(batch_of(env, lowered, state, leaves))
 
 
 class _JaxRollout:
     """One rollout in JAX: forward, and back with what it kept."""
 
     def __init__(self, env: JaxEnv, policy: LoweredPolicy, state: CollectorState, request: Request) -> None:
-        setting = settle(env, policy, state.num_lanes, request)
+        config = make_step_config(env, policy, state.num_lanes, request)
         limits = (request.length, request.exploration_type, request.max_frames_per_traj)
         which = ("differentiable", env, state.num_lanes, *limits)
-        self._forward = compiled(policy, which, partial(_forward, setting, request.length))
+        self._forward = compiled(policy, which, partial(_forward, config, request.length))
         self._back = compiled(policy, "back", lambda pull, given: pull(given)[0])
         self.policy = policy
         self.state = state
@@ -134,15 +134,15 @@ class _Rollout(torch.autograd.Function):
         return None, *(found.get(name) for name in run.policy.lowered.names)
 
 
-def _forward(setting: StepConfig, length: int, trained: Any, fixed: Any, state: CollectorState) -> Any:
+def _forward(config: StepConfig, length: int, trained: Any, fixed: Any, state: CollectorState) -> Any:
     """Traced: the columns that are floating numbers, the others, the state after, and the way back."""
     jax = import_jax()
     keys = run_keys(state.key, state.lane)
 
     def columns(trained: Any) -> tuple[Row, tuple[Row, CollectorState]]:
         def body(state: CollectorState, _: None) -> tuple[CollectorState, Row]:
-            after, row = step(setting, {**trained, **fixed}, state, keys)
-            return after, widened(row, dtypes=dtypes_of(setting.env), total_lanes=state.total_lanes)
+            after, row = step(config, {**trained, **fixed}, state, keys)
+            return after, widen(row, dtypes=dtypes_of(config.env), total_lanes=state.total_lanes)
 
         after, rows = jax.lax.scan(body, state, None, length=length)
         rows = {path: column for path, column in rows.items() if path not in FLAGS}

@@ -159,7 +159,7 @@ def _copies(env: Env, route: Route) -> str:
         return f"each observation to where the module reads it, and its answer into the loop; {columns}"
     if route.loop == "fused":
         return f"nothing: {columns}"
-    home: Any = getattr(policy, "home", None)
+    home: Any = getattr(policy, "run_device", None)
     place = getattr(env, "device", None) or "cpu"
     parts = ["each observation once, into the batch"]
     if route.loop == "crossing":

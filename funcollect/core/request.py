@@ -92,7 +92,7 @@ def open_actor(env: Env, policy: Policy, state: CollectorState, request: Request
     drawn = None
     if noise is not None:
         drawn = draw_ahead(noise, state.key, first_lane, state.num_lanes, state.steps, request.length)
-    drive = ActorInputs(
+    actor_inputs = ActorInputs(
         observation=observation,
         params=policy.prepare(request.params),
         policy_state=state.policy_state,
@@ -103,10 +103,10 @@ def open_actor(env: Env, policy: Policy, state: CollectorState, request: Request
         num_envs=state.num_lanes,
         length=request.length,
     )
-    actor = make_actor(policy, drive)
+    actor = make_actor(policy, actor_inputs)
     random_left = min(request.random_steps - state.steps, request.length)
     if random_left > 0:
-        actor = RandomStart(actor, drive, state.key, first_lane, state.steps, random_left)
+        actor = RandomStart(actor, actor_inputs, state.key, first_lane, state.steps, random_left)
     fresh = state.step == 0
     if bool(fresh.any()):
         actor.restart(fresh.nonzero()[:, 0].tolist())

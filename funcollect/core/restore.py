@@ -112,5 +112,5 @@ def _restarted(env: Env, state: CollectorState) -> CollectorState:
     if isinstance(state.env_state, SimulatorHandle):
         state.env_state.simulation.rekey(state.key, state.episode.tolist(), state.steps)
     if isinstance(state.env_state, JaxEnvState):  # the starts that it holds follow from another key
-        state = state.replace(env_state=state.env_state._replace(spent=np.ones(state.num_lanes, bool)))
+        state = state.replace(env_state=state.env_state._replace(next_start_used=np.ones(state.num_lanes, bool)))
     return reset(env, state)

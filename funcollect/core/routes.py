@@ -104,7 +104,7 @@ def lowered_for(env: Env, policy: Policy, exploration_type: ExplorationType) -> 
         raise TypeError(
             f"policy is {type(policy).__name__}, expected one over a Torch module: make it with funcollect.torch_policy"
         )
-    lowered = _adopted(env, policy, "lowered", exploration_type)
+    lowered = _embedded(env, policy, "lowered", exploration_type)
     if isinstance(lowered, LoweringError):
         raise lowered
     assert isinstance(lowered, LoweredPolicy)
@@ -124,26 +124,26 @@ def _found(env: Env, source: Source, asked: str | None, exploration_type: Explor
     ways = {None: ["lowered", "called back"], "xla": ["lowered"], "callback": ["called back"]}[asked]
     refusals: list[str] = []
     for way in ways:
-        adopted = _adopted(env, source, way, exploration_type)
-        if not isinstance(adopted, LoweringError):
-            return Route(loop, adopted, tuple(refusals))
+        embedded = _embedded(env, source, way, exploration_type)
+        if not isinstance(embedded, LoweringError):
+            return Route(loop, embedded, tuple(refusals))
         if asked is not None:
-            raise adopted
-        refusals.append(f"not {way}: {adopted}")
+            raise embedded
+        refusals.append(f"not {way}: {embedded}")
     return Route("crossing", source, tuple(refusals))
 
 
-def _adopted(env: Env, source: Source, way: str, exploration_type: ExplorationType) -> EmbeddedPolicy | LoweringError:
-    """The policy adopted in one way, or why not; made once, and for each setting of a module that is lowered."""
-    known = source.adopted
+def _embedded(env: Env, source: Source, way: str, exploration_type: ExplorationType) -> EmbeddedPolicy | LoweringError:
+    """The policy prepared for one route, or the `LoweringError`. Cached per route and setting."""
+    known = source.embedded
     told = exploration_type if isinstance(source, TensorDictPolicy) else ExplorationType.RANDOM
     spaces = (optree.tree_structure(_placed(env)), env.observation_leaves, min(env.num_envs or 1, 2))
     which = (way, told, spaces, source.settings if way == "lowered" else ())
     if which not in known:
         others = [each for each in known if each[:3] == which[:3]]
         known[which] = _made(env, source, way, told) if len(others) < _MOST_SETTINGS else _RESTLESS
-    adopted: EmbeddedPolicy | LoweringError = known[which]
-    return adopted
+    embedded: EmbeddedPolicy | LoweringError = known[which]
+    return embedded
 
 
 def _placed(env: Env) -> Any:
@@ -162,7 +162,7 @@ def _made(env: Env, source: Source, way: str, told: ExplorationType) -> Embedded
 def _check_place(source: TorchBacked, way: str) -> None:
     """Raise LoweringError for a policy that is to run on another kind of device than JAX does."""
     place = {"gpu": "cuda"}.get(import_jax().default_backend(), "cpu")
-    home = source.home
+    home = source.run_device
     if way == "called back" and place != "cpu":
         raise LoweringError("a loop on a GPU would wait for Python at each step: it crosses instead")
     if home is None or (way == "lowered" and source.device is None and home.type == "cpu"):
@@ -171,7 +171,7 @@ def _check_place(source: TorchBacked, way: str) -> None:
         raise LoweringError(f"the policy runs on {home.type}, JAX on {place}: move the module there")
 
 
-def run_adopted(
+def run_embedded(
     run: Callable[..., tuple[CollectorState, TensorDict]],
     env: Env,
     policy: EmbeddedPolicy,
@@ -182,10 +182,10 @@ def run_adopted(
     before = checked_state(state.policy_state)
     with policy.running(before):
         after, batch = run(env, policy, state.replace(policy_state=policy.enter(before, state.num_lanes)), request)
-    return left(policy, after, before), policy.as_torch(batch)
+    return leave_loop(policy, after, before), policy.as_torch(batch)
 
 
-def left(policy: EmbeddedPolicy, after: CollectorState, before: TorchPolicyState) -> CollectorState:
+def leave_loop(policy: EmbeddedPolicy, after: CollectorState, before: TorchPolicyState) -> CollectorState:
     """The state after a loop, its policy's as Torch has it; `before` is what it was."""
     if before.recurrent is None:
         return after.replace(policy_state=before)

@@ -18,7 +18,15 @@ from funcollect.core.request import Request
 from funcollect.core.state import CollectorState
 from funcollect.core.traced_step.checks import check_one_run
 from funcollect.core.traced_step.keys import RunKeys, run_keys
-from funcollect.core.traced_step.step import StepConfig, begin, by_path, restart, settle, steady, varying
+from funcollect.core.traced_step.step import (
+    StepConfig,
+    begin,
+    by_path,
+    make_step_config,
+    restart,
+    varying,
+    without_weak_types,
+)
 from funcollect.core.traced_step.step import step as fused_step
 from funcollect.envs.jax_envs.checks import check_functions
 from funcollect.envs.jax_envs.jax_env import JaxEnv, JaxEnvState
@@ -70,7 +78,7 @@ def init(
     state = CollectorState(
         env_state=JaxEnvState(physics, (physics, observation), ~no if env.reset == "fresh" else no),
         observation=by_path(env, observation),
-        policy_state=varying(lane, steady(policy.init(key, count))),
+        policy_state=varying(lane, without_weak_types(policy.init(key, count))),
         key=key,
         lane=lane,
         episode=zero,
@@ -123,8 +131,8 @@ def step(
         random_steps=random_steps,
         reset_when_done=reset_when_done,
     )
-    setting = _settled(env, policy, params, state, request)
-    return _step(setting, params, state, run_keys(state.key, state.lane))
+    config = _checked_config(env, policy, params, state, request)
+    return _step(config, params, state, run_keys(state.key, state.lane))
 
 
 def rollout(
@@ -178,10 +186,10 @@ def rollout(
         random_steps=random_steps,
         reset_when_done=reset_when_done,
     )
-    setting = _settled(env, policy, params, state, request)
+    config = _checked_config(env, policy, params, state, request)
     keys = run_keys(state.key, state.lane)
     after: tuple[CollectorState, Batch] = import_jax().lax.scan(
-        lambda carry, _: _step(setting, params, carry, keys), state, None, length=length
+        lambda carry, _: _step(config, params, carry, keys), state, None, length=length
     )
     return after
 
@@ -204,21 +212,21 @@ def partition(state: CollectorState, axis: str) -> CollectorState:
     return state.replace(**{name: spec() if name in shared else spec(axis) for name in names})
 
 
-def _step(setting: StepConfig, params: Any, state: CollectorState, keys: RunKeys) -> tuple[CollectorState, Batch]:
-    after, row = fused_step(setting, params, state, keys)
-    places: dict[Path, Path] = {(".".join(path),): path for path in getattr(setting.policy, "nested", ())}
+def _step(config: StepConfig, params: Any, state: CollectorState, keys: RunKeys) -> tuple[CollectorState, Batch]:
+    after, row = fused_step(config, params, state, keys)
+    places: dict[Path, Path] = {(".".join(path),): path for path in getattr(config.policy, "nested", ())}
     return after, nest({places.get(path, path): value for path, value in row.items() if path != (PROBE,)})
 
 
-def _settled(env: JaxEnv, policy: Policy, params: Any, state: CollectorState, request: Request) -> StepConfig:
+def _checked_config(env: JaxEnv, policy: Policy, params: Any, state: CollectorState, request: Request) -> StepConfig:
     _check_env(env, state)
-    setting = settle(env, policy, state.num_lanes, request)
+    config = make_step_config(env, policy, state.num_lanes, request)
     if params is None and import_jax().tree.leaves(policy.params):
         raise TypeError(
             "params is None, expected the policy's parameters: pass policy.params as an argument of the function that "
             "you compile (a value closed over would be baked into it)"
         )
-    return setting
+    return config
 
 
 def _check_env(env: Any, state: Any = None) -> None:

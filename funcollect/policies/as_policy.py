@@ -12,7 +12,7 @@ from torch import nn
 
 from funcollect.devices import checked_device
 from funcollect.policies.random_policy import RandomPolicy
-from funcollect.policies.tensordict_modules.hidden_states import carried_states
+from funcollect.policies.tensordict_modules.hidden_states import initial_hidden_states
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.specs import Env, Policy
@@ -40,7 +40,7 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
     if policy is None:
         return RandomPolicy(env.action_spec)
     if isinstance(policy, TorchPolicy):
-        moved = place is not None and policy.home not in (None, place)
+        moved = place is not None and policy.run_device not in (None, place)
         parts = (policy.module, policy.head, policy.initial_state, place, policy.compiler)
         return TorchPolicy(*parts) if moved else policy
     if isinstance(policy, Policy):
@@ -56,13 +56,13 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
 
 
 def _on_tensordict(policy: Any, env: Env, place: torch.device | None) -> TensorDictPolicy:
-    carried = carried_states(policy, None, getattr(env, "primers", None))
-    if taken := sorted({leaf.path for leaf in env.observation_leaves} & set(carried)):
+    hidden_states = initial_hidden_states(policy, None, getattr(env, "primers", None))
+    if taken := sorted({leaf.path for leaf in env.observation_leaves} & set(hidden_states)):
         raise ValueError(
             f"the environment delivers {['.'.join(path) for path in taken]}, which the policy carries from step to "
             "step: take the TensorDictPrimer out of the environments inside, the policy's state needs none"
         )
-    return TensorDictPolicy(policy, place, carried)
+    return TensorDictPolicy(policy, place, hidden_states)
 
 
 def _takes_tensordict(policy: Any) -> bool:

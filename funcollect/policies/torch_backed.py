@@ -48,22 +48,22 @@ class TorchBacked:
         self.module = module
         self.device = device
         self._binding = Binding(module, device) if isinstance(module, nn.Module) else None
-        self._watch = SettingsCache(module if isinstance(module, nn.Module) else None)
-        self.adopted: dict[Any, Any] = {}  # as what it runs in a loop of JAX, by `core.routes`
+        self._settings_cache = SettingsCache(module if isinstance(module, nn.Module) else None)
+        self.embedded: dict[Any, Any] = {}  # as what it runs in a loop of JAX, by `core.routes`
 
     def __getstate__(self) -> dict[str, Any]:
         """Compiled code stays in its process."""
-        return vars(self) | {"adopted": {}}
+        return vars(self) | {"embedded": {}}
 
     @property
-    def home(self) -> torch.device | None:
+    def run_device(self) -> torch.device | None:
         """The device on which the policy runs; None for a function without one."""
-        return self._binding.home if self._binding else self.device
+        return self._binding.run_device if self._binding else self.device
 
     @property
     def settings(self) -> Settings:
         """The module's settings as they are now; none of a function."""
-        return self._watch.settings
+        return self._settings_cache.settings
 
     @property
     def params(self) -> Any:

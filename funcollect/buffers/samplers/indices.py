@@ -28,7 +28,7 @@ class BufferView(Protocol):
     """A ring's memory, as far as drawing goes."""
 
     @property
-    def trails(self) -> TrajectoryIndex | None: ...
+    def index(self) -> TrajectoryIndex | None: ...
 
     def __len__(self) -> int: ...
 
@@ -75,7 +75,7 @@ def _set_true(batch: TensorDictBase, key: Path, rows: Ints | slice) -> None:
 class SampleSpec(Protocol):
     """What to sample."""
 
-    def draw(self, memory: BufferView, choices: RandomSource) -> SampleIndices:
+    def draw(self, memory: BufferView, random_source: RandomSource) -> SampleIndices:
         """Choose the frames."""
         ...
 
@@ -100,14 +100,14 @@ class Flat:
         """Check the size here."""
         check_positive("batch_size", self.batch_size)
 
-    def draw(self, memory: BufferView, choices: RandomSource) -> SampleIndices:
+    def draw(self, memory: BufferView, random_source: RandomSource) -> SampleIndices:
         """Choose the frames.
 
         Raises:
             ValueError: for an empty ring.
         """
         check_filled(memory)
-        return SampleIndices(slots=choices.below(len(memory), self.batch_size))
+        return SampleIndices(slots=random_source.below(len(memory), self.batch_size))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,67 +138,69 @@ class Slices:
         if self.over not in ("trajectories", "windows"):
             raise ValueError(f'over is {self.over!r}, expected "trajectories" or "windows"')
 
-    def draw(self, memory: BufferView, choices: RandomSource) -> SampleIndices:
+    def draw(self, memory: BufferView, random_source: RandomSource) -> SampleIndices:
         """Choose the slices.
 
         Raises:
             ValueError: for an empty ring, one that does not know its trajectories, and slices longer than any.
         """
         check_filled(memory)
-        trails = known_trails(memory)
+        index = trajectory_index_of(memory)
         choose = self._by_trajectory if self.over == "trajectories" else self._by_window
-        trail, begin = choose(trails, len(memory), choices)
+        trail, begin = choose(index, len(memory), random_source)
         if not len(trail):
-            raise ValueError(too_long(self, trails))
-        return self.along(trails, trail, begin)
+            raise ValueError(too_long(self, index))
+        return self.along(index, trail, begin)
 
-    def _by_trajectory(self, trails: TrajectoryIndex, _: int, choices: RandomSource) -> tuple[Ints, Ints]:
-        first, stop, least = trails.first, trails.stop, self.slice_len if self.strict_length else 1
+    def _by_trajectory(self, index: TrajectoryIndex, _: int, random_source: RandomSource) -> tuple[Ints, Ints]:
+        first, stop, least = index.first, index.stop, self.slice_len if self.strict_length else 1
         size = len(stop)
-        trail = draw(choices.below, self.num_slices, size, lambda some: stop.take(some) - first.take(some) >= least)
+        trail = draw(
+            random_source.below, self.num_slices, size, lambda some: stop.take(some) - first.take(some) >= least
+        )
         places = np.maximum(stop.take(trail) - first.take(trail) - self.slice_len, 0) + 1
-        return trail, first.take(trail) + (choices.uniform(len(trail)) * places).astype(np.int64)
+        return trail, first.take(trail) + (random_source.uniform(len(trail)) * places).astype(np.int64)
 
-    def _by_window(self, trails: TrajectoryIndex, held: int, choices: RandomSource) -> tuple[Ints, Ints]:
-        slots = draw(choices.below, self.num_slices, held, lambda some: self.begins(trails, some))
-        return trails.member.take(slots).astype(np.int64), trails.position.take(slots)
+    def _by_window(self, index: TrajectoryIndex, held: int, random_source: RandomSource) -> tuple[Ints, Ints]:
+        slots = draw(random_source.below, self.num_slices, held, lambda some: self.begins(index, some))
+        return index.member.take(slots).astype(np.int64), index.position.take(slots)
 
-    def begins(self, trails: TrajectoryIndex, slots: Ints) -> npt.NDArray[np.bool_]:
+    def begins(self, index: TrajectoryIndex, slots: Ints) -> npt.NDArray[np.bool_]:
         """Whether a slice can begin at the frames in `slots`."""
-        trail, begin = trails.member.take(slots), trails.position.take(slots)
-        fits: npt.NDArray[np.bool_] = begin + self.slice_len <= trails.stop.take(trail)
-        return fits if self.strict_length else fits | (begin == trails.first.take(trail))
+        trail, begin = index.member.take(slots), index.position.take(slots)
+        fits: npt.NDArray[np.bool_] = begin + self.slice_len <= index.stop.take(trail)
+        return fits if self.strict_length else fits | (begin == index.first.take(trail))
 
-    def along(self, trails: TrajectoryIndex, trail: Ints, begin: Ints) -> SampleIndices:
+    def along(self, index: TrajectoryIndex, trail: Ints, begin: Ints) -> SampleIndices:
         """The slices that begin at position `begin` of `trail`, [num_slices] both."""
         steps = np.arange(self.slice_len)
         position = begin[:, None] + steps
         if self.strict_length:
-            slots = trails.slots(trail[:, None], position).reshape(-1)
+            slots = index.slots(trail[:, None], position).reshape(-1)
             return SampleIndices(slots=slots, last=slice(self.slice_len - 1, None, self.slice_len))
-        stop = trails.stop.take(trail)[:, None]
+        stop = index.stop.take(trail)[:, None]
         mask = (position < stop).reshape(-1)
-        slots = trails.slots(trail[:, None], np.minimum(position, stop - 1)).reshape(-1)
+        slots = index.slots(trail[:, None], np.minimum(position, stop - 1)).reshape(-1)
         lengths = np.minimum(stop[:, 0] - begin, self.slice_len)
         return SampleIndices(slots=slots, mask=mask, last=np.arange(len(trail)) * self.slice_len + lengths - 1)
 
 
-def known_trails(memory: BufferView) -> TrajectoryIndex:
+def trajectory_index_of(memory: BufferView) -> TrajectoryIndex:
     """The trails of a ring.
 
     Raises:
         ValueError: where it does not know its trajectories.
     """
-    if memory.trails is None:
+    if memory.index is None:
         raise ValueError(
             "this ring does not know which frames follow each other: make it with trajectories=ring.Trajectories()"
         )
-    return memory.trails
+    return memory.index
 
 
-def too_long(slices: Slices, trails: TrajectoryIndex) -> str:
+def too_long(slices: Slices, index: TrajectoryIndex) -> str:
     """What to say where no trajectory is long enough."""
-    longest = int((trails.stop - trails.first).max(initial=0))
+    longest = int((index.stop - index.first).max(initial=0))
     return (
         f"slices are {slices.slice_len} frames long, the longest trajectory held has {longest}: ask for shorter ones, "
         "collect more, or pass strict_length=False for padded ones"

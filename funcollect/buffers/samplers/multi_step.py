@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from funcollect.buffers.samplers.indices import BufferView, Ints, SampleIndices, Slices, check_filled, known_trails
+from funcollect.buffers.samplers.indices import (
+    BufferView,
+    Ints,
+    SampleIndices,
+    Slices,
+    check_filled,
+    trajectory_index_of,
+)
 from funcollect.buffers.samplers.randomness import RandomSource
 from funcollect.buffers.samplers.uniform import RandomSampler
 from funcollect.buffers.trajectory_index.trajectory_keys import Trajectories
@@ -71,12 +78,12 @@ class MultiStepSampler(RandomSampler):
         self.returns = MultiStep(gamma, n_steps)
         self.trajectories = Trajectories(traj_key=traj_key, end_key=end_key)
 
-    def draw(self, memory: BufferView, batch_size: int, choices: RandomSource) -> SampleIndices:
+    def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
         """Choose the frames of one sample, and look up those that follow."""
         check_filled(memory)
-        trails, slots = known_trails(memory), choices.below(len(memory), batch_size)
+        index, slots = trajectory_index_of(memory), random_source.below(len(memory), batch_size)
         spec = Slices(num_slices=batch_size, slice_len=self.returns.n_steps, strict_length=False)
-        drawn = spec.along(trails, trails.member.take(slots).astype(np.int64), trails.position.take(slots))
+        drawn = spec.along(index, index.member.take(slots).astype(np.int64), index.position.take(slots))
         return _Lookahead(slots=drawn.slots, mask=drawn.mask, returns=self.returns)
 
     def __repr__(self) -> str:

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from funcollect.arguments import check_positive
-from funcollect.buffers.samplers.indices import BufferView, SampleIndices, Slices, check_filled, known_trails, too_long
+from funcollect.buffers.samplers.indices import (
+    BufferView,
+    SampleIndices,
+    Slices,
+    check_filled,
+    too_long,
+    trajectory_index_of,
+)
 from funcollect.buffers.samplers.randomness import RandomSource
 from funcollect.buffers.samplers.sum_tree import SumTree
 from funcollect.buffers.samplers.uniform import RandomSampler, SliceSampler
@@ -130,14 +137,14 @@ class PrioritizedSampler(RandomSampler):
         if self._priorities.total <= 0:
             raise ValueError("every priority is 0, so nothing can be drawn: give some frame a positive one")
 
-    def draw(self, memory: BufferView, batch_size: int, choices: RandomSource) -> SampleIndices:
+    def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
         """Choose the frames of one sample.
 
         Raises:
             ValueError: for an empty buffer, and one where every priority is 0.
         """
         self._check(memory)
-        slots = self._priorities.find(choices.uniform(batch_size))
+        slots = self._priorities.find(random_source.uniform(batch_size))
         return SampleIndices(slots=slots, info={"priority_weight": self._corrections(slots)})
 
     def _corrections(self, slots: Ints) -> Tensor:
@@ -193,32 +200,32 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         )
         self.trajectories = self._slices.trajectories
 
-    def draw(self, memory: BufferView, batch_size: int, choices: RandomSource) -> SampleIndices:
+    def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
         """Choose the slices of one sample.
 
         Raises:
             ValueError: for an empty buffer, slices longer than any trajectory, and priorities of 0 wherever one begins.
         """
         self._check(memory)
-        spec, trails = self._slices.spec(batch_size), known_trails(memory)
-        tried = self._priorities.find(choices.uniform(4 * spec.num_slices))
-        slots = tried[spec.begins(trails, tried)][: spec.num_slices]
+        spec, index = self._slices.spec(batch_size), trajectory_index_of(memory)
+        tried = self._priorities.find(random_source.uniform(4 * spec.num_slices))
+        slots = tried[spec.begins(index, tried)][: spec.num_slices]
         if missing := spec.num_slices - len(slots):
-            slots = np.concatenate([slots, self._look_through(memory, spec, choices, missing)])
-        drawn = spec.along(trails, trails.member.take(slots).astype(np.int64), trails.position.take(slots))
+            slots = np.concatenate([slots, self._look_through(memory, spec, random_source, missing)])
+        drawn = spec.along(index, index.member.take(slots).astype(np.int64), index.position.take(slots))
         weight = self._corrections(slots).repeat_interleave(spec.slice_len)
         return SampleIndices(slots=drawn.slots, mask=drawn.mask, last=drawn.last, info={"priority_weight": weight})
 
-    def _look_through(self, memory: BufferView, spec: Slices, choices: RandomSource, count: int) -> Ints:
+    def _look_through(self, memory: BufferView, spec: Slices, random_source: RandomSource, count: int) -> Ints:
         """Draws among all frames at which a slice can begin."""
-        trails = known_trails(memory)
-        valid = np.flatnonzero(spec.begins(trails, np.arange(len(memory))))
+        index = trajectory_index_of(memory)
+        valid = np.flatnonzero(spec.begins(index, np.arange(len(memory))))
         if not len(valid):
-            raise ValueError(too_long(spec, trails))
+            raise ValueError(too_long(spec, index))
         upto = self._priorities.get(valid).cumsum()
         if not upto[-1] > 0:
             raise ValueError("every frame at which a slice can begin has priority 0: give some frame a positive one")
-        places = np.minimum(choices.uniform(count) * upto[-1], np.nextafter(upto[-1], 0.0))
+        places = np.minimum(random_source.uniform(count) * upto[-1], np.nextafter(upto[-1], 0.0))
         chosen: Ints = valid[np.searchsorted(upto, places, side="right")]
         return chosen
 

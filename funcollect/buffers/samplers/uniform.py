@@ -30,7 +30,7 @@ class Sampler(Protocol):
         """Raise ValueError where it cannot serve a storage of so many frames."""
         ...
 
-    def draw(self, memory: BufferView, batch_size: int, choices: RandomSource) -> SampleIndices:
+    def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
         """Choose the frames of one sample."""
         ...
 
@@ -87,9 +87,9 @@ class RandomSampler:
     def fit(self, capacity: int) -> None:
         """It serves storages of any size."""
 
-    def draw(self, memory: BufferView, batch_size: int, choices: RandomSource) -> SampleIndices:
+    def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
         """Choose the frames of one sample."""
-        return Flat(batch_size).draw(memory, choices)
+        return Flat(batch_size).draw(memory, random_source)
 
     def ran_out(self, batch_size: int) -> bool:
         """There are no rounds."""
@@ -129,7 +129,7 @@ class SamplerWithoutReplacement(RandomSampler):
         self.drop_last, self.shuffle = drop_last, shuffle
         self._left = np.zeros(0, np.int64)
 
-    def draw(self, memory: BufferView, batch_size: int, choices: RandomSource) -> SampleIndices:
+    def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
         """Choose the frames of one sample.
 
         Raises:
@@ -142,7 +142,7 @@ class SamplerWithoutReplacement(RandomSampler):
                 f"batch_size is {batch_size}, the buffer holds {held} frames: sample fewer, or pass drop_last=False"
             )
         if self.ran_out(batch_size):
-            self._left = choices.permutation(held) if self.shuffle else np.arange(held)
+            self._left = random_source.permutation(held) if self.shuffle else np.arange(held)
         slots, self._left = self._left[:batch_size], self._left[batch_size:]
         return SampleIndices(slots=slots)
 
@@ -244,9 +244,9 @@ class SliceSampler(RandomSampler):
         num_slices, slice_len = (other, given) if self.num_slices is None else (given, other)
         return Slices(num_slices=num_slices, slice_len=slice_len, strict_length=self.strict_length, over=self.over)
 
-    def draw(self, memory: BufferView, batch_size: int, choices: RandomSource) -> SampleIndices:
+    def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
         """Choose the slices of one sample."""
-        return self.spec(batch_size).draw(memory, choices)
+        return self.spec(batch_size).draw(memory, random_source)
 
     def __repr__(self) -> str:
         size = f"num_slices={self.num_slices}" if self.slice_len is None else f"slice_len={self.slice_len}"

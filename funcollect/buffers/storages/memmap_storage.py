@@ -61,12 +61,12 @@ class LazyMemmapStorage(LazyTensorStorage):
         if path.exists() and not (existsok or self._existsok):
             raise FileExistsError(f"{path} exists: give another scratch_dir, or existsok=True to write over it")
         path.parent.mkdir(parents=True, exist_ok=True)
-        told = {
+        header = {
             "rows": None if layout.structure is not None else layout.to_json(),
             "compact_obs": self.compact_obs,
         }
         try:
-            self._file, rows = rows_file.create(path, told, self.max_size, layout.words)
+            self._file, rows = rows_file.create(path, header, self.max_size, layout.words)
         except OSError as error:
             size = self.max_size * layout.nbytes
             raise OSError(

@@ -37,8 +37,8 @@ class RowsFile:
     """
 
     def __init__(self, words: Ints) -> None:
-        self.told: dict[str, Any] = json.loads(words[_TOLD:].view(np.uint8)[: words[2]].tobytes())
-        self.rows = words[words[1] :].reshape(self.told["max_size"], -1)
+        self.header: dict[str, Any] = json.loads(words[_TOLD:].view(np.uint8)[: words[2]].tobytes())
+        self.rows = words[words[1] :].reshape(self.header["max_size"], -1)
         self._words = words
 
     @property
@@ -60,21 +60,21 @@ class RowsFile:
         self._words[_WRITTEN] = written
 
 
-def create(path: Path, told: Mapping[str, Any], rows: int, words: int) -> tuple[RowsFile, Tensor]:
+def create(path: Path, header: Mapping[str, Any], rows: int, words: int) -> tuple[RowsFile, Tensor]:
     """Make the file of so many rows, whose space is there; also its rows, ``[rows, words]``, as a tensor.
 
     Raises:
         OSError: where the disk has no room.
     """
-    text = json.dumps({**told, "max_size": rows}).encode()
-    header = -(-(_TOLD * _WORD + len(text)) // _PAGE) * _PAGE // _WORD
-    size = header + rows * words
+    text = json.dumps({**header, "max_size": rows}).encode()
+    offset = -(-(_TOLD * _WORD + len(text)) // _PAGE) * _PAGE // _WORD  # words before the first row
+    size = offset + rows * words
     # A new file in the place of an old one: whoever has mapped the old one must not see it shrink, which kills.
     fresh = path.with_suffix(".new")
     try:
         with open(fresh, "w+b") as file:
             os.posix_fallocate(file.fileno(), 0, size * _WORD)
-            file.write(np.array([_MAGIC, header, len(text)], np.int64).tobytes())
+            file.write(np.array([_MAGIC, offset, len(text)], np.int64).tobytes())
             file.seek(_TOLD * _WORD)
             file.write(text)
     except OSError:
@@ -82,7 +82,7 @@ def create(path: Path, told: Mapping[str, Any], rows: int, words: int) -> tuple[
         raise
     mapped = torch.from_file(str(fresh), shared=True, size=size, dtype=torch.int64)
     fresh.replace(path)
-    return RowsFile(mapped.numpy()), mapped[header:].view(rows, words)
+    return RowsFile(mapped.numpy()), mapped[offset:].view(rows, words)
 
 
 def attach(path: Path) -> RowsFile:

@@ -150,16 +150,16 @@ class LazyTensorStorage:
         """Write the first `count` slots to files; returns what JSON can say of them."""
         if self.layout is None or self._rows is None:
             return None
-        told = {"rows": self.layout.to_json()}
+        header = {"rows": self.layout.to_json()}
         if self._next is not None:
-            told["aside"] = self._next.aside.to_json()
+            header["aside"] = self._next.aside.to_json()
             np.savez(directory / _ASIDE, allow_pickle=False, **self._next.state())
         step = max(_CHUNK // self.layout.nbytes, 1)
         with open(directory / _ROWS, "wb") as file:
             for start in range(0, count, step):
                 # Not `tofile`, which does not say when the disk is full.
                 file.write(self._rows[start : min(start + step, count)].numpy(force=True).data)
-        return told
+        return header
 
     def load(self, directory: Path, count: int, frames: Any, allow_pickle: bool) -> None:
         """Read what `dump` wrote."""

@@ -1,7 +1,7 @@
 """Lists of slots, one per trail, that grow at one end and are forgotten at the other, all in one array.
 
-Each list has a shelf: a stretch of the array, 2**k entries long, used as a ring. One that grows out of its shelf moves
-to the next size; shelves given back are used again for lists of the same size.
+Each list has a block: a stretch of the array, 2**k entries long, used as a ring. One that grows out of its block moves
+to the next size; blocks given back are used again for lists of the same size.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class SlotLists:
         self._entries = np.zeros(0, np.int32)
         self._used = 0
         self._begin = np.zeros(0, np.int64)  # by trail
-        self._bits = np.zeros(0, np.int64)  # by trail: its shelf has 2**bits entries; 0 where it has none
-        self._idle: dict[int, Ints] = {}  # where shelves of 2**bits entries begin that nobody uses
+        self._bits = np.zeros(0, np.int64)  # by trail: its block has 2**bits entries; 0 where it has none
+        self._idle: dict[int, Ints] = {}  # where blocks of 2**bits entries begin that nobody uses
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
         """Everything, as arrays by name."""
@@ -58,7 +58,7 @@ class SlotLists:
         self._entries[position] = slot
 
     def reserve(self, trail: Ints, first: Ints, stop: Ints, held: Ints) -> None:
-        """Give each of `trail` a shelf for its positions ``first … stop - 1``; keep what it has below `held`."""
+        """Give each of `trail` a block for its positions ``first … stop - 1``; keep what it has below `held`."""
         bits = np.frexp(np.maximum(stop - first, 2) - 1)[1].astype(np.int64).clip(min=_SMALLEST)
         moving = np.flatnonzero(bits > self._bits[trail])
         for size in sorted(set(bits[moving].tolist())):
@@ -76,7 +76,7 @@ class SlotLists:
         self._begin[trail], self._bits[trail] = begin, bits
 
     def give_back(self, trail: Ints) -> None:
-        """Leave the shelves of trails that hold nothing any more, or have moved."""
+        """Leave the blocks of trails that hold nothing any more, or have moved."""
         bits = self._bits[trail]
         for size in sorted({*bits.tolist()} - {0}):
             left = self._begin[trail[bits == size]]
@@ -84,7 +84,7 @@ class SlotLists:
         self._bits[trail] = 0
 
     def _take(self, bits: int, count: int) -> Ints:
-        """Where `count` shelves of 2**bits entries begin."""
+        """Where `count` blocks of 2**bits entries begin."""
         idle = self._idle.get(bits, np.zeros(0, np.int64))
         reused, self._idle[bits] = idle[:count], idle[count:]
         missing = count - len(reused)

@@ -2,7 +2,8 @@
 
 A **trail** is what the ring holds of one trajectory. Its frames have consecutive positions, and leave the ring in that
 order, so a trail is a range of positions and the slots at which they lie. Frame ``p`` of a trail is found in one
-look-up (`TrajectoryIndex.slots`), however the batches of many workers were interleaved; its successor is frame ``p + 1``.
+look-up by `TrajectoryIndex.slots`, however the batches of many workers were interleaved. Its successor is frame
+``p + 1``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _STATE = (
 
 
 class TrajectoryIndex:
-    """The trails of a ring.
+    """Finds the slots of each trajectory in a ring.
 
     Args:
         capacity: the ring's slots; frame ``n`` lies in slot ``n % capacity``.
@@ -36,7 +37,7 @@ class TrajectoryIndex:
         self.capacity = capacity
         self.member = np.zeros(capacity, np.int32)  # the trail of the frame in each slot
         self.position = np.zeros(capacity, np.int64)
-        self.shelves = SlotLists()
+        self.slot_lists = SlotLists()
         self.first = np.zeros(0, np.int64)  # position of the oldest frame of each trail
         self.stop = np.zeros(0, np.int64)  # one after that of the newest
         self._free = np.zeros(0, np.int64)  # trails that hold nothing
@@ -56,50 +57,50 @@ class TrajectoryIndex:
         self.first[trails] = after  # the last assignment to a trail stays
         emptied = trails[after == self.stop.take(trails)].astype(np.int64)
         if len(emptied):
-            self.shelves.give_back(emptied)
+            self.slot_lists.give_back(emptied)
             self.first[emptied] = self.stop[emptied] = 0
             self._free = np.concatenate([self._free, emptied])
             alive = self.stop.take(self._open_trail) > 0
             self._open_key, self._open_trail = self._open_key[alive], self._open_trail[alive]
 
-    def extend(self, runs: Segments) -> None:
+    def extend(self, segments: Segments) -> None:
         """Add the ring's newest frames; the slots that they take have been retired."""
-        runs = runs.in_order()
-        linked = runs.linked()
-        found, going_on = self._find_open(runs)
+        segments = segments.in_order()
+        linked = segments.linked()
+        found, going_on = self._find_open(segments)
         heads = np.flatnonzero(~linked)  # the first of the runs that make up one trail
         group = np.cumsum(~linked) - 1
         trails = found[heads]
         fresh = ~going_on[heads]
         trails[fresh] = self._new(int(np.count_nonzero(fresh)))
-        before = np.cumsum(runs.length) - runs.length
+        before = np.cumsum(segments.length) - segments.length
         start = self.stop[trails][group] + before - before[heads][group]  # position of the first frame of each run
         tails = np.append(heads[1:] - 1, len(group) - 1)
-        self.stop[trails] = start[tails] + runs.length[tails]
-        self.shelves.reserve(trails, self.first[trails], self.stop[trails], start[heads])
-        self._place(runs, trails[group], start, before)
-        if runs.step is not None:
-            self._next_step[trails] = runs.step[tails] + runs.length[tails]
-        self._reopen(runs.key[tails], trails, runs.ended[tails])
+        self.stop[trails] = start[tails] + segments.length[tails]
+        self.slot_lists.reserve(trails, self.first[trails], self.stop[trails], start[heads])
+        self._place(segments, trails[group], start, before)
+        if segments.step is not None:
+            self._next_step[trails] = segments.step[tails] + segments.length[tails]
+        self._reopen(segments.key[tails], trails, segments.ended[tails])
 
-    def _place(self, runs: Segments, trail: Ints, start: Ints, before: Ints) -> None:
+    def _place(self, segments: Segments, trail: Ints, start: Ints, before: Ints) -> None:
         """Note slots, trails and positions of all frames; a run begins at `start` in its trail."""
-        slots = slots_of(runs.numbers(), self.capacity)
-        position = np.arange(len(slots)) + (start - before).repeat(runs.length)
-        self.shelves.put(trail, runs.length, position, slots)
-        self.member[slots] = trail.repeat(runs.length)
+        slots = slots_of(segments.numbers(), self.capacity)
+        position = np.arange(len(slots)) + (start - before).repeat(segments.length)
+        self.slot_lists.put(trail, segments.length, position, slots)
+        self.member[slots] = trail.repeat(segments.length)
         self.position[slots] = position
 
-    def _find_open(self, runs: Segments) -> tuple[Ints, Bools]:
+    def _find_open(self, segments: Segments) -> tuple[Ints, Bools]:
         """The open trail with each run's key, and whether the run goes on with it: [R] both."""
         if not len(self._open_key):
-            return np.zeros(len(runs.key), np.int64), np.zeros(len(runs.key), np.bool_)
-        place = np.searchsorted(self._open_key, runs.key).clip(max=len(self._open_key) - 1)
+            return np.zeros(len(segments.key), np.int64), np.zeros(len(segments.key), np.bool_)
+        place = np.searchsorted(self._open_key, segments.key).clip(max=len(self._open_key) - 1)
         trail = self._open_trail[place]
-        going_on = self._open_key[place] == runs.key
-        going_on[1:] &= runs.key[1:] != runs.key[:-1]
-        if runs.step is not None:
-            going_on &= runs.step == self._next_step[trail]
+        going_on = self._open_key[place] == segments.key
+        going_on[1:] &= segments.key[1:] != segments.key[:-1]
+        if segments.step is not None:
+            going_on &= segments.step == self._next_step[trail]
         return trail, going_on
 
     def _reopen(self, key: Ints, trail: Ints, ended: Bools) -> None:
@@ -119,7 +120,7 @@ class TrajectoryIndex:
             grown = max(2 * size, size + count, 64)
             for name in ("first", "stop", "_next_step"):
                 setattr(self, name, np.concatenate([getattr(self, name), np.zeros(grown - size, np.int64)]))
-            self.shelves.grow(grown)
+            self.slot_lists.grow(grown)
             self._free = np.concatenate([self._free, np.arange(grown - 1, size - 1, -1)])
         cut = len(self._free) - count
         taken, self._free = self._free[cut:][::-1], self._free[:cut]
@@ -137,17 +138,17 @@ class TrajectoryIndex:
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
         """Everything, as arrays by name."""
-        return {name: getattr(self, name) for name in _STATE} | self.shelves.state()
+        return {name: getattr(self, name) for name in _STATE} | self.slot_lists.state()
 
     def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
         """Become what `state` told."""
         for name in _STATE:
             setattr(self, name, state[name])
-        self.shelves.load(state)
+        self.slot_lists.load(state)
 
     def slots(self, trail: Ints, position: Ints) -> Ints:
         """Where the frames at `position` of `trail` lie; the two broadcast."""
-        return self.shelves.get(trail, position)
+        return self.slot_lists.get(trail, position)
 
 
 def slots_of(numbers: Ints, capacity: int) -> Ints:

@@ -1,4 +1,4 @@
-"""What runs in a Ray actor: a worker, or a team of them, that answers calls."""
+"""What runs in a Ray actor: a worker, or a collector with workers of its own, that answers calls."""
 
 from __future__ import annotations
 

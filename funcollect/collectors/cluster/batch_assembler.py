@@ -61,20 +61,20 @@ class RayAssembler:
 
     def deliver(self, pending: PendingBatch) -> TensorDict:
         """The batch, after which the object store is rid of it."""
-        parcels: list[PackedBatch] = [call.value[0] for call in pending.calls]
-        packed_layout = self._packed_layout(pending.calls, parcels)
-        memory = self._pool.lend(len(parcels) * packed_layout.size)
-        for part, packed_batch in enumerate(parcels):
+        packed_batches: list[PackedBatch] = [call.value[0] for call in pending.calls]
+        packed_layout = self._packed_layout(pending.calls, packed_batches)
+        memory = self._pool.lend(len(packed_batches) * packed_layout.size)
+        for part, packed_batch in enumerate(packed_batches):
             np.copyto(memory[part * packed_layout.size : (part + 1) * packed_layout.size], packed_batch.memory)
-        batch: TensorDict = packed_layout.batch(memory, None if self._group.join is None else len(parcels))
+        batch: TensorDict = packed_layout.batch(memory, None if self._group.join is None else len(packed_batches))
         for call in pending.calls:
             call.value = (None, call.value[1])
         return batch
 
-    def _packed_layout(self, calls: Sequence[Call], parcels: Sequence[PackedBatch]) -> PackedLayout:
-        first = parcels[0].packed_layout
+    def _packed_layout(self, calls: Sequence[Call], packed_batches: Sequence[PackedBatch]) -> PackedLayout:
+        first = packed_batches[0].packed_layout
         assert first is not None
-        for call, packed_batch in zip(calls, parcels, strict=True):
+        for call, packed_batch in zip(calls, packed_batches, strict=True):
             if packed_batch.packed_layout != first:
                 raise WorkerError(
                     f"worker {call.worker}: its batch has other leaves, shapes or dtypes than that of worker "

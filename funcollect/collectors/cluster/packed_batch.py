@@ -62,7 +62,7 @@ class PackedLayout:
         return cls(views, batch_size, len(memory))
 
     def leaves(self, memory: Memory, count: int | None = None) -> dict[Path, Tensor]:
-        """The leaves by path, views of `memory`; with `count` of as many parcels, one after another: [count, ...]."""
+        """The leaves by path, views of `memory`; with `count`, of so many batches one after another: [count, ...]."""
         flat = torch.from_numpy(memory)
         typed = {dtype: flat.view(dtype) for dtype in {view.dtype for view in self.views}}
         lead = () if count is None else (count,)
@@ -74,13 +74,13 @@ class PackedLayout:
         }
 
     def batch(self, memory: Memory, count: int | None = None) -> Any:
-        """The batch, whose leaves hold on to `memory` itself; with `count` that of as many parcels, stacked."""
+        """The batch, whose leaves hold on to `memory` itself; with `count`, that of as many packed batches, stacked."""
         lead = () if count is None else (count,)
         return aliased(nest(self.leaves(memory, count)), torch.Size((*lead, *self.batch_size)))
 
 
 class PackedBatch(NamedTuple):
-    """A batch on its way: its form, unless that is the one of the worker's parcel before, and its memory."""
+    """A batch as it travels: its memory, and its layout unless the worker's batch before had the same."""
 
     packed_layout: PackedLayout | None
     memory: Memory
@@ -100,7 +100,7 @@ class Packer:
         self.columns: Columns = NOWHERE
 
     def pack(self, batch: TensorDictBase, single: bool | None) -> PackedBatch:
-        """A batch as a parcel.
+        """A batch, packed.
 
         Args:
             batch: of the worker.
@@ -128,7 +128,7 @@ class Packer:
 
 
 def packed(leaves: Mapping[Path, Tensor]) -> PackedBatch:
-    """Copies of tensors as a parcel."""
+    """Copies of tensors, packed."""
     packed_layout = PackedLayout.packed(leaves)
     memory = private_memory(packed_layout.size)
     copy_into(packed_layout.leaves(memory), leaves)

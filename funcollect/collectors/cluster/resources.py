@@ -35,7 +35,7 @@ class RaySession:
     """
 
     _lock = threading.Lock()
-    _count = 0  # of the leases of what the first one has started
+    _count = 0  # sessions that use what the first one has started
     _config: Mapping[str, Any] | None = None
 
     def __init__(self, config: Mapping[str, Any] | None) -> None:

@@ -223,7 +223,7 @@ class RayTransport:
         self._configs |= dict(enumerate(configs, first))
 
     def start(self, worker: int, job: bytes) -> RayHandle:
-        """A link to a new actor, which has no node yet."""
+        """A handle to a new actor, which has no node yet."""
         config = self._configs[worker]
         kind = ray.remote(**config, max_restarts=0, max_task_retries=0, concurrency_groups=_GROUPS)(RayWorker)
         return RayHandle(kind.remote(ActorSetup([*sys.path], *self._setup)), job, config, eager=self._eager)
@@ -256,10 +256,10 @@ class RayTransport:
         self._session.release()
 
     def assembler(self, submit: Callable[[Call], Call], group: WorkerGroup) -> RayAssembler:
-        """A dock for these actors."""
-        alone = group.join is None  # a stack has a size of its own, whose memory goes with its dock
+        """An assembler for these actors."""
+        alone = group.join is None  # a stack has a size of its own, whose memory goes with its assembler
         return RayAssembler(submit, group, self._memory_pool if alone else MemoryPool())
 
     def weight_store(self, workers: int) -> RayWeightStore:
-        """A board."""
+        """A weight store."""
         return RayWeightStore()

@@ -189,7 +189,7 @@ class ProcessTransport:
         self._setup = (num_threads, accelerators, eager)
 
     def start(self, worker: int, job: bytes) -> ProcessHandle:
-        """A link to a new process."""
+        """A handle to a new process."""
         return ProcessHandle(ProcessSetup(sys.path.copy(), os.getcwd(), dict(os.environ), *self._setup), job)
 
     def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:
@@ -218,11 +218,11 @@ class ProcessTransport:
         """Nothing is held."""
 
     def assembler(self, submit: Callable[[Call], Call], group: WorkerGroup) -> SlotAssembler:
-        """Slots for these workers."""
+        """Slots of shared memory for these workers."""
         return SlotAssembler(submit, group)
 
     def weight_store(self, workers: int) -> SharedWeightStore:
-        """A board for so many workers."""
+        """Shared memory for the weights of so many workers."""
         return SharedWeightStore(workers)
 
 

@@ -14,7 +14,7 @@ from funcollect.collectors.workers.transport import Call
 
 
 class SharedWeightStore:
-    """See `funcollect.collectors.workers.transport.WeightStore`; made for the first weights that are laid down.
+    """See `funcollect.collectors.workers.transport.WeightStore`; the first weights determine its layout.
 
     Args:
         workers: how many there are: each may be at one place, the latest weights lie at another.

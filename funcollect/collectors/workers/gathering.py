@@ -60,7 +60,7 @@ class SyncGathering:
 
     Args:
         workers: all of them.
-        open_dock: makes the dock of a group.
+        open_assembler: makes the assembler of a group.
         prefetch: begin the next batch as one is handed over. It is then one update of the weights behind.
 
     An exception (Ctrl-C, say) loses nothing: the batch that was waited for is the next one.
@@ -132,7 +132,7 @@ class AsyncGathering:
 
     Args:
         workers: all of them.
-        open_dock: makes the dock of one.
+        open_assembler: makes the assembler of one worker.
     """
 
     def __init__(

@@ -179,7 +179,9 @@ class WorkerPool:
             except BaseException as error:
                 self.close()  # an answer may be lost between its reading and its call
                 if isinstance(error, OSError):
-                    raise WorkerError(f"a worker's link broke ({error!r}): build another collector") from error
+                    raise WorkerError(
+                        f"the connection to a worker broke ({error!r}): build another collector"
+                    ) from error
                 raise
 
     def _read(self, worker: int) -> bool:

@@ -137,9 +137,9 @@ class SerialTransport:
         """Nothing is held."""
 
     def assembler(self, submit: Callable[[Call], Call], group: WorkerGroup) -> SerialAssembler:
-        """A dock for these workers."""
+        """An assembler for these workers."""
         return SerialAssembler(submit, group.workers, group.join)
 
     def weight_store(self, workers: int) -> SerialWeightStore:
-        """A board."""
+        """A weight store."""
         return SerialWeightStore()

@@ -1,8 +1,8 @@
-"""What a transport is: links to workers, each of which answers the calls that it is sent, in their order.
+"""The protocol of a transport: handles to workers, each of which answers its calls in the order they were sent.
 
-A transport starts workers and tells when one has answered; a dock says where a group of workers puts its rollouts and
-makes batches of them; a board is where weights lie until every worker has taken them. There are serial ones, those
-over processes with shared memory, and those over Ray's actors and object store. All else is written once.
+A `Transport` starts workers and reports when one has answered. A `BatchAssembler` decides where the workers of a group
+write their rollouts, and makes batches of them. A `WeightStore` holds weights until every worker has copied them.
+There are three implementations: serial, processes with shared memory, and Ray actors with Ray's object store.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class WorkerGroup(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A worker's answer to a call: what came of it, or how it failed."""
+    """A worker's answer to a call: its result, or a `Failure`."""
 
     number: int  # the call's
     value: Any
@@ -44,7 +44,7 @@ class WorkerExited(NamedTuple):
 
 @dataclass(eq=False)
 class Call:
-    """A call of a worker, and what has come of it.
+    """A call of a worker, and its result.
 
     Attributes:
         worker: the index.
@@ -65,12 +65,12 @@ class Call:
     error: BaseException | None = None
 
     def resolve(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Let it have come to its end."""
+        """Mark the call as finished, with a value or an error."""
         self.done, self.value, self.error = True, value, error
 
 
 class WorkerHandle(Protocol):
-    """The way to one worker."""
+    """Sends calls to one worker, and receives its answers."""
 
     @property
     def label(self) -> str:
@@ -96,16 +96,16 @@ class WorkerHandle(Protocol):
 
 @dataclass(eq=False)
 class PendingBatch:
-    """A batch on its way: the calls that bring its parts, in the order of the workers, and its place in the dock."""
+    """A batch that is being collected: one call per worker, in the order of the workers, and the slot it goes into."""
 
     calls: list[Call]
     slot: int = 0
 
 
 class BatchAssembler(Protocol):
-    """Where the workers of a group put their rollouts, which become one batch."""
+    """Decides where the workers of a group write their rollouts, and makes one batch of them."""
 
-    copies: int  # batches that were handed over as copies, since the reader held all places
+    copies: int  # batches that were handed over as copies, since the reader held every slot
 
     def room(self) -> bool:
         """Whether another batch may be begun."""
@@ -133,22 +133,22 @@ class BatchAssembler(Protocol):
 
 
 class WeightStore(Protocol):
-    """Where weights lie until every worker has taken them."""
+    """Holds weights until every worker has copied them."""
 
     def put(self, weights: Mapping[str, Tensor], taken: set[int]) -> int | None:
-        """Lay them down in a place that is not among `taken`: which; None where all are."""
+        """Write the weights into a slot that is not among `taken`; return the slot, or None if all are taken."""
         ...
 
     def call(self, worker: int, slot: int, version: int) -> Call:
-        """What tells a worker to take them."""
+        """The call that makes a worker copy the weights in `slot`."""
         ...
 
     def encode_params(self, params: Any) -> Any:
-        """What stands in a call for parameters that are no weights by name: what the worker gets is `params`."""
+        """What a call holds in place of `params`, for parameters that are not named weights."""
         ...
 
     def restarted(self, worker: int) -> None:
-        """Forget what this worker has been told."""
+        """Forget which calls this worker was sent: another process has replaced it."""
         ...
 
     def close(self) -> None:
@@ -162,11 +162,11 @@ class Transport(Protocol):
     patient: bool  # whether to wait for a worker costs time: then one that takes too long hangs
 
     def start(self, worker: int, job: bytes) -> WorkerHandle:
-        """A link to a new worker that builds itself from `job`; its first answer is that to ``"describe"``."""
+        """A handle to a new worker that builds itself from `job`; its first answer is to the call ``"describe"``."""
         ...
 
     def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:
-        """The keys of the links that may have something to receive: as soon as there is one, or `timeout` seconds."""
+        """The keys of the handles that may have an answer; waits for the first one, at most `timeout` seconds."""
         ...
 
     def close(self, handles: Sequence[WorkerHandle]) -> None:
@@ -178,9 +178,9 @@ class Transport(Protocol):
         ...
 
     def assembler(self, submit: Callable[[Call], Call], group: WorkerGroup) -> BatchAssembler:
-        """A dock for these workers; `submit` sends a call."""
+        """An assembler for these workers; `submit` sends a call."""
         ...
 
     def weight_store(self, workers: int) -> WeightStore:
-        """A board for so many workers."""
+        """A store for the weights of so many workers."""
         ...

@@ -15,12 +15,12 @@ from funcollect.policies.torch_backed import TorchBacked
 
 @dataclass(frozen=True, eq=False)
 class WeightsVersion:
-    """One update: laid down on the board, or parameters that go by themselves.
+    """One update: weights in a slot of the store, or parameters that travel in the call itself.
 
     Attributes:
         number: the policy's version.
-        place: on the board.
-        params: what goes by itself; None for the policy's own.
+        slot: of the weight store.
+        params: what travels in the call; None for the policy's own.
         loaded: whether these were the policy's own weights when they were saved, and are to be that again.
     """
 
@@ -34,7 +34,7 @@ class Weights:
     """What each worker acts with, and is to act with.
 
     A worker copies weights before it acts with them, and is told of later ones only then. So a tight loop of updates
-    needs no more places than one per worker, one for the latest and one to write, and no one waits.
+    needs no more slots than one per worker, one for the latest and one to write, and no one waits.
 
     Args:
         policy: whose parameters they are: a `Policy` or a module; None where the workers build their own.
@@ -65,7 +65,7 @@ class Weights:
         """
         weights = self._named(params)
         with self._pool.lock:
-            slot = None if weights is None else self._lay_down(weights, workers)
+            slot = None if weights is None else self._write(weights, workers)
             self.version, self.own = self.version + 1, params is None
             version = WeightsVersion(
                 self.version, slot, self._weight_store.encode_params(params) if slot is None else None
@@ -90,9 +90,9 @@ class Weights:
             self._policy.prepare(params)
         return self._policy.state_dict(params) or None
 
-    def _lay_down(self, weights: Mapping[str, Tensor], workers: Sequence[int]) -> int:
+    def _write(self, weights: Mapping[str, Tensor], workers: Sequence[int]) -> int:
         while (slot := self._weight_store.put(weights, self._slots_in_use(workers))) is None:
-            self._pool.wait()  # updates of single workers may take more places than there are
+            self._pool.wait()  # updates of single workers may need more slots than there are
         return slot
 
     def _slots_in_use(self, workers: Sequence[int]) -> set[int]:
@@ -184,7 +184,7 @@ class Weights:
             if other is not None and other.number == number:
                 return other
         with self._pool.lock:
-            return WeightsVersion(number, self._lay_down(weights, [worker]))
+            return WeightsVersion(number, self._write(weights, [worker]))
 
     def publish(self, params: Any, version: int) -> None:
         """`update` for all workers, under a number of somebody else's."""

@@ -19,10 +19,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.core.loops.fused import FLAGS, bucket, delivered, place_of
+from funcollect.core.loops.fused import FLAGS, bucket, place_of, to_batch
 from funcollect.core.request import Request, open_actor
 from funcollect.core.state import CollectorState
-from funcollect.core.traced_step.batch import cast, dtypes_of, widened
+from funcollect.core.traced_step.batch import cast, dtypes_of, widen
 from funcollect.core.traced_step.keys import RunKeys, run_keys
 from funcollect.core.traced_step.step import Row, StepConfig, step
 from funcollect.envs.jax_envs.jax_env import JaxEnv
@@ -50,7 +50,7 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
         policy_state, outputs = actor.finish()
     after = loop.state.replace(policy_state=policy_state)
     check_apart(outputs, state.observation)
-    return after, delivered(env, cast(loop.leaves(), dtypes_of(env)), outputs)
+    return after, to_batch(env, cast(loop.leaves(), dtypes_of(env)), outputs)
 
 
 def _on_host(state: CollectorState) -> CollectorState:
@@ -67,7 +67,7 @@ class _CrossingLoop:
     """The environment's state, the columns, and what the policy reads."""
 
     def __init__(self, env: JaxEnv, state: CollectorState, request: Request) -> None:
-        setting = StepConfig(
+        config = StepConfig(
             env=env,
             policy=RandomPolicy(env.action_spec),  # stands in for one without a state
             answer=_given_action,
@@ -78,8 +78,8 @@ class _CrossingLoop:
         which = (state.num_lanes, request.max_frames_per_traj, request.reset_when_done)
         capacity = bucket(request.length)
         place = place_of(state)
-        begin = compiled(env, ("crossing", capacity, *which), partial(_begin, setting, capacity), place=place)
-        self._advance = compiled(env, ("crossing", *which), partial(_advance, setting), donate_argnums=(0, 1))
+        begin = compiled(env, ("crossing", capacity, *which), partial(_begin, config, capacity), place=place)
+        self._advance = compiled(env, ("crossing", *which), partial(_advance, config), donate_argnums=(0, 1))
         self.state: CollectorState
         self.state, self._columns, self._keys = begin(state.replace(policy_state=None))
         self._request = request
@@ -120,31 +120,31 @@ def _given_action(action: Any, policy_state: Any, observation: Any, key: Any) ->
     return policy_state, {"action": action}
 
 
-def _row(setting: StepConfig, action: Any, state: CollectorState, keys: RunKeys) -> tuple[CollectorState, Row]:
-    after, recorded = step(setting, action, state, keys)
-    recorded = widened(recorded, dtypes=dtypes_of(setting.env), total_lanes=state.total_lanes)
-    dropped = [("action",), *(FLAGS if setting.reset_when_done else [])]  # the actor records what the policy answered
+def _row(config: StepConfig, action: Any, state: CollectorState, keys: RunKeys) -> tuple[CollectorState, Row]:
+    after, recorded = step(config, action, state, keys)
+    recorded = widen(recorded, dtypes=dtypes_of(config.env), total_lanes=state.total_lanes)
+    dropped = [("action",), *(FLAGS if config.reset_when_done else [])]  # the actor records what the policy answered
     return after, {path: value for path, value in recorded.items() if path not in dropped}
 
 
-def _begin(setting: StepConfig, capacity: int, state: CollectorState) -> tuple[CollectorState, Row, RunKeys]:
+def _begin(config: StepConfig, capacity: int, state: CollectorState) -> tuple[CollectorState, Row, RunKeys]:
     """A copy of the state, which may be donated, empty columns, and the keys of the run."""
     jax = import_jax()
     jnp = jax.numpy
-    spec = setting.env.action_spec
+    spec = config.env.action_spec
     action = jax.ShapeDtypeStruct((state.num_lanes, *spec.shape), _jax_dtype(spec))
     keys = run_keys(state.key, state.lane)
-    _, shapes = jax.eval_shape(partial(_row, setting), action, state, keys)
+    _, shapes = jax.eval_shape(partial(_row, config), action, state, keys)
     columns = {path: jnp.zeros((capacity, *leaf.shape), leaf.dtype) for path, leaf in shapes.items()}
     return jax.tree.map(jnp.copy, state), columns, keys
 
 
-def _advance(setting: StepConfig, state: CollectorState, columns: Row, keys: RunKeys, t: Any, action: Any) -> Any:
+def _advance(config: StepConfig, state: CollectorState, columns: Row, keys: RunKeys, t: Any, action: Any) -> Any:
     """The next state, the columns with the step in row `t`, the next root, and which lanes are at its beginning."""
     write = import_jax().lax.dynamic_update_index_in_dim
-    after, row = _row(setting, action.astype(_jax_dtype(setting.env.action_spec)), state, keys)
+    after, row = _row(config, action.astype(_jax_dtype(config.env.action_spec)), state, keys)
     columns = {path: write(column, row[path], t, 0) for path, column in columns.items()}
-    fresh = row[("next", "done")] if setting.reset_when_done else import_jax().numpy.zeros_like(after.terminated)
+    fresh = row[("next", "done")] if config.reset_when_done else import_jax().numpy.zeros_like(after.terminated)
     return after, columns, after.observation, fresh
 
 

@@ -44,22 +44,22 @@ class Counters:
     after: dict[str, Tensor]  # the state's counters, each [P]
 
 
-def count(state: CollectorState, track: RolloutColumns, age: Tensor, *, reset_when_done: bool) -> Counters:
+def count(state: CollectorState, columns: RolloutColumns, age: Tensor, *, reset_when_done: bool) -> Counters:
     """The counters of a rollout that began in `state`, worked out on the host.
 
     Args:
         state: where the rollout began.
-        track: what it recorded.
+        columns: what it recorded.
         age: [P], steps of the loop since each lane's reset, at the rollout's start.
         reset_when_done: whether a done lane began another episode, or stayed as it was.
     """
-    length, num_lanes = track.terminated.shape
+    length, num_lanes = columns.terminated.shape
     numbers = np.empty((4, num_lanes, length), np.int64)
     flags = np.zeros((6, num_lanes, length), bool)
-    flags[3], flags[4] = track.terminated.cpu().numpy().T, track.truncated.cpu().numpy().T
+    flags[3], flags[4] = columns.terminated.cpu().numpy().T, columns.truncated.cpu().numpy().T
     np.logical_or(flags[3], flags[4], out=flags[5])
     fates = _resets if reset_when_done else _freezes
-    after, ages = fates(state, numbers, flags, track.reward, age.numpy())
+    after, ages = fates(state, numbers, flags, columns.reward, age.numpy())
     numbers[2] = state.lane.cpu().numpy()[:, None]
     numbers[3] = state.policy_version
     device = state.step.device
@@ -138,19 +138,19 @@ def _open_returns(state: CollectorState, reward: Tensor, start: Array) -> Array:
     return total
 
 
-def deliver(state: CollectorState, track: RolloutColumns, counters: Counters, *, batched: bool) -> TensorDict:
+def deliver(state: CollectorState, columns: RolloutColumns, counters: Counters, *, batched: bool) -> TensorDict:
     """The batch of a rollout that began in `state`: [P, T], or [T] without a batch dimension, locked.
 
     Raises:
         PolicyError: for an output of the policy under the key of an observation.
     """
-    check_apart(track.outputs, track.observation)
-    reward = track.reward
+    check_apart(columns.outputs, columns.observation)
+    reward = columns.reward
     recorded: dict[Path, Tensor] = {
-        **track.observation,
-        **track.outputs,
-        **{("next", *path): leaf for path, leaf in track.next_observation.items()},
-        **{("next", "info", *path): leaf for path, leaf in track.info.items()},
+        **columns.observation,
+        **columns.outputs,
+        **{("next", *path): leaf for path, leaf in columns.next_observation.items()},
+        **{("next", "info", *path): leaf for path, leaf in columns.info.items()},
         ("next", "reward"): reward.unsqueeze(-1) if reward.ndim == 2 else reward,
     }
     numbers, flags = counters.numbers, counters.flags

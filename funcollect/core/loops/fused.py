@@ -12,16 +12,16 @@ from torch import Tensor
 
 from funcollect.core.request import Request
 from funcollect.core.state import CollectorState
-from funcollect.core.traced_step.batch import as_batch, cast, dtypes_of, widened
+from funcollect.core.traced_step.batch import as_batch, cast, dtypes_of, widen
 from funcollect.core.traced_step.keys import run_keys
-from funcollect.core.traced_step.step import Row, StepConfig, settle, step
+from funcollect.core.traced_step.step import Row, StepConfig, make_step_config, step
 from funcollect.envs.host.host_env import check_rewards
 from funcollect.envs.jax_envs.jax_env import JaxEnv
 from funcollect.interop import words
 from funcollect.interop.bridge import torch_view
 from funcollect.interop.device_memory import naming_memory
 from funcollect.interop.jax_setup import compiled, import_jax
-from funcollect.policies.actors.checks import finished
+from funcollect.policies.actors.checks import finish_columns
 from funcollect.policies.jax_functions.program import PROBE
 from funcollect.specs import Policy
 from funcollect.tree import Path
@@ -54,10 +54,10 @@ def bucket(length: int) -> int:
 def program(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Callable[..., Any]:
     """The compiled loop: one for what is static in a request."""
     capacity = bucket(request.length)
-    setting = settle(env, policy, state.num_lanes, request)
-    limits = (setting.max_frames_per_traj, setting.random_steps, setting.reset_when_done)
+    config = make_step_config(env, policy, state.num_lanes, request)
+    limits = (config.max_frames_per_traj, config.random_steps, config.reset_when_done)
     which = ("rollout", env, state.num_lanes, capacity, request.exploration_type, *limits)
-    return compiled(policy, which, partial(_loop, setting, capacity), place=place_of(state))
+    return compiled(policy, which, partial(_loop, config, capacity), place=place_of(state))
 
 
 def place_of(state: CollectorState) -> Any:
@@ -75,7 +75,7 @@ def place_of(state: CollectorState) -> Any:
     return place
 
 
-def _loop(setting: StepConfig, capacity: int, params: Any, state: CollectorState, length: Any) -> Any:
+def _loop(config: StepConfig, capacity: int, params: Any, state: CollectorState, length: Any) -> Any:
     """The trip count is traced: XLA treats a loop of one step otherwise, and would round it otherwise."""
     jax = import_jax()
     jnp = jax.numpy
@@ -83,8 +83,8 @@ def _loop(setting: StepConfig, capacity: int, params: Any, state: CollectorState
     keys = run_keys(state.key, state.lane)
 
     def row(state: CollectorState) -> tuple[CollectorState, Row]:
-        after, recorded = step(setting, params, state, keys)
-        recorded = widened(recorded, dtypes=dtypes_of(setting.env), total_lanes=state.total_lanes)
+        after, recorded = step(config, params, state, keys)
+        recorded = widen(recorded, dtypes=dtypes_of(config.env), total_lanes=state.total_lanes)
         return after, {path: value for path, value in recorded.items() if path not in dropped}
 
     def body(t: Any, carry: tuple[CollectorState, Row]) -> tuple[CollectorState, Row]:
@@ -93,7 +93,7 @@ def _loop(setting: StepConfig, capacity: int, params: Any, state: CollectorState
         write = jax.lax.dynamic_update_index_in_dim
         return state, {path: write(columns[path], recorded[path], t, 0) for path in columns}
 
-    dropped = FLAGS if setting.reset_when_done else []
+    dropped = FLAGS if config.reset_when_done else []
     _, first = jax.eval_shape(row, state)
     shapes = {path: (capacity, *leaf.shape) for path, leaf in first.items()}
     columns = {path: jnp.zeros(shape, first[path].dtype) for path, shape in shapes.items() if path not in _CONSTANT}
@@ -107,12 +107,12 @@ def batch_of(env: JaxEnv, policy: Policy, state: CollectorState, leaves: dict[Pa
     names = [path for path in leaves if len(path) == 1 and path not in FLAGS and path not in state.observation]
     chosen = getattr(policy, "head", None) is not None
     columns: dict[Path, Tensor] = {path: leaves.pop(path) for path in names}
-    outputs = finished(columns, env.action_spec, chosen=chosen, ties=getattr(policy, "ties", False))
+    outputs = finish_columns(columns, env.action_spec, chosen=chosen, ties=getattr(policy, "ties", False))
     outputs.pop((PROBE,), None)
-    return delivered(env, leaves, outputs)
+    return to_batch(env, leaves, outputs)
 
 
-def delivered(env: JaxEnv, leaves: dict[Path, Tensor], outputs: dict[Path, Tensor]) -> TensorDict:
+def to_batch(env: JaxEnv, leaves: dict[Path, Tensor], outputs: dict[Path, Tensor]) -> TensorDict:
     """The batch of an environment's columns [T, P, ...], whose rewards are checked, and a policy's checked ones."""
     reward = leaves["next", "reward"].detach()
     if math.isnan(reward.sum().item()):  # or a sum of both infinities

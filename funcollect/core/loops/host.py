@@ -26,23 +26,23 @@ from funcollect.tree import Path
 
 def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """`rollout` for a host environment."""
-    hold: SimulatorHandle = state.env_state
-    hold.check()
-    rows = hold.simulation.simulators.rows
+    handle: SimulatorHandle = state.env_state
+    handle.check()
+    rows = handle.simulation.simulators.rows
     recording = Recording(rows, request, env.info_keys)
     observation = rows.torch_observation if policy.backend == "torch" else rows.observation
     actor = open_actor(env, policy, state, request, observation)  # bad arguments are said before the state is used
-    simulation = hold.claim()
+    simulation = handle.claim()
     simulation.steps = state.steps + request.length
     rows.set(state.observation)
     with actor.running():
         _loop(simulation, actor, recording, state, request)
         policy_state, outputs = actor.finish()
     check_rewards(recording.reward)
-    track = recording.track(outputs)
-    counters = count(state, track, simulation.journal.ages, reset_when_done=request.reset_when_done)
-    batch = deliver(state, track, counters, batched=env.num_envs is not None)
-    simulation.journal.extend(outputs[("action",)], counters.age)
+    columns = recording.to_columns(outputs)
+    counters = count(state, columns, simulation.action_log.ages, reset_when_done=request.reset_when_done)
+    batch = deliver(state, columns, counters, batched=env.num_envs is not None)
+    simulation.action_log.extend(outputs[("action",)], counters.age)
     after = state.replace(
         env_state=simulation.release(),
         observation=simulation.observation(),
@@ -164,7 +164,7 @@ class Recording:
             raise _bad(outcome) from error
         return ended
 
-    def track(self, outputs: dict[Path, Tensor]) -> RolloutColumns:
+    def to_columns(self, outputs: dict[Path, Tensor]) -> RolloutColumns:
         """All of it, as columns."""
         return RolloutColumns(
             observation=self._columns(self.roots),

@@ -70,9 +70,9 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
             if mask is not None:
                 actor.restart(mask)
         policy_state, outputs = actor.finish()
-    track = loop.track(outputs)
+    columns = loop.to_columns(outputs)
     counters = count(
-        state, track, torch.zeros(state.num_lanes, dtype=torch.int64), reset_when_done=request.reset_when_done
+        state, columns, torch.zeros(state.num_lanes, dtype=torch.int64), reset_when_done=request.reset_when_done
     )
     after = state.replace(
         env_state=loop.env_state,
@@ -81,7 +81,7 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
         steps=state.steps + request.length,
         **counters.after,
     )
-    return after, deliver(state, track, counters, batched=env.num_envs is not None)
+    return after, deliver(state, columns, counters, batched=env.num_envs is not None)
 
 
 class _TensorLoop:
@@ -171,7 +171,7 @@ class _TensorLoop:
             self.root[path].copy_(select(done, value, self.root[path]))
         return done
 
-    def track(self, outputs: dict[Path, Tensor]) -> RolloutColumns:
+    def to_columns(self, outputs: dict[Path, Tensor]) -> RolloutColumns:
         """All columns."""
         return RolloutColumns(
             observation=self._roots,

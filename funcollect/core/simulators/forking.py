@@ -45,7 +45,7 @@ def _replay(copy: Simulation, source: Simulation, state: CollectorState) -> None
 
     A lane is reset when its episode begins, before that it does what it likes.
     """
-    actions, ages = source.journal.since_reset(), source.journal.ages.tolist()
+    actions, ages = source.action_log.since_reset(), source.action_log.ages.tolist()
     if actions is None:
         raise ReplayError(
             "the current episode is too long for its actions to be kept, expected at most 2**20 steps: begin another "

@@ -19,7 +19,7 @@ from funcollect.envs.host.host_env import HostEnv, Simulators
 from funcollect.errors import ClosedError, StaleStateError
 from funcollect.keys import EpisodeSeeds, Key
 
-_LONGEST_JOURNAL = 1 << 20  # steps; a longer episode cannot be forked
+_LONGEST_LOG = 1 << 20  # steps; a longer episode cannot be forked
 
 
 class ActionLog:
@@ -30,7 +30,7 @@ class ActionLog:
         limit: the most steps to keep; 0 where no replay will ask for them.
     """
 
-    def __init__(self, num_lanes: int, limit: int = _LONGEST_JOURNAL) -> None:
+    def __init__(self, num_lanes: int, limit: int = _LONGEST_LOG) -> None:
         self._chunks: deque[Tensor] = deque()
         self._length = 0
         self._limit = limit
@@ -55,14 +55,14 @@ class ActionLog:
         return torch.cat(tuple(self._chunks))[-longest:] if longest else torch.empty(0, len(self.ages))
 
     def copy(self) -> ActionLog:
-        """The same journal, to go its own way; the chunks themselves are never written again."""
+        """An independent copy; the chunks themselves are never written again."""
         twin = ActionLog(len(self.ages), self._limit)
         twin._chunks, twin._length, twin.ages = self._chunks.copy(), self._length, self.ages
         return twin
 
 
 class Simulation:
-    """Simulators, their journal and the version that may use them."""
+    """Simulators, their action log, and the version of the state that may use them."""
 
     def __init__(self, env: HostEnv, key: Key, lanes: Tensor) -> None:
         self.env = env
@@ -73,7 +73,7 @@ class Simulation:
         self.busy = False
         self.closed = False
         self.rekey(key, [-1] * len(self.lanes), 0)
-        self.journal = ActionLog(len(self.lanes), _LONGEST_JOURNAL if env.forking == "replay" else 0)
+        self.action_log = ActionLog(len(self.lanes), _LONGEST_LOG if env.forking == "replay" else 0)
         self._finalizer = weakref.finalize(self, self.simulators.close)
 
     def __reduce__(self) -> Any:
@@ -112,7 +112,7 @@ class Simulation:
         """Take over what `source` remembers, now that the simulators stand where its own do."""
         self.episodes, self.steps = list(source.episodes), source.steps
         self._unseeded = set(source._unseeded)
-        self.journal = source.journal.copy()
+        self.action_log = source.action_log.copy()
 
     def observation(self) -> dict[tuple[str, ...], Tensor]:
         """A copy of the current root observation."""

@@ -64,8 +64,8 @@ def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes
 
 @cache
 def _widening(dtypes: frozenset[tuple[Path, torch.dtype]], total_lanes: int) -> Any:
-    """`widened` under `jit`, one for all batches of a run, or each would compile again."""
-    return import_jax().jit(partial(widened, dtypes=dict(dtypes), total_lanes=total_lanes))
+    """`widen` under `jit`, one for all batches of a run, or each would compile again."""
+    return import_jax().jit(partial(widen, dtypes=dict(dtypes), total_lanes=total_lanes))
 
 
 def _checked(arrays: Any) -> Row:
@@ -107,7 +107,7 @@ def _guessed(flat: Row) -> Dtypes:
     return _COUNTERS | ({("action",): torch.int64} if integers else {})
 
 
-def widened(row: Row, *, dtypes: Dtypes, total_lanes: int) -> Row:
+def widen(row: Row, *, dtypes: Dtypes, total_lanes: int) -> Row:
     """Traced: int64 numbers as JAX can hold them, trajectory ids in the place of episodes.
 
     Without 64-bit types JAX has them as words [..., 2] of int32.

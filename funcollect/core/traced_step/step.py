@@ -12,7 +12,7 @@ from funcollect.envs.jax_envs.jax_env import JaxEnv, JaxEnvState, Transition
 from funcollect.interop import words
 from funcollect.interop.jax_setup import import_jax, strong
 from funcollect.policies.actors.checks import check_apart
-from funcollect.policies.jax_functions.traced_policy import Answer, scored, traced_policy, traced_random
+from funcollect.policies.jax_functions.traced_policy import Answer, match_log_prob, traced_policy, traced_random
 from funcollect.specs import Policy, assemble, disassemble
 from funcollect.tree import Path
 
@@ -34,7 +34,7 @@ class StepConfig:
     reset_when_done: bool
 
 
-def settle(env: JaxEnv, policy: Policy, num_lanes: int, request: Request) -> StepConfig:
+def make_step_config(env: JaxEnv, policy: Policy, num_lanes: int, request: Request) -> StepConfig:
     """The setting of a request; `params` and `length` are no part of it."""
     return StepConfig(
         env=env,
@@ -46,13 +46,13 @@ def settle(env: JaxEnv, policy: Policy, num_lanes: int, request: Request) -> Ste
     )
 
 
-def step(setting: StepConfig, params: Any, state: Traced, keys: RunKeys) -> tuple[Traced, Row]:
+def step(config: StepConfig, params: Any, state: Traced, keys: RunKeys) -> tuple[Traced, Row]:
     """The next state, and what the step recorded; `keys` are those of the state's run."""
-    env = setting.env
-    policy_state, outputs = _act(setting, params, state, keys)
+    env = config.env
+    policy_state, outputs = _act(config, params, state, keys)
     check_apart([(name,) for name in outputs], state.observation)
-    moved = _limited(_advance(env, state, outputs["action"], keys), state, setting.max_frames_per_traj)
-    frozen = None if setting.reset_when_done else state.terminated | state.truncated
+    moved = _limited(_advance(env, state, outputs["action"], keys), state, config.max_frames_per_traj)
+    frozen = None if config.reset_when_done else state.terminated | state.truncated
     if frozen is not None:
         moved = _frozen(env, state, moved, frozen)
     nexts = by_path(env, moved.observation)
@@ -66,7 +66,7 @@ def step(setting: StepConfig, params: Any, state: Traced, keys: RunKeys) -> tupl
         **_flags((), state),
         **_counters(state),
     }
-    return _next(setting, state, keys, policy_state, moved, nexts, frozen), row
+    return _next(config, state, keys, policy_state, moved, nexts, frozen), row
 
 
 def _flags(prefix: Path, of: Any) -> Row:
@@ -80,33 +80,33 @@ def _counters(state: Traced) -> Row:
     return {("collector", name): counter for name, counter in counters.items()}
 
 
-def _act(setting: StepConfig, params: Any, state: Traced, keys: RunKeys) -> tuple[Any, dict[str, Any]]:
-    observation = assemble(setting.env.observation_space, state.observation)
-    initial = setting.policy.init(state.key, state.num_lanes)
+def _act(config: StepConfig, params: Any, state: Traced, keys: RunKeys) -> tuple[Any, dict[str, Any]]:
+    observation = assemble(config.env.observation_space, state.observation)
+    initial = config.policy.init(state.key, state.num_lanes)
     check_policy_state(initial, state.policy_state)
-    remembered = lanes(state.step == 0, initial, state.policy_state)
-    policy_state, outputs = setting.answer(params, remembered, observation, step_key(keys.noise, state.steps))
-    policy_state = varying(state.lane, steady(policy_state))
+    remembered = where_lanes(state.step == 0, initial, state.policy_state)
+    policy_state, outputs = config.answer(params, remembered, observation, step_key(keys.noise, state.steps))
+    policy_state = varying(state.lane, without_weak_types(policy_state))
     check_next_state(remembered, policy_state)
-    if setting.random_steps:
-        outputs = _random_start(setting, state, keys, observation, outputs)
+    if config.random_steps:
+        outputs = _random_start(config, state, keys, observation, outputs)
     return policy_state, outputs
 
 
 def _random_start(
-    setting: StepConfig, state: Traced, keys: RunKeys, observation: Any, outputs: dict[str, Any]
+    config: StepConfig, state: Traced, keys: RunKeys, observation: Any, outputs: dict[str, Any]
 ) -> dict[str, Any]:
     """Random actions while the run is young; the policy runs all the same, so every batch has the same keys."""
 
     def randomly() -> dict[str, Any]:
         key = step_key(keys.random_action, state.steps)
-        action, log_prob = traced_random(setting.env.action_spec, key, observation, state.num_lanes)
+        action, log_prob = traced_random(config.env.action_spec, key, observation, state.num_lanes)
         drawn = {"action": action.astype(outputs["action"].dtype)}
         if "action_log_prob" in outputs:
-            drawn["action_log_prob"] = scored(log_prob, outputs["action_log_prob"])
+            drawn["action_log_prob"] = match_log_prob(log_prob, outputs["action_log_prob"])
         return outputs | drawn
 
-    early = (state.steps[1] == 0) & (state.steps[0] < setting.random_steps)
+    early = (state.steps[1] == 0) & (state.steps[0] < config.random_steps)
     acted: dict[str, Any] = import_jax().lax.cond(early, randomly, lambda: outputs)
     return acted
 
@@ -115,7 +115,7 @@ def _advance(env: JaxEnv, state: Traced, action: Any, keys: RunKeys) -> Transiti
     jax = import_jax()
     by_lane = dynamics_keys(keys, state.lane, state.steps)
     moved: Transition = jax.vmap(env.advance)(by_lane, state.env_state.physics, action)
-    return moved._replace(physics=steady(moved.physics), reward=moved.reward.astype(jax.numpy.float32))
+    return moved._replace(physics=without_weak_types(moved.physics), reward=moved.reward.astype(jax.numpy.float32))
 
 
 def _limited(moved: Transition, state: Traced, limit: int | None) -> Transition:
@@ -135,12 +135,12 @@ def _frozen(env: JaxEnv, state: Traced, moved: Transition, frozen: Any) -> Trans
         truncated=state.truncated,
         info=moved.info,
     )
-    kept: Transition = lanes(frozen, before, moved)
+    kept: Transition = where_lanes(frozen, before, moved)
     return kept
 
 
 def _next(
-    setting: StepConfig,
+    config: StepConfig,
     state: Traced,
     keys: RunKeys,
     policy_state: Any,
@@ -159,25 +159,25 @@ def _next(
     )
     if frozen is not None:
         return after.replace(terminated=moved.terminated, truncated=moved.truncated)
-    return restart(setting.env, after, keys, moved.terminated | moved.truncated)
+    return restart(config.env, after, keys, moved.terminated | moved.truncated)
 
 
 def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
     """The lanes of `mask` [P] begin another episode."""
     jax = import_jax()
     jnp = jax.numpy
-    physics, (starts, roots), spent = state.env_state
-    refill = (mask & spent).any()
+    physics, (starts, roots), next_start_used = state.env_state
+    refill = (mask & next_start_used).any()
     starts, roots = jax.lax.cond(
         refill, lambda: begin(env, keys, state.lane, state.episode + 1), lambda: (starts, roots)
     )
-    spent = (spent & ~refill) | (mask & (env.reset == "fresh"))
+    next_start_used = (next_start_used & ~refill) | (mask & (env.reset == "fresh"))
     return state.replace(
-        env_state=JaxEnvState(lanes(mask, starts, physics), (starts, roots), spent),
-        observation=lanes(mask, by_path(env, roots), state.observation),
+        env_state=JaxEnvState(where_lanes(mask, starts, physics), (starts, roots), next_start_used),
+        observation=where_lanes(mask, by_path(env, roots), state.observation),
         episode=state.episode + mask,
         step=jnp.where(mask, 0, state.step),
-        returns=lanes(mask, jnp.zeros_like(state.returns), state.returns),
+        returns=where_lanes(mask, jnp.zeros_like(state.returns), state.returns),
         terminated=state.terminated & ~mask,
         truncated=state.truncated & ~mask,
     )
@@ -187,7 +187,7 @@ def begin(env: JaxEnv, keys: RunKeys, lane: Any, episode: Any) -> tuple[Any, Any
     """Physics and observation [P, ...] at the start of each lane's episode: a function of key, lane and episode."""
     which = episode if env.reset == "fresh" else episode * 0
     physics, observation = import_jax().vmap(env.begin)(start_keys(keys, lane, which))
-    begun: tuple[Any, Any] = varying(lane, (steady(physics), observation))
+    begun: tuple[Any, Any] = varying(lane, (without_weak_types(physics), observation))
     return begun
 
 
@@ -196,15 +196,15 @@ def varying(lane: Any, tree: Any) -> Any:
 
     XLA drops the choice between equals; JAX's own function for it has another name in each of its versions.
     """
-    return lanes(lane == lane, tree, tree)
+    return where_lanes(lane == lane, tree, tree)
 
 
-def steady(tree: Any) -> Any:
+def without_weak_types(tree: Any) -> Any:
     """Without weak types, which can differ between a start and a step."""
     return import_jax().tree.map(strong, tree)
 
 
-def lanes(mask: Any, chosen: Any, other: Any) -> Any:
+def where_lanes(mask: Any, chosen: Any, other: Any) -> Any:
     """A pytree with the lanes of `mask` [P] taken from `chosen`, the rest from `other`."""
     jax = import_jax()
 

@@ -73,8 +73,8 @@ class JaxEnvState(NamedTuple):
     """
 
     physics: Any  # a pytree [P, ...]
-    spare: tuple[Any, Any]  # physics and observation [P, ...] at the start of each lane's next episode
-    spent: Any  # [P] bool: the spare start has been used
+    next_start: tuple[Any, Any]  # physics and observation [P, ...] at the start of each lane's next episode
+    next_start_used: Any  # [P] bool: the next start has been used
 
 
 def jax_env(

@@ -128,7 +128,7 @@ def _check_choices(action: Tensor, spec: ActionSpec) -> None:
         _raise_at(wrong, f"the action is outside its space, expected {expected}", action, "return one of these")
 
 
-def finished(
+def finish_columns(
     columns: Columns,
     spec: ActionSpec,
     *,

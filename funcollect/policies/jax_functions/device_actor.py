@@ -18,7 +18,7 @@ from torch import Tensor
 from funcollect.interop.bridge import jax_view, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.policies.actors.actor import ActorInputs, Columns, Recorder, lane_mask
-from funcollect.policies.actors.checks import check_action, finished
+from funcollect.policies.actors.checks import check_action, finish_columns
 from funcollect.policies.jax_functions.program import PROBE, select_program
 from funcollect.specs import ActionSpec
 
@@ -33,20 +33,20 @@ class DeviceActor:
         drive: the rollout, its observation made of tensors.
     """
 
-    def __init__(self, policy: Any, drive: ActorInputs) -> None:
+    def __init__(self, policy: Any, actor_inputs: ActorInputs) -> None:
         jax = import_jax()
-        self._drive = drive
-        which = ("device step", id(drive.spec), drive.stochastic)
-        self._step = compiled(policy, which, partial(_step, policy, drive.spec, drive.stochastic))
+        self._actor_inputs = actor_inputs
+        which = ("device step", id(actor_inputs.spec), actor_inputs.stochastic)
+        self._step = compiled(policy, which, partial(_step, policy, actor_inputs.spec, actor_inputs.stochastic))
         self._chosen = policy.head is not None
         self._ties = policy.ties
-        self._recurrent = drive.policy_state
-        self._sources, self._structure = jax.tree.flatten(drive.observation)
+        self._recurrent = actor_inputs.policy_state
+        self._sources, self._structure = jax.tree.flatten(actor_inputs.observation)
         self._home = self._sources[0].device
         device = next(iter(self._observation()[0].devices()))
-        self._noise = None if drive.noise is None else jax.device_put(drive.noise.numpy(), device)
+        self._noise = None if actor_inputs.noise is None else jax.device_put(actor_inputs.noise.numpy(), device)
         self._names: list[str] = []
-        self._recorder = Recorder(drive.observation, drive.length)
+        self._recorder = Recorder(actor_inputs.observation, actor_inputs.length)
         self._held: Any = None
 
     def _observation(self) -> list[Any]:
@@ -60,9 +60,9 @@ class DeviceActor:
         """The action [P, ...] of step `t`."""
         leaves = self._observation()
         observation = import_jax().tree.unflatten(self._structure, leaves)
-        self._recurrent, outputs = self._step(self._drive.params, self._recurrent, observation, self._noise, t)
+        self._recurrent, outputs = self._step(self._actor_inputs.params, self._recurrent, observation, self._noise, t)
         if t == 0:
-            check_action(outputs["action"], self._drive.spec, self._drive.num_envs)
+            check_action(outputs["action"], self._actor_inputs.spec, self._actor_inputs.num_envs)
             self._names = sorted(outputs)
         tensors = {name: torch_view(outputs[name]) for name in self._names}
         self._recorder.append(tuple(tensors.values()))
@@ -72,13 +72,13 @@ class DeviceActor:
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
         """Give these lanes their initial recurrent state."""
         if self._recurrent is not None:
-            mask = jax_view(lane_mask(lanes, self._drive.num_envs).to(self._home))
-            self._recurrent = select_program()(mask, self._drive.initial_state, self._recurrent)
+            mask = jax_view(lane_mask(lanes, self._actor_inputs.num_envs).to(self._home))
+            self._recurrent = select_program()(mask, self._actor_inputs.initial_state, self._recurrent)
 
     def finish(self) -> tuple[Any, Columns]:
         """The next policy state and every output, [T, P, ...]."""
         columns: Columns = dict(zip(((name,) for name in self._names), self._recorder.columns(), strict=True))
-        columns = finished(columns, self._drive.spec, chosen=self._chosen, ties=self._ties)
+        columns = finish_columns(columns, self._actor_inputs.spec, chosen=self._chosen, ties=self._ties)
         columns.pop((PROBE,), None)
         return self._recurrent, columns
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from funcollect.interop.jax_setup import import_jax
 from funcollect.keys import Key, Noise
 from funcollect.policies.actors.actor import Actor, ActorInputs, Columns, lane_mask, split_answer
-from funcollect.policies.actors.checks import check_recurrent, finished
+from funcollect.policies.actors.checks import check_recurrent, finish_columns
 from funcollect.policies.heads import Head
 from funcollect.policies.jax_functions.device_actor import DeviceActor
 from funcollect.policies.jax_functions.program import PROBE, StepProgram, select_program
@@ -100,17 +100,20 @@ class FunctionPolicy:
             outputs["action_log_prob"] = log_prob
         return policy_state, {"action": action, **outputs}
 
-    def program(self, drive: ActorInputs) -> StepProgram:
+    def program(self, actor_inputs: ActorInputs) -> StepProgram:
         """The jitted step for this action space and number of lanes; made once."""
-        which = (id(drive.spec), drive.stochastic, drive.num_envs)
+        which = (id(actor_inputs.spec), actor_inputs.stochastic, actor_inputs.num_envs)
         if which not in self._programs:
-            self._programs[which] = (drive.spec, StepProgram(partial(self.answer, drive.spec, drive.stochastic), drive))
+            self._programs[which] = (
+                actor_inputs.spec,
+                StepProgram(partial(self.answer, actor_inputs.spec, actor_inputs.stochastic), actor_inputs),
+            )
         return self._programs[which][1]
 
-    def actor(self, drive: ActorInputs) -> Actor:
+    def actor(self, actor_inputs: ActorInputs) -> Actor:
         """The policy at work in a rollout: over rows on the host, or over tensors where they are."""
-        on_device = isinstance(import_jax().tree.leaves(drive.observation)[0], Tensor)
-        return DeviceActor(self, drive) if on_device else JaxActor(self, drive)
+        on_device = isinstance(import_jax().tree.leaves(actor_inputs.observation)[0], Tensor)
+        return DeviceActor(self, actor_inputs) if on_device else JaxActor(self, actor_inputs)
 
 
 def jax_noise(noise: Noise | None, key: Any, num_envs: int) -> Any:
@@ -124,21 +127,21 @@ def jax_noise(noise: Noise | None, key: Any, num_envs: int) -> Any:
 class JaxActor:
     """One jitted call and one read-back per step."""
 
-    def __init__(self, policy: FunctionPolicy, drive: ActorInputs) -> None:
-        program = policy.program(drive)
-        self._drive = drive
+    def __init__(self, policy: FunctionPolicy, actor_inputs: ActorInputs) -> None:
+        program = policy.program(actor_inputs)
+        self._actor_inputs = actor_inputs
         self._step = program.step
         self._plain = program.plain
         self._chosen = policy.head is not None
         self._ties = policy.ties
-        self._params = program.params(drive.params)
-        self._recurrent = drive.policy_state
-        self._inputs, self._others, _ = program.inputs(drive)
+        self._params = program.params(actor_inputs.params)
+        self._recurrent = actor_inputs.policy_state
+        self._inputs, self._others, _ = program.inputs(actor_inputs)
         # a call that returns a state would commit it to the buffer's device, and compile again for that
         self._buffer = self._inputs.argument(self._params) if self._plain else self._inputs.buffer
-        self._noise: Any = [None] * drive.length if drive.noise is None else drive.noise.numpy()
+        self._noise: Any = [None] * actor_inputs.length if actor_inputs.noise is None else actor_inputs.noise.numpy()
         self._fields = program.fields
-        self._words = np.empty((drive.length, drive.num_envs, self._fields[-1].stop), np.int32)
+        self._words = np.empty((actor_inputs.length, actor_inputs.num_envs, self._fields[-1].stop), np.int32)
         action = self._fields[0]
         self._scalar = not action.shape and np.dtype(action.dtype) == np.int32
 
@@ -159,12 +162,12 @@ class JaxActor:
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
         """Give these lanes their initial recurrent state."""
         if self._recurrent is not None:
-            mask = lane_mask(lanes, self._drive.num_envs).numpy()
-            self._recurrent = select_program()(mask, self._drive.initial_state, self._recurrent)
+            mask = lane_mask(lanes, self._actor_inputs.num_envs).numpy()
+            self._recurrent = select_program()(mask, self._actor_inputs.initial_state, self._recurrent)
 
     def finish(self) -> tuple[Any, Columns]:
         """The next policy state and every output, [T, P, ...]."""
         columns: Columns = {(field.name,): field.column(self._words) for field in self._fields}
-        columns = finished(columns, self._drive.spec, chosen=self._chosen, ties=self._ties)
+        columns = finish_columns(columns, self._actor_inputs.spec, chosen=self._chosen, ties=self._ties)
         columns.pop((PROBE,), None)
         return self._recurrent, columns

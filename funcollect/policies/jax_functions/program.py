@@ -32,19 +32,21 @@ class StepProgram:
         drive: any rollout of the kind: its shapes are what counts.
     """
 
-    def __init__(self, answer: Answer, drive: ActorInputs) -> None:
+    def __init__(self, answer: Answer, actor_inputs: ActorInputs) -> None:
         jax = import_jax()
-        noise = None if drive.noise is None else drive.noise[0].numpy()
-        _, shapes = jax.eval_shape(answer, drive.params, drive.policy_state, drive.observation, noise)
+        noise = None if actor_inputs.noise is None else actor_inputs.noise[0].numpy()
+        _, shapes = jax.eval_shape(
+            answer, actor_inputs.params, actor_inputs.policy_state, actor_inputs.observation, noise
+        )
         if not hasattr(shapes["action"], "shape"):
             kind = type(shapes["action"]).__name__
             raise PolicyError(f"the policy's action is {kind}, expected an array: return one")
-        check_action(shapes["action"], drive.spec, drive.num_envs)
-        self.fields = layout(shapes, drive.num_envs)
-        self._vector = PackedVector(drive.params)
+        check_action(shapes["action"], actor_inputs.spec, actor_inputs.num_envs)
+        self.fields = layout(shapes, actor_inputs.num_envs)
+        self._vector = PackedVector(actor_inputs.params)
         self._packed: tuple[Any, Any] | None = None
-        inputs, _, treedef = self.inputs(drive)
-        wide = [_is_word(leaf) for leaf in jax.tree.leaves(drive.observation)]
+        inputs, _, treedef = self.inputs(actor_inputs)
+        wide = [_is_word(leaf) for leaf in jax.tree.leaves(actor_inputs.observation)]
 
         def step(params: Any, buffer: Any, policy_state: Any, others: list[Any]) -> tuple[Any, Any]:
             arrays, rest = iter(inputs.unpack(buffer)), iter(others)
@@ -54,7 +56,7 @@ class StepProgram:
             policy_state, outputs = answer(self._unpacked(params), policy_state, observation, drawn)
             return policy_state, pack(outputs, self.fields)
 
-        self.plain = drive.policy_state is None and all(wide)
+        self.plain = actor_inputs.policy_state is None and all(wide)
         self.step = jax.jit(lambda params, buffer: step(params, buffer, None, [])[1]) if self.plain else jax.jit(step)
 
     def params(self, prepared: Any) -> Any:
@@ -68,10 +70,10 @@ class StepProgram:
     def _unpacked(self, params: Any) -> Any:
         return self._vector.unpack(params) if self._vector.worth_it else params
 
-    def inputs(self, drive: ActorInputs) -> tuple[PackedInputs, list[npt.NDArray[Any]], Any]:
+    def inputs(self, actor_inputs: ActorInputs) -> tuple[PackedInputs, list[npt.NDArray[Any]], Any]:
         """The buffer of a rollout, the observation's leaves that travel beside it, and its structure."""
-        leaves, treedef = import_jax().tree.flatten(drive.observation)
-        noise = [] if drive.noise is None else [drive.noise[0].numpy()]
+        leaves, treedef = import_jax().tree.flatten(actor_inputs.observation)
+        noise = [] if actor_inputs.noise is None else [actor_inputs.noise[0].numpy()]
         others = [leaf for leaf in leaves if not _is_word(leaf)]
         return PackedInputs([leaf for leaf in leaves if _is_word(leaf)], noise), others, treedef
 

@@ -91,7 +91,7 @@ def traced_random(spec: ActionSpec, key: Any, observation: Any, num_envs: int) -
     return _integers(spec.space, key, shape) if spec.space.dtype.kind in "iu" else _box(spec.space, key, shape)  # type: ignore[union-attr]
 
 
-def scored(log_prob: Any, like: Any) -> Any:
+def match_log_prob(log_prob: Any, like: Any) -> Any:
     """Log-probabilities [P] as a policy gives them: [P], or [P, n] in shares that add up to them."""
     parts = like.shape[1:]
     shares = log_prob.reshape(-1, *[1] * len(parts)) / math.prod(parts)

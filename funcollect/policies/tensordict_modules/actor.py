@@ -13,10 +13,10 @@ from torch import Tensor
 from funcollect.errors import PolicyError
 from funcollect.keys import torch_generator
 from funcollect.policies.actors.actor import ActorInputs, Columns, Recorder, lane_mask
-from funcollect.policies.actors.checks import check_action, check_tensor, finished
+from funcollect.policies.actors.checks import check_action, check_tensor, finish_columns
 from funcollect.policies.tensordict_modules.calling import by_path, check_hidden, names_of, outputs_of, run_module
 from funcollect.policies.tensordict_modules.hidden_states import INIT
-from funcollect.policies.tensordict_modules.parts import EquivalenceCheck, Part, Values, straight_parts
+from funcollect.policies.tensordict_modules.parts import EquivalenceCheck, Part, Values, plain_parts
 from funcollect.policies.torch_backed import TorchPolicyState
 from funcollect.specs import RESERVED
 from funcollect.tree import Path, key_of, select
@@ -35,17 +35,17 @@ class TensorDictActor:
     """
 
     def __init__(
-        self, drive: ActorInputs, module: Callable[..., Any], device: torch.device | None, *, reads_init: bool
+        self, actor_inputs: ActorInputs, module: Callable[..., Any], device: torch.device | None, *, reads_init: bool
     ) -> None:
-        self._drive, self._module, self._device = drive, module, device
-        self._generator = drive.policy_state.generator.clone()
-        self._inputs = by_path(drive.observation)
-        self._hidden: dict[Path, Tensor] = dict(drive.policy_state.recurrent or {})
-        self._never = torch.zeros(drive.num_envs, 1, dtype=torch.bool)
+        self._actor_inputs, self._module, self._device = actor_inputs, module, device
+        self._generator = actor_inputs.policy_state.generator.clone()
+        self._inputs = by_path(actor_inputs.observation)
+        self._hidden: dict[Path, Tensor] = dict(actor_inputs.policy_state.recurrent or {})
+        self._never = torch.zeros(actor_inputs.num_envs, 1, dtype=torch.bool)
         self._first = self._never if reads_init and INIT not in self._inputs else None
         self._names: list[Path] = []
         self._stateful = bool(self._given())
-        self._recorder = Recorder(drive.observation, drive.length, always_copy=self._stateful)
+        self._recorder = Recorder(actor_inputs.observation, actor_inputs.length, always_copy=self._stateful)
         self._parts = self._plain_parts()
         self._values: Values = {}
 
@@ -55,15 +55,24 @@ class TensorDictActor:
 
     def _plain_parts(self) -> list[Part] | None:
         """The parts that may be called without a TensorDict: of a policy without hidden states that samples."""
-        drive = self._drive
-        if self._device is not None or self._stateful or not drive.stochastic or drive.length < _WORTH_WATCHING:
+        actor_inputs = self._actor_inputs
+        if (
+            self._device is not None
+            or self._stateful
+            or not actor_inputs.stochastic
+            or actor_inputs.length < _WORTH_WATCHING
+        ):
             return None
-        return straight_parts(self._module)
+        return plain_parts(self._module)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """No gradients, the asked interaction type, and the global generator running from the policy's state."""
-        with torch.no_grad(), set_interaction_type(self._drive.exploration_type), torch_generator(self._generator):
+        with (
+            torch.no_grad(),
+            set_interaction_type(self._actor_inputs.exploration_type),
+            torch_generator(self._generator),
+        ):
             yield
 
     def act(self, t: int) -> Any:
@@ -71,12 +80,12 @@ class TensorDictActor:
         if t == 0:
             written = self._begin()
         elif self._parts is not None:
-            written = self._straight(self._parts)
+            written = self._call_parts(self._parts)
         else:
             written = self._written(t)
         action = written[self._action_at]
-        if t == 0 or action.shape[1:] != self._drive.spec.shape:
-            check_action(action, self._drive.spec, self._drive.num_envs)
+        if t == 0 or action.shape[1:] != self._actor_inputs.spec.shape:
+            check_action(action, self._actor_inputs.spec, self._actor_inputs.num_envs)
             check_tensor(action)
         if self._stateful:
             self._recorder.append((*written, *self._given().values()))
@@ -96,7 +105,7 @@ class TensorDictActor:
             outputs: Mapping[Path, Any] = run()
         else:
             self._values = {key_of(path): leaf for path, leaf in inputs.items()}
-            outputs, as_good = EquivalenceCheck(self._parts, self._values).watch(run)
+            outputs, as_good = EquivalenceCheck(self._parts, self._values).compare(run)
             self._parts = self._parts if as_good else None
         self._check(outputs)
         self._names = sorted(path for path, leaf in outputs.items() if isinstance(leaf, Tensor))
@@ -104,7 +113,7 @@ class TensorDictActor:
         self._action_at = self._names.index(("action",))
         return tuple(outputs[name] for name in self._names)
 
-    def _straight(self, parts: list[Part]) -> tuple[Tensor, ...]:
+    def _call_parts(self, parts: list[Part]) -> tuple[Tensor, ...]:
         values = self._values.copy()
         for part in parts:
             part.run(values)
@@ -142,11 +151,11 @@ class TensorDictActor:
         """Give these lanes their initial hidden states, and say so in ``is_init``."""
         if not self._stateful:
             return
-        mask = lane_mask(lanes, self._drive.num_envs)
+        mask = lane_mask(lanes, self._actor_inputs.num_envs)
         if self._first is not None:
             self._first = self._first | mask[:, None]
         for path, leaf in self._hidden.items():
-            initial = self._drive.initial_state.recurrent[path].to(leaf.device)
+            initial = self._actor_inputs.initial_state.recurrent[path].to(leaf.device)
             self._hidden[path] = select(mask.to(leaf.device), initial, leaf)
 
     def finish(self) -> tuple[TorchPolicyState, Columns]:
@@ -156,4 +165,6 @@ class TensorDictActor:
         if self._first is not None:
             columns["next", *INIT] = torch.zeros_like(columns[INIT])
         hidden = {path: leaf.clone() for path, leaf in self._hidden.items()}
-        return TorchPolicyState(hidden or None, self._generator), finished(columns, self._drive.spec, ties=True)
+        return TorchPolicyState(hidden or None, self._generator), finish_columns(
+            columns, self._actor_inputs.spec, ties=True
+        )

@@ -19,7 +19,7 @@ def paths(keys: Iterable[Any] | None) -> list[Path]:
     return [key if isinstance(key, tuple) else (key,) for key in keys or ()]
 
 
-def carried_states(
+def initial_hidden_states(
     module: Any, given: Mapping[Any, Any] | None, defaults: Mapping[Path, Tensor] | None = None
 ) -> dict[Path, Tensor]:
     """What each hidden state of `module` is at the start of an episode, in one environment.

@@ -28,7 +28,7 @@ Call = Callable[[nn.Module, tuple[Any, ...]], Any]
 _SEQUENCES = (TensorDictSequential.forward, ProbabilisticTensorDictSequential.forward)
 
 
-class _NotStraightError(Exception):
+class _NotPlainError(Exception):
     """A module that has to be called on a TensorDict."""
 
 
@@ -71,17 +71,17 @@ class _Draw:
 Part = _Network | _Draw
 
 
-def straight_parts(module: Any) -> list[Part] | None:
+def plain_parts(module: Any) -> list[Part] | None:
     """The parts of `module`; None unless all of them are plain."""
     try:
         return list(_parts(module))
-    except _NotStraightError:
+    except _NotPlainError:
         return None
 
 
 def _parts(module: Any) -> Iterable[Part]:
     if not isinstance(module, nn.Module) or module._forward_hooks or module._forward_pre_hooks:
-        raise _NotStraightError
+        raise _NotPlainError
     forward = type(module).forward
     if forward in _SEQUENCES:
         inner: Any = module.module
@@ -92,7 +92,7 @@ def _parts(module: Any) -> Iterable[Part]:
         return [_Network(module)]
     if _draws(module):
         return [_Draw(module)]
-    raise _NotStraightError
+    raise _NotPlainError
 
 
 def _draws(module: nn.Module) -> bool:
@@ -104,14 +104,14 @@ def _draws(module: nn.Module) -> bool:
 def _key(key: Any) -> str | Path:
     if isinstance(key, str) or (isinstance(key, tuple) and len(key) > 1):
         return key
-    raise _NotStraightError
+    raise _NotPlainError
 
 
 class EquivalenceCheck:
     """Watches one call of a policy as it is, and tells whether its parts alone give the same.
 
     Args:
-        parts: the policy's `straight_parts`.
+        parts: the policy's `plain_parts`.
         inputs: what it reads, by key.
     """
 
@@ -120,7 +120,7 @@ class EquivalenceCheck:
         self._inputs = inputs
         self._calls: dict[int, deque[tuple[Any, ...]]] = defaultdict(deque)
 
-    def watch(self, run: Callable[[], Mapping[Path, Any]]) -> tuple[Mapping[Path, Any], bool]:
+    def compare(self, run: Callable[[], Mapping[Path, Any]]) -> tuple[Mapping[Path, Any], bool]:
         """What `run`, a call of the policy, returns, and whether the parts are as good."""
         before = torch.get_rng_state()
         networks = {id(part.module): part.module for part in self._parts if isinstance(part, _Network)}
@@ -134,7 +134,7 @@ class EquivalenceCheck:
         torch.set_rng_state(before)
         try:
             same = self._repeats(outputs) and torch.equal(torch.get_rng_state(), after)
-        except Exception:  # whatever does not work straight is done as it was
+        except Exception:  # whatever fails without a TensorDict is called on one
             same = False
         torch.set_rng_state(after)
         return outputs, same
@@ -156,5 +156,5 @@ class EquivalenceCheck:
         """The answer that `module` gave, if these were its arguments."""
         noted, named, answer = self._calls[id(module)].popleft()
         if named or len(noted) != len(arguments) or not all(map(torch.equal, noted, arguments)):
-            raise _NotStraightError
+            raise _NotPlainError
         return answer

@@ -14,7 +14,7 @@ from funcollect.keys import Key, Noise, Purpose, fold, generator_state, torch_ge
 from funcollect.policies.actors.actor import ActorInputs
 from funcollect.policies.tensordict_modules.actor import TensorDictActor
 from funcollect.policies.tensordict_modules.calling import by_path, check_hidden, outputs_of, run_module
-from funcollect.policies.tensordict_modules.hidden_states import INIT, carried_states, paths
+from funcollect.policies.tensordict_modules.hidden_states import INIT, initial_hidden_states, paths
 from funcollect.policies.torch_backed import Compiler, TorchBacked, TorchPolicyState, check_callable, check_compiler
 from funcollect.specs import ActionSpec, ExplorationType
 from funcollect.tree import Path, nest
@@ -57,7 +57,7 @@ def tensordict_policy(
     """
     check_callable(module, "a TensorDictModule or a function")
     check_compiler(compile, without="inductor")
-    return TensorDictPolicy(module, checked_device(device), carried_states(module, initial_state), compile)
+    return TensorDictPolicy(module, checked_device(device), initial_hidden_states(module, initial_state), compile)
 
 
 class TensorDictPolicy(TorchBacked):
@@ -66,7 +66,7 @@ class TensorDictPolicy(TorchBacked):
     Args:
         module: the user's.
         device: where it is to run; None for where it is.
-        carried: hidden states at the start of an episode, in one environment.
+        hidden_states: those at the start of an episode, in one environment.
         compiler: the way of running that is demanded.
     """
 
@@ -74,14 +74,14 @@ class TensorDictPolicy(TorchBacked):
         self,
         module: Callable[..., Any],
         device: torch.device | None = None,
-        carried: Mapping[Path, Tensor] | None = None,
+        hidden_states: Mapping[Path, Tensor] | None = None,
         compiler: Compiler | None = None,
     ) -> None:
         super().__init__(module, device)
         self.compiler = compiler
         self.head = None
         self.initial_state = None
-        self.carried = dict(carried or {})
+        self.hidden_states = dict(hidden_states or {})
         self.reads_init = INIT in paths(getattr(module, "in_keys", None))
 
     def noise(self, spec: ActionSpec) -> Noise | None:
@@ -89,7 +89,7 @@ class TensorDictPolicy(TorchBacked):
 
     def init(self, key: Key, num_envs: int) -> TorchPolicyState:
         """The hidden states of each lane, and a generator seeded from the key."""
-        hidden = {path: leaf.expand(num_envs, *leaf.shape).clone() for path, leaf in self.carried.items()}
+        hidden = {path: leaf.expand(num_envs, *leaf.shape).clone() for path, leaf in self.hidden_states.items()}
         return TorchPolicyState(hidden or None, generator_state(fold(key, Purpose.GENERATOR)))
 
     def __call__(
@@ -107,7 +107,7 @@ class TensorDictPolicy(TorchBacked):
             inputs[INIT] = torch.zeros(next(iter(inputs.values())).shape[0], 1, dtype=torch.bool)
         with torch.no_grad(), set_interaction_type(exploration_type), torch_generator(generator):
             outputs = outputs_of(run_module(self.bound(params), inputs, self.device), inputs)
-        hidden = {path: outputs.pop(("next", *path)) for path in self.carried}
+        hidden = {path: outputs.pop(("next", *path)) for path in self.hidden_states}
         named = {".".join(path): leaf for path, leaf in outputs.items()}
         return TorchPolicyState(hidden or None, generator), named
 
@@ -115,24 +115,24 @@ class TensorDictPolicy(TorchBacked):
         """What the module is called with, a dict for a TensorDict."""
         return (nest(by_path(observation) | (recurrent or {})),)
 
-    def beginning(self, observation: Any) -> dict[Path, Tensor] | None:
+    def initial_carry(self, observation: Any) -> dict[Path, Tensor] | None:
         """What a loop of JAX carries, in one environment at the start of an episode: ``is_init``, too, if it is read.
 
         `observation` is an example; it may deliver ``is_init`` by itself.
         """
         tells = self.reads_init and INIT not in by_path(observation)
-        return self.carried | ({INIT: torch.ones(1, dtype=torch.bool)} if tells else {}) or None
+        return self.hidden_states | ({INIT: torch.ones(1, dtype=torch.bool)} if tells else {}) or None
 
-    def ask(
+    def call_module(
         self, module: Callable[..., Any], observation: Any, recurrent: Any, exploration_type: ExplorationType
     ) -> dict[str, Any]:
         """What `module`, this policy's own bound to parameters, writes, nested, hidden states under ``next``."""
         inputs = by_path(observation) | (recurrent or {})
         with set_interaction_type(exploration_type):
             outputs = outputs_of(run_module(module, inputs, self.device), inputs)
-        check_hidden(outputs, {path: inputs[path] for path in self.carried})
+        check_hidden(outputs, {path: inputs[path] for path in self.hidden_states})
         return nest(outputs)
 
-    def actor(self, drive: ActorInputs) -> TensorDictActor:
+    def actor(self, actor_inputs: ActorInputs) -> TensorDictActor:
         """The policy at work in a rollout."""
-        return TensorDictActor(drive, self.bound(drive.params), self.device, reads_init=self.reads_init)
+        return TensorDictActor(actor_inputs, self.bound(actor_inputs.params), self.device, reads_init=self.reads_init)

@@ -53,9 +53,9 @@ class CallbackPolicy(EmbeddedPolicy):
     """
 
     def __init__(
-        self, source: Source, exploration_type: ExplorationType, reads: list[torch.dtype], beginning: Any
+        self, source: Source, exploration_type: ExplorationType, reads: list[torch.dtype], initial_carry: Any
     ) -> None:
-        super().__init__(source, exploration_type, self._traced, beginning)
+        super().__init__(source, exploration_type, self._traced, initial_carry)
         self._call = buffer_callback()
         self._reads = reads
         self._answers: dict[Any, _OutputBuffers] = {}
@@ -85,7 +85,7 @@ class CallbackPolicy(EmbeddedPolicy):
         answer = self.answer_to(treedef, leaves)
         shapes = [jax.ShapeDtypeStruct(tuple(shape), jax_dtype(dtype)) for shape, dtype in answer.kinds]
         outputs = self._call(partial(self._serve, answer), shapes, has_side_effect=True)(*leaves)
-        return self.told(optree.tree_unflatten(answer.treespec, outputs), state)
+        return self.to_outputs(optree.tree_unflatten(answer.treespec, outputs), state)
 
     def answer_to(self, treedef: Any, leaves: list[Any]) -> _OutputBuffers:
         """The shapes of the answer to such inputs, for which the module is called once with zeros.
@@ -112,7 +112,7 @@ class CallbackPolicy(EmbeddedPolicy):
         if self._module is None:
             self.prepare(None)
         with torch.no_grad():
-            answer = self.source.ask(self._module, *given, self.exploration_type)
+            answer = self.source.call_module(self._module, *given, self.exploration_type)
         if isinstance(answer, Tensor):
             return [answer], _ALONE
         return optree.tree_flatten(plain(answer), namespace=NAMESPACE)
@@ -157,10 +157,10 @@ def callback_policy(source: Source, observation: Any, exploration_type: Explorat
         LoweringError: for a policy whose inputs or answers JAX does not have.
     """
     tree = import_jax().tree
-    beginning = constant(source.beginning(observation))
-    recurrent = lanes_of(beginning, len(tree.leaves(observation)[0]), source.device)
+    initial_carry = constant(source.initial_carry(observation))
+    recurrent = lanes_of(initial_carry, len(tree.leaves(observation)[0]), source.device)
     leaves, treedef = tree.flatten(plain((observation, recurrent)))
-    policy = CallbackPolicy(source, exploration_type, [leaf.dtype for leaf in leaves], beginning)
+    policy = CallbackPolicy(source, exploration_type, [leaf.dtype for leaf in leaves], initial_carry)
     answer = policy.answer_to(treedef, leaves)
     zeros = [torch.zeros(shape, dtype=dtype) for shape, dtype in answer.kinds]
     given = (optree.tree_unflatten(answer.treespec, zeros), observation, recurrent)

@@ -47,13 +47,13 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
     """
 
     def __init__(
-        self, source: Source, exploration_type: ExplorationType, apply: Callable[..., Any], beginning: Any
+        self, source: Source, exploration_type: ExplorationType, apply: Callable[..., Any], initial_carry: Any
     ) -> None:
-        initial = optree.tree_map(lambda leaf: np.asarray(torch.as_tensor(leaf)), plain(beginning))
+        initial = optree.tree_map(lambda leaf: np.asarray(torch.as_tensor(leaf)), plain(initial_carry))
         super().__init__(apply, source.head, initial)
         self.source = source
         self.ties = isinstance(source, TensorDictPolicy)
-        self._tells_init = isinstance(source, TensorDictPolicy) and INIT in (beginning or {})
+        self._tells_init = isinstance(source, TensorDictPolicy) and INIT in (initial_carry or {})
         self.exploration_type = exploration_type
         self.dtypes: dict[Path, torch.dtype] = {}  # of outputs whose dtypes JAX lacks
         self.nested: list[Path] = []  # outputs that the loop has under dotted names
@@ -109,10 +109,10 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
             batch.rename_key_(".".join(path), path)
         return batch.lock_()
 
-    def told(self, answer: Any, recurrent: Any) -> Any:
+    def to_outputs(self, answer: Any, recurrent: Any) -> Any:
         """What a module answered to `recurrent`, as the loop takes it.
 
-        Of a TensorDict policy by dotted names, since a loop knows no nested outputs, beside what is carried on.
+        Of a TensorDict policy by dotted names, since a loop knows no nested outputs, beside its hidden states.
         """
         if not isinstance(self.source, TensorDictPolicy):
             return answer
@@ -124,7 +124,7 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
         """Keep what an answer of the module says about its outputs.
 
         Args:
-            answer: as `source.ask` gives it for `observation` and `recurrent`.
+            answer: as `source.call_module` gives it for `observation` and `recurrent`.
             observation: an example.
             recurrent: likewise.
             lacks: whether JAX lacks a dtype.
@@ -154,12 +154,12 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
         return contextlib.nullcontext()
 
 
-def constant(beginning: Any) -> Any:
-    """`beginning`, of an episode, which a program keeps; LoweringError for one that a trainer may change."""
-    leaves = optree.tree_leaves(beginning, namespace=NAMESPACE)
+def constant(initial_carry: Any) -> Any:
+    """`initial_carry`, of an episode, which a program keeps; LoweringError for one that a trainer may change."""
+    leaves = optree.tree_leaves(initial_carry, namespace=NAMESPACE)
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
         raise LoweringError("initial_state requires grad, so it may change: pass a constant one")
-    return beginning
+    return initial_carry
 
 
 def _recorded(answer: Any, recurrent: Mapping[Path, Any] | None) -> tuple[dict[Path, Any], dict[Path, Any]]:

@@ -31,13 +31,13 @@ _TOLERANCE = 1e-3  # of a first look, relative; rounding is far below it
 class LoweredPolicy(EmbeddedPolicy):
     """See `funcollect.lower_policy`. `params` are the module's own as they are when it is read, as arrays of JAX."""
 
-    def __init__(self, source: Source, exploration_type: ExplorationType, lowered: Lowered, beginning: Any) -> None:
-        super().__init__(source, exploration_type, self._answer, beginning)
+    def __init__(self, source: Source, exploration_type: ExplorationType, lowered: Lowered, initial_carry: Any) -> None:
+        super().__init__(source, exploration_type, self._answer, initial_carry)
         self.lowered = lowered
 
     def _answer(self, params: Any, observation: Any, state: Any = None) -> Any:
         with set_interaction_type(self.exploration_type):  # for shapes with which it is exported once more
-            return self.told(self.lowered.apply(params, *self.source.arguments(observation, state)), state)
+            return self.to_outputs(self.lowered.apply(params, *self.source.arguments(observation, state)), state)
 
     def prepare(self, params: Any) -> dict[str, Any]:
         """Copies of parameters, laid out for JAX.
@@ -82,14 +82,14 @@ def lowered_policy(source: Source, observation: Any, exploration_type: Explorati
         LoweringError: for a module that cannot be lowered, or whose weights a program could not read anew.
     """
     module = _checked_module(source)
-    beginning = constant(source.beginning(observation))
+    initial_carry = constant(source.initial_carry(observation))
     rows = len(_leaves(observation)[0])
-    recurrent = lanes_of(beginning, rows, source.device)
+    recurrent = lanes_of(initial_carry, rows, source.device)
     inputs = source.arguments(observation, recurrent)
     if isinstance(source, TensorDictPolicy):
         inputs = (TensorDict(inputs[0], batch_size=[rows]),)
     with set_interaction_type(exploration_type):
-        policy = LoweredPolicy(source, exploration_type, lower_module(module, inputs), beginning)
+        policy = LoweredPolicy(source, exploration_type, lower_module(module, inputs), initial_carry)
     _check_answer(policy, observation, recurrent)
     return policy
 
@@ -117,15 +117,15 @@ def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> No
     given: Any = (observation, recurrent)
     before = settings_of(module) if module is not source.module else None  # a copy's, which a call may change
     with torch.no_grad():
-        home = optree.tree_map(lambda leaf: leaf.to(source.home or leaf.device, copy=True), given)
-        eager = source.ask(module, *home, policy.exploration_type)
+        home = optree.tree_map(lambda leaf: leaf.to(source.run_device or leaf.device, copy=True), given)
+        eager = source.call_module(module, *home, policy.exploration_type)
     if before is not None and before != settings_of(module):
         raise LoweringError(f"{type(module).__name__} changes its own attributes when called: return them as a state")
     inputs: Any = optree.tree_map(to_jax, plain(given if recurrent is not None else given[:1]))
     ours = import_jax().jit(policy.apply)(policy.prepare(None), *inputs)
     eager = plain(eager)
     policy.note(eager, home[0], home[1], _WIDE.__contains__)
-    pairs = zip(_leaves(policy.told(eager, home[1])), map(to_torch, import_jax().tree.leaves(ours)), strict=True)
+    pairs = zip(_leaves(policy.to_outputs(eager, home[1])), map(to_torch, import_jax().tree.leaves(ours)), strict=True)
     apart = max((_apart(one.cpu(), two.cpu()) for one, two in pairs if one.is_floating_point()), default=0.0)
     if apart > _TOLERANCE:
         raise LoweringError(f"{type(module).__name__}, lowered, answers otherwise than itself, by {apart:.1e}")

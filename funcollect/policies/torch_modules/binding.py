@@ -57,7 +57,7 @@ class Binding:
         return slots
 
     @property
-    def home(self) -> torch.device | None:
+    def run_device(self) -> torch.device | None:
         """Where the skeleton runs; None for a module without parameters."""
         if self.device is not None:
             return self.device

@@ -22,7 +22,7 @@ from funcollect.policies.actors.actor import (
     memory_of,
     split_answer,
 )
-from funcollect.policies.actors.checks import check_action, check_recurrent, check_tensor, finished
+from funcollect.policies.actors.checks import check_action, check_recurrent, check_tensor, finish_columns
 from funcollect.policies.heads import Head, check_head
 from funcollect.policies.numerics import TORCH
 from funcollect.policies.torch_backed import Compiler, TorchBacked, TorchPolicyState, check_callable, check_compiler
@@ -100,7 +100,7 @@ class TorchPolicy(TorchBacked):
     def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
         """The callable over these parameters, compiled where that was asked for."""
         module = super().bound(prepared)
-        return module if self._compiled is None else self._compiled(module, self.home or torch.device("cpu"))
+        return module if self._compiled is None else self._compiled(module, self.run_device or torch.device("cpu"))
 
     def check(self, spec: ActionSpec) -> None:
         """Raise ValueError where the head does not suit the action space."""
@@ -129,28 +129,30 @@ class TorchPolicy(TorchBacked):
             raise TypeError("a policy with a head acts through funcollect.step, which knows the action space")
         generator = policy_state.generator.clone()
         with torch.no_grad(), torch_generator(generator):
-            answer = self.ask(self.bound(params), observation, _copied(policy_state.recurrent), exploration_type)
+            answer = self.call_module(
+                self.bound(params), observation, _copied(policy_state.recurrent), exploration_type
+            )
         answer, recurrent = (answer, None) if policy_state.recurrent is None else answer
         action, extras = split_answer(answer, None)
         return TorchPolicyState(recurrent, generator), {"action": action, **extras}
 
-    def beginning(self, observation: Any) -> Any:
-        """What is carried, in one environment at the start of an episode; None for nothing."""
+    def initial_carry(self, observation: Any) -> Any:
+        """The recurrent state of one environment at the start of an episode; None if there is none."""
         return self.initial_state
 
     def arguments(self, observation: Any, recurrent: Any) -> tuple[Any, ...]:
         """What the module is called with."""
         return (observation,) if recurrent is None else (observation, recurrent)
 
-    def ask(
+    def call_module(
         self, module: Callable[..., Any], observation: Any, recurrent: Any, exploration_type: ExplorationType
     ) -> Any:
         """What `module`, this policy's own bound to parameters, answers."""
         return module(*self.arguments(observation, recurrent))
 
-    def actor(self, drive: ActorInputs) -> TorchActor:
+    def actor(self, actor_inputs: ActorInputs) -> TorchActor:
         """The policy at work in a rollout."""
-        return TorchActor(self, drive)
+        return TorchActor(self, actor_inputs)
 
 
 def lanes_of(initial: Any, num_lanes: int, device: torch.device | None) -> Any:
@@ -166,22 +168,24 @@ def lanes_of(initial: Any, num_lanes: int, device: torch.device | None) -> Any:
 class TorchActor:
     """One forward pass per step; log-probabilities and checks once at the end."""
 
-    def __init__(self, policy: TorchPolicy, drive: ActorInputs) -> None:
-        self._drive = drive
+    def __init__(self, policy: TorchPolicy, actor_inputs: ActorInputs) -> None:
+        self._actor_inputs = actor_inputs
         self._head = policy.head
-        self._module = policy.bound(drive.params)
-        home = policy.home
-        self._move = _mover(home, drive.observation)
+        self._module = policy.bound(actor_inputs.params)
+        home = policy.run_device
+        self._move = _mover(home, actor_inputs.observation)
         self._home = home or torch.device("cpu")
-        self._noise = NoiseRow(drive.noise if drive.stochastic else None, self._home)
-        self._observation = drive.observation
-        self._spec = drive.spec
-        self._recurrent = _copied(drive.policy_state.recurrent)
-        self._read = {memory_of(leaf) for leaf in optree.tree_leaves(drive.observation)}
-        self._generator = drive.policy_state.generator.clone()
-        self._wanted = torch.Size((drive.num_envs, *drive.spec.shape))
+        self._noise = NoiseRow(actor_inputs.noise if actor_inputs.stochastic else None, self._home)
+        self._observation = actor_inputs.observation
+        self._spec = actor_inputs.spec
+        self._recurrent = _copied(actor_inputs.policy_state.recurrent)
+        self._read = {memory_of(leaf) for leaf in optree.tree_leaves(actor_inputs.observation)}
+        self._generator = actor_inputs.policy_state.generator.clone()
+        self._wanted = torch.Size((actor_inputs.num_envs, *actor_inputs.spec.shape))
         self._names: tuple[str, ...] | None = None
-        self._recorder = Recorder(drive.observation, drive.length, always_copy=self._recurrent is not None)
+        self._recorder = Recorder(
+            actor_inputs.observation, actor_inputs.length, always_copy=self._recurrent is not None
+        )
         self._record = self._recorder.append
 
     @contextlib.contextmanager
@@ -209,7 +213,7 @@ class TorchActor:
             parameters = self._head.parse(TORCH, answer, self._spec)
             action = self._head.sample(TORCH, parameters, self._noise.at(t), self._spec)
         if t == 0 or action.shape != self._wanted:
-            check_action(action, self._spec, self._drive.num_envs)
+            check_action(action, self._spec, self._actor_inputs.num_envs)
             check_tensor(action)
         self._record((action, *parameters, *extras))
         return action  # type: ignore[no-any-return]
@@ -225,7 +229,7 @@ class TorchActor:
         names = tuple(sorted(extras))
         if self._names is None:
             self._names = names
-            check_extras(extras, self._drive.num_envs)
+            check_extras(extras, self._actor_inputs.num_envs)
         elif names != self._names:
             raise PolicyError(
                 f"the policy answered with the extra keys {list(names)} after {list(self._names)}: keep them the same "
@@ -236,12 +240,12 @@ class TorchActor:
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
         """Give these lanes their initial recurrent state."""
         if self._recurrent is not None:
-            mask = lane_mask(lanes, self._drive.num_envs).to(self._home)
-            self._recurrent = select(mask, self._drive.initial_state.recurrent, self._recurrent)
+            mask = lane_mask(lanes, self._actor_inputs.num_envs).to(self._home)
+            self._recurrent = select(mask, self._actor_inputs.initial_state.recurrent, self._recurrent)
 
     def finish(self) -> tuple[TorchPolicyState, Columns]:
         """The next policy state and every output, [T, P, ...]."""
-        spec = self._drive.spec
+        spec = self._actor_inputs.spec
         columns = self._recorder.columns()
         names = self._names or ()
         action, parameters, extras = (
@@ -253,16 +257,16 @@ class TorchActor:
         if self._head is not None:
             outputs |= self._scored(action, tuple(parameters))
             read: Columns = {(name,): each for name, each in zip(self._head.names, parameters, strict=True)}
-            outputs = finished({("action",): action, **outputs}, spec, parameters=read, chosen=True)
+            outputs = finish_columns({("action",): action, **outputs}, spec, parameters=read, chosen=True)
         else:
-            outputs = finished({("action",): action, **outputs}, spec)
+            outputs = finish_columns({("action",): action, **outputs}, spec)
         return TorchPolicyState(_copied(self._recurrent), self._generator), outputs
 
     def _scored(self, action: Tensor, parameters: tuple[Tensor, ...]) -> Columns:
         assert self._head is not None
-        noise = self._drive.noise if self._drive.stochastic else None
+        noise = self._actor_inputs.noise if self._actor_inputs.stochastic else None
         noise = None if noise is None else noise.to(self._home)
-        log_prob = self._head.log_prob(TORCH, parameters, action, noise, self._drive.spec)
+        log_prob = self._head.log_prob(TORCH, parameters, action, noise, self._actor_inputs.spec)
         return {} if log_prob is None else {("action_log_prob",): log_prob}
 
 

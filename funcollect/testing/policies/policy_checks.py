@@ -37,7 +37,7 @@ def answers(trial: PolicyTrial) -> None:
     spec, wanted = trial.env.action_spec, None
     for rows in trial.seen:
         for way in (ExplorationType.RANDOM, DETERMINISTIC):
-            columns = flatten(trial.question(rows, steps=2, exploration_type=way).ask().columns)
+            columns = flatten(trial.query(rows, steps=2, exploration_type=way).run().columns)
             check_action(columns[("action",)][:, 0], spec, trial.count)
             for path, column in columns.items():
                 if column.shape[:2] != (trial.count, 2):
@@ -76,7 +76,7 @@ def pure(trial: PolicyTrial) -> None:
     """It writes neither its observation nor its own parameters and buffers, and remembers nothing by itself."""
     before, weights = trial.seen[0], own_weights(trial.policy)
     start = trial.policy.init(key_from_seed(trial.seed), trial.count)
-    first = trial.question(policy_state=_copied(start)).ask()
+    first = trial.query(policy_state=_copied(start)).run()
     for path, rows in before.items():
         _expect_bits(
             rows,
@@ -84,12 +84,12 @@ def pure(trial: PolicyTrial) -> None:
             f"the observation {'.'.join(path)} after the policy was asked",
             "copy it before writing",
         )
-    trial.question(trial.seen[1], steps=2).ask()
+    trial.query(trial.seen[1], steps=2).run()
     trial.run(trial.steps)
     for name, value in own_weights(trial.policy).items():
         _expect_bits(weights[name], value, f"the policy's own {name} after a rollout", "write it in training only")
     expect_equal(
-        trial.question(policy_state=_copied(start)).ask().columns,
+        trial.query(policy_state=_copied(start)).run().columns,
         first.columns,
         what="the answer to a question asked again",
         source="the first answer, to the same observation, state and noise",
@@ -125,12 +125,10 @@ def deterministic(trial: PolicyTrial) -> None:
 def _answer_depends_on(trial: PolicyTrial, *, noise: bool) -> str:
     """Where a deterministic answer differs under another seed: of its own draws and, with `noise`, of its head's."""
     other = key_from_seed(trial.seed + 1)
-    question = trial.question(exploration_type=DETERMINISTIC)
-    one = flatten(question.ask().columns)
+    query = trial.query(exploration_type=DETERMINISTIC)
+    one = flatten(query.run().columns)
     two = flatten(
-        trial.question(exploration_type=DETERMINISTIC, key=other, noise_key=other if noise else question.key)
-        .ask()
-        .columns
+        trial.query(exploration_type=DETERMINISTIC, key=other, noise_key=other if noise else query.key).run().columns
     )
     for path, column in one.items():
         if place := first_row(numbers_differ(column, two[path])):
@@ -158,10 +156,10 @@ def rows_apart(trial: PolicyTrial) -> None:
         raise NotApplicableError(DRAWS)
     rows, others = trial.seen
     mend = "let no operation mix the batch dimension; batch norm in training mode does: call module.eval()"
-    one = trial.question(exploration_type=DETERMINISTIC).ask()
+    one = trial.query(exploration_type=DETERMINISTIC).run()
     beside = {path: torch.cat((rows[path][:1], others[path][1:])) for path in rows}
     expect_equal(
-        trial.question(beside, exploration_type=DETERMINISTIC).ask().columns[:1],
+        trial.query(beside, exploration_type=DETERMINISTIC).run().columns[:1],
         one.columns[:1],
         what="the answer beside other rows",
         source="the answer for the same row (here lane 0) before",
@@ -171,7 +169,7 @@ def rows_apart(trial: PolicyTrial) -> None:
     order = torch.arange(trial.count).flip(0)
     turned = {path: value[order] for path, value in rows.items()}
     expect_equal(
-        trial.question(turned, order=order, exploration_type=DETERMINISTIC).ask().columns[order],
+        trial.query(turned, order=order, exploration_type=DETERMINISTIC).run().columns[order],
         one.columns,
         what="the answers for the rows in reverse order",
         source="the answers in the first order",
@@ -188,7 +186,7 @@ def recurrent(trial: PolicyTrial) -> None:
     if _answer_depends_on(trial, noise=False):
         raise NotApplicableError(DRAWS)
     once, twice, restarted = (
-        _state_leaves(trial.question(exploration_type=DETERMINISTIC, **changes).ask())
+        _state_leaves(trial.query(exploration_type=DETERMINISTIC, **changes).run())
         for changes in ({}, {"steps": 2}, {"steps": 2, "restart": [0]})
     )
     for number, (one, two, got) in enumerate(zip(once, twice, restarted, strict=True)):

@@ -47,7 +47,7 @@ class PolicyTrial(Trial):
             {path: rows[self.count :] for path, rows in flat.items()},
         )
 
-    def question(self, rows: Rows | None = None, **changes: Any) -> Query:
+    def query(self, rows: Rows | None = None, **changes: Any) -> Query:
         """A question to the policy; about the first rows that were seen, unless said otherwise."""
         asked = Query(trial=self, rows=self.seen[0] if rows is None else rows, key=key_from_seed(self.seed))
         return replace(asked, **changes)
@@ -102,10 +102,10 @@ class Query:
     policy_state: Any = None
     exploration_type: ExplorationType = ExplorationType.RANDOM
 
-    def ask(self) -> PolicyOutput:
+    def run(self) -> PolicyOutput:
         """The policy's answer."""
         memory = {path: _fixed(rows) for path, rows in self.rows.items()}
-        actor = make_actor(self.trial.policy, self._drive(memory))
+        actor = make_actor(self.trial.policy, self._actor_inputs(memory))
         with actor.running():
             for t in range(self.steps):
                 if t == self.steps - 1:
@@ -118,7 +118,7 @@ class Query:
         leaves = {path: column.transpose(0, 1) if column.ndim > 1 else column for path, column in columns.items()}
         return to_tensordict(leaves, (self.trial.count, self.steps))
 
-    def _drive(self, memory: Rows) -> ActorInputs:
+    def _actor_inputs(self, memory: Rows) -> ActorInputs:
         trial, policy = self.trial, self.trial.policy
         leaves = memory if policy.backend == "torch" else {path: rows.numpy() for path, rows in memory.items()}
         initial = policy.init(self.key, trial.count)
