@@ -7,6 +7,8 @@ import warnings
 import pytest
 import torch
 
+from tests.support.running import RAY, STORE
+
 with warnings.catch_warnings():  # its SWIG types warn as they are made, and crash where a warning is an error
     warnings.simplefilter("ignore")
     import Box2D  # noqa: F401
@@ -14,19 +16,7 @@ with warnings.catch_warnings():  # its SWIG types warn as they are made, and cra
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 
-SCALE = int(os.environ.get("FUNCOLLECT_SCALE", "1"))
-
-
-def scaled(count):
-    """A count for CI, times FUNCOLLECT_SCALE: 1 in CI, 10 for the full counts."""
-    return count * SCALE
-
-
-# JAX warns of them where it has been used; those of Ray become other programs at once.
-FORKS_OF_RAY = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
-RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_memory_usage_threshold": "0.99"}
 os.environ |= RAY  # before Ray is imported
-STORE = 300 << 20  # bytes of its object store
 
 
 @pytest.fixture(scope="module")
