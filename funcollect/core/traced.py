@@ -60,8 +60,7 @@ def init(
         EnvError: for an environment whose functions disagree with one another or with its spaces.
 
     >>> import jax, funcollect as fc
-    >>> from funcollect.envs.jax_envs.gymnax_env import from_gymnax
-    >>> env = from_gymnax("CartPole-v1", num_envs=4)
+    >>> env = fc.envs.from_gymnax("CartPole-v1", num_envs=4)
     >>> policy = fc.random_policy(env)
     >>> seeds = jax.random.split(jax.random.PRNGKey(0), 3)
     >>> states = jax.vmap(lambda key: init(env, policy, None, key=key))(seeds)
@@ -168,8 +167,7 @@ def rollout(
         PolicyError: for an action or another output of the wrong shape or dtype.
 
     >>> import jax, jax.numpy as jnp, funcollect as fc
-    >>> from funcollect.envs.jax_envs.gymnax_env import from_gymnax
-    >>> env = from_gymnax("CartPole-v1", num_envs=4)
+    >>> env = fc.envs.from_gymnax("CartPole-v1", num_envs=4)
     >>> policy = fc.jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=fc.heads.categorical)
     >>> @jax.jit
     ... def mean_reward(params, key):
@@ -198,9 +196,8 @@ def partition(state: CollectorState, axis: str) -> CollectorState:
     """How a state is split for `shard_map`: the lanes over the mesh's `axis`, what all lanes share on every device.
 
     >>> import jax, funcollect as fc
-    >>> from funcollect.envs.jax_envs.gymnax_env import from_gymnax
     >>> from jax.sharding import PartitionSpec
-    >>> env = from_gymnax("CartPole-v1", num_envs=4)
+    >>> env = fc.envs.from_gymnax("CartPole-v1", num_envs=4)
     >>> state = init(env, fc.random_policy(env), None, key=jax.random.PRNGKey(0))
     >>> parts = partition(state, "devices")
     >>> parts.step == PartitionSpec("devices"), parts.key == PartitionSpec()

@@ -45,8 +45,7 @@ def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes
         ValueError: for arrays without a time dimension.
 
     >>> import jax, funcollect as fc
-    >>> from funcollect.envs.jax_envs.gymnax_env import from_gymnax
-    >>> env = from_gymnax("CartPole-v1", num_envs=2)
+    >>> env = fc.envs.from_gymnax("CartPole-v1", num_envs=2)
     >>> policy = fc.random_policy(env)
     >>> state = fc.traced.init(env, policy, None, key=jax.random.PRNGKey(0))
     >>> state, arrays = fc.traced.rollout(env, policy, None, state, 5)
