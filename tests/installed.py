@@ -1,8 +1,8 @@
 """Leaves out the tests of packages that are not installed, if FUNCOLLECT_INSTALLED_ONLY=1 (as `make test-newest` sets).
 
-A file is left out if it imports such a package at its top level, itself or through a module of the tests; a doctest, if
-one of its examples does; any other test, if it is marked `needs("package")`. Without the variable a missing package is an
-error.
+A file is left out if it imports such a package at its top level, itself or through a module of the tests; a doctest,
+if one of its examples does; any other test, if it is marked `needs("package")`. Without the variable a missing package
+is an error.
 """
 
 import ast
