@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from funcollect.faulty_fusions import avoid_faulty_fusions as _avoid_faulty_fusions
+
 if TYPE_CHECKING:
     from funcollect import envs, errors, interop, plots, testing
     from funcollect.buffers import jax_ring, ring, samplers, storages
@@ -129,6 +131,8 @@ _MODULES = {
     "testing": "funcollect.testing",
     "traced": "funcollect.core.traced",
 }
+
+_avoid_faulty_fusions()  # before the first computation, which may be the user's own
 
 __version__ = "0.1.0"
 __all__ = [

@@ -6,6 +6,12 @@ import warnings
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from installed import (  # noqa: F401
+    pytest_collection_modifyitems,
+    pytest_ignore_collect,
+    pytest_report_collectionfinish,
+)
 
 from tests.support.running import RAY, STORE
 
@@ -14,6 +20,8 @@ with warnings.catch_warnings():  # its SWIG types warn as they are made, and cra
     import Box2D  # noqa: F401
 
 torch.set_num_threads(1)
+settings.register_profile("any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any_machine")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 
 os.environ |= RAY  # before Ray is imported

@@ -9,6 +9,7 @@ import torch
 
 from funcollect.core.api import check_pair
 from funcollect.core.routes import Route, route_of
+from funcollect.faulty_fusions import avoid_faulty_fusions
 from funcollect.interop.jax_setup import dispatch_note
 from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
@@ -49,6 +50,7 @@ class Plan:
         seeding: how the environment is seeded, and what that guarantees.
         noise: where the policy's randomness comes from.
         forking: how `fork` copies a state.
+        caution: a fault of the installed jaxlib and its mend; not printed if there is none or JAX is not used.
     """
 
     env: str
@@ -59,10 +61,12 @@ class Plan:
     seeding: str
     noise: str
     forking: str
+    caution: str = ""
 
     def __str__(self) -> str:
-        width = max(len(field.name) for field in fields(self))
-        return "\n".join(f"{field.name:<{width}}  {getattr(self, field.name)}" for field in fields(self))
+        shown = [field.name for field in fields(self) if getattr(self, field.name)]
+        width = max(map(len, shown))
+        return "\n".join(f"{name:<{width}}  {getattr(self, name)}" for name in shown)
 
 
 def explain(env: Env, policy: Policy) -> Plan:
@@ -92,6 +96,7 @@ def explain(env: Env, policy: Policy) -> Plan:
         if route.loop == "fused" and (kind or not isinstance(route.policy, CallbackPolicy))
         else _NOISE.get(kind, f"{kind} noise, drawn ahead for a whole rollout from the state's key by Philox"),
         forking=_forking(env),
+        caution=avoid_faulty_fusions() if "jax" in (env.backend, route.policy.backend) else "",
     )
 
 

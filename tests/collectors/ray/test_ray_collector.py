@@ -67,6 +67,7 @@ def test_shapes_and_the_data_of_the_serial_transport(kind, sync, num_envs):
         assert_same(rows, whole[lane][: len(rows)])
 
 
+@pytest.mark.needs("torchrl")
 def test_torchrl_documented_call():
     """As it stands in TorchRL's documentation of its class, with other imports."""
     from torchrl.envs.libs.gym import GymEnv

@@ -201,6 +201,7 @@ def test_two_that_load_the_same_state_go_on_alike() -> None:
     assert_same(*batches)
 
 
+@pytest.mark.needs("torchrl")
 def test_set_seed_returns_the_next_seed_as_torchrl_does() -> None:
     from torchrl._utils import seed_generator
 
