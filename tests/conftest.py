@@ -7,12 +7,12 @@ import warnings
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from installed import (  # noqa: F401
+
+from tests.support.installed import (  # noqa: F401
     pytest_collection_modifyitems,
     pytest_ignore_collect,
     pytest_report_collectionfinish,
 )
-
 from tests.support.running import RAY, STORE
 
 with warnings.catch_warnings():  # its SWIG types warn as they are made, and crash where a warning is an error

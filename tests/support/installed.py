@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 ACTIVE = os.environ.get("FUNCOLLECT_INSTALLED_ONLY") == "1"
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 _LEFT_OUT = Counter()  # what was left out, by the missing package
 
 
