@@ -1,4 +1,4 @@
-"""Runs: what a ring notes of the frames of an extend, a few numbers for each stretch of a trajectory."""
+"""Segments: what a ring records of an extend, a few numbers for each stretch of consecutive frames."""
 
 from __future__ import annotations
 
