@@ -41,7 +41,7 @@ HALVES = $(MAKE) --no-print-directory --jobs=2 --output-sync=target tests-a-to-j
 
 test: lint
 	$(HALVES)
-	$(BIN)/python -m pytest --nbmake --nbmake-timeout=280 notebooks
+	$(BIN)/python -m pytest --nbmake --nbmake-timeout=1200 notebooks
 
 tests-a-to-j:
 	$(BIN)/python -m pytest tests/test_[a-j]*.py

@@ -140,9 +140,7 @@ trial(Rigged, KeyboardInterrupt)
 
 def test_workers_of_a_vector_environment_that_die_or_owe_an_answer_are_replaced() -> None:
     """In a process of its own: workers are forked, and by now this one holds JAX's threads."""
-    done = subprocess.run(
-        [sys.executable, "-c", ASYNC], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", ASYNC], cwd=Path(__file__).parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     error, steps, interrupt, others = done.stdout.strip().splitlines()
     assert error.startswith("EnvError lane 1: its process is gone (exit code ")

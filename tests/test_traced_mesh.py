@@ -10,7 +10,7 @@ def test_a_mesh_equals_its_parts_one_after_another():
     script = Path(__file__).parent / "mesh_run.py"
     flags["PYTHONPATH"] = str(script.parent.parent)
     run = subprocess.run(
-        [sys.executable, "-W", "error", script], env=os.environ | flags, capture_output=True, text=True, timeout=250
+        [sys.executable, "-W", "error", script], env=os.environ | flags, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["equal"]
