@@ -8,6 +8,7 @@ import pytest
 from tests.support.running import FORKS_OF_RAY, ROOT
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+NEEDS = {"from_purejaxrl": "gymnax>=1", "from_sb3": "torchrl", "from_torchrl": "torchrl"}
 PROGRAMS = [page for page in PAGES if page.name != "README.md"]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
 A_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -39,7 +40,10 @@ def test_a_block_runs(block, capsys):
     "ignore:Creating .* which inherits from WeightUpdaterBase:DeprecationWarning",
     "ignore:The env passed to Collector is missing transforms:FutureWarning",
 )
-@pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=page.stem, marks=pytest.mark.needs(*NEEDS.get(page.stem, "").split())) for page in PROGRAMS],
+)
 def test_a_page_runs_from_top_to_bottom(page, capsys):
     namespace = {"__name__": "__main__"}
     for block in blocks(page):

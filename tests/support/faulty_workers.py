@@ -45,6 +45,19 @@ class Uneven(Plain):
         return super().step(action)
 
 
+class Held(Plain):
+    """Its steps wait until a file exists."""
+
+    def __init__(self, file):
+        super().__init__()
+        self.file = file
+
+    def step(self, action):
+        while not os.path.exists(self.file):
+            os.sched_yield()
+        return super().step(action)
+
+
 class Wide(Plain):
     """Half a megabyte in each observation."""
 
@@ -92,7 +105,8 @@ def sleep_forever():
 
 
 def hold_the_gil():
-    ctypes.PyDLL(None).sleep(1_000_000)
+    while True:  # a signal ends a sleep
+        ctypes.PyDLL(None).sleep(1_000_000)
 
 
 def die():

@@ -1,8 +1,8 @@
 """Leaves out the tests of packages that are not installed, if FUNCOLLECT_INSTALLED_ONLY=1 (as `make test-newest` sets).
 
 A file is left out if it imports such a package at its top level, itself or through a module of the tests; a doctest,
-if one of its examples does; any other test, if it is marked `needs("package")`. Without the variable a missing package
-is an error.
+if one of its examples does; any other test, if it is marked `needs("package>=1")`. Without the variable a missing
+package is an error.
 """
 
 import ast
@@ -10,7 +10,10 @@ import functools
 import importlib.util
 import os
 from collections import Counter
+from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 ACTIVE = os.environ.get("FUNCOLLECT_INSTALLED_ONLY") == "1"
 TESTS = Path(__file__).parents[1]
@@ -66,11 +69,19 @@ def _is_ours(file):
 
 
 def _missing_for_item(item):
-    needed = {package for marker in item.iter_markers("needs") for package in marker.args}
+    asked = {each for marker in item.iter_markers("needs") for each in marker.args}
+    missing = {each for each in asked if not _is_met(Requirement(each))}
     if doctest := getattr(item, "dtest", None):
         source = "".join(example.source for example in doctest.examples)
-        needed.update(name.partition(".")[0] for name in _imported(ast.walk(ast.parse(source))))
-    return sorted(package for package in needed if not is_installed(package))
+        missing.update(*map(_missing, _imported(ast.walk(ast.parse(source)))))
+    return sorted(missing)
+
+
+def _is_met(requirement):
+    """Whether a package is installed, in a version that is asked for."""
+    if not is_installed(requirement.name):
+        return False
+    return not requirement.specifier or metadata.version(requirement.name) in requirement.specifier
 
 
 def pytest_ignore_collect(collection_path):

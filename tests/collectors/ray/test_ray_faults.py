@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import funcollect as fc
+from funcollect.collectors.cluster import transport as ray_transport
+from funcollect.collectors.workers import pool
 from tests.support.faulty_workers import Failing, Plain, SlowToReturn, die, hold_the_gil, sleep_forever, stumble
 from tests.support.running import FORKS_OF_RAY, ROOT, scaled
 from tests.support.worker_runs import check_trajectories, gone, run_out, wait_until
-from tests.support.workers import by_lane, ray_collector
+from tests.support.workers import FOREVER, HangClock, by_lane, ray_collector
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), FORKS_OF_RAY]
 
@@ -22,7 +24,7 @@ pytestmark = [pytest.mark.usefixtures("ray_cluster"), FORKS_OF_RAY]
 def pid_of(collector, worker):
     """Of an actor, once it lives."""
     link = collector._pool.records[worker].handle
-    wait_until(lambda: not link.label.endswith("on no node yet"), timeout=60)
+    wait_until(lambda: not link.label.endswith("on no node yet"))
     return int(link.label.split()[-1])
 
 
@@ -47,7 +49,7 @@ def test_an_actor_that_is_killed_ends_the_run():
     pids = [pid_of(collector, worker) for worker in range(2)]
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(fc.WorkerError, match=r"worker 1 \(actor \w+ on node [\d.]+ .*was lost \(ActorDiedError"):
-        run_out(collector, 60)
+        run_out(collector)
     wait_until(lambda: all(map(gone, pids)))
     with pytest.raises(fc.ClosedError):
         next(collector)
@@ -57,11 +59,17 @@ def test_an_actor_that_is_killed_ends_the_run():
     ("act", "shown"),
     [(stumble, "in stumble"), (sleep_forever, "in sleep_forever"), (hold_the_gil, "interpreter is held")],
 )
-def test_an_exception_and_a_hang_come_with_their_traceback(act, shown):
-    made = [Plain, functools.partial(Failing, act, at=20)]
+def test_an_exception_and_a_hang_come_with_their_traceback(act, shown, tmp_path, monkeypatch):
+    begun = tmp_path / "begun"
+    clock = HangClock(begun, shown)
+    monkeypatch.setattr(pool, "time", clock)
+    if act is sleep_forever:
+        monkeypatch.setattr(ray_transport, "_TO_TELL", FOREVER)
+    made = [Plain, functools.partial(Failing, act, at=20, once=str(begun))]
     with ray_collector(made, frames_per_batch=16, timeout=1.0) as collector:
+        clock.collector = None if act is stumble else collector
         with pytest.raises(fc.WorkerError, match="worker 1, lane 1" if act is stumble else "timeout=1") as raised:
-            run_out(collector, 60)
+            run_out(collector)
         assert shown in raised.value.traceback
         assert (raised.value.worker, raised.value.lane) == (1, 1 if act is stumble else None)
         assert isinstance(raised.value.__cause__, fc.EnvError if act is stumble else type(None))
@@ -74,7 +82,7 @@ def test_a_failure_of_a_worker_in_an_actor():
         ray_collector(made, frames_per_batch=16, **kwargs) as collector,
         pytest.raises(fc.WorkerError, match=r"worker 1, lane [23].*ArithmeticError") as raised,
     ):
-        run_out(collector, 60)
+        run_out(collector)
     assert "in stumble" in raised.value.traceback
 
 
@@ -129,7 +137,7 @@ import ray
 ray.init(address={address!r}, log_to_driver=False)
 import funcollect as fc
 from tests.support.faulty_workers import *
-kwargs = dict(frames_per_batch=16, collector_class=fc.MultiSyncDataCollector)
+kwargs = dict(frames_per_batch=16, timeout=1e6, start_timeout=1e6, collector_class=fc.MultiSyncDataCollector)
 collector = fc.RayCollector([lambda: Failing(hold_the_gil, at=40)], **kwargs)
 next(collector)
 print(*[record.handle.label.split()[-1] for record in collector._pool.records], flush=True)
@@ -146,7 +154,7 @@ def test_no_actor_outlives_its_driver(ray_cluster):
         processes = descendants(actor)
         assert len(processes) >= 3  # the actor, the server of its workers and a worker
         driver.kill()
-    wait_until(lambda: all(map(gone, processes)), timeout=60.0)
+    wait_until(lambda: all(map(gone, processes)))
 
 
 def descendants(process):
@@ -159,6 +167,7 @@ OWN = """
 import funcollect as fc, ray
 if __name__ == "__main__":
     kwargs = dict(frames_per_batch=10, ray_init_config={"num_cpus": 2, "object_store_memory": 100 << 20})
+    kwargs |= dict(timeout=1e6, start_timeout=1e6)
     one, two = (fc.RayCollector("CartPole-v1", **kwargs) for _ in range(2))
     one.shutdown()
     next(two)

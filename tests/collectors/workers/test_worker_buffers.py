@@ -28,7 +28,7 @@ class Buffer:
 
     def wait_for(self, count):
         with self.grown:
-            assert self.grown.wait_for(lambda: len(self.batches) >= count, timeout=30)
+            assert self.grown.wait_for(lambda: len(self.batches) >= count)
 
 
 def made(kind, transport, **kwargs):

@@ -102,7 +102,7 @@ def test_a_script_needs_no_main_guard_and_leaves_nothing(tmp_path: Path) -> None
     script.write_text(SCRIPT)
     home = str(Path(fc.__file__).parents[1])
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": home}
+        [sys.executable, script], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": home}
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == ["begun", f"(2, 5) {script} None"]
