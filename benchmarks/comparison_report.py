@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ def _time(seconds: Sequence[float]) -> tuple[str, str]:
 
 
 def _ratio(ratio: Ratio) -> tuple[str, str]:
-    return f"{ratio.estimate:.3f}", f"{ratio.low:.3f}-{ratio.high:.3f}"
+    return f"{ratio.estimate:.3f}", f"{ratio.low:.3f}-{ratio.high:.3f}" if math.isfinite(ratio.high) else "none"
 
 
 def cell_data(work: Work, comparisons: Mapping[str, Comparison]) -> dict[str, Any]:
@@ -52,9 +53,14 @@ def _data(each: Comparison) -> dict[str, Any]:
         return {"verdict": each.verdict, "errors": {side: str(error) for side, error in each.errors.items()}}
     return {
         "verdict": each.verdict,
-        "speed_ratio": {clock: asdict(each.ratio(clock)) for clock in CLOCKS},
+        "speed_ratio": {clock: _finite(asdict(each.ratio(clock))) for clock in CLOCKS},
         "seconds_per_frame": {clock: {side: each.seconds(side, clock) for side in SIDES} for clock in CLOCKS},
     }
+
+
+def _finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
+    """JSON has no infinity."""
+    return {name: number if math.isfinite(number) else None for name, number in numbers.items()}
 
 
 def summary(comparisons: Mapping[Name, Comparison]) -> str:

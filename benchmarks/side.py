@@ -104,4 +104,5 @@ class Side:
 
 def _environment(tree: Path, seed: int) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": str(seed)}
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"}  # XLA reports a harmless difference for each program that it reloads
+    return {**os.environ, **quiet, "PYTHONPATH": path, "PYTHONHASHSEED": str(seed)}

@@ -261,6 +261,14 @@ def test_every_benchmark_names_contestants_that_it_has():
             assert set(cell.ours) | set(cell.stale) <= set(cell.contestants), cell.name
 
 
+def test_too_few_rounds_have_no_interval(repository, tmp_path, capsys):
+    assert compared(repository, tmp_path, "plain", "slow", rounds=1)["funcollect"].verdict == "unclear"
+    assert "none  unclear" in capsys.readouterr().out
+    saved = json.loads((tmp_path / "compare-plain.json").read_text())
+    ratio = saved["results"]["stub"]["plain"]["contestants"]["funcollect"]["speed_ratio"]["wall"]
+    assert ratio == {"estimate": pytest.approx(0.5), "low": 0.0, "high": None}
+
+
 def test_a_summary_counts_what_is_too_noisy():
     noisy = {
         BEFORE: [Block(frames=1, wall=2.0 ** (each % 3), cpu=1.0) for each in range(9)],
