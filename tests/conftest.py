@@ -1,5 +1,6 @@
 """What every test runs under, and how much of it."""
 
+import importlib.util
 import os
 import signal
 import warnings
@@ -7,9 +8,10 @@ import warnings
 import pytest
 import torch
 
-with warnings.catch_warnings():  # its SWIG types warn as they are made, and crash where a warning is an error
-    warnings.simplefilter("ignore")
-    import Box2D  # noqa: F401
+if importlib.util.find_spec("Box2D"):
+    with warnings.catch_warnings():  # its SWIG types warn as they are made, and crash where a warning is an error
+        warnings.simplefilter("ignore")
+        import Box2D  # noqa: F401
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
