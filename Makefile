@@ -1,13 +1,14 @@
 # `make demo` and `make test` set up what they need in .venv; nothing else has to be typed first.
 SHELL := bash
 PYTHON ?= python3
+PYTHON_3_12 ?= python3.12
 VENV := .venv
 BIN := $(VENV)/bin
 FUNCOLLECT_SCALE ?= 1
 export FUNCOLLECT_SCALE
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 
-.PHONY: demo test tests-a-to-j tests-k-to-z soak lint notebooks bench rllib clean
+.PHONY: demo test tests-a-to-j tests-k-to-z soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -65,5 +66,21 @@ soak: $(VENV)/.test
 bench: $(VENV)/.test
 	for name in imports memory overhead collect suites torchrl fused policies replay workers ray; do $(BIN)/python -m benchmarks $$name || exit 1; done
 
+# For a GPU machine without a package index: `gpu-kit` downloads the wheels to carry there, `gpu` runs there.
+gpu-kit:
+	PYTHON=$(PYTHON) bash benchmarks/gpu/kit.sh
+
+gpu:
+	PYTHON=$(PYTHON) bash benchmarks/gpu/run.sh
+
+# The same on a CPU, in an environment that has what such a machine has.
+.venv-gpu-machine/.done: benchmarks/gpu/machine.txt
+	$(PYTHON_3_12) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+gpu-rehearsal: .venv-gpu-machine/.done gpu-kit
+	PYTHON=.venv-gpu-machine/bin/python PLATFORM=cpu OUT=.cache/gpu bash benchmarks/gpu/run.sh
+
 clean:
-	rm -rf $(VENV) .venv-rllib .cache
+	rm -rf $(VENV) .venv-* .gpu-kit .gpu-site .cache
