@@ -8,7 +8,7 @@ FUNCOLLECT_SCALE ?= 1
 export FUNCOLLECT_SCALE
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 
-.PHONY: demo test test-newest test-oldest test-gpu-machine tests-a-to-j tests-k-to-z soak lint notebooks bench rllib clean
+.PHONY: demo test test-newest test-oldest test-gpu-machine tests-1 tests-2 soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -37,18 +37,19 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The tests in two halves, one on each of CI's two cores.
-HALVES = $(MAKE) --no-print-directory --jobs=2 --output-sync=target tests-a-to-j tests-k-to-z
+# The tests in two halves of equal length, one on each of CI's two cores.
+FIRST_HALF := tests/collectors tests/core tests/docs tests/interop
+HALVES = $(MAKE) --no-print-directory --jobs=2 --output-sync=target tests-1 tests-2
 
 test: lint
 	$(HALVES)
 	$(BIN)/python -m pytest --nbmake --nbmake-timeout=1200 notebooks
 
-tests-a-to-j:
-	$(BIN)/python -m pytest tests/test_[a-j]*.py
+tests-1:
+	$(BIN)/python -m pytest $(FIRST_HALF)
 
-tests-k-to-z:
-	$(BIN)/python -m pytest tests/test_[k-z]*.py funcollect
+tests-2:
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(FIRST_HALF)) tests funcollect
 
 # The same suite with other versions, each set in an environment of its own. What needs a package that a set lacks is
 # left out. TorchRL wants tensordict below 0.15, so the newest versions are two sets: with TorchRL and without it.
@@ -56,7 +57,7 @@ SETS := .venv-newest .venv-newest-torchrl .venv-oldest .venv-gpu-machine
 EXTRAS := envs,jax-envs,viz,ray,test
 INSTALL = $(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt
 
-$(addsuffix /.done,$(SETS)): pyproject.toml constraints.txt tools/lower_bounds.py
+$(addsuffix /.done,$(SETS)): pyproject.toml constraints.txt .ci/lower_bounds.py
 
 .venv-newest/.done:
 	$(PYTHON312) -m venv $(@D)
@@ -72,7 +73,7 @@ $(addsuffix /.done,$(SETS)): pyproject.toml constraints.txt tools/lower_bounds.p
 
 .venv-oldest/.done:
 	$(PYTHON) -m venv $(@D)
-	$(PYTHON) tools/lower_bounds.py > $(@D)/constraints.txt
+	$(PYTHON) .ci/lower_bounds.py > $(@D)/constraints.txt
 	$(INSTALL) -e .[$(EXTRAS),torchrl]
 	touch $@
 
@@ -111,5 +112,21 @@ soak: $(VENV)/.test
 bench: $(VENV)/.test
 	for name in imports memory overhead collect suites torchrl fused policies replay workers ray; do $(BIN)/python -m benchmarks $$name || exit 1; done
 
+# For a GPU machine without a package index: `gpu-kit` downloads the wheels to carry there, `gpu` runs there.
+gpu-kit:
+	PYTHON=$(PYTHON) bash benchmarks/gpu/kit.sh
+
+gpu:
+	PYTHON=$(PYTHON) bash benchmarks/gpu/run.sh
+
+# The same on a CPU, in an environment that has what such a machine has, and nothing else.
+.venv-gpu-rehearsal/.done: benchmarks/gpu/machine.txt
+	$(PYTHON312) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+gpu-rehearsal: .venv-gpu-rehearsal/.done gpu-kit
+	PYTHON=.venv-gpu-rehearsal/bin/python PLATFORM=cpu OUT=.cache/gpu bash benchmarks/gpu/run.sh
+
 clean:
-	rm -rf $(VENV) .venv-rllib $(SETS) .cache
+	rm -rf $(VENV) .venv-* .gpu-kit .gpu-site .cache

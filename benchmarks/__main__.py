@@ -10,6 +10,7 @@ import importlib
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.report import heading, save, setting
@@ -21,6 +22,7 @@ NAMES = (
     "torchrl",
     "fused",
     "policies",
+    "gpu",
     "replay",
     "workers",
     "ray",
@@ -39,7 +41,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the length of a block (default: 1)")
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="only the cells whose name holds this")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where the JSON goes")
-    return parser.parse_args()
+    gpu = parser.add_argument_group("only for gpu")
+    gpu.add_argument("--platform", choices=("cuda", "cpu"), help="where both frameworks run (default: cuda)")
+    gpu.add_argument("--seconds", type=float, help="how long it may take (default: 300)")
+    arguments = parser.parse_args()
+    if arguments.name != "gpu" and (arguments.platform or arguments.seconds):
+        parser.error(f"--platform and --seconds are for gpu, {arguments.name} has neither")
+    return arguments
+
+
+def options_of(arguments: argparse.Namespace) -> Options:
+    chosen = Options(rounds=arguments.rounds, scale=arguments.scale, only=arguments.only)
+    if arguments.name != "gpu":
+        return chosen
+    return replace(chosen, platform=arguments.platform or "cuda", seconds=arguments.seconds or 300.0)
 
 
 def main() -> None:
@@ -49,7 +64,7 @@ def main() -> None:
         raise SystemExit(importlib.import_module("benchmarks.compare").main(sys.argv[2:], RESULTS))
     arguments = parse()
     benchmark = importlib.import_module(f"benchmarks.{MODULES.get(arguments.name, arguments.name)}")
-    options = Options(rounds=arguments.rounds, scale=arguments.scale, only=arguments.only)
+    options = options_of(arguments)
     facts = setting(options)
     print(heading(benchmark.__doc__, facts), flush=True)
     results = {}

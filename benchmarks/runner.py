@@ -42,6 +42,8 @@ class Options:
     rounds: int
     scale: float
     only: str
+    platform: str = ""  # of the benchmark `gpu`: "cuda" or "cpu"
+    seconds: float = 0.0  # of the benchmark `gpu`: how long it may take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ def measure(cell: Cell, options: Options) -> Measured:
         gc.freeze()  # what the frameworks hold is not gone through again in somebody's block
         for _ in range(options.rounds):
             for name in order.sample(list(contestants), len(contestants)):
-                rates[name].append(_block(contestants[name], seconds))
+                rates[name].append(block(contestants[name], seconds))
     finally:
         gc.unfreeze()
         for contestant in contestants.values():
@@ -133,10 +135,10 @@ def _build(factories: Mapping[str, Factory]) -> tuple[dict[str, Contestant], dic
 def _warm_up(contestant: Contestant, seconds: float) -> None:
     for _ in range(WARM_UP):
         contestant.run()
-    _block(contestant, seconds)
+    block(contestant, seconds)
 
 
-def _block(contestant: Contestant, seconds: float) -> float:
+def block(contestant: Contestant, seconds: float) -> float:
     gc.collect()
     frames = 0
     start = time.perf_counter()

@@ -1,5 +1,6 @@
 """What every test runs under, and how much of it."""
 
+import importlib.util
 import os
 import signal
 import warnings
@@ -15,9 +16,10 @@ from tests.support.installed import (  # noqa: F401
 )
 from tests.support.running import RAY, STORE
 
-with warnings.catch_warnings():  # its SWIG types warn as they are made, and crash where a warning is an error
-    warnings.simplefilter("ignore")
-    import Box2D  # noqa: F401
+if importlib.util.find_spec("Box2D"):
+    with warnings.catch_warnings():  # its SWIG types warn as they are made, and crash where a warning is an error
+        warnings.simplefilter("ignore")
+        import Box2D  # noqa: F401
 
 torch.set_num_threads(1)
 settings.register_profile("any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

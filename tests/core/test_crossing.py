@@ -222,6 +222,7 @@ def test_an_output_under_an_observations_key(cartpole):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_on_a_gpu_the_host_waits_for_nothing():
     env = from_gymnax("CartPole-v1", num_envs=64)
     policy = fc.torch_policy(nn.Linear(4, 2).cuda(), head=fc.heads.categorical, compile="eager")

@@ -213,13 +213,6 @@ def test_a_batch_without_frames():
     assert fc.gae(batch, value, next_value)[0].shape == (2, 0, 1)
 
 
-@pytest.mark.gpu
-def test_on_a_gpu():
-    batch, *both = made((3, 40))
-    got = fc.gae(batch.cuda(), *(one.cuda() for one in both))
-    assert_close([one.cpu() for one in got], list(fc.gae(batch, *both)))
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

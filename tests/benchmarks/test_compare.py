@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from scipy import stats
@@ -21,8 +20,9 @@ from benchmarks.revisions import trees
 from benchmarks.runner import AbsentError
 from benchmarks.served import Block
 from benchmarks.side import FailedError, Side
+from tests.support.running import ROOT
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = ROOT
 STUB = '''
 """Cells whose contestants keep time with a clock of their own: the package's COST, without noise."""
 import funcollect

@@ -1,0 +1,71 @@
+"""The platform that was asked for, what it is made of, and how much memory each framework holds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from importlib.metadata import distributions
+from typing import Any
+
+import jax
+import torch
+
+from benchmarks.runner import Result
+
+
+def choose(platform: str) -> None:
+    """Make JAX use `platform` ("cpu" or "cuda") before its first computation, as both frameworks share the memory.
+
+    Raises:
+        RuntimeError: if JAX or Torch does not have it.
+    """
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # read when JAX makes its client
+    jax.config.update("jax_platforms", "cpu" if platform == "cpu" else "cuda,cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # compile times are measured
+    wanted = "cpu" if platform == "cpu" else "gpu"
+    if (found := jax.default_backend()) != wanted:
+        raise RuntimeError(f"JAX runs on {found}, expected {wanted}: it was used before the platform was chosen")
+    if platform == "cuda":
+        torch.cuda.init()
+
+
+def result(platform: str) -> Result:
+    """Devices, drivers and the versions of all that is installed."""
+    data = {
+        "platform": platform,
+        "devices": {"jax": [str(each) for each in jax.devices()], "torch": _torch_device(platform)},
+        "cuda": {"torch": torch.version.cuda, "jax": jax.devices()[0].client.platform_version},
+        "nvidia_smi": _nvidia_smi(),
+        "environment": {
+            name: value for name, value in os.environ.items() if name.startswith(("XLA_", "JAX_", "CUDA_"))
+        },
+        "packages": dict(sorted({each.name: each.version for each in distributions()}.items())),
+    }
+    lines = [f"jax on {', '.join(data['devices']['jax'])}; torch on {data['devices']['torch']}", data["nvidia_smi"]]
+    return Result(name="machine", table="\n".join(lines), data=data)
+
+
+def memory() -> dict[str, Any]:
+    """Bytes that Torch and JAX hold on the device, now and at most so far; None where they keep no account."""
+    stats = jax.devices()[0].memory_stats()
+    names = ("bytes_in_use", "peak_bytes_in_use", "pool_bytes", "peak_pool_bytes", "bytes_limit")
+    held = None if not stats else {name: stats[name] for name in names if name in stats}
+    if not torch.cuda.is_initialized():
+        return {"torch": None, "jax": held}
+    torch_held = {
+        "allocated": torch.cuda.memory_allocated(),
+        "max_allocated": torch.cuda.max_memory_allocated(),
+        "max_reserved": torch.cuda.max_memory_reserved(),
+    }
+    return {"torch": torch_held, "jax": held}
+
+
+def _torch_device(platform: str) -> str:
+    return torch.cuda.get_device_name() if platform == "cuda" else "cpu"
+
+
+def _nvidia_smi() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return "no nvidia-smi"
+    return subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=60, check=False).stdout

@@ -1,0 +1,156 @@
+"""The pairs of environment and policy, ours and by hand, all with the same 2x64 tanh network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks import scans
+from benchmarks.gpu.torch_loop import TorchLoop
+from benchmarks.runner import Factory
+
+BY_HAND = "by hand"
+TORCH_CARTPOLE = "torch/CartPole-v1"
+GYMNAX_CARTPOLE = "gymnax/CartPole-v1"
+
+Pair = tuple[Any, Any]  # an environment and a policy
+Make = Callable[[str, int, str], Pair]  # from an environment's id, its lanes and the device
+
+
+class Size(NamedTuple):
+    """How much a cell of the benchmark does at once."""
+
+    env_id: str
+    lanes: int
+    length: int  # steps of one batch
+
+
+class Network(nn.Module):
+    """The network of `scans.network` in Torch, with the same weights.
+
+    Args:
+        params: three matrices [inputs, outputs].
+        gaussian: whether to answer with (loc, scale) rather than with logits.
+    """
+
+    def __init__(self, params: list[Any], *, gaussian: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(*each.shape, bias=False) for each in params)
+        with torch.no_grad():
+            for layer, each in zip(self.layers, params, strict=True):
+                layer.weight.copy_(torch.from_numpy(np.array(each)).T)
+        self._gaussian = gaussian
+
+    def forward(self, x: Tensor) -> Any:
+        *hidden, last = self.layers
+        for layer in hidden:
+            x = torch.tanh(layer(x))
+        x = last(x)
+        return (x, torch.full_like(x, 0.5)) if self._gaussian else x
+
+
+def make_env(env_id: str, lanes: int, device: str) -> Any:
+    """JAX environments are on JAX's default device."""
+    import funcollect as fc
+
+    options = {"device": device} if env_id.startswith("torch/") else {}
+    return fc.make_env(env_id, num_envs=lanes, **options)
+
+
+def jax_pair(env_id: str, lanes: int, device: str) -> Pair:
+    """With the policy in JAX."""
+    import funcollect as fc
+
+    env = make_env(env_id, lanes, device)
+    params, apply = scans.network(_in_jax(env_id))
+    return env, fc.jax_policy(apply, params, head=_head(env))
+
+
+def torch_pair(env_id: str, lanes: int, device: str, *, compile: str | None = None) -> Pair:  # noqa: A002
+    """With the policy in Torch; `compile` is that of `funcollect.torch_policy`."""
+    import funcollect as fc
+
+    env = make_env(env_id, lanes, device)
+    return env, fc.torch_policy(_module(env_id, device), head=_head(env), compile=compile)  # type: ignore[arg-type]
+
+
+ROUTES: Mapping[str, Mapping[str, Make]] = {
+    "jax": {  # the environment's backend
+        "JAX policy, fused": jax_pair,
+        "Torch policy, lowered": partial(torch_pair, compile="xla"),
+        "Torch policy, crossing": partial(torch_pair, compile="eager"),
+    },
+    "torch": {
+        "Torch policy": torch_pair,
+        "JAX policy": jax_pair,
+        "Torch policy, one XLA call per step": partial(torch_pair, compile="xla"),
+    },
+}
+
+
+def routes(env_id: str) -> Mapping[str, Make]:
+    """Every way in which a pair with this environment runs, by name; brax compiles slowly, so it has the fused ones."""
+    ways = ROUTES["torch" if env_id.startswith("torch/") else "jax"]
+    return {name: make for name, make in ways.items() if not (env_id.startswith("brax/") and "crossing" in name)}
+
+
+def contestants(env_id: str, lanes: int, length: int, device: str) -> dict[str, Factory]:
+    """The loop by hand first, so that it is there for every ratio."""
+    by_hand = partial(_by_hand, env_id, lanes, length, device)
+    ours = {name: partial(Ours, make, env_id, lanes, length, device) for name, make in routes(env_id).items()}
+    return {BY_HAND: by_hand, **ours}
+
+
+class Ours:
+    """Our rollout, state in and state out, finished on the device when `run` returns."""
+
+    def __init__(self, make: Make, env_id: str, lanes: int, length: int, device: str) -> None:
+        import funcollect as fc
+
+        self.env, self.policy = make(env_id, lanes, device)
+        self._state = fc.init(self.env, self.policy, seed=0)
+        self._length, self._device = length, device
+
+    def run(self) -> int:
+        return int(self.batch().numel())
+
+    def batch(self) -> Any:
+        import funcollect as fc
+
+        self._state, batch = fc.rollout(self.env, self.policy, self._state, self._length)
+        if self._device == "cuda":
+            torch.cuda.synchronize()  # of the context that JAX shares
+        return batch
+
+    def close(self) -> None:
+        import funcollect as fc
+
+        fc.close(self._state)
+
+
+def _by_hand(env_id: str, lanes: int, length: int, device: str) -> Any:
+    if env_id == TORCH_CARTPOLE:
+        return TorchLoop(make_env(env_id, lanes, device), _module(env_id, device), length)
+    return scans.Scan(env_id, lanes, length)
+
+
+def _module(env_id: str, device: str) -> Network:
+    env = _in_jax(env_id)
+    params, _ = scans.network(env)
+    return Network(params, gaussian=not scans.discrete(env)).to(device)
+
+
+def _in_jax(env_id: str) -> Any:
+    """The environment, or its twin in JAX, from which `scans.network` takes the sizes."""
+    return scans.make_env(GYMNAX_CARTPOLE if env_id == TORCH_CARTPOLE else env_id, 1)
+
+
+def _head(env: Any) -> Any:
+    import funcollect as fc
+
+    return fc.heads.categorical if scans.discrete(env) else fc.heads.normal

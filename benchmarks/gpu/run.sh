@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# On a GPU machine without a package index: installs .gpu-kit, runs the tests marked `gpu`, then `benchmarks gpu`.
+# Takes at most 9 minutes. What is known is in $OUT at every moment: gpu.json and three text files.
+# PLATFORM=cpu runs the same on a CPU: the tests' twins there, the benchmark with fewer lanes.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-python3} platform=${PLATFORM:-cuda} out=${OUT:-benchmarks/results}
+all=525 for_tests=200 # seconds; bash counts them in SECONDS
+mkdir -p "$out"
+
+# Torch shares the GPU, and compile times are measured.
+export XLA_PYTHON_CLIENT_PREALLOCATE=false FUNCOLLECT_INSTALLED_ONLY=1 PYTHONPATH=$PWD/.gpu-site
+unset JAX_COMPILATION_CACHE_DIR
+[ "$platform" = cpu ] && export CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu
+
+# Without dependencies, so that the machine's own Torch, JAX and NumPy stay; by the kit's pip, as there may be none.
+rm -rf .gpu-site
+pip=(.gpu-kit/pip-*.whl)
+[ -e "${pip[0]}" ] || { echo "there is no .gpu-kit: run 'make gpu-kit' where there is a package index, and copy it here" && exit 1; }
+"$python" "${pip[0]}/pip" install --quiet --no-index --no-deps --target .gpu-site .gpu-kit/*.whl || exit 1
+{
+    nvidia-smi
+    "$python" "${pip[0]}/pip" list
+} >"$out/gpu-machine.txt" 2>&1
+echo "installed after $SECONDS s"
+
+# Warnings are not errors here: the machine's packages are not those that CI pins.
+tests=$(grep --recursive --files-with-matches --include='test_*.py' 'mark\.gpu' tests)
+if [ "$platform" = cpu ]; then chosen=(-k gpu); else chosen=(-m gpu); fi
+timeout --kill-after=5 $for_tests "$python" -m pytest -v -W default --timeout=90 -p no:cacheprovider \
+    "${chosen[@]}" $tests 2>&1 | tee "$out/gpu-tests.txt"
+tested=$?
+echo "tested after $SECONDS s"
+
+left=$((all - SECONDS))
+timeout --kill-after=5 $left "$python" -m benchmarks gpu --platform "$platform" --rounds 5 --seconds $((left - 20)) \
+    --out "$out" 2>&1 | tee "$out/gpu-benchmark.txt"
+measured=$?
+echo "measured after $SECONDS s"
+
+truncate --size='<900K' "$out"/gpu-*.txt
+[ $tested = 0 ] && [ $measured = 0 ]
