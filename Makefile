@@ -1,14 +1,14 @@
 # `make demo` and `make test` set up what they need in .venv; nothing else has to be typed first.
 SHELL := bash
 PYTHON ?= python3
-PYTHON_3_12 ?= python3.12
+PYTHON312 ?= python3.12
 VENV := .venv
 BIN := $(VENV)/bin
 FUNCOLLECT_SCALE ?= 1
 export FUNCOLLECT_SCALE
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 
-.PHONY: demo test tests-a-to-j tests-k-to-z soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
+.PHONY: demo test test-newest test-oldest test-gpu-machine tests-a-to-j tests-k-to-z soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -42,13 +42,58 @@ HALVES = $(MAKE) --no-print-directory --jobs=2 --output-sync=target tests-a-to-j
 
 test: lint
 	$(HALVES)
-	$(BIN)/python -m pytest --nbmake --nbmake-timeout=280 notebooks
+	$(BIN)/python -m pytest --nbmake --nbmake-timeout=1200 notebooks
 
 tests-a-to-j:
 	$(BIN)/python -m pytest tests/test_[a-j]*.py
 
 tests-k-to-z:
 	$(BIN)/python -m pytest tests/test_[k-z]*.py funcollect
+
+# The same suite with other versions, each set in an environment of its own. What needs a package that a set lacks is
+# left out. TorchRL wants tensordict below 0.15, so the newest versions are two sets: with TorchRL and without it.
+SETS := .venv-newest .venv-newest-torchrl .venv-oldest .venv-gpu-machine
+EXTRAS := envs,jax-envs,viz,ray,test
+INSTALL = $(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt
+
+$(addsuffix /.done,$(SETS)): pyproject.toml constraints.txt tools/lower_bounds.py
+
+.venv-newest/.done:
+	$(PYTHON312) -m venv $(@D)
+	grep -vE '^(tensordict|torchrl)==' constraints.txt > $(@D)/constraints.txt
+	$(INSTALL) -e .[$(EXTRAS)] tensordict==0.15.3
+	touch $@
+
+.venv-newest-torchrl/.done:
+	$(PYTHON312) -m venv $(@D)
+	cp constraints.txt $(@D)/constraints.txt
+	$(INSTALL) -e .[$(EXTRAS),torchrl]
+	touch $@
+
+.venv-oldest/.done:
+	$(PYTHON) -m venv $(@D)
+	$(PYTHON) tools/lower_bounds.py > $(@D)/constraints.txt
+	$(INSTALL) -e .[$(EXTRAS),torchrl]
+	touch $@
+
+# The GPU machine's versions, tested on the CPU. This Torch wants an older setuptools.
+.venv-gpu-machine/.done:
+	$(PYTHON312) -m venv $(@D)
+	grep -vE '^(torch|jax|jaxlib|numpy|setuptools)==' constraints.txt > $(@D)/constraints.txt
+	$(INSTALL) -e .[$(EXTRAS),torchrl] torch==2.11.0 jax==0.11.2 jaxlib==0.11.2 numpy==2.5.2
+	touch $@
+
+test-newest: suite-newest suite-newest-torchrl
+
+test-oldest: suite-oldest
+
+test-gpu-machine: suite-gpu-machine
+
+suite-%: export FUNCOLLECT_INSTALLED_ONLY = 1
+suite-%: export CUDA_VISIBLE_DEVICES =
+suite-%: .venv-%/.done
+	.venv-$*/bin/python -m pytest
+	.venv-$*/bin/python -m pytest --nbmake --nbmake-timeout=1200 notebooks
 
 # Runs the notebooks and keeps their pictures. Coalescing leaves the last state of each progress bar.
 notebooks: NBCONVERT = $(BIN)/jupyter-nbconvert --to notebook --inplace notebooks/*.ipynb
@@ -73,14 +118,14 @@ gpu-kit:
 gpu:
 	PYTHON=$(PYTHON) bash benchmarks/gpu/run.sh
 
-# The same on a CPU, in an environment that has what such a machine has.
-.venv-gpu-machine/.done: benchmarks/gpu/machine.txt
-	$(PYTHON_3_12) -m venv $(@D)
+# The same on a CPU, in an environment that has what such a machine has and nothing else.
+.venv-gpu-rehearsal/.done: benchmarks/gpu/machine.txt
+	$(PYTHON312) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
-gpu-rehearsal: .venv-gpu-machine/.done gpu-kit
-	PYTHON=.venv-gpu-machine/bin/python PLATFORM=cpu OUT=.cache/gpu bash benchmarks/gpu/run.sh
+gpu-rehearsal: .venv-gpu-rehearsal/.done gpu-kit
+	PYTHON=.venv-gpu-rehearsal/bin/python PLATFORM=cpu OUT=.cache/gpu bash benchmarks/gpu/run.sh
 
 clean:
-	rm -rf $(VENV) .venv-* .gpu-kit .gpu-site .cache
+	rm -rf $(VENV) .venv-rllib .venv-gpu-rehearsal $(SETS) .gpu-kit .gpu-site .cache

@@ -1,4 +1,7 @@
-"""`python -m benchmarks NAME`: run one benchmark, print its tables, keep its numbers as JSON."""
+"""`python -m benchmarks NAME`: run one benchmark, print its tables, keep its numbers as JSON.
+
+`python -m benchmarks compare --before REVISION [NAME ...]` compares two revisions of the package.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +58,11 @@ def options_of(arguments: argparse.Namespace) -> Options:
 
 
 def main() -> None:
-    arguments = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # contestants that stand still would stay for ever
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")  # read when JAX makes its client
+    if sys.argv[1:2] == ["compare"]:
+        raise SystemExit(importlib.import_module("benchmarks.compare").main(sys.argv[2:], RESULTS))
+    arguments = parse()
     benchmark = importlib.import_module(f"benchmarks.{MODULES.get(arguments.name, arguments.name)}")
     options = options_of(arguments)
     facts = setting(options)

@@ -27,11 +27,11 @@ from typing import Any
 import psutil
 
 from benchmarks.cluster_peers import RLlib, cluster, contestants, our_actors
-from benchmarks.isolated import Isolated
+from benchmarks.isolated import Isolated, interleaved
 from benchmarks.report import compare
 from benchmarks.runner import AbsentError, Cell, Measured, Options, Result
 from benchmarks.worker_envs import PAYLOAD_STEPS
-from benchmarks.workers import OURS, OURS_ASYNC, frames_per_second, in_ms, interleaved, with_shares
+from benchmarks.workers import OURS, OURS_ASYNC, frames_per_second, in_ms, with_shares
 
 ENV, LENGTH = "CartPole-v1", 3_000  # frames of an actor's batch
 ACTORS = (1, 2, 4)

@@ -9,7 +9,6 @@ gets it as an argument, drawn ahead as ours does, in `loop-ahead` and `loop-ahea
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from benchmarks import loops, suites, torchrl
 from benchmarks.peers import Batches, StableBaselines, torchrl_collector
 from benchmarks.report import compare
-from benchmarks.runner import Cell, Factory, Options, Result, measure
+from benchmarks.runner import Cell, Factory, Options, Result, measure, quiet_mujoco
 
 ENVS = ("CartPole-v1", "HalfCheetah-v5")
 LENGTHS = {1: 2000, 8: 500, 64: 100}  # num_envs: steps of each environment per batch
@@ -35,11 +34,16 @@ def results(options: Options) -> Iterator[Result]:
     for cell in cells():
         if options.only in cell.name:
             yield compare(cell, measure(cell, options), OURS)
-    yield from suites.results(options)
-    yield from torchrl.results(options)
 
 
 def cells() -> Iterator[Cell]:
+    """Gymnasium's environments, then the cells of `suites` and `torchrl`."""
+    yield from gymnasium_cells()
+    yield from suites.cells()
+    yield from torchrl.cells()
+
+
+def gymnasium_cells() -> Iterator[Cell]:
     for env_id in ENVS:
         for policy in POLICIES:
             for num_envs, length in LENGTHS.items():
@@ -62,14 +66,6 @@ def _contestants(env_id: str, policy: str, num_envs: int, length: int) -> dict[s
     if policy == "torch":
         contestants["sb3"] = partial(StableBaselines, *work)
     return contestants
-
-
-def quiet_mujoco() -> None:
-    """No warning about HalfCheetah's model for each environment, on the terminal and in a log file."""
-    with contextlib.suppress(ModuleNotFoundError):
-        import mujoco
-
-        mujoco.set_mju_user_warning(lambda message: None)
 
 
 def ours(env_id: str, num_envs: int, length: int, policy: str) -> Batches:

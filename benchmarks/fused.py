@@ -40,12 +40,22 @@ SIZES = {  # how many environments at once
 
 
 def results(options: Options) -> Iterator[Result]:
+    for env_id, num_envs in _sizes():
+        cell = _cell(env_id, num_envs)
+        if options.only in cell.name:
+            result = compare(cell, measure(cell, options), OURS)
+            yield _with_compile_times(result, env_id, num_envs)
+
+
+def cells() -> Iterator[Cell]:
+    for env_id, num_envs in _sizes():
+        yield _cell(env_id, num_envs)
+
+
+def _sizes() -> Iterator[tuple[str, int]]:
     for env_id, sizes in SIZES.items():
         for num_envs in sizes:
-            cell = _cell(env_id, num_envs)
-            if options.only in cell.name:
-                result = compare(cell, measure(cell, options), OURS)
-                yield _with_compile_times(result, env_id, num_envs)
+            yield env_id, num_envs
 
 
 def _cell(env_id: str, num_envs: int) -> Cell:
@@ -57,7 +67,8 @@ def _cell(env_id: str, num_envs: int) -> Cell:
     if (suite := env_id.partition("/")[0]) in ("brax", "jumanji") and num_envs == 64:
         contestants |= torchrl_contestants(suite, env_id.partition("/")[2], num_envs)
     note = f"frames_per_batch {num_envs * length:,} ({length:,} per environment)"
-    return Cell(name=f"{env_id} {num_envs}", note=note, contestants=contestants, block=1.0)
+    ours = [name for name in (OURS, "crossing") if name in contestants]
+    return Cell(name=f"{env_id} {num_envs}", note=note, contestants=contestants, block=1.0, ours=ours)
 
 
 class Ours:
@@ -136,12 +147,12 @@ def _with_compile_times(result: Result, env_id: str, num_envs: int) -> Result:
 def _our_compile(env_id: str, num_envs: int, length: int) -> float:
     """The loop's alone; beginning is a program of its own, here as there."""
     import funcollect as fc
-    from funcollect.core import fused_loop
+    from funcollect.core.loops import fused
     from funcollect.core.request import Request
 
     env, policy = our_pair(env_id, num_envs)
     state = fc.init(env, policy, seed=0)
-    program = fused_loop.program(env, policy, state, Request(length=length))
+    program = fused.program(env, policy, state, Request(length=length))
     return compile_seconds(partial(program.lower, policy.params, state, length))  # type: ignore[attr-defined]
 
 

@@ -6,15 +6,15 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from operator import methodcaller
-from pathlib import Path
 from typing import Any
 
-from benchmarks.collect import quiet_mujoco
-from benchmarks.runner import AbsentError, one_thread
+from benchmarks.processes import signal_family
+from benchmarks.runner import AbsentError, one_thread, quiet_mujoco
 
 TO_START = 180.0  # seconds that a contestant may take to import its library, in all of its processes
 PATIENCE = 120.0  # seconds that a piece of work may take
@@ -25,8 +25,8 @@ _SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 class Isolated:
     """What `make` returns, in a process that stands still, with those that it starts, unless it is asked for something.
 
-    Some contestants never rest, so they would take the others' time, and some never end. What it starts belongs to its
-    session, also where it is in a process group of its own, as the actors of Ray are.
+    Some contestants never rest, so they would take the others' time, and some never end. What it starts is found by its
+    session and by its parents: Ray's actors have process groups of their own, our workers sessions of their own.
 
     Args:
         make: picklable; what it returns may have `close`.
@@ -87,9 +87,7 @@ class Isolated:
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._process.pid
-        for process in _of_session(self._process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, number)
+        signal_family(self._process.pid, number)
 
     def _kill(self) -> None:
         self._signal(signal.SIGKILL)
@@ -97,15 +95,29 @@ class Isolated:
         self._process.join()
 
 
-def _of_session(leader: int) -> list[int]:
-    """The processes of a session."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            _, _, fields = path.read_text().rpartition(")")
-            if int(fields.split()[3]) == leader:
-                found.append(int(path.parent.name))
-    return found
+def interleaved(
+    makers: Mapping[str, Callable[[], Any]], work: Callable[[str, Isolated], Any], rounds: int
+) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    """What `work` returns for every contestant in every round, each in a new order, and why others are absent."""
+    made: dict[str, Isolated] = {}
+    found: dict[str, list[Any]] = {name: [] for name in makers}
+    absent: dict[str, str] = {}
+    order = random.Random(0)
+    try:
+        for each in range(-2, rounds):  # the first one builds, the second one warms up
+            for name in order.sample(list(found), len(found)):
+                try:
+                    if each == -2:
+                        made[name] = Isolated(makers[name])
+                    elif (answer := work(name, made[name])) and each >= 0:
+                        found[name].append(answer)
+                except AbsentError as error:
+                    absent[name] = f"{name} {error}"
+                    del found[name]
+    finally:
+        for contestant in made.values():
+            contestant.close()
+    return found, absent
 
 
 def _serve(end: Connection, make: Callable[[], Any]) -> None:

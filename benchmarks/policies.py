@@ -31,12 +31,16 @@ PAIRS = (("lowered", "native"), ("callback", "crossing"), ("host xla", "host eag
 
 
 def results(options: Options) -> Iterator[Result]:
+    for cell in cells():
+        if options.only in cell.name:
+            measured = measure(cell, options)
+            yield _with_pairs(compare(cell, measured, OURS), measured.rates)
+
+
+def cells() -> Iterator[Cell]:
     for name, sizes in SIZES.items():
         for num_envs in sizes:
-            cell = _cell(name, num_envs)
-            if options.only in cell.name:
-                measured = measure(cell, options)
-                yield _with_pairs(compare(cell, measured, OURS), measured.rates)
+            yield _cell(name, num_envs)
 
 
 def _cell(name: str, num_envs: int) -> Cell:
@@ -48,7 +52,7 @@ def _cell(name: str, num_envs: int) -> Cell:
     if name == "mlp" and num_envs <= MOST_SIMULATORS:
         contestants["loop"] = partial(Loop, "CartPole-v1", num_envs, length, torch_act, reseed=False)
     note = f"frames_per_batch {num_envs * length:,} ({length:,} per environment)"
-    return Cell(name=f"{name} {num_envs}", note=note, contestants=contestants, block=1.0)
+    return Cell(name=f"{name} {num_envs}", note=note, contestants=contestants, block=1.0, ours=names)
 
 
 def _with_pairs(result: Result, rates: Mapping[str, Sequence[float]]) -> Result:

@@ -10,7 +10,7 @@ In JAX, 100 calls run in one `jit`; flashbax's slices may cross the ends of epis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,9 +45,14 @@ class Call:
 
 
 def results(options: Options) -> Iterator[Result]:
-    for cell in (*torch_cells(), *jax_cells()):
-        if options.only in cell.name:
-            yield compare(cell, measure(cell, options), OURS)
+    for each in cells():
+        if options.only in each.name:
+            yield compare(each, measure(each, options), OURS)
+
+
+def cells() -> Iterator[Cell]:
+    yield from torch_cells()
+    yield from jax_cells()
 
 
 def torch_cells() -> Iterator[Cell]:
@@ -74,7 +79,7 @@ def torch_cells() -> Iterator[Cell]:
                     "cached": partial(make, theirs, **SLICED, cache_values=True),
                 }  # fmt: skip
                 yield cell(f"{name} {kind} {size}", f"{SLICES} of {BATCH // SLICES}; {note}", contestants)
-            yield cell(f"extend {kind} {size}", f"{EXTEND:,} frames; {note}", extend)
+            yield cell(f"extend {kind} {size}", f"{EXTEND:,} frames; {note}", extend, ours=(OURS, "linked"))
             yield cell(f"prioritized {kind} {size}", f"{BATCH} frames, priorities updated; {note}", prioritized)
     yield by_size("cartpole", *SIZES["cartpole"][::2])
 
@@ -87,12 +92,15 @@ def by_size(kind: str, small: int, large: int) -> Cell:
         "gather": partial(gather, kind, large),
         f"gather of {small:,}": partial(gather, kind, small),
     }
-    return cell(f"sizes {kind}", f"{BATCH} of {large:,} frames unless it says another number", makers)
+    note = f"{BATCH} of {large:,} frames unless it says another number"
+    return cell(f"sizes {kind}", note, makers, ours=())  # the cells of `sample` have them
 
 
-def cell(name: str, note: str, makers: Mapping[str, Callable[[], Callable[[], int]]]) -> Cell:
+def cell(
+    name: str, note: str, makers: Mapping[str, Callable[[], Callable[[], int]]], ours: Sequence[str] = (OURS,)
+) -> Cell:
     contestants: dict[str, Factory] = {who: partial(Call, make) for who, make in makers.items()}
-    return Cell(name=name, note=note, contestants=contestants, block=0.2)
+    return Cell(name=name, note=note, contestants=contestants, block=0.2, ours=ours)
 
 
 def frames(kind: str, count: int, start: int = 0) -> TensorDict:
@@ -153,10 +161,10 @@ def sampling(make: Callable[..., Any], **options: Any) -> Callable[[], int]:
 
 
 def nearby(kind: str, size: int, among: int) -> Callable[[], int]:
-    from funcollect.buffers.drawing import Drawn
+    from funcollect.buffers.samplers.indices import SampleIndices
 
     buffer = filled(OURS, kind, size)
-    buffer.sampler.draw = lambda memory, count, choices: Drawn(slots=choices.below(among, count))
+    buffer.sampler.draw = lambda memory, count, source: SampleIndices(slots=source.below(among, count))
     return lambda: buffer.sample().numel()
 
 

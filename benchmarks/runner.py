@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
@@ -47,12 +48,20 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Contestants that do the same work; `block` is the length of one measured block in seconds."""
+    """Contestants that do the same work.
+
+    Args:
+        block: length of one measured block in seconds.
+        ours: the contestants that `compare` runs with two revisions; they use nothing but public names.
+        stale: how many batches may be ready as a block begins, for contestants that collect ahead.
+    """
 
     name: str
     note: str
     contestants: Mapping[str, Factory]
     block: float = 0.5
+    ours: Sequence[str] = ("funcollect",)
+    stale: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +107,14 @@ def one_thread() -> None:
     """One thread each; JAX calls return when they are done (JAX reads this from no environment variable)."""
     torch.set_num_threads(1)
     jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
+def quiet_mujoco() -> None:
+    """No warning about HalfCheetah's model for each environment, on the terminal and in a log file."""
+    with contextlib.suppress(ModuleNotFoundError):
+        import mujoco
+
+        mujoco.set_mju_user_warning(lambda message: None)
 
 
 def _build(factories: Mapping[str, Factory]) -> tuple[dict[str, Contestant], dict[str, str]]:

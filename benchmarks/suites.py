@@ -30,10 +30,13 @@ WORK = {  # id: environments, steps of each per batch, inputs (None for screens)
 
 
 def results(options: Options) -> Iterator[Result]:
+    for cell in cells():
+        if options.only in cell.name:
+            yield compare(cell, measure(cell, options), OURS)
+
+
+def cells() -> Iterator[Cell]:
     for name, (num_envs, length, inputs, choices) in WORK.items():
-        cell_name = f"{name} {num_envs}"
-        if options.only not in cell_name:
-            continue
         network = partial(mlp, inputs, choices) if inputs else partial(convolutional, choices)
         work = (name, num_envs, length, network)
         contestants: dict[str, Any] = {OURS: partial(ours, *work)}
@@ -42,8 +45,8 @@ def results(options: Options) -> Iterator[Result]:
             contestants["loop-reset"] = partial(PoolLoop, *work, reset=True)
         else:
             contestants["loop"] = partial(GameLoop, *work)
-        cell = Cell(name=cell_name, note=f"{length} steps of each environment per batch", contestants=contestants)
-        yield compare(cell, measure(cell, options), OURS)
+        note = f"{length} steps of each environment per batch"
+        yield Cell(name=f"{name} {num_envs}", note=note, contestants=contestants)
 
 
 def mlp(inputs: int, choices: int) -> nn.Module:

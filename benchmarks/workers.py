@@ -16,28 +16,23 @@ shut down.
 from __future__ import annotations
 
 import importlib
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import torch
-
-from benchmarks.isolated import Isolated
+from benchmarks import hand_overs
+from benchmarks.isolated import Isolated, interleaved
 from benchmarks.report import compare, quartiles, table
 from benchmarks.runner import AbsentError, Cell, Contestant, Measured, Options, Result
-from benchmarks.worker_envs import PAYLOAD_STEPS
-from benchmarks.worker_peers import Independent, ours, peers, torchrl
+from benchmarks.worker_peers import Independent, ours, peers
 
-OURS, OURS_ASYNC, WARM = "funcollect sync", "funcollect async", "funcollect async, warm"
+OURS, OURS_ASYNC = "funcollect sync", "funcollect async"
 LENGTHS = {"CartPole-v1": 2_000, "HalfCheetah-v5": 1_000, "ale/Pong": 128, "sleep/0.001": 64}  # of a worker's batch
 WORKERS = (1, 2, 4)
-PAYLOADS = (1 << 18, 1 << 20, 1 << 24)  # bytes
-BLOCK, REST, WORK = 0.4, 0.1, 0.03  # seconds: measured at once; that begun batches may take; of the reader, between two
+BLOCK, REST = 0.4, 0.1  # seconds: measured at once; that begun batches may take
 AHEAD = 3  # batches of a worker that may be ready
-HAND_OVERS = 10  # in a row
 _LIBRARIES = {
     OURS: "funcollect",
     "torchrl sync": "torchrl.collectors",
@@ -47,17 +42,27 @@ _LIBRARIES = {
 
 
 def results(options: Options) -> Iterator[Result]:
-    for name, length in LENGTHS.items():
-        for workers in WORKERS:
-            cell = _cell(name, workers, length, BLOCK * options.scale)
-            if options.only in cell.name:
-                yield with_shares(compare(cell, measure(cell, workers, options), OURS), "alone")
-    for size in PAYLOADS:
-        name = f"hand-over {size >> 10} KiB"
+    for cell in _collectors(options.scale):
+        if options.only in cell.name:
+            yield with_shares(compare(cell, measure(cell, options), OURS), "alone")
+    for size in hand_overs.PAYLOADS:
+        name = hand_overs.name_of(size)
         if options.only in name:
-            yield in_ms(name, hand_overs(size, options.rounds))
+            yield in_ms(name, hand_overs.measure(size, options.rounds))
     if options.only in "start":
         yield in_ms("start", starts(options.rounds))
+
+
+def cells() -> Iterator[Cell]:
+    """What `compare` runs: the collectors and the hand-overs."""
+    yield from _collectors(scale=1.0)
+    yield from hand_overs.cells()
+
+
+def _collectors(scale: float) -> Iterator[Cell]:
+    for name, length in LENGTHS.items():
+        for workers in WORKERS:
+            yield _cell(name, workers, length, BLOCK * scale)
 
 
 def _cell(name: str, workers: int, length: int, seconds: float) -> Cell:
@@ -68,44 +73,26 @@ def _cell(name: str, workers: int, length: int, seconds: float) -> Cell:
         **peers(name, workers, length),
     }
     note = f"{length:,} frames of each worker per batch"
-    return Cell(name=f"{name} {workers}", note=note, contestants=contestants, block=seconds)
+    return Cell(
+        name=f"{name} {workers}",
+        note=note,
+        contestants=contestants,
+        block=seconds,
+        ours=(OURS, OURS_ASYNC),
+        stale={each: AHEAD * workers for each in contestants if "async" in each},
+    )
 
 
-def measure(cell: Cell, workers: int, options: Options) -> Measured:
+def measure(cell: Cell, options: Options) -> Measured:
     """Blocks of frames per second; our own contestants, and the limit, cannot be absent."""
 
     def block(name: str, contestant: Isolated) -> float:
-        return float(contestant.ask(frames_per_second, cell.block, AHEAD * workers if "async" in name else 0))
+        return float(contestant.ask(frames_per_second, cell.block, cell.stale.get(name, 0)))
 
     rates, absent = interleaved(cell.contestants, block, options.rounds)
     for name in {OURS, OURS_ASYNC, "alone"} & absent.keys():
         raise AbsentError(absent[name])
     return Measured(rates=rates, absent=absent)
-
-
-def interleaved(
-    makers: Mapping[str, Callable[[], Any]], work: Callable[[str, Isolated], Any], rounds: int
-) -> tuple[dict[str, list[Any]], dict[str, str]]:
-    """What `work` returns for every contestant in every round, each in a new order, and why others are absent."""
-    made: dict[str, Isolated] = {}
-    found: dict[str, list[Any]] = {name: [] for name in makers}
-    absent: dict[str, str] = {}
-    order = random.Random(0)
-    try:
-        for each in range(-2, rounds):  # the first one builds, the second one warms up
-            for name in order.sample(list(found), len(found)):
-                try:
-                    if each == -2:
-                        made[name] = Isolated(makers[name])
-                    elif (answer := work(name, made[name])) and each >= 0:
-                        found[name].append(answer)
-                except AbsentError as error:
-                    absent[name] = f"{name} {error}"
-                    del found[name]
-    finally:
-        for contestant in made.values():
-            contestant.close()
-    return found, absent
 
 
 def frames_per_second(contestant: Contestant, seconds: float, stale: int) -> float:
@@ -131,39 +118,6 @@ def with_shares(result: Result, limit: str) -> Result:
     medians = {name: statistics.median(each) for name, each in shares.items()}
     line = "; ".join(f"{name} / {limit} {share:.3f}" for name, share in medians.items())
     return Result(name=result.name, table=f"{result.table}\n  {line}", data={**result.data, "of_limit": medians})
-
-
-def hand_overs(size: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Seconds that each reader spent in `run`, with its next batch ready."""
-    work = (f"payload/{size}", 1, PAYLOAD_STEPS)
-    makers = {
-        "funcollect sync, prefetch": partial(ours, "MultiSyncDataCollector", *work, prefetch=True),
-        OURS_ASYNC: partial(ours, "MultiaSyncDataCollector", *work),
-        WARM: partial(ours, "MultiaSyncDataCollector", *work),
-        "torchrl async": partial(torchrl, "MultiAsyncCollector", *work),
-    }
-    found, absent = interleaved(makers, lambda name, each: each.ask(_hand_over, HAND_OVERS, name == WARM), rounds)
-    return {name: [seconds for several in each for seconds in several] for name, each in found.items()}, absent
-
-
-def _hand_over(contestant: Contestant, count: int, second: bool) -> list[float]:
-    seconds = []
-    for _ in range(count + 1):  # the first one follows a time in which all stood still
-        _work(WORK)
-        if second:
-            contestant.run()
-        start = time.perf_counter()
-        contestant.run()
-        seconds.append(time.perf_counter() - start)
-    return seconds[1:]
-
-
-def _work(seconds: float) -> None:
-    """What a reader does: matrices that fill the caches."""
-    matrix = torch.randn(256, 256)
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        (matrix @ matrix).tanh().sum().item()
 
 
 def starts(rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:

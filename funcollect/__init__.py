@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from funcollect.faulty_fusions import avoid_faulty_fusions as _avoid_faulty_fusions
+
 if TYPE_CHECKING:
     from funcollect import envs, errors, interop, plots, testing
     from funcollect.buffers import jax_ring, ring, samplers, storages
@@ -30,10 +32,10 @@ if TYPE_CHECKING:
     from funcollect.core.api import close, fork, init, reset, rollout, step
     from funcollect.core.differentiable import differentiable_rollout
     from funcollect.core.evaluate import evaluate
-    from funcollect.core.plan import Plan, explain
+    from funcollect.core.explain import Plan, explain
     from funcollect.core.routes import lower_policy
     from funcollect.core.state import CollectorState
-    from funcollect.core.traced_batch import deliver
+    from funcollect.core.traced_step.batch import deliver
     from funcollect.envs.registry import make_env
     from funcollect.errors import (
         BridgeError,
@@ -52,11 +54,11 @@ if TYPE_CHECKING:
     from funcollect.interop.lowering import lower
     from funcollect.plots.recording import record
     from funcollect.policies import heads
-    from funcollect.policies.jax_policy import jax_policy
-    from funcollect.policies.opaque import tensordict_policy
+    from funcollect.policies.jax_functions.jax_policy import jax_policy
     from funcollect.policies.plugins import make_policy
     from funcollect.policies.random_policy import random_policy
-    from funcollect.policies.torch_policy import torch_policy
+    from funcollect.policies.tensordict_modules.tensordict_policy import tensordict_policy
+    from funcollect.policies.torch_modules.torch_policy import torch_policy
     from funcollect.progress import track
     from funcollect.specs import Env, ExplorationType, Policy
     from funcollect.trajectories.advantages import gae
@@ -96,19 +98,19 @@ _HOMES = {
     ],
     "funcollect.interop.lowering": ["lower"],
     "funcollect.plots.recording": ["record"],
-    "funcollect.policies.jax_policy": ["jax_policy"],
-    "funcollect.policies.opaque": ["tensordict_policy"],
+    "funcollect.policies.jax_functions.jax_policy": ["jax_policy"],
+    "funcollect.policies.tensordict_modules.tensordict_policy": ["tensordict_policy"],
     "funcollect.policies.plugins": ["make_policy"],
     "funcollect.policies.random_policy": ["random_policy"],
-    "funcollect.policies.torch_policy": ["torch_policy"],
+    "funcollect.policies.torch_modules.torch_policy": ["torch_policy"],
     "funcollect.progress": ["track"],
     "funcollect.core.api": ["close", "fork", "init", "reset", "rollout", "step"],
     "funcollect.core.differentiable": ["differentiable_rollout"],
     "funcollect.core.evaluate": ["evaluate"],
-    "funcollect.core.plan": ["Plan", "explain"],
+    "funcollect.core.explain": ["Plan", "explain"],
     "funcollect.core.routes": ["lower_policy"],
     "funcollect.core.state": ["CollectorState"],
-    "funcollect.core.traced_batch": ["deliver"],
+    "funcollect.core.traced_step.batch": ["deliver"],
     "funcollect.specs": ["Env", "ExplorationType", "Policy"],
     "funcollect.trajectories.advantages": ["gae"],
     "funcollect.trajectories.multi_step": ["MultiStep"],
@@ -129,6 +131,8 @@ _MODULES = {
     "testing": "funcollect.testing",
     "traced": "funcollect.core.traced",
 }
+
+_avoid_faulty_fusions()  # before the first computation, which may be the user's own
 
 __version__ = "0.1.0"
 __all__ = [

@@ -7,6 +7,14 @@ import warnings
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+from tests.support.installed import (  # noqa: F401
+    pytest_collection_modifyitems,
+    pytest_ignore_collect,
+    pytest_report_collectionfinish,
+)
+from tests.support.running import RAY, STORE
 
 if importlib.util.find_spec("Box2D"):
     with warnings.catch_warnings():  # its SWIG types warn as they are made, and crash where a warning is an error
@@ -14,21 +22,11 @@ if importlib.util.find_spec("Box2D"):
         import Box2D  # noqa: F401
 
 torch.set_num_threads(1)
+settings.register_profile("any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any_machine")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 
-SCALE = int(os.environ.get("FUNCOLLECT_SCALE", "1"))
-
-
-def scaled(count):
-    """A count for CI, times FUNCOLLECT_SCALE: 1 in CI, 10 for the full counts."""
-    return count * SCALE
-
-
-# JAX warns of them where it has been used; those of Ray become other programs at once.
-FORKS_OF_RAY = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
-RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_memory_usage_threshold": "0.99"}
 os.environ |= RAY  # before Ray is imported
-STORE = 300 << 20  # bytes of its object store
 
 
 @pytest.fixture(scope="module")

@@ -11,21 +11,21 @@ import numpy as np
 import torch
 
 from funcollect.buffers import files
-from funcollect.buffers.ring import Memory
-from funcollect.buffers.uniform import Sampler
+from funcollect.buffers.ring import RingMemory
+from funcollect.buffers.samplers.uniform import Sampler
 
 _FORMAT = 1
 
 
 def dump(
-    directory: str | os.PathLike[str], memory: Memory, sampler: Sampler, generator: torch.Generator | None
+    directory: str | os.PathLike[str], memory: RingMemory, sampler: Sampler, generator: torch.Generator | None
 ) -> None:
     """Write everything that the next samples depend on."""
 
     def fill(fresh: Path) -> None:
         arrays = files.under("sampler", sampler.state())
-        if memory.trails is not None:
-            arrays |= files.under("trails", memory.trails.state())
+        if memory.index is not None:
+            arrays |= files.under("trails", memory.index.state())
         if generator is not None:
             arrays["generator"] = generator.get_state().numpy()
         frames = memory.storage.dump(fresh, len(memory))
@@ -36,7 +36,7 @@ def dump(
 
 def load(
     directory: str | os.PathLike[str],
-    memory: Memory,
+    memory: RingMemory,
     sampler: Sampler,
     generator: torch.Generator | None,
     allow_pickle: bool,
@@ -58,14 +58,14 @@ def load(
     memory.storage.load(found, min(meta["written"], memory.capacity), meta["frames"], allow_pickle)
     memory.written = meta["written"]
     memory.storage.announce(memory.written - len(memory), memory.written)
-    if memory.trails is not None:
-        memory.trails.load(files.of("trails", arrays))
+    if memory.index is not None:
+        memory.index.load(files.of("trails", arrays))
     sampler.load(files.of("sampler", arrays))
     if generator is not None and "generator" in arrays:
         generator.set_state(torch.from_numpy(np.array(arrays["generator"])))
 
 
-def _kind(memory: Memory, sampler: Sampler) -> dict[str, Any]:
+def _kind(memory: RingMemory, sampler: Sampler) -> dict[str, Any]:
     """What must be equal of the buffer dumped and the one loaded, as JSON has it."""
     linked = memory.trajectories
     keys = None if linked is None else {name: _as_json(key) for name, key in asdict(linked).items()}

@@ -12,12 +12,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from funcollect.buffers import rows_file
-from funcollect.buffers.choices import GeneratorChoices
-from funcollect.buffers.drawing import Drawn
-from funcollect.buffers.rows import Layout
-from funcollect.buffers.span import Span
-from funcollect.buffers.uniform import RandomSampler, SliceSampler, wanted_size
+from funcollect.buffers.samplers.indices import SampleIndices
+from funcollect.buffers.samplers.randomness import GeneratorSource
+from funcollect.buffers.samplers.uniform import RandomSampler, SliceSampler, wanted_size
+from funcollect.buffers.storages import rows_file
+from funcollect.buffers.storages.packed_rows import RowLayout
+from funcollect.buffers.storages.rows_file import RowsFile
+from funcollect.buffers.trajectory_index.segments import Frames, Segments
+from funcollect.buffers.trajectory_index.trajectory_index import TrajectoryIndex
+from funcollect.buffers.trajectory_index.trajectory_keys import Trajectories
 
 __all__ = ["ReplayReader"]
 
@@ -64,9 +67,9 @@ class ReplayReader:
         _check_sampler(self.sampler)
         self.directory, self.batch_size = Path(directory), batch_size
         self._file = rows_file.attach(self.directory / rows_file.NAME)
-        self._layout = _layout(self._file.told)
-        self._span = Span(self._file, self._layout, self.sampler.trajectories)
-        self._choices = GeneratorChoices(generator)
+        self._layout = _layout(self._file.header)
+        self._view = FileView(self._file, self._layout, self.sampler.trajectories)
+        self._random_source = GeneratorSource(generator)
 
     def __len__(self) -> int:
         oldest, written = self._file.span
@@ -92,9 +95,9 @@ class ReplayReader:
         return chosen.drawn.finish(self._layout.unpack(gathered))
 
     def _choose(self, batch_size: int) -> _Chosen:
-        self._span.follow()
-        drawn = self.sampler.draw(self._span, batch_size, self._choices)
-        slots, numbers = self._span.place(drawn.slots)
+        self._view.follow()
+        drawn = self.sampler.draw(self._view, batch_size, self._random_source)
+        slots, numbers = self._view.place(drawn.slots)
         length = self.sampler.spec(batch_size).slice_len if isinstance(self.sampler, SliceSampler) else 1
         return _Chosen(replace(drawn, slots=slots), numbers.reshape(-1, length))
 
@@ -107,11 +110,77 @@ class ReplayReader:
         return f"{type(self).__name__}({self.directory}, {self.sampler}, {len(self)} frames)"
 
 
+class FileView:
+    """The frames ``oldest … written - 1`` of a file that grows; what a sampler draws from.
+
+    Args:
+        file: the storage's.
+        layout: of its rows.
+        trajectories: how frames are linked; None for single frames.
+    """
+
+    def __init__(self, file: RowsFile, layout: RowLayout, trajectories: Trajectories | None) -> None:
+        self.capacity = len(file.rows)
+        self.oldest = self.written = 0
+        self.index = None if trajectories is None else TrajectoryIndex(self.capacity)
+        self._file, self._layout, self._trajectories = file, layout, trajectories
+
+    def __len__(self) -> int:
+        return max(self.written - self.oldest, 0)
+
+    def follow(self) -> None:
+        """Catch up with the writer.
+
+        Raises:
+            ValueError: for frames without the ids by which slices tell trajectories apart.
+        """
+        if self.index is None or self._trajectories is None:
+            self.oldest, self.written = self._file.span
+            return
+        while True:
+            oldest, written = self._file.span
+            self.index.retire(range(self.oldest, min(oldest, self.written)))
+            numbers = np.arange(max(oldest, self.written), written)
+            self.oldest, self.written = oldest, max(oldest, self.written)
+            if not len(numbers):
+                return
+            frames = self._frames(numbers, self._trajectories)
+            if self._file.oldest <= numbers[0]:  # else they may have been overwritten while they were read
+                self.index.extend(Segments.of(frames))
+                self.written = written
+                return
+
+    def _frames(self, numbers: Ints, trajectories: Trajectories) -> Frames:
+        """New frames, trajectory after trajectory."""
+        header = self._layout.numbers(self._file.rows, numbers % self.capacity)
+        trajectories.check_ids(header)
+        frames = trajectories.frames(header, (len(numbers),), int(numbers[0]))
+        order = frames.key.argsort(kind="stable")
+        number, key = numbers[order], frames.key[order]
+        begins = np.append(True, key[1:] != key[:-1])
+        gap = np.diff(number)
+        begins[2:] |= gap[1:] != gap[:-1]  # where numbers do not rise evenly
+        return Frames(
+            number=number,
+            key=key,
+            begins=begins,
+            ends=None if frames.ends is None else frames.ends[order],
+            step=None if frames.step is None else frames.step[order],
+        )
+
+    def place(self, drawn: Ints) -> tuple[Ints, Ints]:
+        """The slots and the numbers of frames that were drawn: slots of trails, places from the oldest on else."""
+        if self.index is None:
+            numbers = self.oldest + drawn
+            return numbers % self.capacity, numbers
+        return drawn, self.oldest + (drawn - self.oldest) % self.capacity
+
+
 @dataclass(frozen=True)
 class _Chosen:
     """What is to be gathered."""
 
-    drawn: Drawn
+    drawn: SampleIndices
     numbers: Ints  # [slices, slice_len], of the frames
 
     def gone(self, oldest: int) -> Bools:
@@ -131,14 +200,14 @@ class _Chosen:
         return _Chosen(drawn, np.where(gone[:, None], other.numbers, self.numbers))
 
 
-def _layout(told: dict[str, Any]) -> Layout:
-    if told["compact_obs"]:
+def _layout(header: dict[str, Any]) -> RowLayout:
+    if header["compact_obs"]:
         raise ValueError(
             "the storage has compact_obs, whose next observations lie in its own process: build it without for readers"
         )
-    if told["rows"] is None:
+    if header["rows"] is None:
         raise TypeError("the storage holds trees, whose structure is not in its file: store TensorDicts for readers")
-    return Layout.from_json(told["rows"])
+    return RowLayout.from_json(header["rows"])
 
 
 def _check_sampler(sampler: Any) -> None:
@@ -146,5 +215,5 @@ def _check_sampler(sampler: Any) -> None:
         return
     raise TypeError(
         f"the reader's sampler is {sampler!r:.80}, expected a RandomSampler, or a SliceSampler over trajectories: the "
-        "others need to be told of each extend"
+        "others need to be header of each extend"
     )

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from funcollect.arguments import check_count, check_positive
 from funcollect.buffers import dumping, ring
-from funcollect.buffers.choices import GeneratorChoices
-from funcollect.buffers.drawing import Drawn
-from funcollect.buffers.prioritized import PrioritizedSampler
+from funcollect.buffers.samplers.indices import SampleIndices
+from funcollect.buffers.samplers.prioritized import PrioritizedSampler
+from funcollect.buffers.samplers.randomness import GeneratorSource
+from funcollect.buffers.samplers.uniform import RandomSampler, Sampler, SamplerWithoutReplacement, wanted_size
 from funcollect.buffers.storages import ListStorage, Storage
-from funcollect.buffers.uniform import RandomSampler, Sampler, SamplerWithoutReplacement, wanted_size
 from funcollect.interrupts import Uninterrupted
 
 __all__ = ["ReplayBuffer"]
@@ -75,9 +75,9 @@ class ReplayBuffer:
                 raise ValueError(f"collate_fn is for a ListStorage, the storage is {self.storage}: leave it out")
             self.storage.collate = collate_fn
         self.state = ring.init(self.storage, trajectories=self.sampler.trajectories)
-        self._choices = GeneratorChoices(generator)
+        self._random_source = GeneratorSource(generator)
         self._lock = threading.RLock()
-        self._ahead: deque[_Ahead] = deque()
+        self._ahead: deque[_PrefetchedSample] = deque()
         self._prefetch = prefetch or 0
         self._pool = ThreadPoolExecutor(self._prefetch, "funcollect-replay") if self._prefetch else None
 
@@ -140,10 +140,10 @@ class ReplayBuffer:
 
     def _make(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
         with self._lock:
-            drawn = self.sampler.draw(self.state.memory, batch_size, self._choices)
+            drawn = self.sampler.draw(self.state.memory, batch_size, self._random_source)
             return self._gather(drawn)
 
-    def _gather(self, drawn: Drawn) -> tuple[Any, dict[str, Any]]:
+    def _gather(self, drawn: SampleIndices) -> tuple[Any, dict[str, Any]]:
         batch = ring.gather(self.state.memory, drawn)
         return batch, {"index": torch.from_numpy(drawn.index), **drawn.info}
 
@@ -159,13 +159,13 @@ class ReplayBuffer:
             if (made := first.future.result()) is not None:
                 return made
 
-    def _order(self, batch_size: int) -> _Ahead:
+    def _order(self, batch_size: int) -> _PrefetchedSample:
         # Drawn here, so that the generator is used in the caller's order; gathered in a thread.
         assert self._pool is not None
-        drawn = self.sampler.draw(self.state.memory, batch_size, self._choices)
-        return _Ahead(batch_size, drawn, self._pool.submit(self._gather_of, self.state, drawn))
+        drawn = self.sampler.draw(self.state.memory, batch_size, self._random_source)
+        return _PrefetchedSample(batch_size, drawn, self._pool.submit(self._gather_of, self.state, drawn))
 
-    def _gather_of(self, state: ring.RingState, drawn: Drawn) -> tuple[Any, dict[str, Any]] | None:
+    def _gather_of(self, state: ring.RingState, drawn: SampleIndices) -> tuple[Any, dict[str, Any]] | None:
         """What was drawn from a state; None where the buffer has changed since."""
         with self._lock:
             return self._gather(drawn) if state is self.state else None
@@ -245,11 +245,11 @@ class ReplayBuffer:
 
 
 @dataclass(frozen=True)
-class _Ahead:
+class _PrefetchedSample:
     """A sample on its way."""
 
     batch_size: int
-    drawn: Drawn
+    drawn: SampleIndices
     future: Future[tuple[Any, dict[str, Any]] | None]
 
 

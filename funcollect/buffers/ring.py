@@ -21,13 +21,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from funcollect.buffers.choices import KeyChoices
-from funcollect.buffers.drawing import Drawn, Flat, Slices, Spec
-from funcollect.buffers.late_trails import LateTrails
-from funcollect.buffers.links import Trajectories, check_linked
-from funcollect.buffers.row_storage import LazyTensorStorage
-from funcollect.buffers.storage import Incoming, Storage
-from funcollect.buffers.trails import Trails
+from funcollect.buffers.samplers.indices import Flat, SampleIndices, SampleSpec, Slices
+from funcollect.buffers.samplers.randomness import KeySource
+from funcollect.buffers.storages.storage import Incoming, Storage
+from funcollect.buffers.storages.tensor_storage import LazyTensorStorage
+from funcollect.buffers.trajectory_index.lazy_index import LazyIndex
+from funcollect.buffers.trajectory_index.trajectory_index import TrajectoryIndex
+from funcollect.buffers.trajectory_index.trajectory_keys import Trajectories, check_linked
 from funcollect.errors import StaleStateError
 from funcollect.interrupts import Uninterrupted
 from funcollect.keys import Key
@@ -35,7 +35,7 @@ from funcollect.keys import Key
 __all__ = ["Flat", "RingState", "Slices", "Trajectories", "extend", "init", "sample", "snapshot"]
 
 
-class Memory:
+class RingMemory:
     """What states of one ring share: the frames and the trails, as they are at the current version."""
 
     def __init__(self, storage: Storage, trajectories: Trajectories | None) -> None:
@@ -44,7 +44,7 @@ class Memory:
             trajectories = Trajectories()  # the next observation of a frame is that of its successor
         self.trajectories = trajectories
         self.capacity = storage.max_size
-        self.index = None if trajectories is None else LateTrails(self.capacity)
+        self._lazy_index = None if trajectories is None else LazyIndex(self.capacity)
         self.written = 0  # frames given in all; frame n lies in slot n % capacity
         self.version = 0
 
@@ -52,9 +52,9 @@ class Memory:
         return min(self.written, self.capacity)
 
     @property
-    def trails(self) -> Trails | None:
+    def index(self) -> TrajectoryIndex | None:
         """Which frames follow each other; None where that was not asked for."""
-        return None if self.index is None else self.index.trails
+        return None if self._lazy_index is None else self._lazy_index.current
 
     def extend(self, data: Any) -> npt.NDArray[np.int64]:
         """Write a batch; the slots of its frames in the order of time, then of lanes, -1 for those that did not stay.
@@ -75,8 +75,8 @@ class Memory:
         self._write(batch, skipped, count - skipped)
         self.written = numbers.stop
         self.storage.announce(whole, self.written)
-        if self.index is not None and frames is not None:
-            self.index.extend(frames, numbers)
+        if self._lazy_index is not None and frames is not None:
+            self._lazy_index.extend(frames, numbers)
         begin = numbers.start % self.capacity
         slots = np.arange(begin, begin + count)
         slots[self.capacity - begin :] %= self.capacity
@@ -87,16 +87,16 @@ class Memory:
 
     def _settle(self, slots: npt.NDArray[np.int64]) -> None:
         """Tell a storage with `compact_obs` which frames the new ones, in `slots`, follow."""
-        assert self.trails is not None
-        before = self.trails.preceding(slots)
+        assert self.index is not None
+        before = self.index.preceding(slots)
         linked = before != slots
         self.storage.settle(before[linked], slots[linked])
 
     def read(self, slots: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_] | None = None) -> Any:
         """A batch of the frames in `slots`, [N]; zeros where `mask` is False."""
-        if self.trails is None or not self.storage.compact_obs:
+        if self.index is None or not self.storage.compact_obs:
             return self.storage.read(slots, mask)
-        return self.storage.read(slots, mask, self.trails.following(slots))
+        return self.storage.read(slots, mask, self.index.following(slots))
 
     def _write(self, batch: Incoming, first: int, count: int) -> None:
         start = (self.written + first) % self.capacity
@@ -116,7 +116,7 @@ class RingState:
         version: which extend made this state.
     """
 
-    memory: Memory
+    memory: RingMemory
     version: int = 0
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ class RingState:
         return self.memory.capacity
 
 
-def check_current(state: RingState) -> Memory:
+def check_current(state: RingState) -> RingMemory:
     """The memory of a state.
 
     Raises:
@@ -160,7 +160,7 @@ def init(storage: int | Storage, *, trajectories: Trajectories | None = None) ->
     """
     if not hasattr(storage, "admit"):
         storage = LazyTensorStorage(storage)  # which checks the number
-    return RingState(Memory(cast(Storage, storage), trajectories))
+    return RingState(RingMemory(cast(Storage, storage), trajectories))
 
 
 def extend(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
@@ -194,7 +194,7 @@ def extend(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
     return RingState(memory, memory.version), slots.movedim(0, -1)
 
 
-def sample(state: RingState, key: Key, spec: Spec) -> Any:
+def sample(state: RingState, key: Key, spec: SampleSpec) -> Any:
     """A batch of frames; equal keys give equal ones.
 
     Args:
@@ -217,10 +217,10 @@ def sample(state: RingState, key: Key, spec: Spec) -> Any:
     torch.Size([3])
     """
     memory = check_current(state)
-    return gather(memory, spec.draw(memory, KeyChoices(key)))
+    return gather(memory, spec.draw(memory, KeySource(key)))
 
 
-def gather(memory: Memory, drawn: Drawn) -> Any:
+def gather(memory: RingMemory, drawn: SampleIndices) -> Any:
     """The frames that were drawn."""
     return drawn.finish(memory.read(drawn.slots, drawn.mask))
 
@@ -229,5 +229,5 @@ def snapshot(state: RingState) -> RingState:
     """A copy of a ring, which goes its own way; its frames lie in memory also where the ring's lie in a file."""
     memory = check_current(state)
     twin = copy.copy(memory)
-    twin.storage, twin.index = memory.storage.copy(), copy.deepcopy(memory.index)
+    twin.storage, twin._lazy_index = memory.storage.copy(), copy.deepcopy(memory._lazy_index)
     return RingState(twin, twin.version)

@@ -15,7 +15,7 @@ import torch
 import funcollect as fc
 from funcollect import plots
 from funcollect.cli.output import output_folder, save
-from funcollect.cli.report import Run, layout
+from funcollect.cli.report import RunSummary, layout
 from funcollect.policies.mlp import mlp
 from funcollect.policies.plugins import PolicyPlugin, find_policy, offered_policies
 
@@ -40,7 +40,7 @@ def demo(arguments: argparse.Namespace) -> None:
     env = fc.make_env("CartPole-v1", num_envs=8)
     policy = mlp(env, seed=seed)
     print(fc.explain(env, policy), end="\n\n", flush=True)
-    run = Run()
+    run = RunSummary()
     with fc.SyncDataCollector(
         env, policy, frames_per_batch=min(2048, frames), total_frames=frames, seed=seed
     ) as collector:
@@ -58,7 +58,7 @@ def collect(arguments: argparse.Namespace) -> None:
     with output_folder(arguments.out, arguments.overwrite) as folder:
         env = _make_env(arguments.env, num_envs)
         policy = _make_policy(arguments, env, seed)
-        run = Run()
+        run = RunSummary()
         with fc.SyncDataCollector(
             env, policy, frames_per_batch=frames_per_batch, total_frames=frames, seed=seed
         ) as collector:
@@ -143,7 +143,7 @@ def _make_env(name: str, num_envs: int, **kwargs: int) -> fc.Env:
         raise ValueError(f"cannot make {name!r}: {error or type(error).__name__}") from error
 
 
-def _plot(run: Run, path: Path) -> None:
+def _plot(run: RunSummary, path: Path) -> None:
     try:
         plots.returns(run.episodes, path=path)
     except ImportError as error:

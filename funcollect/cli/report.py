@@ -10,14 +10,14 @@ from typing import Any
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.progress import Collector, EpisodeWindow, track
+from funcollect.progress import EpisodeWindow, TrackableCollector, track
 from funcollect.trajectories.stats import EpisodeStats
 from funcollect.tree import flatten
 
-__all__ = ["Run", "layout"]
+__all__ = ["RunSummary", "layout"]
 
 
-class Run:
+class RunSummary:
     """A run as it goes: its episodes, frames and seconds."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Run:
         self._parts: list[EpisodeStats] = []
         self._seconds = 0.0
 
-    def follow(self, collector: Collector) -> Iterator[TensorDict]:
+    def follow(self, collector: TrackableCollector) -> Iterator[TensorDict]:
         """The batches, with a progress bar."""
         began = time.perf_counter()
         for batch in track(collector, window=self._window):

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Unpack, get_args
 
-from funcollect.collectors.gather import AsyncGathering, Gathering, SyncGathering
-from funcollect.collectors.jobs import shares
-from funcollect.collectors.layout import Join
 from funcollect.collectors.options import Keywords
-from funcollect.collectors.runner import Place
+from funcollect.collectors.runner import Shard
 from funcollect.collectors.worker_collector import WorkerCollector
+from funcollect.collectors.workers.batch_layout import Join
+from funcollect.collectors.workers.gathering import AsyncGathering, Gathering, SyncGathering
+from funcollect.collectors.workers.jobs import shares
 
 
 class SyncKeywords(Keywords, total=False):
@@ -21,7 +21,7 @@ class SyncKeywords(Keywords, total=False):
     policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
     seed: int | None
-    place: Place
+    shard: Shard
 
 
 class MultiSyncDataCollector(WorkerCollector):
@@ -73,8 +73,8 @@ class MultiSyncDataCollector(WorkerCollector):
                 f"the workers' rollouts have {self._lengths} steps, which cat_results={self.cat_results!r} cannot put "
                 "together: pass cat_results=-1, or equal frames"
             )
-        open_dock = partial(self._dock, join=self.cat_results)
-        return SyncGathering(self._crew, self._crew.workers, open_dock, self._weights, prefetch=self.prefetch)
+        open_assembler = partial(self._make_assembler, join=self.cat_results)
+        return SyncGathering(self._pool, self._pool.workers, open_assembler, self._weights, prefetch=self.prefetch)
 
     @property
     def frames_of_batch(self) -> int:
@@ -106,7 +106,7 @@ class MultiaSyncDataCollector(WorkerCollector):
         return frames_per_batch, [frames_per_batch] * count
 
     def _open_gathering(self) -> Gathering:
-        return AsyncGathering(self._crew, self._crew.workers, partial(self._dock, join=None), self._weights)
+        return AsyncGathering(self._pool, self._pool.workers, partial(self._make_assembler, join=None), self._weights)
 
     @property
     def frames_of_batch(self) -> int:

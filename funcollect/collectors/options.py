@@ -70,8 +70,8 @@ class Options:
         object.__setattr__(self, "env_device_given", self.env_device is not None)
         for name in ("storing_device", "env_device", "policy_device"):
             given = getattr(self, name)
-            place = checked_device(self.device) if given is None else checked_device(given, name)
-            object.__setattr__(self, name, place)
+            device = checked_device(self.device) if given is None else checked_device(given, name)
+            object.__setattr__(self, name, device)
 
     def _check_switches(self, *names: str) -> None:
         for name in names:
@@ -131,7 +131,7 @@ class WorkerOptions(Options):
         if self.on_failure not in get_args(OnFailure):
             raise ValueError(
                 f"on_failure is {self.on_failure!r}, expected 'raise' (a worker's failure ends the run) or 'restart' "
-                "(another takes its place): pass one of them"
+                "(another takes its device): pass one of them"
             )
 
 

@@ -9,13 +9,9 @@ from typing import Any, Unpack
 from tensordict import TensorDictBase
 
 from funcollect.arguments import check_not_given, check_positive
-from funcollect.collectors.crew import Patience
-from funcollect.collectors.gather import AsyncGathering, Gathering, SyncGathering
-from funcollect.collectors.jobs import check_alike, each, shares, want_accelerators, worker_options
-from funcollect.collectors.layout import Join
-from funcollect.collectors.ray_jobs import (
+from funcollect.collectors.cluster.jobs import (
     NOT_HERE,
-    Inner,
+    ActorSpec,
     RayKeywords,
     check_class,
     environments_of,
@@ -23,19 +19,23 @@ from funcollect.collectors.ray_jobs import (
     remote_options,
 )  # fmt: skip
 from funcollect.collectors.sync import SyncDataCollector
-from funcollect.collectors.transport import Dock, Group
-from funcollect.collectors.worker import Hello, Job
 from funcollect.collectors.worker_collector import WorkerCollector
+from funcollect.collectors.workers.batch_layout import Join
+from funcollect.collectors.workers.gathering import AsyncGathering, Gathering, SyncGathering
+from funcollect.collectors.workers.jobs import check_alike, each, shares, want_accelerators, worker_options
+from funcollect.collectors.workers.pool import FailurePolicy
+from funcollect.collectors.workers.transport import BatchAssembler, WorkerGroup
+from funcollect.collectors.workers.worker import Job, WorkerInfo
 from funcollect.devices import checked_device
 from funcollect.keys import key_from_seed, seed_of
 
 _DEVICES = ("device", "env_device", "policy_device")  # each may be a list
-_INNER = (
+_OF_ACTORS = (
     *_DEVICES, "max_frames_per_traj", "init_random_frames", "reset_at_each_iter",
     "exploration_type", "reset_when_done",
 )  # fmt: skip
 _KNOWN = {*RayKeywords.__annotations__, "storing_device", "reset_at_each_iter"}
-_INNER_WITH_WORKERS = ("num_threads", "timeout", "start_timeout", "on_failure")
+_OF_NESTED_WORKERS = ("num_threads", "timeout", "start_timeout", "on_failure")
 _TO_TELL = 10.0  # seconds that a collector in an actor has to tell of its own workers' failure
 
 
@@ -140,13 +140,13 @@ class RayCollector(WorkerCollector):
         self.options = worker_options(frames_per_batch, given, _KNOWN)
         _, frames = self._shared(frames_per_batch, len(made))
         workers = len(made) * num_workers_per_collector
-        self._inner = Inner(collector_class, frames[0], self._for_actors(given), self._seed, workers)
-        jobs = self._inner.jobs(
+        self._actor_spec = ActorSpec(collector_class, frames[0], self._for_actors(given), self._seed, workers)
+        jobs = self._actor_spec.jobs(
             made, create_env_kwargs, policy, policy_factory, collector_kwargs, num_workers_per_collector, 0
         )
         self._owned = workers  # places of workers that have been given away
         self._since = dict.fromkeys(range(len(jobs)), 0)  # batches of each collector since it was sent weights
-        self._hellos: dict[int, Hello] = {}
+        self._infos: dict[int, WorkerInfo] = {}
         self._launch(jobs)
 
     def _check(self) -> None:
@@ -159,14 +159,14 @@ class RayCollector(WorkerCollector):
         if isinstance(interval, bool) or not isinstance(interval, int):
             raise TypeError(f"max_weight_update_interval is {interval!r:.80}, expected an int: pass -1 for no limit")
         check_positive("num_workers_per_collector", self.num_workers_per_collector)
-        if self.num_workers_per_collector > 1 and not self._has_teams:
+        if self.num_workers_per_collector > 1 and not self._has_nested_workers:
             raise ValueError(
                 f"num_workers_per_collector is {self.num_workers_per_collector}, but {self.collector_class.__name__} "
                 "has no workers: pass collector_class=MultiSyncDataCollector, or more collectors"
             )
 
     @property
-    def _has_teams(self) -> bool:
+    def _has_nested_workers(self) -> bool:
         """Whether the collectors in the actors have workers themselves."""
         return issubclass(self.collector_class, WorkerCollector)
 
@@ -175,29 +175,31 @@ class RayCollector(WorkerCollector):
         self._storing: dict[int, Any] = {}
         if not isinstance(storing_device, (list, tuple)):
             return storing_device
-        places = [checked_device(place, "storing_device") for place in each("storing_device", storing_device, count)]
-        if len({*places}) == 1:
-            return places[0]
+        devices = [checked_device(device, "storing_device") for device in each("storing_device", storing_device, count)]
+        if len({*devices}) == 1:
+            return devices[0]
         if self.sync:
             raise ValueError(f"storing_device is {storing_device}, expected one for sync=True: a batch is in one place")
-        self._storing = dict(enumerate(places))
+        self._storing = dict(enumerate(devices))
         return None
 
     def _for_actors(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        names = (*_INNER, *(_INNER_WITH_WORKERS if self._has_teams else ()))
+        names = (*_OF_ACTORS, *(_OF_NESTED_WORKERS if self._has_nested_workers else ()))
         return {name: keywords[name] for name in names if name in keywords}
 
     def _shared(self, frames_per_batch: int | Sequence[int], count: int) -> tuple[int, list[int]]:
         assert isinstance(frames_per_batch, int)
         return frames_per_batch, shares(frames_per_batch, count) if self.sync else [frames_per_batch] * count
 
-    def _patience(self) -> Patience:
-        patience = super()._patience()
-        grace = _TO_TELL if self._has_teams else 0.0
-        return Patience(patience.timeout + grace, patience.start_timeout + grace, patience.on_failure)
+    def _failure_policy(self) -> FailurePolicy:
+        failure_policy = super()._failure_policy()
+        grace = _TO_TELL if self._has_nested_workers else 0.0
+        return FailurePolicy(
+            failure_policy.timeout + grace, failure_policy.start_timeout + grace, failure_policy.on_failure
+        )
 
     def _open_transport(self, jobs: Sequence[Job]) -> Any:
-        from funcollect.collectors.ray_actors import RayTransport  # imports Ray
+        from funcollect.collectors.cluster.transport import RayTransport  # imports Ray
 
         accelerators = want_accelerators(jobs)
         return RayTransport(
@@ -208,25 +210,27 @@ class RayCollector(WorkerCollector):
             eager=self._eager,
         )
 
-    def _greeted(self) -> Hello:
-        first = super()._greeted()
-        self._hellos = dict.fromkeys(self._crew.workers, first)
+    def _describe_workers(self) -> WorkerInfo:
+        first = super()._describe_workers()
+        self._infos = dict.fromkeys(self._pool.workers, first)
         return first
 
     def _open_gathering(self) -> Gathering:
         if self.sync:
-            return SyncGathering(self._crew, self._crew.workers, self._open_dock, self._weights, prefetch=self.prefetch)
-        return AsyncGathering(self._crew, self._crew.workers, self._open_dock, self._weights)
+            return SyncGathering(
+                self._pool, self._pool.workers, self._open_assembler, self._weights, prefetch=self.prefetch
+            )
+        return AsyncGathering(self._pool, self._pool.workers, self._open_assembler, self._weights)
 
     @property
-    def _open_dock(self) -> Callable[[Sequence[int]], Dock]:
-        return partial(self._dock, join="stack" if self.sync else None)
+    def _open_assembler(self) -> Callable[[Sequence[int]], BatchAssembler]:
+        return partial(self._make_assembler, join="stack" if self.sync else None)
 
-    def _dock(self, workers: Sequence[int], join: Join | None) -> Dock:
-        return self._transport.dock(self._crew.submit, Group(workers, (), join, self.num_envs is None))
+    def _make_assembler(self, workers: Sequence[int], join: Join | None) -> BatchAssembler:
+        return self._transport.assembler(self._pool.submit, WorkerGroup(workers, (), join, self.num_envs is None))
 
     def _lanes_of(self, worker: int) -> int:
-        return self._hellos[worker].lanes
+        return self._infos[worker].lanes
 
     @property
     def num_collectors(self) -> int:
@@ -237,21 +241,21 @@ class RayCollector(WorkerCollector):
     def frames_of_batch(self) -> int:
         """The frames that every batch has: `frames_per_batch`, rounded up to whole steps of all lanes."""
         if not self.sync:
-            return self._hello.frames
-        return sum(self._hellos[worker].frames for worker in self._crew.workers)
+            return self._info.frames
+        return sum(self._infos[worker].frames for worker in self._pool.workers)
 
     def _gather(self) -> TensorDictBase:
         limit = 1 if self.update_after_each_batch else max(self.max_weight_update_interval, 1)
         enforced = self.update_after_each_batch or self.max_weight_update_interval >= 0
-        present = {*self._crew.workers}
+        present = {*self._pool.workers}
         late = [worker for worker in self._gathering.workers if worker in present and self._since[worker] >= limit]
         if enforced and late:
             self.update_policy_weights_(worker_ids=late)
         batch = self.rollout()
         for worker in self._gathering.workers:
             self._since[worker] += 1
-        place = self._storing.get(self._gathering.workers[0])
-        return batch if place is None else batch.to(place)
+        device = self._storing.get(self._gathering.workers[0])
+        return batch if device is None else batch.to(device)
 
     def update_policy_weights_(self, params: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
         """Have the collectors act with `params` as they are now, or for None with the policy's own.
@@ -268,7 +272,7 @@ class RayCollector(WorkerCollector):
         """
         super().update_policy_weights_(params, worker_ids)
         workers = [worker_ids] if isinstance(worker_ids, int) else worker_ids
-        self._since.update(dict.fromkeys(self._crew.workers if workers is None else workers, 0))
+        self._since.update(dict.fromkeys(self._pool.workers if workers is None else workers, 0))
 
     def add_collectors(
         self,
@@ -298,7 +302,7 @@ class RayCollector(WorkerCollector):
             TypeError, ValueError: for a bad argument.
             WorkerError: where the cluster lacks the resources, or one cannot be built.
         """
-        from funcollect.collectors.ray_actors import RayTransport
+        from funcollect.collectors.cluster.transport import RayTransport
 
         self._check_open()
         made = environments_of(create_env_fn, None, collector_kwargs=collector_kwargs, remote_configs=remote_configs)
@@ -310,34 +314,34 @@ class RayCollector(WorkerCollector):
         own = (self.policy, factory) if policy is None else (policy, None)
         if own == (None, None) and self.policy_factory is not None:
             raise ValueError("policy is None, and policy_factory lists those of the first collectors: pass a policy")
-        inner = self._inner.of_newcomers(self._seed)
-        jobs = inner.jobs(made, env_kwargs, own[0], own[1], kwargs, count, self._owned)
+        actor_spec = self._actor_spec.of_newcomers(self._seed)
+        jobs = actor_spec.jobs(made, env_kwargs, own[0], own[1], kwargs, count, self._owned)
         assert isinstance(self._transport, RayTransport)
         configs = remote_options(configs, len(made), accelerators=want_accelerators(jobs))
-        self._transport.expect(configs, len(self._crew.members), self._crew.workers)
+        self._transport.expect(configs, len(self._pool.records), self._pool.workers)
         self._owned += count * len(made)
         return self._welcome(jobs)
 
     def _welcome(self, jobs: Sequence[Job]) -> list[int]:
         """Start workers beside those that are there; nothing has changed where one of them fails."""
-        workers = [self._crew.add(job) for job in jobs]
+        workers = [self._pool.add(job) for job in jobs]
         try:
-            calls = [self._crew.call(worker, "hello") for worker in workers]
-            hellos = dict(zip(workers, self._crew.finish(calls), strict=True))
-            check_alike({0: self._hello, **hellos})
-            if self.sync and any(hello.frames != self._hello.frames for hello in hellos.values()):
+            calls = [self._pool.call(worker, "describe") for worker in workers]
+            infos = dict(zip(workers, self._pool.finish(calls), strict=True))
+            check_alike({0: self._info, **infos})
+            if self.sync and any(info.frames != self._info.frames for info in infos.values()):
                 raise ValueError(
                     "the new collectors have other frames than the others: with sync=True pass as many workers"
                 )
         except BaseException:
-            for worker in {*workers} & {*self._crew.workers}:
-                self._crew.retire(worker)
+            for worker in {*workers} & {*self._pool.workers}:
+                self._pool.retire(worker)
             raise
-        self._crew.admit(workers)
+        self._pool.admit(workers)
         for worker in workers:
-            self._hellos[worker], self._since[worker] = hellos[worker], 0
+            self._infos[worker], self._since[worker] = infos[worker], 0
             self._weights.join(worker)
-        self._gathering.staff(self._crew.workers, self._open_dock)
+        self._gathering.set_workers(self._pool.workers, self._open_assembler)
         return workers
 
     def remove_collectors(self, worker_ids: int | Sequence[int]) -> None:
@@ -352,12 +356,12 @@ class RayCollector(WorkerCollector):
         self._check_open()
         leaving = {worker_ids} if isinstance(worker_ids, int) else {*worker_ids}
         self._check_workers([*leaving])
-        rest = [worker for worker in self._crew.workers if worker not in leaving]
+        rest = [worker for worker in self._pool.workers if worker not in leaving]
         if not rest:
             raise ValueError("worker_ids holds all collectors, expected one to stay: call shutdown() to end the run")
-        self._gathering.staff(rest, self._open_dock)
+        self._gathering.set_workers(rest, self._open_assembler)
         for worker in leaving:
-            self._crew.retire(worker)
+            self._pool.retire(worker)
             self._weights.leave(worker)
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -370,8 +374,8 @@ class RayCollector(WorkerCollector):
     @property
     def _places(self) -> list[list[int]]:
         """Of each collector its first worker's index, and how many workers the run began with: ids follow from them."""
-        places = [self._crew.members[worker].job.place for worker in self._crew.workers]
-        return [[place.index, place.count] for place in places]
+        shards = [self._pool.records[worker].job.shard for worker in self._pool.workers]
+        return [[shard.index, shard.count] for shard in shards]
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Go on from a `state_dict`: the same weights, keys and counts; new episodes under ids not used before.

@@ -11,10 +11,10 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.collectors.options import Options
-from funcollect.collectors.source import Source
+from funcollect.collectors.source import RunnerSpec
 from funcollect.core import api
 from funcollect.core.request import NOWHERE, Columns
-from funcollect.core.reseed import go_on, next_seed, reseed, resume, saved_counts, saved_leaves
+from funcollect.core.restore import go_on, next_seed, reseed, resume, saved_counts, saved_leaves
 from funcollect.errors import ClosedError
 
 _SAVED = (
@@ -31,7 +31,7 @@ _SAVED = (
 
 
 @dataclass(frozen=True)
-class Place:
+class Shard:
     """Which lanes are a runner's own: worker `index` of `count` has ``index * P`` to ``index * P + P - 1``.
 
     Workers that join a run later have an index of `count` or more.
@@ -40,12 +40,12 @@ class Place:
     index: int = 0
     count: int = 1
 
-    def within(self, worker: int, count: int) -> Place:
+    def within(self, worker: int, count: int) -> Shard:
         """That of a worker of the `count` which a collector at this place has."""
-        return Place(worker, count) if self == ALONE else Place(self.index + worker, self.count)
+        return Shard(worker, count) if self == ALONE else Shard(self.index + worker, self.count)
 
 
-ALONE = Place()
+ALONE = Shard()
 
 
 class Runner:
@@ -62,13 +62,13 @@ class Runner:
         frames: collected so far.
     """
 
-    def __init__(self, source: Source, options: Options, *, seed: int | None, place: Place = ALONE) -> None:
+    def __init__(self, source: RunnerSpec, options: Options, *, seed: int | None, shard: Shard = ALONE) -> None:
         self.options = options
         self.env, self.policy = source.build(options)
         self.params: Any = None
-        self.lanes = place.count * (self.env.num_envs or 1)
+        self.lanes = shard.count * (self.env.num_envs or 1)
         api.check_pair(self.env, self.policy)
-        first_lane = place.index * (self.env.num_envs or 1)
+        first_lane = shard.index * (self.env.num_envs or 1)
         self.state = api.init_lanes(self.env, self.policy, seed=seed, first_lane=first_lane, total_lanes=self.lanes)
         self.length = options.length(self.env)
         self.frames = 0

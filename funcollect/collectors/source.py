@@ -10,12 +10,12 @@ from torch import nn
 
 from funcollect.collectors.options import Options, check_env_device
 from funcollect.envs.registry import make_env
-from funcollect.policies.coerce import as_policy
+from funcollect.policies.as_policy import as_policy
 from funcollect.specs import Env, Policy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class RunnerSpec:
     """An environment and a policy before they are built.
 
     Raises:

@@ -9,8 +9,8 @@ from tensordict import TensorDictBase
 
 from funcollect.collectors.collector import Collector
 from funcollect.collectors.options import Device, Options, Postproc
-from funcollect.collectors.runner import ALONE, Place, Runner
-from funcollect.collectors.source import Source
+from funcollect.collectors.runner import ALONE, Runner, Shard
+from funcollect.collectors.source import RunnerSpec
 from funcollect.specs import ExplorationType
 
 
@@ -44,7 +44,7 @@ class SyncDataCollector(Runner, Collector):
         reset_when_done: False keeps a finished lane finished until `reset`.
         update_at_each_batch: count a new policy version with every batch.
         seed: an int, or None to draw one.
-        place: which lanes are its own, where it is a part of a larger run.
+        shard: which lanes are its own, where it is a part of a larger run.
 
     Raises:
         TypeError, ValueError: for a bad argument, here and not in the first batch.
@@ -78,7 +78,7 @@ class SyncDataCollector(Runner, Collector):
         reset_when_done: bool = True,
         update_at_each_batch: bool = False,
         seed: int | None = None,
-        place: Place = ALONE,
+        shard: Shard = ALONE,
     ) -> None:
         options = Options(
             frames_per_batch=frames_per_batch,
@@ -96,13 +96,13 @@ class SyncDataCollector(Runner, Collector):
             reset_when_done=reset_when_done,
             update_at_each_batch=update_at_each_batch,
         )
-        source = Source(
+        source = RunnerSpec(
             create_env_fn=create_env_fn,
             create_env_kwargs=create_env_kwargs,
             policy=policy,
             policy_factory=policy_factory,
         )
-        super().__init__(source, options, seed=seed, place=place)
+        super().__init__(source, options, seed=seed, shard=shard)
         self.create_env_fn, self.create_env_kwargs, self.policy_factory = (
             create_env_fn,
             create_env_kwargs,

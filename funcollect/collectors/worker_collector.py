@@ -12,19 +12,26 @@ from typing import Any, Unpack
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from funcollect.collectors.buffer_filler import BufferFiller
 from funcollect.collectors.collector import Collector
-from funcollect.collectors.crew import Crew, Patience
-from funcollect.collectors.filler import Filler
-from funcollect.collectors.gather import Gathering
-from funcollect.collectors.jobs import check_alike, environments, make_jobs, masks_of, want_accelerators, worker_options
-from funcollect.collectors.layout import Join
 from funcollect.collectors.options import Keywords, WorkerOptions
-from funcollect.collectors.runner import ALONE, Place
-from funcollect.collectors.serial import SerialTransport
-from funcollect.collectors.transport import Board, Dock, Group, Transport
-from funcollect.collectors.weights import Weights
-from funcollect.collectors.worker import Hello, Job, runners_of, saved_workers, stand_of
-from funcollect.core.reseed import next_seed
+from funcollect.collectors.runner import ALONE, Shard
+from funcollect.collectors.workers.batch_layout import Join
+from funcollect.collectors.workers.gathering import Gathering
+from funcollect.collectors.workers.jobs import (
+    check_alike,
+    environments,
+    make_jobs,
+    masks_of,
+    want_accelerators,
+    worker_options,
+)
+from funcollect.collectors.workers.pool import FailurePolicy, WorkerPool
+from funcollect.collectors.workers.serial import SerialTransport
+from funcollect.collectors.workers.transport import BatchAssembler, Transport, WeightStore, WorkerGroup
+from funcollect.collectors.workers.weights import Weights
+from funcollect.collectors.workers.worker import Job, WorkerInfo, progress_of, runners_of, saved_workers
+from funcollect.core.restore import next_seed
 from funcollect.errors import WorkerError
 from funcollect.keys import key_from_seed, seed_of
 
@@ -54,7 +61,7 @@ class WorkerCollector(Collector):
         timeout: seconds of waiting for a worker after which it hangs.
         start_timeout: the same for its start and its first rollout, which may compile.
         on_failure: ``"raise"`` ends the run with a worker's failure, ``"restart"`` replaces the worker.
-        place: which lanes are its own, where it is a part of a larger run.
+        shard: which lanes are its own, where it is a part of a larger run.
         in_process: run the workers in this process, one after another, as a debugger wants it.
         **keywords: the others of `SyncDataCollector`. Frames of `total_frames` and `init_random_frames` are those of
             all workers; `update_at_each_batch` sends the weights before each batch.
@@ -81,7 +88,7 @@ class WorkerCollector(Collector):
         policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         seed: int | None = None,
-        place: Place = ALONE,
+        shard: Shard = ALONE,
         **keywords: Unpack[Keywords],
     ) -> None:
         made = environments(create_env_fn, num_workers)
@@ -90,78 +97,78 @@ class WorkerCollector(Collector):
         self._seed = seed_of(key_from_seed(seed))
         self.create_env_fn, self.create_env_kwargs = create_env_fn, create_env_kwargs
         self.policy, self.policy_factory = policy, policy_factory
-        run = (self._shares, keywords, self._seed, place)
+        run = (self._shares, keywords, self._seed, shard)
         self._launch(make_jobs(made, create_env_kwargs, policy, policy_factory, *run))
 
     def _launch(self, jobs: Sequence[Job]) -> None:
         """Start the workers."""
         self.frames = self._batches = 0
         self._seconds = 0.0
-        self._filler: Filler | None = None
+        self._filler: BufferFiller | None = None
         self._warned = False
         self._transport = self._open_transport(jobs)
-        self._crew = Crew(self._transport, jobs, self._patience())
-        board = self._transport.board(len(jobs))
-        self._held: list[Board | Gathering] = [board]
-        self._finalizer = weakref.finalize(self, _end, self._crew, self._held)
+        self._pool = WorkerPool(self._transport, jobs, self._failure_policy())
+        weight_store = self._transport.weight_store(len(jobs))
+        self._held: list[WeightStore | Gathering] = [weight_store]
+        self._finalizer = weakref.finalize(self, _end, self._pool, self._held)
         try:
-            self._hello = self._greeted()
-            self._weights = Weights(self._crew, board, self.policy)
+            self._info = self._describe_workers()
+            self._weights = Weights(self._pool, weight_store, self.policy)
             self._gathering = self._open_gathering()
         except BaseException:
             self._finalizer()
             raise
         self._held.append(self._gathering)
-        self._crew.prepare = self._gathering.restarted
+        self._pool.prepare = self._gathering.restarted
 
     @abstractmethod
     def _shared(self, frames_per_batch: int | Sequence[int], count: int) -> tuple[int, list[int]]:
         """The frames of a batch, and those of each worker's rollout."""
 
-    def _patience(self) -> Patience:
-        return Patience(self.options.timeout, self.options.start_timeout, self.options.on_failure)
+    def _failure_policy(self) -> FailurePolicy:
+        return FailurePolicy(self.options.timeout, self.options.start_timeout, self.options.on_failure)
 
     def _open_transport(self, jobs: Sequence[Job]) -> Transport:
         if self.options.in_process:
             return SerialTransport()
-        from funcollect.collectors.processes import ProcessTransport  # which needs Linux
+        from funcollect.collectors.processes.transport import ProcessTransport  # which needs Linux
 
         return ProcessTransport(
             num_threads=self.options.num_threads, accelerators=want_accelerators(jobs), eager=self._eager
         )
 
-    def _greeted(self) -> Hello:
-        hellos: list[Hello] = self._crew.ask("hello")
-        check_alike(dict(enumerate(hellos)))
-        self._crew.begin()
-        return hellos[0]
+    def _describe_workers(self) -> WorkerInfo:
+        infos: list[WorkerInfo] = self._pool.call_all("describe")
+        check_alike(dict(enumerate(infos)))
+        self._pool.begin()
+        return infos[0]
 
     @abstractmethod
     def _open_gathering(self) -> Gathering:
         """What gathers the batches."""
 
-    def _dock(self, workers: Sequence[int], join: Join | None) -> Dock:
+    def _make_assembler(self, workers: Sequence[int], join: Join | None) -> BatchAssembler:
         lengths = tuple(self._lengths[worker] for worker in workers)
-        return self._transport.dock(self._crew.submit, Group(workers, lengths, join, self.num_envs is None))
+        return self._transport.assembler(self._pool.submit, WorkerGroup(workers, lengths, join, self.num_envs is None))
 
     @property
     def _lengths(self) -> list[int]:
         """T of each worker."""
         return [-(-frames // (self.num_envs or 1)) for frames in self._shares]
 
-    def inside(self) -> tuple[Crew, Weights, Gathering, Hello]:
+    def inside(self) -> tuple[WorkerPool, Weights, Gathering, WorkerInfo]:
         """What a larger run, which this collector is a part of, works with."""
-        return self._crew, self._weights, self._gathering, self._hello
+        return self._pool, self._weights, self._gathering, self._info
 
     @property
     def num_workers(self) -> int:
         """W: those at work."""
-        return len(self._crew.workers)
+        return len(self._pool.workers)
 
     @property
     def num_envs(self) -> int | None:
         """P: the environments of each worker; None for one without a batch dimension."""
-        return self._hello.num_envs
+        return self._info.num_envs
 
     @property
     def seed(self) -> int:
@@ -218,7 +225,7 @@ class WorkerCollector(Collector):
         self._check_open()
         if self._filler is not None and self._filler.at_work:
             raise RuntimeError("the collector fills a buffer already, expected it to rest: shut it down before")
-        self._filler = Filler(self, buffer)
+        self._filler = BufferFiller(self, buffer)
 
     def pause(self) -> None:
         """Return once the batch under way is in the buffer, and fill it no further until `resume`.
@@ -241,7 +248,7 @@ class WorkerCollector(Collector):
         self._filling().join()
         self._filling().tell()
 
-    def _filling(self) -> Filler:
+    def _filling(self) -> BufferFiller:
         if self._filler is None:
             raise RuntimeError("no buffer is being filled: call start(buffer) before")
         return self._filler
@@ -253,12 +260,12 @@ class WorkerCollector(Collector):
             ValueError: for a mask of another shape or dtype.
         """
         self._check_at_rest()
-        workers = self._crew.workers
+        workers = self._pool.workers
         resets = zip(workers, masks_of(mask, [self._lanes_of(worker) for worker in workers]), strict=True)
-        self._crew.finish([self._crew.call(worker, "reset", each) for worker, each in resets])
+        self._pool.finish([self._pool.call(worker, "reset", each) for worker, each in resets])
 
     def _lanes_of(self, worker: int) -> int:
-        return self._hello.lanes
+        return self._info.lanes
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Begin new episodes, seeded by `seed`: before the first batch, as if the collector had been built with it.
@@ -268,10 +275,10 @@ class WorkerCollector(Collector):
         """
         self._check_at_rest()
         key_from_seed(seed)
-        self._crew.ask("set_seed", seed)
-        self._crew.go_on_from(seed)
+        self._pool.call_all("set_seed", seed)
+        self._pool.go_on_from(seed)
         self._seed = seed
-        return seed if static_seed else next_seed(seed, sum(map(self._lanes_of, self._crew.workers)))
+        return seed if static_seed else next_seed(seed, sum(map(self._lanes_of, self._pool.workers)))
 
     def update_policy_weights_(self, params: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
         """Have the workers act with `params` as they are now, or for None with the policy's own.
@@ -289,12 +296,12 @@ class WorkerCollector(Collector):
         self._check_open()
         workers = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         if workers is None:
-            workers = self._crew.workers
+            workers = self._pool.workers
         self._check_workers(workers)
         self._weights.update(params, workers)
 
     def _check_workers(self, workers: Sequence[int]) -> None:
-        present = self._crew.workers
+        present = self._pool.workers
         if wrong := [worker for worker in workers if worker not in present]:
             raise ValueError(f"worker_ids holds {wrong}, expected numbers of {present}: pass those")
 
@@ -304,8 +311,8 @@ class WorkerCollector(Collector):
         Collection goes on afterwards as if nothing had been asked.
         """
         self._check_at_rest()
-        self._weights.settle()
-        saved = self._crew.ask("state_dict")
+        self._weights.flush()
+        saved = self._pool.call_all("state_dict")
         return {
             "workers": {str(worker): each for worker, each in enumerate(saved)},
             "frames": self.frames,
@@ -325,11 +332,11 @@ class WorkerCollector(Collector):
         self._check_at_rest()
         saved = saved_workers(state_dict, self.num_workers)
         self._gathering.discard()
-        loads = zip(self._crew.workers, saved, strict=True)
-        self._crew.finish([self._crew.call(worker, "load_state_dict", each) for worker, each in loads])
-        runners = {worker: runners_of(each)[0] for worker, each in zip(self._crew.workers, saved, strict=True)}
+        loads = zip(self._pool.workers, saved, strict=True)
+        self._pool.finish([self._pool.call(worker, "load_state_dict", each) for worker, each in loads])
+        runners = {worker: runners_of(each)[0] for worker, each in zip(self._pool.workers, saved, strict=True)}
         self._seed = seed_of(runners_of(saved[0])[0]["key"].numpy())
-        self._crew.go_on_from(self._seed, [stand_of(each) for each in saved])
+        self._pool.go_on_from(self._seed, [progress_of(each) for each in saved])
         self._weights.go_on_from(state_dict["policy_version"], runners, own=state_dict["own_weights"])
         self.frames, self._batches = state_dict["frames"], state_dict["iter"]
 
@@ -342,7 +349,7 @@ class WorkerCollector(Collector):
             ``reader_waited`` and ``workers_waited`` (the sum over workers), seconds; ``restarts`` of workers,
             ``lost_frames`` with them; ``copies``: batches handed over as copies.
         """
-        members = self._crew.members
+        records = self._pool.records
         return {
             "frames": self.frames,
             "batches": self._batches,
@@ -350,10 +357,10 @@ class WorkerCollector(Collector):
             "frames_per_second": self.frames / self._seconds if self._seconds else 0.0,
             "policy_version": self._weights.version,
             "policy_lag": self._weights.version - self._gathering.version if self._batches else 0,
-            "reader_waited": self._crew.waited,
-            "workers_waited": sum(member.idle for member in members),
-            "restarts": self._crew.restarts,
-            "lost_frames": self._crew.lost,
+            "reader_waited": self._pool.waited,
+            "workers_waited": sum(record.idle for record in records),
+            "restarts": self._pool.restarts,
+            "lost_frames": self._pool.lost,
             "copies": self._gathering.copies,
         }
 
@@ -375,12 +382,12 @@ class WorkerCollector(Collector):
     def _check_open(self) -> None:
         if self._filler is not None and not self._filler.own:
             self._filler.tell()
-        self._closed = self._closed or self._crew.closed
+        self._closed = self._closed or self._pool.closed
         super()._check_open()
 
     def __repr__(self) -> str:
         workers = f"num_workers={self.num_workers}, frames_per_batch={self.options.frames_per_batch}"
-        return f"{type(self).__name__}({self._hello.label}, {workers}, frames={self.frames})"
+        return f"{type(self).__name__}({self._info.label}, {workers}, frames={self.frames})"
 
 
 _KEPT = (
@@ -389,7 +396,7 @@ _KEPT = (
 )
 
 
-def _end(crew: Crew, held: Sequence[Board | Gathering]) -> None:
-    crew.close()
+def _end(pool: WorkerPool, held: Sequence[WeightStore | Gathering]) -> None:
+    pool.close()
     for each in held:
         each.close()

@@ -10,22 +10,23 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.core import crossing, fused_loop, host_loop, tensor_loop, traced
-from funcollect.core.forking import fork_simulation
-from funcollect.core.fused_checks import check_live, check_one_run
+from funcollect.core import traced
+from funcollect.core.loops import crossing, fused, host, tensor
 from funcollect.core.request import Request
-from funcollect.core.routes import route_of, run_adopted
-from funcollect.core.simulation import Hold, Simulation
+from funcollect.core.routes import route_of, run_embedded
+from funcollect.core.simulators.forking import fork_simulation
+from funcollect.core.simulators.simulation import Simulation, SimulatorHandle
 from funcollect.core.state import CollectorState, fresh_counters, policy_start
-from funcollect.envs.jax_env import JaxEnv, JaxEnvState
+from funcollect.core.traced_step.checks import check_live, check_one_run
+from funcollect.envs.jax_envs.jax_env import JaxEnv, JaxEnvState
 from funcollect.interop.jax_setup import compiled
 from funcollect.keys import Key, key_from_seed
-from funcollect.policies.adopted import AdoptedPolicy
 from funcollect.policies.random_policy import RandomPolicy
+from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
 from funcollect.specs import Backend, Env, ExplorationType, Policy
 from funcollect.tree import select
 
-_LOOPS: dict[str, ModuleType] = {"host": host_loop, "torch": tensor_loop, "fused": fused_loop, "crossing": crossing}
+_LOOPS: dict[str, ModuleType] = {"host": host, "torch": tensor, "fused": fused, "crossing": crossing}
 
 
 def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:
@@ -74,8 +75,8 @@ def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, t
     else:
         lane = lane.to(counters["episode"].device)
         env_state = env.reset(key, lane, counters["episode"])  # type: ignore[attr-defined]
-        observation = tensor_loop.root_of(env, env_state)  # type: ignore[arg-type]
-        tensor_loop.check_root(env, observation, count)  # type: ignore[arg-type]
+        observation = tensor.root_of(env, env_state)  # type: ignore[arg-type]
+        tensor.check_root(env, observation, count)  # type: ignore[arg-type]
     return CollectorState(
         env_state=env_state,
         observation=observation,
@@ -168,8 +169,8 @@ def run(env: Env, policy: Policy, state: CollectorState, request: Request) -> tu
     check_state(env, state)
     route = route_of(env, policy, request.exploration_type)
     loop = _LOOPS[route.loop].run
-    if isinstance(route.policy, AdoptedPolicy) and route.policy is not policy:
-        return run_adopted(loop, env, route.policy, state, request)
+    if isinstance(route.policy, EmbeddedPolicy) and route.policy is not policy:
+        return run_embedded(loop, env, route.policy, state, request)
     result: tuple[CollectorState, TensorDict] = loop(env, route.policy, state, request)
     return result
 
@@ -207,7 +208,7 @@ def reset(env: Env, state: CollectorState, mask: Tensor | None = None) -> Collec
         return _reset_jax(env, state, lanes)  # type: ignore[arg-type]
     episode = state.episode + lanes
     fresh = env.reset(state.key, state.lane, episode)  # type: ignore[attr-defined]
-    root = tensor_loop.root_of(env, fresh)  # type: ignore[arg-type]
+    root = tensor.root_of(env, fresh)  # type: ignore[arg-type]
     return state.replace(
         env_state=select(lanes, fresh, state.env_state),
         observation=select(lanes, root, state.observation),
@@ -216,7 +217,7 @@ def reset(env: Env, state: CollectorState, mask: Tensor | None = None) -> Collec
 
 
 def _reset_jax(env: JaxEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
-    restart = compiled(env, "reset", partial(traced.reset, env), place=fused_loop.place_of(state))
+    restart = compiled(env, "reset", partial(traced.reset, env), place=fused.place_of(state))
     after: CollectorState = restart(state.replace(policy_state=None), lanes.numpy())
     return after.replace(policy_state=state.policy_state)
 
@@ -251,7 +252,7 @@ def _reset_host(state: CollectorState, lanes: Tensor) -> CollectorState:
     simulation: Simulation = state.env_state.claim(stale=bool(lanes.all()))
     simulation.simulators.rows.set(state.observation)
     simulation.restart(lanes.nonzero()[:, 0].tolist())
-    simulation.journal.ages = torch.where(lanes, 0, simulation.journal.ages)
+    simulation.action_log.ages = torch.where(lanes, 0, simulation.action_log.ages)
     return state.replace(
         env_state=simulation.release(),
         observation=simulation.observation(),
@@ -275,16 +276,16 @@ def fork(env: Env, state: CollectorState) -> CollectorState:
     check_state(env, state)
     if env.backend != "host":
         return state
-    hold: Hold = state.env_state
-    hold.check()
-    return state.replace(env_state=fork_simulation(hold.simulation, state))
+    handle: SimulatorHandle = state.env_state
+    handle.check()
+    return state.replace(env_state=fork_simulation(handle.simulation, state))
 
 
 def close(state: CollectorState) -> None:
     """Free the simulators behind a state now, rather than when it is collected. Does nothing for values."""
     if not isinstance(state, CollectorState):
         raise TypeError(f"state is {type(state).__name__}, expected a CollectorState: pass what rollout returned")
-    if isinstance(state.env_state, Hold):
+    if isinstance(state.env_state, SimulatorHandle):
         state.env_state.simulation.close()
 
 
@@ -302,7 +303,7 @@ def check_state(env: Env, state: CollectorState) -> None:
         check_live(state)
     if state.num_lanes != (env.num_envs or 1):
         raise ValueError(f"the state has {state.num_lanes} lanes, {env!r} has {env.num_envs or 1}: pass its own env")
-    if isinstance(state.env_state, Hold):
+    if isinstance(state.env_state, SimulatorHandle):
         fits = state.env_state.simulation.env is env
     else:
         shapes = {path: value.shape[1:] for path, value in state.observation.items()}

@@ -12,17 +12,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from funcollect.core.api import check_pair, check_state
-from funcollect.core.fused_keys import run_keys
-from funcollect.core.fused_loop import FLAGS, batch_of
-from funcollect.core.fused_step import Row, Setting, settle, step
+from funcollect.core.loops.fused import FLAGS, batch_of
 from funcollect.core.request import Request
-from funcollect.core.routes import checked_state, left, lowered_for
+from funcollect.core.routes import checked_state, leave_loop, lowered_for
 from funcollect.core.state import CollectorState
-from funcollect.core.traced_batch import cast, dtypes_of, widened
-from funcollect.envs.jax_env import JaxEnv
+from funcollect.core.traced_step.batch import cast, dtypes_of, widen
+from funcollect.core.traced_step.keys import run_keys
+from funcollect.core.traced_step.step import Row, StepConfig, make_step_config, step
+from funcollect.envs.jax_envs.jax_env import JaxEnv
 from funcollect.interop.bridge import argument, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
-from funcollect.policies.lowered_policy import LoweredPolicy
+from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
 from funcollect.specs import ExplorationType, Policy
 from funcollect.tree import Path
 
@@ -78,20 +78,20 @@ def differentiable_rollout(
     lowered = lowered_for(env, policy, exploration_type)
     before = checked_state(state.policy_state)
     tensors = lowered.source.tensors(lowered.source.prepare(params))
-    run = _Run(env, lowered, state.replace(policy_state=lowered.enter(before, state.num_lanes)), request)
+    run = _JaxRollout(env, lowered, state.replace(policy_state=lowered.enter(before, state.num_lanes)), request)
     columns = _Rollout.apply(run, *(tensors[name] for name in lowered.lowered.names))  # type: ignore[no-untyped-call]
     leaves = cast(dict(zip(run.paths, columns, strict=True)), dtypes_of(env))
-    return left(lowered, run.state, before), lowered.as_torch(batch_of(env, lowered, state, leaves))
+    return leave_loop(lowered, run.state, before), lowered.as_torch(batch_of(env, lowered, state, leaves))
 
 
-class _Run:
+class _JaxRollout:
     """One rollout in JAX: forward, and back with what it kept."""
 
     def __init__(self, env: JaxEnv, policy: LoweredPolicy, state: CollectorState, request: Request) -> None:
-        setting = settle(env, policy, state.num_lanes, request)
+        config = make_step_config(env, policy, state.num_lanes, request)
         limits = (request.length, request.exploration_type, request.max_frames_per_traj)
         which = ("differentiable", env, state.num_lanes, *limits)
-        self._forward = compiled(policy, which, partial(_forward, setting, request.length))
+        self._forward = compiled(policy, which, partial(_forward, config, request.length))
         self._back = compiled(policy, "back", lambda pull, given: pull(given)[0])
         self.policy = policy
         self.state = state
@@ -118,7 +118,7 @@ class _Rollout(torch.autograd.Function):
     """A rollout as one operation of Torch."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: _JaxRollout, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The columns, in the order of ``run.paths``."""
         columns = run.forward(dict(zip(run.policy.lowered.names, tensors, strict=True)))
         ctx.run = run
@@ -129,20 +129,20 @@ class _Rollout(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """None for the run, then the gradient of each parameter that requires one."""
-        run: _Run = ctx.run
+        run: _JaxRollout = ctx.run
         found = run.back(dict(zip(run.paths, gradients, strict=True)))
         return None, *(found.get(name) for name in run.policy.lowered.names)
 
 
-def _forward(setting: Setting, length: int, trained: Any, fixed: Any, state: CollectorState) -> Any:
+def _forward(config: StepConfig, length: int, trained: Any, fixed: Any, state: CollectorState) -> Any:
     """Traced: the columns that are floating numbers, the others, the state after, and the way back."""
     jax = import_jax()
     keys = run_keys(state.key, state.lane)
 
     def columns(trained: Any) -> tuple[Row, tuple[Row, CollectorState]]:
         def body(state: CollectorState, _: None) -> tuple[CollectorState, Row]:
-            after, row = step(setting, {**trained, **fixed}, state, keys)
-            return after, widened(row, dtypes=dtypes_of(setting.env), total_lanes=state.total_lanes)
+            after, row = step(config, {**trained, **fixed}, state, keys)
+            return after, widen(row, dtypes=dtypes_of(config.env), total_lanes=state.total_lanes)
 
         after, rows = jax.lax.scan(body, state, None, length=length)
         rows = {path: column for path, column in rows.items() if path not in FLAGS}

@@ -12,8 +12,8 @@ from torch import Tensor
 from funcollect.arguments import check_positive
 from funcollect.core.state import CollectorState
 from funcollect.keys import draw_ahead
-from funcollect.policies.actor import Actor, Drive
-from funcollect.policies.protocol_actor import make_actor
+from funcollect.policies.actors.actor import Actor, ActorInputs
+from funcollect.policies.actors.protocol_actor import make_actor
 from funcollect.policies.random_policy import RandomStart
 from funcollect.specs import Env, ExplorationType, Policy
 from funcollect.tree import Path
@@ -92,7 +92,7 @@ def open_actor(env: Env, policy: Policy, state: CollectorState, request: Request
     drawn = None
     if noise is not None:
         drawn = draw_ahead(noise, state.key, first_lane, state.num_lanes, state.steps, request.length)
-    drive = Drive(
+    actor_inputs = ActorInputs(
         observation=observation,
         params=policy.prepare(request.params),
         policy_state=state.policy_state,
@@ -103,10 +103,10 @@ def open_actor(env: Env, policy: Policy, state: CollectorState, request: Request
         num_envs=state.num_lanes,
         length=request.length,
     )
-    actor = make_actor(policy, drive)
+    actor = make_actor(policy, actor_inputs)
     random_left = min(request.random_steps - state.steps, request.length)
     if random_left > 0:
-        actor = RandomStart(actor, drive, state.key, first_lane, state.steps, random_left)
+        actor = RandomStart(actor, actor_inputs, state.key, first_lane, state.steps, random_left)
     fresh = state.step == 0
     if bool(fresh.any()):
         actor.restart(fresh.nonzero()[:, 0].tolist())

@@ -15,14 +15,14 @@ from funcollect.core.state import CollectorState
 from funcollect.errors import LoweringError
 from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import import_jax
-from funcollect.policies.adopted import AdoptedPolicy, Source
-from funcollect.policies.binding import TorchBacked
-from funcollect.policies.callback_policy import callback_policy
-from funcollect.policies.example import example
-from funcollect.policies.lowered_policy import LoweredPolicy, lowered_policy
-from funcollect.policies.opaque import TensorDictPolicy
-from funcollect.policies.torch_policy import TorchPolicy, TorchPolicyState
-from funcollect.policies.traced_policy import is_traceable
+from funcollect.policies.jax_functions.traced_policy import is_traceable
+from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
+from funcollect.policies.torch_backed import TorchBacked, TorchPolicyState
+from funcollect.policies.torch_in_jax.callback_policy import callback_policy
+from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source
+from funcollect.policies.torch_in_jax.example import example
+from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy, lowered_policy
+from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.specs import Env, ExplorationType, Policy, assemble
 
 _MOST_SETTINGS = 4  # of a module's attributes for which it is lowered; one that changes them more often is called back
@@ -31,7 +31,7 @@ _RESTLESS = LoweringError(
     f"its attributes were seen with {_MOST_SETTINGS} different values, and each would compile again: keep what changes "
     "in buffers"
 )
-Make = Callable[[Source, Any, ExplorationType], AdoptedPolicy]
+Make = Callable[[Source, Any, ExplorationType], EmbeddedPolicy]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def lowered_for(env: Env, policy: Policy, exploration_type: ExplorationType) -> 
         raise TypeError(
             f"policy is {type(policy).__name__}, expected one over a Torch module: make it with funcollect.torch_policy"
         )
-    lowered = _adopted(env, policy, "lowered", exploration_type)
+    lowered = _embedded(env, policy, "lowered", exploration_type)
     if isinstance(lowered, LoweringError):
         raise lowered
     assert isinstance(lowered, LoweredPolicy)
@@ -124,33 +124,33 @@ def _found(env: Env, source: Source, asked: str | None, exploration_type: Explor
     ways = {None: ["lowered", "called back"], "xla": ["lowered"], "callback": ["called back"]}[asked]
     refusals: list[str] = []
     for way in ways:
-        adopted = _adopted(env, source, way, exploration_type)
-        if not isinstance(adopted, LoweringError):
-            return Route(loop, adopted, tuple(refusals))
+        embedded = _embedded(env, source, way, exploration_type)
+        if not isinstance(embedded, LoweringError):
+            return Route(loop, embedded, tuple(refusals))
         if asked is not None:
-            raise adopted
-        refusals.append(f"not {way}: {adopted}")
+            raise embedded
+        refusals.append(f"not {way}: {embedded}")
     return Route("crossing", source, tuple(refusals))
 
 
-def _adopted(env: Env, source: Source, way: str, exploration_type: ExplorationType) -> AdoptedPolicy | LoweringError:
-    """The policy adopted in one way, or why not; made once, and for each setting of a module that is lowered."""
-    known = source.adopted
+def _embedded(env: Env, source: Source, way: str, exploration_type: ExplorationType) -> EmbeddedPolicy | LoweringError:
+    """The policy prepared for one route, or the `LoweringError`. Cached per route and setting."""
+    known = source.embedded
     told = exploration_type if isinstance(source, TensorDictPolicy) else ExplorationType.RANDOM
     spaces = (optree.tree_structure(_placed(env)), env.observation_leaves, min(env.num_envs or 1, 2))
     which = (way, told, spaces, source.settings if way == "lowered" else ())
     if which not in known:
         others = [each for each in known if each[:3] == which[:3]]
         known[which] = _made(env, source, way, told) if len(others) < _MOST_SETTINGS else _RESTLESS
-    adopted: AdoptedPolicy | LoweringError = known[which]
-    return adopted
+    embedded: EmbeddedPolicy | LoweringError = known[which]
+    return embedded
 
 
 def _placed(env: Env) -> Any:
     return assemble(env.observation_space, {leaf.path: 0 for leaf in env.observation_leaves})
 
 
-def _made(env: Env, source: Source, way: str, told: ExplorationType) -> AdoptedPolicy | LoweringError:
+def _made(env: Env, source: Source, way: str, told: ExplorationType) -> EmbeddedPolicy | LoweringError:
     make: Make = lowered_policy if way == "lowered" else callback_policy
     try:
         _check_place(source, way)
@@ -162,7 +162,7 @@ def _made(env: Env, source: Source, way: str, told: ExplorationType) -> AdoptedP
 def _check_place(source: TorchBacked, way: str) -> None:
     """Raise LoweringError for a policy that is to run on another kind of device than JAX does."""
     place = {"gpu": "cuda"}.get(import_jax().default_backend(), "cpu")
-    home = source.home
+    home = source.run_device
     if way == "called back" and place != "cpu":
         raise LoweringError("a loop on a GPU would wait for Python at each step: it crosses instead")
     if home is None or (way == "lowered" and source.device is None and home.type == "cpu"):
@@ -171,17 +171,21 @@ def _check_place(source: TorchBacked, way: str) -> None:
         raise LoweringError(f"the policy runs on {home.type}, JAX on {place}: move the module there")
 
 
-def run_adopted(
-    run: Callable[..., tuple[CollectorState, TensorDict]], env: Env, policy: AdoptedPolicy, state: Any, request: Request
+def run_embedded(
+    run: Callable[..., tuple[CollectorState, TensorDict]],
+    env: Env,
+    policy: EmbeddedPolicy,
+    state: Any,
+    request: Request,
 ) -> tuple[CollectorState, TensorDict]:
     """One rollout by a loop's `run`, with the policy's state and outputs as Torch has them."""
     before = checked_state(state.policy_state)
     with policy.running(before):
         after, batch = run(env, policy, state.replace(policy_state=policy.enter(before, state.num_lanes)), request)
-    return left(policy, after, before), policy.as_torch(batch)
+    return leave_loop(policy, after, before), policy.as_torch(batch)
 
 
-def left(policy: AdoptedPolicy, after: CollectorState, before: TorchPolicyState) -> CollectorState:
+def leave_loop(policy: EmbeddedPolicy, after: CollectorState, before: TorchPolicyState) -> CollectorState:
     """The state after a loop, its policy's as Torch has it; `before` is what it was."""
     if before.recurrent is None:
         return after.replace(policy_state=before)

@@ -14,7 +14,7 @@ from torch import Tensor
 from funcollect.interop.jax_setup import with_jax
 from funcollect.interop.words import number
 from funcollect.keys import Key, Purpose, fold, generator_state, seed_of
-from funcollect.policies.torch_policy import TorchPolicyState
+from funcollect.policies.torch_backed import TorchPolicyState
 from funcollect.specs import Policy
 from funcollect.tree import NAMESPACE, Path
 

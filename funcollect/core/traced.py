@@ -14,16 +14,24 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from funcollect.core.fused_checks import check_one_run
-from funcollect.core.fused_keys import RunKeys, run_keys
-from funcollect.core.fused_step import Setting, begin, by_path, restart, settle, steady, varying
-from funcollect.core.fused_step import step as fused_step
 from funcollect.core.request import Request
 from funcollect.core.state import CollectorState
-from funcollect.envs.jax_checks import check_functions
-from funcollect.envs.jax_env import JaxEnv, JaxEnvState
+from funcollect.core.traced_step.checks import check_one_run
+from funcollect.core.traced_step.keys import RunKeys, run_keys
+from funcollect.core.traced_step.step import (
+    StepConfig,
+    begin,
+    by_path,
+    make_step_config,
+    restart,
+    varying,
+    without_weak_types,
+)
+from funcollect.core.traced_step.step import step as fused_step
+from funcollect.envs.jax_envs.checks import check_functions
+from funcollect.envs.jax_envs.jax_env import JaxEnv, JaxEnvState
 from funcollect.interop.jax_setup import import_jax
-from funcollect.policies.jax_program import PROBE
+from funcollect.policies.jax_functions.program import PROBE
 from funcollect.specs import ExplorationType, Policy
 from funcollect.tree import Path, nest
 
@@ -52,8 +60,7 @@ def init(
         EnvError: for an environment whose functions disagree with one another or with its spaces.
 
     >>> import jax, funcollect as fc
-    >>> from funcollect.envs.gymnax_env import from_gymnax
-    >>> env = from_gymnax("CartPole-v1", num_envs=4)
+    >>> env = fc.envs.from_gymnax("CartPole-v1", num_envs=4)
     >>> policy = fc.random_policy(env)
     >>> seeds = jax.random.split(jax.random.PRNGKey(0), 3)
     >>> states = jax.vmap(lambda key: init(env, policy, None, key=key))(seeds)
@@ -70,7 +77,7 @@ def init(
     state = CollectorState(
         env_state=JaxEnvState(physics, (physics, observation), ~no if env.reset == "fresh" else no),
         observation=by_path(env, observation),
-        policy_state=varying(lane, steady(policy.init(key, count))),
+        policy_state=varying(lane, without_weak_types(policy.init(key, count))),
         key=key,
         lane=lane,
         episode=zero,
@@ -123,8 +130,8 @@ def step(
         random_steps=random_steps,
         reset_when_done=reset_when_done,
     )
-    setting = _settled(env, policy, params, state, request)
-    return _step(setting, params, state, run_keys(state.key, state.lane))
+    config = _checked_config(env, policy, params, state, request)
+    return _step(config, params, state, run_keys(state.key, state.lane))
 
 
 def rollout(
@@ -160,8 +167,7 @@ def rollout(
         PolicyError: for an action or another output of the wrong shape or dtype.
 
     >>> import jax, jax.numpy as jnp, funcollect as fc
-    >>> from funcollect.envs.gymnax_env import from_gymnax
-    >>> env = from_gymnax("CartPole-v1", num_envs=4)
+    >>> env = fc.envs.from_gymnax("CartPole-v1", num_envs=4)
     >>> policy = fc.jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=fc.heads.categorical)
     >>> @jax.jit
     ... def mean_reward(params, key):
@@ -178,10 +184,10 @@ def rollout(
         random_steps=random_steps,
         reset_when_done=reset_when_done,
     )
-    setting = _settled(env, policy, params, state, request)
+    config = _checked_config(env, policy, params, state, request)
     keys = run_keys(state.key, state.lane)
     after: tuple[CollectorState, Batch] = import_jax().lax.scan(
-        lambda carry, _: _step(setting, params, carry, keys), state, None, length=length
+        lambda carry, _: _step(config, params, carry, keys), state, None, length=length
     )
     return after
 
@@ -190,9 +196,8 @@ def partition(state: CollectorState, axis: str) -> CollectorState:
     """How a state is split for `shard_map`: the lanes over the mesh's `axis`, what all lanes share on every device.
 
     >>> import jax, funcollect as fc
-    >>> from funcollect.envs.gymnax_env import from_gymnax
     >>> from jax.sharding import PartitionSpec
-    >>> env = from_gymnax("CartPole-v1", num_envs=4)
+    >>> env = fc.envs.from_gymnax("CartPole-v1", num_envs=4)
     >>> state = init(env, fc.random_policy(env), None, key=jax.random.PRNGKey(0))
     >>> parts = partition(state, "devices")
     >>> parts.step == PartitionSpec("devices"), parts.key == PartitionSpec()
@@ -204,21 +209,21 @@ def partition(state: CollectorState, axis: str) -> CollectorState:
     return state.replace(**{name: spec() if name in shared else spec(axis) for name in names})
 
 
-def _step(setting: Setting, params: Any, state: CollectorState, keys: RunKeys) -> tuple[CollectorState, Batch]:
-    after, row = fused_step(setting, params, state, keys)
-    places: dict[Path, Path] = {(".".join(path),): path for path in getattr(setting.policy, "nested", ())}
+def _step(config: StepConfig, params: Any, state: CollectorState, keys: RunKeys) -> tuple[CollectorState, Batch]:
+    after, row = fused_step(config, params, state, keys)
+    places: dict[Path, Path] = {(".".join(path),): path for path in getattr(config.policy, "nested", ())}
     return after, nest({places.get(path, path): value for path, value in row.items() if path != (PROBE,)})
 
 
-def _settled(env: JaxEnv, policy: Policy, params: Any, state: CollectorState, request: Request) -> Setting:
+def _checked_config(env: JaxEnv, policy: Policy, params: Any, state: CollectorState, request: Request) -> StepConfig:
     _check_env(env, state)
-    setting = settle(env, policy, state.num_lanes, request)
+    config = make_step_config(env, policy, state.num_lanes, request)
     if params is None and import_jax().tree.leaves(policy.params):
         raise TypeError(
             "params is None, expected the policy's parameters: pass policy.params as an argument of the function that "
             "you compile (a value closed over would be baked into it)"
         )
-    return setting
+    return config
 
 
 def _check_env(env: Any, state: Any = None) -> None:

@@ -9,18 +9,18 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 
-from funcollect.envs.ale import from_ale
-from funcollect.envs.brax_env import from_brax
-from funcollect.envs.classic_control import TORCH_ENVS
-from funcollect.envs.envpool_env import from_envpool, is_envpool
-from funcollect.envs.gymnasium_env import from_gymnasium
-from funcollect.envs.gymnax_env import from_gymnax
-from funcollect.envs.jumanji_env import from_jumanji
-from funcollect.envs.navix_env import from_navix
-from funcollect.envs.pgx_env import from_pgx
-from funcollect.envs.playground_env import from_playground
-from funcollect.envs.torchrl_env import from_torchrl
-from funcollect.envs.torchrl_specs import is_torchrl
+from funcollect.envs.envpool_envs.adapter import from_envpool
+from funcollect.envs.gymnasium_envs.adapter import from_gymnasium
+from funcollect.envs.gymnasium_envs.ale import from_ale
+from funcollect.envs.jax_envs.brax_env import from_brax
+from funcollect.envs.jax_envs.gymnax_env import from_gymnax
+from funcollect.envs.jax_envs.jumanji_env import from_jumanji
+from funcollect.envs.jax_envs.navix_env import from_navix
+from funcollect.envs.jax_envs.pgx_env import from_pgx
+from funcollect.envs.jax_envs.playground_env import from_playground
+from funcollect.envs.recognise import is_envpool, is_torchrl
+from funcollect.envs.torch_envs.classic_control import TORCH_ENVS
+from funcollect.envs.torchrl_envs.adapter import from_torchrl
 from funcollect.specs import Env, Policy
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any
+
+from funcollect.faulty_fusions import avoid_faulty_fusions
 
 _WAITING: list[Callable[[Any], None]] = []
 
@@ -25,12 +28,15 @@ def import_jax() -> Any:
 
     What acts only before JAX makes its client is set here, and only if the user has not imported JAX before:
     no preallocation of the whole GPU, and synchronous dispatch on the CPU, which makes a small network's call cheaper.
+    Warns once if the installed jaxlib computes wrong numbers.
     """
     first = "jax" not in sys.modules
     if first:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
+    if note := avoid_faulty_fusions():
+        warnings.warn(note, stacklevel=2)
     if first:
         jax.config.update("jax_cpu_enable_async_dispatch", False)  # type: ignore[no-untyped-call]
     while _WAITING:

@@ -12,9 +12,9 @@ from tensordict import TensorDict
 from funcollect.arguments import check_positive
 from funcollect.core.api import close, init, reset, run
 from funcollect.core.request import Request
-from funcollect.core.simulation import Hold
+from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import CollectorState
-from funcollect.envs.host_env import Camera
+from funcollect.envs.host.host_env import Camera
 from funcollect.errors import EnvError
 from funcollect.plots.films import Picture, check_film, film
 from funcollect.specs import Env, ExplorationType, Policy
@@ -102,7 +102,7 @@ def _camera(env: Env, state: CollectorState) -> Camera:
     """What films the environment."""
     if (env.num_envs or 1) > 1:
         raise ValueError(f"{env} has {env.num_envs} environments, expected a single one: leave num_envs out")
-    simulators = state.env_state.simulation.simulators if isinstance(state.env_state, Hold) else None
+    simulators = state.env_state.simulation.simulators if isinstance(state.env_state, SimulatorHandle) else None
     camera = getattr(simulators, "camera", None)
     if camera is None:
         raise TypeError(

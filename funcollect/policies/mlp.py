@@ -12,7 +12,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from funcollect.policies import heads
-from funcollect.policies.torch_policy import TorchPolicy, torch_policy
+from funcollect.policies.torch_modules.torch_policy import TorchPolicy, torch_policy
 from funcollect.specs import Env, Space
 
 __all__ = ["Flatten", "mlp"]

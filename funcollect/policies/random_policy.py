@@ -14,7 +14,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from funcollect.keys import Key, Noise, Purpose, normals, random_words, uniforms
-from funcollect.policies.actor import Actor, Columns, Drive
+from funcollect.policies.actors.actor import Actor, ActorInputs, Columns
 from funcollect.specs import ActionSpec, Env, ExplorationType
 
 MASK_KEY = "action_mask"
@@ -73,27 +73,29 @@ class RandomPolicy:
         """Actions from uniform `noise`, whatever the exploration type."""
         return None, {"action": draw_actions(self.spec, noise, action_mask(observation, self.spec))}
 
-    def actor(self, drive: Drive) -> RandomActor:
+    def actor(self, actor_inputs: ActorInputs) -> RandomActor:
         """The policy at work in a rollout."""
-        return RandomActor(drive)
+        return RandomActor(actor_inputs)
 
 
 class RandomActor:
     """Actions for the whole rollout at once, or step by step where a mask has to be heeded."""
 
-    def __init__(self, drive: Drive) -> None:
-        assert drive.noise is not None
-        self._spec = drive.spec
-        self._observation = drive.observation
-        self._noise = drive.noise
-        self._masked = action_mask(drive.observation, drive.spec) is not None
-        self.actions = torch.empty(drive.noise.shape[:2] + drive.spec.shape, dtype=drive.spec.dtype)
+    def __init__(self, actor_inputs: ActorInputs) -> None:
+        assert actor_inputs.noise is not None
+        self._spec = actor_inputs.spec
+        self._observation = actor_inputs.observation
+        self._noise = actor_inputs.noise
+        self._masked = action_mask(actor_inputs.observation, actor_inputs.spec) is not None
+        self.actions = torch.empty(
+            actor_inputs.noise.shape[:2] + actor_inputs.spec.shape, dtype=actor_inputs.spec.dtype
+        )
         if not self._masked:
-            self.actions.copy_(draw_actions(drive.spec, drive.noise, None))
-        if _is_uneven(drive.spec):
-            self.log_prob = _uneven(drive.spec, self.actions)
+            self.actions.copy_(draw_actions(actor_inputs.spec, actor_inputs.noise, None))
+        if _is_uneven(actor_inputs.spec):
+            self.log_prob = _uneven(actor_inputs.spec, self.actions)
         else:
-            self.log_prob = torch.full(drive.noise.shape[:2], _log_density(drive.spec))
+            self.log_prob = torch.full(actor_inputs.noise.shape[:2], _log_density(actor_inputs.spec))
         self._rows = self.actions.unbind(0)
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
@@ -120,14 +122,14 @@ class RandomActor:
 class RandomStart:
     """Another actor whose first `count` actions are random; it runs all the same, so every batch has the same keys."""
 
-    def __init__(self, actor: Actor, drive: Drive, key: Key, lane: int, start: int, count: int) -> None:
+    def __init__(self, actor: Actor, actor_inputs: ActorInputs, key: Key, lane: int, start: int, count: int) -> None:
         self._actor = actor
         self._count = count
-        shape = _draw_shape(drive.spec)
-        width = drive.num_envs * math.prod(shape)
+        shape = _draw_shape(actor_inputs.spec)
+        width = actor_inputs.num_envs * math.prod(shape)
         drawn = uniforms(random_words(key, Purpose.RANDOM_ACTION, lane, start, count, width))
-        noise = torch.from_numpy(drawn.reshape(count, drive.num_envs, *shape))
-        self._random = RandomActor(Drive(**{**vars(drive), "noise": noise}))
+        noise = torch.from_numpy(drawn.reshape(count, actor_inputs.num_envs, *shape))
+        self._random = RandomActor(ActorInputs(**{**vars(actor_inputs), "noise": noise}))
         self.running = actor.running
         self.restart = actor.restart
 

@@ -21,10 +21,10 @@ with warnings.catch_warnings():  # in a notebook without ipywidgets, whose lack 
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
-__all__ = ["Collector", "Tracked", "track"]
+__all__ = ["TrackableCollector", "Tracked", "track"]
 
 
-class Collector(Protocol):
+class TrackableCollector(Protocol):
     """What `track` needs of a collector."""
 
     @property
@@ -38,7 +38,7 @@ class Collector(Protocol):
 
 
 def track(
-    collector: Collector,
+    collector: TrackableCollector,
     *,
     window: int | EpisodeWindow = 100,
     total: int | None = None,
@@ -102,7 +102,11 @@ class Tracked:
     """
 
     def __init__(
-        self, collector: Collector, episodes: EpisodeWindow, bar: partial[Any], log_dir: str | PathLike[str] | None
+        self,
+        collector: TrackableCollector,
+        episodes: EpisodeWindow,
+        bar: partial[Any],
+        log_dir: str | PathLike[str] | None,
     ) -> None:
         self._collector = collector
         self._episodes = episodes

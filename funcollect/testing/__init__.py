@@ -1,11 +1,11 @@
 """Conformance: one call that the author of an adapter, a policy or a collector runs."""
 
-from funcollect.testing.collector import CHECKS as COLLECTOR_CHECKS
-from funcollect.testing.collector import check_collector
-from funcollect.testing.env import CHECKS as ENV_CHECKS
-from funcollect.testing.env import check_env
-from funcollect.testing.policy import CHECKS as POLICY_CHECKS
-from funcollect.testing.policy import check_policy
+from funcollect.testing.collectors.check_collector import CHECKS as COLLECTOR_CHECKS
+from funcollect.testing.collectors.check_collector import check_collector
+from funcollect.testing.envs.check_env import CHECKS as ENV_CHECKS
+from funcollect.testing.envs.check_env import check_env
+from funcollect.testing.policies.check_policy import CHECKS as POLICY_CHECKS
+from funcollect.testing.policies.check_policy import check_policy
 from funcollect.testing.report import Report
 
 __all__ = [

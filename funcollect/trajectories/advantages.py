@@ -75,7 +75,7 @@ def gae(
     return advantage.movedim(0, -2), target.movedim(0, -2)
 
 
-class _Frames(NamedTuple):
+class _AdvantageInputs(NamedTuple):
     """What is read of a batch: tensors or JAX arrays, time first, broadcast with one another and with values."""
 
     reward: Any  # [T, ...]
@@ -86,7 +86,9 @@ class _Frames(NamedTuple):
     stays: Any = None  # [T, ...] bool: a lane that stays finished repeats its terminal frame
 
 
-def _estimate(xp: Any, frames: _Frames, value: Any, next_value: Any, gamma: Any, lmbda: Any) -> tuple[Any, Any]:
+def _estimate(
+    xp: Any, frames: _AdvantageInputs, value: Any, next_value: Any, gamma: Any, lmbda: Any
+) -> tuple[Any, Any]:
     """The advantages and targets, [T, ...] as the values; `xp` is `torch` or `jax.numpy`."""
     delta = frames.reward + gamma * xp.where(frames.terminated, 0.0, next_value) - value
     if frames.mask is not None:
@@ -98,7 +100,7 @@ def _estimate(xp: Any, frames: _Frames, value: Any, next_value: Any, gamma: Any,
     return advantage, advantage + value
 
 
-def _ends(xp: Any, frames: _Frames) -> Any:
+def _ends(xp: Any, frames: _AdvantageInputs) -> Any:
     """Which frames the next row does not go on from: [T, ...] bool."""
     done, ids = frames.done, frames.traj_ids
     before_last = done[:-1] if ids is None else done[:-1] | (ids[1:] != ids[:-1])
@@ -128,7 +130,7 @@ def _discounted_sums(xp: Any, values: Any, discount: Any) -> Any:
     return both.reshape(values.shape)[:length]
 
 
-def _read_torch(batch: TensorDictBase, value: Any, next_value: Any) -> tuple[_Frames, Tensor, Tensor]:
+def _read_torch(batch: TensorDictBase, value: Any, next_value: Any) -> tuple[_AdvantageInputs, Tensor, Tensor]:
     """The frames of a TensorDict and their values, each leaf ``[T, *B, n]``."""
     check_batch(batch)
     columns = {}
@@ -142,11 +144,11 @@ def _read_torch(batch: TensorDictBase, value: Any, next_value: Any) -> tuple[_Fr
         if not isinstance(values, Tensor):
             raise TypeError(f"{name} is {type(values).__name__}, expected a tensor, as a TensorDict's leaves are")
         _check_values(name, values, values.is_floating_point(), columns["reward"].shape)
-    frames = _Frames(**{name: leaf.movedim(-2, 0) for name, leaf in columns.items()})
+    frames = _AdvantageInputs(**{name: leaf.movedim(-2, 0) for name, leaf in columns.items()})
     return frames, value.movedim(-2, 0), next_value.movedim(-2, 0)
 
 
-def _read_jax(batch: Mapping[str, Any], value: Any, next_value: Any) -> tuple[_Frames, Any, Any]:
+def _read_jax(batch: Mapping[str, Any], value: Any, next_value: Any) -> tuple[_AdvantageInputs, Any, Any]:
     """The frames of a nested dict and their values, each leaf ``[T, ...]``."""
     jnp, flat = import_jax().numpy, flatten(batch)
     paths = _NEEDED | _OPTIONAL
@@ -171,7 +173,7 @@ def _read_jax(batch: Mapping[str, Any], value: Any, next_value: Any) -> tuple[_F
     columns = {name: jnp.asarray(leaf) for name, leaf in given.items()}
     if reward.ndim > done.ndim:
         columns = {name: leaf if name == "reward" else leaf[..., None] for name, leaf in columns.items()}
-    return _Frames(**columns), jnp.asarray(value), jnp.asarray(next_value)
+    return _AdvantageInputs(**columns), jnp.asarray(value), jnp.asarray(next_value)
 
 
 def _check_values(name: str, values: Any, floating: bool, shape: tuple[int, ...]) -> None:

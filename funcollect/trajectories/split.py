@@ -72,7 +72,7 @@ def split_trajectories(batch: TensorDictBase, *, trajectory_key: str | Path = TR
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _PaddedLayout:
     """Where each frame of a batch goes: row `run` and column `position` of a table of the given shape."""
 
     run: Tensor  # [*B, T] int64
@@ -88,14 +88,14 @@ class _Layout:
         return table
 
 
-def _layout(begins: Tensor) -> _Layout:
+def _layout(begins: Tensor) -> _PaddedLayout:
     """The layout of trajectories that begin where `begins`, ``[*B, T]`` bool, is True."""
     flat = begins.reshape(-1)
     run = flat.cumsum(0) - 1
     frame = torch.arange(flat.numel(), device=flat.device)
     position = frame - frame[flat][run]
     shape = (int(run[-1]) + 1, int(position.max()) + 1) if flat.numel() else (0, 0)
-    return _Layout(run.view(begins.shape), position.view(begins.shape), shape)
+    return _PaddedLayout(run.view(begins.shape), position.view(begins.shape), shape)
 
 
 def _begins(batch: TensorDictBase, ids: Tensor) -> Tensor:

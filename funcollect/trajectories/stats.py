@@ -137,7 +137,7 @@ def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -
     )
 
 
-class _Frames(NamedTuple):
+class _CountedFrames(NamedTuple):
     """The F frames of a batch that count, row by row, on the CPU."""
 
     rewards: Tensor  # [F, players] float64
@@ -160,12 +160,12 @@ class _Trajectories(NamedTuple):
     ended: Tensor  # [G] bool
 
 
-def _read(batch: TensorDictBase) -> tuple[_Frames, Tensor]:
+def _read(batch: TensorDictBase) -> tuple[_CountedFrames, Tensor]:
     """The frames that count, and the lanes of all frames, padding excepted."""
     check_batch(batch)
     time, rows = batch.batch_size[-1], batch.batch_size[:-1].numel()
     rewards = _column(batch, ("next", "reward"), None)
-    columns = _Frames(
+    columns = _CountedFrames(
         rewards=rewards.reshape(rows * time, rewards.shape[-1]).double(),
         done=_column(batch, ("next", "done"), (1,)).reshape(-1).bool(),
         terminated=_column(batch, ("next", "terminated"), (1,)).reshape(-1).bool(),
@@ -176,7 +176,7 @@ def _read(batch: TensorDictBase) -> tuple[_Frames, Tensor]:
     )
     real = _flags(batch, MASK, (), default=True)
     counted = real & ~_flags(batch, ("done",), (1,), default=False)
-    frames = columns if counted.all() else _Frames(*(column[counted] for column in columns))
+    frames = columns if counted.all() else _CountedFrames(*(column[counted] for column in columns))
     return frames, torch.unique(columns.lanes[real])
 
 
@@ -191,7 +191,7 @@ def _flags(batch: TensorDictBase, key: Path, tail: tuple[int, ...], *, default: 
     return _column(batch, key, tail).reshape(-1).bool()
 
 
-def _trajectories(frames: _Frames, opened: Mapping[int, OpenReturn]) -> tuple[_Trajectories, Tensor]:
+def _trajectories(frames: _CountedFrames, opened: Mapping[int, OpenReturn]) -> tuple[_Trajectories, Tensor]:
     """The trajectories, and which of them each frame belongs to, ``[F]`` int64."""
     run_ids, run, sizes = torch.unique_consecutive(frames.traj_ids, return_inverse=True, return_counts=True)
     traj_ids, of_run = torch.unique(run_ids, return_inverse=True)

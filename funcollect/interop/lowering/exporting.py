@@ -29,7 +29,7 @@ _RESIZING = ("upsample_nearest1d", "upsample_nearest2d", "upsample_linear1d", "u
 _IMAGE = 3  # channels, height, width: sizes that a network is built for
 
 
-class Flat(nn.Module):
+class FlatModule(nn.Module):
     """A module as a function of flat lists of tensors; calls `note` with the structure of its output.
 
     Its own attributes would not do for that: `torch.export` puts them back.
@@ -52,7 +52,7 @@ class Flat(nn.Module):
         return tuple(found)
 
 
-def export(flat: Flat, leaves: list[Tensor]) -> ExportedProgram:
+def export(flat: FlatModule, leaves: list[Tensor]) -> ExportedProgram:
     """The program for inputs like these, decomposed to the covered operators; sizes stay open where they can.
 
     Raises:
@@ -124,7 +124,7 @@ def _detach_without_grad(exported: ExportedProgram) -> None:
     exported.graph_module.recompile()
 
 
-def _check_writes(flat: Flat, program: ExportedProgram) -> None:
+def _check_writes(flat: FlatModule, program: ExportedProgram) -> None:
     for spec in program.graph_signature.output_specs:
         if spec.kind.name in ("USER_OUTPUT", "LOSS_OUTPUT"):
             continue
@@ -136,7 +136,7 @@ def _check_writes(flat: Flat, program: ExportedProgram) -> None:
         )
 
 
-def _check_operators(flat: Flat, program: ExportedProgram) -> None:
+def _check_operators(flat: FlatModule, program: ExportedProgram) -> None:
     faults = [fault for node in program.graph.nodes if (fault := _fault(node))]
     if faults:
         raise LoweringError(f"{_name(flat)} cannot be lowered: " + "; ".join(dict.fromkeys(faults)))
@@ -189,7 +189,7 @@ def _wide(node: Any) -> str | None:
     return None
 
 
-def _name(flat: Flat) -> str:
+def _name(flat: FlatModule) -> str:
     return type(flat.module).__name__
 
 

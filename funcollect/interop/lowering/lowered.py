@@ -14,7 +14,7 @@ from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.dtypes import jax_dtype
 from funcollect.interop.lowering.evaluate import evaluate
 from funcollect.interop.lowering.layouts import inverse, layouts
-from funcollect.interop.lowering.program import Program, Slot, make_program
+from funcollect.interop.lowering.program import LoweredProgram, Placeholder, make_program
 from funcollect.interop.lowering.shapes import Shape, fits
 from funcollect.interop.lowering.structure import build, leaves_of, paths_of
 from funcollect.tree import flatten
@@ -110,7 +110,7 @@ class Lowered:
                 )
         return leaves
 
-    def _value(self, slot: Slot, params: Mapping[str, Any], inputs: Any) -> Any:
+    def _value(self, slot: Placeholder, params: Mapping[str, Any], inputs: Any) -> Any:
         if slot.parameter is None:
             return next(inputs) if slot.constant is None else slot.constant
         if slot.parameter not in params:
@@ -119,7 +119,7 @@ class Lowered:
         array = params[slot.parameter]
         return array if layout is None else import_jax().numpy.transpose(array, inverse(layout))
 
-    def _program_for(self, shapes: list[Shape]) -> Program:
+    def _program_for(self, shapes: list[Shape]) -> LoweredProgram:
         for program in self._programs:
             if fits(program.exported, program.inputs, shapes):
                 return program

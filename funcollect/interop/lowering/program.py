@@ -12,10 +12,10 @@ from funcollect.interop.bridge import to_jax
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.dtypes import jax_dtype
 from funcollect.interop.lowering.evaluate import evaluate
-from funcollect.interop.lowering.exporting import Flat, export
+from funcollect.interop.lowering.exporting import FlatModule, export
 
 
-class Slot(NamedTuple):
+class Placeholder(NamedTuple):
     """What a placeholder of a graph stands for: a parameter by name, a constant, or (neither) the next input."""
 
     node: Any
@@ -28,11 +28,11 @@ class Slot(NamedTuple):
         return self.parameter is None and self.constant is None
 
 
-class Program(NamedTuple):
+class LoweredProgram(NamedTuple):
     """A program for inputs of some shapes."""
 
     exported: ExportedProgram
-    slots: list[Slot]
+    slots: list[Placeholder]
     answer: Any  # the treespec of the output
 
     @property
@@ -55,41 +55,41 @@ class Program(NamedTuple):
         return sorted(name for name, node in self.parameters.items() if node.users or name in always)
 
 
-def make_program(module: nn.Module, treespec: Any, leaves: list[Tensor]) -> Program:
+def make_program(module: nn.Module, treespec: Any, leaves: list[Tensor]) -> LoweredProgram:
     """The program of a module for inputs like these leaves of a tree.
 
     Raises:
         LoweringError: for a module that cannot be lowered.
     """
     answers: list[Any] = []
-    exported = export(Flat(module, treespec, answers.append), leaves)
+    exported = export(FlatModule(module, treespec, answers.append), leaves)
     nodes = [node for node in exported.graph.nodes if node.op == "placeholder"]
     specs = exported.graph_signature.input_specs
     slots = [_slot(node, spec, exported) for node, spec in zip(nodes, specs, strict=True)]
-    program = Program(exported, slots, answers[-1])
+    program = LoweredProgram(exported, slots, answers[-1])
     _try(program, leaves)
     return program
 
 
-def _slot(node: Any, spec: Any, exported: ExportedProgram) -> Slot:
+def _slot(node: Any, spec: Any, exported: ExportedProgram) -> Placeholder:
     kind = spec.kind.name
     if kind == "USER_INPUT":
-        return Slot(node)
+        return Placeholder(node)
     if kind in ("PARAMETER", "BUFFER"):
-        return Slot(node, parameter=spec.target.removeprefix("module."))
+        return Placeholder(node, parameter=spec.target.removeprefix("module."))
     if kind == "CONSTANT_TENSOR":
-        return Slot(node, constant=import_jax().device_get(to_jax(exported.constants[spec.target], copy=True)))
+        return Placeholder(node, constant=import_jax().device_get(to_jax(exported.constants[spec.target], copy=True)))
     raise LoweringError(
         f"the module holds the {kind.lower().replace('_', ' ')} {spec.target!r}, expected tensors alone"
     )
 
 
-def _try(program: Program, leaves: list[Tensor]) -> None:
+def _try(program: LoweredProgram, leaves: list[Tensor]) -> None:
     """Trace it, so that what a rule refuses is refused as the module is lowered."""
     jax = import_jax()
     remaining = iter(leaves)
 
-    def stand_in(slot: Slot) -> Any:
+    def stand_in(slot: Placeholder) -> Any:
         if slot.constant is not None:
             return slot.constant
         tensor = next(remaining) if slot.is_input else slot.node.meta["val"]

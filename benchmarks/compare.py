@@ -1,0 +1,117 @@
+"""Speed of two revisions of the package, contestant by contestant, in interleaved rounds.
+
+In each round, each revision has a new process, which stands still while the other one is measured. Both run the
+benchmark files of this tree, so the work is the same. Times are per frame: wall time, and the CPU time of the process
+and its workers. A speed ratio is the speed after over the speed before. The verdict is "no slower" if the 95 % interval
+of the ratio by wall time holds 1 or lies above it, from 9 rounds on. Of cells that have not changed, 2 % look slower by
+chance: measure them again with --only. The exit status is 1 if anything is slower or broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.comparison import AFTER, SIDES, Comparison, Name, compared
+from benchmarks.comparison_report import BAD, cell_data, cell_table, summary
+from benchmarks.ratios import ENOUGH
+from benchmarks.report import heading, save, setting
+from benchmarks.revisions import Tree, trees
+from benchmarks.runner import Options
+from benchmarks.served import Work
+from benchmarks.side import Side
+
+NAMES = ("collect", "fused", "policies", "workers", "replay")
+REPOSITORY = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(Options):
+    """What the command line says; `after` is None for the working tree."""
+
+    before: str
+    after: str | None
+    names: Sequence[str]
+
+
+def main(arguments: Sequence[str], results: Path) -> int:
+    """The exit status of ``python -m benchmarks compare ARGUMENTS``."""
+    parsed = _parser(results).parse_args(arguments)
+    options = CompareOptions(
+        rounds=parsed.rounds,
+        scale=parsed.scale,
+        only=parsed.only,
+        before=parsed.before,
+        after=parsed.after,
+        names=parsed.names or NAMES,
+    )
+    verdicts = {each.verdict for each in run(options, REPOSITORY, parsed.out).values()}
+    return int(not verdicts.isdisjoint(BAD))
+
+
+def _parser(results: Path) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"benchmarks (default: {' '.join(NAMES)})")
+    parser.add_argument("--before", required=True, metavar="REVISION")
+    parser.add_argument("--after", metavar="REVISION", help="default: the working tree as it is")
+    parser.add_argument("--rounds", type=_positive, default=ENOUGH, help=f"rounds of each cell (default: {ENOUGH})")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the length of a block (default: 1)")
+    parser.add_argument("--only", default="", metavar="SUBSTRING", help="only the cells whose name holds this")
+    parser.add_argument("--out", type=Path, default=results, metavar="DIR", help="where the JSON goes")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} rounds: give at least 1, or {ENOUGH} for a verdict")
+    return number
+
+
+def run(options: CompareOptions, repository: Path, out: Path) -> dict[Name, Comparison]:
+    """Compare, print the tables and save the numbers as they come.
+
+    Args:
+        options: of the command line.
+        repository: root of a git repository with the package and the benchmarks.
+        out: folder for the JSON.
+    """
+    with trees(repository, options.before, options.after) as pair:
+        sides = dict(zip(SIDES, pair, strict=True))
+        facts = {**setting(options), **{side: _facts(tree) for side, tree in sides.items()}}
+        print(heading(__doc__, facts), *(f"{side}: {tree}" for side, tree in sides.items()), sep="\n", flush=True)
+        found: dict[Name, Comparison] = {}
+        data: dict[str, dict[str, Any]] = {}
+        for some in _groups({side: tree.path for side, tree in sides.items()}, options):
+            found |= some
+            for work in dict.fromkeys(name.work for name in some):
+                each = {name.contestant: comparison for name, comparison in some.items() if name.work == work}
+                tqdm.write(f"\n{cell_table(work, each)}")
+                data.setdefault(work.benchmark, {})[work.cell] = cell_data(work, each)
+            save(out, "compare", facts, data)
+    print(f"\n{summary(found)}", flush=True)
+    return found
+
+
+def _groups(paths: Mapping[str, Path], options: CompareOptions) -> Iterator[dict[Name, Comparison]]:
+    works = _cells(paths[AFTER], options)
+    with tqdm(total=options.rounds * sum(len(work.ours) for work in works), unit="pair", disable=None) as bar:
+        yield from compared(paths, works, options.rounds, options.scale, bar.update)
+
+
+def _cells(tree: Path, options: CompareOptions) -> list[Work]:
+    with Side(tree) as side:
+        works = [work for name in options.names for work in side.ask("cells", name, options.only)]
+    if not works:
+        raise SystemExit(f"no cell of {', '.join(options.names)} holds {options.only!r} in its name")
+    return works
+
+
+def _facts(tree: Tree) -> dict[str, Any]:
+    return {"commit": tree.commit, "uncommitted": tree.changed}

@@ -1,0 +1,148 @@
+"""Contestants with two revisions of the package, in interleaved rounds."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, NamedTuple, Self
+
+from benchmarks.ratios import Ratio, Verdict, speed_ratio, verdict
+from benchmarks.runner import AbsentError
+from benchmarks.served import Block, Work
+from benchmarks.side import FailedError, Side
+
+SIDES = BEFORE, AFTER = "before", "after"
+Clock = Literal["wall", "cpu"]
+CLOCKS: tuple[Clock, ...] = ("wall", "cpu")
+SHORTEST = 0.5  # seconds of a block at least, before `scale`
+GROUP = 8  # cells that share the processes of a round, since these take seconds to start
+
+
+class Name(NamedTuple):
+    """Of a comparison."""
+
+    work: Work
+    contestant: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The blocks of each side, one per round, and why there are no more."""
+
+    blocks: Mapping[str, list[Block]] = field(default_factory=lambda: {side: [] for side in SIDES})
+    errors: dict[str, Exception] = field(default_factory=dict)
+
+    def seconds(self, side: str, clock: Clock) -> list[float]:
+        """Seconds per frame [rounds]."""
+        return [getattr(block, clock) / block.frames for block in self.blocks[side]]
+
+    def ratio(self, clock: Clock) -> Ratio:
+        """The ratio of the speeds; by CPU time, which other programs on the machine disturb less, or by wall time."""
+        return speed_ratio(self.seconds(BEFORE, clock), self.seconds(AFTER, clock))
+
+    @property
+    def verdict(self) -> Verdict:
+        """By wall time; `broken` if it fails with the second revision, `new` if it runs with that one alone."""
+        if AFTER in self.errors:
+            return "absent" if isinstance(self.errors[AFTER], AbsentError) else "broken"
+        return "new" if self.errors else verdict(self.ratio("wall"), len(self.blocks[AFTER]))
+
+
+def compared(
+    trees: Mapping[str, Path], works: Sequence[Work], rounds: int, scale: float, tick: Callable[[], object]
+) -> Iterator[dict[Name, Comparison]]:
+    """Yield the comparisons of a few cells at a time.
+
+    Each round has a new process per side. Where memory happens to lie makes a process a few percent faster or slower
+    for as long as it lives, so the rounds of one pair of processes would agree with each other about chance.
+
+    Args:
+        trees: folder of each side.
+        works: the cells.
+        rounds: pairs of blocks per contestant.
+        scale: factor on the length of a block.
+        tick: called after each pair of blocks.
+    """
+    draw = random.Random(0)
+    for start in range(0, len(works), GROUP):
+        found = {Name(work, each): Comparison() for work in works[start : start + GROUP] for each in work.ours}
+        for seed in range(rounds):
+            with Pair(trees, seed) as pair:
+                for name, comparison in found.items():
+                    if not comparison.errors:
+                        pair.measure(name, comparison, scale, draw.sample(SIDES, 2))
+                    tick()
+        yield found
+
+
+class Pair:
+    """The processes of one round, both of which are replaced after one has failed."""
+
+    def __init__(self, trees: Mapping[str, Path], seed: int) -> None:
+        self._trees, self._seed = trees, seed
+        self._sides: dict[str, Side] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._end()
+
+    def measure(self, name: Name, comparison: Comparison, scale: float, order: Sequence[str]) -> None:
+        """Add one block per side, or the error.
+
+        A block has two halves, in the order A B B A: a machine that steadily grows slower does so for both sides.
+        """
+        half = max(name.work.block, SHORTEST) * scale / 2
+        errors, halves = comparison.errors, dict[str, list[Block]]({side: [] for side in SIDES})
+        self._open(name, half, errors)
+        for side in (*order, *reversed(order)):
+            if not errors:
+                with _kept(errors, side):
+                    halves[side].append(self._sides[side].ask("block", half))
+        self._close(errors)
+        if not errors:
+            for side in SIDES:
+                comparison.blocks[side].append(joined(halves[side]))
+
+    def _open(self, name: Name, seconds: float, errors: dict[str, Exception]) -> None:
+        """Build and warm up both sides at once."""
+        if not self._sides:
+            self._sides = {side: Side(tree, self._seed) for side, tree in self._trees.items()}
+        for side in self._sides.values():
+            side.resume()
+            side.request("open", name.work.benchmark, name.work.cell, name.contestant, seconds)
+        for each, side in self._sides.items():
+            with _kept(errors, each):
+                side.answer()
+        for side in self._sides.values():
+            side.stop()
+
+    def _close(self, errors: dict[str, Exception]) -> None:
+        for name, side in self._sides.items():
+            if not errors:
+                with _kept(errors, name):
+                    side.ask("close")
+        if any(isinstance(error, FailedError) for error in errors.values()):
+            self._end()
+
+    def _end(self) -> None:
+        while self._sides:
+            self._sides.popitem()[1].end()
+
+
+def joined(blocks: Sequence[Block]) -> Block:
+    """One block of all frames."""
+    return Block(*map(sum, zip(*blocks, strict=True)))
+
+
+@contextlib.contextmanager
+def _kept(errors: dict[str, Exception], name: str) -> Iterator[None]:
+    try:
+        yield
+    except (AbsentError, FailedError) as error:
+        errors[name] = error

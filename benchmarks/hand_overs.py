@@ -1,0 +1,93 @@
+"""Hand-overs of batches from workers to the reader: cells and measurements of `workers`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from benchmarks.isolated import interleaved
+from benchmarks.runner import Cell, Contestant
+from benchmarks.worker_envs import PAYLOAD_STEPS
+from benchmarks.worker_peers import ours, torchrl
+
+ASYNC, WARM = "funcollect async", "funcollect async, warm"
+PAYLOADS = (1 << 18, 1 << 20, 1 << 24)  # bytes
+WORK = 0.03  # seconds that the reader works between two hand-overs
+IN_A_ROW = 10
+
+
+def cells() -> Iterator[Cell]:
+    """What `compare` runs."""
+    for size in PAYLOADS:
+        makers = _makers(size)
+        names = [name for name in makers if name.startswith("funcollect")]
+        contestants = {name: partial(HandOver, makers[name], second=name == WARM) for name in names}
+        note = "a frame is one hand-over; CPU times contain the reader's other work"
+        yield Cell(name=name_of(size), note=note, contestants=contestants, ours=names)
+
+
+def measure(size: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds that each reader spent in `run`, with its next batch ready."""
+    makers = _makers(size)
+    found, absent = interleaved(makers, lambda name, each: each.ask(_hand_over, IN_A_ROW, name == WARM), rounds)
+    return {name: [seconds for several in each for seconds in several] for name, each in found.items()}, absent
+
+
+def name_of(size: int) -> str:
+    return f"hand-over {size >> 10} KiB"
+
+
+def _makers(size: int) -> dict[str, Callable[[], Contestant]]:
+    work = (f"payload/{size}", 1, PAYLOAD_STEPS)
+    return {
+        "funcollect sync, prefetch": partial(ours, "MultiSyncDataCollector", *work, prefetch=True),
+        ASYNC: partial(ours, "MultiaSyncDataCollector", *work),
+        WARM: partial(ours, "MultiaSyncDataCollector", *work),
+        "torchrl async": partial(torchrl, "MultiAsyncCollector", *work),
+    }
+
+
+class HandOver:
+    """A collector of which `compare` measures the hand-overs alone.
+
+    Args:
+        second: whether it is the second of two batches that are ready.
+    """
+
+    def __init__(self, make: Callable[[], Contestant], *, second: bool) -> None:
+        self._collector = make()
+        self._second = second
+
+    def run(self) -> int:
+        return self._collector.run()
+
+    def timed(self) -> tuple[int, float]:
+        """Some hand-overs, and the seconds that they take if each takes as long as the median one."""
+        return IN_A_ROW, IN_A_ROW * statistics.median(_hand_over(self._collector, IN_A_ROW, self._second))
+
+    def close(self) -> None:
+        self._collector.close()
+
+
+def _hand_over(contestant: Contestant, count: int, second: bool) -> list[float]:
+    seconds = []
+    for _ in range(count + 1):  # the first one follows a time in which all stood still
+        _work(WORK)
+        if second:
+            contestant.run()
+        start = time.perf_counter()
+        contestant.run()
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]
+
+
+def _work(seconds: float) -> None:
+    """What a reader does: matrices that fill the caches."""
+    matrix = torch.randn(256, 256)
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        (matrix @ matrix).tanh().sum().item()

@@ -1,0 +1,207 @@
+"""Which frames a sample takes: single ones, or slices of trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from funcollect.arguments import check_positive
+from funcollect.buffers.samplers.randomness import RandomSource
+from funcollect.buffers.trajectory_index.trajectory_index import TrajectoryIndex, draw
+from funcollect.trajectories.split import MASK
+from funcollect.tree import Path
+
+__all__ = ["Flat", "SampleIndices", "SampleSpec", "Slices"]
+
+Ints = npt.NDArray[np.int64]
+_CUT = (("next", "truncated"), ("next", "done"))
+
+
+class BufferView(Protocol):
+    """A ring's memory, as far as drawing goes."""
+
+    @property
+    def index(self) -> TrajectoryIndex | None: ...
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleIndices:
+    """What a sample is made of.
+
+    Attributes:
+        slots: ``[N]``.
+        mask: ``[N]`` bool, False for padding; None where there is none.
+        last: the rows that end a slice before its trajectory does.
+        info: what else is known of each frame, ``[N]`` tensors by name.
+    """
+
+    slots: Ints
+    mask: npt.NDArray[np.bool_] | None = None
+    last: Ints | slice | None = None
+    info: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def index(self) -> Ints:
+        """The slots of the sample's rows."""
+        return self.slots
+
+    def finish(self, batch: Any) -> Any:
+        """Note in a gathered batch where slices end, and which rows are padding."""
+        if self.last is not None:
+            for key in _CUT:
+                _set_true(batch, key, self.last)
+        if self.mask is not None:
+            batch.set(MASK, torch.from_numpy(self.mask).to(batch.device))
+        return batch
+
+
+def _set_true(batch: TensorDictBase, key: Path, rows: Ints | slice) -> None:
+    flags = batch.get(key, None)
+    if flags is None:
+        flags = torch.zeros(*batch.batch_size, 1, dtype=torch.bool, device=batch.device)
+        batch.set(key, flags)
+    flags[rows if isinstance(rows, slice) else torch.from_numpy(rows)] = True
+
+
+class SampleSpec(Protocol):
+    """What to sample."""
+
+    def draw(self, memory: BufferView, random_source: RandomSource) -> SampleIndices:
+        """Choose the frames."""
+        ...
+
+
+def check_filled(memory: BufferView) -> None:
+    """Raise ValueError for an empty ring."""
+    if not len(memory):
+        raise ValueError("the buffer is empty: extend it before sampling")
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Single frames, each uniform over all that are held, with replacement.
+
+    Attributes:
+        batch_size: how many.
+    """
+
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        """Check the size here."""
+        check_positive("batch_size", self.batch_size)
+
+    def draw(self, memory: BufferView, random_source: RandomSource) -> SampleIndices:
+        """Choose the frames.
+
+        Raises:
+            ValueError: for an empty ring.
+        """
+        check_filled(memory)
+        return SampleIndices(slots=random_source.below(len(memory), self.batch_size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slices:
+    """Slices of trajectories: ``num_slices * slice_len`` frames, one slice after another.
+
+    A slice is a stretch of one trajectory, in time, without gaps. ``next.truncated`` and ``next.done`` are True on its
+    last row, in the sample only.
+
+    Attributes:
+        num_slices: how many.
+        slice_len: frames of each.
+        strict_length: only trajectories that are long enough. If False, shorter ones come whole, followed by zeros;
+            ``("collector", "mask")``, ``[N]`` bool, tells frames from padding.
+        over: what is uniform: the trajectory, then the place in it (``"trajectories"``); or the place among all places
+            at which a slice can begin (``"windows"``).
+    """
+
+    num_slices: int
+    slice_len: int
+    strict_length: bool = True
+    over: Literal["trajectories", "windows"] = "trajectories"
+
+    def __post_init__(self) -> None:
+        """Check the numbers here."""
+        check_positive("num_slices", self.num_slices)
+        check_positive("slice_len", self.slice_len)
+        if self.over not in ("trajectories", "windows"):
+            raise ValueError(f'over is {self.over!r}, expected "trajectories" or "windows"')
+
+    def draw(self, memory: BufferView, random_source: RandomSource) -> SampleIndices:
+        """Choose the slices.
+
+        Raises:
+            ValueError: for an empty ring, one that does not know its trajectories, and slices longer than any.
+        """
+        check_filled(memory)
+        index = trajectory_index_of(memory)
+        choose = self._by_trajectory if self.over == "trajectories" else self._by_window
+        trail, begin = choose(index, len(memory), random_source)
+        if not len(trail):
+            raise ValueError(too_long(self, index))
+        return self.along(index, trail, begin)
+
+    def _by_trajectory(self, index: TrajectoryIndex, _: int, random_source: RandomSource) -> tuple[Ints, Ints]:
+        first, stop, least = index.first, index.stop, self.slice_len if self.strict_length else 1
+        size = len(stop)
+        trail = draw(
+            random_source.below, self.num_slices, size, lambda some: stop.take(some) - first.take(some) >= least
+        )
+        places = np.maximum(stop.take(trail) - first.take(trail) - self.slice_len, 0) + 1
+        return trail, first.take(trail) + (random_source.uniform(len(trail)) * places).astype(np.int64)
+
+    def _by_window(self, index: TrajectoryIndex, held: int, random_source: RandomSource) -> tuple[Ints, Ints]:
+        slots = draw(random_source.below, self.num_slices, held, lambda some: self.begins(index, some))
+        return index.member.take(slots).astype(np.int64), index.position.take(slots)
+
+    def begins(self, index: TrajectoryIndex, slots: Ints) -> npt.NDArray[np.bool_]:
+        """Whether a slice can begin at the frames in `slots`."""
+        trail, begin = index.member.take(slots), index.position.take(slots)
+        fits: npt.NDArray[np.bool_] = begin + self.slice_len <= index.stop.take(trail)
+        return fits if self.strict_length else fits | (begin == index.first.take(trail))
+
+    def along(self, index: TrajectoryIndex, trail: Ints, begin: Ints) -> SampleIndices:
+        """The slices that begin at position `begin` of `trail`, [num_slices] both."""
+        steps = np.arange(self.slice_len)
+        position = begin[:, None] + steps
+        if self.strict_length:
+            slots = index.slots(trail[:, None], position).reshape(-1)
+            return SampleIndices(slots=slots, last=slice(self.slice_len - 1, None, self.slice_len))
+        stop = index.stop.take(trail)[:, None]
+        mask = (position < stop).reshape(-1)
+        slots = index.slots(trail[:, None], np.minimum(position, stop - 1)).reshape(-1)
+        lengths = np.minimum(stop[:, 0] - begin, self.slice_len)
+        return SampleIndices(slots=slots, mask=mask, last=np.arange(len(trail)) * self.slice_len + lengths - 1)
+
+
+def trajectory_index_of(memory: BufferView) -> TrajectoryIndex:
+    """The trails of a ring.
+
+    Raises:
+        ValueError: where it does not know its trajectories.
+    """
+    if memory.index is None:
+        raise ValueError(
+            "this ring does not know which frames follow each other: make it with trajectories=ring.Trajectories()"
+        )
+    return memory.index
+
+
+def too_long(slices: Slices, index: TrajectoryIndex) -> str:
+    """What to say where no trajectory is long enough."""
+    longest = int((index.stop - index.first).max(initial=0))
+    return (
+        f"slices are {slices.slice_len} frames long, the longest trajectory held has {longest}: ask for shorter ones, "
+        "collect more, or pass strict_length=False for padded ones"
+    )

@@ -1,0 +1,125 @@
+"""A storage of any objects."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from funcollect.buffers.storages.storage import Incoming, Mask, Slots, check_size
+from funcollect.tree import Path as KeyPath
+
+_ITEMS = "items.pt"
+
+
+class ListStorage:
+    """Any objects, each an item; a TensorDict, or a sequence, is taken apart along its first dimension.
+
+    Args:
+        max_size: items.
+
+    >>> import numpy as np
+    >>> from funcollect import ListStorage
+    >>> storage = ListStorage(10)
+    >>> storage.write(0, storage.admit(["a", "b"]), first=0, count=2)
+    >>> storage.read(np.array([1, 1, 0]))
+    ['b', 'b', 'a']
+    """
+
+    compact_obs = False
+
+    def __init__(self, max_size: int) -> None:
+        check_size(self, max_size)
+        self.max_size, self.ndim = int(max_size), 1
+        self.device = torch.device("cpu")
+        self._items: list[Any] = [None] * self.max_size
+        self.collate: Callable[[list[Any]], Any] = _collate
+
+    def admit(self, data: Any) -> Incoming:
+        """Items, after a check that they can be counted.
+
+        Raises:
+            TypeError: for data that has no length.
+        """
+        if not hasattr(data, "__len__"):
+            raise TypeError(f"the data is {type(data).__name__}, expected a sequence of items: give a list of them")
+        leaves: dict[KeyPath, Tensor] = {}
+        if isinstance(data, TensorDictBase):
+            for key, leaf in data.items(include_nested=True, leaves_only=True):
+                leaves[key if isinstance(key, tuple) else (key,)] = leaf
+        tensors = isinstance(data, (TensorDictBase, Tensor))
+        return Incoming((len(data),), leaves, data.clone().unbind(0) if tensors else list(data))
+
+    def allocate(self, batch: Incoming) -> None:
+        """Nothing to do: items come with their own memory."""
+
+    def write(self, start: int, batch: Incoming, first: int, count: int) -> None:
+        """Write `count` items, from the `first` on, into the slots from `start` on."""
+        self._items[start : start + count] = batch.content[first : first + count]
+
+    def settle(self, slots: Slots, following: Slots) -> None:
+        """Nothing to do: items are whole."""
+
+    def announce(self, oldest: int, written: int) -> None:
+        """Nobody else reads."""
+
+    def read(self, slots: Slots, mask: Mask | None = None, following: Slots | None = None) -> Any:
+        """The items in `slots`, [N], collated."""
+        if mask is not None and not mask.all():
+            raise ValueError("a ListStorage cannot pad slices: use LazyTensorStorage, or strict_length=True")
+        return self.collate([self._items[slot] for slot in slots])
+
+    def item(self, slot: int) -> Any:
+        """One item, as it was given."""
+        return self._items[slot]
+
+    def copy(self) -> ListStorage:
+        """A storage with the same items, which are not copied."""
+        twin = copy.copy(self)
+        twin._items = list(self._items)
+        return twin
+
+    def dump(self, directory: Path, count: int) -> Any:
+        """Write the items to a file; plain ones, of tensors, numbers and strings, can be read without unpickling."""
+        torch.save(self._items[:count], directory / _ITEMS)
+        return None
+
+    def load(self, directory: Path, count: int, frames: Any, allow_pickle: bool) -> None:
+        """Read what `dump` wrote.
+
+        Raises:
+            ValueError: for items that only `allow_pickle` could read, since that runs code from the file.
+        """
+        try:
+            items = torch.load(directory / _ITEMS, weights_only=not allow_pickle)
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"{directory / _ITEMS} holds objects that are read by running code from the file: pass "
+                "allow_pickle=True if you trust it"
+            ) from error
+        if not isinstance(items, list) or len(items) != count:
+            raise ValueError(f"{directory / _ITEMS} does not hold a list of {count} items: it was changed")
+        self._items = [*items, *[None] * (self.max_size - count)]
+
+    def empty(self) -> None:
+        """Forget every item."""
+        self._items = [None] * self.max_size
+
+    def __repr__(self) -> str:
+        return f"ListStorage(max_size={self.max_size})"
+
+
+def _collate(items: list[Any]) -> Any:
+    if isinstance(items[0], TensorDictBase):
+        return torch.stack(items)
+    try:
+        return default_collate(items)
+    except TypeError:
+        return items

@@ -1,0 +1,141 @@
+"""Next observations that are not stored where the frame that follows holds the same bytes at its root.
+
+What an episode ends with, and what the newest frame of each lane led to, stand in no other frame: these lie **aside**,
+in an array that grows with the most there were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from funcollect.buffers.storages.packed_rows import RowLayout
+from funcollect.specs import RESERVED
+from funcollect.tree import Path
+
+Ints = npt.NDArray[np.int64]
+
+_AT_ONCE = 256  # frames compared at once
+
+
+def next_paths(leaves: Mapping[Path, Tensor]) -> list[Path]:
+    """The keys under ``next`` that have an observation of the same shape and dtype at the root.
+
+    Raises:
+        ValueError: where there are none.
+    """
+    found = [
+        path
+        for path, leaf in leaves.items()
+        if path[0] == "next" and path[1:2] and path[1] not in RESERVED and _alike(leaves.get(path[1:]), leaf)
+    ]
+    if not found:
+        raise ValueError(
+            "the batch has no next observation beside one of the same shape and dtype at its root, which compact_obs "
+            f"would leave out; it has {sorted('.'.join(path) for path in leaves)}: leave compact_obs out"
+        )
+    return found
+
+
+def _alike(one: Tensor | None, two: Tensor) -> bool:
+    return one is not None and one.shape == two.shape and one.dtype == two.dtype
+
+
+class NextObservations:
+    """The next observations of the frames in `rows`, [capacity, words], whose layout is `layout`.
+
+    Args:
+        layout: of the rows, in which the root observations are.
+        aside: of the next observations alone.
+        rows: the frames.
+    """
+
+    def __init__(self, layout: RowLayout, aside: RowLayout, rows: Tensor) -> None:
+        self.layout, self.aside = layout, aside
+        self.place = np.full(len(rows), -1)  # of each slot: where its next observation lies aside; -1 where it does not
+        self._rows = rows
+        self._aside = torch.zeros(0, aside.words, dtype=torch.int64)
+        self._free = np.zeros(0, np.int64)
+        self._pairs = [
+            (aside.field(column.path), layout.field(column.path[1:])) for column in aside.columns if column.nbytes
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated aside."""
+        return self._aside.nbytes
+
+    def write(self, slots: Ints, leaves: Mapping[Path, Tensor], ndim: int, first: int) -> None:
+        """Lay the next observations of new frames aside; `settle` takes back what need not be there."""
+        self._release(slots)
+        place = self._take(len(slots))
+        packed = torch.empty(len(slots), self.aside.words, dtype=torch.int64)
+        self.aside.pack(packed, leaves, ndim, first)
+        self._aside[torch.from_numpy(place)] = packed
+        self.place[slots] = place
+
+    def settle(self, slots: Ints, following: Ints) -> None:
+        """Of frames in `slots`, forget what the frames in `following`, which come after them, hold themselves."""
+        laid = self.place.take(slots) >= 0
+        slots, following = slots[laid], following[laid]
+        rows, aside = self.layout.records(self._rows), self.aside.records(self._aside)
+        for start in range(0, len(slots), _AT_ONCE):
+            some, after = slots[start : start + _AT_ONCE], following[start : start + _AT_ONCE]
+            same = np.ones(len(some), np.bool_)
+            for name, field in self._pairs:
+                one, two = aside[name].take(self.place.take(some)), rows[field].take(after)
+                same &= (_bytes(one) == _bytes(two)).all(axis=1)
+            self._release(some[same])
+
+    def _release(self, slots: Ints) -> None:
+        place = self.place.take(slots)
+        self._free = np.concatenate([self._free, place[place >= 0]])
+        self.place[slots] = -1
+
+    def _take(self, count: int) -> Ints:
+        missing = count - len(self._free)
+        if missing > 0:
+            size = len(self._aside)
+            more = max(missing, size // 4)
+            self._aside = torch.cat([self._aside, self._aside.new_zeros(more, self.aside.words)])
+            self._free = np.concatenate([self._free, np.arange(size, size + more)])
+        cut = len(self._free) - count
+        taken, self._free = self._free[cut:], self._free[:cut]
+        return taken
+
+    def read(self, slots: Ints, following: Ints, mask: npt.NDArray[np.bool_] | None) -> dict[Path, Tensor]:
+        """The next observations of frames in `slots`, in memory of their own; zeros where `mask` is False."""
+        place = self.place.take(slots)
+        laid = place >= 0
+        packed = np.zeros((len(slots), self.aside.words), np.int64)
+        records, rows = self.aside.records(torch.from_numpy(packed)), self.layout.records(self._rows)
+        for name, field in self._pairs:
+            records[name] = rows[field].take(np.where(laid, 0, following))
+        packed[laid] = self._aside.numpy()[place[laid]]
+        if mask is not None:
+            packed[~mask] = 0
+        return dict(zip([c.path for c in self.aside.columns], self.aside.leaves(torch.from_numpy(packed)), strict=True))
+
+    def copy(self, rows: Tensor) -> NextObservations:
+        """The same over a copy of the rows."""
+        twin = NextObservations(self.layout, self.aside, rows)
+        twin.load(self.state())
+        return twin
+
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """Everything, as arrays by name."""
+        return {"place": self.place.copy(), "aside": self._aside.numpy().copy(), "free": self._free.copy()}
+
+    def load(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Become what `state` told."""
+        self.place, self._free = state["place"], state["free"]
+        self._aside = torch.from_numpy(state["aside"])
+
+
+def _bytes(elements: npt.NDArray[np.void]) -> npt.NDArray[np.uint8]:
+    return elements.view(np.uint8).reshape(len(elements), -1)

@@ -1,0 +1,215 @@
+"""Frames as packed rows in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from funcollect.arguments import check_positive
+from funcollect.buffers.storages.next_observations import NextObservations, next_paths
+from funcollect.buffers.storages.packed_rows import RowLayout, leaves_of
+from funcollect.buffers.storages.storage import Incoming, Mask, Slots, check_size
+from funcollect.devices import checked_device
+from funcollect.tree import Path as KeyPath
+
+_ROWS, _ASIDE = "rows.bin", "aside.npz"
+_CHUNK = 1 << 26  # bytes written or read at once
+
+
+class LazyTensorStorage:
+    """Frames as packed rows in memory, allocated at the first batch, whose keys, shapes and dtypes all others share.
+
+    Args:
+        max_size: frames.
+        ndim: leading dimensions of a batch, time last.
+        device: where the rows lie and samples come out; the host unless given.
+        compact_obs: store each observation once. The next observation of a frame is that of the frame that follows it;
+            only where none does, or it differs, is it stored too; room is kept for those of the largest batch. Samples
+            are complete all the same. On the host only.
+
+    Raises:
+        TypeError, ValueError: for a size or a number of dimensions below 1; for `compact_obs` on another device.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from funcollect import LazyTensorStorage
+    >>> storage = LazyTensorStorage(10)
+    >>> batch = TensorDict({"reward": torch.arange(3.0)}, [3])
+    >>> incoming = storage.admit(batch)
+    >>> storage.allocate(incoming)
+    >>> storage.write(5, incoming, first=0, count=3)
+    >>> storage.read(np.array([6, 7]))["reward"]
+    tensor([1., 2.])
+    """
+
+    def __init__(
+        self, max_size: int, *, ndim: int = 1, device: torch.device | str | None = None, compact_obs: bool = False
+    ) -> None:
+        check_size(self, max_size)
+        if compact_obs and torch.device(device or "cpu").type != "cpu":
+            raise ValueError(f"compact_obs is for storages on the host, device is {device}: leave one of them out")
+        check_positive("ndim", ndim)
+        self.max_size, self.ndim = int(max_size), int(ndim)
+        self.device = checked_device(device) or torch.device("cpu")
+        self.compact_obs = compact_obs
+        self.layout: RowLayout | None = None
+        self._rows: Tensor | None = None
+        self._next: NextObservations | None = None
+
+    def admit(self, data: Any) -> Incoming:
+        """A batch, after a check that it fits; changes nothing.
+
+        Raises:
+            TypeError: for leaves that are not tensors.
+            ValueError: for too few dimensions, and for other keys, shapes or dtypes than the first batch's.
+        """
+        leaves = leaves_of(data)
+        lead = _lead(data, leaves, self.ndim)
+        content, beside = leaves, dict[KeyPath, Tensor]()
+        if self.compact_obs:
+            aside = next_paths(leaves) if self._next is None else [column.path for column in self._next.aside.columns]
+            beside = {path: leaves[path] for path in aside if path in leaves}
+            content = {path: leaf for path, leaf in leaves.items() if path not in beside}
+            if self._next is not None:
+                self._next.aside.check(beside, self.ndim)
+        layout = RowLayout.of(data, self.ndim, content) if self.layout is None else self.layout
+        layout.check(content, self.ndim)
+        return Incoming(lead, leaves, content, layout, beside)
+
+    def allocate(self, batch: Incoming) -> None:
+        """Make room for `max_size` frames, before the first batch is written."""
+        if self.layout is None and batch.layout is not None:
+            self._rows = self._allocate(batch.layout)
+            self.layout = batch.layout
+            if self.compact_obs:
+                aside = RowLayout.of(TensorDict({}), self.ndim, batch.beside)
+                self._next = NextObservations(self.layout, aside, self._rows)
+
+    def _allocate(self, layout: RowLayout, existsok: bool = False) -> Tensor:
+        return torch.empty(self.max_size, layout.words, dtype=torch.int64, device=self.device)
+
+    def _open(self) -> tuple[RowLayout, Tensor]:
+        if self.layout is None or self._rows is None:
+            raise ValueError("the storage holds nothing yet: extend it first")
+        return self.layout, self._rows
+
+    def write(self, start: int, batch: Incoming, first: int, count: int) -> None:
+        """Write `count` frames of a batch, from its `first` on, into the slots from `start` on."""
+        layout, rows = self._open()
+        if self._next is not None:
+            self._next.write(np.arange(start, start + count), batch.beside, self.ndim, first)
+        target = rows[start : start + count]
+        source = next(iter(batch.content.values())).device
+        if source == rows.device or rows.is_cpu:
+            layout.pack(target, batch.content, self.ndim, first)
+            return
+        staged = torch.empty_like(target, device=source, pin_memory=source.type == "cpu")
+        layout.pack(staged, batch.content, self.ndim, first)
+        target.copy_(staged, non_blocking=True)
+
+    def settle(self, slots: Slots, following: Slots) -> None:
+        """Frames in `slots` are followed, each in its trajectory, by those in `following`, which are new."""
+        if self._next is not None:
+            self._next.settle(slots, following)
+
+    def read(self, slots: Slots, mask: Mask | None = None, following: Slots | None = None) -> Any:
+        """A batch of the frames in `slots`, [N], in memory of its own; zeros where `mask`, [N], is False."""
+        layout, rows = self._open()
+        if rows.is_cpu:
+            gathered = layout.gather(rows.numpy(), slots)
+        else:
+            gathered = rows.index_select(0, torch.from_numpy(slots).to(self.device))
+        if mask is not None:
+            gathered[torch.from_numpy(~mask).to(gathered.device)] = 0
+        if gathered.device != self.device:
+            gathered = gathered.pin_memory().to(self.device, non_blocking=True)
+        batch = layout.unpack(gathered)
+        if self._next is not None and following is not None:
+            for path, leaf in self._next.read(slots, following, mask).items():
+                batch.set(path, leaf)
+        return batch
+
+    def announce(self, oldest: int, written: int) -> None:
+        """Nobody else reads."""
+
+    def copy(self) -> LazyTensorStorage:
+        """A storage in memory with the same frames."""
+        twin = LazyTensorStorage(self.max_size, ndim=self.ndim, device=self.device, compact_obs=self.compact_obs)
+        twin.layout = self.layout
+        if self._rows is not None:
+            twin._rows = self._rows.clone()
+            twin._next = None if self._next is None else self._next.copy(twin._rows)
+        return twin
+
+    def dump(self, directory: Path, count: int) -> Any:
+        """Write the first `count` slots to files; returns what JSON can say of them."""
+        if self.layout is None or self._rows is None:
+            return None
+        header = {"rows": self.layout.to_json()}
+        if self._next is not None:
+            header["aside"] = self._next.aside.to_json()
+            np.savez(directory / _ASIDE, allow_pickle=False, **self._next.state())
+        step = max(_CHUNK // self.layout.nbytes, 1)
+        with open(directory / _ROWS, "wb") as file:
+            for start in range(0, count, step):
+                # Not `tofile`, which does not say when the disk is full.
+                file.write(self._rows[start : min(start + step, count)].numpy(force=True).data)
+        return header
+
+    def load(self, directory: Path, count: int, frames: Any, allow_pickle: bool) -> None:
+        """Read what `dump` wrote."""
+        if frames is None:
+            return
+        layout = RowLayout.from_json(frames["rows"])
+        size = (directory / _ROWS).stat().st_size
+        if size != count * layout.nbytes:
+            raise ValueError(f"{directory / _ROWS} has {size} bytes, expected {count * layout.nbytes}: it was changed")
+        self._rows = self._allocate(layout, existsok=True)
+        self.layout = layout
+        step = max(_CHUNK // layout.nbytes, 1)
+        with open(directory / _ROWS, "rb") as file:
+            for start in range(0, count, step):
+                rows = np.fromfile(file, np.int64, min(step, count - start) * layout.words)
+                self._rows[start : start + step].view(-1)[: len(rows)] = torch.from_numpy(rows).to(self.device)
+        if "aside" in frames:
+            self._next = NextObservations(layout, RowLayout.from_json(frames["aside"]), self._rows)
+            with np.load(directory / _ASIDE, allow_pickle=False) as state:
+                self._next.load({name: state[name] for name in state.files})
+
+    def empty(self) -> None:
+        """Forget every frame; the keys, shapes and dtypes stay."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for frames."""
+        aside = 0 if self._next is None else self._next.nbytes
+        return aside + (0 if self._rows is None else self._rows.nbytes)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(max_size={self.max_size}, ndim={self.ndim}, device={self.device})"
+
+
+def _lead(data: Any, leaves: Any, ndim: int) -> tuple[int, ...]:
+    """The first `ndim` dimensions, which all leaves share."""
+    if not leaves:
+        raise ValueError("the batch has no leaves, expected at least one tensor: nothing would be stored")
+    if isinstance(data, TensorDictBase):
+        shape = tuple(data.batch_size)
+    else:
+        shapes = [tuple(leaf.shape[:ndim]) for leaf in leaves.values()]
+        shape = shapes[0] if all(other == shapes[0] for other in shapes) else ()
+    if len(shape) < ndim:
+        raise ValueError(
+            f"the batch has batch dimensions {list(shape)}, the storage takes {ndim} (ndim={ndim}), time last: "
+            + (
+                f"build it with ndim={len(shape)}, or reshape the batch"
+                if shape
+                else "stack single frames, or give them to add"
+            )
+        )
+    return shape[:ndim]

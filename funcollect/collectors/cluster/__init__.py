@@ -1,0 +1,1 @@
+"""Workers as Ray actors, with batches and weights in its object store."""

@@ -1,0 +1,126 @@
+"""Ray, imported when it is first needed; a cluster to work on, and whether it has room."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from funcollect.errors import WorkerError
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a library tells nobody of its use unless it is told to
+try:
+    import ray as _ray
+except ImportError as error:
+    raise ImportError("RayCollector needs Ray, which is not installed: pip install 'funcollect[ray]'") from error
+
+ray: Any = _ray  # half of it is typed
+__all__ = ["RaySession", "check_room", "ray", "resources"]
+
+_QUIET = {"include_dashboard": False, "logging_level": "warning"}
+
+
+class RaySession:
+    """A use of Ray in this process: what the first one has started, the last one ends.
+
+    Args:
+        config: for `ray.init`; None: a cluster that is there is found, else one is started on this machine.
+
+    Raises:
+        ValueError: for a config where Ray runs in this process under another one.
+    """
+
+    _lock = threading.Lock()
+    _count = 0  # sessions that use what the first one has started
+    _config: Mapping[str, Any] | None = None
+
+    def __init__(self, config: Mapping[str, Any] | None) -> None:
+        with RaySession._lock:
+            self._counted = True
+            if not ray.is_initialized():
+                with warnings.catch_warnings():  # JAX's, of forks that go on; Ray's become other programs at once
+                    warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+                    ray.init(**_QUIET | dict(config or {}))
+                RaySession._count, RaySession._config = 0, config
+            elif RaySession._count == 0:
+                self._counted = False  # the user's own
+            if self._differs(config):
+                raise ValueError(
+                    "ray_init_config is given, but Ray runs in this process already: leave it out, or call "
+                    "ray.shutdown() before"
+                )
+            RaySession._count += self._counted
+
+    def _differs(self, config: Mapping[str, Any] | None) -> bool:
+        return config is not None and not (self._counted and config == RaySession._config)
+
+    def release(self) -> None:
+        """Leave Ray. Does nothing the second time."""
+        with RaySession._lock:
+            counted, self._counted = self._counted, False
+            if not counted:
+                return
+            RaySession._count -= 1
+            if RaySession._count == 0 and ray.is_initialized():
+                ray.shutdown()
+
+
+def demand(config: Mapping[str, Any]) -> dict[str, float]:
+    """The resources that an actor with these options asks for, by Ray's names."""
+    named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    asked = {resource: config.get(option) for resource, option in named.items()} | dict(config.get("resources") or {})
+    return {resource: amount for resource, amount in asked.items() if amount}
+
+
+def resources(configs: Sequence[Mapping[str, Any]]) -> str:
+    """What actors with these options ask for and what the cluster has, in words."""
+    counts = Counter(_words(demand(config)) for config in configs)
+    asked = "; ".join(f"{count} x ({words})" for words, count in counts.items())
+    nodes = "; ".join(f"{node['NodeManagerAddress']} has {_words(node['Resources'])}" for node in _alive())
+    return f"asked for [{asked}]; the cluster: [{nodes}], of which free: {_words(ray.available_resources())}"
+
+
+def check_room(configs: Sequence[Mapping[str, Any]], first: int, taken: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Raise WorkerError where the cluster's nodes, were they idle but for the actors `taken`, lack the resources.
+
+    What is refused fits nowhere, however Ray places it. What is not refused may have to wait for others all the same.
+    """
+    wanted = [_units(demand(config)) for config in (*taken, *configs)]
+    refused = _left_over(wanted, [_units(node["Resources"]) for node in _alive()])
+    if newcomers := [index for index in refused if index >= len(taken)]:
+        worker = first + min(newcomers) - len(taken)
+        raise WorkerError(
+            f"the cluster has no place for collector {worker} of {first + len(configs)}: {resources(configs)}: use "
+            "fewer collectors, ask for less by remote_configs, or let the cluster grow before "
+            "(ray.autoscaler.sdk.request_resources)",
+            worker,
+        )
+
+
+def _left_over(wanted: Sequence[Counter[str]], nodes: Sequence[Counter[str]]) -> Iterator[int]:
+    """The indices of demands beyond what the nodes hold of any kind together, and of each kind and larger ones."""
+    for name in {name for asked in wanted for name in asked}:
+        room = sum(node[name] for node in nodes)
+        sums = itertools.accumulate(asked[name] for asked in wanted)
+        yield from (index for index, total in enumerate(sums) if total > room and wanted[index][name])
+    for asked in {tuple(asked.items()): asked for asked in wanted if asked}.values():
+        places = sum(min(node[name] // amount for name, amount in asked.items()) for node in nodes)
+        yield from [index for index, other in enumerate(wanted) if asked <= other][places:]
+
+
+def _units(amounts: Mapping[str, float]) -> Counter[str]:
+    """Resources in the units in which Ray counts them, so that ten tenths are one."""
+    return +Counter({name: round(amount * 10_000) for name, amount in amounts.items()})
+
+
+def _alive() -> list[Mapping[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _words(amounts: Mapping[str, float]) -> str:
+    shown = {name: amount for name, amount in amounts.items() if ":" not in name and name != "object_store_memory"}
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(shown.items())) or "nothing"

@@ -1,0 +1,1 @@
+"""Workers in processes of this machine, with batches and weights in shared memory."""

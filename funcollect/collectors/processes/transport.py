@@ -1,0 +1,238 @@
+"""Workers in processes of their own, forked from a process that has imported everything."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from funcollect.collectors.processes.channel import pair
+from funcollect.collectors.processes.fork_server import STATUS
+from funcollect.collectors.processes.launcher import launch
+from funcollect.collectors.processes.slots import SlotAssembler
+from funcollect.collectors.processes.weight_slots import SharedWeightStore
+from funcollect.collectors.processes.worker_process import ProcessSetup
+from funcollect.collectors.workers.transport import Answer, Call, WorkerExited, WorkerGroup, WorkerHandle
+from funcollect.collectors.workers.worker import RolloutReport
+
+_TO_CLOSE = 1.0  # seconds that workers have to close their environments: Ctrl-C is to end a script within two
+_TO_DIE = 5.0  # seconds until a killed process is gone
+_TO_TELL = 1.0  # seconds within which a process shows its Python stack
+
+
+class ProcessHandle:
+    """The way to one process.
+
+    The collector's process holds one end of a pipe; once that is closed, by this process or with it, the kernel kills
+    the worker and what it has started.
+    """
+
+    label = ""
+
+    def __init__(self, setup: ProcessSetup, job: bytes) -> None:
+        self._job = job
+        self._channel, theirs = pair()
+        status, told = os.pipe()
+        alive, self._life = os.pipe()
+        self._status = status
+        self._stack = os.memfd_create("stack")
+        self._pid = 0
+        self._ended: int | None = None  # its wait status; -1 where nobody tells
+        self._owner = os.getpid()
+        self._open = True
+        _HANDLES.add(self)
+        try:
+            launch([told, theirs.fileno(), alive, self._stack])
+        finally:
+            for fd in (told, alive):
+                os.close(fd)
+            theirs.close()
+        self._send(setup)
+
+    @property
+    def pid(self) -> int:
+        """The process's number; 0 where none has begun."""
+        while not self._pid and self._ended is None:
+            self._hear(_TO_DIE)
+        return self._pid
+
+    def filenos(self) -> tuple[int, ...]:
+        """What is readable when something has happened."""
+        return (self._channel.fileno(), self._status) if self._open else ()
+
+    def send(self, call: Call) -> None:
+        """Have it do this after what it was sent before."""
+        name, args = ("build", (self._job,)) if call.name == "describe" else (call.name, call.args)
+        self._send((call.number, name, args), call.fds, plain=name == "collect")
+
+    def _send(self, message: Any, fds: Sequence[int] = (), *, plain: bool = False) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is gone: `receive` tells
+            self._channel.send(message, fds, plain=plain)
+
+    def receive(self) -> Answer | WorkerExited | None:
+        """The next of its answers."""
+        if not self._open:
+            return WorkerExited("was ended")
+        try:
+            message = self._channel.receive(wait=False)
+            if message is None and self._has_ended(0):
+                message = self._channel.receive(wait=False)  # now the channel holds all that it will ever hold
+        except (EOFError, OSError):
+            self._has_ended(_TO_DIE)
+            return WorkerExited(self._how())
+        if message is not None:
+            number, value, *packed = message[0]
+            return Answer(number, (None, RolloutReport.unpacked(*packed)) if packed else value)
+        return None if self._ended is None else WorkerExited(self._how())
+
+    def _has_ended(self, timeout: float) -> bool:
+        """Whether the process is gone, within so many seconds."""
+        until = time.monotonic() + timeout
+        while self._ended is None and self._hear(max(until - time.monotonic(), 0)):
+            pass
+        return self._ended is not None
+
+    def _hear(self, timeout: float) -> bool:
+        """Read what the server tells next of the process; False where it tells nothing within so many seconds."""
+        readable = select.poll()
+        readable.register(self._status, select.POLLIN)
+        if not readable.poll(timeout * 1000):
+            return False
+        told = os.read(self._status, STATUS.size)
+        if not told:
+            self._ended = -1
+        elif not self._pid:
+            (self._pid,) = STATUS.unpack(told)
+        else:
+            (self._ended,) = STATUS.unpack(told)
+        return True
+
+    def _how(self) -> str:
+        if self._ended is None or self._ended < 0:
+            return "is gone, and so is the process that would tell why"
+        if os.WIFSIGNALED(self._ended):
+            name = signal.Signals(os.WTERMSIG(self._ended)).name
+            return f"was killed by {name}" + (", perhaps for lack of memory" if name == "SIGKILL" else "")
+        return f"ended with exit code {os.WEXITSTATUS(self._ended)}"
+
+    def where(self) -> str:
+        """Its Python stack."""
+        if not self._pid or self._has_ended(0):
+            return ""
+        try:
+            with open(f"/proc/{self._pid}/stat") as file:
+                state = file.read().rpartition(")")[2].split()[0]
+            if state in "Tt":
+                return "(it is stopped, by SIGSTOP or a debugger, so it shows no Python stack)"
+            os.kill(self._pid, signal.SIGUSR1)
+        except OSError:
+            return ""
+        return self._dumped()
+
+    def _dumped(self) -> str:
+        """What the process writes about itself: all of it, once it has stopped growing."""
+        until = time.monotonic() + _TO_TELL
+        size = 0
+        while time.monotonic() < until:
+            self._has_ended(0.02)
+            before, size = size, os.fstat(self._stack).st_size
+            if before == size > 0:
+                break
+        return os.pread(self._stack, size, 0).decode(errors="replace") or "(it shows no Python stack)"
+
+    def say_close(self) -> None:
+        """Have it close its environment and end."""
+        if self._open and os.getpid() == self._owner:
+            self._send((-1, "close", ()))
+
+    def ended_by(self, until: float) -> None:
+        """Wait for its end, but not longer than `until`."""
+        if self._open:
+            self._has_ended(max(until - time.monotonic(), 0))
+
+    def kill(self) -> None:
+        """End it at once, whatever it does; it is gone afterwards. Does nothing the second time."""
+        if not self._open:
+            return
+        os.close(self._life)
+        if os.getpid() == self._owner:
+            self._has_ended(_TO_DIE)
+        self._open = False
+        for fd in (self._status, self._stack):
+            os.close(fd)
+        self._channel.close()
+
+
+class ProcessTransport:
+    """See `funcollect.collectors.workers.transport.Transport`.
+
+    Args:
+        num_threads: of each worker.
+        accelerators: whether JAX in a worker may see any.
+        eager: whether workers take new weights before the rollouts that they were sent earlier.
+    """
+
+    patient = True
+
+    def __init__(self, *, num_threads: int, accelerators: bool, eager: bool) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise OSError(
+                f"worker processes need Linux's anonymous shared memory, which {sys.platform} lacks: use "
+                "SyncDataCollector, or in_process=True"
+            )
+        self._setup = (num_threads, accelerators, eager)
+
+    def start(self, worker: int, job: bytes) -> ProcessHandle:
+        """A handle to a new process."""
+        return ProcessHandle(ProcessSetup(sys.path.copy(), os.getcwd(), dict(os.environ), *self._setup), job)
+
+    def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:
+        """All of them, once one has an answer or its process is gone: to look is as cheap as to ask who has."""
+        if timeout:
+            readable = select.poll()
+            for handle in handles.values():
+                assert isinstance(handle, ProcessHandle)
+                for fd in handle.filenos():
+                    readable.register(fd, select.POLLIN)
+            readable.poll(timeout * 1000)
+        return handles
+
+    def close(self, handles: Sequence[WorkerHandle]) -> None:
+        """Let the processes close their environments; kill those that take too long."""
+        own = [handle for handle in handles if isinstance(handle, ProcessHandle)]
+        for handle in own:
+            handle.say_close()
+        until = time.monotonic() + _TO_CLOSE
+        for handle in own:
+            handle.ended_by(until)
+        for handle in own:
+            handle.kill()
+
+    def leave(self) -> None:
+        """Nothing is held."""
+
+    def assembler(self, submit: Callable[[Call], Call], group: WorkerGroup) -> SlotAssembler:
+        """Slots of shared memory for these workers."""
+        return SlotAssembler(submit, group)
+
+    def weight_store(self, workers: int) -> SharedWeightStore:
+        """Shared memory for the weights of so many workers."""
+        return SharedWeightStore(workers)
+
+
+_HANDLES: weakref.WeakSet[ProcessHandle] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """In a process that was forked from the collector's: the workers' lives hang on that one alone."""
+    for handle in list(_HANDLES):
+        handle.kill()
+
+
+os.register_at_fork(after_in_child=_let_go)

@@ -1,0 +1,162 @@
+"""A worker in a process of its own: rollouts go into slots of shared memory, small messages say so."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import cloudpickle
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from funcollect.collectors.processes.channel import Channel
+from funcollect.collectors.processes.lifeline import die_with_parent
+from funcollect.collectors.processes.shared_memory import mapped
+from funcollect.collectors.workers.batch_layout import BatchColumn, BatchLayout, columns_of, store
+from funcollect.collectors.workers.threads import limit_threads
+from funcollect.collectors.workers.transport import WITH_WEIGHTS
+from funcollect.collectors.workers.worker import RolloutReport, Worker, failure_of
+from funcollect.core.request import NOWHERE
+from funcollect.tree import Path
+
+
+class ProcessSetup(NamedTuple):
+    """What a process takes over from the collector's, and how it is to run."""
+
+    path: list[str]
+    folder: str
+    environ: dict[str, str]
+    num_threads: int
+    accelerators: bool  # whether JAX may see any
+    eager: bool  # whether to take new weights before what was sent earlier
+
+
+def main(fds: Sequence[int]) -> None:
+    """Work for the collector at the other end of the first descriptor, as long as the second's is open."""
+    channel, alive, stack = fds
+    die_with_parent(alive)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Jupyter sends it to all processes
+    with contextlib.suppress(OSError):  # where it is not allowed
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # woken by the reader, it does not take its core
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    serve(Channel(socket.socket(fileno=channel)))
+
+
+def serve(channel: Channel) -> None:
+    """Answer calls until told to close."""
+    setup, _ = channel.receive() or (None, None)
+    assert isinstance(setup, ProcessSetup)
+    _prepare(setup)
+    served = ServedWorker(channel, eager=setup.eager)
+    try:
+        while served.answer():
+            pass
+    except (EOFError, OSError):
+        pass  # the collector's process is gone
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _prepare(setup: ProcessSetup) -> None:
+    sys.path[:] = setup.path
+    os.chdir(setup.folder)
+    os.environ.clear()
+    os.environ.update(setup.environ)
+    limit_threads(setup.num_threads, accelerators=setup.accelerators)
+
+
+class ServedWorker:
+    """A worker, the memory it shares, and the calls that wait."""
+
+    def __init__(self, channel: Channel, *, eager: bool) -> None:
+        self._channel = channel
+        self._eager = eager
+        self._waiting: deque[tuple[int, str, tuple[Any, ...], list[int]]] = deque()
+        self._worker: Worker | None = None
+        self._single = False
+        self._slots: list[Mapping[Path, Tensor]] = []
+        self._held: tuple[TensorDictBase, RolloutReport, int] | None = None  # a rollout that waits for its slot
+        self._weights: list[Mapping[str, Tensor]] = []
+
+    def answer(self) -> bool:
+        """Do what comes next and tell what came of it; False once that was to close."""
+        number, name, args, fds = self._next()
+        if name == "close":
+            if self._worker is not None:
+                self._worker.close()
+            return False
+        try:
+            value = self._do(name, args, fds)
+        except BaseException as error:
+            value = failure_of(error) if self._worker is None else self._worker.failure(error)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        match value:
+            case (None, RolloutReport() as report):
+                self._channel.send((number, None, report.packed()), plain=True)
+            case _:
+                self._channel.send((number, value))
+        return True
+
+    def _next(self) -> tuple[int, str, tuple[Any, ...], list[int]]:
+        waiting = self._waiting
+        while (message := self._channel.receive(wait=not waiting)) is not None:
+            waiting.append((*message[0], message[1]))
+        eager = self._eager and self._worker is not None
+        for call in list(waiting):
+            if call[1] == "close" or (eager and call[1] in WITH_WEIGHTS):
+                waiting.remove(call)
+                return call
+        return waiting.popleft()
+
+    def _do(self, name: str, args: tuple[Any, ...], fds: list[int]) -> Any:
+        match name:
+            case "build":
+                self._worker = Worker(cloudpickle.loads(args[0]))
+                info = self._worker.describe()
+                self._single = info.num_envs is None
+                return info
+            case "collect":
+                return self._collect(*args)
+            case "attach":
+                return self._attach(*args, fd=fds[0])
+            case "fetch":
+                return self._fetch(*args, fds=fds)
+            case _:
+                return getattr(self._worker, name)(*args)
+
+    def _collect(self, slot: int) -> tuple[tuple[BatchColumn, ...] | None, RolloutReport]:
+        """A rollout into a slot; as long as there are none, what has to lie in one."""
+        assert self._worker is not None
+        columns = self._slots[slot] if self._slots else NOWHERE
+        batch, report = self._worker.collect(columns)
+        if not self._slots:
+            self._held = batch, report, slot
+            return columns_of(batch, self._single), report
+        store(batch, columns, self._single)
+        return None, report
+
+    def _attach(self, layout: BatchLayout, part: int, count: int, *, fd: int) -> tuple[None, RolloutReport] | None:
+        """Take slots into use, and put the rollout there that waits for one: None where none does."""
+        self._slots = [layout.part(memory, part) for memory in mapped(fd, count, layout.size)]
+        if self._held is None:
+            return None
+        (batch, report, slot), self._held = self._held, None
+        store(batch, self._slots[slot], self._single)
+        return None, report
+
+    def _fetch(self, slot: int, version: int, layout: BatchLayout, count: int, *, fds: list[int]) -> None:
+        """Take over weights; their memory comes with the first ones."""
+        assert self._worker is not None
+        if fds:
+            memories = [layout.part(memory, 0) for memory in mapped(fds[0], count, layout.size)]
+            self._weights = [{path[0]: rows[0] for path, rows in each.items()} for each in memories]
+        self._worker.adopt(self._weights[slot], version)

@@ -1,0 +1,171 @@
+"""How the leaves of a batch lie in one piece of memory, and how the rollouts of several workers make one batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from funcollect.tree import Path, flatten, to_tensordict
+
+Join = Literal["stack", 0, -1]
+Memory = npt.NDArray[np.uint8]
+
+_ALIGNMENT = 64  # bytes: where XLA takes a tensor without a copy
+
+
+class BatchColumn(NamedTuple):
+    """One leaf over time: [T, P, ...]."""
+
+    path: Path
+    dtype: torch.dtype
+    row: tuple[int, ...]  # [P, ...]
+
+
+class LeafView(NamedTuple):
+    """One leaf of a batch as a view of memory, in elements of its dtype."""
+
+    path: Path
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+def turned(leaf: Tensor, single: bool) -> Tensor:
+    """A leaf [P, T, ...] of a batch, or [T, ...] of a `single` environment's, as a column [T, P, ...]."""
+    return leaf.unsqueeze(1) if single else leaf.transpose(0, 1)
+
+
+def columns_of(batch: TensorDictBase, single: bool) -> tuple[BatchColumn, ...]:
+    """The columns that hold the leaves of a worker's batch."""
+    leaves = {path: turned(leaf, single) for path, leaf in flatten(batch).items()}
+    return tuple(BatchColumn(path, leaf.dtype, tuple(leaf.shape[1:])) for path, leaf in leaves.items())
+
+
+def store(batch: TensorDictBase, columns: Mapping[Path, Tensor], single: bool) -> None:
+    """Copy what of a worker's batch does not lie in `columns` already.
+
+    Raises:
+        ValueError: for a batch with other keys or shapes than the first one, or a dtype that would lose something.
+    """
+    copy_into(columns, {path: turned(leaf, single) for path, leaf in flatten(batch).items()})
+
+
+def copy_into(columns: Mapping[Path, Tensor], leaves: Mapping[Path, Tensor]) -> None:
+    """Copy leaves to columns of the same paths, shapes and dtypes, where they do not lie there already."""
+    if leaves.keys() != columns.keys():
+        differing = sorted(".".join(path) for path in leaves.keys() ^ columns.keys())
+        raise ValueError(f"the keys {differing} are not in every batch: record the same ones in all")
+    for path, leaf in leaves.items():
+        column = columns[path]
+        if leaf.data_ptr() == column.data_ptr():
+            continue
+        if leaf.shape != column.shape or not torch.can_cast(leaf.dtype, column.dtype):
+            raise ValueError(
+                f"{'.'.join(path)} is {leaf.dtype} {list(leaf.shape)}, in the first batch it was {column.dtype} "
+                f"{list(column.shape)}: keep shapes and dtypes the same in all"
+            )
+        column.copy_(leaf)
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """The parts of a group of workers in one memory, such that the batch is a view of it wherever that can be.
+
+    Attributes:
+        columns: of each worker.
+        lengths: T of each worker.
+        join: how the parts make a batch; None for one part alone.
+        single: whether the environments have no batch dimension.
+    """
+
+    columns: tuple[BatchColumn, ...]
+    lengths: tuple[int, ...]
+    join: Join | None
+    single: bool
+
+    @property
+    def _side_by_side(self) -> bool:
+        """Whether the workers' rows of one step lie side by side, [T, W, P, ...], not one worker after another."""
+        return self.join == 0 and not self.single
+
+    @cached_property
+    def _offsets(self) -> tuple[int, ...]:
+        ends = [0]
+        for _, dtype, row in self.columns:
+            size = sum(self.lengths) * math.prod(row) * dtype.itemsize
+            ends.append(ends[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+        return tuple(ends)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self._offsets[-1]
+
+    def _whole(self, memory: Memory) -> dict[Path, Tensor]:
+        """Every column of all parts: [T, W, P, ...], or [sum of T, P, ...]."""
+        steps = sum(self.lengths)
+        workers = len(self.lengths)
+        lead = (steps // workers, workers) if self._side_by_side else (steps,)
+        whole = {}
+        for offset, (path, dtype, row) in zip(self._offsets, self.columns, strict=False):
+            count = steps * math.prod(row)
+            flat = torch.from_numpy(memory[offset : offset + count * dtype.itemsize]).view(dtype)
+            whole[path] = flat.reshape(*lead, *row)
+        return whole
+
+    def part(self, memory: Memory, index: int) -> dict[Path, Tensor]:
+        """One worker's columns, each [T, P, ...]."""
+        whole = self._whole(memory)
+        if self._side_by_side:
+            return {path: column[:, index] for path, column in whole.items()}
+        first = sum(self.lengths[:index])
+        return {path: column[first : first + self.lengths[index]] for path, column in whole.items()}
+
+    @cached_property
+    def _views(self) -> tuple[tuple[LeafView, ...], tuple[int, ...]]:
+        leaves = {path: self._joined(column) for path, column in self._whole(np.zeros(self.size, np.uint8)).items()}
+        starts = dict(zip((column.path for column in self.columns), self._offsets, strict=False))
+        views = tuple(
+            LeafView(path, leaf.dtype, tuple(leaf.shape), leaf.stride(), starts[path] // leaf.dtype.itemsize)
+            for path, leaf in leaves.items()
+        )
+        return views, tuple(leaves["next", "done"].shape[:-1])
+
+    def _joined(self, column: Tensor) -> Tensor:
+        if self._side_by_side:
+            return column.flatten(1, 2).transpose(0, 1)
+        if self.join == "stack":
+            column = column.reshape(len(self.lengths), -1, *column.shape[1:])
+            return column.squeeze(2) if self.single else column.transpose(1, 2)
+        return column.squeeze(1) if self.single else column.transpose(0, 1)
+
+    def batch(self, memory: Memory) -> tuple[dict[Path, Tensor], tuple[int, ...]]:
+        """The batch that stands in memory: its leaves, all of one storage, which holds on to `memory`; its size."""
+        views, batch_size = self._views
+        flat = torch.from_numpy(memory)
+        return {view.path: flat.view(view.dtype).as_strided(*view[2:]) for view in views}, batch_size
+
+
+def joined(parts: Sequence[TensorDictBase], join: Join | None) -> Any:
+    """The batch of several workers' own ones, in new memory; of one worker's the batch itself."""
+    if join is None:
+        (batch,) = parts
+        return batch
+    leaves = [flatten(part) for part in parts]
+    dims = parts[0].batch_dims
+    if join == "stack":
+        whole = {path: torch.stack([each[path] for each in leaves]) for path in leaves[0]}
+        return to_tensordict(whole, tuple(whole["next", "done"].shape[: dims + 1]))
+    dim = 0 if join == 0 else dims - 1
+    whole = {path: torch.cat([each[path] for each in leaves], dim) for path in leaves[0]}
+    return to_tensordict(whole, tuple(whole["next", "done"].shape[:dims]))

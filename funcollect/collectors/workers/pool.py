@@ -1,0 +1,300 @@
+"""The workers of a collector: their calls, their deaths and hangs, over any transport."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import cloudpickle
+
+from funcollect.collectors.options import OnFailure
+from funcollect.collectors.workers.transport import Call, Transport, WorkerExited, WorkerHandle
+from funcollect.collectors.workers.worker import START, Failure, Job, Progress, RolloutReport
+from funcollect.errors import WorkerError
+
+_SLICE = 0.05  # seconds that one wait lasts at most: another thread may have read the answer
+_FAILURES_IN_A_ROW = 5  # of one worker, without a rollout in between
+_BACKOFF = 0.1  # seconds before the second restart in a row, doubled at each
+
+
+@dataclass(frozen=True)
+class FailurePolicy:
+    """How long a worker may take, and what then.
+
+    Attributes:
+        timeout: seconds of the reader's waiting within which a call has to be answered.
+        start_timeout: the same for a worker's start and its first rollout, which may compile.
+        on_failure: whether a worker that fails ends the run, or is replaced.
+    """
+
+    timeout: float
+    start_timeout: float
+    on_failure: OnFailure = "raise"
+
+
+@dataclass
+class WorkerRecord:
+    """A worker as the collector sees it."""
+
+    job: Job
+    handle: WorkerHandle
+    calls: deque[Call] = field(default_factory=deque)  # not answered yet, oldest first
+    first: Sequence[Call] = ()  # those with which it took another's place
+    progress: Progress = START
+    rollouts: int = 0  # of this process
+    failures: int = 0  # in a row
+    waited: float = 0.0  # seconds since its last answer
+    newcomer: bool = False  # not built yet, while the others are at work
+    retired: bool = False
+    busy: float = 0.0  # seconds spent collecting
+    idle: float = 0.0  # seconds between two rollouts
+
+
+class WorkerPool:
+    """Workers that answer calls.
+
+    Args:
+        jobs: one per worker.
+        patience: with those that fail.
+
+    Attributes:
+        restarts: workers that were replaced, those of workers included.
+        lost: frames of rollouts that were broken off with their worker.
+        waited: seconds that the reader has waited for workers.
+
+    Raises:
+        WorkerError: from every method that reads answers, for a worker that failed; all of them are gone then.
+    """
+
+    def __init__(self, transport: Transport, jobs: Sequence[Job], failure_policy: FailurePolicy) -> None:
+        self._transport = transport
+        self._failure_policy = failure_policy
+        self.lock = threading.RLock()
+        self.restarts = self.lost = 0
+        self.waited = 0.0
+        self.prepare: Callable[[int], Sequence[Call]] = lambda worker: ()  # for a worker that has been replaced
+        self.closed = self._started = False
+        self._checked = time.monotonic()
+        packed = [job.pack() for job in jobs]
+        self.records: list[WorkerRecord] = []
+        try:
+            for worker, (job, data) in enumerate(zip(jobs, packed, strict=True)):
+                self.records.append(WorkerRecord(job, transport.start(worker, data)))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def workers(self) -> list[int]:
+        """The indices of those at work."""
+        return [worker for worker, record in enumerate(self.records) if not record.retired]
+
+    def add(self, job: Job) -> int:
+        """Start another worker; its index. Until it is admitted, its failure is only its own calls' error."""
+        with self.lock:
+            worker = len(self.records)
+            self.records.append(WorkerRecord(job, self._transport.start(worker, job.pack()), newcomer=True))
+        return worker
+
+    def retire(self, worker: int) -> None:
+        """End a worker for good; what it has not answered is dropped."""
+        with self.lock:
+            record = self.records[worker]
+            record.retired = True
+            record.calls.clear()
+            self._transport.close([record.handle])
+
+    def call(self, worker: int, name: str, *args: Any) -> Call:
+        """Have a worker do something."""
+        return self.submit(Call(worker, name, args))
+
+    def submit(self, call: Call) -> Call:
+        """Send a call on its way."""
+        with self.lock:
+            record = self.records[call.worker]
+            if not record.calls:
+                record.waited = 0.0
+            record.calls.append(call)
+            record.handle.send(call)
+        return call
+
+    def call_all(self, name: str, *args: Any) -> list[Any]:
+        """Have every worker do the same; their answers."""
+        return self.finish([self.call(worker, name, *args) for worker in self.workers])
+
+    def begin(self) -> None:
+        """From here on workers that fail may be replaced, and waiting counts: all of them have been built."""
+        self._started, self.waited = True, 0.0
+        self.admit(self.workers)
+
+    def admit(self, workers: Sequence[int]) -> None:
+        """These have been built."""
+        for worker in workers:
+            self.records[worker].newcomer = False
+
+    def go_on_from(self, seed: int, all_progress: Sequence[Progress] | None = None) -> None:
+        """Where a worker begins that takes another's place: the run's seed, and how far each worker has come."""
+        with self.lock:
+            records = [record for record in self.records if not record.retired]
+            for record in records:
+                record.job = replace(record.job, seed=seed)
+            for record, progress in zip(records, all_progress or (), strict=all_progress is not None):
+                record.progress = progress
+
+    def finish(self, calls: Sequence[Call]) -> list[Any]:
+        """Wait for the answers to these calls; an error that one of them met is raised."""
+        while not all(call.done for call in calls):
+            self.wait()
+        for call in calls:
+            if call.error is not None:
+                raise call.error
+        return [call.value for call in calls]
+
+    def wait(self) -> None:
+        """Read the answers that are there; wait a little where there is none."""
+        if self.poll():
+            return
+        began = time.monotonic()
+        ready = self._transport.ready(self._asked, _SLICE)
+        self.waited += time.monotonic() - began
+        self.poll(ready)
+
+    @property
+    def _asked(self) -> dict[int, WorkerHandle]:
+        return {worker: record.handle for worker, record in enumerate(self.records) if record.calls}
+
+    def poll(self, ready: Iterable[int] | None = None) -> bool:
+        """Read the answers that are there, or of those among them who are `ready`: whether there was one."""
+        with self.lock:
+            try:
+                workers = self._transport.ready(self._asked, 0) if ready is None else ready
+                read = sum(map(self._read, workers))
+                if self._transport.patient:
+                    self._look_for_hangs()
+                return read > 0
+            except BaseException as error:
+                self.close()  # an answer may be lost between its reading and its call
+                if isinstance(error, OSError):
+                    raise WorkerError(
+                        f"the connection to a worker broke ({error!r}): build another collector"
+                    ) from error
+                raise
+
+    def _read(self, worker: int) -> bool:
+        """Read one answer of a worker: whether there was one. One at a time, so that none gets ahead of the others."""
+        record = self.records[worker]
+        if not record.calls or (answer := record.handle.receive()) is None:
+            return False
+        if isinstance(answer, WorkerExited):
+            self._fail(worker, answer.reason)
+            return True
+        call = next(call for call in record.calls if call.number == answer.number)
+        if not isinstance(failure := answer.value, Failure):
+            self._count(record, answer.value)
+            call.resolve(answer.value)
+        elif call.name in _CHECKED and isinstance(refusal := _loaded(failure.cause), (TypeError, ValueError)):
+            call.resolve(error=refusal)
+        else:
+            self._fail(worker, f"raised {failure.message}", failure.lane, failure.traceback, failure.cause)
+            return True
+        record.calls.remove(call)
+        return True
+
+    def _count(self, record: WorkerRecord, value: Any) -> None:
+        record.waited = 0.0
+        if isinstance(value, tuple) and isinstance(value[-1], RolloutReport):
+            report: RolloutReport = value[-1]
+            record.progress, record.failures = report.progress, 0
+            record.rollouts += 1
+            record.busy += report.seconds
+            record.idle += report.idle
+            self.restarts += report.restarts
+            self.lost += report.lost
+
+    def _look_for_hangs(self) -> None:
+        now = time.monotonic()
+        if (since := now - self._checked) < _SLICE:
+            return
+        self._checked = now
+        for worker, record in enumerate(self.records):
+            if not record.calls:
+                continue
+            limit = self._failure_policy.timeout if record.rollouts else self._failure_policy.start_timeout
+            record.waited += min(since, limit / 2)  # while the reader was away, a worker may have been, too
+            if record.waited > limit:
+                where = record.handle.where()
+                doing = f"has not answered {record.calls[0].name!r} for {limit:g} seconds"
+                name = "timeout" if record.rollouts else "start_timeout"
+                self._fail(worker, f"{doing} ({name}={limit:g}); its Python stack is below", None, where)
+
+    def _fail(
+        self, worker: int, what: str, lane: int | None = None, traceback: str = "", cause: bytes | None = None
+    ) -> None:
+        """Replace a worker, or end them all and raise."""
+        record = self.records[worker]
+        record.failures += 1
+        record.handle.kill()
+        restart = self._failure_policy.on_failure == "restart"
+        may_return = self._started and not self.closed and not record.newcomer
+        if restart and may_return and record.failures <= _FAILURES_IN_A_ROW:
+            self._replace(worker)
+            return
+        where = f"worker {worker}" if lane is None else f"worker {worker}, lane {lane}"
+        where += f" ({record.handle.label})" if record.handle.label else ""
+        mend = "look at its traceback" if traceback else "look at what it wrote on standard error"
+        again = f" {record.failures} times in a row" if restart and record.failures > 1 else ""
+        rest = "the others go on" if record.newcomer else "all workers are gone, so build another collector"
+        error = WorkerError(f"{where}: {what}{again}: {mend}; {rest}", worker, lane, traceback)
+        error.__cause__ = _loaded(cause)
+        if not record.newcomer:
+            self.close()
+            raise error
+        for call in [*record.calls]:
+            call.resolve(error=error)
+        self.retire(worker)
+
+    def _replace(self, worker: int) -> None:
+        """Another process that goes on from where the lost one's answers end, with all that it did not answer."""
+        record = self.records[worker]
+        if record.failures > 1:
+            time.sleep(_BACKOFF * 2 ** (record.failures - 2))
+        self.restarts += 1
+        own = {call.number for call in record.first}
+        pending = [call for call in record.calls if not call.done and call.number not in own]
+        if any(call.name == "collect" for call in pending):
+            self.lost += (
+                record.progress.frames // max(record.progress.batches, 1) or record.job.options.frames_per_batch
+            )
+        job = replace(record.job, progress=record.progress)
+        record.handle = self._transport.start(worker, job.pack())
+        record.calls.clear()
+        record.rollouts, record.waited = 0, 0.0
+        record.first = [Call(worker, "describe"), *self.prepare(worker)]
+        for call in [*record.first, *pending]:
+            if not call.done:
+                self.submit(call)
+
+    def close(self) -> None:
+        """End every worker. Does nothing the second time."""
+        with self.lock:
+            if not self.closed:
+                self.closed = True
+                self._transport.close([self.records[worker].handle for worker in self.workers])
+                self._transport.leave()
+
+
+_CHECKED = ("reset", "set_seed", "load_state_dict", "take_params")
+
+
+def _loaded(cause: bytes | None) -> BaseException | None:
+    if cause is None:
+        return None
+    try:
+        error = cloudpickle.loads(cause)
+    except Exception:
+        return None
+    return error if isinstance(error, BaseException) else None

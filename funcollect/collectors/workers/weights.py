@@ -1,0 +1,205 @@
+"""Weights on their way to the workers: each gets the latest ones, whole, and none waits for another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from funcollect.collectors.workers.pool import WorkerPool
+from funcollect.collectors.workers.transport import Call, WeightStore
+from funcollect.policies.torch_backed import TorchBacked
+
+
+@dataclass(frozen=True, eq=False)
+class WeightsVersion:
+    """One update: weights in a slot of the store, or parameters that travel in the call itself.
+
+    Attributes:
+        number: the policy's version.
+        slot: of the weight store.
+        params: what travels in the call; None for the policy's own.
+        loaded: whether these were the policy's own weights when they were saved, and are to be that again.
+    """
+
+    number: int
+    slot: int | None = None
+    params: Any = None
+    loaded: bool = False
+
+
+class Weights:
+    """What each worker acts with, and is to act with.
+
+    A worker copies weights before it acts with them, and is told of later ones only then. So a tight loop of updates
+    needs no more slots than one per worker, one for the latest and one to write, and no one waits.
+
+    Args:
+        policy: whose parameters they are: a `Policy` or a module; None where the workers build their own.
+
+    Attributes:
+        version: of the latest update.
+        own: whether that was the policy's own weights.
+    """
+
+    def __init__(self, pool: WorkerPool, weight_store: WeightStore, policy: Any) -> None:
+        self._pool = pool
+        self._weight_store = weight_store
+        self._policy = TorchBacked(policy) if isinstance(policy, nn.Module) else policy
+        self.version = 0
+        self.own = True
+        self._refusal: BaseException | None = None  # a worker's; it keeps the weights before
+        self._latest: WeightsVersion | None = None
+        count = len(pool.records)
+        self._wanted: list[WeightsVersion | None] = [None] * count
+        self._under_way: list[tuple[WeightsVersion, Call] | None] = [None] * count
+        self._taken: list[WeightsVersion | None] = [None] * count
+
+    def update(self, params: Any, workers: Sequence[int]) -> None:
+        """Have these workers act with `params` as they are now, or for None with the policy's own.
+
+        Raises:
+            ValueError: for parameters that do not fit the policy.
+        """
+        weights = self._named(params)
+        with self._pool.lock:
+            slot = None if weights is None else self._write(weights, workers)
+            self.version, self.own = self.version + 1, params is None
+            version = WeightsVersion(
+                self.version, slot, self._weight_store.encode_params(params) if slot is None else None
+            )
+            self._latest = version
+            for worker in workers:
+                self._wanted[worker] = version
+        self.send()
+        if slot is None and params is not None:  # only the workers can tell whether it fits
+            while any(self._under_way[worker] is not None for worker in workers):
+                self._pool.wait()
+                self.send()
+            refusal, self._refusal = self._refusal, None
+            if refusal is not None:
+                raise refusal
+
+    def _named(self, params: Any) -> Mapping[str, Tensor] | None:
+        """The weights by name; None where the policy has none of its own here."""
+        if not hasattr(self._policy, "load"):
+            return None
+        if params is not None:
+            self._policy.prepare(params)
+        return self._policy.state_dict(params) or None
+
+    def _write(self, weights: Mapping[str, Tensor], workers: Sequence[int]) -> int:
+        while (slot := self._weight_store.put(weights, self._slots_in_use(workers))) is None:
+            self._pool.wait()  # updates of single workers may need more slots than there are
+        return slot
+
+    def _slots_in_use(self, workers: Sequence[int]) -> set[int]:
+        """Those that may still be read, once these workers want others."""
+        wanted = [version for worker, version in enumerate(self._wanted) if worker not in workers]
+        under_way = [each[0] for each in self._under_way if each is not None and not each[1].done]
+        some = len(workers) < len(self._pool.workers)
+        kept = [*wanted, *under_way, *((*self._wanted, self._latest) if some else ())]
+        return {version.slot for version in kept if version is not None and version.slot is not None}
+
+    def send(self) -> None:
+        """Tell every worker of the latest weights that has taken the ones before."""
+        with self._pool.lock:
+            for worker, wanted in enumerate(self._wanted):
+                sent = self._under_way[worker]
+                if sent is not None and sent[1].done:
+                    self._under_way[worker] = None
+                    self._took(worker, *sent)
+                    sent = None
+                if sent is None and wanted is not None and wanted is not self._taken[worker]:
+                    self._under_way[worker] = (wanted, self._pool.submit(self._call(worker, wanted)))
+
+    def _took(self, worker: int, version: WeightsVersion, call: Call) -> None:
+        if call.error is None:
+            self._taken[worker] = version
+            return
+        if self._wanted[worker] is version:
+            self._wanted[worker] = self._taken[worker]
+        self._refusal = call.error
+
+    def _call(self, worker: int, version: WeightsVersion) -> Call:
+        if version.slot is not None:
+            return self._weight_store.call(worker, version.slot, version.number)
+        return Call(worker, "adopt" if version.loaded else "take_params", (version.params, version.number))
+
+    def join(self, worker: int) -> None:
+        """Have a worker that comes after the others act with the latest weights, too."""
+        with self._pool.lock:
+            for column in (self._wanted, self._under_way, self._taken):
+                column.extend([None] * (worker + 1 - len(column)))
+            self._wanted[worker] = self._latest
+        self.send()
+
+    def leave(self, worker: int) -> None:
+        """Forget a worker."""
+        with self._pool.lock:
+            self._wanted[worker] = self._under_way[worker] = self._taken[worker] = None
+
+    def flush(self) -> None:
+        """Return once every worker has been told of the latest weights: what it is told next, it does with them."""
+        self.send()
+        for worker, wanted in enumerate(self._wanted):
+            while (sent := self._under_way[worker]) is not None and sent[0] is not wanted:
+                self._pool.finish([sent[1]])
+                self.send()
+
+    def restarted(self, worker: int) -> Sequence[Call]:
+        """What a worker that has been replaced is told first: the latest weights."""
+        self._weight_store.restarted(worker)
+        if (sent := self._under_way[worker]) is not None:
+            sent[1].resolve()  # nobody will answer it
+        wanted = self._wanted[worker]
+        if wanted is None:
+            return ()
+        call = self._call(worker, wanted)
+        self._under_way[worker] = (wanted, call)
+        return (call,)
+
+    def go_on_from(self, version: int, saved: Mapping[int, Mapping[str, Any]], *, own: bool) -> None:
+        """Take over what was saved of every worker, and what they have loaded; all that they were told is done."""
+        self.version, self.own = version, own
+        here = hasattr(self._policy, "load")
+        self._under_way = [None] * len(self._wanted)
+        self._wanted = [None] * len(self._wanted)
+        for worker, state in saved.items():
+            if weights := state["policy_state_dict"]:
+                self._wanted[worker] = self._saved_version(worker, state, weights, here=here)
+        self._taken = list(self._wanted)
+        newest = max(saved, key=lambda worker: int(saved[worker]["policy_version"]))
+        self._latest = self._wanted[newest]
+        if own and here and (weights := saved[newest]["policy_state_dict"]):
+            self._policy.load(weights)
+
+    def _saved_version(self, worker: int, state: Mapping[str, Any], weights: Any, *, here: bool) -> WeightsVersion:
+        number = state["policy_version"]
+        if not here:
+            return WeightsVersion(number, params=weights, loaded=state["own_weights"])
+        for other in self._wanted[:worker]:
+            if other is not None and other.number == number:
+                return other
+        with self._pool.lock:
+            return WeightsVersion(number, self._write(weights, [worker]))
+
+    def publish(self, params: Any, version: int) -> None:
+        """`update` for all workers, under a number of somebody else's."""
+        self.version = version - 1
+        self.update(params, self._pool.workers)
+
+    def adopt(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Have all workers act with these as the policy's own, under a number of somebody else's."""
+        if hasattr(self._policy, "load"):
+            self._policy.load(weights)
+            self.publish(None, version)
+            return
+        self.version, self.own = version, True
+        self._latest = WeightsVersion(version, params=weights, loaded=True)
+        with self._pool.lock:
+            for worker in self._pool.workers:
+                self._wanted[worker] = self._latest
+        self.send()

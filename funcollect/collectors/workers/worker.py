@@ -1,0 +1,230 @@
+"""One worker: the lanes that it owns, and what it is asked for. Every transport runs this."""
+
+from __future__ import annotations
+
+import re
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cloudpickle
+import numpy as np
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from funcollect.collectors.options import Options
+from funcollect.collectors.runner import Runner, Shard
+from funcollect.collectors.source import RunnerSpec
+from funcollect.core.request import NOWHERE, Columns
+from funcollect.errors import EnvError
+from funcollect.specs import ActionSpec, Leaf
+
+
+class Progress(NamedTuple):
+    """How far a worker has come, which a worker that takes its place goes on from."""
+
+    steps: int = 0  # of every lane
+    episode: int = -1  # the highest number of an episode that has begun
+    batches: int = 0
+    frames: int = 0
+
+
+START = Progress()
+_SAVED = ("workers", "frames", "iter", "policy_version", "own_weights")
+
+
+def progress_of(state_dict: Mapping[str, Any]) -> Progress:
+    """Where a worker stands that has loaded this."""
+    runners = runners_of(state_dict)
+    episode = max(int(each["episode"].max()) for each in runners)
+    steps = max(each["steps"] for each in runners)
+    return Progress(steps, episode, max(state_dict["iter"], 1), state_dict["frames"])
+
+
+def saved_workers(state_dict: Any, count: int) -> list[Mapping[str, Any]]:
+    """The states of so many workers in that of their collector.
+
+    Raises:
+        TypeError, ValueError: for what is none of as many workers.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict is {type(state_dict).__name__}, expected a dict: pass what state_dict gave")
+    if missing := [name for name in _SAVED if name not in state_dict]:
+        raise ValueError(f"the state_dict lacks {missing}: pass what state_dict of such a collector gave")
+    saved = runners_of(state_dict)
+    if len(saved) != count:
+        raise ValueError(f"the state_dict has {len(saved)} workers, this collector {count}: build it with as many")
+    return saved
+
+
+def runners_of(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The states of a worker's runners: its own one, or those of the workers that it has itself."""
+    workers: Mapping[str, Mapping[str, Any]] | None = state_dict.get("workers")
+    return [state_dict] if workers is None else [workers[name] for name in sorted(workers, key=int)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What makes a worker; travels by cloudpickle.
+
+    Attributes:
+        seed: of the run, the same for all workers.
+        shard: which lanes are its own.
+        stand: from where it goes on.
+    """
+
+    source: RunnerSpec
+    options: Options
+    seed: int
+    shard: Shard
+    progress: Progress = START
+
+    def runner(self) -> Runner:
+        """The lanes themselves."""
+        return Runner(self.source, self.options, seed=self.seed, shard=self.shard)
+
+    def pack(self) -> bytes:
+        """As bytes, by value: functions of a notebook or a script, too.
+
+        Raises:
+            TypeError: for an environment or a policy that cannot be sent.
+        """
+        try:
+            packed: bytes = cloudpickle.dumps(self)
+        except Exception as error:
+            raise TypeError(
+                f"worker {self.shard.index}: its environment, policy or postproc cannot be sent to a worker "
+                f"({error!r:.200}): pass functions that build them, create_env_fn and policy_factory"
+            ) from error
+        return packed
+
+
+class WorkerInfo(NamedTuple):
+    """What a worker tells of itself once it has been built."""
+
+    num_envs: int | None
+    length: int  # T
+    leaves: tuple[Leaf, ...]
+    action: ActionSpec
+    label: str
+    lanes: int  # of the worker: P, or those of all its own workers
+    frames: int  # of each of its batches
+
+
+class RolloutReport(NamedTuple):
+    """What a worker tells with each rollout."""
+
+    progress: Progress
+    version: int  # of the weights that acted
+    seconds: float  # spent collecting
+    idle: float  # seconds between the last rollout and this one
+    restarts: int = 0  # of its own workers since then, where it has some
+    lost: int = 0  # frames with them
+
+    def packed(self) -> tuple[Any, ...]:
+        """As plain tuples: a class by name costs the reader more to unpickle than all numbers."""
+        return (tuple(self.progress), *self[1:])
+
+    @classmethod
+    def unpacked(cls, figures: Sequence[Any]) -> RolloutReport:
+        """The inverse of `packed`."""
+        progress, *others = figures
+        return cls(Progress(*progress), *others)
+
+
+class Failure(NamedTuple):
+    """An exception in a worker."""
+
+    message: str
+    traceback: str
+    lane: int | None
+    cause: bytes | None  # the exception itself, pickled, where it can be
+
+
+class Worker:
+    """A runner at the disposal of a collector. Each public method answers one call."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._runner = job.runner()
+        self._batches, self._frames = job.progress.batches, job.progress.frames
+        if job.progress.batches:
+            self.go_on(job.progress)
+        self._ended = time.monotonic()
+
+    def describe(self) -> WorkerInfo:
+        """What the collector has to know."""
+        env = self._runner.env
+        lanes = env.num_envs or 1
+        frames = self._runner.length * lanes
+        return WorkerInfo(
+            env.num_envs, self._runner.length, env.observation_leaves, env.action_spec, repr(env), lanes, frames
+        )
+
+    def collect(self, columns: Columns = NOWHERE) -> tuple[TensorDictBase, RolloutReport]:
+        """One rollout, recorded into `columns` as far as they fit."""
+        began = time.monotonic()
+        idle = began - self._ended
+        batch = self._rollout(columns)
+        self._ended = time.monotonic()
+        self._batches += 1
+        self._frames += batch.numel()
+        state = self._runner.state
+        progress = Progress(state.steps_made, int(np.asarray(state.episode).max()), self._batches, self._frames)
+        return batch, RolloutReport(progress, int(state.policy_version), self._ended - began, idle)
+
+    def _rollout(self, columns: Columns) -> TensorDictBase:
+        self._runner.begin_batch()
+        return self._runner.record(columns)
+
+    def go_on(self, progress: Progress) -> None:
+        """Begin new episodes as if this worker had come so far."""
+        self._runner.go_on(steps=progress.steps, episode=progress.episode)
+
+    def adopt(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Copy weights, named as the policy's `state_dict` names them; act with them from now on."""
+        self._runner.policy.load(dict(weights))  # type: ignore[attr-defined]
+        self._runner.count_as(None, version)
+
+    def take_params(self, params: Any, version: int) -> None:
+        """Act with `params` from now on; None for the policy's own."""
+        if params is not None:
+            self._runner.policy.prepare(params)
+        self._runner.count_as(params, version)
+
+    def reset(self, mask: Tensor | None) -> None:
+        """Begin new episodes in the lanes of `mask` [P], or in all."""
+        self._runner.reset(mask)
+
+    def set_seed(self, seed: int) -> None:
+        """Begin new episodes, seeded by `seed`."""
+        self._runner.set_seed(seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs."""
+        return self._runner.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        self._runner.load_state_dict(state_dict)
+
+    def close(self) -> None:
+        """Free the simulators."""
+        self._runner.shutdown()
+
+    def failure(self, error: BaseException) -> Failure:
+        """How the collector is told of an exception that was raised here."""
+        return failure_of(error, self._job.shard.index * (self._runner.env.num_envs or 1))
+
+
+def failure_of(error: BaseException, first_lane: int | None = None) -> Failure:
+    """An exception as it travels. A lane that an `EnvError` names is counted over all workers."""
+    try:
+        cause: bytes | None = cloudpickle.dumps(error)
+    except Exception:
+        cause = None
+    named = re.match(r"lanes? \[?(\d+)", str(error)) if isinstance(error, EnvError) else None
+    lane = first_lane + int(named[1]) if named and first_lane is not None else None
+    return Failure(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)), lane, cause)

@@ -1,0 +1,178 @@
+"""What will run, and why: for a person to read before the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from funcollect.core.api import check_pair
+from funcollect.core.routes import Route, route_of
+from funcollect.faulty_fusions import avoid_faulty_fusions
+from funcollect.interop.jax_setup import dispatch_note
+from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
+from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
+from funcollect.specs import Env, Policy
+
+_SEEDING = {
+    "episode": "each episode starts from a seed of its own, so data do not depend on how a run is cut into batches",
+    "lane": (
+        "each lane is seeded once, and its later episodes follow from the simulator's own generator: data depend on "
+        "every step and reset since, not on how a run is cut into batches"
+    ),
+    "run": (
+        "all lanes are seeded together, when the simulators are built, and their later episodes follow from that: data "
+        "depend on every step and reset since, not on how a run is cut into batches"
+    ),
+}
+_FORKING = {
+    "replay": "the environment is rebuilt and the episode replayed",
+    "snapshot": "the environment is rebuilt, takes an earlier snapshot of the simulator, and repeats the steps since",
+    "none": "not to be had: the simulators can neither be replayed from a seed nor give a snapshot",
+}
+_NOISE = {
+    None: "the policy draws none ahead; Torch's global generator is run from the state's key and put back",
+    "key": "one JAX key per step, drawn ahead from the state's key by Philox",
+}
+_FUSED_NOISE = "drawn at each step by JAX's own generator, from the state's key, the step and the first lane's id"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How an environment and a policy run together; `str` gives one line per field.
+
+    Attributes:
+        env, policy: what was given.
+        loop: which loop runs.
+        why: what decides that.
+        copies: what is copied on the way.
+        seeding: how the environment is seeded, and what that guarantees.
+        noise: where the policy's randomness comes from.
+        forking: how `fork` copies a state.
+        caution: a fault of the installed jaxlib and its mend; not printed if there is none or JAX is not used.
+    """
+
+    env: str
+    policy: str
+    loop: str
+    why: str
+    copies: str
+    seeding: str
+    noise: str
+    forking: str
+    caution: str = ""
+
+    def __str__(self) -> str:
+        shown = [field.name for field in fields(self) if getattr(self, field.name)]
+        width = max(map(len, shown))
+        return "\n".join(f"{name:<{width}}  {getattr(self, name)}" for name in shown)
+
+
+def explain(env: Env, policy: Policy) -> Plan:
+    """Which loop runs for this pair and why, what is copied, how it is seeded.
+
+    Raises:
+        TypeError: for something that is no environment or no policy.
+        ValueError: for a policy that does not suit the environment's spaces.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=8)
+    >>> explain(env, fc.random_policy(env)).loop
+    'host'
+    """
+    check_pair(env, policy)
+    route = route_of(env, policy)
+    noise = policy.noise(env.action_spec)
+    kind = None if noise is None else noise.kind
+    return Plan(
+        env=f"{env!r}, {_lanes(env)}",
+        policy=_describe(policy),
+        loop=route.loop,
+        why=_why(env, route),
+        copies=_copies(env, route),
+        seeding=f"{env.seeding}: {_SEEDING[env.seeding]}",
+        noise=_FUSED_NOISE
+        if route.loop == "fused" and (kind or not isinstance(route.policy, CallbackPolicy))
+        else _NOISE.get(kind, f"{kind} noise, drawn ahead for a whole rollout from the state's key by Philox"),
+        forking=_forking(env),
+        caution=avoid_faulty_fusions() if "jax" in (env.backend, route.policy.backend) else "",
+    )
+
+
+def _forking(env: Env) -> str:
+    if env.backend != "host":
+        return "states are values: a fork is the state itself"
+    return _FORKING[env.forking]  # type: ignore[attr-defined]
+
+
+def _lanes(env: Env) -> str:
+    return "one environment without a batch dimension" if env.num_envs is None else f"a batch of {env.num_envs}"
+
+
+def _describe(policy: Policy) -> str:
+    head = getattr(policy, "head", None)
+    name = type(policy).__name__ if head is None else f"{type(policy).__name__} with the head {head.name}"
+    compiler = getattr(policy, "compiler", None)
+    return f"{name} ({policy.backend}{f', compiled by {compiler}' if compiler else ''})"
+
+
+def _why(env: Env, route: Route) -> str:
+    if env.backend == "jax":
+        return "; ".join((_why_jax(route), *route.refusals))
+    where = {
+        "host": "the environment lives in simulators on the host",
+        "torch": "the environment is written in Torch and steps all lanes at once",
+    }[env.backend]
+    if route.policy.backend == "torch":
+        return f"{where}; the policy is one call per step for all lanes"
+    if isinstance(route.policy, LoweredPolicy):
+        where += "; the policy's module is lowered to JAX"
+    if getattr(env, "device", None) not in (None, torch.device("cpu")):
+        return f"{where}; the policy is one jitted call per step, DLPack each way"
+    return f"{where}; the policy is one jitted call per step, its outputs read back as one array; {dispatch_note()}"
+
+
+def _why_jax(route: Route) -> str:
+    if route.loop == "crossing":
+        return (
+            "the environment is a JAX function, the policy runs in Torch; each step is one call of the policy and one "
+            f"compiled call of the environment, which writes its columns in place; {dispatch_note()}"
+        )
+    if isinstance(route.policy, LoweredPolicy):
+        return (
+            "the environment is a JAX function, and the policy's module is lowered to one (its torch.export graph in "
+            "jax.numpy), so all steps are one compiled loop"
+        )
+    if isinstance(route.policy, CallbackPolicy):
+        return (
+            "the environment is a JAX function; all steps are one compiled loop, which calls the policy's module in "
+            "Torch on its own buffers (jax.experimental.buffer_callback)"
+        )
+    both = "environment and policy are both JAX functions"
+    drawn = "the environment is a JAX function, and JAX draws the random actions"
+    return f"{both if route.policy.backend == 'jax' else drawn}, so all steps are one compiled loop"
+
+
+def _copies(env: Env, route: Route) -> str:
+    policy = route.policy
+    columns = "the loop writes the batch's own columns, which Torch takes over by DLPack"
+    if isinstance(policy, LoweredPolicy):
+        columns = columns if route.loop == "fused" else "each observation once, into the batch"
+        return f"parameters and buffers into JAX's layout, at every rollout; {columns}"
+    if isinstance(policy, CallbackPolicy):
+        return f"each observation to where the module reads it, and its answer into the loop; {columns}"
+    if route.loop == "fused":
+        return f"nothing: {columns}"
+    home: Any = getattr(policy, "run_device", None)
+    place = getattr(env, "device", None) or "cpu"
+    parts = ["each observation once, into the batch"]
+    if route.loop == "crossing":
+        parts = ["each observation into the columns, and to where the policy reads it; each action to the environment"]
+    if home is not None and str(home) != str(place):
+        parts.append(f"each observation to {home} and each action back, at every step")
+    if getattr(policy, "device", None) is not None:
+        parts.append("parameters to the policy's device, at every rollout, where they are elsewhere")
+    else:
+        parts.append("no parameters")
+    return "; ".join(parts)

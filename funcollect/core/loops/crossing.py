@@ -1,0 +1,165 @@
+"""The loop over a JAX environment with a policy that runs in Torch: one compiled call per step, DLPack between.
+
+The environment's state and the columns stay in JAX and are updated in place: they are donated at each step, so they are
+exported only after the last one. What a step shows the policy is an array of its own, read into memory that stays.
+
+On an accelerator nothing here waits for the device. DLPack orders a reader after the writer; a step's observation and
+its action are held until the next step is under way, which is ordered after their last use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import optree
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from funcollect.core.loops.fused import FLAGS, bucket, place_of, to_batch
+from funcollect.core.request import Request, open_actor
+from funcollect.core.state import CollectorState
+from funcollect.core.traced_step.batch import cast, dtypes_of, widen
+from funcollect.core.traced_step.keys import RunKeys, run_keys
+from funcollect.core.traced_step.step import Row, StepConfig, step
+from funcollect.envs.jax_envs.jax_env import JaxEnv
+from funcollect.interop.bridge import jax_view, torch_view
+from funcollect.interop.jax_setup import compiled, import_jax
+from funcollect.interop.memory import fixed
+from funcollect.policies.actors.actor import Actor
+from funcollect.policies.actors.checks import check_apart
+from funcollect.policies.random_policy import RandomPolicy
+from funcollect.specs import ActionSpec, Policy, assemble
+from funcollect.tree import Path
+
+
+def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
+    """`rollout` for a JAX environment and a Torch policy."""
+    loop = _CrossingLoop(env, state, request)
+    actor = open_actor(env, policy, _on_host(state), request, loop.observation)
+    carried = getattr(state.policy_state, "recurrent", state.policy_state)
+    remembers = bool(optree.tree_leaves(carried)) or getattr(policy, "reads_init", False)
+    with actor.running():
+        for t in range(request.length):
+            loop.step(t, actor.act(t))
+            if remembers:
+                loop.restart(actor)
+        policy_state, outputs = actor.finish()
+    after = loop.state.replace(policy_state=policy_state)
+    check_apart(outputs, state.observation)
+    return after, to_batch(env, cast(loop.leaves(), dtypes_of(env)), outputs)
+
+
+def _on_host(state: CollectorState) -> CollectorState:
+    """The same state as a Torch policy's actor reads it: an integer count, a NumPy key, tensors."""
+    return state.replace(
+        key=np.asarray(state.key),
+        lane=torch_view(state.lane).cpu(),
+        step=torch_view(state.step).cpu(),
+        steps=state.steps_made,
+    )
+
+
+class _CrossingLoop:
+    """The environment's state, the columns, and what the policy reads."""
+
+    def __init__(self, env: JaxEnv, state: CollectorState, request: Request) -> None:
+        config = StepConfig(
+            env=env,
+            policy=RandomPolicy(env.action_spec),  # stands in for one without a state
+            answer=_given_action,
+            max_frames_per_traj=request.max_frames_per_traj,
+            random_steps=0,  # the actor sees to these
+            reset_when_done=request.reset_when_done,
+        )
+        which = (state.num_lanes, request.max_frames_per_traj, request.reset_when_done)
+        capacity = bucket(request.length)
+        place = place_of(state)
+        begin = compiled(env, ("crossing", capacity, *which), partial(_begin, config, capacity), place=place)
+        self._advance = compiled(env, ("crossing", *which), partial(_advance, config), donate_argnums=(0, 1))
+        self.state: CollectorState
+        self.state, self._columns, self._keys = begin(state.replace(policy_state=None))
+        self._request = request
+        dtypes = dtypes_of(env)
+        self._root = {path: fixed(torch_view(value).to(dtypes[path])) for path, value in state.observation.items()}
+        self.observation = assemble(env.observation_space, self._root)
+        self._on_cpu = all(root.device.type == "cpu" for root in self._root.values())
+        self._into_jax = _crosser(env.action_spec, next(iter(state.observation.values())).device)
+        self._held: Any = None
+
+    def step(self, t: int, action: Any) -> None:
+        """Advance all lanes, record the step, and bring its observation to where the policy reads it."""
+        crossed = self._into_jax(action)
+        self.state, self._columns, root, fresh = self._advance(
+            self.state, self._columns, self._keys, np.int32(t), crossed
+        )
+        self._fresh = fresh
+        for path, value in root.items():
+            if self._on_cpu:
+                self._root[path].numpy()[...] = np.asarray(value)
+            else:
+                self._root[path].copy_(torch_view(value))
+        self._held = (root, crossed)
+
+    def restart(self, actor: Actor) -> None:
+        """Tell the actor which lanes began another episode."""
+        fresh = torch_view(self._fresh)
+        if not self._on_cpu or bool(fresh.any()):
+            actor.restart(fresh)
+
+    def leaves(self) -> dict[Path, Tensor]:
+        """The columns, each [T, P, ...]; JAX does not write them any more."""
+        return {path: torch_view(column)[: self._request.length] for path, column in self._columns.items()}
+
+
+def _given_action(action: Any, policy_state: Any, observation: Any, key: Any) -> tuple[Any, dict[str, Any]]:
+    """The policy of the traced step: its parameters are the action that Torch chose."""
+    return policy_state, {"action": action}
+
+
+def _row(config: StepConfig, action: Any, state: CollectorState, keys: RunKeys) -> tuple[CollectorState, Row]:
+    after, recorded = step(config, action, state, keys)
+    recorded = widen(recorded, dtypes=dtypes_of(config.env), total_lanes=state.total_lanes)
+    dropped = [("action",), *(FLAGS if config.reset_when_done else [])]  # the actor records what the policy answered
+    return after, {path: value for path, value in recorded.items() if path not in dropped}
+
+
+def _begin(config: StepConfig, capacity: int, state: CollectorState) -> tuple[CollectorState, Row, RunKeys]:
+    """A copy of the state, which may be donated, empty columns, and the keys of the run."""
+    jax = import_jax()
+    jnp = jax.numpy
+    spec = config.env.action_spec
+    action = jax.ShapeDtypeStruct((state.num_lanes, *spec.shape), _jax_dtype(spec))
+    keys = run_keys(state.key, state.lane)
+    _, shapes = jax.eval_shape(partial(_row, config), action, state, keys)
+    columns = {path: jnp.zeros((capacity, *leaf.shape), leaf.dtype) for path, leaf in shapes.items()}
+    return jax.tree.map(jnp.copy, state), columns, keys
+
+
+def _advance(config: StepConfig, state: CollectorState, columns: Row, keys: RunKeys, t: Any, action: Any) -> Any:
+    """The next state, the columns with the step in row `t`, the next root, and which lanes are at its beginning."""
+    write = import_jax().lax.dynamic_update_index_in_dim
+    after, row = _row(config, action.astype(_jax_dtype(config.env.action_spec)), state, keys)
+    columns = {path: write(column, row[path], t, 0) for path, column in columns.items()}
+    fresh = row[("next", "done")] if config.reset_when_done else import_jax().numpy.zeros_like(after.terminated)
+    return after, columns, after.observation, fresh
+
+
+def _jax_dtype(spec: ActionSpec) -> Any:
+    return import_jax().dtypes.canonicalize_dtype(spec.space.dtype if not spec.one_hot else np.int64)
+
+
+def _crosser(spec: ActionSpec, device: Any) -> Callable[[Any], Any]:
+    """What brings an action [P, ...] to the environment's device.
+
+    On the CPU a NumPy view, as an argument of the compiled call, is the cheapest way; the call has read it by the time
+    its observation is there.
+    """
+    if device.platform == "cpu":
+        return lambda action: torch.as_tensor(action).detach().cpu().to(spec.dtype).numpy()
+    narrow = torch.int32 if spec.dtype == torch.int64 else spec.dtype
+    place = torch_view(import_jax().numpy.zeros((), device=device)).device
+    return lambda action: jax_view(torch.as_tensor(action).detach().to(place, narrow))

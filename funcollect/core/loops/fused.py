@@ -1,0 +1,123 @@
+"""The loop over a JAX environment with a policy that can be traced: one compiled call per rollout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from funcollect.core.request import Request
+from funcollect.core.state import CollectorState
+from funcollect.core.traced_step.batch import as_batch, cast, dtypes_of, widen
+from funcollect.core.traced_step.keys import run_keys
+from funcollect.core.traced_step.step import Row, StepConfig, make_step_config, step
+from funcollect.envs.host.host_env import check_rewards
+from funcollect.envs.jax_envs.jax_env import JaxEnv
+from funcollect.interop import words
+from funcollect.interop.bridge import torch_view
+from funcollect.interop.device_memory import naming_memory
+from funcollect.interop.jax_setup import compiled, import_jax
+from funcollect.policies.actors.checks import finish_columns
+from funcollect.policies.jax_functions.program import PROBE
+from funcollect.specs import Policy
+from funcollect.tree import Path
+
+FLAGS = [("terminated",), ("truncated",), ("done",)]
+_CONSTANT = [("collector", "lane"), ("collector", "policy_version")]
+
+
+def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
+    """`rollout` for a JAX environment."""
+    loop = program(env, policy, state, request)
+    with naming_memory(f"a rollout of {request.length:,} steps of {state.num_lanes:,} environments"):
+        after, columns = loop(policy.prepare(request.params), state, request.length)
+        leaves = {path: torch_view(column) for path, column in columns.items()}
+        if bucket(request.length) > request.length:
+            leaves = {path: leaf[: request.length] for path, leaf in leaves.items()}
+        return after, batch_of(env, policy, state, cast(leaves, dtypes_of(env)))
+
+
+def bucket(length: int) -> int:
+    """The rows that are reserved for `length`: lengths within an eighth share a compiled program.
+
+    >>> [bucket(length) for length in (1, 7, 64, 100, 2000)]
+    [1, 7, 64, 104, 2048]
+    """
+    grain = 1 << max(length.bit_length() - 4, 0)
+    return -(-length // grain) * grain
+
+
+def program(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Callable[..., Any]:
+    """The compiled loop: one for what is static in a request."""
+    capacity = bucket(request.length)
+    config = make_step_config(env, policy, state.num_lanes, request)
+    limits = (config.max_frames_per_traj, config.random_steps, config.reset_when_done)
+    which = ("rollout", env, state.num_lanes, capacity, request.exploration_type, *limits)
+    return compiled(policy, which, partial(_loop, config, capacity), place=place_of(state))
+
+
+def place_of(state: CollectorState) -> Any:
+    """The sharding of a state, all of which lies on one device.
+
+    Raises:
+        ValueError: for one on several, which Torch cannot read.
+    """
+    place = state.lane.sharding  # type: ignore[attr-defined]  # an array of JAX here
+    if len(place.device_set) > 1:
+        raise ValueError(
+            f"the state lies on {len(place.device_set)} devices, expected one: call funcollect.traced.rollout in your "
+            "own shard_map and funcollect.deliver on what it returns, or gather the state with jax.device_put"
+        )
+    return place
+
+
+def _loop(config: StepConfig, capacity: int, params: Any, state: CollectorState, length: Any) -> Any:
+    """The trip count is traced: XLA treats a loop of one step otherwise, and would round it otherwise."""
+    jax = import_jax()
+    jnp = jax.numpy
+
+    keys = run_keys(state.key, state.lane)
+
+    def row(state: CollectorState) -> tuple[CollectorState, Row]:
+        after, recorded = step(config, params, state, keys)
+        recorded = widen(recorded, dtypes=dtypes_of(config.env), total_lanes=state.total_lanes)
+        return after, {path: value for path, value in recorded.items() if path not in dropped}
+
+    def body(t: Any, carry: tuple[CollectorState, Row]) -> tuple[CollectorState, Row]:
+        state, columns = carry
+        state, recorded = row(state)
+        write = jax.lax.dynamic_update_index_in_dim
+        return state, {path: write(columns[path], recorded[path], t, 0) for path in columns}
+
+    dropped = FLAGS if config.reset_when_done else []
+    _, first = jax.eval_shape(row, state)
+    shapes = {path: (capacity, *leaf.shape) for path, leaf in first.items()}
+    columns = {path: jnp.zeros(shape, first[path].dtype) for path, shape in shapes.items() if path not in _CONSTANT}
+    after, columns = jax.lax.fori_loop(0, length, body, (state, columns))
+    every_row = {path: words.int64(getattr(state, path[-1])) for path in _CONSTANT}
+    return after, columns | {path: jnp.broadcast_to(value, shapes[path]) for path, value in every_row.items()}
+
+
+def batch_of(env: JaxEnv, policy: Policy, state: CollectorState, leaves: dict[Path, Tensor]) -> TensorDict:
+    """The batch of columns [T, P, ...], checked."""
+    names = [path for path in leaves if len(path) == 1 and path not in FLAGS and path not in state.observation]
+    chosen = getattr(policy, "head", None) is not None
+    columns: dict[Path, Tensor] = {path: leaves.pop(path) for path in names}
+    outputs = finish_columns(columns, env.action_spec, chosen=chosen, ties=getattr(policy, "ties", False))
+    outputs.pop((PROBE,), None)
+    return to_batch(env, leaves, outputs)
+
+
+def to_batch(env: JaxEnv, leaves: dict[Path, Tensor], outputs: dict[Path, Tensor]) -> TensorDict:
+    """The batch of an environment's columns [T, P, ...], whose rewards are checked, and a policy's checked ones."""
+    reward = leaves["next", "reward"].detach()
+    if math.isnan(reward.sum().item()):  # or a sum of both infinities
+        check_rewards(reward.reshape(*reward.shape[:2], -1).sum(-1).cpu().numpy())
+    done = leaves["next", "done"]
+    if FLAGS[0] not in leaves:
+        leaves |= dict(zip(FLAGS, done.new_zeros(len(FLAGS), *done.shape).unbind(), strict=True))
+    return as_batch(leaves | outputs, single=env.num_envs is None)

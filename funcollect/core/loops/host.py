@@ -1,0 +1,191 @@
+"""The loop over real simulators: one policy call per step for all lanes, rows written where they stay."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from funcollect.core.loops.delivery import RolloutColumns, count, deliver
+from funcollect.core.request import Request, open_actor
+from funcollect.core.simulators.simulation import Simulation, SimulatorHandle
+from funcollect.core.state import CollectorState
+from funcollect.envs.host.host_env import Column, HostEnv, Outcome, check_outcome, check_rewards
+from funcollect.envs.host.rows import Array, Rows
+from funcollect.errors import EnvError
+from funcollect.policies.actors.actor import Actor
+from funcollect.specs import Policy
+from funcollect.tree import Path
+
+
+def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
+    """`rollout` for a host environment."""
+    handle: SimulatorHandle = state.env_state
+    handle.check()
+    rows = handle.simulation.simulators.rows
+    recording = Recording(rows, request, env.info_keys)
+    observation = rows.torch_observation if policy.backend == "torch" else rows.observation
+    actor = open_actor(env, policy, state, request, observation)  # bad arguments are said before the state is used
+    simulation = handle.claim()
+    simulation.steps = state.steps + request.length
+    rows.set(state.observation)
+    with actor.running():
+        _loop(simulation, actor, recording, state, request)
+        policy_state, outputs = actor.finish()
+    check_rewards(recording.reward)
+    columns = recording.to_columns(outputs)
+    counters = count(state, columns, simulation.action_log.ages, reset_when_done=request.reset_when_done)
+    batch = deliver(state, columns, counters, batched=env.num_envs is not None)
+    simulation.action_log.extend(outputs[("action",)], counters.age)
+    after = state.replace(
+        env_state=simulation.release(),
+        observation=simulation.observation(),
+        policy_state=policy_state,
+        steps=simulation.steps,
+        **counters.after,
+    )
+    return after, batch
+
+
+def _loop(simulation: Simulation, actor: Actor, recording: Recording, state: CollectorState, request: Request) -> None:
+    act, step, reward = actor.act, simulation.simulators.step, recording.reward
+    limit = Limit(state.step, request.max_frames_per_traj) if request.max_frames_per_traj else None
+    frozen = set((state.terminated | state.truncated).nonzero()[:, 0].tolist())
+    for t in range(request.length):
+        for store, row in recording.roots:
+            store[t] = row
+        action = act(t)
+        if frozen:
+            recording.restore(t, list(frozen))
+        outcome = step(action, frozen)
+        if limit is not None:
+            outcome = limit.apply(outcome, frozen)
+        for store, row in recording.nexts:
+            store[t] = row
+        numbers, terminated, truncated, info = outcome
+        try:
+            reward[t] = numbers
+            over = any(terminated) or any(truncated)
+        except (TypeError, ValueError) as error:
+            raise _bad(outcome) from error
+        if info:
+            recording.inform(info)
+        if over:
+            ended = recording.end(t, outcome)
+            if request.reset_when_done:
+                simulation.restart(ended)
+                actor.restart(ended)
+            else:
+                frozen.update(ended)
+    check_outcome(outcome)  # what an environment answers wrongly, it answers so in the last step, too
+
+
+def _bad(outcome: Outcome) -> EnvError:
+    """Why an outcome could not be recorded."""
+    try:
+        check_outcome(outcome)
+    except EnvError as error:
+        return error
+    return EnvError(f"step returned {outcome!r:.200}, expected one reward and two flags per lane: correct that")
+
+
+class Limit:
+    """`max_frames_per_traj`: truncates what goes on too long."""
+
+    def __init__(self, step: Tensor, limit: int) -> None:
+        self._step = step.tolist()
+        self._limit = limit
+
+    def apply(self, outcome: Outcome, frozen: set[int]) -> Outcome:
+        """The outcome, with lanes truncated that reach the limit."""
+        reward, terminated, cut, info = outcome
+        truncated = list(cut)
+        try:
+            for lane, over in enumerate(terminated):
+                if lane in frozen:
+                    continue
+                self._step[lane] += 1
+                truncated[lane] = bool(truncated[lane]) or self._step[lane] >= self._limit
+                if over or truncated[lane]:
+                    self._step[lane] = 0
+        except (TypeError, ValueError) as error:
+            raise _bad(outcome) from error
+        return reward, terminated, truncated, info
+
+
+class Recording:
+    """What the simulators answered, written as it comes.
+
+    Attributes:
+        roots, nexts: pairs of a column [T, P, ...] and the row [P, ...] that goes into it, before and after each step.
+        reward: [T, P] float32.
+    """
+
+    def __init__(self, rows: Rows, request: Request, info_keys: Sequence[str]) -> None:
+        self._paths = list(rows.arrays)
+        self.roots = [self._pair(request, path, row) for path, row in rows.arrays.items()]
+        self.nexts = [self._pair(request, ("next", *path), row) for path, row in rows.arrays.items()]
+        shape = (request.length, len(self.roots[0][1]))
+        self._lanes = range(shape[1])
+        self.reward = np.empty(shape, np.float32)
+        self._terminated = np.zeros(shape, bool)
+        self._truncated = np.zeros(shape, bool)
+        self._info: dict[str, list[Any]] = {key: [] for key in info_keys}
+
+    @staticmethod
+    def _pair(request: Request, path: Path, row: Array) -> tuple[Array, Array]:
+        return request.column(path, torch.from_numpy(row)).numpy(), row
+
+    def restore(self, t: int, lanes: list[int]) -> None:
+        """Undo what a policy wrote into the rows of finished lanes, which no step writes again."""
+        for store, row in self.roots:
+            row[lanes] = store[t, lanes]
+
+    def inform(self, info: Sequence[Column]) -> None:
+        """Keep a step's infos."""
+        for values, value in zip(self._info.values(), info, strict=True):
+            values.append(value)
+
+    def end(self, t: int, outcome: Outcome) -> list[int]:
+        """Keep the flags of a step at which some lane is done: which lanes are."""
+        _, terminated, truncated, _ = outcome
+        try:
+            ended = list(itertools.compress(self._lanes, map(operator.or_, terminated, truncated)))
+            for lane in ended:
+                self._terminated[t, lane] = terminated[lane]
+                self._truncated[t, lane] = truncated[lane]
+        except (TypeError, ValueError) as error:
+            raise _bad(outcome) from error
+        return ended
+
+    def to_columns(self, outputs: dict[Path, Tensor]) -> RolloutColumns:
+        """All of it, as columns."""
+        return RolloutColumns(
+            observation=self._columns(self.roots),
+            next_observation=self._columns(self.nexts),
+            outputs=outputs,
+            reward=torch.from_numpy(self.reward),
+            terminated=torch.from_numpy(self._terminated),
+            truncated=torch.from_numpy(self._truncated),
+            info={(key,): _info_column(key, values) for key, values in self._info.items()},
+        )
+
+    def _columns(self, pairs: list[tuple[Array, Array]]) -> dict[Path, Tensor]:
+        return {path: torch.from_numpy(store) for path, (store, _) in zip(self._paths, pairs, strict=True)}
+
+
+def _info_column(key: str, values: list[Any]) -> Tensor:
+    try:
+        column = np.array(values)
+        return torch.from_numpy(column.astype(np.float32) if column.dtype == np.float64 else column)
+    except (TypeError, ValueError) as error:
+        raise EnvError(
+            f"the info key {key!r} holds {type(values[0][0]).__name__} of varying shape or no number ({error}): "
+            "name keys that hold numbers or arrays of one shape"
+        ) from error

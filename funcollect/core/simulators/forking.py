@@ -1,0 +1,87 @@
+"""A second set of simulators brought to the point where a first one stands, by replay or by a snapshot."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from funcollect.core.simulators.simulation import Simulation, SimulatorHandle
+from funcollect.core.state import CollectorState
+from funcollect.envs.host.host_env import SnapshotSimulators
+from funcollect.errors import ReplayError
+
+
+def fork_simulation(source: Simulation, state: CollectorState) -> SimulatorHandle:
+    """Rebuild the simulators and bring them to where the source's stand.
+
+    Raises:
+        ReplayError: where their environment allows neither replay nor a snapshot, where the actions are no longer all
+            kept, or where the observation comes out different.
+    """
+    env = source.env
+    if env.forking == "none":
+        raise ReplayError(
+            f"{env} is seeded by {env.seeding} and gives no snapshot, so it cannot be forked: begin a second run with "
+            "funcollect.init, or take the same simulator through funcollect.envs.from_gymnasium"
+        )
+    copy = Simulation(env, source.key, state.lane)
+    try:
+        if env.forking == "replay":
+            _replay(copy, source, state)
+        else:
+            snapshot = cast(SnapshotSimulators, source.simulators).snapshot()
+            cast(SnapshotSimulators, copy.simulators).restore(snapshot)
+        _compare(copy, state)
+    except BaseException:
+        copy.close()
+        raise
+    copy.go_on_as(source)
+    return copy.release()
+
+
+def _replay(copy: Simulation, source: Simulation, state: CollectorState) -> None:
+    """Every lane's episode, from its seed and its actions, all lanes in step.
+
+    A lane is reset when its episode begins, before that it does what it likes.
+    """
+    actions, ages = source.action_log.since_reset(), source.action_log.ages.tolist()
+    if actions is None:
+        raise ReplayError(
+            "the current episode is too long for its actions to be kept, expected at most 2**20 steps: begin another "
+            "with funcollect.reset(env, state), then fork"
+        )
+    length = len(actions)
+    copy.episodes = [episode - 1 for episode in state.episode.tolist()]
+    copy.restart(range(len(ages)))
+    frozen: set[int] = set()
+    for t in range(length):
+        if late := [lane for lane, age in enumerate(ages) if t and age == length - t]:
+            _again(copy, late)
+        _, terminated, truncated, _ = copy.simulators.step(actions[t], frozen)
+        ended = [lane for lane in range(len(ages)) if terminated[lane] or truncated[lane]]
+        early = [lane for lane in ended if ages[lane] < length - t]
+        frozen.update(lane for lane in ended if lane not in early)
+        if early:
+            _again(copy, early)
+    if begun := [lane for lane, age in enumerate(ages) if age == 0 and length]:
+        _again(copy, begun)
+
+
+def _again(copy: Simulation, lanes: list[int]) -> None:
+    for lane in lanes:
+        copy.episodes[lane] -= 1
+    copy.restart(lanes)
+
+
+def _compare(copy: Simulation, state: CollectorState) -> None:
+    for path, value in copy.observation().items():
+        wanted = state.observation[path]
+        wrong = ~torch.isclose(value, wanted, rtol=0, atol=0, equal_nan=True).reshape(len(wanted), -1).all(-1)
+        if bool(wrong.any()):
+            lane = int(wrong.nonzero()[0])
+            raise ReplayError(
+                f"lane {lane}: replaying the episode's seed and actions gave another {'.'.join(path)}, expected the "
+                "same: the environment is not a function of these. Let it draw from self.np_random, not from a global "
+                "generator, or go on without a fork: the state is as good as before"
+            )

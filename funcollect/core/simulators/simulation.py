@@ -1,0 +1,177 @@
+"""Live simulators behind a state, used linearly: one state at a time holds them.
+
+A handle remembers what a value would hold by itself: which version of the state is the current one, how many episodes
+each lane has begun, and the actions since, from which `fork` replays them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcollect.envs.host.host_env import HostEnv, Simulators
+from funcollect.errors import ClosedError, StaleStateError
+from funcollect.keys import EpisodeSeeds, Key
+
+_LONGEST_LOG = 1 << 20  # steps; a longer episode cannot be forked
+
+
+class ActionLog:
+    """The actions of the last steps, [steps, P, ...], in chunks as rollouts brought them.
+
+    Args:
+        num_lanes: P.
+        limit: the most steps to keep; 0 where no replay will ask for them.
+    """
+
+    def __init__(self, num_lanes: int, limit: int = _LONGEST_LOG) -> None:
+        self._chunks: deque[Tensor] = deque()
+        self._length = 0
+        self._limit = limit
+        self.ages = torch.zeros(num_lanes, dtype=torch.int64)  # steps of the loop since each lane's reset
+
+    def extend(self, actions: Tensor, ages: Tensor) -> None:
+        """Add a rollout's actions; drop what no lane's episode needs."""
+        self.ages = ages
+        if not self._limit:
+            return
+        self._chunks.append(actions.clone())
+        self._length += len(actions)
+        needed = min(int(ages.max()), self._limit)
+        while self._chunks and self._length - len(self._chunks[0]) >= needed:
+            self._length -= len(self._chunks.popleft())
+
+    def since_reset(self) -> Tensor | None:
+        """The actions of the last ``ages.max()`` steps; None where they are not all kept."""
+        longest = int(self.ages.max())
+        if self._length < longest:
+            return None
+        return torch.cat(tuple(self._chunks))[-longest:] if longest else torch.empty(0, len(self.ages))
+
+    def copy(self) -> ActionLog:
+        """An independent copy; the chunks themselves are never written again."""
+        twin = ActionLog(len(self.ages), self._limit)
+        twin._chunks, twin._length, twin.ages = self._chunks.copy(), self._length, self.ages
+        return twin
+
+
+class Simulation:
+    """Simulators, their action log, and the version of the state that may use them."""
+
+    def __init__(self, env: HostEnv, key: Key, lanes: Tensor) -> None:
+        self.env = env
+        self._each_episode = env.seeding == "episode"
+        self.lanes: list[int] = lanes.tolist()
+        self.simulators: Simulators = env.open()
+        self.version = 0
+        self.busy = False
+        self.closed = False
+        self.rekey(key, [-1] * len(self.lanes), 0)
+        self.action_log = ActionLog(len(self.lanes), _LONGEST_LOG if env.forking == "replay" else 0)
+        self._finalizer = weakref.finalize(self, self.simulators.close)
+
+    def __reduce__(self) -> Any:
+        """Simulators are not copied or pickled: for MuJoCo and ALE a copy would go another way, silently."""
+        raise TypeError(
+            f"the simulators of {self.env} cannot be copied or pickled: take funcollect.fork(env, state), or save the "
+            "collector's state_dict()"
+        )
+
+    def rekey(self, key: Key, episodes: list[int], steps: int) -> None:
+        """Take the randomness of what follows from `key`; `episodes` [P] have been begun, `steps` made."""
+        self.key = key
+        self.episodes = episodes
+        self.steps = steps
+        self._seeds = [EpisodeSeeds.of(key, lane) for lane in self.lanes]
+        self.seed_again()
+
+    def seed_again(self) -> None:
+        """Give every lane a seed at its next reset: after a call that did not end, simulators may stand anywhere."""
+        self._unseeded = set(range(len(self.lanes)))
+
+    def restart(self, lanes: Sequence[int]) -> None:
+        """Begin the next episode of each of `lanes`, seeded as finely as the environment can be.
+
+        Where that is by lane or by run, only the first reset under a key has a seed.
+        """
+        seeds: list[int | None] = []
+        for lane in lanes:
+            self.episodes[lane] = episode = self.episodes[lane] + 1
+            seeds.append(self._seeds[lane][episode] if self._each_episode or lane in self._unseeded else None)
+        self.simulators.reset(lanes, seeds)
+        if self._unseeded:
+            self._unseeded.difference_update(lanes)
+
+    def go_on_as(self, source: Simulation) -> None:
+        """Take over what `source` remembers, now that the simulators stand where its own do."""
+        self.episodes, self.steps = list(source.episodes), source.steps
+        self._unseeded = set(source._unseeded)
+        self.action_log = source.action_log.copy()
+
+    def observation(self) -> dict[tuple[str, ...], Tensor]:
+        """A copy of the current root observation."""
+        return {path: torch.from_numpy(array.copy()) for path, array in self.simulators.rows.arrays.items()}
+
+    def release(self) -> SimulatorHandle:
+        """The hold of the next state."""
+        self.busy = False
+        return SimulatorHandle(self, self.version)
+
+    def close(self) -> None:
+        """Free the simulators, once."""
+        self.closed = True
+        self._finalizer()
+
+
+@dataclass(frozen=True)
+class SimulatorHandle:
+    """A state's hold on a simulation: good for one use."""
+
+    simulation: Simulation
+    version: int
+
+    def claim(self, *, stale: bool = False) -> Simulation:
+        """The simulation, which this hold no longer covers afterwards.
+
+        Args:
+            stale: accept a hold that a later state has replaced, for a reset of all lanes.
+
+        Raises:
+            ClosedError: where the simulators were closed.
+            StaleStateError: where this hold was used before.
+        """
+        self.check(stale=stale)
+        if self.simulation.busy:
+            self.simulation.seed_again()
+        self.simulation.version += 1
+        self.simulation.busy = True
+        return self.simulation
+
+    def check(self, *, stale: bool = False) -> None:
+        """Raise as `claim` does, without using the hold."""
+        if self.simulation.closed:
+            raise ClosedError(
+                f"the simulators of {self.simulation.env} were closed: make a new state with funcollect.init"
+            )
+        if self.version != self.simulation.version and not stale:
+            raise StaleStateError(_STALE.format(env=self.simulation.env, reason=self._reason()))
+
+    def _reason(self) -> str:
+        if self.simulation.busy:
+            return "the call that used it did not end (an exception, or Ctrl-C)"
+        return "a later state has taken its place"
+
+
+_STALE = """this state over the simulators of {env} cannot be used again: {reason}.
+Likely:
+    _, batch = funcollect.rollout(env, policy, state, 128)      # the new state was dropped
+Instead:
+    state, batch = funcollect.rollout(env, policy, state, 128)
+To go two ways from one state, take other = funcollect.fork(env, state) first.
+To go on after an exception, begin new episodes: state = funcollect.reset(env, state)."""

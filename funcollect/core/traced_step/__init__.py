@@ -1,0 +1,1 @@
+"""One traced step over all lanes, used by the fused loop, the crossing loop and `traced`."""

@@ -1,0 +1,142 @@
+"""From the arrays of a traced rollout to a batch: 64-bit integers, keys and shapes by the data contract."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from funcollect.core.traced_step.step import Row
+from funcollect.envs.jax_envs.jax_env import JaxEnv
+from funcollect.interop import words
+from funcollect.interop.bridge import torch_view
+from funcollect.interop.jax_setup import import_jax
+from funcollect.tree import Path, flatten, to_tensordict
+
+Dtypes = dict[Path, torch.dtype]
+
+_EPISODE, _LANE = ("collector", "episode"), ("collector", "lane")
+_TRAJECTORY = ("collector", "traj_ids")
+_COUNTERS: Dtypes = {("collector", name): torch.int64 for name in ("traj_ids", "step", "lane", "policy_version")}
+_REWARD, _DONE = ("next", "reward"), ("next", "done")
+
+
+def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes: int | None = None) -> TensorDict:
+    """A batch from what `funcollect.traced.rollout` returned, in memory of its own.
+
+    Args:
+        arrays: the nested dict, ``[T, P, ...]``; leading dimensions, of a rollout under `vmap`, stay in front. What
+            lies on several devices is gathered on the first.
+        env: the environment. It gives integer observations and actions the dtypes of its spaces, and a single
+            environment's batch no ``P``; without it, integer actions become int64 and other leaves keep their dtypes.
+        total_lanes: what the state's was; P unless given. With it the trajectory ids are those that
+            `funcollect.rollout` gives. Under `vmap` they are unique within each run.
+
+    Returns:
+        A locked TensorDict ``[*B, P, T]`` (``[*B, T]`` for an `env` without a batch dimension).
+
+    Raises:
+        TypeError: for something that is no dict of arrays.
+        ValueError: for arrays without a time dimension.
+
+    >>> import jax, funcollect as fc
+    >>> env = fc.envs.from_gymnax("CartPole-v1", num_envs=2)
+    >>> policy = fc.random_policy(env)
+    >>> state = fc.traced.init(env, policy, None, key=jax.random.PRNGKey(0))
+    >>> state, arrays = fc.traced.rollout(env, policy, None, state, 5)
+    >>> batch = deliver(arrays, env)
+    >>> batch.batch_size, batch["collector", "traj_ids"].dtype
+    (torch.Size([2, 5]), torch.int64)
+    """
+    flat = _checked(arrays)
+    total = flat[_DONE].shape[-1] if total_lanes is None else total_lanes
+    dtypes = dtypes_of(env) if env is not None else _guessed(flat)
+    columns = _widening(frozenset(dtypes.items()), total)(flat)
+    leaves = {path: torch_view(_gathered(column)) for path, column in columns.items()}
+    return as_batch(cast(leaves, dtypes), single=env is not None and env.num_envs is None)
+
+
+@cache
+def _widening(dtypes: frozenset[tuple[Path, torch.dtype]], total_lanes: int) -> Any:
+    """`widen` under `jit`, one for all batches of a run, or each would compile again."""
+    return import_jax().jit(partial(widen, dtypes=dict(dtypes), total_lanes=total_lanes))
+
+
+def _checked(arrays: Any) -> Row:
+    if not isinstance(arrays, Mapping):
+        raise TypeError(f"arrays is {type(arrays).__name__}, expected the dict that traced.rollout returned: pass that")
+    flat = flatten(arrays)
+    needed = [("action",), _REWARD, _DONE, _EPISODE, _LANE]
+    if missing := [".".join(path) for path in needed if path not in flat]:
+        raise ValueError(f"the arrays lack {missing}, expected what traced.rollout returned: pass all of it")
+    if flat[_DONE].ndim < 2:
+        raise ValueError(
+            f"next.done has shape {list(flat[_DONE].shape)}, expected [T, P]: give what traced.step returned a time "
+            "dimension, jax.tree.map(lambda leaf: leaf[None], arrays)"
+        )
+    return flat
+
+
+def dtypes_of(env: JaxEnv) -> Dtypes:
+    """The dtypes that the leaves of a batch have by the spaces."""
+    dtypes: Dtypes = {("action",): env.action_spec.dtype}
+    for leaf in env.observation_leaves:
+        dtypes[leaf.path] = dtypes["next", *leaf.path] = _torch_dtype(leaf.dtype)
+    return dtypes | _COUNTERS
+
+
+@cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def _gathered(column: Any) -> Any:
+    """What lies on several devices, on one: DLPack knows no shards."""
+    devices = column.sharding.device_set
+    return column if len(devices) == 1 else import_jax().device_put(column, min(devices, key=lambda each: each.id))
+
+
+def _guessed(flat: Row) -> Dtypes:
+    integers = np.dtype(flat["action",].dtype).kind in "iu"
+    return _COUNTERS | ({("action",): torch.int64} if integers else {})
+
+
+def widen(row: Row, *, dtypes: Dtypes, total_lanes: int) -> Row:
+    """Traced: int64 numbers as JAX can hold them, trajectory ids in the place of episodes.
+
+    Without 64-bit types JAX has them as words [..., 2] of int32.
+    """
+    row = dict(row)
+    episode, lane = row.pop(_EPISODE), row[_LANE]
+    wide = {path: words.int64(value) for path, value in row.items() if dtypes.get(path) == torch.int64}
+    return row | wide | {_TRAJECTORY: words.trajectory_ids(lane, episode, total_lanes)}
+
+
+def cast(leaves: dict[Path, Tensor], dtypes: Dtypes) -> dict[Path, Tensor]:
+    """The leaves in these dtypes: words as int64 over the same memory, others converted."""
+    return {path: _cast(leaf, dtypes.get(path, leaf.dtype)) for path, leaf in leaves.items()}
+
+
+def _cast(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    if leaf.dtype == dtype:
+        return leaf
+    return words.as_int64(leaf) if dtype == torch.int64 and leaf.dtype == torch.int32 else leaf.to(dtype)
+
+
+def as_batch(leaves: dict[Path, Tensor], *, single: bool) -> TensorDict:
+    """Leaves [*B, T, P, ...] as a locked batch [*B, P, T], or [*B, T] of a `single` environment."""
+    *lead, length, num_lanes = leaves[_DONE].shape
+    time = len(lead)
+    flags = [(*prefix, name) for prefix in ((), ("next",)) for name in ("terminated", "truncated", "done")]
+    for path in [*flags, _REWARD]:
+        if leaves[path].ndim == time + 2:  # rewards of several players have their own last dimension
+            leaves[path] = leaves[path].unsqueeze(-1)
+    if single:
+        return to_tensordict({path: leaf.select(time + 1, 0) for path, leaf in leaves.items()}, (*lead, length)).lock_()
+    turned = {path: leaf.transpose(time, time + 1) for path, leaf in leaves.items()}
+    return to_tensordict(turned, (*lead, num_lanes, length)).lock_()

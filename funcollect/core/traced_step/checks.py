@@ -1,0 +1,46 @@
+"""What is checked of the state that a fused loop takes: that it is whole, and its policy's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from funcollect.core.state import CollectorState
+from funcollect.envs.jax_envs.checks import differing
+from funcollect.errors import PolicyError
+from funcollect.interop.jax_setup import import_jax
+
+
+def check_one_run(state: CollectorState) -> None:
+    """Raise ValueError for a state whose arrays have dimensions of a `vmap` in front."""
+    if state.key.ndim > 1:
+        raise ValueError(
+            f"the state is of {list(state.key.shape[:-1])} runs, expected one: call funcollect.traced.rollout under "
+            "the jax.vmap that goes over them"
+        )
+
+
+def check_live(state: CollectorState) -> None:
+    """Raise ValueError for a state whose memory a compiled function was given."""
+    if any(leaf.is_deleted() for leaf in import_jax().tree.leaves(state.env_state.physics)):
+        raise ValueError(
+            "the state was donated or deleted, expected a live one: go on with the state that the function which took "
+            "it returned, or leave the state out of its donate_argnums"
+        )
+
+
+def check_policy_state(wanted: Any, given: Any) -> None:
+    """Raise ValueError for a policy state that is of another policy."""
+    if difference := differing(wanted, given):
+        raise ValueError(
+            f"the state holds the policy state of another policy: {difference}: pass the policy that the state was "
+            "made with, or go on with state.replace(policy_state=policy.init(state.key, state.num_lanes))"
+        )
+
+
+def check_next_state(before: Any, after: Any) -> None:
+    """Raise PolicyError for a policy state that changes its structure, shapes or dtypes in a step."""
+    if difference := differing(before, after):
+        raise PolicyError(
+            f"the policy's state changes in a step: {difference}; a compiled loop wants the same structure, shapes and "
+            "dtypes at every step: cast it, or give initial_state as the steps return it"
+        )

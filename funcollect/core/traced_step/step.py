@@ -1,0 +1,221 @@
+"""One step of all lanes of a JAX environment, traced: the body of every fused loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from funcollect.core.request import Request
+from funcollect.core.traced_step.checks import check_next_state, check_policy_state
+from funcollect.core.traced_step.keys import RunKeys, dynamics_keys, start_keys, step_key
+from funcollect.envs.jax_envs.jax_env import JaxEnv, JaxEnvState, Transition
+from funcollect.interop import words
+from funcollect.interop.jax_setup import import_jax, strong
+from funcollect.policies.actors.checks import check_apart
+from funcollect.policies.jax_functions.traced_policy import Answer, match_log_prob, traced_policy, traced_random
+from funcollect.specs import Policy, assemble, disassemble
+from funcollect.tree import Path
+
+Traced = Any  # a CollectorState of JAX arrays
+Row = dict[Path, Any]  # each [P, ...]
+
+_MOST_STEPS = 2**31 - 1  # of one trajectory: further ones are not told apart
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """What is fixed while a loop is compiled; the fields of a `Request` mean what they mean there."""
+
+    env: JaxEnv
+    policy: Policy
+    answer: Answer  # the policy's traced step
+    max_frames_per_traj: int | None
+    random_steps: int
+    reset_when_done: bool
+
+
+def make_step_config(env: JaxEnv, policy: Policy, num_lanes: int, request: Request) -> StepConfig:
+    """The setting of a request; `params` and `length` are no part of it."""
+    return StepConfig(
+        env=env,
+        policy=policy,
+        answer=traced_policy(policy, env.action_spec, num_lanes, request.exploration_type),
+        max_frames_per_traj=request.max_frames_per_traj,
+        random_steps=min(request.random_steps, 2**32 - 1),
+        reset_when_done=request.reset_when_done,
+    )
+
+
+def step(config: StepConfig, params: Any, state: Traced, keys: RunKeys) -> tuple[Traced, Row]:
+    """The next state, and what the step recorded; `keys` are those of the state's run."""
+    env = config.env
+    policy_state, outputs = _act(config, params, state, keys)
+    check_apart([(name,) for name in outputs], state.observation)
+    moved = _limited(_advance(env, state, outputs["action"], keys), state, config.max_frames_per_traj)
+    frozen = None if config.reset_when_done else state.terminated | state.truncated
+    if frozen is not None:
+        moved = _frozen(env, state, moved, frozen)
+    nexts = by_path(env, moved.observation)
+    row: Row = {
+        **state.observation,
+        **{(name,): value for name, value in outputs.items()},
+        **{("next", *path): value for path, value in nexts.items()},
+        **{("next", "info", name): value for name, value in moved.info.items()},
+        ("next", "reward"): moved.reward,
+        **_flags(("next",), moved),
+        **_flags((), state),
+        **_counters(state),
+    }
+    return _next(config, state, keys, policy_state, moved, nexts, frozen), row
+
+
+def _flags(prefix: Path, of: Any) -> Row:
+    flags = {"terminated": of.terminated, "truncated": of.truncated, "done": of.terminated | of.truncated}
+    return {(*prefix, name): flag for name, flag in flags.items()}
+
+
+def _counters(state: Traced) -> Row:
+    version = import_jax().numpy.broadcast_to(state.policy_version, state.lane.shape)
+    counters = {"episode": state.episode, "step": state.step, "lane": state.lane, "policy_version": version}
+    return {("collector", name): counter for name, counter in counters.items()}
+
+
+def _act(config: StepConfig, params: Any, state: Traced, keys: RunKeys) -> tuple[Any, dict[str, Any]]:
+    observation = assemble(config.env.observation_space, state.observation)
+    initial = config.policy.init(state.key, state.num_lanes)
+    check_policy_state(initial, state.policy_state)
+    remembered = where_lanes(state.step == 0, initial, state.policy_state)
+    policy_state, outputs = config.answer(params, remembered, observation, step_key(keys.noise, state.steps))
+    policy_state = varying(state.lane, without_weak_types(policy_state))
+    check_next_state(remembered, policy_state)
+    if config.random_steps:
+        outputs = _random_start(config, state, keys, observation, outputs)
+    return policy_state, outputs
+
+
+def _random_start(
+    config: StepConfig, state: Traced, keys: RunKeys, observation: Any, outputs: dict[str, Any]
+) -> dict[str, Any]:
+    """Random actions while the run is young; the policy runs all the same, so every batch has the same keys."""
+
+    def randomly() -> dict[str, Any]:
+        key = step_key(keys.random_action, state.steps)
+        action, log_prob = traced_random(config.env.action_spec, key, observation, state.num_lanes)
+        drawn = {"action": action.astype(outputs["action"].dtype)}
+        if "action_log_prob" in outputs:
+            drawn["action_log_prob"] = match_log_prob(log_prob, outputs["action_log_prob"])
+        return outputs | drawn
+
+    early = (state.steps[1] == 0) & (state.steps[0] < config.random_steps)
+    acted: dict[str, Any] = import_jax().lax.cond(early, randomly, lambda: outputs)
+    return acted
+
+
+def _advance(env: JaxEnv, state: Traced, action: Any, keys: RunKeys) -> Transition:
+    jax = import_jax()
+    by_lane = dynamics_keys(keys, state.lane, state.steps)
+    moved: Transition = jax.vmap(env.advance)(by_lane, state.env_state.physics, action)
+    return moved._replace(physics=without_weak_types(moved.physics), reward=moved.reward.astype(jax.numpy.float32))
+
+
+def _limited(moved: Transition, state: Traced, limit: int | None) -> Transition:
+    if limit is None:
+        return moved
+    return moved._replace(truncated=moved.truncated | (state.step >= min(limit, _MOST_STEPS) - 1))
+
+
+def _frozen(env: JaxEnv, state: Traced, moved: Transition, frozen: Any) -> Transition:
+    """Finished lanes repeat what they were, without reward."""
+    jnp = import_jax().numpy
+    before = Transition(
+        physics=state.env_state.physics,
+        observation=assemble(env.observation_space, state.observation),
+        reward=jnp.zeros_like(moved.reward),
+        terminated=state.terminated,
+        truncated=state.truncated,
+        info=moved.info,
+    )
+    kept: Transition = where_lanes(frozen, before, moved)
+    return kept
+
+
+def _next(
+    config: StepConfig,
+    state: Traced,
+    keys: RunKeys,
+    policy_state: Any,
+    moved: Transition,
+    nexts: dict[Path, Any],
+    frozen: Any,
+) -> Traced:
+    lived = state.step < _MOST_STEPS if frozen is None else ~frozen & (state.step < _MOST_STEPS)
+    after = state.replace(
+        env_state=state.env_state._replace(physics=moved.physics),
+        observation=nexts,
+        policy_state=policy_state,
+        step=state.step + lived,
+        returns=state.returns + moved.reward,
+        steps=words.add(state.steps, 1),
+    )
+    if frozen is not None:
+        return after.replace(terminated=moved.terminated, truncated=moved.truncated)
+    return restart(config.env, after, keys, moved.terminated | moved.truncated)
+
+
+def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
+    """The lanes of `mask` [P] begin another episode."""
+    jax = import_jax()
+    jnp = jax.numpy
+    physics, (starts, roots), next_start_used = state.env_state
+    refill = (mask & next_start_used).any()
+    starts, roots = jax.lax.cond(
+        refill, lambda: begin(env, keys, state.lane, state.episode + 1), lambda: (starts, roots)
+    )
+    next_start_used = (next_start_used & ~refill) | (mask & (env.reset == "fresh"))
+    return state.replace(
+        env_state=JaxEnvState(where_lanes(mask, starts, physics), (starts, roots), next_start_used),
+        observation=where_lanes(mask, by_path(env, roots), state.observation),
+        episode=state.episode + mask,
+        step=jnp.where(mask, 0, state.step),
+        returns=where_lanes(mask, jnp.zeros_like(state.returns), state.returns),
+        terminated=state.terminated & ~mask,
+        truncated=state.truncated & ~mask,
+    )
+
+
+def begin(env: JaxEnv, keys: RunKeys, lane: Any, episode: Any) -> tuple[Any, Any]:
+    """Physics and observation [P, ...] at the start of each lane's episode: a function of key, lane and episode."""
+    which = episode if env.reset == "fresh" else episode * 0
+    physics, observation = import_jax().vmap(env.begin)(start_keys(keys, lane, which))
+    begun: tuple[Any, Any] = varying(lane, (without_weak_types(physics), observation))
+    return begun
+
+
+def varying(lane: Any, tree: Any) -> Any:
+    """A pytree whose leaves depend on `lane`: constants would not vary over the mesh of a `shard_map`, as a loop wants.
+
+    XLA drops the choice between equals; JAX's own function for it has another name in each of its versions.
+    """
+    return where_lanes(lane == lane, tree, tree)
+
+
+def without_weak_types(tree: Any) -> Any:
+    """Without weak types, which can differ between a start and a step."""
+    return import_jax().tree.map(strong, tree)
+
+
+def where_lanes(mask: Any, chosen: Any, other: Any) -> Any:
+    """A pytree with the lanes of `mask` [P] taken from `chosen`, the rest from `other`."""
+    jax = import_jax()
+
+    def pick(one: Any, two: Any) -> Any:
+        return jax.numpy.where(mask.reshape(-1, *[1] * (one.ndim - 1)), one, two)
+
+    return jax.tree.map(pick, chosen, other)
+
+
+def by_path(env: JaxEnv, observation: Any) -> dict[Path, Any]:
+    """An observation's leaves by their keys in a batch, in the dtypes that a batch has, as far as JAX has them."""
+    canonical = import_jax().dtypes.canonicalize_dtype
+    leaves = zip(env.observation_leaves, disassemble(env.observation_space, observation), strict=True)
+    return {leaf.path: value.astype(canonical(leaf.dtype)) for leaf, value in leaves}

@@ -1,0 +1,91 @@
+"""EnvPool as simulators: lanes are stepped and reset by their indices, in whole or in part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from funcollect.envs.host.host_env import ONWARD, Outcome, batch_decoder
+from funcollect.envs.host.rows import Rows
+from funcollect.errors import EnvError
+from funcollect.specs import ActionSpec
+
+Array = npt.NDArray[Any]
+
+
+class EnvPoolLanes:
+    """A pool in synchronous mode, whose answers come in the order of the indices that are sent.
+
+    Its own reset, at the step after an episode's end, never comes about: a lane that is done is reset by its index
+    first, or is not stepped any more.
+
+    Args:
+        build: makes a pool from one seed for each lane.
+        rows: where observations go.
+        spec: how actions look.
+        info_keys: which infos are wanted.
+    """
+
+    def __init__(
+        self, build: Callable[[Sequence[int]], Any], rows: Rows, spec: ActionSpec, info_keys: tuple[str, ...]
+    ) -> None:
+        self._build = build
+        self._pool: Any = None
+        self._decode = batch_decoder(spec)
+        self._info_keys = info_keys
+        self._last: list[Array] = []  # reward, terminated, truncated and the infos, each [P, ...]
+        self.rows = rows
+
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
+        """Start an episode in each of `lanes`; with seeds, which all lanes get together, in a new pool."""
+        if not lanes:
+            return
+        given = [seed for seed in seeds if seed is not None]
+        try:
+            if given:
+                self.close()
+                self._pool = self._build(given)
+            index = np.array(lanes, np.int32)
+            observation, _ = self._pool.reset(index)
+        except Exception as error:
+            raise EnvError(f"lanes {list(lanes)}: EnvPool's reset raised {error!r}: {ONWARD}") from error
+        self.rows.write_batch(observation, index)
+
+    def step(self, action: Any, frozen: Collection[int] = ()) -> Outcome:
+        """Step every lane but the frozen ones, which repeat their last answer without reward."""
+        actions = self._decode(action)
+        if frozen:
+            self._step_others(actions, frozen)
+        else:
+            observation, *self._last = self._call(actions)
+            self.rows.write_batch(observation)
+        reward, terminated, truncated, *infos = self._last
+        return reward, terminated.tolist(), truncated.tolist(), infos
+
+    def _step_others(self, actions: Array, frozen: Collection[int]) -> None:
+        index = np.array([lane for lane in range(len(actions)) if lane not in frozen], np.int32)
+        last = [np.copy(values) for values in self._last]
+        last[0][:] = 0
+        if len(index):
+            observation, *answer = self._call(actions[index], index)
+            self.rows.write_batch(observation, index)
+            for values, part in zip(last, answer, strict=True):
+                values[index] = part
+        self._last = last
+
+    def _call(self, actions: Array, index: Array | None = None) -> list[Any]:
+        """Observation, reward, terminated, truncated and the infos."""
+        try:
+            observation, reward, terminated, truncated, info = self._pool.step(actions, index)
+        except Exception as error:
+            raise EnvError(f"EnvPool's step raised {error!r}: {ONWARD}") from error
+        return [observation, reward, terminated, truncated, *(info[key] for key in self._info_keys)]
+
+    def close(self) -> None:
+        """Free the pool, if one was built."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None

@@ -1,0 +1,1 @@
+"""Gymnasium environments, in this process or in others, and Atari games."""

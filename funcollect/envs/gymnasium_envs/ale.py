@@ -1,0 +1,108 @@
+"""Atari games from the Arcade Learning Environment, with the wrappers that are usual for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+import gymnasium
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, TimeLimit
+
+from funcollect.arguments import check_count, check_not_given, check_positive
+from funcollect.envs.gymnasium_envs.adapter import from_gymnasium
+from funcollect.envs.host.extras import import_extra
+from funcollect.envs.host.host_env import HostEnv
+
+_OURS = {
+    "frameskip": "its name here is frame_skip",
+    "obs_type": "observations are screens, in colour with grayscale=False",
+    "sound_obs": "observations are screens",
+    "continuous": "actions are discrete",
+}
+
+
+def from_ale(
+    game: str,
+    *,
+    num_envs: int | None = None,
+    frame_skip: int = 4,
+    noop_max: int = 30,
+    screen_size: int = 84,
+    stack: int = 4,
+    grayscale: bool = True,
+    terminal_on_life_loss: bool = False,
+    repeat_action_probability: float = 0.25,
+    max_episode_steps: int | None = None,
+    info_keys: Sequence[str] = (),
+    one_hot: bool = False,
+    parallel: bool = False,
+    **kwargs: Any,
+) -> HostEnv:
+    """A host environment over an Atari game, seeded by lane: a seeded reset loads the game anew, which takes 90 ms.
+
+    Observations are ``[stack, screen_size, screen_size]`` uint8, in colour with a last dimension of 3. Rewards are the
+    game's own. A frame repeats the action before with probability 0.25, as Machado et al., 2018, have it; give 0.0 for
+    the games of Mnih et al., 2015.
+
+    Args:
+        game: its name in ``ALE/<game>-v5``, such as ``"Pong"``.
+        num_envs: P; None for a single environment without a batch dimension.
+        frame_skip: frames of the game for which an action is held; they are one step.
+        noop_max: the most frames without an action with which an episode begins; 0 for none.
+        screen_size: pixels in each direction.
+        stack: how many of the last screens stand in an observation.
+        grayscale: whether colours are left out.
+        terminal_on_life_loss: whether an episode terminates when a life is lost, and not only when the game is over.
+        repeat_action_probability: how often a frame takes the action before, in [0, 1].
+        max_episode_steps: steps after which an episode is truncated; the game itself truncates after 108,000 frames.
+        info_keys: keys of `info` to be recorded under ``next.info``, such as ``"lives"``.
+        one_hot: actions as one-hot int64 rows instead of integers.
+        parallel: a process of its own for every lane, see `from_gymnasium`.
+        **kwargs: for the game: `mode`, `difficulty`, `full_action_space`, `max_num_frames_per_episode`, and
+            `render_mode`, ``"rgb_array"`` for `funcollect.record`.
+
+    Raises:
+        ImportError: where ale-py or OpenCV is not installed.
+        ValueError: for an unknown game, a number out of range, or a keyword argument that is not the caller's to set.
+        TypeError: for something else as a number, or a keyword argument that the game does not take.
+
+    >>> env = from_ale("Pong", num_envs=4)
+    >>> env, env.observation_space.shape, env.seeding
+    (HostEnv('ALE/Pong-v5', num_envs=4), (4, 84, 84), 'lane')
+    """
+    check_not_given("an Atari game", kwargs, _OURS)
+    import_extra("cv2", "opencv-python-headless", "envs")
+    for name, value in {"frame_skip": frame_skip, "screen_size": screen_size, "stack": stack}.items():
+        check_positive(name, value)
+    check_count("noop_max", noop_max)
+    if not 0 <= repeat_action_probability <= 1:
+        raise ValueError(f"repeat_action_probability is {repeat_action_probability}, expected a number in [0, 1]")
+    wrappers = [
+        AtariPreprocessing.wrapper_spec(
+            noop_max=noop_max,
+            frame_skip=frame_skip,
+            screen_size=screen_size,
+            terminal_on_life_loss=terminal_on_life_loss,
+            grayscale_obs=grayscale,
+        ),
+        FrameStackObservation.wrapper_spec(stack_size=stack),
+    ]
+    if max_episode_steps is not None:
+        check_positive("max_episode_steps", max_episode_steps)
+        wrappers.append(TimeLimit.wrapper_spec(max_episode_steps=max_episode_steps))
+    spec = _spec_of(game)
+    spec.additional_wrappers = tuple(wrappers)
+    spec.kwargs |= {"frameskip": 1, "repeat_action_probability": repeat_action_probability}
+    if grayscale:
+        spec.kwargs["obs_type"] = "grayscale"  # what no wrapper reads is cheaper to fetch
+    return from_gymnasium(spec, num_envs=num_envs, info_keys=info_keys, one_hot=one_hot, parallel=parallel, **kwargs)
+
+
+def _spec_of(game: str) -> EnvSpec:
+    gymnasium.register_envs(import_extra("ale_py", "ale-py", "envs"))
+    try:
+        return deepcopy(gymnasium.spec(f"ALE/{game}-v5"))
+    except gymnasium.error.Error as error:
+        raise ValueError(f"there is no Atari game {game!r} ({error}): for 'ALE/Pong-v5' write 'Pong'") from error

@@ -1,0 +1,192 @@
+"""How Gymnasium environments come to be: from ids, specs and factories, or as instances that back one state each."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+import gymnasium
+from gymnasium.envs.registration import EnvSpec
+
+from funcollect.arguments import check_num_envs
+from funcollect.envs.gymnasium_envs.atari_lanes import is_atari
+from funcollect.envs.gymnasium_envs.lanes import GymEnv
+from funcollect.envs.recognise import is_torchrl
+
+EnvSource = str | EnvSpec | GymEnv | Callable[..., GymEnv]
+Factory = Callable[[], Any]
+
+_TAKEN: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by id: what backs a state, or did before it was closed
+
+
+class Made:
+    """Gives an environment that exists already, unless it is taken, and builds others after that."""
+
+    def __init__(self, env: Any, build: Factory) -> None:
+        self.env = env
+        self._build = build
+
+    def __call__(self) -> Any:
+        """An environment that backs no state yet."""
+        return self._build() if id(self.env) in _TAKEN else self.env
+
+
+def taken(env: Any) -> Any:
+    """`env`, which backs a state from now on."""
+    _TAKEN[id(env)] = env
+    return env
+
+
+def open_lanes(factories: Sequence[Factory], first: GymEnv) -> list[GymEnv]:
+    """One environment per lane; if that fails, those that were made are given back or closed."""
+    envs: list[GymEnv] = []
+    try:
+        for lane, factory in enumerate(factories):
+            env = factory()
+            check_lane(lane, env, first)
+            if id(env) in _TAKEN:
+                raise ValueError(
+                    f"lane {lane}: the factory returned an environment that backs a lane already: build a new one at "
+                    "each call"
+                )
+            envs.append(taken(env))
+    except BaseException:
+        for factory, env in zip(factories, envs, strict=False):
+            del _TAKEN[id(env)]
+            if not isinstance(factory, Made) or factory.env is not env:
+                env.close()
+        raise
+    return envs
+
+
+def sources_of(env: EnvSource | Sequence[EnvSource], num_envs: int | None) -> list[EnvSource]:
+    """What each lane is made from.
+
+    Raises:
+        ValueError: for an empty list, a count that does not fit, or an instance given for two lanes.
+    """
+    if isinstance(env, Sequence) and not isinstance(env, str):
+        if not env:
+            raise ValueError("the list of environments is empty: pass at least one")
+        if num_envs not in (None, len(env)):
+            raise ValueError(f"num_envs is {num_envs}, but the list holds {len(env)} environments: leave num_envs out")
+        instances = [id(one) for one in env if isinstance(one, gymnasium.Env)]
+        if len(set(instances)) < len(instances):
+            raise ValueError("the same environment instance stands twice in the list: pass one instance per lane")
+        return list(env)
+    check_num_envs(num_envs)
+    if isinstance(env, gymnasium.Env) and (num_envs or 1) > 1:
+        raise ValueError(
+            f"num_envs is {num_envs}, but one environment instance was given: pass its id or a factory, or a list"
+        )
+    return [env] * (num_envs or 1)
+
+
+def factory_of(source: EnvSource, kwargs: dict[str, Any]) -> Factory:
+    """What makes an environment in this process."""
+    if isinstance(source, gymnasium.Env):
+        refuse("an environment instance", **kwargs)
+        return Made(source, lambda: _rebuild(source))
+    if isinstance(source, (str, EnvSpec)):
+        return lambda: _make(source, kwargs)
+    _refuse_torchrl(source)
+    if callable(source):
+        return lambda: source(**kwargs)
+    raise TypeError(
+        f"env is {type(source).__name__}, expected a Gymnasium id, an EnvSpec, a factory, a gymnasium.Env "
+        "or a list: pass one of these (an environment of a JAX suite goes to its adapter, such as "
+        "funcollect.envs.from_gymnax)"
+    )
+
+
+def worker_factory_of(source: EnvSource, kwargs: dict[str, Any]) -> Factory:
+    """What makes an environment in another process, where nothing of ours, nor what registered an id, is imported."""
+    if isinstance(source, gymnasium.Env):
+        raise ValueError(
+            f"parallel=True was given with the instance {source}, which cannot move to another process: pass its id "
+            "or a factory"
+        )
+    if isinstance(source, str):
+        source = _spec_of(source)
+    if isinstance(source, EnvSpec):
+        return partial(gymnasium.make, source, disable_env_checker=True, **kwargs)
+    return partial(source, **kwargs)
+
+
+def _spec_of(name: str) -> EnvSpec:
+    module, _, rest = name.rpartition(":")
+    try:
+        if module:
+            importlib.import_module(module)
+        return gymnasium.spec(rest)
+    except (gymnasium.error.Error, ModuleNotFoundError) as error:
+        raise _not_made(name, error) from error
+
+
+def _make(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:
+    name = spec if isinstance(spec, str) else spec.id
+    try:
+        return gymnasium.make(spec, disable_env_checker=True, **kwargs)
+    except TypeError as error:
+        if not kwargs:
+            raise
+        raise TypeError(
+            f"Gymnasium cannot make {name!r}: {error}; leave out what its constructor does not take"
+        ) from error
+    except (gymnasium.error.Error, ModuleNotFoundError) as error:
+        raise _not_made(name, error) from error
+
+
+def _not_made(name: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"Gymnasium cannot make {name!r}: {error}; look the id up in gymnasium.registry, "
+        "and import the package that registers it first"
+    )
+
+
+def _rebuild(env: GymEnv) -> GymEnv:
+    try:
+        if env.spec is not None:
+            return gymnasium.make(env.spec, disable_env_checker=True)
+        reason = "it has no spec"
+    except Exception as error:
+        reason = repr(error)
+    raise ValueError(
+        f"{env} backs a state already and cannot be rebuilt ({reason}): pass an id or a factory instead of an instance"
+    )
+
+
+def check_lane(lane: int, env: Any, first: GymEnv) -> None:
+    """Raise unless `env` is a Gymnasium environment with the spaces of the first lane's."""
+    _refuse_torchrl(env)
+    if not isinstance(env, gymnasium.Env):
+        raise TypeError(
+            f"lane {lane}: the factory returned {type(env).__name__}, expected a gymnasium.Env: return the environment"
+        )
+    for name in ("observation_space", "action_space"):
+        own, wanted = getattr(env, name), getattr(first, name)
+        if own != wanted:
+            raise ValueError(f"lane {lane} has the {name} {own}, lane 0 has {wanted}: use equal spaces in one batch")
+    if is_atari(env) != is_atari(first):
+        raise ValueError(
+            f"lane {lane} is {env}, lane 0 is {first}: put Atari games, which are seeded otherwise, in a batch of "
+            "their own"
+        )
+
+
+def _refuse_torchrl(env: Any) -> None:
+    if is_torchrl(env):
+        raise TypeError(
+            f"a lane is TorchRL's {type(env).__name__}, expected a gymnasium.Env: for several of TorchRL's "
+            "environments, pass torchrl.envs.SerialEnv(num_envs, factory)"
+        )
+
+
+def refuse(what: str, **arguments: Any) -> None:
+    """Raise ValueError for arguments that come too late for `what`."""
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        raise ValueError(f"{', '.join(given)} cannot be given with {what}, which is built already: leave it out")

@@ -1,0 +1,148 @@
+"""A Gymnasium `VectorEnv` as simulators: the library resets its lanes, never the environment itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
+
+from funcollect.envs.gymnasium_envs.worker_processes import close_processes, death_of, end_processes
+from funcollect.envs.host.host_env import ONWARD, Outcome, batch_decoder
+from funcollect.envs.host.rows import Rows
+from funcollect.errors import EnvError
+from funcollect.specs import ActionSpec, Leaf
+
+
+def check_autoreset(env: VectorEnv[Any, Any, Any]) -> None:
+    """Raise ValueError unless the vector environment leaves resets to its caller."""
+    mode = (env.metadata or {}).get("autoreset_mode")
+    if mode != AutoresetMode.DISABLED:
+        raise ValueError(
+            f"the vector environment resets its lanes itself (autoreset_mode={getattr(mode, 'name', mode)}), expected "
+            "autoreset_mode=AutoresetMode.DISABLED: build it with that argument, or pass a list of environments"
+        )
+
+
+class VectorLanes:
+    """A vector environment stepped as a whole and reset by masks."""
+
+    def __init__(
+        self,
+        env: VectorEnv[Any, Any, Any],
+        leaves: tuple[Leaf, ...],
+        spec: ActionSpec,
+        info_keys: tuple[str, ...],
+        *,
+        rebuild: Callable[[], VectorEnv[Any, Any, Any]],
+    ) -> None:
+        self._env = env
+        self._rebuild = rebuild
+        self._broken_off = False
+        self._info_keys = info_keys
+        self._started = False
+        self._decode = batch_decoder(spec)
+        self._ended: npt.NDArray[np.bool_] = np.zeros(env.num_envs, bool)
+        self._flags = np.zeros((2, env.num_envs), bool)
+        self.rows = Rows(env.single_observation_space, leaves, env.num_envs)
+
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
+        """Start an episode in each of `lanes`."""
+        if not lanes:
+            return  # Gymnasium takes no empty mask
+        count = self._env.num_envs
+        mask = np.zeros(count, bool)
+        mask[list(lanes)] = True
+        by_lane: list[int | None] = [None] * count
+        for lane, seed in zip(lanes, seeds, strict=True):
+            by_lane[lane] = seed
+        if self._broken_off and mask.all() and isinstance(self._env, AsyncVectorEnv):
+            end_processes(self._env)  # an answer is pending, or a worker is gone: it takes no further call
+            self._env = self._rebuild()
+        partial = self._started and not mask.all()
+        self._broken_off = True
+        before = [rows.array.copy() for rows in self.rows.leaves]
+        try:
+            answer: Any = self._env.reset(seed=by_lane, options={"reset_mask": mask} if partial else None)  # type: ignore[arg-type]
+        except Exception as error:
+            raise self._said(f"lanes {list(lanes)}: reset(seed={by_lane})", error) from error
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise EnvError(
+                f"the vector environment: reset returned {answer!r:.80}, expected the two values (observation, info): "
+                "use Gymnasium's reset API"
+            )
+        self._started = True
+        self._ended[mask] = False
+        self._broken_off = False
+        self.rows.write_batch(answer[0])
+        for rows, old in zip(self.rows.leaves, before, strict=True):
+            rows.array[~mask] = old[~mask]
+
+    def step(self, action: Any, frozen: Collection[int] = ()) -> Outcome:
+        """Step every lane; what the frozen ones do is hidden, and they repeat their last flags without reward."""
+        still = list(frozen)
+        before = [rows.array[still] for rows in self.rows.leaves]
+        self._broken_off = True
+        try:
+            self._restart(still)
+            observation, *answer, info = self._env.step(self._decode(action))
+        except Exception as error:
+            raise self._said("the vector environment: step", error) from error
+        self._broken_off = False
+        outcome = self._checked(answer)
+        self._ended = np.any(outcome[1:] > 0, axis=0)
+        self.rows.write_batch(observation)
+        for rows, old in zip(self.rows.leaves, before, strict=True):
+            rows.array[still] = old
+        outcome[:, still] = self._frozen_flags(still)
+        self._flags = outcome[1:] > 0
+        return outcome[0].tolist(), self._flags[0].tolist(), self._flags[1].tolist(), self._pick(info)
+
+    def _said(self, call: str, error: Exception) -> EnvError:
+        return EnvError(f"{death_of(self._env, error) or f'{call} raised {error!r}'}: {ONWARD}")
+
+    def _checked(self, answer: Sequence[Any]) -> npt.NDArray[np.float64]:
+        """Reward, terminated, truncated: [3, P]."""
+        try:
+            outcome = np.array(answer, np.float64)
+        except (TypeError, ValueError):
+            outcome = np.empty(0)
+        if outcome.shape != (3, self._env.num_envs):
+            raise EnvError(
+                f"the vector environment: step returned {answer!r:.120} between observation and info, expected reward, "
+                f"terminated and truncated with {self._env.num_envs} values each: use Gymnasium's step API"
+            )
+        return outcome
+
+    def _frozen_flags(self, still: list[int]) -> npt.NDArray[np.float64]:
+        return np.stack([np.zeros(len(still)), *self._flags[:, still]])
+
+    def _restart(self, still: list[int]) -> None:
+        """A vector environment steps all lanes, so a frozen lane that has ended is started again unseen."""
+        mask = np.zeros(self._env.num_envs, bool)
+        mask[still] = self._ended[still]
+        if mask.any():
+            self._env.reset(options={"reset_mask": mask})
+
+    def _pick(self, info: dict[str, Any]) -> list[tuple[Any, ...]]:
+        picked = []
+        for key in self._info_keys:
+            present = info.get(f"_{key}", np.ones(self._env.num_envs, bool) if key in info else np.zeros(1, bool))
+            if not np.all(present):
+                raise EnvError(
+                    f"lane {int(np.argmin(present))}: step returned no info key {key!r}, which info_keys names: "
+                    f"there are {sorted(k for k in info if not k.startswith('_'))}; name one that every step returns"
+                )
+            picked.append(tuple(info[key]))
+        return picked
+
+    def close(self) -> None:
+        """Close the vector environment."""
+        if not isinstance(self._env, AsyncVectorEnv):
+            self._env.close()
+        elif self._broken_off:
+            end_processes(self._env)
+        else:
+            close_processes(self._env)

@@ -1,0 +1,1 @@
+"""What every environment that steps on the host shares: its protocol, rows of observations, infos."""

@@ -1,0 +1,88 @@
+"""What is checked of JAX environments as they are traced: that their two functions agree with their spaces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from funcollect.envs.jax_envs.jax_env import JaxEnv, Transition
+from funcollect.errors import EnvError
+from funcollect.interop.jax_setup import import_jax
+from funcollect.specs import disassemble
+
+
+def check_functions(env: JaxEnv) -> tuple[int, ...]:
+    """The shape of a reward, once `begin` and `advance` are seen to agree with one another and with the spaces.
+
+    Raises:
+        EnvError: where they do not.
+    """
+    jax = import_jax()
+    key = jax.ShapeDtypeStruct((2,), np.uint32)
+    dtype = jax.dtypes.canonicalize_dtype(np.int64 if env.action_spec.one_hot else env.action_space.dtype)
+    physics, root = jax.eval_shape(env.begin, key)
+    moved = jax.eval_shape(env.advance, key, physics, jax.ShapeDtypeStruct(env.action_spec.shape, dtype))
+    if not isinstance(moved, Transition):
+        raise EnvError(f"advance of {env!r} returned {type(moved).__name__}, expected a Transition: return one")
+    if difference := differing(physics, moved.physics):
+        raise EnvError(
+            f"the physics of {env!r} change between begin and advance: {difference}; a compiled loop wants the same "
+            "structure, shapes and dtypes at every step: cast or pad them"
+        )
+    _check_observation(env, "begin", root)
+    _check_observation(env, "advance", moved.observation)
+    for name in ("terminated", "truncated"):
+        _check_leaf(f"{name} that advance of {env!r} returned", getattr(moved, name), "bool []", (), np.dtype(bool))
+    reward: tuple[int, ...] = tuple(getattr(moved.reward, "shape", ()))
+    what = f"reward that advance of {env!r} returned"
+    _check_leaf(what, moved.reward, "a number [] or [players]", reward[:1], np.dtype(np.float64))
+    return reward
+
+
+def differing(one: Any, other: Any) -> str:
+    """How two pytrees of arrays differ, in words; empty where they do not."""
+    jax = import_jax()
+    ones, others = _described(one), _described(other)
+    for path in sorted(ones.keys() | others.keys()):
+        if ones.get(path) != others.get(path):
+            return f"{path or 'it'} is {ones.get(path, 'not there')} first, then {others.get(path, 'not there')}"
+    same = jax.tree.structure(one) == jax.tree.structure(other)
+    return "" if same else f"they are {jax.tree.structure(one)} first, then {jax.tree.structure(other)}"
+
+
+def _described(tree: Any) -> dict[str, str]:
+    tree_util = import_jax().tree_util
+    return {tree_util.keystr(path): _words(leaf) for path, leaf in tree_util.tree_leaves_with_path(tree)}
+
+
+def _words(leaf: Any) -> str:
+    return f"{leaf.dtype} {list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
+
+
+def _check_observation(env: JaxEnv, function: str, observation: Any) -> None:
+    try:
+        leaves = list(zip(env.observation_leaves, disassemble(env.observation_space, observation), strict=True))
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise EnvError(
+            f"the observation that {function} of {env!r} returned is {type(observation).__name__} and lacks the "
+            f"structure of its space {env.observation_space} ({error!r}): correct {function} or the space"
+        ) from error
+    for leaf, value in leaves:
+        what = f"observation {leaf.name!r} that {function} of {env!r} returned"
+        _check_leaf(what, value, f"{leaf.dtype} {list(leaf.shape)}, as its space has it", leaf.shape, leaf.dtype)
+
+
+def _check_leaf(what: str, value: Any, expected: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    if not hasattr(value, "dtype") or tuple(value.shape) != shape or not _fits(value.dtype, dtype):
+        raise EnvError(
+            f"the {what} is {_words(value)}, expected {expected}: both functions are for one lane, without a batch "
+            "dimension; correct the function or the space"
+        )
+
+
+def _fits(given: Any, wanted: np.dtype[Any]) -> bool:
+    """Whether a cast keeps the values; floats of any width may become the space's, as batches hold them so."""
+    jnp = import_jax().numpy
+    both_floating = jnp.issubdtype(given, jnp.floating) and wanted.kind == "f"
+    return bool(both_floating or given == wanted or jnp.promote_types(given, wanted) == wanted)

@@ -1,0 +1,1 @@
+"""Batched environments written in Torch."""

@@ -1,0 +1,109 @@
+"""Classic control in Torch, with the dynamics of Gymnasium's `CartPole-v1` and `Pendulum-v1`, in float64 as there.
+
+The equations are those of Barto, Sutton and Anderson (1983) and of Gymnasium's sources.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from funcollect.envs.torch_envs.torch_env import TorchEnv
+
+
+def symmetric_box(*bounds: float) -> spaces.Box:
+    """The float32 box between the negative and the positive bounds."""
+    high = np.array(bounds, np.float32)
+    return spaces.Box(-high, high)
+
+
+class CartPole(TorchEnv):
+    """Balance a pole on a cart: `CartPole-v1`, all lanes at once.
+
+    The observation [P, 4] float32 is position, velocity, angle (radians) and angular velocity; action 1 pushes right.
+    The reward is 1 per step; an episode terminates beyond 2.4 units or 12 degrees and is truncated after 500 steps.
+    """
+
+    max_position = 2.4
+    max_angle = 12 * 2 * math.pi / 360  # radians
+    draws = 4
+    max_episode_steps = 500
+    action_space = spaces.Discrete(2)
+    observation_space = symmetric_box(max_position * 2, np.inf, max_angle * 2, np.inf)
+
+    gravity = 9.8
+    pole_mass = 0.1
+    total_mass = 1.1
+    half_length = 0.5
+    force = 10.0
+    time_step = 0.02  # seconds
+
+    def start(self, uniforms: Tensor) -> Tensor:
+        """Every coordinate uniform in (-0.05, 0.05)."""
+        return uniforms * 0.1 - 0.05
+
+    def observe(self, physics: Tensor) -> Tensor:
+        """[P, 4] float32."""
+        return physics.float()
+
+    def advance(self, physics: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One Euler step."""
+        position, velocity, angle, spin = physics.unbind(-1)
+        force = torch.where(action == 1, self.force, -self.force).double()
+        cosine, sine = angle.cos(), angle.sin()
+        moment = self.pole_mass * self.half_length
+        push = (force + moment * spin.square() * sine) / self.total_mass
+        spin_rate = (self.gravity * sine - cosine * push) / (
+            self.half_length * (4.0 / 3.0 - self.pole_mass * cosine.square() / self.total_mass)
+        )
+        acceleration = push - moment * spin_rate * cosine / self.total_mass
+        rates = torch.stack((velocity, acceleration, spin, spin_rate), -1)
+        moved = physics + self.time_step * rates
+        fallen = (moved[:, 0].abs() > self.max_position) | (moved[:, 2].abs() > self.max_angle)
+        return moved, torch.ones_like(position, dtype=torch.float32), fallen
+
+
+class Pendulum(TorchEnv):
+    """Swing a pendulum up: `Pendulum-v1`, all lanes at once.
+
+    The observation [P, 3] float32 is the cosine and sine of the angle and the angular velocity; the action [P, 1] is a
+    torque, clipped to [-2, 2]. Episodes are truncated after 200 steps and never terminate.
+    """
+
+    max_speed = 8.0
+    max_torque = 2.0
+    draws = 2
+    max_episode_steps = 200
+    action_space = spaces.Box(-max_torque, max_torque, (1,))
+    observation_space = symmetric_box(1.0, 1.0, max_speed)
+
+    gravity = 10.0
+    time_step = 0.05  # seconds
+
+    def start(self, uniforms: Tensor) -> Tensor:
+        """The angle uniform in (-pi, pi), the angular velocity in (-1, 1)."""
+        return (2 * uniforms - 1) * torch.tensor([math.pi, 1.0], dtype=uniforms.dtype, device=uniforms.device)
+
+    def observe(self, physics: Tensor) -> Tensor:
+        """[P, 3] float32."""
+        angle, speed = physics.unbind(-1)
+        return torch.stack((angle.cos(), angle.sin(), speed), -1).float()
+
+    def advance(self, physics: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One semi-implicit Euler step. The torque's own terms are float32, as in Gymnasium."""
+        angle, speed = physics.unbind(-1)
+        torque = action[:, 0].clamp(-self.max_torque, self.max_torque)
+        upright = torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
+        cost = upright.square() + 0.1 * speed.square() + (0.001 * torque.square()).double()
+        rate = 3 * self.gravity / 2 * angle.sin() + (3.0 * torque).double()
+        faster = (speed + rate * self.time_step).clamp(-self.max_speed, self.max_speed)
+        moved = torch.stack((angle + faster * self.time_step, faster), -1)
+        return moved, (-cost).float(), torch.zeros_like(angle, dtype=torch.bool)
+
+
+TORCH_ENVS: dict[str, Callable[..., TorchEnv]] = {"CartPole-v1": CartPole, "Pendulum-v1": Pendulum}

@@ -1,0 +1,44 @@
+"""Keeps JAX right on the CPU where a jaxlib is installed that computes wrong numbers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import cache
+from importlib import metadata
+
+# Their "YNN" fusions compute wrong numbers (jax#39103) or crash (jax#39257). 0.10.1, 0.11.1 and 0.11.2 are right.
+_FAULTY = ("0.10.2", "0.11.0")
+_FLAG = "--xla_cpu_experimental_ynn_fusion_type"
+
+
+@cache
+def avoid_faulty_fusions() -> str:
+    """Turn the faulty fusions off if XLA has not read its flags yet; return a note for the user.
+
+    The note is empty if there is nothing to report: for any other version of jaxlib, where an unknown flag could abort
+    the process, and if the user has set the flag. This runs when `funcollect` is imported, because XLA reads its
+    flags only once, when JAX makes its first client. Processes started later inherit the flag.
+    """
+    version = _jaxlib_version()
+    flags = os.environ.get("XLA_FLAGS", "")
+    if version not in _FAULTY or _FLAG in flags:
+        return ""
+    fault = f"jaxlib {version} can crash or compute wrong numbers in its CPU fusions (jax#39103, jax#39257)"
+    mend = "install jaxlib 0.10.1 (Python 3.11) or 0.11.2 and newer"
+    if _has_client():
+        return f"{fault}, and JAX had computed before funcollect could turn them off: {mend}, or set XLA_FLAGS={_FLAG}="
+    os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}=".strip()
+    return f"{fault}; funcollect turned them off with XLA_FLAGS={_FLAG}=: {mend}"
+
+
+def _jaxlib_version() -> str | None:
+    try:
+        return metadata.version("jaxlib")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _has_client() -> bool:
+    xla_bridge = sys.modules.get("jax._src.xla_bridge")
+    return xla_bridge is not None and xla_bridge.backends_are_initialized()

@@ -1,0 +1,195 @@
+"""A policy bound to one rollout: what a loop calls at every step, and what is left to do once at the end.
+
+A small network's cost is dispatch. So whatever need not happen between two steps (recording, log-probabilities,
+checks for NaN) happens once, over the stacked outputs of all steps, in `Actor.finish`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import optree
+import torch
+from torch import Tensor
+
+from funcollect.errors import PolicyError
+from funcollect.policies.heads import Head
+from funcollect.specs import RESERVED, ActionSpec, ExplorationType
+from funcollect.tree import NAMESPACE, Path
+
+Columns = dict[Path, Tensor]  # each [T, P, ...]
+
+_HELD_STEPS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorInputs:
+    """Everything that a policy is given for one rollout.
+
+    Attributes:
+        observation: what the policy reads at each step: always the same arrays [P, ...], in the space's structure.
+        params: prepared parameters.
+        policy_state: the state to start from.
+        initial_state: the state of a lane at the start of an episode.
+        noise: [T, P, ...], or None.
+        spec: how an action looks.
+    """
+
+    observation: Any
+    params: Any
+    policy_state: Any
+    initial_state: Any
+    noise: Tensor | None
+    exploration_type: ExplorationType
+    spec: ActionSpec
+    num_envs: int
+    length: int
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether a head samples; otherwise it takes the mode."""
+        return self.exploration_type is ExplorationType.RANDOM
+
+
+class Actor(Protocol):
+    """A policy at work."""
+
+    def running(self) -> contextlib.AbstractContextManager[Any]:
+        """The context in which `act` and `finish` are called."""
+        ...
+
+    def act(self, t: int) -> Any:
+        """The action [P, ...] for the observation that stands in `ActorInputs.observation` now."""
+        ...
+
+    def restart(self, lanes: Sequence[int] | Tensor) -> None:
+        """These lanes, listed or a mask [P], begin an episode before the next `act`: forget their recurrent state."""
+        ...
+
+    def finish(self) -> tuple[Any, Columns]:
+        """The policy's next state, and its outputs of all steps."""
+        ...
+
+
+def split_answer(answer: Any, head: Head | None) -> tuple[Any, Mapping[str, Any]]:
+    """A policy's answer as what its head reads (its action, without a head) and the extras to be recorded.
+
+    Raises:
+        PolicyError: for a dict without these, or with a name that a batch uses itself.
+    """
+    if not isinstance(answer, Mapping):
+        return answer, {}
+    names = ("action",) if head is None else head.names
+    if any(name not in answer for name in names):
+        mend = "return the action, or a dict that holds it" if head is None else f"the head {head.name} reads them"
+        raise PolicyError(
+            f"the policy answered with the keys {sorted(map(str, answer))}, expected {list(names)} among them: {mend}"
+        )
+    parts = tuple(answer[name] for name in names)
+    extras = {name: value for name, value in answer.items() if head is not None or name != "action"}
+    own = RESERVED if head is not None else RESERVED - {"action_log_prob"}
+    if taken := sorted(own & set(extras)):
+        raise PolicyError(f"the policy answered with {taken}, keys that a batch uses itself: rename them")
+    return parts if len(parts) > 1 else parts[0], extras
+
+
+class Recorder:
+    """Outputs of every step: kept as they are, and stacked into their columns some dozens of steps at a time.
+
+    Thousands of live tensors would set off Python's full garbage collections; a copy per step would cost a dispatch.
+    A policy that answers with memory which it writes again, or with a view of its input, is noticed at the first two
+    steps; its answers are then copied. `always_copy` is for one that may begin to do so later.
+    """
+
+    def __init__(self, observation: Any, length: int, *, always_copy: bool = False) -> None:
+        tensors = optree.tree_leaves(observation, namespace=NAMESPACE)
+        self._memory = {memory_of(leaf) for leaf in tensors if isinstance(leaf, Tensor)}
+        self._always_copy = always_copy
+        self._length = length
+        self._first: tuple[Tensor, ...] = ()
+        self._held: list[tuple[Tensor, ...]] = []
+        self._written = 0
+        self._columns: list[Tensor] = []
+        self._copying = True
+
+    def append(self, tensors: tuple[Tensor, ...]) -> None:
+        """Record one step."""
+        if self._copying:
+            tensors = self._own(tensors)
+        self._held.append(tensors)
+        if len(self._held) == _HELD_STEPS:
+            self._write()
+
+    def _own(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if not self._first:
+            self._first = tensors
+            self._columns = [tensor.new_empty(self._length, *tensor.shape) for tensor in tensors]
+        elif self._written + len(self._held) == 1:
+            self._memory.update(memory_of(tensor) for tensor in self._first)
+            self._copying = self._always_copy or any(memory_of(tensor) in self._memory for tensor in tensors)
+        return tuple(tensor.clone() for tensor in tensors)
+
+    def _write(self) -> None:
+        start, self._written = self._written, self._written + len(self._held)
+        try:
+            for column, parts in zip(self._columns, zip(*self._held, strict=True), strict=True):
+                torch.stack(parts, out=column[start : self._written])
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise self._changed(start) from error
+        self._held.clear()
+
+    def _changed(self, start: int) -> PolicyError:
+        expected = _kinds(self._first)
+        for step, tensors in enumerate(self._held, start):
+            if (got := _kinds(tensors)) != expected:
+                return PolicyError(
+                    f"step {step} of this batch: the policy answered {got} (action first) after {expected}: keep the "
+                    "shapes and dtypes of its outputs the same"
+                )
+        return PolicyError(f"the policy's outputs {expected} cannot be stacked: return tensors")
+
+    def columns(self) -> list[Tensor]:
+        """Each output, [T, P, ...]."""
+        if self._held:
+            self._write()
+        return self._columns
+
+
+class NoiseRow:
+    """The noise of one step at a time, on the policy's device; on the CPU always in the same memory."""
+
+    def __init__(self, noise: Tensor | None, home: torch.device) -> None:
+        if noise is None:
+            self.at: Callable[[int], Tensor | None] = lambda t: None
+        elif home.type != "cpu":
+            self.at = noise.to(home).__getitem__
+        else:
+            self._all = noise.numpy()
+            self._tensor = noise[0].clone()
+            self._row = self._tensor.numpy()
+            self.at = self._copied
+
+    def _copied(self, t: int) -> Tensor:
+        self._row[...] = self._all[t]
+        return self._tensor
+
+
+def _kinds(outputs: tuple[Any, ...]) -> list[str]:
+    return [f"{getattr(each, 'dtype', type(each).__name__)} {list(getattr(each, 'shape', ()))}" for each in outputs]
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Where the memory begins that a tensor is a view of."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def lane_mask(lanes: Sequence[int] | Tensor, num_envs: int) -> Tensor:
+    """[P] bool, True for `lanes`; they may be such a mask already, since to list a device's lanes waits for it."""
+    if isinstance(lanes, Tensor):
+        return lanes
+    mask = torch.zeros(num_envs, dtype=torch.bool)
+    mask[list(lanes)] = True
+    return mask

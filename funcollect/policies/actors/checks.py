@@ -1,0 +1,172 @@
+"""What a policy answered, checked: shapes and dtypes at its first step, numbers once per batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from funcollect.errors import PolicyError
+from funcollect.policies.actors.actor import Columns
+from funcollect.specs import ActionSpec
+from funcollect.tree import Path
+
+_LOOK = "look at the policy's parameters, and at the observation of that step"
+
+
+def check_action(action: Any, spec: ActionSpec, num_envs: int) -> None:
+    """Raise PolicyError unless `action` is [P, *spec.shape] of a dtype that the space can take."""
+    wanted = (num_envs, *spec.shape)
+    if not hasattr(action, "shape"):
+        raise PolicyError(
+            f"the policy's action is {type(action).__name__}, expected an array of shape {wanted}: return a tensor"
+        )
+    if tuple(action.shape) != wanted:
+        raise PolicyError(
+            f"action has shape {tuple(action.shape)}, the space {spec.space} wants {wanted} for {num_envs} "
+            f"environment{'s' if num_envs > 1 else ''}: return one action of shape {spec.shape} per environment"
+            f"{_encoding(tuple(action.shape), spec, num_envs)}"
+        )
+    kind = next((kind for kind in ("float", "complex") if kind in str(action.dtype)), "int")
+    if kind != ("float" if spec.dtype.is_floating_point else "int"):
+        raise PolicyError(f"action has dtype {action.dtype}, the space {spec.space} wants {spec.dtype}: cast it")
+
+
+def _encoding(shape: tuple[int, ...], spec: ActionSpec, num_envs: int) -> str:
+    """How to bring the environment to the policy's encoding of discrete actions, where that is what differs."""
+    other = tuple(spec.space.shape or ()) if spec.one_hot else (spec.choices,)
+    if not spec.categories or shape != (num_envs, *other):
+        return ""
+    if spec.one_hot:
+        return ", in one-hot rows; or make the environment without one_hot=True, for integers"
+    return "; or make the environment with one_hot=True (funcollect.make_env), for one-hot rows"
+
+
+def check_tensor(action: Any) -> None:
+    """Raise PolicyError unless `action` is a tensor; its shape is checked elsewhere."""
+    if not isinstance(action, Tensor):
+        raise PolicyError(
+            f"the policy's action is a {type(action).__module__}.{type(action).__name__}, expected a torch.Tensor: "
+            "return a tensor, or wrap a JAX function with funcollect.jax_policy"
+        )
+
+
+def check_rows(name: str, output: Any, num_envs: int) -> None:
+    """Raise PolicyError for an output without a row per environment."""
+    if tuple(getattr(output, "shape", ()))[:1] != (num_envs,):
+        got = f"of shape {tuple(output.shape)}" if hasattr(output, "shape") else type(output).__name__
+        raise PolicyError(
+            f"the policy's output {name!r} is {got}, expected an array of shape [{num_envs}, ...]: return one row "
+            "per environment"
+        )
+
+
+def check_apart(outputs: Iterable[Path], observation: Iterable[Path]) -> None:
+    """Raise PolicyError for an output of the policy under the key of an observation."""
+    for path in outputs:
+        for other in observation:
+            if path[: len(other)] == other[: len(path)]:
+                raise PolicyError(
+                    f"the policy's output {'.'.join(path)!r} collides with the observation {'.'.join(other)!r}, which "
+                    "the batch keeps under that key: rename the output"
+                )
+
+
+def check_recurrent(answer: Any, before: Any) -> None:
+    """Raise PolicyError unless a recurrent policy answered with a pair whose state has the shapes of `before`."""
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+        raise PolicyError(
+            f"the policy has an initial_state and answered with {type(answer).__name__}, expected the pair "
+            "(answer, next_state): return both, or leave initial_state out"
+        )
+    got, expected = (
+        [list(getattr(leaf, "shape", ())) for leaf in optree.tree_leaves(state)] for state in (answer[1], before)
+    )
+    if got != expected:
+        raise PolicyError(
+            f"the policy's next state has the shapes {got}, expected {expected}: return it as initial_state is, with "
+            "the batch dimension"
+        )
+
+
+def check_numbers(columns: Columns, causes: Columns | None = None) -> None:
+    """Raise PolicyError for the first row that is NaN, in `causes` if it can be found there already."""
+    for path, column in columns.items():
+        if column.is_floating_point() and math.isnan(column.sum().item()):
+            check_numbers(causes or {})
+            scale = "; a scale has to be positive" if path == ("action_log_prob",) else ""
+            _raise_at(torch.isnan(column), f"{'.'.join(path)} is NaN, expected numbers", column, _LOOK + scale)
+
+
+def check_outputs(columns: Columns, spec: ActionSpec, parameters: Columns | None = None) -> None:
+    """Raise PolicyError for the first row that is NaN, or an action that is infinite or outside its choices.
+
+    Actions outside a floating Box are the environment's business: many clip them.
+    """
+    action = columns[("action",)]
+    check_numbers({("action",): action}, parameters)
+    if action.is_floating_point():
+        if math.isinf(action.sum().item()):
+            _raise_at(torch.isinf(action), "the action is infinite, expected finite numbers", action, _LOOK)
+    else:
+        _check_choices(action, spec)
+    check_numbers({path: column for path, column in columns.items() if column is not action}, parameters)
+
+
+def _check_choices(action: Tensor, spec: ActionSpec) -> None:
+    low, high = spec.bounds
+    wrong = (action < low.to(action.device)) | (action > high.to(action.device))
+    if spec.one_hot:
+        hot = [part.sum(-1) != 1 for part in torch.split(action, list(spec.categories), -1)]
+        wrong = torch.stack(hot, -1) | wrong.any(-1, True)
+    if bool(wrong.any()):
+        expected = f"one-hot rows for {spec.space}" if spec.one_hot else str(spec.space)
+        _raise_at(wrong, f"the action is outside its space, expected {expected}", action, "return one of these")
+
+
+def finish_columns(
+    columns: Columns,
+    spec: ActionSpec,
+    *,
+    parameters: Columns | None = None,
+    chosen: bool = False,
+    ties: bool = False,
+) -> Columns:
+    """A policy's columns, checked, the action in the dtype of its space.
+
+    Args:
+        columns: the outputs.
+        spec: how the action should look.
+        parameters: what a head read; its log-probability, where it has one, tells of every NaN in them.
+        chosen: whether a head chose the action.
+        ties: whether of several ones in a one-hot row the first counts, as it does for environments. TorchRL's value
+            policies answer so where values are equal.
+    """
+    if ties and spec.one_hot:
+        columns = columns | {("action",): _first_ones(columns[("action",)], spec)}
+    if parameters and ("action_log_prob",) not in columns:
+        check_numbers(parameters)
+    if chosen and spec.categories:
+        check_numbers(columns, parameters)
+    else:
+        check_outputs(columns, spec, parameters)
+    return columns | {("action",): columns[("action",)].to(spec.dtype)}
+
+
+def _first_ones(action: Tensor, spec: ActionSpec) -> Tensor:
+    parts = torch.split(action, list(spec.categories), -1)
+    return torch.cat([part * (part.cumsum(-1) == 1) for part in parts], -1)
+
+
+def _raise_at(wrong: Tensor, what: str, column: Tensor, mend: str) -> None:
+    rows = wrong.reshape(*wrong.shape[:2], -1).any(-1)
+    if not bool(rows.any()):
+        return  # values whose sum overflows
+    step, lane = rows.nonzero()[0].tolist()
+    raise PolicyError(
+        f"lane {lane}, step {step} of this batch: {what} (it is {column[step, lane].tolist()!s:.80}): {mend}"
+    )

@@ -1,0 +1,81 @@
+"""From whatever a user calls a policy to a `Policy`."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import nn
+
+from funcollect.devices import checked_device
+from funcollect.policies.random_policy import RandomPolicy
+from funcollect.policies.tensordict_modules.hidden_states import initial_hidden_states
+from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
+from funcollect.policies.torch_modules.torch_policy import TorchPolicy
+from funcollect.specs import Env, Policy
+
+
+def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -> Policy:
+    """The policy that a collector runs.
+
+    Args:
+        policy: a `Policy`; None for random actions; a `TensorDictModule`, or a callable with one argument that is named
+            ``tensordict`` or ``td`` or annotated as a TensorDict; any other module or function from observation to
+            action.
+        env: the environment, for its action space.
+        device: where the policy is to run; None for where it is. A policy that is there already is not copied.
+
+    Raises:
+        TypeError: for something that cannot be called.
+        ValueError: for a device that is not there, or a policy that is elsewhere and cannot be copied.
+    """
+    place = checked_device(device, "policy_device")
+    if isinstance(policy, type):
+        raise TypeError(
+            f"policy is the class {policy.__name__}, expected an instance: build it, {policy.__name__}(...)"
+        )
+    if policy is None:
+        return RandomPolicy(env.action_spec)
+    if isinstance(policy, TorchPolicy):
+        moved = place is not None and policy.run_device not in (None, place)
+        parts = (policy.module, policy.head, policy.initial_state, place, policy.compiler)
+        return TorchPolicy(*parts) if moved else policy
+    if isinstance(policy, Policy):
+        return policy
+    if not callable(policy):
+        raise TypeError(
+            f"policy is {policy!r:.80}, expected a Policy, a torch.nn.Module, a function from observation to action, "
+            "or None for random actions: pass one of these"
+        )
+    if isinstance(policy, TensorDictModuleBase) or _takes_tensordict(policy):
+        return _on_tensordict(policy, env, place)
+    return TorchPolicy(policy, None, None, place)
+
+
+def _on_tensordict(policy: Any, env: Env, place: torch.device | None) -> TensorDictPolicy:
+    hidden_states = initial_hidden_states(policy, None, getattr(env, "primers", None))
+    if taken := sorted({leaf.path for leaf in env.observation_leaves} & set(hidden_states)):
+        raise ValueError(
+            f"the environment delivers {['.'.join(path) for path in taken]}, which the policy carries from step to "
+            "step: take the TensorDictPrimer out of the environments inside, the policy's state needs none"
+        )
+    return TensorDictPolicy(policy, place, hidden_states)
+
+
+def _takes_tensordict(policy: Any) -> bool:
+    function = policy.forward if isinstance(policy, nn.Module) else policy
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    required = [each for each in parameters if each.default is each.empty and each.kind != each.VAR_KEYWORD]
+    if len(required) != 1:
+        return False
+    annotation = required[0].annotation
+    annotated = (isinstance(annotation, type) and issubclass(annotation, TensorDictBase)) or (
+        isinstance(annotation, str) and "TensorDict" in annotation
+    )
+    return annotated or required[0].name in ("tensordict", "td")

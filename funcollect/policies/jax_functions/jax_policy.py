@@ -1,0 +1,133 @@
+"""JAX functions as policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funcollect.interop.jax_setup import import_jax, strong
+from funcollect.policies.heads import Head, check_head
+from funcollect.policies.jax_functions.function_policy import FunctionPolicy
+
+
+def jax_policy(
+    apply: Callable[..., Any], params: Any, *, head: Head | None = None, initial_state: Any = None
+) -> JaxPolicy:
+    """A policy from a JAX function.
+
+    Args:
+        apply: called under `jit` as ``apply(params, observation)`` with the batch dimension; `observation` is an array
+            [P, ...], a dict of them for a Dict space, a tuple for a Tuple space. Where it has a parameter `key`, it
+            also gets a fresh ``uint32[2]`` key by that name. It answers as a Torch module does (see `torch_policy`).
+        params: a pytree of arrays.
+        head: one of `funcollect.heads`.
+        initial_state: makes the policy recurrent: the state of one environment at the start of an episode, a pytree
+            without a batch dimension. The call is then ``apply(params, observation, state) -> (answer, next_state)``.
+
+    Raises:
+        TypeError: for something that cannot be called, or a head that is none.
+
+    >>> import jax.numpy as jnp, funcollect as fc
+    >>> policy = jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=fc.heads.categorical)
+    >>> env = fc.make_env("CartPole-v1", num_envs=3)
+    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
+    >>> batch["action_log_prob"].shape
+    torch.Size([3, 5])
+    """
+    if isinstance(apply, (type, torch.nn.Module)) or not callable(apply):
+        raise TypeError(
+            f"apply is {apply!r:.80}, expected a function (params, observation) -> answer: pass one, or wrap a Torch "
+            "module with funcollect.torch_policy"
+        )
+    check_head(head)
+    return JaxPolicy(apply, params, head, initial_state)
+
+
+class JaxPolicy(FunctionPolicy):
+    """See `jax_policy`. `params` may be set: the next rollout reads it."""
+
+    def __init__(self, apply: Callable[..., Any], params: Any, head: Head | None, initial_state: Any) -> None:
+        super().__init__(apply, head, initial_state)
+        self.params = params
+        self._prepared: tuple[list[Any], Any] | None = None
+
+    def prepare(self, params: Any) -> Any:
+        """Parameters on the device, once per version; None stands for the policy's own, read at each rollout.
+
+        Raises:
+            ValueError: for a structure or shapes other than the policy's own, or an array that was donated.
+            TypeError: for a leaf that is no array.
+        """
+        jax = import_jax()
+        given = self.params if params is None else self._tree(params)
+        leaves = jax.tree.leaves(given)
+        if self._prepared and len(leaves) == len(self._prepared[0]) and all(map(_is_still, leaves, self._prepared[0])):
+            return self._prepared[1]
+        if params is not None:
+            self._check_params(given)
+        prepared = jax.tree_util.tree_map_with_path(_array, given)
+        if all(isinstance(leaf, jax.Array) for leaf in leaves):
+            self._prepared = (leaves, prepared)
+        return prepared
+
+    def _check_params(self, params: Any) -> None:
+        own, given = _shapes(self.params), _shapes(params)
+        if own != given:
+            differing = sorted(key for key in own.keys() | given.keys() if own.get(key) != given.get(key))
+            raise ValueError(
+                f"params differ from the policy's own at {differing}: got {[given.get(key) for key in differing]}, "
+                f"expected {[own.get(key) for key in differing]}: pass a pytree of the same structure and shapes"
+            )
+
+    def state_dict(self, params: Any = None) -> dict[str, Tensor]:
+        """A copy of `params`, or of the policy's own, by path."""
+        tree = import_jax().tree_util
+        leaves = tree.tree_leaves_with_path(self.params if params is None else params)
+        return {tree.keystr(path): torch.from_numpy(np.array(leaf)) for path, leaf in leaves}
+
+    def load(self, params: Any) -> None:
+        """Act with `params`, a pytree or what `state_dict` gave, from the next rollout on."""
+        self.params = self.prepare(self._tree(params))
+
+    def _tree(self, params: Any) -> Any:
+        """A pytree like the policy's own from what `state_dict` gave; anything else as it is."""
+        tree = import_jax().tree_util
+        paths, treedef = tree.tree_flatten_with_path(self.params)
+        names = [tree.keystr(path) for path, _ in paths]
+        if not isinstance(params, Mapping) or set(params) != set(names) or not names:
+            return params
+        return tree.tree_unflatten(treedef, [import_jax().numpy.array(np.asarray(params[name])) for name in names])
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    jax = import_jax()
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in leaves}
+
+
+def _array(path: Any, leaf: Any) -> Any:
+    """A live array of JAX without a weak type."""
+    jax = import_jax()
+    name = f"the parameter{jax.tree_util.keystr(path)}"
+    if not isinstance(leaf, jax.Array):
+        try:
+            return strong(jax.numpy.array(leaf))
+        except TypeError as error:
+            raise TypeError(
+                f"{name} is {type(leaf).__name__}, expected an array or a number: give the arrays alone as params, and "
+                "what else a model holds to the function (equinox.partition tells them apart)"
+            ) from error
+    if leaf.is_deleted():
+        raise ValueError(
+            f"{name} was donated or deleted, expected a live array: set policy.params, or pass params=, to what the "
+            "function that took it returned"
+        )
+    return strong(leaf)
+
+
+def _is_still(one: Any, two: Any) -> bool:
+    return one is two and not one.is_deleted()

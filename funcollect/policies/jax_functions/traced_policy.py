@@ -1,0 +1,148 @@
+"""Policies inside a traced loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from funcollect.errors import PolicyError
+from funcollect.interop.jax_setup import import_jax
+from funcollect.keys import Noise
+from funcollect.policies.actors.actor import split_answer
+from funcollect.policies.actors.checks import check_action, check_rows
+from funcollect.policies.jax_functions.function_policy import FunctionPolicy, jax_noise
+from funcollect.policies.random_policy import MASK_KEY, RandomPolicy
+from funcollect.specs import ActionSpec, ExplorationType, Policy
+
+Answer = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]  # params, policy_state, observation, key
+
+
+def is_traceable(policy: Policy) -> bool:
+    """Whether `traced_policy` takes it."""
+    return isinstance(policy, RandomPolicy) or getattr(policy, "backend", None) == "jax"
+
+
+def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_type: ExplorationType) -> Answer:
+    """The policy's step as a traced function that draws its noise from a key.
+
+    Raises:
+        TypeError: for a policy that cannot be traced.
+    """
+    if isinstance(policy, RandomPolicy):
+        return partial(_random_answer, spec, num_envs)
+    if not is_traceable(policy):
+        kind = f"a {policy.backend} policy" if hasattr(policy, "backend") else "no policy"
+        raise TypeError(
+            f"{type(policy).__name__} is {kind}, expected one that JAX can trace: pass "
+            "funcollect.lower_policy(policy, env), or use funcollect.jax_policy or funcollect.random_policy"
+        )
+    noise = policy.noise(spec)
+    stochastic = exploration_type is ExplorationType.RANDOM
+
+    def answer(params: Any, policy_state: Any, observation: Any, key: Any) -> tuple[Any, dict[str, Any]]:
+        drawn = _draw(noise, key, num_envs)
+        if isinstance(policy, FunctionPolicy):
+            policy_state, outputs = policy.answer(spec, stochastic, params, policy_state, observation, drawn)
+        else:
+            policy_state, given = policy(params, policy_state, observation, drawn, exploration_type)
+            action, extras = split_answer(given, None)
+            outputs = {"action": action, **extras}
+        check_action(outputs["action"], spec, num_envs)
+        for name, output in outputs.items():
+            check_rows(name, output, num_envs)
+            _check_numbers(name, output)
+        return policy_state, outputs
+
+    return answer
+
+
+def _check_numbers(name: str, output: Any) -> None:
+    jax = import_jax()
+    if jax.numpy.issubdtype(output.dtype, jax.dtypes.prng_key):
+        raise PolicyError(
+            f"the policy's output {name!r} is typed PRNG keys, expected numbers: return jax.random.key_data of them"
+        )
+
+
+def _random_answer(
+    spec: ActionSpec, num_envs: int, params: Any, policy_state: Any, observation: Any, key: Any
+) -> tuple[Any, dict[str, Any]]:
+    return policy_state, {"action": traced_random(spec, key, observation, num_envs)[0]}
+
+
+def _draw(noise: Noise | None, key: Any, num_envs: int) -> Any:
+    return key if noise is not None and noise.kind == "key" else jax_noise(noise, key, num_envs)
+
+
+def traced_random(spec: ActionSpec, key: Any, observation: Any, num_envs: int) -> tuple[Any, Any]:
+    """Random actions [P, ...], drawn as `RandomPolicy` draws them, and their log-probabilities [P]."""
+    jax = import_jax()
+    if spec.categories:
+        return _choices(spec, key, observation, num_envs)
+    shape = (num_envs, *spec.shape)
+    if isinstance(spec.space, spaces.MultiBinary):
+        action = jax.random.bernoulli(key, 0.5, shape).astype(jax.numpy.int32)
+        return action, jax.numpy.full(num_envs, -math.prod(spec.shape) * math.log(2))
+    return _integers(spec.space, key, shape) if spec.space.dtype.kind in "iu" else _box(spec.space, key, shape)  # type: ignore[union-attr]
+
+
+def match_log_prob(log_prob: Any, like: Any) -> Any:
+    """Log-probabilities [P] as a policy gives them: [P], or [P, n] in shares that add up to them."""
+    parts = like.shape[1:]
+    shares = log_prob.reshape(-1, *[1] * len(parts)) / math.prod(parts)
+    return import_jax().numpy.broadcast_to(shares, like.shape).astype(like.dtype)
+
+
+def _choices(spec: ActionSpec, key: Any, observation: Any, num_envs: int) -> tuple[Any, Any]:
+    jax = import_jax()
+    jnp = jax.numpy
+    mask = _mask(observation, spec)
+    if mask is None:
+        chosen = jax.random.randint(key, (num_envs, len(spec.categories)), 0, jnp.array(spec.categories))
+        log_prob = jnp.full(num_envs, -sum(map(math.log, spec.categories)), jnp.float32)
+    else:
+        chosen = jax.random.categorical(key, jnp.where(mask, 0.0, -jnp.inf))[:, None]
+        log_prob = -jnp.log(mask.sum(-1).astype(jnp.float32))
+    if spec.one_hot:
+        hot = [jax.nn.one_hot(chosen[:, i], n, dtype=jnp.int32) for i, n in enumerate(spec.categories)]
+        return jnp.concatenate(hot, -1), log_prob
+    return chosen.reshape(num_envs, *spec.shape) + jnp.asarray(spec.start), log_prob
+
+
+def _mask(observation: Any, spec: ActionSpec) -> Any:
+    if not isinstance(observation, Mapping) or not isinstance(spec.space, spaces.Discrete):
+        return None
+    mask = observation.get(MASK_KEY)
+    return None if mask is None or mask.shape[1:] != (int(spec.space.n),) else mask.astype(bool)
+
+
+def _integers(space: Any, key: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Both bounds are among the choices; a range beyond 32 bits is drawn from its lower part."""
+    jax = import_jax()
+    limits = np.iinfo(np.int32)
+    low = np.clip(space.low.astype(np.int64), limits.min, limits.max - 1)
+    high = np.clip(space.high.astype(np.int64) + 1, low + 1, limits.max)
+    action = jax.random.randint(key, shape, low.astype(np.int32), high.astype(np.int32))
+    return action, jax.numpy.full(shape[0], -np.log(high - low).sum(), np.float32)
+
+
+def _box(space: Any, key: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Bounded components uniform; others normal, or exponential from the side that is bounded."""
+    jax = import_jax()
+    jnp = jax.numpy
+    low, high = space.low.astype(np.float32), space.high.astype(np.float32)
+    below, above = np.isfinite(low), np.isfinite(high)
+    uniform = jax.random.uniform(key, shape, minval=np.finfo(np.float32).tiny)
+    tail, normal = -jnp.log(uniform), jax.random.normal(key, shape)
+    width = np.where(below & above, high - np.where(above, low, 0), 1)
+    inside = np.where(below & above, low, 0) + uniform * width
+    unbounded = jnp.where(below, low + tail, jnp.where(above, high - tail, normal))
+    action = jnp.where(below & above, inside, unbounded)
+    one_sided = jnp.where(below | above, -tail, -0.5 * normal**2 - 0.5 * math.log(2 * math.pi))
+    density = jnp.where(below & above, -np.log(width), one_sided)
+    return action, density.reshape(shape[0], -1).sum(-1)

@@ -1,0 +1,1 @@
+"""Policies that read and write TensorDicts."""

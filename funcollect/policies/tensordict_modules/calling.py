@@ -1,0 +1,75 @@
+"""How a module is called on a TensorDict, and what it wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from funcollect.errors import PolicyError
+from funcollect.policies.tensordict_modules.hidden_states import paths
+from funcollect.tree import Path, flatten, nest, to_tensordict
+
+
+def run_module(
+    module: Callable[..., Any], inputs: Mapping[Path, Tensor], device: torch.device | None
+) -> TensorDictBase:
+    """What the module returns for a TensorDict of its own that holds `inputs`, each [P, ...]."""
+    own = {path: leaf.clone() for path, leaf in inputs.items()}
+    batch_size = tuple(next(iter(inputs.values())).shape[:1])
+    given = TensorDict(nest(own), batch_size, device=device) if device else to_tensordict(own, batch_size)
+    try:
+        answer = module(given)
+    except KeyError as error:
+        wanted = paths(getattr(module, "in_keys", ()))
+        if all(path in inputs for path in wanted):
+            raise
+        raise PolicyError(
+            f"the policy reads the in_keys {names_of(wanted)}, the environment gives {names_of(inputs)}: name these"
+        ) from error
+    if not isinstance(answer, TensorDictBase):
+        raise PolicyError(
+            f"the policy returned {type(answer).__name__}, expected the TensorDict with its outputs: return it"
+        )
+    return answer
+
+
+def outputs_of(answer: TensorDictBase, inputs: Mapping[Path, Tensor]) -> dict[Path, Any]:
+    """What stands in a policy's answer beside `inputs`."""
+    return {path: leaf for path, leaf in flatten(answer).items() if path not in inputs}
+
+
+def check_hidden(outputs: Mapping[Path, Any], hidden: Mapping[Path, Tensor]) -> None:
+    """Raise PolicyError unless each hidden state stands in `outputs` under ``next``, in the shape that was read."""
+    for path, leaf in hidden.items():
+        got = getattr(outputs.get(("next", *path)), "shape", None)
+        if got != leaf.shape:
+            raise PolicyError(
+                f"the policy's hidden state {'.'.join(('next', *path))!r} is {got and tuple(got)}, expected "
+                f"{tuple(leaf.shape)}: write it as it is read, or correct its initial state"
+            )
+
+
+def names_of(paths: Iterable[Path]) -> list[str]:
+    """The dotted names of keys, sorted, for messages."""
+    return sorted(map(".".join, paths))
+
+
+def by_path(observation: Any) -> dict[Path, Any]:
+    """The leaves of an observation, in a space's structure, by their keys in a batch."""
+    return flatten(_as_mapping(observation))
+
+
+def _as_mapping(observation: Any) -> dict[str, Any]:
+    if isinstance(observation, dict):
+        return {name: _open(value) for name, value in observation.items()}
+    return {"observation": _open(observation)}
+
+
+def _open(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return {str(index): _open(part) for index, part in enumerate(value)}
+    return _as_mapping(value) if isinstance(value, dict) else value

@@ -1,0 +1,72 @@
+"""Hidden states that a policy on a TensorDict carries as keys: it reads `key` and writes ``("next", key)``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from funcollect.tree import Path, flatten
+
+INIT: Path = ("is_init",)  # True at the first step of a trajectory, as TorchRL's InitTracker has it
+
+
+def paths(keys: Iterable[Any] | None) -> list[Path]:
+    """Keys as paths."""
+    return [key if isinstance(key, tuple) else (key,) for key in keys or ()]
+
+
+def initial_hidden_states(
+    module: Any, given: Mapping[Any, Any] | None, defaults: Mapping[Path, Tensor] | None = None
+) -> dict[Path, Tensor]:
+    """What each hidden state of `module` is at the start of an episode, in one environment.
+
+    Args:
+        module: the policy, which may say so itself by parts with `make_tensordict_primer`, as TorchRL's LSTMModule.
+        given: what the caller says, nested or by key.
+        defaults: what else is known, for states of which neither says anything.
+
+    Raises:
+        ValueError: for a state of which nothing is known, or a given one that the policy does not carry.
+    """
+    told = {} if given is None else _flat(given)
+    reads, writes = paths(getattr(module, "in_keys", None)), paths(getattr(module, "out_keys", None))
+    carried = sorted(path[1:] for path in writes if path[0] == "next" and path[1:] in reads) if writes else sorted(told)
+    if unknown := sorted(set(told) - set(carried)):
+        raise ValueError(
+            f"initial_state holds {unknown}, the policy carries {carried}: name keys that it reads and writes under "
+            "'next'"
+        )
+    known = {**(defaults or {}), **_primed(module), **told}
+    if missing := [path for path in carried if path not in known]:
+        name = missing[0][0] if len(missing[0]) == 1 else missing[0]
+        raise ValueError(
+            f"the policy reads {name!r} and writes it under 'next', so it carries it from step to step, and nothing "
+            "says what an episode begins with: use funcollect.tensordict_policy(policy, initial_state={"
+            f"{name!r}: torch.zeros(...)}}), without a batch dimension, or give the module a make_tensordict_primer"
+        )
+    return {path: known[path] for path in carried}
+
+
+def _flat(given: Mapping[Any, Any]) -> dict[Path, Tensor]:
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"initial_state is {type(given).__name__}, expected a dict of tensors by key: pass for example "
+            "{'hidden': torch.zeros(8)}"
+        )
+    by_path = {key: value for key, value in given.items() if isinstance(key, tuple)}
+    nested = {key: value for key, value in given.items() if not isinstance(key, tuple)}
+    return {path: torch.as_tensor(value) for path, value in {**flatten(nested), **by_path}.items()}
+
+
+def _primed(module: Any) -> dict[Path, Tensor]:
+    """What the primers of the module's parts fill in."""
+    values: dict[Path, Tensor] = {}
+    for part in module.modules() if isinstance(module, nn.Module) else ():
+        make = getattr(part, "make_tensordict_primer", None)
+        if make is not None:
+            values |= flatten(make()(TensorDict({}, batch_size=[])))
+    return values

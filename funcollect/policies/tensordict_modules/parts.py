@@ -1,0 +1,160 @@
+"""The parts of a `TensorDictSequential` called one after another on a plain dict: the same answers, in half the time.
+
+A TensorDict costs more than a small network at each step. So where a policy is a sequence of plain `TensorDictModule`s
+and `ProbabilisticTensorDictModule`s, a rollout's first step runs it as it is and watches; where the parts, called
+directly, give the same bits from the same draws, the other steps call them directly.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictSequential,
+)
+from torch import Tensor, nn
+
+from funcollect.tree import Path, key_of
+
+Values = dict[str | Path, Any]
+Call = Callable[[nn.Module, tuple[Any, ...]], Any]
+
+_SEQUENCES = (TensorDictSequential.forward, ProbabilisticTensorDictSequential.forward)
+
+
+class _NotPlainError(Exception):
+    """A module that has to be called on a TensorDict."""
+
+
+class _Network:
+    """A `TensorDictModule` around a module of positional arguments."""
+
+    def __init__(self, part: TensorDictModule) -> None:
+        self.module = part.module
+        self._reads = [_key(key) for key in part.in_keys]
+        self._writes = [_key(key) for key in part.out_keys]
+        self._alone = self._writes[0] if len(self._writes) == 1 else None
+
+    def run(self, values: Values, call: Call | None = None) -> None:
+        """Write the module's answers into `values`; `call` stands in for calling it."""
+        arguments = tuple([values[key] for key in self._reads])
+        answer = self.module(*arguments) if call is None else call(self.module, arguments)
+        if self._alone is not None and isinstance(answer, Tensor):
+            values[self._alone] = answer
+        else:
+            values.update(zip(self._writes, answer, strict=True))
+
+
+class _Draw:
+    """A `ProbabilisticTensorDictModule` that samples one action."""
+
+    def __init__(self, part: ProbabilisticTensorDictModule) -> None:
+        self._distribution = part.get_dist
+        (self._sample,) = map(_key, part.dist_sample_keys)
+        self._log_prob = _key(part.log_prob_key) if part.return_log_prob else None
+
+    def run(self, values: Values, call: Call | None = None) -> None:
+        """Sample, and score the sample where that was asked for."""
+        distribution = self._distribution(values)
+        draw = distribution.rsample if distribution.has_rsample else distribution.sample
+        values[self._sample] = sample = draw()
+        if self._log_prob is not None:
+            values[self._log_prob] = distribution.log_prob(sample)
+
+
+Part = _Network | _Draw
+
+
+def plain_parts(module: Any) -> list[Part] | None:
+    """The parts of `module`; None unless all of them are plain."""
+    try:
+        return list(_parts(module))
+    except _NotPlainError:
+        return None
+
+
+def _parts(module: Any) -> Iterable[Part]:
+    if not isinstance(module, nn.Module) or module._forward_hooks or module._forward_pre_hooks:
+        raise _NotPlainError
+    forward = type(module).forward
+    if forward in _SEQUENCES:
+        inner: Any = module.module
+        return [
+            part for each in (inner.values() if isinstance(inner, nn.ModuleDict) else inner) for part in _parts(each)
+        ]
+    if forward is TensorDictModule.forward and isinstance(module.module, nn.Module):
+        return [_Network(module)]
+    if _draws(module):
+        return [_Draw(module)]
+    raise _NotPlainError
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether this is tensordict's or TorchRL's own, with one sample."""
+    own = type(module).__module__.partition(".")[0] in ("tensordict", "torchrl")
+    return own and isinstance(module, ProbabilisticTensorDictModule) and len(module.dist_sample_keys) == 1
+
+
+def _key(key: Any) -> str | Path:
+    if isinstance(key, str) or (isinstance(key, tuple) and len(key) > 1):
+        return key
+    raise _NotPlainError
+
+
+class EquivalenceCheck:
+    """Watches one call of a policy as it is, and tells whether its parts alone give the same.
+
+    Args:
+        parts: the policy's `plain_parts`.
+        inputs: what it reads, by key.
+    """
+
+    def __init__(self, parts: list[Part], inputs: Mapping[str | Path, Tensor]) -> None:
+        self._parts = parts
+        self._inputs = inputs
+        self._calls: dict[int, deque[tuple[Any, ...]]] = defaultdict(deque)
+
+    def compare(self, run: Callable[[], Mapping[Path, Any]]) -> tuple[Mapping[Path, Any], bool]:
+        """What `run`, a call of the policy, returns, and whether the parts are as good."""
+        before = torch.get_rng_state()
+        networks = {id(part.module): part.module for part in self._parts if isinstance(part, _Network)}
+        handles = [each.register_forward_hook(self._note, with_kwargs=True) for each in networks.values()]
+        try:
+            outputs = run()
+        finally:
+            for handle in handles:
+                handle.remove()
+        after = torch.get_rng_state()
+        torch.set_rng_state(before)
+        try:
+            same = self._repeats(outputs) and torch.equal(torch.get_rng_state(), after)
+        except Exception:  # whatever fails without a TensorDict is called on one
+            same = False
+        torch.set_rng_state(after)
+        return outputs, same
+
+    def _note(self, module: nn.Module, arguments: Any, named: Any, answer: Any) -> None:
+        self._calls[id(module)].append((arguments, named, answer))
+
+    def _repeats(self, outputs: Mapping[Path, Any]) -> bool:
+        values: Values = dict(self._inputs)
+        for part in self._parts:
+            part.run(values, self._recall)
+        return not any(self._calls.values()) and all(
+            leaf is own or (leaf.dtype == own.dtype and torch.equal(leaf, own))
+            for path, leaf in outputs.items()
+            for own in [values[key_of(path)]]
+        )
+
+    def _recall(self, module: nn.Module, arguments: tuple[Any, ...]) -> Any:
+        """The answer that `module` gave, if these were its arguments."""
+        noted, named, answer = self._calls[id(module)].popleft()
+        if named or len(noted) != len(arguments) or not all(map(torch.equal, noted, arguments)):
+            raise _NotPlainError
+        return answer

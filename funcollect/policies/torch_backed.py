@@ -1,0 +1,96 @@
+"""Base class, state and arguments that all policies over a Torch module share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from funcollect.policies.torch_modules.binding import Binding
+from funcollect.policies.torch_modules.settings import Settings, SettingsCache
+
+Compiler = Literal["xla", "callback", "eager", "inductor"]
+
+
+class TorchPolicyState(NamedTuple):
+    """What a Torch policy carries from step to step."""
+
+    recurrent: Any  # a pytree of tensors [P, ...], or None
+    generator: Tensor  # uint8: the state of Torch's global generator, for modules that draw from it
+
+
+def check_compiler(compiler: str | None, without: str = "") -> None:
+    """Raise ValueError unless `compiler` is None, or names a way of running other than `without`."""
+    names = [name for name in get_args(Compiler) if name != without]
+    if compiler is not None and compiler not in names:
+        raise ValueError(f"compile is {compiler!r}, expected one of {names}, or None: pass 'xla'")
+
+
+def check_callable(module: Any, expected: str) -> None:
+    """Raise TypeError unless `module` is an instance that can be called; `expected` says what it should be."""
+    if isinstance(module, type) or not callable(module):
+        raise TypeError(f"the policy is {module!r:.80}, expected {expected}: pass an instance")
+
+
+class TorchBacked:
+    """What the policies over a Torch module, or over a plain function, share: parameters, device, checkpoints.
+
+    Args:
+        module: the user's; a plain function has no parameters.
+        device: where it is to run; None for where it is.
+    """
+
+    backend: Literal["torch"] = "torch"
+
+    def __init__(self, module: Callable[..., Any], device: torch.device | None = None) -> None:
+        self.module = module
+        self.device = device
+        self._binding = Binding(module, device) if isinstance(module, nn.Module) else None
+        self._settings_cache = SettingsCache(module if isinstance(module, nn.Module) else None)
+        self.embedded: dict[Any, Any] = {}  # as what it runs in a loop of JAX, by `core.routes`
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Compiled code stays in its process."""
+        return vars(self) | {"embedded": {}}
+
+    @property
+    def run_device(self) -> torch.device | None:
+        """The device on which the policy runs; None for a function without one."""
+        return self._binding.run_device if self._binding else self.device
+
+    @property
+    def settings(self) -> Settings:
+        """The module's settings as they are now; none of a function."""
+        return self._settings_cache.settings
+
+    @property
+    def params(self) -> Any:
+        """The module's current parameters and buffers, a TensorDict; None for a function."""
+        return self._binding.params if self._binding else None
+
+    def prepare(self, params: Any) -> dict[str, Tensor] | None:
+        """Parameters by name, checked; None stands for the module's own, read at each rollout."""
+        if self._binding:
+            return self._binding.prepare(params)
+        if params is not None:
+            raise ValueError("params were given to a policy that is a plain function: pass a torch.nn.Module")
+        return None
+
+    def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
+        """The callable over these parameters."""
+        return self._binding.bind(prepared) if self._binding else self.module
+
+    def tensors(self, prepared: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        """Parameters and buffers by name, `prepared` or else the module's own; none for a function."""
+        return self._binding.tensors(prepared) if self._binding else {}
+
+    def state_dict(self, params: Any = None) -> dict[str, Tensor]:
+        """A copy of `params`, or of the module's own, by name: what `load` and `prepare` take."""
+        return self._binding.state_dict(params) if self._binding else {}
+
+    def load(self, params: Any) -> None:
+        """Write `params` into the user's module."""
+        if self._binding:
+            self._binding.load(params)

@@ -1,0 +1,1 @@
+"""Torch policies inside compiled JAX loops: lowered to JAX, or called back."""

@@ -1,0 +1,140 @@
+"""Torch policies whose module is lowered to JAX: the loop's own function, with weights read at each rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import optree
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModuleBase, set_interaction_type
+from torch import Tensor, nn
+
+from funcollect.errors import LoweringError
+from funcollect.interop.bridge import argument, to_jax, to_torch
+from funcollect.interop.jax_setup import compiled, import_jax
+from funcollect.interop.lowering import Lowered, lower_module
+from funcollect.interop.lowering.structure import plain
+from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
+from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source, constant
+from funcollect.policies.torch_modules.settings import settings_of, unregistered
+from funcollect.policies.torch_modules.torch_policy import lanes_of
+from funcollect.specs import ExplorationType
+from funcollect.tree import NAMESPACE
+
+_WIDE = (torch.int64, torch.uint64, torch.float64)
+_TOLERANCE = 1e-3  # of a first look, relative; rounding is far below it
+
+
+class LoweredPolicy(EmbeddedPolicy):
+    """See `funcollect.lower_policy`. `params` are the module's own as they are when it is read, as arrays of JAX."""
+
+    def __init__(self, source: Source, exploration_type: ExplorationType, lowered: Lowered, initial_carry: Any) -> None:
+        super().__init__(source, exploration_type, self._answer, initial_carry)
+        self.lowered = lowered
+
+    def _answer(self, params: Any, observation: Any, state: Any = None) -> Any:
+        with set_interaction_type(self.exploration_type):  # for shapes with which it is exported once more
+            return self.to_outputs(self.lowered.apply(params, *self.source.arguments(observation, state)), state)
+
+    def prepare(self, params: Any) -> dict[str, Any]:
+        """Copies of parameters, laid out for JAX.
+
+        Args:
+            params: what the Torch policy takes, or what this returned; None for the module's own as they are now.
+
+        Raises:
+            TypeError, ValueError: for parameters that do not fit the module.
+        """
+        jax = import_jax()
+        if isinstance(params, dict) and all(isinstance(leaf, jax.Array) for leaf in params.values()):
+            return params
+        return self.laid_out(self.source.tensors(self.source.prepare(params)))
+
+    def laid_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Tensors by name as JAX has them, in memory of their own."""
+        arrays = {name: argument(tensors[name]) for name in self.lowered.names}
+        prepared: dict[str, Any] = compiled(self, "lay out", self.lowered.lay_out)(arrays)
+        import_jax().block_until_ready(prepared)  # before the tensors are written again
+        return prepared
+
+    def state_dict(self, params: Any = None) -> dict[str, Tensor]:
+        """A copy of `params`, or of the module's own, by name, as Torch has it."""
+        return self.source.state_dict() | ({} if params is None else self.lowered.restore(params))
+
+    def load(self, params: Mapping[str, Any]) -> None:
+        """Write arrays such as `params`, or what `state_dict` gave, into the user's module."""
+        jax = any(isinstance(leaf, import_jax().Array) for leaf in params.values())
+        self.source.load(self.state_dict(params) if jax else params)
+
+
+def lowered_policy(source: Source, observation: Any, exploration_type: ExplorationType) -> LoweredPolicy:
+    """A policy whose module is lowered, and seen to answer as it does itself.
+
+    Args:
+        source: the Torch policy.
+        observation: an example [P, ...], in the space's structure.
+        exploration_type: what a TensorDict policy's distributions are told.
+
+    Raises:
+        LoweringError: for a module that cannot be lowered, or whose weights a program could not read anew.
+    """
+    module = _checked_module(source)
+    initial_carry = constant(source.initial_carry(observation))
+    rows = len(_leaves(observation)[0])
+    recurrent = lanes_of(initial_carry, rows, source.device)
+    inputs = source.arguments(observation, recurrent)
+    if isinstance(source, TensorDictPolicy):
+        inputs = (TensorDict(inputs[0], batch_size=[rows]),)
+    with set_interaction_type(exploration_type):
+        policy = LoweredPolicy(source, exploration_type, lower_module(module, inputs), initial_carry)
+    _check_answer(policy, observation, recurrent)
+    return policy
+
+
+def _checked_module(source: Source) -> nn.Module:
+    module = source.module
+    if not isinstance(module, nn.Module):
+        raise LoweringError(
+            "a plain function is not lowered, since what it refers to may change: use a torch.nn.Module"
+        )
+    if isinstance(source, TensorDictPolicy) and not isinstance(module, TensorDictModuleBase):
+        raise LoweringError("a function of a TensorDict is not lowered: use a TensorDictModule")
+    if name := unregistered(module):
+        raise LoweringError(
+            f"{name!r} of {type(module).__name__} holds a tensor or a module beside its parameters, buffers and "
+            "submodules, where a change would not be seen: use register_buffer, nn.ParameterList or nn.ModuleList"
+        )
+    return module
+
+
+def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> None:
+    """Raise LoweringError unless it answers as the module does, which keeps no state in its attributes."""
+    source: Any = policy.source
+    module: Any = source.bound(None)
+    given: Any = (observation, recurrent)
+    before = settings_of(module) if module is not source.module else None  # a copy's, which a call may change
+    with torch.no_grad():
+        home = optree.tree_map(lambda leaf: leaf.to(source.run_device or leaf.device, copy=True), given)
+        eager = source.call_module(module, *home, policy.exploration_type)
+    if before is not None and before != settings_of(module):
+        raise LoweringError(f"{type(module).__name__} changes its own attributes when called: return them as a state")
+    inputs: Any = optree.tree_map(to_jax, plain(given if recurrent is not None else given[:1]))
+    ours = import_jax().jit(policy.apply)(policy.prepare(None), *inputs)
+    eager = plain(eager)
+    policy.note(eager, home[0], home[1], _WIDE.__contains__)
+    pairs = zip(_leaves(policy.to_outputs(eager, home[1])), map(to_torch, import_jax().tree.leaves(ours)), strict=True)
+    apart = max((_apart(one.cpu(), two.cpu()) for one, two in pairs if one.is_floating_point()), default=0.0)
+    if apart > _TOLERANCE:
+        raise LoweringError(f"{type(module).__name__}, lowered, answers otherwise than itself, by {apart:.1e}")
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return optree.tree_leaves(tree, namespace=NAMESPACE)
+
+
+def _apart(one: Tensor, two: Tensor) -> float:
+    scale = float(np.nanmax(one.abs().float().numpy(), initial=1.0))
+    return float((one.float() - two.float()).abs().nan_to_num().max()) / scale if one.numel() else 0.0

@@ -1,0 +1,1 @@
+"""The checks of `check_collector`."""

@@ -1,0 +1,183 @@
+"""What `check_env` finds by resetting: how episodes begin and end, and in which lanes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcollect.core import api
+from funcollect.core.restore import resume, saved_leaves
+from funcollect.core.state import CollectorState
+from funcollect.keys import key_from_seed
+from funcollect.testing.compare import bits_differ, expect_equal, first_row, shown, spot
+from funcollect.testing.parameters import to_tensor
+from funcollect.testing.report import NotApplicableError, fail
+from funcollect.testing.trial import Trial, root_of
+from funcollect.tree import Path
+
+Observation = dict[Path, Tensor]  # each [P, ...]
+
+_CHANCE = 1e-3  # of ends that look like beginnings without being such
+_RESETS = 16  # episodes begun to see what a reset looks like
+
+
+def first_observations(trial: Trial, seed: int, count: int = _RESETS) -> Observation:
+    """What the first `count` episodes of each lane begin with: each [P, count, ...]."""
+    with trial.started(seed) as state:
+        seen = [root_of(state)]
+        for _ in range(count - 1):
+            state = api.reset(trial.env, state)
+            seen.append(root_of(state))
+    return {path: torch.stack([each[path] for each in seen], 1) for path in seen[0]}
+
+
+def another_seed(trial: Trial) -> None:
+    """Another seed gives other episodes, where episodes differ at all."""
+    one = first_observations(trial, trial.seed)
+    if all(not bits_differ(leaf, leaf[:1, :1].expand_as(leaf)).any() for leaf in one.values()):
+        raise NotApplicableError("every episode begins with the same observation")
+    two = first_observations(trial, trial.seed + 1)
+    if all(not bits_differ(leaf, two[path]).any() for path, leaf in one.items()):
+        raise fail(
+            f"the first {_RESETS} episodes of each lane",
+            expected=f"other observations with seed={trial.seed + 1} than with seed={trial.seed}",
+            got="the same ones, though they differ from episode to episode",
+            mend="use the seed that reset is given: super().reset(seed=seed), then self.np_random",
+        )
+
+
+def begun(trial: Trial, state: CollectorState, episode: int) -> CollectorState:
+    """A state in which each lane begins its episode of this number, none before it having run.
+
+    `state` is the one that begins the episode before, or the first one: values need no more than a reset.
+    """
+    if trial.env.backend != "host":
+        return api.reset(trial.env, state) if episode else state
+    saved = {
+        "key": torch.from_numpy(key_from_seed(trial.seed).astype("int64")),
+        "episode": torch.full((trial.lanes,), episode - 1),
+        "steps": 0,
+        "policy_version": 0,
+        "policy_state": saved_leaves(state.policy_state),
+    }
+    return resume(trial.env, state, saved)
+
+
+def resets(trial: Trial) -> str | None:
+    """After a done row the root is the first observation of the next episode."""
+    limit = None if trial.done[:, :-1].any() else max(1, trial.steps // 4)
+    batch = trial.batch if limit is None else trial.run(trial.steps, max_frames_per_traj=limit)
+    _expect_moved_on(trial, batch)
+    if trial.env.seeding == "episode":
+        _expect_seeded(trial, batch)
+    return f"no episode ended within {trial.steps} steps: they were cut after {limit}" if limit else None
+
+
+def _expect_moved_on(trial: Trial, batch: Any) -> None:
+    """Fail where every root after an end is the terminal observation still, in an environment that moves."""
+    ended = batch["next", "done"][:, :-1, 0]
+    still, moves = ended, torch.zeros_like(ended)
+    for leaf in trial.env.observation_leaves:
+        still = still & ~bits_differ(batch[leaf.path][:, 1:], batch["next", *leaf.path][:, :-1])
+        moves = moves | bits_differ(batch[leaf.path], batch["next", *leaf.path])[:, :-1]
+    if ended.any() and moves[~ended].any() and bool(still.eq(ended).all()):
+        lane, step = first_row(ended) or (0, 0)
+        raise fail(
+            f"lane {lane}, step {step + 1}, the root after an end",
+            expected="the first observation of another episode",
+            got="the terminal one still, at every end",
+            mend="reset the lanes that reset is given, and write their observations",
+        )
+
+
+def _expect_seeded(trial: Trial, batch: Any) -> None:
+    """Fail where an episode begins otherwise than by its seed alone."""
+    number = (batch["collector", "step"] == 0).cumsum(1) - 1
+    with trial.started() as state:
+        for episode in range(min(int(number.max()) + 1, _RESETS)):
+            state = begun(trial, state, episode)
+            starts = (number == episode) & (batch["collector", "step"] == 0)
+            for path, first in root_of(state).items():
+                wanted = first.unsqueeze(1).expand_as(batch[path])
+                if place := first_row(bits_differ(batch[path], wanted) & starts):
+                    raise fail(
+                        f"{spot(*place, path)}, where episode {episode} begins",
+                        expected=f"{shown(first[place[0]])}, as its seed gives when it is begun directly",
+                        got=shown(batch[path][place]),
+                        mend="let reset(seed=...) alone decide how an episode begins, or say seeding='lane' or 'run'",
+                    )
+
+
+def terminal(trial: Trial) -> None:
+    """At an end `next` holds the terminal observation, not that of the next episode."""
+    if not trial.done.any():
+        raise NotApplicableError(f"no episode ended within {trial.steps} steps: raise steps")
+    fresh = _looks_begun(trial)
+    inner = (trial.batch["collector", "step"] > 0) & ~trial.done
+    share = float(fresh[inner].double().mean()) if inner.any() else 1.0
+    said = False
+    for name in ("terminated", "truncated"):
+        ends = trial.batch["next", name][..., 0]
+        if not ends.any() or share ** int(ends.sum()) > _CHANCE:
+            continue
+        said = True
+        if fresh[ends].all():
+            lane, step = first_row(ends) or (0, 0)
+            raise fail(
+                f"lane {lane}, step {step}, next where an episode is {name}",
+                expected="the terminal observation",
+                got=f"at all {int(ends.sum())} such ends one among those that episodes begin with",
+                mend="wrap the raw environment, without its own autoreset: the library resets",
+            )
+    if not said:
+        raise NotApplicableError("too few ends, or first observations look like any other: raise steps")
+
+
+def _looks_begun(trial: Trial) -> Tensor:
+    """[P, T] bool: the rows whose next observation lies, in every number, among those that episodes begin with."""
+    fresh = torch.ones_like(trial.done)
+    for path, leaf in first_observations(trial, trial.seed + 2).items():
+        seen, produced = leaf.flatten(0, 1), trial.batch["next", *path]
+        inside = (produced >= seen.amin(0)) & (produced <= seen.amax(0))
+        fresh &= inside.reshape(*inside.shape[:2], -1).all(-1)
+    return fresh
+
+
+def reset_mask(trial: Trial) -> None:
+    """`reset` with a mask begins other episodes in its lanes, and touches no other."""
+    if trial.lanes < 2:
+        raise NotApplicableError("there is one lane: pass num_envs=3")
+    third = trial.third
+    mask = torch.arange(trial.lanes) % 2 == 0
+    with trial.started() as state:
+        state, _ = trial.go_on(state, third)
+        after = api.reset(trial.env, state, mask)
+        _expect_masked(state, after, mask)
+        _, batch = trial.go_on(after, third)
+    if trial.env.seeding == "run":
+        return  # lanes may share one generator
+    expect_equal(
+        batch[~mask],
+        trial.batch[~mask][:, third : 2 * third],
+        what=f"lanes {(~mask).nonzero()[:, 0].tolist()} (counted here from 0) after a reset of the others",
+        source="the run without that reset",
+        mend="let reset touch only the lanes that it is given",
+    )
+
+
+def _expect_masked(before: CollectorState, after: CollectorState, mask: Tensor) -> None:
+    shown_before = root_of(before)
+    for path, leaf in root_of(after).items():
+        touched = bits_differ(leaf.unsqueeze(1), shown_before[path].unsqueeze(1))[:, 0]
+        if place := first_row((touched & ~mask).unsqueeze(1)):
+            raise fail(
+                f"lane {place[0]}, {'.'.join(path)} after a reset of lanes {mask.nonzero()[:, 0].tolist()}",
+                expected=f"{shown(shown_before[path][place[0]])} as before",
+                got=shown(leaf[place[0]]),
+                mend="reset the lanes that reset is given, and write only their observations",
+            )
+    step = to_tensor(after.step)
+    if place := first_row(((step != 0) & mask).unsqueeze(1)):
+        raise fail(f"lane {place[0]}, step after its reset", expected=0, got=int(step[place[0]]), mend="begin anew")

@@ -1,0 +1,158 @@
+"""Log-probabilities worked out anew, by Torch's own distributions, from what a policy answers to recorded rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from funcollect.interop.jax_setup import import_jax
+from funcollect.keys import key_from_seed
+from funcollect.policies.actors.actor import split_answer
+from funcollect.policies.jax_functions.jax_policy import JaxPolicy
+from funcollect.policies.numerics import TORCH
+from funcollect.policies.torch_modules.torch_policy import TorchPolicy
+from funcollect.specs import ActionSpec, assemble
+from funcollect.testing.compare import first_row, shown, spot
+from funcollect.testing.parameters import to_tensor
+from funcollect.testing.policies.queries import PolicyTrial, recurrent_of
+from funcollect.testing.report import NotApplicableError, fail
+from funcollect.tree import select, to_tensordict
+
+Parameters = tuple[Tensor, ...]  # of the distribution, each [P, T, ...]
+
+td: Any = torch.distributions
+
+_SATURATED = 0.999  # of the tanh; beyond, a float32 action says too little about what was squashed
+
+
+def log_probs(trial: PolicyTrial) -> None:
+    """Log-probabilities are those of the recorded actions, worked out anew from the recorded observations."""
+    if "action_log_prob" not in trial.batch:
+        raise NotApplicableError("it records no action_log_prob")
+    wanted = _expected(trial)
+    got = trial.batch["action_log_prob"].double().reshape(wanted.shape)
+    wrong = ~torch.isclose(got, wanted, rtol=1e-2, atol=1e-2) & wanted.isfinite()
+    if place := first_row(wrong):
+        raise fail(
+            spot(*place, ("action_log_prob",)),
+            expected=shown(wanted[place]),
+            got=shown(got[place]),
+            mend="score the recorded action under the weights and the observation that chose it; call module.eval() "
+            "if there is dropout or batch norm",
+        )
+
+
+def _expected(trial: PolicyTrial) -> Tensor:
+    """[P, T] float64; NaN where nothing can be said."""
+    policy: Any = trial.policy
+    if isinstance(policy, (TorchPolicy, JaxPolicy)):
+        if getattr(policy, "takes_key", False):
+            raise NotApplicableError("the function draws with its key")
+        density = _DENSITIES.get(getattr(policy.head, "name", ""))
+        if density is None:
+            raise NotApplicableError(f"how {policy.head!r} scores is not known here")
+        return density(_parameters(trial), trial.batch["action"], trial.env.action_spec, policy.head)
+    module: Any = getattr(policy, "module", None)
+    if not hasattr(module, "get_dist"):
+        raise NotApplicableError("it has neither a head nor get_dist")
+    read = [key if isinstance(key, tuple) else (key,) for key in module.in_keys]  # hidden states and is_init, too
+    leaves = {path: trial.batch[path] for path in read}
+    flat = to_tensordict({path: leaf.flatten(0, 1) for path, leaf in leaves.items()}, (trial.batch.numel(),))
+    with torch.no_grad():
+        scored: Tensor = module.get_dist(flat).log_prob(trial.batch["action"].flatten(0, 1))
+    return scored.double().reshape(trial.batch.shape)
+
+
+def _parameters(trial: PolicyTrial) -> Parameters:
+    """What the head reads, worked out row after row with the policy's own module."""
+    policy: Any = trial.policy
+    call = _call_jax if isinstance(policy, JaxPolicy) else _call_torch
+    initial = state = recurrent_of(policy.init(key_from_seed(trial.seed), trial.lanes))
+    steps = []
+    for t in range(trial.steps):
+        row = trial.batch[:, t]
+        if state is not None:
+            begun = row["collector", "step"] == 0
+            state = select(begun, _tensors(initial), _tensors(state))
+        answer, state = call(policy, _observation(trial, row), state)
+        parsed = policy.head.parse(TORCH, split_answer(answer, policy.head)[0], trial.env.action_spec)
+        steps.append(tuple(each.double() for each in parsed))
+    return tuple(torch.stack(column, 1) for column in zip(*steps, strict=True))
+
+
+def _observation(trial: PolicyTrial, row: TensorDict) -> Any:
+    leaves = {leaf.path: row[leaf.path].clone() for leaf in trial.env.observation_leaves}
+    return assemble(trial.env.observation_space, leaves)
+
+
+def _call_torch(policy: TorchPolicy, observation: Any, state: Any) -> tuple[Any, Any]:
+    with torch.no_grad():
+        if state is None:
+            return policy.module(observation), None
+        answer, after = policy.module(observation, state)
+        return answer, after
+
+
+def _call_jax(policy: JaxPolicy, observation: Any, state: Any) -> tuple[Any, Any]:
+    arrays = [import_jax().tree.map(np.asarray, each) for each in (observation, state) if each is not None]
+    answer = policy.apply(policy.params, *arrays)
+    return (_tensors(answer), None) if state is None else tuple(_tensors(answer))
+
+
+def _tensors(tree: Any) -> Any:
+    return import_jax().tree.map(to_tensor, tree)
+
+
+def _indices(action: Tensor, spec: ActionSpec) -> list[Tensor]:
+    """Each component's choice, counted from 0: [P, T]."""
+    if spec.one_hot:
+        return [part.argmax(-1) for part in torch.split(action, list(spec.categories), -1)]
+    flat = (action - torch.as_tensor(spec.start)).reshape(*action.shape[:2], -1)
+    return list(flat.unbind(-1))
+
+
+def _categorical(parameters: Parameters, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
+    logits = torch.split(parameters[0], list(spec.categories), -1)
+    pairs = zip(logits, _indices(action, spec), strict=True)
+    scores: list[Tensor] = [td.Categorical(logits=part).log_prob(index) for part, index in pairs]
+    return torch.stack(scores).sum(0)
+
+
+def _epsilon_greedy(parameters: Parameters, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
+    total = torch.zeros(action.shape[:2], dtype=torch.float64)
+    for values, index in zip(
+        torch.split(parameters[0], list(spec.categories), -1), _indices(action, spec), strict=True
+    ):
+        best = (values.argmax(-1) == index).double()
+        total += (best * (1 - head.epsilon) + head.epsilon / values.shape[-1]).log()
+    return total
+
+
+def _normal(parameters: Parameters, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
+    return _summed(td.Normal(*parameters).log_prob(action.double()))
+
+
+def _tanh_normal(parameters: Parameters, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
+    space: Any = spec.space
+    low, high = (torch.as_tensor(bound).double() for bound in (space.low, space.high))
+    half = (high - low) / 2
+    unit = (action.double() - low) / half - 1
+    score = td.Normal(*parameters).log_prob(unit.atanh()) - (1 - unit.square()).log() - half.log()
+    return _summed(torch.where(unit.abs() < _SATURATED, score, torch.nan))
+
+
+def _summed(score: Tensor) -> Tensor:
+    return score.reshape(*score.shape[:2], -1).sum(-1)
+
+
+_DENSITIES: dict[str, Callable[[Parameters, Tensor, ActionSpec, Any], Tensor]] = {
+    "categorical": _categorical,
+    "epsilon_greedy": _epsilon_greedy,
+    "normal": _normal,
+    "tanh_normal": _tanh_normal,
+}

@@ -1,0 +1,129 @@
+"""Frames packed in rows and out again, bit for bit."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import NonTensorData, TensorDict
+
+import funcollect as fc
+from funcollect.buffers.storages.packed_rows import RowLayout, leaves_of
+from tests.support.compare import assert_same
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
+    torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    torch.float8_e5m2,
+]  # fmt: skip
+
+
+def noise(dtype, shape):
+    """Any bits that the dtype can hold, but for bool."""
+    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (*shape, dtype.itemsize), dtype=torch.uint8)
+    return bits.view(dtype)[..., 0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)), min_size=1, max_size=6),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_any_dtypes_and_shapes(columns, ndim, time_major):
+    lead = [2, 3, 5][-ndim:]
+    leaves = {}
+    for index, (dtype, shape) in enumerate(columns):
+        leaf = noise(dtype, (*lead, *shape))
+        if time_major:
+            leaf = leaf.movedim(ndim - 1, 0).clone(memory_format=torch.contiguous_format).movedim(0, ndim - 1)
+        leaves[f"k{index}"] = leaf
+    batch = TensorDict({"deep": leaves, "k": leaves["k0"]}, lead)
+    layout = RowLayout.of(batch, ndim)
+    layout.check(leaves_of(batch), ndim)
+    rows = torch.zeros(batch.numel(), layout.words, dtype=torch.int64)
+    layout.pack(rows, leaves_of(batch), ndim)
+    packed = layout.unpack(rows).reshape(lead[-1], *lead[:-1])
+    assert_same(packed.permute(*range(1, ndim), 0).clone(), batch.clone())
+    assert layout.nbytes <= sum(column.nbytes for column in layout.columns) + 16
+
+
+def test_rows_on_a_device_are_laid_out_alike():
+    """There, leaves are written and read by strided views; NumPy's way must agree with them."""
+    batch = TensorDict(
+        {"a": torch.randn(2, 3, 2), "b": torch.rand(2, 3, 1) < 0.5, "c": torch.randn(2, 3).double()}, [2, 3]
+    )
+    layout = RowLayout.of(batch, 2)
+    rows = torch.zeros(6, layout.words, dtype=torch.int64)
+    layout.pack(rows, leaves_of(batch), 2)
+    for view, leaf in zip(layout._views(rows), batch.values(), strict=True):
+        assert (view == leaf.movedim(1, 0).reshape(view.shape)).all()
+
+
+@pytest.mark.gpu
+def test_a_storage_on_a_gpu():
+    batch = TensorDict(
+        {"x": torch.randn(30, 2), "episode": torch.arange(30) // 10, "done": torch.ones(30, 1).bool()}, [30]
+    )
+    for source in ("cpu", "cuda"):
+        memory = fc.ReplayBuffer(
+            storage=fc.LazyTensorStorage(20, device="cuda"), sampler=fc.SliceSampler(slice_len=3), batch_size=30
+        )
+        memory.extend(batch.to(source))
+        assert (memory[:].cpu() == torch.cat([batch[20:], batch[10:20]])).all()
+        slices = memory.sample().reshape(10, 3)
+        assert slices["x"].is_cuda
+        assert (slices["episode"] == slices["episode"][:, :1]).all()
+
+
+@pytest.mark.gpu
+def test_samples_of_a_file_come_out_on_a_gpu():
+    batch = TensorDict({"x": torch.randn(30, 2), "episode": torch.arange(30) // 10}, [30])
+    memory = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(30, device="cuda"), batch_size=12)
+    memory.extend(batch)
+    sample, info = memory.sample(return_info=True)
+    assert sample["x"].is_cuda
+    assert (sample.cpu() == batch[info["index"]]).all()
+
+
+@pytest.mark.parametrize("leaf", [
+    torch.ones(3, requires_grad=True) * 2, torch.tensor([1 + 2j, 3j, 1]).conj(), torch.tensor(5.0).expand(3),
+    torch.arange(6)[::2], torch.arange(12).reshape(4, 3).T[:, ::2],
+])  # fmt: skip
+def test_leaves_that_are_not_plain_memory(leaf):
+    batch = TensorDict({"x": leaf}, [3])
+    layout = RowLayout.of(batch, 1)
+    rows = torch.zeros(3, layout.words, dtype=torch.int64)
+    layout.pack(rows, leaves_of(batch), 1)
+    assert (layout.unpack(rows)["x"] == leaf).all()
+
+
+def test_unpacked_leaves_are_views_of_the_rows():
+    batch = TensorDict({"x": torch.arange(3), "y": torch.ones(3, 2)}, [3])
+    layout = RowLayout.of(batch, 1)
+    rows = torch.zeros(3, layout.words, dtype=torch.int64)
+    layout.unpack(rows)["y"][1] = 7
+    assert rows[1].any()
+
+
+BATCH = TensorDict({"x": torch.zeros(4, 2), "next": {"reward": torch.zeros(4, 1)}}, [4])
+
+
+@pytest.mark.parametrize(("other", "message"), [
+    (BATCH.exclude("x"), r"lacks \['x'\] and has \[\] besides"),
+    (BATCH.clone().set("y", torch.zeros(4)), r"lacks \[\] and has \['y'\] besides"),
+    (BATCH.clone().set("x", torch.zeros(4, 3)), r"x is \[3\] torch.float32 .* holds \[2\] torch.float32"),
+    (BATCH.clone().set(("next", "reward"), torch.zeros(4, 1).double()), r"next.reward is \[1\] torch.float64"),
+])  # fmt: skip
+def test_batches_that_do_not_fit_name_key_and_shapes(other, message):
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(9), batch_size=2)
+    buffer.extend(BATCH + 1)
+    with pytest.raises(ValueError, match=message):
+        buffer.extend(other)
+    assert len(buffer) == 4
+    assert (buffer[:] == BATCH + 1).all()
+
+
+def test_leaves_that_are_not_tensors():
+    batch = TensorDict({"x": torch.zeros(4), "note": NonTensorData("hello", batch_size=[4])}, [4])
+    with pytest.raises(TypeError, match=r"note is NonTensorData, expected a tensor: leave it out \(batch.exclude"):
+        fc.ReplayBuffer(storage=fc.LazyTensorStorage(9)).extend(batch)

@@ -1,0 +1,327 @@
+"""`ReplayBuffer` as TorchRL's users know it, over batches of real collectors."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict, tensorclass
+
+import funcollect as fc
+from tests.support.compare import assert_same
+from tests.support.counting import make_counting
+
+IDS = ("collector", "traj_ids")
+LENGTHS = ({"lengths": (5, 9)}, {"lengths": (7,)}, {"lengths": (4, 3, 11)})
+
+
+def collect(num_envs, frames=60, worker=0):
+    """Batches of a counting environment, as one of several workers with so many lanes each would collect them."""
+    env = make_counting("torch", *LENGTHS[: num_envs or 1], batched=num_envs is not None)
+    batches = list(fc.SyncDataCollector(env, frames_per_batch=frames, total_frames=3 * frames, seed=worker))
+    lanes = num_envs or 1
+    for batch in batches:
+        batch["collector", "lane"] += worker * lanes
+        batch["collector", "traj_ids"] += worker << 40
+        for observation in (batch["observation"], batch["next", "observation"]):
+            observation[..., 0] += worker * lanes
+    return batches
+
+
+def stacked(*workers):
+    return [torch.stack(batches) for batches in zip(*workers, strict=True)]
+
+
+def interleaved(*workers):
+    """As they arrive from asynchronous workers: one after another, in no fixed order."""
+    order = [1, 0, 0, 1, 1, 0]
+    iterators = [iter(batches) for batches in workers]
+    return [next(iterators[worker]) for worker in order]
+
+
+SOURCES = {
+    "one environment": (1, lambda: collect(None)),
+    "three environments": (2, lambda: collect(3)),
+    "workers, stacked": (2, lambda: stacked(collect(None), collect(None, worker=1))),
+    "workers of three, stacked": (3, lambda: stacked(collect(3), collect(3, worker=1))),
+    "asynchronous workers": (1, lambda: interleaved(collect(None), collect(None, worker=1))),
+    "asynchronous workers of three": (2, lambda: interleaved(collect(3), collect(3, worker=1))),
+    "flattened": (1, lambda: [batch.reshape(-1) for batch in collect(3)]),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("storage", [fc.LazyTensorStorage, fc.LazyMemmapStorage])
+@pytest.mark.parametrize("size", [100, 1000])
+def test_slices_from_every_collector(source, storage, size):
+    ndim, make = SOURCES[source]
+    memory = fc.ReplayBuffer(
+        storage=storage(size, ndim=ndim), sampler=fc.SliceSampler(num_slices=8, trajectory_key=IDS), batch_size=24
+    )
+    batches = make()
+    for batch in batches:
+        memory.extend(batch)
+    assert len(memory) == min(size, sum(batch.numel() for batch in batches))
+    for _ in range(5):
+        slices = memory.sample().reshape(8, 3)
+        assert (slices["observation"][:, 1:] == slices["next", "observation"][:, :-1]).all()
+        assert (slices[IDS] == slices[IDS][:, :1]).all()
+        assert (slices["collector", "step"].diff(dim=-1) == 1).all()
+        assert slices["next", "truncated"][..., 0].tolist() == [[False, False, True]] * 8
+    crossing = {int(steps[0]) for _ in range(40) for steps in memory.sample().reshape(8, 3)["collector", "step"]}
+    assert {0, 1, 2} <= crossing  # every place in a trajectory, those at the border of two batches too
+
+
+def test_single_transitions_from_flattened_batches():
+    memory = fc.ReplayBuffer(storage=fc.LazyTensorStorage(500), transform=lambda data: data.reshape(-1))
+    batches = collect(3)
+    for batch in batches:
+        memory.extend(batch)
+    everything = torch.cat([batch.reshape(-1) for batch in batches])
+    assert_same(memory[:].clone(), everything.clone())
+    assert memory.sample(7).batch_size == torch.Size([7])
+
+
+def numbers(count, start=0):
+    return TensorDict({"x": torch.arange(start, start + count)}, [count])
+
+
+def filled(sampler=None, **options):
+    memory = fc.ReplayBuffer(storage=fc.LazyTensorStorage(10), sampler=sampler, batch_size=4, **options)
+    memory.extend(numbers(10))
+    return memory
+
+
+def test_add_and_indexing():
+    memory = fc.ReplayBuffer(storage=fc.LazyTensorStorage(3), batch_size=4)
+    assert [int(memory.add(numbers(1, start)[0])) for start in range(4)] == [0, 1, 2, 0]
+    assert memory[:]["x"].tolist() == [3, 1, 2]
+    assert memory[0]["x"] == 3
+    assert memory[torch.tensor([2, 0])]["x"].tolist() == [2, 3]
+    assert memory[torch.tensor([[2, 0], [1, 1]])]["x"].tolist() == [[2, 3], [1, 1]]
+    assert memory[-1]["x"] == 2
+    assert memory[torch.tensor([True, False, True])]["x"].tolist() == [3, 2]
+    lanes = fc.ReplayBuffer(storage=fc.LazyTensorStorage(9, ndim=2), batch_size=4)
+    assert lanes.add(numbers(2)).tolist() == [0, 1]  # one step of two lanes
+    assert lanes.add(numbers(2)).tolist() == [2, 3]
+
+
+def test_return_info_says_where_frames_lie():
+    memory = filled()
+    batch, info = memory.sample(return_info=True)
+    assert (memory[info["index"]]["x"] == batch["x"]).all()
+
+
+def test_a_generator_repeats_exactly():
+    one, two, other = (filled(generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    samples = [memory.sample(50)["x"].tolist() for memory in (one, two, other)]
+    assert samples[0] == samples[1] != samples[2]
+    torch.manual_seed(0)
+    globally = filled().sample(50)["x"]
+    torch.manual_seed(0)
+    assert filled().sample(50)["x"].tolist() == globally.tolist()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize(("drop_last", "sizes"), [(False, [4, 4, 2]), (True, [4, 4])])
+def test_without_replacement_every_frame_comes_once(drop_last, sizes, prefetch):
+    memory = filled(fc.SamplerWithoutReplacement(drop_last=drop_last), prefetch=prefetch)
+    rounds = [[batch["x"] for batch in memory] for _ in range(2)]
+    for batches in rounds:
+        assert [len(batch) for batch in batches] == sizes
+        assert len(set(torch.cat(batches).tolist())) == sum(sizes)
+    assert torch.cat(rounds[0]).tolist() != torch.cat(rounds[1]).tolist()
+    memory.sample()
+    memory.extend(numbers(10, 10))
+    assert set(torch.cat([memory.sample()["x"], memory.sample()["x"]]).tolist()) <= set(range(10, 20))
+    in_order = filled(fc.SamplerWithoutReplacement(shuffle=False))
+    assert torch.cat([batch["x"] for batch in in_order]).tolist() == list(range(10))
+
+
+def test_iteration_goes_on():
+    memory = filled()
+    assert [len(batch) for batch in itertools.islice(memory, 5)] == [4] * 5
+
+
+def test_samples_made_ahead_are_never_of_frames_that_are_gone():
+    memory, still = filled(prefetch=3, generator=torch.Generator().manual_seed(0)), 0
+    for start in range(10, 400, 10):
+        for _ in range(4):
+            batch, info = memory.sample(return_info=True)
+            assert (batch["x"] >= start - 10).all()
+            assert (memory[info["index"]]["x"] == batch["x"]).all()
+            still += len(memory._ahead)
+        memory.extend(numbers(10, start))
+    assert still  # some were made ahead
+    memory.empty()
+    with pytest.raises(ValueError, match="the buffer is empty"):
+        memory.sample()
+
+
+def test_samples_made_ahead_are_those_that_would_have_come():
+    plain, ahead = (filled(prefetch=n, generator=torch.Generator().manual_seed(3)) for n in (0, 2))
+    assert [plain.sample()["x"].tolist() for _ in range(9)] == [ahead.sample()["x"].tolist() for _ in range(9)]
+
+
+def test_empty_begins_anew():
+    memory = filled()
+    memory.empty()
+    assert len(memory) == 0
+    memory.extend(numbers(2, 5))
+    assert set(memory.sample()["x"].tolist()) <= {5, 6}
+
+
+def test_lists_hold_anything():
+    memory = fc.ReplayBuffer(batch_size=5)
+    assert memory.extend(range(10)).tolist() == list(range(10))
+    assert memory.sample().dtype == torch.int64
+    words = fc.ReplayBuffer(storage=fc.ListStorage(2), collate_fn=lambda items: items)
+    words.extend(["a", 1, None])
+    assert words[:] == [None, 1]
+    tensordicts = fc.ReplayBuffer(storage=fc.ListStorage(20), batch_size=3)
+    tensordicts.extend(numbers(4))
+    tensordicts.add(numbers(1, 9)[0])
+    assert tensordicts[:]["x"].tolist() == [0, 1, 2, 3, 9]
+
+
+def test_trees_of_tensors():
+    memory = fc.ReplayBuffer(storage=fc.LazyTensorStorage(10))
+    memory.add({"a": torch.ones(3), "b": {"c": (torch.zeros(2), [torch.ones(1)])}})
+    memory.extend({"a": torch.zeros(2, 3), "b": {"c": (torch.ones(2, 2), [torch.ones(2, 1)])}})
+    sample = memory.sample(6)
+    assert sample["b"]["c"][0].shape == (6, 2)
+    assert memory[:]["a"][:, 0].tolist() == [1, 0, 0]
+    bare = fc.ReplayBuffer(storage=fc.LazyTensorStorage(10))
+    bare.extend(torch.arange(4))
+    assert bare[:].tolist() == [0, 1, 2, 3]
+
+
+def test_sequences_as_items():
+    """With ndim=1, what stands behind the first dimension belongs to the item, as in TorchRL."""
+    memory = fc.ReplayBuffer(storage=fc.LazyTensorStorage(10))
+    memory.extend(TensorDict({"x": torch.arange(12).reshape(3, 4)}, [3, 4]))
+    assert memory.sample(5).batch_size == torch.Size([5, 4])
+
+
+def test_memmap_lies_where_it_is_told(tmp_path):
+    memory = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(10, scratch_dir=tmp_path / "rows"), batch_size=4)
+    memory.extend(numbers(10))
+    assert (tmp_path / "rows" / "rows.bin").stat().st_size == 4096 + 10 * 8  # a header, then the rows
+    with pytest.raises(FileExistsError, match="existsok=True"):
+        fc.ReplayBuffer(storage=fc.LazyMemmapStorage(10, scratch_dir=tmp_path / "rows")).extend(numbers(10))
+    again = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(10, scratch_dir=tmp_path / "rows", existsok=True))
+    again.extend(numbers(3))
+
+
+def test_padding_has_a_mask_in_a_buffer_too():
+    memory = fc.ReplayBuffer(
+        storage=fc.LazyTensorStorage(100), sampler=fc.SliceSampler(slice_len=6, strict_length=False), batch_size=60
+    )
+    memory.extend(TensorDict({"x": torch.ones(7), "episode": torch.tensor([0.0, 0, 0, 1, 1, 1, 1])}, [7]))
+    sample = memory.sample().reshape(10, 6)
+    lengths = sample["collector", "mask"].sum(-1)
+    assert set(lengths.tolist()) == {3, 4}
+    assert (sample["x"].sum(-1) == lengths).all()
+    assert (sample["next", "done"].nonzero()[:, 1] == lengths - 1).all()
+
+
+def test_zeros_of_padding_do_not_need_the_mask_of_a_list():
+    memory = fc.ReplayBuffer(storage=fc.ListStorage(9), sampler=fc.SliceSampler(slice_len=3, strict_length=False))
+    memory.extend(TensorDict({"x": torch.ones(2), "episode": torch.zeros(2)}, [2]))
+    with pytest.raises(ValueError, match="a ListStorage cannot pad slices"):
+        memory.sample(3)
+
+
+ENDED = TensorDict({"x": torch.zeros(4), "next": {"done": torch.tensor([[False], [True]] * 2)}}, [4])
+
+
+@tensorclass
+class Picture:
+    pixels: torch.Tensor
+
+
+def tensors():
+    return fc.ReplayBuffer(storage=fc.LazyTensorStorage(9))
+
+
+BAD = {
+    "capacity": (lambda: fc.LazyTensorStorage(0), ValueError, "max_size is 0, expected 1 <="),
+    "capacity type": (lambda: fc.ListStorage(1.5), TypeError, "max_size is 1.5, expected the frames to hold"),
+    "ring capacity": (lambda: fc.ring.init(-3), ValueError, "max_size is -3"),
+    "ring storage": (lambda: fc.ring.init("memory"), TypeError, "max_size is 'memory', expected the frames to hold"),
+    "ndim": (lambda: fc.LazyTensorStorage(5, ndim=0), ValueError, "ndim is 0"),
+    "both": (lambda: fc.SliceSampler(num_slices=2, slice_len=3), ValueError, "both of num_slices and slice_len"),
+    "neither": (lambda: fc.SliceSampler(), ValueError, "neither of num_slices and slice_len"),
+    "two names": (
+        lambda: fc.SliceSampler(slice_len=2, traj_key="a", trajectory_key="b"), ValueError, "two names of one key"),
+    "over": (lambda: fc.SliceSampler(slice_len=2, over="frames"), ValueError, "over is 'frames', expected"),
+    "storage": (lambda: fc.ReplayBuffer(storage=7), TypeError, "storage is int, expected a storage"),
+    "sampler": (lambda: fc.ReplayBuffer(sampler="random"), TypeError, "sampler is str, expected a sampler"),
+    "writer": (lambda: fc.ReplayBuffer(writer="max"), ValueError, "writer is 'max', expected"),
+    "collate": (
+        lambda: fc.ReplayBuffer(storage=fc.LazyTensorStorage(3), collate_fn=list), ValueError, "is for a ListStorage"),
+    "no size": (lambda: fc.ReplayBuffer().sample(), ValueError, "no batch_size is given"),
+    "empty": (lambda: fc.ReplayBuffer(batch_size=3).sample(), ValueError, "the buffer is empty: extend it before"),
+    "empty slices": (
+        lambda: fc.ReplayBuffer(sampler=fc.SliceSampler(slice_len=1), batch_size=3).sample(), ValueError, "is empty"),
+    "multiple": (
+        lambda: fc.ReplayBuffer(sampler=fc.SliceSampler(slice_len=4)).sample(10), ValueError,
+        "batch_size is 10, slice_len 4, expected a positive multiple: sample for example 8 frames"),
+    "drop last": (
+        lambda: filled(fc.SamplerWithoutReplacement(drop_last=True)).sample(11), ValueError, "buffer holds 10 frames"),
+    "too few dimensions": (
+        lambda: fc.ReplayBuffer(storage=fc.LazyTensorStorage(9, ndim=2)).extend(numbers(3)), ValueError,
+        r"batch dimensions \[3\], the storage takes 2 \(ndim=2\).* build it with ndim=1"),
+    "nothing": (
+        lambda: fc.ReplayBuffer(storage=fc.LazyTensorStorage(9)).extend(TensorDict({}, [3])), ValueError, "no leaves"),
+    "list of tensors": (
+        lambda: tensors().extend([torch.ones(()), torch.ones(())]), ValueError, "stack single frames, or give them to"),
+    "list of TensorDicts": (
+        lambda: tensors().extend([numbers(1)[0]]), TypeError, r"0 is TensorDict, expected a tensor: .* torch\.stack"),
+    "arrays": (lambda: tensors().extend(np.ones(3)), TypeError, "the data is ndarray, expected a TensorDict, a tensor"),
+    "tensorclass": (lambda: tensors().extend(Picture(torch.ones(3), batch_size=[3])), TypeError, r"to_tensordict\(\)"),
+    "generator": (lambda: fc.ReplayBuffer(generator=5), TypeError, "generator is 5, expected a Torch generator"),
+    "device": (lambda: fc.LazyTensorStorage(5, device="cuda:99"), ValueError, "device is 'cuda:99', expected a device"),
+    "no items": (lambda: fc.ReplayBuffer().extend(5), TypeError, "expected a sequence of items"),
+}  # fmt: skip
+
+BAD_SLICES = {
+    "too long": ({}, ENDED, "slices are 3 frames long, the longest trajectory held has 2: ask for shorter"),
+    "missing key": ({"traj_key": "run"}, ENDED, r"no tensor run, .* it has \['next.done', 'x'\]: name one of these"),
+    "missing end": ({"end_key": "end"}, ENDED, "no tensor end"),
+    "no keys": ({}, ENDED.select("x"), r"neither collector.traj_ids, episode nor next.done.* it has \['x'\]"),
+    "lanes": (
+        {}, ENDED.reshape(2, 2), r"next.done has shape \[2, 2, 1\], expected one number per frame, \[2\].*ndim=2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case):
+    do, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        do()
+
+
+@pytest.mark.parametrize("case", BAD_SLICES)
+def test_bad_slices(case):
+    keys, batch, message = BAD_SLICES[case]
+    memory = fc.ReplayBuffer(storage=fc.LazyTensorStorage(9), sampler=fc.SliceSampler(slice_len=3, **keys))
+    with pytest.raises(ValueError, match=message):
+        memory.extend(batch), memory.sample(6)
+
+
+def test_a_first_batch_that_is_refused_leaves_nothing_behind():
+    memory = fc.ReplayBuffer(storage=fc.LazyTensorStorage(9), sampler=fc.SliceSampler(slice_len=2))
+    with pytest.raises(ValueError, match="neither"):
+        memory.extend(ENDED.select("x"))
+    memory.extend(ENDED)
+    assert len(memory.sample(4)) == 4
+
+
+def test_slices_of_trees_and_of_a_ring_without_trajectories():
+    tree = fc.ReplayBuffer(storage=fc.LazyTensorStorage(9), sampler=fc.SliceSampler(slice_len=2))
+    with pytest.raises(TypeError, match="the data is dict, expected a TensorDict"):
+        tree.extend({"x": torch.zeros(3)})
+    state, _ = fc.ring.extend(fc.ring.init(9), ENDED)
+    with pytest.raises(ValueError, match=r"make it with trajectories=ring\.Trajectories"):
+        fc.ring.sample(state, torch.zeros(2).numpy(), fc.ring.Slices(num_slices=1, slice_len=1))

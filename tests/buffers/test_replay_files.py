@@ -1,0 +1,263 @@
+"""Buffers dumped and loaded: the same samples follow, whatever becomes of the files in between."""
+
+import contextlib
+import json
+import pickle
+import resource
+from itertools import pairwise
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import funcollect as fc
+from funcollect.buffers import files
+from tests.support.compare import assert_same
+from tests.support.streams_of_frames import batch_of, frames_of
+
+SAMPLERS = {
+    "random": lambda: fc.RandomSampler(),
+    "without replacement": lambda: fc.SamplerWithoutReplacement(),
+    "slices": lambda: fc.SliceSampler(slice_len=3),
+    "windows": lambda: fc.SliceSampler(num_slices=4, over="windows", strict_length=False),
+    "priorities": lambda: fc.PrioritizedSampler(50, 0.8, 0.6),
+    "slices by priority": lambda: fc.PrioritizedSliceSampler(50, 0.8, 0.6, slice_len=3),
+}
+STORAGES = {
+    "memory": lambda path: fc.LazyTensorStorage(50, ndim=2),
+    "compact": lambda path: fc.LazyTensorStorage(50, ndim=2, compact_obs=True),
+    "file": lambda path: fc.LazyMemmapStorage(50, ndim=2, scratch_dir=path / "rows"),
+}
+
+
+def made(sampler, storage, path, seed=0, prefetch=None):
+    return fc.ReplayBuffer(
+        storage=STORAGES[storage](path), sampler=SAMPLERS[sampler](), batch_size=12, prefetch=prefetch,
+        generator=torch.Generator().manual_seed(seed),
+    )  # fmt: skip
+
+
+def batches():
+    lanes = [frames_of(lane, [5, 3, 7, 4, 6, 9], cut={1}) for lane in range(3)]
+    return [batch_of([lane[start : start + 6] for lane in lanes]) for start in range(0, 30, 6)]
+
+
+@pytest.mark.parametrize("prefetch", [None, 2])
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_next_sample_is_the_one_that_would_have_come(sampler, storage, prefetch, tmp_path):
+    buffer = made(sampler, storage, tmp_path, prefetch=prefetch)
+    *early, late = batches()
+    for batch in early:
+        buffer.extend(batch)
+        _, info = buffer.sample(return_info=True)
+        if "priority_weight" in info:
+            buffer.update_priority(info["index"], torch.arange(12.0))
+    buffer.dumps(tmp_path / "dump")
+    expected = [buffer.sample().clone() for _ in range(3)]
+    buffer.extend(late)
+    expected += [buffer.sample().clone() for _ in range(3)]
+    other = made(sampler, storage, tmp_path, seed=9, prefetch=prefetch)
+    other.loads(tmp_path / "dump")
+    for sample in expected[:3]:
+        assert_same(other.sample().clone(), sample)
+    other.extend(late)
+    for sample in expected[3:]:
+        assert_same(other.sample().clone(), sample)
+    assert_same(other[:].clone(), buffer[:].clone())
+
+
+def test_a_file_is_opened_again_where_it_lay(tmp_path):
+    first = made("slices", "file", tmp_path)
+    first.extend(batches()[0])
+    first.dumps(tmp_path / "dump")
+    again = made("slices", "file", tmp_path)
+    again.loads(tmp_path / "dump")
+    again.extend(batches()[1])
+    assert len(again) == 36
+
+
+def numbers(count, start=0):
+    return TensorDict({"x": torch.arange(start, start + count)}, [count])
+
+
+def plain(size=20):
+    return fc.ReplayBuffer(storage=fc.LazyTensorStorage(size))
+
+
+class Cut(BaseException):
+    """The process ends here."""
+
+
+def test_a_dump_cut_off_leaves_the_former_one_whole(tmp_path, monkeypatch):
+    buffer, sync = plain(), files._sync
+    buffer.extend(numbers(4))
+    buffer.dumps(tmp_path)
+    buffer.extend(numbers(4, 4))
+    monkeypatch.setattr(files.shutil, "rmtree", lambda *_, **__: None)  # as nobody cleans up after a process killed
+    points = 0
+    while True:
+        calls = iter(range(points))
+
+        def cut(path, calls=calls):
+            if next(calls, None) is None:
+                raise Cut
+            sync(path)
+
+        monkeypatch.setattr(files, "_sync", cut)
+        try:
+            with monkeypatch.context() as patched:
+                patched.setattr(files.Path, "mkdir", lambda path, **_: files.os.makedirs(path, exist_ok=True))
+                buffer.dumps(tmp_path)
+        except Cut:
+            renamed = points == 5  # all but the last sync, that of the directory, lie before the renaming
+            points += 1
+        else:
+            break
+        other = plain()
+        other.loads(tmp_path)
+        assert other[:]["x"].tolist() == list(range(8 if renamed else 4))
+    assert points == 6
+    other.loads(tmp_path)
+    assert len(other) == 8
+
+
+def test_only_the_current_dump_stays(tmp_path):
+    (tmp_path / "v7" / "deep").mkdir(parents=True)  # of a process killed before it could clean up
+    buffer = plain()
+    for start in range(3):
+        buffer.extend(numbers(2, start))
+        buffer.dumps(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "v2"]
+
+
+@contextlib.contextmanager
+def full_disk():
+    """No file may grow past 4 kB; no fixture, under which the report of a test could not grow, either."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_no_room_for_a_file(tmp_path):
+    buffer = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(1000, scratch_dir=tmp_path))
+    with (
+        full_disk(),
+        pytest.raises(OSError, match=r"has no room for 1000 frames of 8 bytes, 8000 in all .* smaller max_size"),
+    ):
+        buffer.extend(numbers(4))
+    assert len(buffer) == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_room_for_a_dump(tmp_path):
+    buffer = plain(2000)
+    buffer.extend(numbers(10))
+    buffer.dumps(tmp_path)
+    buffer.extend(numbers(1000))
+    with full_disk(), pytest.raises(OSError, match="File too large"):
+        buffer.dumps(tmp_path)
+    assert len(buffer) == 1010
+    other = plain(2000)
+    other.loads(tmp_path)
+    assert len(other) == 10
+
+
+class Harmful:
+    def __reduce__(self):
+        return (exec, ("raise AssertionError('code from the file ran')",))
+
+
+def test_no_code_from_a_file_runs_unasked(tmp_path):
+    buffer = fc.ReplayBuffer(storage=fc.ListStorage(5))
+    buffer.extend([Harmful()])
+    buffer.dumps(tmp_path)
+    other = fc.ReplayBuffer(storage=fc.ListStorage(5))
+    with pytest.raises(ValueError, match="pass allow_pickle=True if you trust it"):
+        other.loads(tmp_path)
+    assert len(other) == 0
+    with pytest.raises(AssertionError, match="code from the file ran"):
+        other.loads(tmp_path, allow_pickle=True)
+
+
+def test_plain_items_need_no_pickle(tmp_path):
+    buffer = fc.ReplayBuffer(storage=fc.ListStorage(5), collate_fn=list)
+    buffer.extend([1, "two", {"three": torch.arange(3)}])
+    buffer.dumps(tmp_path)
+    other = fc.ReplayBuffer(storage=fc.ListStorage(5), collate_fn=list)
+    other.loads(tmp_path)
+    assert other[:2] == [1, "two"]
+    assert other[2]["three"].tolist() == [0, 1, 2]
+
+
+def test_a_larger_sampler_goes_on_with_the_priorities_of_a_smaller_one(tmp_path):
+    made = [
+        fc.ReplayBuffer(storage=fc.LazyTensorStorage(9), sampler=fc.PrioritizedSampler(n, 1, 1)) for n in (9, 20, 9)
+    ]
+    made[0].extend(numbers(9))
+    made[0].update_priority(torch.arange(9), torch.eye(9)[4])
+    for one, other in pairwise(made):
+        one.dumps(tmp_path)
+        other.loads(tmp_path)
+        assert other.sample(5)["x"].tolist() == [4] * 5
+
+
+def test_a_round_goes_on_after_a_dump(tmp_path):
+    """Though samples were made ahead."""
+    sampler = fc.SamplerWithoutReplacement()
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(10), sampler=sampler, batch_size=2, prefetch=2)
+    buffer.extend(numbers(10))
+    some = [buffer.sample()["x"]]
+    buffer.dumps(tmp_path)
+    some += [buffer.sample()["x"] for _ in range(2)]
+    some += [buffer.sample(1)["x"] for _ in range(4)]
+    assert sorted(torch.cat(some).tolist()) == list(range(10))
+
+
+def test_files_that_were_changed(tmp_path):
+    buffer = plain()
+    buffer.extend(numbers(4))
+    buffer.dumps(tmp_path)
+    (tmp_path / "v0" / "rows.bin").write_bytes(b"short")
+    with pytest.raises(ValueError, match="has 5 bytes, expected 32: it was changed"):
+        plain().loads(tmp_path)
+    with open(tmp_path / "v0" / "arrays.npz", "wb") as file:
+        pickle.dump(Harmful(), file)
+    with pytest.raises(ValueError, match="pickle"):
+        plain().loads(tmp_path)
+    items = fc.ReplayBuffer(storage=fc.ListStorage(5))
+    items.extend([1, 2])
+    items.dumps(tmp_path / "items")
+    torch.save([1], tmp_path / "items" / "v0" / "items.pt")
+    with pytest.raises(ValueError, match="does not hold a list of 2 items: it was changed"):
+        fc.ReplayBuffer(storage=fc.ListStorage(5)).loads(tmp_path / "items")
+
+
+@pytest.mark.parametrize(("other", "message"), [
+    (lambda: plain(30), "max_size of the dump is 20, of this buffer 30: build the buffer like"),
+    (lambda: fc.ReplayBuffer(storage=fc.LazyTensorStorage(20, ndim=2)), "ndim of the dump is 1, of this buffer 2"),
+    (lambda: fc.ReplayBuffer(storage=fc.ListStorage(20)), "storage of the dump is rows, of this buffer list"),
+    (lambda: fc.ReplayBuffer(storage=fc.LazyTensorStorage(20), sampler=fc.SliceSampler(slice_len=2)),
+     "sampler of the dump is RandomSampler, of this buffer SliceSampler"),
+])  # fmt: skip
+def test_buffers_of_another_kind(other, message, tmp_path):
+    buffer = plain()
+    buffer.extend(numbers(4))
+    buffer.dumps(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        other().loads(tmp_path)
+
+
+def test_trees_have_no_file_format_and_nothing_is_nothing(tmp_path):
+    buffer = plain()
+    with pytest.raises(FileNotFoundError, match="has no whole dump of a buffer"):
+        buffer.loads(tmp_path)
+    buffer.dumps(tmp_path)
+    plain().loads(tmp_path)
+    buffer.extend({"x": torch.zeros(3)})
+    with pytest.raises(TypeError, match="which have no file format: store TensorDicts"):
+        buffer.dumps(tmp_path)
+    assert json.loads((tmp_path / "v0" / "meta.json").read_text())["written"] == 0

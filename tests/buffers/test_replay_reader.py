@@ -1,0 +1,210 @@
+"""A process writes, others read, and the writer is killed: no reader ever sees part of a frame."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import funcollect as fc
+from tests.support.running import ROOT, scaled
+from tests.support.shared_writer import CAPACITY, LANES, STEPS, batch_of
+
+SLICE = 6
+
+
+@pytest.fixture(scope="module")
+def start():
+    """Starts a writer in a directory; returns its process id when the buffer is full."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.support.shared_writer"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        cwd=ROOT,
+    ) as process:  # fmt: skip
+
+        def started(directory, kind="careful"):
+            print(directory, kind, file=process.stdin, flush=True)
+            return int(process.stdout.readline())
+
+        yield started
+        process.kill()
+
+
+def torn(frames):
+    """Whether numbers of different frames stand in one: [N]."""
+    name, late = frames["early"][:, :1], frames["late"]
+    return ((frames["early"] != name) | (late != -name)).any(1) | (frames["collector", "step"] != name[:, 0] // 3 % 25)
+
+
+def readers(directory):
+    single = fc.ReplayReader(directory, batch_size=64)
+    strict = fc.ReplayReader(directory, sampler=fc.SliceSampler(slice_len=SLICE), batch_size=10 * SLICE)
+    sampler = fc.SliceSampler(slice_len=30, strict_length=False)
+    return single, strict, fc.ReplayReader(directory, sampler=sampler, batch_size=120)
+
+
+def check(single, strict, padded):
+    assert not torn(single.sample()).any()
+    frames = strict.sample()
+    assert not torn(frames).any()
+    assert (frames["early"][:, 0].view(-1, SLICE).diff() == LANES).all()  # the next step of the same lane
+    frames = padded.sample()
+    mask = frames["collector", "mask"].view(-1, 30)
+    assert (frames["early"][:, 0].view(-1, 30).diff()[mask[:, 1:]] == LANES).all()
+    assert not torn(frames[mask.view(-1)]).any()
+    assert not frames["early"][~mask.view(-1)].any()
+
+
+def test_a_writer_is_killed_in_the_midst_of_an_extend(start, tmp_path):
+    chance = random.Random(0)
+    in_the_midst = 0
+    for kill in range(scaled(50)):
+        pid = start(tmp_path / str(kill))
+        shared = readers(tmp_path / str(kill))
+        first = shared[0]._file.span
+        while shared[0]._file.span == first:  # where they share a core, the writer stands still since it said its id
+            check(*shared)
+        for _ in range(chance.randrange(12)):
+            check(*shared)
+        os.kill(pid, signal.SIGKILL)
+        for _ in range(10):
+            check(*shared)
+        held = set()
+        for _ in range(50):  # all of it, but for a chance of 1e-8
+            some = shared[0].sample(CAPACITY // 2)
+            assert not torn(some).any()
+            held |= set(some["early"][:, 0].tolist())
+        assert held == set(range(max(held) + 1 - len(held), max(held) + 1))  # the newest ones
+        assert len(held) == len(shared[0])
+        assert len(held) in (CAPACITY, CAPACITY - LANES * STEPS)
+        in_the_midst += len(held) < CAPACITY
+        if in_the_midst == scaled(5):
+            break
+    assert in_the_midst == scaled(5), f"{in_the_midst} of {scaled(50)} kills met the writer in the midst"
+
+
+def test_it_would_be_seen_if_frames_were_torn(start, tmp_path):
+    pid = start(tmp_path, "careless")
+    reader = fc.ReplayReader(tmp_path, batch_size=64)
+    while not torn(reader.sample()).any():
+        pass
+    os.kill(pid, signal.SIGKILL)
+
+
+def buffer_and_reader(path, sampler=None, **kwargs):
+    buffer = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(CAPACITY, scratch_dir=path, ndim=2, **kwargs))
+    buffer.extend(batch_of(0))
+    return buffer, fc.ReplayReader(path, sampler=sampler, batch_size=60)
+
+
+def test_a_reader_keeps_up_however_far_it_falls_behind(tmp_path):
+    buffer, reader = buffer_and_reader(tmp_path, fc.SliceSampler(slice_len=SLICE))
+    first = 0
+    for pause in (1, 3, 60, 1, 17, 2):
+        for _ in range(pause):
+            first += STEPS
+            buffer.extend(batch_of(first))
+        seen = set()
+        for _ in range(40):
+            frames = reader.sample()
+            assert (frames["early"][:, 0].view(-1, SLICE).diff() == LANES).all()
+            seen |= set(frames["collector", "traj_ids"].tolist())
+        ids, counts = buffer[:]["collector", "traj_ids"].unique(return_counts=True)
+        assert seen == set(ids[counts >= SLICE].tolist())
+        assert len(reader) == len(buffer)
+
+
+def test_frames_retired_while_they_are_gathered_are_drawn_again(tmp_path, monkeypatch):
+    for sampler in (None, fc.SliceSampler(slice_len=SLICE), fc.SliceSampler(slice_len=30, strict_length=False)):
+        buffer, reader = buffer_and_reader(tmp_path, sampler, existsok=True)
+        for first in range(STEPS, 20 * STEPS, STEPS):
+            buffer.extend(batch_of(first))
+        batches = iter([batch_of(first) for first in range(20 * STEPS, 40 * STEPS, STEPS)])
+        gather, passes = type(reader._layout).gather, []
+
+        def late(layout, rows, slots, *, buffer=buffer, batches=batches, gather=gather, passes=passes):
+            passes.append(len(slots))
+            for batch in batches:
+                buffer.extend(batch)
+            return gather(layout, rows, slots)
+
+        monkeypatch.setattr(type(reader._layout), "gather", late)
+        frames = reader.sample()
+        monkeypatch.undo()
+        assert len(passes) > 1
+        held = frames[frames.get(("collector", "mask"), torch.ones(60, dtype=torch.bool))]
+        assert not torn(held).any()
+        assert held["early"].min() >= LANES * 40 * STEPS - CAPACITY
+
+
+@pytest.mark.parametrize("sampler", [None, fc.SliceSampler(slice_len=SLICE)])
+def test_no_buffer_looks_empty_to_a_reader_that_is_overtaken(tmp_path, monkeypatch, sampler):
+    buffer, reader = buffer_and_reader(tmp_path, sampler)
+    oldest = type(reader._file).oldest
+    batches = iter([batch_of(first) for first in range(STEPS, 20 * STEPS, STEPS)])
+
+    def late(file):
+        for batch in batches:
+            buffer.extend(batch)
+        return oldest.fget(file)
+
+    monkeypatch.setattr(type(reader._file), "oldest", property(late))
+    assert not torn(reader.sample()).any()
+    assert len(reader) == CAPACITY
+
+
+def test_an_emptied_or_loaded_buffer(tmp_path):
+    buffer, reader = buffer_and_reader(tmp_path / "rows", fc.SliceSampler(slice_len=SLICE))
+    reader.sample()
+    buffer.dumps(tmp_path / "dump")
+    buffer.empty()
+    assert len(reader) == 0
+    with pytest.raises(ValueError, match="empty: extend it"):
+        reader.sample()
+    buffer.extend(batch_of(1000))
+    assert reader.sample()["early"].min() >= 3000
+    buffer.loads(tmp_path / "dump")
+    assert fc.ReplayReader(tmp_path / "rows").sample(50)["early"].max() < LANES * STEPS
+
+
+def test_samples_repeat_with_a_generator(tmp_path):
+    buffer_and_reader(tmp_path)
+    one, two = (fc.ReplayReader(tmp_path, generator=torch.Generator().manual_seed(3)) for _ in range(2))
+    assert torch.equal(one.sample(9)["early"], two.sample(9)["early"])
+    for frames, _ in zip(fc.ReplayReader(tmp_path, batch_size=5), range(2), strict=False):
+        assert frames.batch_size == (5,)
+
+
+def test_bad_readers(tmp_path):
+    with pytest.raises(FileNotFoundError, match="give its scratch_dir, after the first extend"):
+        fc.ReplayReader(tmp_path)
+    (tmp_path / "rows.bin").write_bytes(bytes(4096))
+    with pytest.raises(ValueError, match=r"rows.bin was not written by a LazyMemmapStorage"):
+        fc.ReplayReader(tmp_path)
+    for sampler in (fc.SamplerWithoutReplacement(), fc.SliceSampler(slice_len=3, over="windows")):
+        with pytest.raises(TypeError, match="expected a RandomSampler, or a SliceSampler over trajectories"):
+            fc.ReplayReader(tmp_path, sampler=sampler)
+    buffer = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(10, scratch_dir=tmp_path, existsok=True))
+    buffer.extend({"x": torch.zeros(3)})
+    with pytest.raises(TypeError, match="store TensorDicts for readers"):
+        fc.ReplayReader(tmp_path)
+
+
+def test_what_readers_cannot_serve(tmp_path):
+    plain = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(10, scratch_dir=tmp_path / "plain"))
+    plain.extend(TensorDict({"x": torch.zeros(3), "next": {"done": torch.zeros(3, 1, dtype=torch.bool)}}, [3]))
+    reader = fc.ReplayReader(tmp_path / "plain", sampler=fc.SliceSampler(slice_len=2))
+    with pytest.raises(ValueError, match="no batch_size"):
+        reader.sample()
+    with pytest.raises(ValueError, match=r"no collector.traj_ids or episode, by which a reader .* name the ids with"):
+        reader.sample(4)
+    storage = fc.LazyMemmapStorage(10, scratch_dir=tmp_path / "compact", compact_obs=True)
+    data = TensorDict(
+        {"x": torch.zeros(3), "next": {"x": torch.ones(3), "done": torch.zeros(3, dtype=torch.bool)}}, [3]
+    )
+    fc.ReplayBuffer(storage=storage).extend(data)
+    with pytest.raises(ValueError, match="has compact_obs"):
+        fc.ReplayReader(tmp_path / "compact")

@@ -1,0 +1,204 @@
+"""The ring against a list of frames."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+import funcollect as fc
+from funcollect.buffers.trajectory_index import lazy_index
+from funcollect.keys import key_from_seed
+from tests.support.compare import assert_same
+from tests.support.running import scaled
+from tests.support.streams_of_frames import Oracle, batch_of, frames_of, streams
+
+TRAJECTORIES = fc.ring.Trajectories()
+ROW_ORDER = fc.ring.Trajectories(end_key=("next", "done"))
+
+
+def ring_of(batches, capacity, flat=False, looks=()):
+    """The ring and the oracle after these batches; its index are looked at after some of the extends."""
+    storage = fc.LazyTensorStorage(capacity, ndim=1 if flat else 2)
+    state, oracle = fc.ring.init(storage, trajectories=TRAJECTORIES), Oracle(capacity)
+    for number, lanes in enumerate(batches):
+        if flat:  # as users of TorchRL flatten: lane after lane
+            lanes = [[frame for lane in lanes for frame in lane]]
+        oracle.extend(lanes)
+        state, _ = fc.ring.extend(state, batch_of(lanes)[0] if flat else batch_of(lanes))
+        if number in looks:
+            assert state.memory.index is not None
+    return state, oracle
+
+
+def held(state):
+    """The frames of a ring, oldest first."""
+    memory = state.memory
+    numbers = np.arange(memory.written - len(memory), memory.written)
+    return memory.storage.read(numbers % memory.capacity)
+
+
+def observed(frames):
+    return [[lane, trajectory, step] for lane, trajectory, step, _ in frames]
+
+
+@settings(max_examples=scaled(150), deadline=None)
+@given(streams(), st.integers(1, 80), st.booleans(), st.sets(st.integers(0, 20)), st.sampled_from([1, 7, 1000]))
+def test_the_newest_frames_are_held_and_linked(batches, capacity, flat, looks, most):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(lazy_index, "_MOST_SEGMENTS", 3 * most)
+        patched.setattr(lazy_index, "_FRAMES_AT_ONCE", most)
+        state, oracle = ring_of(batches, capacity, flat, looks)
+        assert state.memory.index is not None
+    assert held(state)["observation"].int().tolist() == observed(oracle.frames)
+    index = state.memory.index
+    found = {}
+    for trail in np.flatnonzero(index.stop > index.first):
+        positions = np.arange(index.first[trail], index.stop[trail])
+        rows = state.memory.storage.read(index.slots(trail, positions))["observation"].int()
+        assert (rows[:, :2] == rows[0, :2]).all()
+        found[tuple(rows[0, :2].tolist())] = rows[:, 2].tolist()
+    assert found == oracle.trajectories()
+
+
+@settings(max_examples=scaled(100), deadline=None)
+@given(
+    streams(), st.integers(1, 80), st.integers(1, 6), st.booleans(), st.sampled_from(["trajectories", "windows"]),
+    st.integers(0, 99),
+)  # fmt: skip
+def test_slices_are_contiguous(batches, capacity, slice_len, strict, over, seed):
+    state, oracle = ring_of(batches, capacity)
+    spec = fc.ring.Slices(num_slices=5, slice_len=slice_len, strict_length=strict, over=over)
+    trajectories = oracle.trajectories()
+    if strict and max(map(len, trajectories.values())) < slice_len:
+        with pytest.raises(ValueError, match=f"slices are {slice_len} frames long, the longest trajectory held has"):
+            fc.ring.sample(state, key_from_seed(seed), spec)
+        return
+    batch = fc.ring.sample(state, key_from_seed(seed), spec)
+    mask = torch.ones(5 * slice_len, dtype=torch.bool) if strict else batch["collector", "mask"]
+    for piece, real in zip(batch.reshape(5, slice_len), mask.reshape(5, slice_len), strict=True):
+        length = int(real.sum())
+        assert real[:length].all()
+        assert not any(leaf[length:].any() for leaf in piece.exclude(("collector", "mask")).values(True, True))
+        slice_ = piece[:length]
+        here = trajectories[tuple(slice_["observation"][0, :2].int().tolist())]
+        steps = slice_["collector", "step"].tolist()
+        assert steps == list(range(steps[0], steps[0] + length))
+        assert set(steps) <= set(here)
+        assert length == min(slice_len, len(here))
+        assert (slice_["observation"][1:] == slice_["next", "observation"][:-1]).all()
+        assert (slice_["observation"][:, :2] == slice_["observation"][0, :2]).all()
+        assert slice_["next", "truncated"][:, 0].tolist() == [False] * (length - 1) + [True]
+    assert not held(state)["next", "truncated"].any()
+
+
+@settings(max_examples=scaled(50), deadline=None)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=9), st.integers(1, 40), st.data())
+def test_lanes_without_ids_go_on_by_row(lengths, capacity, data):
+    lanes = [frames_of(lane, lengths) for lane in range(2)]
+    state, oracle = fc.ring.init(fc.LazyTensorStorage(capacity, ndim=2), trajectories=ROW_ORDER), Oracle(capacity)
+    while lanes[0]:
+        size = data.draw(st.integers(1, 6))
+        oracle.extend([lane[:size] for lane in lanes])
+        state, _ = fc.ring.extend(state, batch_of([lane[:size] for lane in lanes]).exclude("collector"))
+        lanes = [lane[size:] for lane in lanes]
+    index = state.memory.index
+    lengths_held = sorted((index.stop - index.first)[index.stop > index.first].tolist())
+    assert lengths_held == sorted(map(len, oracle.trajectories().values()))
+
+
+@settings(max_examples=scaled(50), deadline=None)
+@given(streams(), st.integers(1, 40))
+def test_the_index_does_not_leak(batches, capacity):
+    state, _ = ring_of(batches * 1, capacity)
+    index, slot_lists = state.memory.index, state.memory.index.slot_lists
+    live = index.stop > index.first
+    assert len(index._free) == (~live).sum()
+    assert len(set(index._free.tolist())) == len(index._free)
+    in_use = {(begin, bits) for begin, bits in zip(slot_lists._begin[live], slot_lists._bits[live], strict=True)}
+    idle = [(begin, bits) for bits, begins in slot_lists._idle.items() for begin in begins]
+    assert len(in_use) == live.sum()
+    assert sum(1 << int(bits) for _, bits in [*in_use, *idle]) == slot_lists._used  # every entry has one place
+
+
+def small(count, start=0):
+    return TensorDict({"x": torch.arange(start, start + count)}, [count])
+
+
+def test_indices_say_where_frames_lie():
+    state, indices = fc.ring.extend(fc.ring.init(5), small(3))
+    assert indices.tolist() == [0, 1, 2]
+    state, indices = fc.ring.extend(state, small(4, 3))
+    assert indices.tolist() == [3, 4, 0, 1]
+    state, indices = fc.ring.extend(state, small(7, 7))
+    assert indices.tolist() == [-1, -1, 4, 0, 1, 2, 3]
+    assert held(state)["x"].tolist() == [9, 10, 11, 12, 13]
+    state, indices = fc.ring.extend(fc.ring.init(fc.LazyTensorStorage(9, ndim=2)), small(6).reshape(2, 3))
+    assert indices.tolist() == [[0, 2, 4], [1, 3, 5]]
+    assert held(state)["x"].tolist() == [0, 3, 1, 4, 2, 5]
+
+
+def test_an_old_state_is_stale_and_a_snapshot_is_not():
+    old, _ = fc.ring.extend(fc.ring.init(3, trajectories=ROW_ORDER), batch_of([frames_of(0, [3])])[0])
+    copy = fc.ring.snapshot(old)
+    new, _ = fc.ring.extend(old, batch_of([frames_of(1, [2])])[0])
+    for use in (lambda: len(old), lambda: fc.ring.extend(old, small(1)), lambda: fc.ring.snapshot(old)):
+        with pytest.raises(fc.StaleStateError, match="Use the state that extend returned"):
+            use()
+    assert held(copy)["observation"][:, 0].tolist() == [0, 0, 0]
+    assert held(new)["observation"][:, 0].tolist() == [0, 1, 1]
+    spec = fc.ring.Slices(num_slices=2, slice_len=3)
+    assert fc.ring.sample(copy, key_from_seed(0), spec)["collector", "step"].tolist() == [0, 1, 2] * 2
+    copy, _ = fc.ring.extend(copy, batch_of([frames_of(2, [1])])[0])
+    assert held(new)["observation"][:, 0].tolist() == [0, 1, 1]
+
+
+def test_equal_keys_give_equal_samples_in_memory_of_their_own():
+    state, _ = ring_of([[frames_of(lane, [5, 4]) for lane in range(3)]], 50)
+    for spec in (fc.ring.Flat(7), fc.ring.Slices(num_slices=2, slice_len=3, over="windows")):
+        first = fc.ring.sample(state, key_from_seed(3), spec)
+        kept = first.clone()
+        first.zero_()
+        assert_same(fc.ring.sample(state, key_from_seed(3), spec), kept)
+        other = fc.ring.sample(state, key_from_seed(4), spec)
+        assert (other["observation"] != kept["observation"]).any()
+
+
+def test_a_hole_in_a_trajectory_parts_it():
+    lane = frames_of(0, [9])
+    state = fc.ring.init(20, trajectories=TRAJECTORIES)
+    for part in (lane[:3], lane[4:6], lane[6:]):
+        state, _ = fc.ring.extend(state, batch_of([part])[0])
+    index = state.memory.index
+    assert sorted((index.stop - index.first)[index.stop > index.first].tolist()) == [3, 5]
+    with pytest.raises(ValueError, match="the longest trajectory held has 5"):
+        fc.ring.sample(state, key_from_seed(0), fc.ring.Slices(num_slices=1, slice_len=6))
+
+
+def test_trails_are_those_of_each_batch_as_it_was_given():
+    """Though they are told of it later, when the caller's memory may hold something else."""
+    batch = batch_of([frames_of(0, [3, 4])])[0]
+    state, _ = fc.ring.extend(fc.ring.init(20, trajectories=TRAJECTORIES), batch)
+    batch["collector"].zero_()
+    batch["next", "done"].zero_()
+    index = state.memory.index
+    assert sorted((index.stop - index.first)[index.stop > index.first].tolist()) == [3, 4]
+
+
+def test_batches_with_and_without_steps_in_a_list():
+    state = fc.ring.init(fc.ListStorage(20), trajectories=TRAJECTORIES)
+    batch = batch_of([frames_of(0, [9])])[0]
+    for part in (batch[:3], batch[3:5].exclude(("collector", "step")), batch[5:]):
+        state, _ = fc.ring.extend(state, part)
+    index = state.memory.index
+    assert (index.stop - index.first).max() >= 5
+
+
+def test_a_batch_without_frames_changes_nothing():
+    state = fc.ring.init(20, trajectories=TRAJECTORIES)
+    batch = batch_of([frames_of(0, [9])])[0]
+    for part in (batch[:0], batch, batch[:0]):
+        state, indices = fc.ring.extend(state, part)
+        assert len(indices) == len(part)
+    assert (held(state)["observation"] == batch["observation"]).all()

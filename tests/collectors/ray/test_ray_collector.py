@@ -1,0 +1,269 @@
+"""`RayCollector` on a cluster of one machine: shapes, bits, weights, collectors that come and go, checkpoints."""
+
+import itertools
+import os
+import pathlib
+
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+import funcollect as fc
+from funcollect.collectors.runner import Shard
+from tests.support.compare import assert_same
+from tests.support.faulty_workers import BadInit, Doubled, Plain, Wide
+from tests.support.running import FORKS_OF_RAY, SCALE, STORE, scaled
+from tests.support.workers import by_lane, multi, policy_for, ray_collector
+
+SYNC, MULTI, MULTIA = fc.SyncDataCollector, fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), FORKS_OF_RAY]
+
+# What of [N, K, P, T] with N = K = P = 2 a batch of 48 frames has, and whether its lanes are in it always.
+SHAPES = {
+    (SYNC, True, None): (2, 24),
+    (SYNC, True, 2): (2, 2, 12),
+    (SYNC, False, None): (48,),
+    (SYNC, False, 2): (2, 24),
+    (MULTI, True, None): (2, 2, 12),
+    (MULTI, True, 2): (2, 2, 2, 6),
+    (MULTI, False, None): (2, 24),
+    (MULTI, False, 2): (2, 2, 12),
+    (MULTIA, True, None): (2, 24),
+    (MULTIA, True, 2): (2, 2, 12),
+    (MULTIA, False, None): (48,),
+    (MULTIA, False, 2): (2, 24),
+}
+FEW = [
+    (SYNC, True, None),
+    (SYNC, False, 2),
+    (MULTI, True, 2),
+    (MULTI, False, None),
+    (MULTIA, True, 2),
+    (MULTIA, False, 2),
+]
+
+
+@pytest.mark.parametrize(("kind", "sync", "num_envs"), FEW if SCALE == 1 else SHAPES)
+def test_shapes_and_the_data_of_the_serial_transport(kind, sync, num_envs):
+    workers = 1 if kind is SYNC else 2
+    policy = policy_for("CartPole-v1", "torch_mlp", num_envs or 1)
+    kwargs = {"policy": policy, "create_env_kwargs": {"num_envs": num_envs}}
+    inner = {"collector_class": kind, "num_workers_per_collector": workers}
+    with ray_collector("CartPole-v1", num_collectors=2, sync=sync, frames_per_batch=48, **inner, **kwargs) as collector:
+        batches = [batch.clone() for batch in itertools.islice(collector, 4)]
+        assert collector.frames_of_batch == 48
+    assert {batch.batch_size for batch in batches} == {SHAPES[kind, sync, num_envs]}
+    assert not batches[0].is_locked
+    with multi(
+        MULTI, "serial", create_env_fn=["CartPole-v1"] * 2 * workers, frames_per_batch=48, **kwargs
+    ) as collector:
+        wanted = [batch.clone() for batch in itertools.islice(collector, 16)]
+    if sync and kind is not MULTIA:
+        for one, two in zip(batches, wanted, strict=False):
+            assert_same(one.flatten(0, 1) if kind is MULTI else one, two)
+    whole = by_lane(wanted)
+    for lane, rows in by_lane(batches).items():
+        assert_same(rows, whole[lane][: len(rows)])
+
+
+@pytest.mark.needs("torchrl")
+def test_torchrl_documented_call():
+    """As it stands in TorchRL's documentation of its class, with other imports."""
+    from torchrl.envs.libs.gym import GymEnv
+
+    from funcollect import RayCollector
+    from funcollect import SyncDataCollector as Collector
+
+    env_maker = lambda: GymEnv("Pendulum-v1", device="cpu")  # noqa: E731
+    policy = TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
+    distributed_collector = RayCollector(
+        create_env_fn=[env_maker],
+        policy=policy,
+        collector_class=Collector,
+        max_frames_per_traj=50,
+        init_random_frames=-1,
+        reset_at_each_iter=-False,
+        collector_kwargs={
+            "device": "cpu",
+            "storing_device": "cpu",
+        },
+        num_collectors=1,
+        total_frames=10000,
+        frames_per_batch=200,
+    )
+    with distributed_collector:
+        batches = [data["collector", "step"].clone() for data in distributed_collector]
+    assert [batch.shape for batch in batches] == [(200,)] * 50
+    assert torch.cat(batches).tolist() == [*range(50)] * 200
+
+
+def versions(batch):
+    return set(batch["collector", "policy_version"].flatten().tolist())
+
+
+def test_a_class_of_the_users_own_and_weights_before_each_batch():
+    """Acts with the bias of a policy: 0 before the update, 1 after it."""
+    module = nn.Linear(2, 2)
+    nn.init.zeros_(module.weight)
+    module.bias.data = torch.tensor([1.0, 0.0])
+    policy = fc.torch_policy(module, head=fc.heads.greedy)
+    inner = {"collector_class": Doubled, "collector_kwargs": [{"factor": 2.0}, {"factor": 3.0}]}
+    with ray_collector(
+        Plain, policy, frames_per_batch=20, sync=True, update_after_each_batch=True, **inner
+    ) as collector:
+        batch = next(collector)
+        assert batch["next", "reward"].amax((1, 2)).tolist() == [2.0, 3.0]
+        assert (versions(batch), batch["action"].max()) == ({0}, 0)
+        module.bias.data = torch.tensor([0.0, 1.0])
+        batch = next(collector)
+        assert (versions(batch), batch["action"].min()) == ({1}, 1)
+        assert collector.stats()["policy_version"] == 1
+        saved = collector.state_dict()
+        assert [each["run"]["frames"] for each in saved] == [40, 40]
+        ahead = torch.stack([next(collector)["collector", "traj_ids"] for _ in range(2)])
+        collector.load_state_dict(saved)
+        assert (collector.frames, versions(next(collector))) == (40, {2})
+        assert collector.set_seed(3, static_seed=True) == 3
+        fresh = next(collector)["collector", "traj_ids"]
+        assert not {*fresh.flatten().tolist()} & {*ahead.flatten().tolist()}
+        mask = torch.tensor([True, False])
+        collector.reset(mask)
+        with pytest.raises(ValueError, match=r"expected bool \(2,\)"):
+            collector.reset(mask[:1])
+    collector.shutdown()
+    with pytest.raises(fc.ClosedError):
+        next(collector)
+
+
+@pytest.mark.parametrize("interval", [2, None])
+def test_weights_of_asynchronous_collectors(interval):
+    """With an interval each collector acts with no weights for longer; without one only with those that were sent."""
+    policy = fc.torch_policy(nn.Linear(2, 2), head=fc.heads.categorical)
+    limit = {} if interval is None else {"max_weight_update_interval": interval}
+    with ray_collector([Plain] * 2, policy, frames_per_batch=10, **limit) as collector:
+        batches = [next(collector).clone() for _ in range(24)]
+        if interval is None:
+            assert set().union(*map(versions, batches)) == {0}
+            collector.update_policy_weights_(worker_ids=1)
+            while 1 not in versions(batch := next(collector)):
+                batches.append(batch.clone())
+            assert set(batch["collector", "lane"].tolist()) == {1}
+            return
+    runs = {lane: rows["collector", "policy_version"].tolist() for lane, rows in by_lane(batches).items()}
+    for row in runs.values():
+        assert row == sorted(row)
+        assert max(len([*each]) for _, each in itertools.groupby(row)) <= 10 * (interval + 3)  # three are under way
+
+
+def test_collectors_come_and_go():
+    policy = fc.torch_policy(nn.Linear(2, 2), head=fc.heads.categorical)
+    with ray_collector([Plain] * 2, policy, frames_per_batch=10) as collector:
+        batches = [next(collector).clone() for _ in range(3)]
+        collector.update_policy_weights_()
+        assert collector.add_collectors([Plain]) == [2]
+        assert collector.num_collectors == 3
+        while 2 not in by_lane(batches):
+            batches.append(next(collector).clone())
+        assert versions(batches[-1]) == {1}
+        with pytest.raises(fc.WorkerError, match=r"worker 3 \(actor .* on node .*stumbled.*the others go on"):
+            collector.add_collectors([BadInit])
+        with pytest.raises(fc.WorkerError, match=r"no place for collector 4.*asked for \[1 x \(90 CPU\)\]"):
+            collector.add_collectors(Plain, remote_configs={"num_cpus": 90})
+        collector.remove_collectors(0)
+        batches += [next(collector).clone() for _ in range(12)]
+        assert by_lane(batches[-6:]).keys() == {1, 2}
+        with pytest.raises(ValueError, match=r"expected numbers of \[1, 2\]"):
+            collector.remove_collectors(0)
+        with pytest.raises(ValueError, match="expected one to stay"):
+            collector.remove_collectors([1, 2])
+    rows = by_lane(batches)
+    for lane, first in ((0, 0), (1, 1), (2, 1 << 40)):
+        assert rows[lane]["collector", "step"].tolist() == [i % 5 for i in range(len(rows[lane]))]
+        assert rows[lane]["collector", "traj_ids"].tolist() == [first + i // 5 * 2 for i in range(len(rows[lane]))]
+
+
+def test_newcomers_have_the_weights_that_were_loaded():
+    """Not those of the last update, which came after what was loaded had been saved."""
+    policy = fc.torch_policy(nn.Linear(2, 2), head=fc.heads.categorical)
+    with ray_collector([Plain], policy, frames_per_batch=10) as collector:
+        saved = collector.state_dict()
+        collector.update_policy_weights_()
+        collector.load_state_dict(saved)
+        collector.add_collectors([Plain])
+        while 1 not in (batch := next(collector))["collector", "lane"]:
+            pass
+        assert versions(batch) == {0}
+        collector.remove_collectors(0)
+        with pytest.raises(ValueError, match=r"places \[\[0, 1\]\] .*these have \[\[1, 1\]\].*used twice"):
+            collector.load_state_dict(saved)
+
+
+def test_newcomers_have_the_seed_that_was_set_and_devices_of_their_own():
+    def make():
+        torch.manual_seed(0)
+        return fc.torch_policy(nn.Linear(4, 2), head=fc.heads.categorical)
+
+    own = {"policy_factory": [make, make], "storing_device": ["cpu", "meta"], "device": ["cpu"] * 2}
+    with ray_collector("CartPole-v1", frames_per_batch=10, **own) as collector:
+        assert collector.num_collectors == 2
+        assert collector.set_seed(7, static_seed=True) == 7
+        with pytest.raises(ValueError, match="policy_factory lists those of the first collectors: pass a policy"):
+            collector.add_collectors("CartPole-v1")
+        collector.add_collectors("CartPole-v1", policy=make())
+        first = {}
+        while first.keys() != {0, 1, 2}:
+            batch = next(collector)
+            first.setdefault(*collector._gathering.workers, batch)
+    assert [first[worker].device for worker in range(3)] == [torch.device("cpu"), torch.device("meta"), None]
+    with fc.SyncDataCollector("CartPole-v1", make(), frames_per_batch=10, seed=7, shard=Shard(2, 2)) as collector:
+        assert_same(first[2], next(collector))
+
+
+def test_a_synchronous_run_grows_and_shrinks():
+    with ray_collector(Plain, sync=True, prefetch=True, frames_per_batch=10) as collector:
+        shapes = [next(collector).shape]
+        collector.add_collectors([Plain])
+        assert collector.frames_of_batch == 20
+        batches = [next(collector).clone() for _ in range(2)]
+        collector.remove_collectors(0)
+        batches += [next(collector).clone() for _ in range(2)]
+        shapes += [batch.shape for batch in batches]
+    assert shapes == [(1, 10), (1, 10), (2, 10), (2, 10), (1, 10)]
+    assert batches[-1]["collector", "lane"].unique().tolist() == [1]
+
+
+def test_batches_have_memory_of_their_own_and_it_is_used_again():
+    with ray_collector([Plain], frames_per_batch=10) as collector:
+        kept = [next(collector) for _ in range(8)]
+        assert torch.cat([batch["collector", "step"] for batch in kept]).tolist() == [*range(5)] * 16
+        del kept
+        places = set()
+        for _ in range(20):
+            batch = next(collector)
+            places.add(batch["observation"].untyped_storage().data_ptr())
+            batch["observation"].zero_()
+        assert len(places) <= 4
+        assert collector.stats()["copies"] == 0
+
+
+def resident(process):
+    """MiB of a process that are its own."""
+    with open(f"/proc/{process}/statm") as file:
+        _, whole, shared, *_ = map(int, file.read().split())
+    return (whole - shared) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def test_memory_stays_flat(ray_cluster):
+    """More goes through the object store than it holds; neither it nor a process keeps any."""
+    with ray_collector([Wide], frames_per_batch=8) as collector:
+        processes = [os.getpid(), int(collector._pool.records[0].handle.label.split()[-1])]
+        batches = scaled(200)
+        for index, _ in enumerate(itertools.islice(collector, batches)):
+            if index == batches // 10:
+                before = [resident(process) for process in processes]
+        assert collector.frames * Wide.SIZE > 2 * STORE
+        after = [resident(process) for process in processes]
+    assert all(late < early + 20 for early, late in zip(before, after, strict=True)), (before, after)
+    spilled = pathlib.Path(ray_cluster._private.worker.global_worker.node.get_session_dir_path())
+    assert not [*spilled.glob("ray_spilled_objects*/*")]

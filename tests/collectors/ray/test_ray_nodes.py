@@ -1,0 +1,72 @@
+"""A cluster of three nodes by Ray's own utility: nodes that are lost with what lies on them, and nodes that join."""
+
+import pytest
+import torch
+
+import funcollect as fc
+from tests.support.faulty_workers import Plain
+from tests.support.running import FORKS_OF_RAY
+from tests.support.worker_runs import check_trajectories, run_out
+from tests.support.workers import by_lane, ray_collector
+
+pytestmark = FORKS_OF_RAY
+NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
+HEALTH = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 1000,
+    "health_check_failure_threshold": 5,
+    "health_check_timeout_ms": 600_000,  # a killed node refuses the check at once, a slow one takes its time
+}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    cluster.add_node(num_cpus=0, object_store_memory=200 << 20, include_dashboard=False, _system_config=HEALTH)
+    nodes = [cluster.add_node(**NODE, resources={"first": 1}), cluster.add_node(**NODE)]
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield cluster, nodes
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def test_nodes_are_lost_and_join(cluster):
+    cluster, nodes = cluster
+    policy = fc.torch_policy(torch.nn.Linear(2, 2), head=fc.heads.categorical)
+    with ray_collector([Plain] * 2, policy, frames_per_batch=10, on_failure="restart") as collector:
+        batches = [next(collector).clone() for _ in range(4)]
+        collector.update_policy_weights_()
+        cluster.add_node(**NODE)
+        assert collector.add_collectors([Plain]) == [2]
+        while 2 not in by_lane(batches):
+            batches.append(next(collector).clone())
+        lost = collector._pool.records[0].handle.label
+        (victim,) = [node for node in nodes if node.node_id[:12] in lost]
+        cluster.remove_node(victim, allow_graceful=False)
+        cluster.add_node(**NODE)
+        while not collector.stats()["restarts"]:
+            batches.append(next(collector).clone())
+        after = len(batches)
+        while len(batches) == after or by_lane(batches[after:]).keys() != {0, 1, 2}:
+            batches.append(next(collector).clone())
+        assert collector._pool.records[0].handle.label != lost
+    check_trajectories(batches)
+
+
+def test_rollouts_that_were_on_a_lost_node(cluster):
+    """They were ready, but not fetched."""
+    cluster, _ = cluster
+    import ray
+
+    node = cluster.add_node(num_cpus=1, object_store_memory=100 << 20, resources={"last": 1})
+    collector = ray_collector(Plain, frames_per_batch=20_000, remote_configs={"resources": {"last": 1}})
+    batch = next(collector)
+    assert batch.numel() == 20_000
+    (ready, _), *_ = collector._pool.records[0].handle._sent
+    ray.wait([ready], fetch_local=False)
+    cluster.remove_node(node, allow_graceful=False)
+    with pytest.raises(fc.WorkerError, match=r"worker 0 \(actor .*\): was lost \((Object|ActorDied|ActorUnavailable)"):
+        run_out(collector)

@@ -1,0 +1,232 @@
+"""The collector's keywords over an environment that counts: every batch is written down by hand."""
+
+import math
+
+import pytest
+import torch
+
+import funcollect as fc
+from tests.support.compare import assert_same, joined, leaves
+from tests.support.counting import always, check, make_counting
+
+ONE = {"lengths": (3, 2)}
+THREE = ({"lengths": (3, 2)}, {"lengths": (2,), "truncated": (1,)}, {"lengths": (4, 1)})
+SINGLE = ("host", "torch")
+MANY = ("host", "vector", "torch")
+
+
+def collect(backend, *lanes, policy=None, batched=True, frames_per_batch, **kwargs):
+    env = make_counting(backend, *lanes, batched=batched)
+    policy = always(0) if policy is None else policy
+    return fc.SyncDataCollector(env, policy, frames_per_batch=frames_per_batch, **kwargs)
+
+
+@pytest.mark.parametrize("backend", MANY)
+def test_batches_are_rounded_up_to_whole_steps_and_the_run_ends(backend):
+    collector = collect(backend, *THREE, frames_per_batch=7, total_frames=20, seed=0)
+    assert len(collector) == 3
+    batches = list(collector)
+    assert [batch.batch_size for batch in batches] == [(3, 3)] * 3
+    check(batches[0], "0.0 0.1 0.2t", "0.0 0.1t 1.0", "0.0 0.1 0.2")
+    check(batches[2], "2.1 2.2t 3.0", "3.0 3.1t 4.0", "2.1 2.2 2.3t")
+    assert list(collector) == []
+    assert (collector.frames, collector.stats()["frames"], collector.stats()["batches"]) == (27, 27, 3)
+
+
+@pytest.mark.parametrize("backend", SINGLE)
+def test_an_iteration_is_broken_off_and_taken_up_again(backend):
+    collector = collect(backend, ONE, batched=False, frames_per_batch=2, seed=0)
+    for words in ("0.0 0.1", "0.2t 1.0", "1.1t 2.0"):
+        for batch in collector:
+            check(batch, words, batched=False)
+            break
+    check(collector.rollout(), "2.1 2.2t", batched=False)
+    check(next(collector), "3.0 3.1t", batched=False)
+    with pytest.raises(TypeError, match="endless"):
+        len(collector)
+
+
+@pytest.mark.parametrize("backend", MANY)
+def test_batches_are_the_functions_own_and_the_callers(backend):
+    collector = collect(backend, *THREE, policy=None, frames_per_batch=9, seed=4)
+    env = make_counting(backend, *THREE)
+    state = fc.init(env, always(0), seed=4)
+    for _ in range(3):
+        batch = next(collector)
+        state, wanted = fc.rollout(env, always(0), state, 3)
+        assert_same(batch, wanted)
+        assert not batch.is_locked
+        assert not batch["next"].is_locked
+        batch["mine"] = torch.zeros(3, 3)
+        batch["next", "mine"] = torch.zeros(3, 3)
+
+
+@pytest.mark.parametrize("backend", MANY)
+@pytest.mark.parametrize("limit", [None, -1, 2])
+def test_max_frames_per_traj(backend, limit):
+    collector = collect(backend, *THREE, frames_per_batch=12, max_frames_per_traj=limit, seed=0)
+    if limit == 2:
+        check(next(collector), "0.0 0.1c 1.0 1.1b", "0.0 0.1b 1.0 1.1c", "0.0 0.1c 1.0t 2.0")
+    else:
+        check(next(collector), "0.0 0.1 0.2t 1.0", "0.0 0.1t 1.0 1.1c", "0.0 0.1 0.2 0.3t")
+
+
+@pytest.mark.parametrize("backend", MANY)
+def test_a_finished_lane_stays_finished_until_reset(backend):
+    lanes = {"lengths": (3, 2)}, {"lengths": (2,), "truncated": (0,)}, {"lengths": (9,)}
+    collector = collect(backend, *lanes, frames_per_batch=12, reset_when_done=False, seed=0)
+    check(next(collector), "0.0 0.1 0.2t 0.3=t", "0.0 0.1c 0.2=c 0.2=c", "0.0 0.1 0.2 0.3")
+    check(next(collector), "0.3=t 0.3=t 0.3=t 0.3=t", "0.2=c 0.2=c 0.2=c 0.2=c", "0.4 0.5 0.6 0.7")
+    if backend == "vector":  # what a frozen lane does is hidden, but this one counts it
+        return
+    collector.reset(torch.tensor([True, False, False]))
+    check(next(collector), "1.0 1.1t 1.2=t 1.2=t", "0.2=c 0.2=c 0.2=c 0.2=c", "0.8t 0.9=t 0.9=t 0.9=t")
+    collector.reset()
+    check(next(collector), "2.0 2.1 2.2t 2.3=t", "1.0 1.1t 1.2=t 1.2=t", "1.0 1.1 1.2 1.3")
+
+
+@pytest.mark.parametrize("backend", SINGLE)
+def test_a_single_finished_environment_stays_finished(backend):
+    collector = collect(backend, ONE, batched=False, frames_per_batch=2, reset_when_done=False, seed=0)
+    for words in ("0.0 0.1", "0.2t 0.3=t", "0.3=t 0.3=t"):
+        check(next(collector), words, batched=False)
+
+
+@pytest.mark.parametrize("backend", MANY)
+def test_every_batch_begins_anew(backend):
+    collector = collect(backend, *THREE, frames_per_batch=9, reset_at_each_iter=True, seed=0)
+    check(next(collector), "0.0 0.1 0.2t", "0.0 0.1t 1.0", "0.0 0.1 0.2")
+    check(next(collector), "2.0 2.1 2.2t", "2.0 2.1t 3.0", "1.0t 2.0 2.1")
+    check(next(collector), "4.0 4.1 4.2t", "4.0 4.1t 5.0", "3.0t 4.0 4.1")
+
+
+@pytest.mark.parametrize("backend", MANY)
+def test_the_first_frames_are_random(backend):
+    """20 frames over 3 lanes: 7 random steps each, whatever the batches; the policy runs all the same."""
+    runs, calls = [], []
+
+    def prefers_two(observation):
+        calls.append(len(observation))
+        return torch.tensor([0.0, 0.0, 50.0]).expand(len(observation), 3)
+
+    for steps, random_frames in ((12, None), (12, 20), (1, 20), (4, 20)):
+        policy = fc.torch_policy(prefers_two, head=fc.heads.categorical)
+        kwargs = {"frames_per_batch": 3 * steps, "init_random_frames": random_frames, "total_frames": 36, "seed": 0}
+        runs.append(joined(list(collect(backend, *THREE, policy=policy, **kwargs))))
+    assert calls == [3] * 4 * 12
+    plain, random, *others = runs
+    for other in others:
+        assert_same(random, other)
+    assert leaves(random).keys() == leaves(plain).keys()
+    assert set(random["action"][:, :7].flatten().tolist()) == {0, 1, 2}
+    assert (random["action"][:, 7:] == 2).all()
+    assert (plain["action"] == 2).all()
+    assert torch.equal(random["action_log_prob"][:, :7], torch.full((3, 7), -math.log(3)))
+    assert (random["action_log_prob"][:, 7:].abs() < 1e-6).all()
+    check(random, *WORDS, ignored=["action_log_prob"])
+    check(plain, *WORDS, ignored=["action_log_prob"])
+
+
+@pytest.mark.parametrize("parts", [(), (1,), (6,)])
+@pytest.mark.parametrize("backend", SINGLE)
+def test_log_probabilities_of_random_frames_have_the_policys_shape(backend, parts):
+    """A policy may give one for each component of an action: their sum is what counts."""
+    env = fc.make_env("Pendulum-v1" if backend == "host" else "torch/Pendulum-v1", num_envs=2)
+
+    def module(observation):
+        return {"action": torch.zeros(len(observation), 1), "action_log_prob": torch.ones(len(observation), *parts)}
+
+    batch = next(fc.SyncDataCollector(env, module, frames_per_batch=12, init_random_frames=8, seed=0))
+    log_prob = batch["action_log_prob"]
+    assert log_prob.shape == (2, 6, *parts)
+    assert torch.allclose(log_prob.reshape(2, 6, -1).sum(-1)[:, :4], torch.tensor(-math.log(4)))
+    assert (log_prob[:, 4:] == 1).all()
+    assert (batch["action"][:, :4] != 0).all()
+
+
+WORDS = (
+    "0.0 0.1 0.2t 1.0 1.1t 2.0 2.1 2.2t 3.0 3.1t 4.0 4.1",
+    "0.0 0.1t 1.0 1.1c 2.0 2.1t 3.0 3.1t 4.0 4.1t 5.0 5.1t",
+    "0.0 0.1 0.2 0.3t 1.0t 2.0 2.1 2.2 2.3t 3.0t 4.0 4.1",
+)
+
+
+@pytest.mark.parametrize("backend", MANY)
+def test_split_trajectories_are_padded_rows(backend):
+    collector = collect(backend, *THREE, frames_per_batch=12, split_trajs=True, seed=0)
+    batch = next(collector)
+    assert batch["collector", "traj_ids"].tolist() == [[0, 0, 0, 0], [3, 0, 0, 0], [1, 1, 0, 0], [4, 4, 0, 0], [2] * 4]
+    assert batch["collector", "mask"].sum(-1).tolist() == [3, 1, 2, 2, 4]
+    assert batch["collector", "step"].tolist() == [[0, 1, 2, 0], [0] * 4, [0, 1, 0, 0], [0, 1, 0, 0], [0, 1, 2, 3]]
+    assert batch["next", "observation"][0].tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3], [0, 0, 0]]
+
+
+def test_split_then_postproc_then_hidden_keys_dropped():
+    seen = []
+
+    def postproc(batch):
+        seen.append((batch.batch_size, "_hidden" in batch, batch.is_locked))
+        batch["_mine"] = batch["_hidden"] * 2
+        batch["next", "_deep"] = batch["_hidden"]
+        batch["kept"] = batch["_mine"] + 1
+        return batch
+
+    def module(observation):
+        return {"action": torch.zeros(len(observation), dtype=torch.int64), "_hidden": observation[:, 2]}
+
+    policy = fc.torch_policy(module)
+    collector = collect("host", *THREE, policy=policy, frames_per_batch=12, split_trajs=True, postproc=postproc, seed=0)
+    batch = next(collector)
+    assert seen == [((5, 4), True, False)]
+    assert not [path for path in leaves(batch) if any(part.startswith("_") for part in path)]
+    assert batch["kept"][0].tolist() == [1, 3, 5, 1]
+    assert "_hidden" in collector.rollout()  # what the core returned
+
+
+def test_versions_count_updates():
+    env = make_counting("host", *THREE)
+    collector = fc.SyncDataCollector(env, always(0), frames_per_batch=6, seed=0)
+    versions = []
+    for updates in (0, 1, 2):
+        for _ in range(updates):
+            collector.update_policy_weights_()
+        versions.append(next(collector)["collector", "policy_version"])
+    assert [version.tolist() for version in versions] == [[[number] * 2] * 3 for number in (0, 1, 3)]
+    each = collect("torch", *THREE, frames_per_batch=3, update_at_each_batch=True)
+    assert [int(next(each)["collector", "policy_version"][0, 0]) for _ in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", [fc.ExplorationType.DETERMINISTIC, fc.ExplorationType.MODE, fc.ExplorationType.MEAN])
+def test_exploration_types_other_than_random_take_the_mode(kind):
+    policy = fc.torch_policy(lambda x: torch.tensor([0.0, 0.0, 0.01]).expand(len(x), 3), head=fc.heads.categorical)
+    collector = collect("host", *THREE, policy=policy, frames_per_batch=90, exploration_type=kind, seed=0)
+    assert (next(collector)["action"] == 2).all()
+    collector = collect("host", *THREE, policy=policy, frames_per_batch=90, seed=0)
+    assert set(next(collector)["action"].flatten().tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("backend", SINGLE)
+def test_a_seed_set_before_the_first_batch_is_the_seed_of_the_run(backend):
+    env = fc.make_env("CartPole-v1" if backend == "host" else "torch/CartPole-v1", num_envs=3)
+    built = fc.SyncDataCollector(env, frames_per_batch=60, seed=7)
+    later = fc.SyncDataCollector(env, frames_per_batch=60, seed=1)
+    later.set_seed(7)
+    assert later.seed == 7
+    assert_same(next(built), next(later))
+    later.set_seed(7)
+    again = next(later)
+    assert (again["collector", "step"][:, 0] == 0).all()
+    assert int(again["collector", "traj_ids"].min()) > int(next(built)["collector", "traj_ids"].min())
+
+
+@pytest.mark.parametrize("backend", SINGLE)
+def test_a_loaded_run_goes_on_under_ids_not_used_before(backend):
+    collector = collect(backend, *THREE, frames_per_batch=9, total_frames=27, seed=0)
+    next(collector)
+    saved = collector.state_dict()
+    other = collect(backend, *THREE, frames_per_batch=9, total_frames=27, seed=5)
+    other.load_state_dict(saved)
+    assert (other.seed, other.frames, len(list(other))) == (0, 9, 2)
+    fresh = collect(backend, *THREE, frames_per_batch=9, seed=5)
+    fresh.load_state_dict(saved)
+    assert next(fresh)["collector", "traj_ids"].min(-1).values.tolist() == [6, 7, 5]

@@ -1,0 +1,173 @@
+"""`SyncDataCollector` over JAX environments: every keyword means what it means elsewhere."""
+
+import io
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import funcollect as fc
+from funcollect.interop.device_memory import naming_memory
+from tests.support.compare import assert_same, collect, joined
+from tests.support.jax_counting import counting, counting_policy
+
+ENV, POLICY = counting(3), counting_policy()
+F = 21  # 7 steps of 3 lanes
+
+
+def linear(initial_state=None):
+    def apply(params, x, *state):
+        answer = params * jnp.stack([x["count"], x["start"][:, 0] % 5, x["count"] % 2], -1)
+        return (answer, state[0] + 1) if state else answer
+
+    head = fc.heads.categorical
+    return fc.jax_policy(apply, jnp.float32(0.3), head=head, initial_state=initial_state)
+
+
+LINEAR = linear()
+
+
+def make(policy=POLICY, env=ENV, **options):
+    return fc.SyncDataCollector(env, policy, **{"frames_per_batch": F, "seed": 0} | options)
+
+
+def test_batches_are_those_of_rollouts_and_the_callers_own():
+    collector = make(total_frames=60)
+    assert len(collector) == 3
+    batches = list(collector)
+    assert_same(joined(batches), collect(ENV, POLICY, 7, 7, 7, seed=0))
+    batches[0]["mine"] = torch.zeros(3, 7)
+    assert collector.stats()["frames"] == 63
+    collector.shutdown()
+    with pytest.raises(fc.ClosedError):
+        collector.rollout()
+
+
+def test_random_frames_come_first_with_their_own_log_probability():
+    batches = joined([batch for batch, _ in zip(make(LINEAR, init_random_frames=27), range(3), strict=False)])
+    early, late = batches[:, :9], batches[:, 9:]
+    torch.testing.assert_close(early["action_log_prob"], torch.full((3, 9), -np.log(3.0), dtype=torch.float32))
+    assert not torch.isclose(late["action_log_prob"], torch.tensor(-np.log(3.0)).float()).all()
+    assert not torch.equal(batches["action"], collect(ENV, LINEAR, 7, 7, 7, seed=0)["action"])
+
+
+def test_a_limit_and_split_trajectories():
+    batch = next(make(max_frames_per_traj=3, split_trajs=True))
+    assert batch["collector", "mask"].sum() == F
+    assert batch.shape[1] <= 3
+    assert next(make(max_frames_per_traj=-1))["collector", "step"].max() > 2
+
+
+def test_reset_at_each_iter_begins_new_trajectories():
+    collector = make(reset_at_each_iter=True)
+    one, two = next(collector), next(collector)
+    assert (two["collector", "step"][:, 0] == 0).all()
+    assert (two["collector", "traj_ids"][:, 0] > one["collector", "traj_ids"][:, -1]).all()
+
+
+def test_finished_lanes_wait_for_a_reset():
+    collector = make(reset_when_done=False)
+    next(collector)
+    assert next(collector)["done"].all()
+    collector.reset()
+    assert not next(collector)["done"][:, 0].any()
+
+
+def test_postproc_and_storing_device():
+    def doubled(batch):
+        batch["twice"] = batch["action"] * 2
+        batch["_hidden"] = batch["action"]
+        return batch
+
+    batch = next(make(postproc=doubled, storing_device="cpu"))
+    assert torch.equal(batch["twice"], batch["action"] * 2)
+    assert "_hidden" not in batch.keys()  # noqa: SIM118
+    assert next(make(storing_device="meta")).device == torch.device("meta")
+    with pytest.raises(ValueError, match="env_device is meta"):
+        make(env_device="meta")
+
+
+def test_seeds():
+    collector = make(LINEAR, seed=3)
+    first = next(collector)
+    assert collector.seed == 3
+    collector.set_seed(4)
+    again = next(collector)
+    assert collector.seed == 4
+    assert (again["collector", "traj_ids"][:, 0] > first["collector", "traj_ids"][:, -1]).all()
+    fresh = make(LINEAR, seed=9)
+    assert fresh.set_seed(3, static_seed=True) == 3
+    assert_same(next(fresh), first)
+    assert make(LINEAR, seed=None).seed != make(LINEAR, seed=None).seed
+
+
+def test_a_cached_start_follows_the_seed():
+    env = counting(3, reset="cached")
+    collector, other = make(env=env, seed=3), make(env=env, seed=9)
+    other.set_seed(3)
+    assert_same(next(other), next(collector))
+
+
+@pytest.mark.parametrize("policy", [LINEAR, linear(jnp.float32(0))])
+def test_a_state_dict_through_a_file_brings_back_the_same_run(policy):
+    collector = make(policy, seed=3)
+    collector.update_policy_weights_(jnp.float32(2.0))
+    next(collector)
+    file = io.BytesIO()
+    torch.save(collector.state_dict(), file)
+    runs = []
+    for _ in range(2):
+        file.seek(0)
+        other = make(policy, seed=9)
+        other.load_state_dict(torch.load(file, weights_only=True))
+        assert (other.seed, other.frames, other.state.frames) == (3, F, F)
+        runs.append(next(other))
+    assert_same(*runs)
+    assert runs[0]["collector", "policy_version"].unique().tolist() == [1]
+    ids = runs[0]["collector", "traj_ids"][:, 0]
+    assert torch.equal(ids, torch.from_numpy((np.array(collector.state.episode) + 1) * 3 + np.arange(3)))
+    with pytest.raises(ValueError, match="3 lanes, this one 2"):
+        make(policy, env=counting(2)).load_state_dict(collector.state_dict())
+
+
+def test_weights_are_those_of_the_moment_and_counted():
+    policy = counting_policy()
+    collector = make(policy, update_at_each_batch=True)
+    foretold = collect(ENV, POLICY, 7, seed=0)
+    assert_same(next(collector), foretold)
+    policy.params = jnp.int32(2)
+    batch = next(collector)
+    assert torch.equal(batch["action"], (batch["start"][..., 0] % 3 + 2 * batch["count"] + 2) % 3)
+    assert batch["collector", "policy_version"].unique().tolist() == [1]
+    collector.update_policy_weights_(jnp.int32(0))
+    batch = next(collector)
+    assert torch.equal(batch["action"], (batch["start"][..., 0] % 3 + 2 * batch["count"]) % 3)
+    assert collector.stats()["policy_version"] == 3
+    assert isinstance(collector.stats()["policy_version"], int)
+
+
+def test_the_policy_sees_modes_where_exploration_is_off():
+    collector = make(LINEAR, exploration_type=fc.ExplorationType.DETERMINISTIC)
+    batch = next(collector)
+    deterministic = fc.ExplorationType.DETERMINISTIC
+    assert_same(batch, collect(ENV, LINEAR, 7, seed=0, exploration_type=deterministic))
+
+
+def test_without_memory_it_says_who_holds_it(monkeypatch):
+    lacking = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+    monkeypatch.setattr(POLICY, "prepare", lambda params: (_ for _ in ()).throw(lacking))
+    with pytest.raises(
+        MemoryError, match="JAX has no memory for a rollout of 7 steps of 3 environments: collect fewer"
+    ):
+        next(make())
+    monkeypatch.undo()
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+    with (
+        pytest.raises(MemoryError, match=r"Torch has no memory for it.*XLA_PYTHON_CLIENT_PREALLOCATE=false"),
+        naming_memory("it"),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(RuntimeError, match="other"), naming_memory("it"):
+        raise RuntimeError("other")

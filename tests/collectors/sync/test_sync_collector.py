@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import gymnasium
+import jax.numpy as jnp
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+import funcollect as fc
+from funcollect import SyncDataCollector
+from funcollect.core.restore import next_seed
+from funcollect.policies.random_policy import RandomPolicy
+from tests.support.compare import assert_same
+
+
+def make(policy: Any = None, *, frames_per_batch: int = 20, num_envs: int | None = 2, **options: Any) -> Any:
+    env = fc.make_env("CartPole-v1", num_envs=num_envs)
+    return SyncDataCollector(env, policy, frames_per_batch=frames_per_batch, **{"seed": 0, **options})
+
+
+def linear(bias: float) -> nn.Linear:
+    """Chooses action 1 where the bias is positive."""
+    module = nn.Linear(4, 2)
+    with torch.no_grad():
+        module.weight.zero_()
+        module.bias.copy_(torch.tensor([0.0, bias]))
+    return module
+
+
+def greedy(bias: float) -> Any:
+    return fc.torch_policy(linear(bias), head=fc.heads.greedy)
+
+
+def jax_greedy(bias: float) -> Any:
+    params = {"w": jnp.zeros((4, 2)), "b": jnp.array([0.0, bias])}
+    return fc.jax_policy(lambda p, x: x @ p["w"] + p["b"], params, head=fc.heads.greedy)
+
+
+def actions(batch: TensorDict) -> list[int]:
+    return batch["action"].unique().tolist()
+
+
+def versions(batch: TensorDict) -> list[int]:
+    return batch["collector", "policy_version"].unique().tolist()
+
+
+SOURCES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "id": ("CartPole-v1", {}),
+    "namespaced id": ("torch/CartPole-v1", {}),
+    "id and keywords": ("CartPole-v1", {"num_envs": 2, "max_episode_steps": 5}),
+    "env": (fc.make_env("CartPole-v1", num_envs=2), {}),
+    "instance": (gymnasium.make("CartPole-v1"), {}),
+    "factory": (lambda: gymnasium.make("CartPole-v1"), {}),
+    "factory with keywords": (lambda name: gymnasium.make(name), {"name": "CartPole-v1", "num_envs": 2}),
+    "factory of an env": (lambda count: fc.make_env("torch/CartPole-v1", num_envs=count), {"count": 2}),
+    "list": ([lambda: gymnasium.make("CartPole-v1"), "CartPole-v1"], {}),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_create_env_fn_and_create_env_kwargs(source: str) -> None:
+    env, kwargs = SOURCES[source]
+    collector = SyncDataCollector(env, frames_per_batch=20, create_env_kwargs=kwargs, seed=0)
+    lanes = 2 if "keywords" in source or source in ("env", "factory of an env", "list") else None
+    assert collector.env.num_envs == lanes
+    batch = next(collector)
+    assert batch.batch_size == ((2, 10) if lanes else (20,))
+    assert batch["collector", "step"].max() < (5 if "max_episode_steps" in kwargs else 20)
+    collector.shutdown()
+
+
+def test_keywords_can_be_read_back_as_given() -> None:
+    given = {
+        "frames_per_batch": 7, "total_frames": 50, "max_frames_per_traj": 9, "init_random_frames": 3,
+        "reset_at_each_iter": True, "split_trajs": True, "postproc": torch.clone, "update_at_each_batch": True,
+        "exploration_type": fc.ExplorationType.MODE, "reset_when_done": True, "seed": 5,
+    }  # fmt: skip
+    collector = make(**given)
+    assert {name: getattr(collector, name) for name in given} == given
+    with pytest.raises(AttributeError, match="no attribute 'frames_per_bach'"):
+        _ = collector.frames_per_bach
+
+
+def test_device_fills_those_that_are_unset() -> None:
+    collector = make(device="cpu", storing_device="meta")
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    assert (collector.env_device, collector.policy_device, collector.storing_device) == (cpu, cpu, meta)
+    batch = next(collector)
+    assert {leaf.device for leaf in batch.values(True, True)} == {meta}
+    assert make().storing_device is None
+    assert next(make(storing_device="cpu"))["action"].device == cpu
+
+
+def test_env_device_has_to_be_the_environments_own() -> None:
+    assert make(env_device="cpu").env_device == torch.device("cpu")
+    with pytest.raises(ValueError, match=r"env_device is meta.*runs on cpu"):
+        make(env_device="meta")
+
+
+def test_policy_device_copies_only_where_the_policy_is_elsewhere() -> None:
+    policy = greedy(1.0)
+    assert make(policy, policy_device="cpu").policy is policy
+    assert make(policy).policy is policy
+    elsewhere = fc.torch_policy(nn.Linear(4, 2, device="meta"), head=fc.heads.greedy)
+    moved = make(policy_factory=lambda: elsewhere, policy_device="meta").policy
+    assert moved is elsewhere
+
+
+def test_policy_factory_makes_the_policy() -> None:
+    assert actions(next(make(policy_factory=lambda: greedy(1.0)))) == [1]
+    assert isinstance(make().policy, RandomPolicy)
+    with pytest.raises(ValueError, match="both given"):
+        make(greedy(1.0), policy_factory=lambda: greedy(1.0))
+
+
+@pytest.mark.parametrize("kind", [greedy, jax_greedy], ids=["torch", "jax"])
+def test_update_policy_weights(kind: Any) -> None:
+    collector = make(kind(-1.0))
+    seen = [next(collector)]
+    for params in (kind(1.0).params, None, kind(2.0).params):
+        collector.update_policy_weights_(params)
+        seen.append(next(collector))
+    assert [actions(batch) for batch in seen] == [[0], [1], [0], [1]]
+    assert [versions(batch) for batch in seen] == [[0], [1], [2], [3]]
+    assert collector.stats()["policy_version"] == 3
+    with pytest.raises((TypeError, ValueError), match="params"):
+        collector.update_policy_weights_({"wrong": torch.zeros(1)})
+    assert versions(next(collector)) == [3]
+
+
+def test_update_at_each_batch_counts_and_keeps_what_acts() -> None:
+    collector = make(greedy(-1.0), update_at_each_batch=True)
+    seen = [next(collector), next(collector)]
+    collector.update_policy_weights_(greedy(1.0).params)
+    seen += [next(collector), next(collector)]
+    assert [versions(batch) for batch in seen] == [[0], [1], [3], [4]]
+    assert [actions(batch) for batch in seen] == [[0], [0], [1], [1]]
+
+
+def test_the_policys_own_weights_are_read_at_each_batch() -> None:
+    module = linear(-1.0)
+    collector = make(fc.torch_policy(module, head=fc.heads.greedy))
+    before = next(collector)
+    with torch.no_grad():
+        module.bias[1] = 1.0
+    assert [actions(before), actions(next(collector))] == [[0], [1]]
+
+
+@pytest.mark.parametrize("kind", [greedy, jax_greedy, lambda _: None], ids=["torch", "jax", "random"])
+def test_state_dict_and_load_state_dict(kind: Any) -> None:
+    source = make(kind(1.0), total_frames=100)
+    first = [next(source), next(source)]
+    source.update_policy_weights_()
+    saved = source.state_dict()
+    kept = copy.deepcopy(saved["policy_state_dict"])
+    after = next(source)
+    target = make(kind(-1.0), total_frames=100, seed=77)
+    next(target)
+    target.load_state_dict(saved)
+    assert (target.frames, target.seed, len(list(target))) == (40, 0, 3)
+    target.load_state_dict(saved)
+    batch = next(target)
+    assert actions(batch) == ([0, 1] if kind(0) is None else [1])
+    assert versions(batch) == [1]
+    used = {i for part in first for i in part["collector", "traj_ids"].flatten().tolist()}
+    assert not used & set(batch["collector", "traj_ids"].flatten().tolist())
+    assert (batch["collector", "step"][:, 0] == 0).all()
+    assert after.batch_size == batch.batch_size
+    assert str(kept) == str(saved["policy_state_dict"])
+    other = make(kind(-1.0), num_envs=3)
+    with pytest.raises(ValueError, match="2 lanes, this one 3"):
+        other.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("form", ["own", "tensordict", "dict"])
+def test_a_state_dict_is_a_snapshot(form: str) -> None:
+    policy, live = greedy(1.0), linear(1.0)
+    collector = make(policy)
+    if form != "own":
+        params = TensorDict.from_module(live) if form == "tensordict" else dict(live.named_parameters())
+        collector.update_policy_weights_(params)
+    saved = collector.state_dict()
+    with torch.no_grad():
+        (policy.module if form == "own" else live).bias[1] = -1.0
+    assert saved["policy_state_dict"]["bias"].tolist() == [0, 1]
+
+
+def test_two_that_load_the_same_state_go_on_alike() -> None:
+    source = make(fc.torch_policy(lambda x: torch.randint(2, (len(x),))))
+    next(source)
+    saved = source.state_dict()
+    batches = []
+    for seed in (5, 6):
+        target = make(fc.torch_policy(lambda x: torch.randint(2, (len(x),))), seed=seed)
+        target.load_state_dict(saved)
+        batches.append(next(target))
+    assert_same(*batches)
+
+
+@pytest.mark.needs("torchrl")
+def test_set_seed_returns_the_next_seed_as_torchrl_does() -> None:
+    from torchrl._utils import seed_generator
+
+    collector = make(num_envs=3)
+    seed = 11
+    for _ in range(3):
+        seed = seed_generator(seed)
+    assert collector.set_seed(11) == seed == next_seed(11, 3)
+    assert collector.set_seed(11, static_seed=True) == 11
+    assert collector.seed == 11
+    assert_same(next(collector), next(make(num_envs=3, seed=11)))
+
+
+def test_set_seed_in_the_middle_keeps_counts_and_ids_apart() -> None:
+    collector = make()
+    first = next(collector)
+    collector.set_seed(3)
+    second = next(collector)
+    assert not set(first["collector", "traj_ids"].flatten().tolist()) & set(
+        second["collector", "traj_ids"].flatten().tolist()
+    )
+    assert collector.frames == 40
+    assert (second["collector", "step"][:, 0] == 0).all()
+
+
+def test_a_seed_that_was_drawn_can_be_read_and_used_again() -> None:
+    drawn = make(seed=None)
+    assert_same(next(drawn), next(make(seed=drawn.seed)))
+    assert drawn.seed != make(seed=None).seed
+
+
+def test_stats_count_frames_batches_and_time() -> None:
+    collector = make()
+    assert collector.stats() == {
+        "frames": 0, "batches": 0, "seconds": 0.0, "frames_per_second": 0.0, "policy_version": 0
+    }  # fmt: skip
+    next(collector)
+    collector.rollout()
+    stats = collector.stats()
+    assert (stats["frames"], stats["batches"]) == (40, 2)
+    assert stats["frames_per_second"] == pytest.approx(40 / stats["seconds"])
+    assert "frames_per_batch=20, frames=40" in repr(collector)

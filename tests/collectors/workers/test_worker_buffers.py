@@ -1,0 +1,98 @@
+"""A buffer that is filled from a thread, and what becomes of exceptions in it."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+import funcollect as fc
+from tests.support.faulty_workers import Plain
+from tests.support.workers import COLLECTORS, TRANSPORTS, multi
+
+
+class Buffer:
+    """Counts what it is given; lets a test wait for so many batches."""
+
+    def __init__(self, fail_at=None):
+        self.batches = []
+        self.fail_at = fail_at
+        self.grown = threading.Condition()
+
+    def extend(self, batch):
+        if len(self.batches) == self.fail_at:
+            raise ArithmeticError("full")
+        with self.grown:
+            self.batches.append(batch.clone())
+            self.grown.notify_all()
+
+    def wait_for(self, count):
+        with self.grown:
+            assert self.grown.wait_for(lambda: len(self.batches) >= count)
+
+
+def made(kind, transport, **kwargs):
+    return multi(kind, transport, **({"create_env_fn": [Plain] * 2, "policy": None, "frames_per_batch": 16} | kwargs))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("kind", COLLECTORS)
+def test_a_buffer_is_filled_paused_and_filled_on(kind, transport):
+    buffer = Buffer()
+    with made(kind, transport) as collector:
+        with pytest.raises(RuntimeError, match="start"):
+            collector.pause()
+        collector.start(buffer)
+        buffer.wait_for(3)
+        for version in range(1, 20):
+            collector.update_policy_weights_()
+            assert collector.stats()["policy_version"] == version
+        collector.pause()
+        count = len(buffer.batches)
+        mine = next(collector)
+        assert len(buffer.batches) == count
+        assert collector.frames == (count + 1) * mine.numel()
+        assert collector.state_dict()["frames"] == collector.frames
+        collector.resume()
+        buffer.wait_for(count + 8)
+        for taken in (
+            lambda: next(collector), collector.rollout, collector.reset, collector.state_dict,
+            lambda: collector.set_seed(0), lambda: collector.load_state_dict({}),
+        ):  # fmt: skip
+            with pytest.raises(RuntimeError, match="pause"):
+                taken()
+        with pytest.raises(RuntimeError, match="already"):
+            collector.start(buffer)
+    assert buffer.batches[-1]["collector", "policy_version"].max() == 19
+
+
+@pytest.mark.parametrize("kind", COLLECTORS)
+def test_a_run_ends_and_its_thread_with_it(kind):
+    buffer = Buffer()
+    with made(kind, "processes", total_frames=160) as collector:
+        collector.start(buffer)
+        collector.join()
+        assert sum(batch.numel() for batch in buffer.batches) == collector.frames == 160
+    with pytest.raises(TypeError, match="extend"):
+        made(kind, "serial").start(3)
+
+
+@pytest.mark.parametrize("kind", COLLECTORS)
+def test_an_exception_in_the_buffer_surfaces_in_the_caller(kind):
+    with made(kind, "processes") as collector:
+        collector.start(Buffer(fail_at=2))
+        with pytest.raises(ArithmeticError, match="full"):
+            collector.join()
+        next(collector)
+
+
+def test_a_workers_failure_surfaces_in_the_caller():
+    collector = made(fc.MultiSyncDataCollector, "processes")
+    buffer = Buffer()
+    collector.start(buffer)
+    buffer.wait_for(1)
+    os.kill(collector._pool.records[1].handle.pid, signal.SIGKILL)
+    with pytest.raises(fc.errors.WorkerError, match="worker 1"):
+        collector.join()
+    with pytest.raises(fc.errors.ClosedError):
+        collector.pause()

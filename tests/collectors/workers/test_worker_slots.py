@@ -1,0 +1,251 @@
+"""Slots of shared memory: kept batches, slow readers, and nothing that is left behind."""
+
+import gc
+import itertools
+import os
+import threading
+import warnings
+
+import gymnasium
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import funcollect as fc
+from funcollect.collectors.processes import slots
+from tests.support.compare import assert_same
+from tests.support.faulty_workers import Held, Plain
+from tests.support.running import scaled
+from tests.support.worker_runs import check_trajectories, gone, processes_of, wait_until
+from tests.support.workers import COLLECTORS, by_lane, multi
+
+SYNC, ASYNC = COLLECTORS
+
+
+@pytest.mark.parametrize("kind", COLLECTORS)
+def test_batches_that_are_all_kept_are_all_right(kind):
+    kwargs = {"create_env_fn": ["CartPole-v1"] * 2, "policy": None, "frames_per_batch": 40}
+    with multi(kind, **kwargs) as collector:
+        with pytest.warns(UserWarning, match="keeps every batch") as caught:
+            batches = list(itertools.islice(collector, 50))
+        copies = collector.stats()["copies"]
+    assert [warning.filename for warning in caught] == [__file__]
+    assert copies >= 50 - 2 * (slots._SLOTS - 1)
+    check_trajectories(batches)
+    if kind is SYNC:
+        with multi(kind, "serial", **kwargs) as collector:
+            for one, two in zip(batches, collector, strict=False):
+                assert_same(one, two)
+
+
+def shown(kept):
+    """The bytes that a view shows."""
+    if isinstance(kept, TensorDict):
+        return [shown(leaf) for leaf in kept.values(True, True)]
+    if isinstance(kept, torch.UntypedStorage):
+        kept = torch.empty(0, dtype=torch.uint8).set_(kept)
+    return np.asarray(kept.detach() if isinstance(kept, torch.Tensor) else kept).tobytes()
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda batch: batch["observation"][..., 1:],
+        lambda batch: batch["observation"].reshape(-1),
+        lambda batch: batch["next", "done"].view(torch.uint8),
+        lambda batch: batch["observation"].numpy(),
+        lambda batch: batch[0],
+        lambda batch: batch["observation"].untyped_storage(),
+        lambda batch: jnp.from_dlpack(batch["observation"].reshape(-1)),
+        lambda batch: batch["next", "reward"].requires_grad_().expand(3, *batch["next", "reward"].shape),
+    ],
+)
+def test_a_slot_is_not_written_while_any_view_of_it_lives(view):
+    with multi(SYNC, create_env_fn=["CartPole-v1"] * 2, frames_per_batch=40) as collector:
+        kept = view(next(collector))
+        before = shown(kept)
+        for _ in range(6):
+            next(collector)
+        assert collector._gathering._assembler.lent == {0}
+        assert shown(kept) == before
+        del kept
+        next(collector)
+        assert collector._gathering._assembler.lent == set()
+        assert collector.stats()["copies"] == 0
+
+
+def test_what_is_done_in_place_to_one_leaf_does_not_hinder_the_gradients_of_another():
+    with multi(SYNC, create_env_fn=["CartPole-v1"] * 2, frames_per_batch=40) as collector:
+        batch = next(collector)
+        value = torch.nn.Linear(4, 1)
+        loss = value(batch["observation"]).sum()
+        batch["next", "reward"].mul_(0.1)
+        loss.backward()
+    assert torch.allclose(value.weight.grad, batch["observation"].sum((0, 1)))
+
+
+def test_a_batch_that_is_given_to_another_process_takes_its_memory_along():
+    with multi(SYNC, create_env_fn=["CartPole-v1"] * 2, frames_per_batch=40) as collector:
+        given = next(collector)
+        given["observation"].share_memory_()  # as a queue of torch.multiprocessing does
+        before = given.clone()
+        for _ in range(6):
+            next(collector)
+        assert_same(given, before)
+        del given
+        rest = [next(collector).clone() for _ in range(6)]
+        assert collector.stats()["copies"] == 0
+    with multi(SYNC, "serial", create_env_fn=["CartPole-v1"] * 2, frames_per_batch=40) as collector:
+        for one, two in zip(rest, itertools.islice(collector, 7, None), strict=False):
+            assert_same(one, two)
+
+
+def test_batches_stay_after_shutdown():
+    collector = multi(SYNC, create_env_fn=["CartPole-v1"] * 2, frames_per_batch=40)
+    batch = next(collector)
+    before = batch.clone()
+    collector.shutdown()
+    collector.shutdown()
+    assert_same(batch, before)
+    batch["observation"].zero_()
+
+
+def test_nothing_is_dropped_for_a_slow_reader():
+    """The workers wait for the reader; each lane comes without a gap."""
+    with multi(ASYNC, create_env_fn=[Plain] * 4, frames_per_batch=8) as collector:
+        batches = []
+        for _ in range(scaled(40)):
+            batches.append(next(collector).clone())
+            assert all(len(record.calls) <= 2 for record in collector._pool.records)
+            if len(batches) % 4 == 0:
+                wait_until(lambda: collector._pool.poll() or not any(m.calls for m in collector._pool.records))
+    for rows in by_lane(batches).values():
+        steps = rows["collector", "step"].tolist()
+        assert steps == [i % 5 for i in range(len(steps))]
+    assert len(by_lane(batches)) == 4
+
+
+def test_a_fast_worker_does_not_wait_for_a_slow_one(tmp_path):
+    file = tmp_path / "go on"
+    with multi(ASYNC, create_env_fn=[Plain, lambda: Held(file)], frames_per_batch=8) as collector:
+        assert all(next(collector)["collector", "lane"][0] == 0 for _ in range(30))
+        file.touch()
+        while next(collector)["collector", "lane"][0] != 1:
+            pass
+
+
+def held():
+    """File descriptors, threads and child processes of this process."""
+    gc.collect()
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        children = len(file.read().split())
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), children
+
+
+@pytest.mark.parametrize("kind", COLLECTORS)
+@pytest.mark.parametrize("collected", [False, True])
+def test_collectors_leave_nothing_behind(kind, collected):
+    def cycle():
+        collector = multi(kind, create_env_fn=[Plain] * 2, frames_per_batch=16)
+        pids = processes_of(collector)
+        collector.update_policy_weights_()
+        next(collector)
+        if collected:
+            del collector
+        else:
+            collector.shutdown()
+        assert all(map(gone, pids))
+
+    cycle()
+    before = held()
+    for _ in range(scaled(5)):
+        cycle()
+    assert held() == before
+
+
+def test_memory_stays_flat():
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
+
+    with multi(SYNC, create_env_fn=[Plain] * 2, frames_per_batch=64) as collector:
+        for _ in range(50):
+            next(collector)
+        before = resident()
+        for _ in range(scaled(200)):
+            next(collector)
+        assert resident() - before < 8
+
+
+def test_a_collector_forked_with_its_process_is_not_ended_by_the_copy():
+    with multi(SYNC, create_env_fn=[Plain] * 2, frames_per_batch=16) as collector:
+        next(collector)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python and JAX warn of forks beside threads
+            pid = os.fork()
+        if not pid:
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        next(collector)
+
+
+def test_bad_arguments_fail_before_any_worker_starts():
+    live = gymnasium.make("CartPole-v1")
+    cases = [
+        ({"create_env_fn": "CartPole-v1"}, TypeError, "num_workers"),
+        ({"create_env_fn": []}, ValueError, "entries"),
+        ({"create_env_fn": [live, live]}, ValueError, "same live environment"),
+        ({"create_env_fn": ["CartPole-v1"] * 2, "num_workers": 3}, ValueError, "2 entries, expected 3"),
+        ({"create_env_fn": "CartPole-v1", "num_workers": 0}, ValueError, "num_workers is 0"),
+        ({"create_env_fn": "CartPole-v1", "num_workers": 1.5}, TypeError, r"num_workers is 1\.5"),
+        ({"create_env_fn": "CartPole-v1", "num_workers": True}, TypeError, "num_workers is True"),
+        ({"frames_per_batch": 2.5}, TypeError, r"frames_per_batch is 2\.5"),
+        ({"frames_per_batch": [3, 0]}, ValueError, "frames_per_batch is 0"),
+        ({"frame_per_batch": 3}, TypeError, "'frame_per_batch'.* unknown, expected some of"),
+        ({"timeout": 0}, ValueError, "timeout"),
+        ({"num_threads": 0}, ValueError, "num_threads"),
+        ({"on_failure": "ignore"}, ValueError, "on_failure"),
+        ({"cat_results": 1}, ValueError, "cat_results"),
+        ({"prefetch": 1}, TypeError, "prefetch"),
+        ({"frames_per_batch": [3]}, ValueError, "1 entries for 2 workers"),
+        ({"policy_device": ["cpu"]}, ValueError, "1 entries for 2 workers"),
+        ({"create_env_kwargs": [{}]}, ValueError, "1 entries for 2 workers"),
+        ({"policy": threading.Lock()}, TypeError, "cannot be sent"),
+    ]
+    before = held()
+    for changes, error, match in cases:
+        with pytest.raises(error, match=match):
+            multi(SYNC, **({"create_env_fn": ["CartPole-v1"] * 2, "frames_per_batch": 10} | changes))
+    assert held() == before
+
+
+def test_environments_with_other_spaces_are_refused():
+    for envs, match in (
+        (["CartPole-v1", "Acrobot-v1"], "worker 1"),
+        (["CartPole-v1", lambda: fc.make_env("CartPole-v1", num_envs=2)], "num_envs"),
+    ):
+        with pytest.raises(fc.errors.WorkerError, match=match):
+            multi(SYNC, create_env_fn=envs, frames_per_batch=10)
+
+
+def test_a_reset_of_some_lanes_and_a_seed():
+    with multi(SYNC, create_env_fn=["CartPole-v1"] * 2, create_env_kwargs={"num_envs": 2}, frames_per_batch=20) as one:
+        first = next(one).clone()
+        one.reset(torch.tensor([False, True, False, False]))
+        second = next(one)
+        fresh = second["collector", "step"][:, :, 0] == 0
+        assert bool(fresh[0, 1])
+        kept = first["next", "observation"][:, :, -1]
+        stays = ~first["next", "done"][:, :, -1, 0] & ~fresh
+        assert torch.equal(second["observation"][:, :, 0][stays], kept[stays])
+        with pytest.raises(ValueError, match="mask"):
+            one.reset(torch.ones(3, dtype=torch.bool))
+    kwargs = {"create_env_fn": ["CartPole-v1"] * 2, "frames_per_batch": 20}
+    with multi(SYNC, **kwargs) as one, multi(SYNC, seed=7, **kwargs) as two:
+        assert one.set_seed(7) == fc.SyncDataCollector(
+            "CartPole-v1", frames_per_batch=1, seed=0, create_env_kwargs={"num_envs": 2}
+        ).set_seed(7)
+        assert one.set_seed(7, static_seed=True) == 7
+        assert_same(next(one), next(two))

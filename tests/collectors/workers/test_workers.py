@@ -1,0 +1,291 @@
+"""Collectors with workers: shapes, order of rows, equality over transports, keywords."""
+
+import functools
+import io
+import itertools
+import os
+import re
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import funcollect as fc
+from funcollect.collectors.processes import launcher
+from funcollect.collectors.processes.fork_server import program
+from funcollect.collectors.workers.batch_layout import joined
+from funcollect.core.api import init_lanes
+from tests.support.cases import make_env
+from tests.support.compare import assert_same
+from tests.support.counting import always, check
+from tests.support.faulty_workers import Failing, Plain, Uneven, stumble
+from tests.support.running import scaled
+from tests.support.workers import COLLECTORS, TRANSPORTS, by_lane, counting_workers, multi, policy_for
+
+SYNC, ASYNC = COLLECTORS
+LANES = ({"lengths": (3, 2)}, {"lengths": (2,), "truncated": (1,)}), ({"lengths": (4, 1)}, {"lengths": (3,)})
+WORDS = ("0.0 0.1 0.2t", "0.0 0.1t 1.0"), ("0.0 0.1 0.2", "0.0 0.1 0.2t")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("cat_results", "shape"), [("stack", (2, 2, 3)), (0, (4, 3)), (-1, (2, 6))])
+def test_batched_environments_by_hand(transport, cat_results, shape):
+    made = counting_workers(*LANES)
+    with multi(
+        SYNC, transport, create_env_fn=made, policy=always(0), frames_per_batch=11, cat_results=cat_results
+    ) as c:
+        batch = next(c)
+        assert batch.batch_size == shape
+        assert c.frames_of_batch == 12
+        if cat_results == -1:  # [P, W * T]: lanes 0 and 1 beside 2 and 3
+            batch = torch.cat([batch[:, :3], batch[:, 3:]])
+        check(batch.reshape(4, 3), *WORDS[0], *WORDS[1])
+        assert not batch.is_locked
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("cat_results", "shape"), [("stack", (2, 3)), (0, (6,)), (-1, (6,))])
+def test_single_environments_by_hand(transport, cat_results, shape):
+    made = counting_workers(LANES[0][:1], LANES[1][:1], batched=False)
+    with multi(SYNC, transport, create_env_fn=made, policy=always(0), frames_per_batch=5, cat_results=cat_results) as c:
+        batch = next(c)
+        assert batch.batch_size == shape
+        check(batch.reshape(2, 3), WORDS[0][0], "0.0 0.1 0.2")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("batched", "shape"), [(True, (2, 4)), (False, (7,))])
+def test_asynchronous_batches_are_those_of_one_worker(transport, batched, shape):
+    made = counting_workers(*(lanes if batched else lanes[:1] for lanes in LANES), batched=batched)
+    with multi(ASYNC, transport, create_env_fn=made, policy=always(0), frames_per_batch=7, total_frames=50) as c:
+        batches = [batch.clone() for batch in c]
+        assert [batch.batch_size for batch in batches] == [shape] * len(c)
+    seen = {0: -1, 1: -1}
+    for batch in batches:
+        (worker,) = set((batch["collector", "lane"] // (2 if batched else 1)).flatten().tolist())
+        first = int(batch["observation"].reshape(*batch.shape, 3)[..., 1:].min())
+        assert first >= seen[worker]
+        seen[worker] = first
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_workers_with_frames_of_their_own(transport):
+    made = counting_workers(LANES[0][:1], LANES[1][:1], batched=False)
+    with multi(SYNC, transport, create_env_fn=made, policy=always(0), frames_per_batch=[3, 5], cat_results=-1) as c:
+        batch = next(c)
+        assert batch["collector", "lane"].tolist() == [0] * 3 + [1] * 5
+        assert (c.frames, c.frames_of_batch, c.frames_per_batch) == (8, 8, 8)
+    with multi(ASYNC, transport, create_env_fn=made, policy=always(0), frames_per_batch=np.int64(3)) as c:
+        assert next(c).batch_size == (3,)
+    with pytest.raises(TypeError, match="expected an int"):
+        multi(ASYNC, transport, create_env_fn=made, policy=always(0), frames_per_batch=[3, 5])
+    with pytest.raises(ValueError, match=r"\[3, 5\] steps"):
+        multi(SYNC, transport, create_env_fn=made, policy=always(0), frames_per_batch=[3, 5])
+
+
+PAIRS = [
+    ("CartPole-v1", "torch_mlp"),
+    ("CartPole-v1", "opaque_actor"),
+    ("CartPole-v1", "torch_recurrent"),
+    ("HalfCheetah-v5", "torch_normal"),
+    ("torch/CartPole-v1", "torch_mlp"),
+    ("torch/Pendulum-v1", "jax_mlp"),
+    ("envpool/CartPole-v1", "torch_mlp"),
+    ("gymnax/CartPole-v1", "jax_mlp"),
+    ("gymnax/CartPole-v1", "torch_mlp"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
+def test_processes_equal_the_serial_transport_bit_for_bit(name, kind):
+    workers = 2
+    kwargs = {"create_env_fn": [name] * workers, "create_env_kwargs": {"num_envs": 2}, "frames_per_batch": 80}
+    runs = []
+    for transport in TRANSPORTS:
+        with multi(SYNC, transport, policy=policy_for(name, kind, 2), **kwargs) as collector:
+            runs.append([batch.clone() for batch in itertools.islice(collector, scaled(3))])
+    for one, two in zip(*runs, strict=True):
+        assert_same(one, two)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("cat_results", [0, -1])
+def test_the_same_with_other_numbers_of_workers(workers, cat_results):
+    runs = []
+    kwargs = {"create_env_fn": "CartPole-v1", "num_workers": workers, "create_env_kwargs": {"num_envs": 2}}
+    kwargs |= {"policy": policy_for("CartPole-v1", "torch_mlp", 2), "frames_per_batch": 60, "cat_results": cat_results}
+    for transport in TRANSPORTS:
+        with multi(SYNC, transport, prefetch=True, **kwargs) as collector:
+            runs.append([batch.clone() for batch in itertools.islice(collector, 3)])
+    for one, two in zip(*runs, strict=True):
+        assert_same(one, two)
+
+
+def test_the_lanes_of_all_workers_are_those_of_one_environment_with_as_many():
+    policy = policy_for("CartPole-v1", "torch_mlp", 2)
+    kwargs = {"exploration_type": fc.ExplorationType.DETERMINISTIC, "frames_per_batch": 120}
+    plain = fc.SyncDataCollector(make_env("CartPole-v1", 6), policy, seed=0, **kwargs)
+    with multi(
+        SYNC, create_env_fn=[lambda: make_env("CartPole-v1", 2)] * 3, policy=policy, cat_results=0, **kwargs
+    ) as c:
+        for _ in range(3):
+            one, two = next(plain), next(c)
+            for key in (
+                "observation",
+                ("next", "observation"),
+                "action",
+                ("collector", "traj_ids"),
+                ("collector", "step"),
+            ):
+                assert torch.equal(one[key], two[key]), key
+
+
+def test_an_asynchronous_worker_collects_what_the_synchronous_one_does():
+    policy = policy_for("CartPole-v1", "torch_mlp", 2)
+    kwargs = {"create_env_fn": ["CartPole-v1"] * 2, "create_env_kwargs": {"num_envs": 2}, "policy": policy}
+    with multi(SYNC, frames_per_batch=80, **kwargs) as collector:
+        wanted = [batch.clone() for batch in itertools.islice(collector, 4)]
+    with multi(ASYNC, frames_per_batch=40, **kwargs) as collector:
+        batches = [batch.clone() for batch in itertools.islice(collector, 8)]
+    for worker in range(2):
+        own = [batch for batch in batches if int(batch["collector", "lane"][0, 0]) // 2 == worker]
+        for one, two in zip(own, wanted, strict=False):
+            assert_same(one, two[worker])
+
+
+class Drawing(torch.nn.Module):
+    """Draws from Torch's generator itself, as TorchRL's actors do."""
+
+    def forward(self, observation):
+        drawn = torch.rand(len(observation))
+        return {"action": (drawn > 0.5).long(), "drawn": drawn}
+
+
+def test_lanes_over_a_jax_environment_begin_with_a_generator_of_their_own():
+    env, policy = make_env("gymnax/CartPole-v1", 2), fc.torch_policy(Drawing())
+    states = [init_lanes(env, policy, seed=0, first_lane=lane, total_lanes=4).policy_state for lane in (0, 2)]
+    assert not torch.equal(*(state.generator for state in states))
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
+def test_a_module_that_draws_for_itself_draws_other_numbers_in_every_worker(name):
+    kwargs = {"create_env_fn": [name] * 2, "create_env_kwargs": {"num_envs": 2}, "policy": Drawing()}
+    with multi(SYNC, "serial", frames_per_batch=40, **kwargs) as collector:
+        drawn = next(collector)["drawn"]
+        collector.set_seed(0)
+        again = next(collector)["drawn"]
+    assert not bool((drawn[0] == drawn[1]).any())
+    assert not bool((again[0] == again[1]).any())
+
+
+def test_a_worker_that_takes_anothers_place_draws_other_numbers_than_that_did(tmp_path):
+    made = [functools.partial(Failing, stumble, at=25, once=str(tmp_path / "once"))]
+    kwargs = {"create_env_fn": made, "policy": Drawing(), "frames_per_batch": 10, "on_failure": "restart"}
+    with multi(SYNC, "serial", **kwargs) as collector:
+        drawn = torch.cat([next(collector)["drawn"].flatten() for _ in range(4)])
+        assert collector.stats()["restarts"] == 1
+    assert len(drawn.unique()) == len(drawn)
+
+
+@pytest.mark.filterwarnings("ignore:the reader keeps every batch")
+@pytest.mark.parametrize("kind", COLLECTORS)
+def test_check_collector(kind):
+    report = fc.testing.check_collector(
+        kind, create_env_fn=["CartPole-v1"] * 2, policy=policy_for("CartPole-v1", "torch_mlp", 2), frames_per_batch=40,
+        create_env_kwargs={"num_envs": 2}, in_process=False, batches=3 if kind is SYNC else 12,
+    )  # fmt: skip
+    assert {"layout", "trajectories", "seeds", "batch_memory", "weights", "checkpoint", "shutdown"} <= {*report.passed}
+
+
+def test_parts_are_joined_as_views_are():
+    parts = [fc.SyncDataCollector("CartPole-v1", None, frames_per_batch=4, seed=seed).rollout() for seed in (0, 1)]
+    assert joined(parts, "stack").batch_size == (2, 4)
+    assert joined(parts, 0).batch_size == joined(parts, -1).batch_size == (8,)
+    assert torch.equal(joined(parts, -1)["observation"], torch.cat([part["observation"] for part in parts]))
+
+
+class Interrupted(Plain):
+    """Signals the collector's process in its first steps, and never again."""
+
+    def __init__(self, reader):
+        super().__init__()
+        self.reader = reader
+
+    def step(self, action):
+        if self.total == 5:
+            os.kill(self.reader, signal.SIGINT)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("kind", COLLECTORS)
+def test_ctrl_c_in_a_wait_loses_nothing(kind):
+    reader = os.getpid()
+    with multi(kind, create_env_fn=[lambda: Interrupted(reader), Plain], frames_per_batch=2_000) as collector:
+        batches = []
+        with pytest.raises(KeyboardInterrupt):
+            batches.extend(batch.clone() for batch in collector)
+        batches += [next(collector).clone() for _ in range(4)]
+    for rows in by_lane(batches).values():
+        assert rows["collector", "step"].tolist() == [i % 5 for i in range(len(rows))]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_workers_run_as_many_threads_as_they_are_told(threads):
+    def policy(observation):
+        zeros = torch.zeros(len(observation), dtype=torch.int64)
+        return {"action": zeros, "threads": zeros + torch.get_num_threads()}
+
+    with multi(SYNC, create_env_fn=[Plain], policy=policy, frames_per_batch=10, num_threads=threads) as collector:
+        assert set(next(collector)["threads"].flatten().tolist()) == {threads}
+
+
+def test_a_policy_device_for_each_worker_and_a_storing_device():
+    devices = {"policy_device": ["cpu", "cpu"], "storing_device": "meta"}
+    with multi(SYNC, create_env_fn=["CartPole-v1"] * 2, frames_per_batch=10, **devices) as collector:
+        assert next(collector)["observation"].device.type == "meta"
+
+
+def test_the_progress_bar_shows_lag_and_restarts():
+    file = io.StringIO()
+    with multi(SYNC, "serial", create_env_fn=[Plain] * 2, frames_per_batch=20, total_frames=80, prefetch=True) as c:
+        for _ in fc.track(c, disable=False, file=file):
+            c.update_policy_weights_()
+    assert "lag=1" in file.getvalue()
+    assert "restarts" not in file.getvalue()
+
+
+def test_the_progress_bar_shows_who_waits():
+    """Each batch takes workers and reader as long as the other: both wait."""
+    file = io.StringIO()
+    with multi(SYNC, create_env_fn=[lambda: Uneven(0.005)] * 2, frames_per_batch=20, total_frames=100) as c:
+        for _ in fc.track(c, disable=False, file=file):
+            time.sleep(0.05)
+        waited = {name: c.stats()[name] for name in ("reader_waited", "workers_waited")}
+    assert min(waited.values()) > 0.1
+    assert re.search(r"reader_waits=[1-9]\d*%.*workers_wait=[1-9]\d*%", file.getvalue())
+
+
+def test_a_server_of_processes_that_is_killed_is_replaced():
+    with multi(SYNC, create_env_fn=[Plain] * 2, frames_per_batch=20):
+        (server,) = launcher._SERVERS
+        os.kill(server._process.pid, signal.SIGKILL)
+        server._process.wait()
+    with multi(SYNC, create_env_fn=[Plain] * 2, frames_per_batch=20) as collector:
+        assert next(collector).batch_size == (2, 10)
+
+
+def test_processes_begin_afresh_where_a_fork_would_not_be_safe(monkeypatch):
+    monkeypatch.setattr(launcher, "program", lambda module, call: _THREADED + program(module, call))
+    monkeypatch.setattr(launcher, "_SERVERS", [])  # the others' goes on
+    try:
+        with multi(SYNC, create_env_fn=["CartPole-v1"], frames_per_batch=20) as collector:
+            batch = next(collector).clone()
+    finally:
+        launcher._close()
+    with multi(SYNC, "serial", create_env_fn=["CartPole-v1"], frames_per_batch=20) as collector:
+        assert_same(batch, next(collector))
+
+
+_THREADED = "import threading, signal; threading.Thread(target=signal.pause, daemon=True).start(); "

@@ -1,0 +1,242 @@
+"""`check_env` passes what is good, and each of its checks catches the faults that it claims to catch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+import funcollect as fc
+from funcollect.core import api
+from funcollect.core.simulators.simulation import SimulatorHandle
+from funcollect.testing import ENV_CHECKS, check_env
+from tests.support import faulty_envs as faulty
+from tests.support.faulty_envs import TorchWalk, Walk, over, through
+from tests.support.jax_suites import functions_suite
+from tests.support.running import scaled
+
+NAMES = [check.__name__ for check in ENV_CHECKS]
+
+
+class Structured(Walk):
+    """Observations of every kind."""
+
+    observation_space = spaces.Dict(
+        {
+            "place": faulty.BOX,
+            "clock": spaces.Tuple((spaces.Discrete(20, start=-1), spaces.MultiBinary(2))),
+            "far": spaces.MultiDiscrete([3, 2], start=[1, 0]),
+        }
+    )
+    action_space = spaces.Box(-1, 1, (2,), np.float64)
+
+    def seen(self) -> Any:
+        far = abs(self.place) > 0.5
+        return {"place": super().seen(), "clock": (self.time - 1, far.astype(np.int8)), "far": far + np.array([1, 0])}
+
+
+def vector() -> Any:
+    return SyncVectorEnv([Walk] * 3, autoreset_mode=AutoresetMode.DISABLED)
+
+
+TRACED = {"lanes_alone", "action_memory", "observation_memory"}  # these look into the policy's steps
+
+# One row per adapter and kind of source; a new adapter adds its own. What to check, and which checks need not apply.
+GOOD: dict[str, tuple[Callable[[], Any], dict[str, Any], set[str]]] = {
+    "gymnasium single": (lambda: "CartPole-v1", {}, {"reset_mask", "lanes_alone"}),
+    "gymnasium batch": (lambda: "CartPole-v1", {"num_envs": 3}, set()),
+    "gymnasium list": (lambda: [Walk, Walk], {}, {"lanes_alone"}),
+    "gymnasium instance": (lambda: gymnasium.make("CartPole-v1"), {}, {"reset_mask", "lanes_alone"}),
+    "gymnasium VectorEnv": (vector, {}, {"lanes_alone"}),
+    "gymnasium Dict space": (over(Structured), {}, {"lanes_alone"}),
+    "gymnasium same starts": (lambda: "FrozenLake-v1", {"num_envs": 2}, {"another_seed"}),
+    "mujoco": (lambda: "HalfCheetah-v5", {"num_envs": 2, "max_episode_steps": 20}, set()),
+    "box2d": (lambda: "LunarLander-v3", {"num_envs": 2, "max_episode_steps": 20}, set()),
+    "torch": (lambda: "torch/CartPole-v1", {"num_envs": 3}, set()),
+    "torch without ends": (lambda: "torch/Pendulum-v1", {"num_envs": 2}, {"terminal"}),
+    "torch single": (lambda: TorchWalk(), {}, {"reset_mask", "lanes_alone"}),
+    "envpool": (lambda: "envpool/CartPole-v1", {"num_envs": 3}, {"fork", "lanes_alone"}),
+    "atari": (lambda: "ale/Breakout", {"num_envs": 2}, {"another_seed", "lanes_alone", "terminal"}),
+    "jax": (lambda: "gymnax/CartPole-v1", {"num_envs": 2}, TRACED),
+    "jax single": (lambda: "gymnax/Catch-bsuite", {}, TRACED | {"reset_mask"}),
+    "jax, cached resets": (lambda: "gymnax/Catch-bsuite", {"num_envs": 3, "reset": "cached"}, TRACED),
+    "jax game of two": (lambda: "pgx/tic_tac_toe", {"num_envs": 2}, TRACED | {"another_seed"}),
+    "jax functions": (lambda: functions_suite().env, {}, TRACED),
+    "processes": (lambda: "CartPole-v1", {"num_envs": 2, "parallel": True}, set()),
+    "seeded by lane": (lambda: replace(over(Walk)(), seeding="lane"), {}, {"lanes_alone", "fork"}),
+    "seeded by run": (lambda: replace(over(Walk)(), seeding="run"), {}, {"lanes_alone", "fork"}),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_environment_passes_every_check_that_applies(name: str) -> None:
+    make, kwargs, idle = GOOD[name]
+    report = check_env(make(), steps=scaled(60), **kwargs)
+    assert [result.name for result in report.results] == NAMES
+    assert {*NAMES} - {*report.passed} <= idle, str(report)
+
+
+# check, environment, and words of the message
+FAULTS: list[tuple[str, Callable[[], Any], str]] = [
+    ("describes", lambda: replace(over(Walk)(), seeding="sometimes"), r"seeding: .*'episode'.*got 'sometimes'"),
+    ("describes", lambda: replace(over(Walk)(), observation_leaves=()), r"observation_leaves: .*\(2,\).*got \[\]"),
+    ("runs", over(faulty.ReturnsAShorterRow), r"lane \d.*shape \(1,\).*\(2,\)"),
+    ("runs", over(faulty.ReturnsNoInfo), r"lane 0: reset returned .*\(observation, info\)"),
+    ("runs", lambda: faulty.ChangesItsDtype(3), r"torch.float64.*torch.float32"),
+    ("observations", over(faulty.LeavesItsSpace), r"lane \d, step \d+, next.observation: expected a value in Box"),
+    ("observations", over(faulty.SeesNothing), r"next.observation: expected a value in Box.*nan"),
+    ("rewards", over(faulty.PaysInfinitely), r"lane \d, step 5, next.reward: expected a finite number, got \[inf\]"),
+    ("rewards", lambda: faulty.LosesItsReward(3), r"next.reward: expected a finite number, got \[nan\]"),
+    (
+        "chained",
+        through(faulty.WritesOtherRows),
+        r"lane \d, step \d+, observation: .*next observation of the row before",
+    ),
+    ("generators", over(faulty.DrawsFromNumPy), r"NumPy's global generator: .*moved by rollout.*self.np_random"),
+    ("generators", over(faulty.DrawsFromPython), r"Python's global generator: .*moved by init"),
+    ("generators", over(faulty.DrawsFromTorch), r"Torch's global generator: .*moved by rollout"),
+    ("same_seed", over(faulty.SeedsItself), r"the second run, lane 0, step 0, next.observation.*seed=0"),
+    ("another_seed", over(faulty.IgnoresItsSeed), r"seed=1 than with seed=0.*differ from episode to episode"),
+    ("cuts", through(faulty.ReplacesItsRows), r"the run cut into \[1, 20, 1, 20\], lane 0, step 1, next.observation"),
+    ("resets", over(faulty.RemembersEpisodes), r"where episode 0 begins: .*begun directly.*reset\(seed="),
+    ("resets", through(faulty.ForgetsToWrite, seeding="lane"), r"the root after an end: .*the terminal one still"),
+    ("terminal", over(faulty.ResetsItself), r"next where an episode is terminated: .*without its own autoreset"),
+    ("reset_mask", through(faulty.ResetsASlice), r"lane 1, observation after a reset of lanes \[0, 2\]"),
+    ("reset_mask", through(faulty.DisturbsAnother), r"lanes \[1\].*after a reset of the others"),
+    ("lanes_alone", lambda: faulty.MixesItsLanes(3), r"lane 0 of the batch.*by itself.*depend on that lane only"),
+    ("action_memory", through(faulty.WritesItsAction), r"lane \d, step \d+, action: .*copy the action"),
+    ("observation_memory", through(faulty.LivesInItsRows), r"writes zeros over each observation, lane 0, step 0"),
+    ("batch_memory", through(faulty.KeepsItsAction, seeding="run"), r"whose batches were zeroed, lane \d"),
+    ("old_states", lambda: faulty.MovesInPlace(3), r"the second rollout from one state.*write nothing in place"),
+    ("fork", over(faulty.WearsOut), r"ReplayError: lane \d.*another observation"),
+    ("close", over(faulty.CannotClose), r"lane 0: close raised OSError"),
+]
+
+
+@pytest.mark.parametrize(("check", "make", "words"), FAULTS, ids=[f"{check} {words:.20}" for check, _, words in FAULTS])
+def test_a_planted_fault_is_caught_by_its_check(check: str, make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(fc.CheckError, match=words) as caught:
+        check_env(make(), steps=60)
+    assert caught.value.check == check, str(caught.value)
+    report = caught.value.report
+    assert isinstance(report, fc.testing.Report)
+    assert [result.name for result in report.results] == NAMES[: NAMES.index(check)]
+    assert str(caught.value).count(repr(check)) == 1
+
+
+def spoilt(spoil: Callable[[Any], None]) -> Any:
+    """The library's rollout, with a batch got wrong."""
+    good = api.rollout
+
+    @functools.wraps(good)
+    def rollout(*args: Any, **kwargs: Any) -> Any:
+        state, batch = good(*args, **kwargs)
+        spoil(own := batch.clone())
+        return state, own
+
+    return rollout
+
+
+def no_truncated(batch: Any) -> None:
+    del batch["next", "truncated"]
+
+
+def wide_reward(batch: Any) -> None:
+    batch["next", "reward"] = batch["next", "reward"].double()
+
+
+def never_done(batch: Any) -> None:
+    batch["next", "done"].zero_()
+
+
+def late_done(batch: Any) -> None:
+    batch["done"][:, 1:] = batch["next", "done"][:, :-1]
+    batch["terminated"].copy_(batch["done"])
+
+
+def endless_steps(batch: Any) -> None:
+    batch["collector", "step"] += batch["collector", "traj_ids"]
+
+
+def one_id(batch: Any) -> None:
+    batch["collector", "traj_ids"].zero_()
+
+
+def ids_again(batch: Any) -> None:
+    batch["collector", "traj_ids"] %= 3
+
+
+LIBRARY_FAULTS = [
+    ("layout", no_truncated, r"next.truncated: expected .*torch.bool.*got None"),
+    ("layout", wide_reward, r"next.reward: expected .*torch.float32.*torch.float64"),
+    ("flags", never_done, r"next.done: expected terminated or truncated, got \[False\] with terminated=\[True\]"),
+    ("flags", late_done, r"lane \d, step \d+, done: expected False"),
+    ("counters", endless_steps, r"collector.step: expected 0, as the row before is done"),
+    ("counters", one_id, r"collector.traj_ids: expected another id after a done row"),
+    ("counters", ids_again, r"collector.traj_ids"),
+]
+
+
+@pytest.mark.parametrize(
+    ("check", "spoil", "words"), LIBRARY_FAULTS, ids=[spoil.__name__ for _, spoil, _ in LIBRARY_FAULTS]
+)
+def test_a_fault_of_the_library_is_caught(
+    check: str, spoil: Callable[[Any], None], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "rollout", spoilt(spoil))
+    with pytest.raises(fc.CheckError, match=words) as caught:
+        check_env(over(Walk)(), steps=60)
+    assert caught.value.check == check, str(caught.value)
+
+
+def test_simulators_that_can_be_used_twice_from_one_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatorHandle, "check", lambda self, *, stale=False: None)
+    with pytest.raises(fc.CheckError, match="a state used twice: expected StaleStateError") as caught:
+        check_env(over(Walk)(), steps=60)
+    assert caught.value.check == "old_states"
+
+
+def test_every_check_has_a_planted_fault() -> None:
+    assert {check for check, *_ in [*FAULTS, *LIBRARY_FAULTS]} == {*NAMES}
+
+
+def test_the_report_reads_as_a_table() -> None:
+    report = check_env(TorchWalk(), steps=20)
+    lines = str(report).splitlines()
+    assert lines[0] == "TorchWalk()"
+    assert len(lines) == len(NAMES) + 1
+    assert "  passed  same_seed           The same seed gives the same bits twice" in lines
+    assert "  n/a     reset_mask          there is one lane: pass num_envs=3" in lines
+
+
+def test_an_instance_without_a_spec_is_told_what_to_pass() -> None:
+    with pytest.raises(fc.CheckError, match=r"cannot be rebuilt.*pass an id or a factory"):
+        check_env(Walk(), steps=10)
+
+
+def test_steps_are_checked() -> None:
+    for steps, words in ((0, "steps is 0, expected at least 1"), (5, "steps is 5, expected at least 6")):
+        with pytest.raises(ValueError, match=words):
+            check_env("CartPole-v1", steps=steps)
+    assert check_env("CartPole-v1", steps=6, num_envs=2).passed
+
+
+def test_the_lanes_compared_may_be_given() -> None:
+    report = check_env(over(Walk)(), steps=30, single=fc.envs.from_gymnasium(Walk, num_envs=1))
+    assert "lanes_alone" in report.passed
+    with pytest.raises(fc.CheckError, match="lane 0 of the batch"):
+        check_env(over(Walk)(), steps=30, single=fc.envs.from_gymnasium(faulty.WearsOut, num_envs=1))
+
+
+def test_global_generators_are_left_as_they_were() -> None:
+    before = torch.get_rng_state()
+    check_env("CartPole-v1", steps=10)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,145 @@
+"""The same seed gives the same bits: again, in another process, and however the run is cut into batches."""
+
+import os
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import funcollect as fc
+from tests.support.cases import ENVS, KINDS, POLICIES, digests, make_env, pair, pairs
+from tests.support.compare import assert_same, bits, collect
+from tests.support.running import ROOT, SCALE, scaled
+
+TOTAL = 200 if SCALE == 1 else 400
+
+
+def cut(length, total=TOTAL):
+    return [length] * (total // length) + [total % length] * (total % length > 0)
+
+
+@pytest.mark.parametrize(("kind", "num_envs"), pairs(None, 1, 3, 8))
+@pytest.mark.parametrize("name", ENVS)
+def test_how_a_run_is_cut_into_batches_never_changes_its_data(name, kind, num_envs):
+    env, policy = pair(name, kind, num_envs)
+    whole = collect(env, policy, *cut(200), seed=0)
+    for length, total in ((64, 130), (7, 70), (1, 20)):
+        total = min(TOTAL, scaled(total))
+        assert_same(whole[..., :total], collect(env, policy, *cut(length, total), seed=0))
+    assert whole["next", "done"].sum() >= 6 * (env.num_envs or 1)  # episodes did end on the way
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize("name", ENVS)
+def test_again_in_a_process_whatever_ran_before(name, kind):
+    env, policy = pair(name, kind, 3)
+    first = collect(env, policy, 50, 14, seed=0)
+    torch.rand(7), np.random.rand(3), random.random()
+    other = collect(env, policy, 30, seed=1)
+    if name == "torch/CartPole-v1" or SCALE > 1:
+        env = make_env(name, 3)
+        policy = POLICIES[kind](env)
+    assert_same(first, collect(env, policy, 50, 14, seed=0))
+    assert not torch.equal(first["observation"][:, :30], other["observation"])
+    assert not torch.equal(first["action"][:, :30], other["action"])
+
+
+@pytest.mark.parametrize("kind", ["torch_mlp", "torch_recurrent", "jax_mlp", "random"])
+@pytest.mark.parametrize("name", ENVS)
+def test_a_batch_of_one_equals_a_single_environment(name, kind):
+    assert_same(collect(*pair(name, kind, None), 90), collect(*pair(name, kind, 1), 90)[0])
+
+
+def test_another_process_gives_the_same_bits():
+    """One whose hashes differ, and whose JAX dispatches as it does unless told otherwise."""
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": "17",
+        "JAX_CPU_ENABLE_ASYNC_DISPATCH": "true",
+    }
+    command = [sys.executable, "-m", "tests.support.cases", "3", "40,1,9", *KINDS]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    theirs = dict(line.split(": ") for line in done.stdout.splitlines())
+    ours = digests(3, [50], KINDS)
+    assert theirs == ours
+    assert len(set(ours.values())) == len(ENVS) * len(KINDS)
+
+
+def generators():
+    """The global generators' states, to be compared."""
+    name, words, *rest = np.random.get_state()
+    return bits(torch.get_rng_state()), name, words.tobytes(), rest, random.getstate()
+
+
+@pytest.fixture
+def unchanged():
+    """Runs a call and sees that no global generator has moved."""
+    torch.manual_seed(123)
+    np.random.seed(5)
+    random.seed(9)
+
+    def call(function, *args, **kwargs):
+        before = generators()
+        answer = function(*args, **kwargs)
+        assert generators() == before, function
+        return answer
+
+    return call
+
+
+@pytest.mark.parametrize(("kind", "num_envs"), [*pairs(3), ("torch_mlp", None), ("opaque_actor", None)])
+@pytest.mark.parametrize("name", ENVS)
+def test_global_generators_are_left_alone(name, kind, num_envs, unchanged):
+    env, policy = pair(name, kind, num_envs)
+    state = unchanged(fc.init, env, policy, seed=0)
+    state, _ = unchanged(fc.rollout, env, policy, state, 12)
+    state, _ = unchanged(fc.step, env, policy, state)
+    other = unchanged(fc.fork, env, state)
+    state = unchanged(fc.reset, env, state)
+    unchanged(fc.rollout, env, policy, other, 3, exploration_type=fc.ExplorationType.DETERMINISTIC)
+    unchanged(fc.evaluate, env, policy, episodes=2, seed=0)
+    unchanged(fc.explain, env, policy)
+    unchanged(fc.close, state)
+    collector = unchanged(fc.SyncDataCollector, env, policy, frames_per_batch=20, init_random_frames=9)
+    for call in (next, fc.SyncDataCollector.reset, next, fc.SyncDataCollector.state_dict):
+        unchanged(call, collector)
+    unchanged(collector.set_seed, 4)
+    unchanged(collector.shutdown)
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
+def test_generators_are_put_back_after_an_exception(name, unchanged):
+    calls = []
+
+    def failing(observation):
+        calls.append(torch.rand(()))
+        if len(calls) == 5:
+            raise KeyError("no more")
+        return (torch.rand(len(observation)) < 0.5).long()
+
+    env = make_env(name, 2)
+    policy = fc.torch_policy(failing)
+    state = unchanged(fc.init, env, policy, seed=0)
+
+    def attempt():
+        with pytest.raises(KeyError, match="no more"):
+            fc.rollout(env, policy, state, 10)
+
+    unchanged(attempt)
+
+
+def test_drawn_noise_has_the_distribution_it_should():
+    """Sampled actions follow the policy: a thousandth's chance of failure, were the seed not fixed."""
+    env = fc.make_env("torch/CartPole-v1", num_envs=50)
+    chances = torch.tensor([0.2, 0.8])
+    policy = fc.torch_policy(lambda x: chances.log().expand(len(x), 2), head=fc.heads.categorical)
+    batch = collect(env, policy, scaled(200), seed=0)
+    count = batch["action"].numel()
+    assert abs(batch["action"].float().mean() - 0.8) < 3.3 * (0.16 / count) ** 0.5
+    lanes = batch["action"].float().mean(1)
+    assert lanes.std() < 3 * (0.16 / batch.shape[1]) ** 0.5
+    assert len({tuple(lane.tolist()) for lane in batch["action"]}) == 50

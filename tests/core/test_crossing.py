@@ -1,0 +1,249 @@
+"""Torch policies called at each step of JAX environments: the data that the fused loop would give."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from torch import nn
+
+import funcollect as fc
+from funcollect.core.api import run
+from funcollect.core.loops import crossing
+from funcollect.core.request import Request
+from funcollect.envs.jax_envs.gymnax_env import from_gymnax
+from tests.support.cases import opaque_actor, opaque_module, torch_mlp, torch_normal, torch_recurrent
+from tests.support.compare import assert_same, bits, collect, compilations, leaves
+
+LENGTH = 40
+CUTS = (1, 2, 7, 30)
+KINDS = (torch_mlp, torch_normal, torch_recurrent, opaque_actor, opaque_module)
+
+
+@pytest.fixture(scope="module")
+def cartpole():
+    return from_gymnax("CartPole-v1", num_envs=3)
+
+
+class ByHand:
+    """A policy of the protocol alone, with a state of its own."""
+
+    backend = "torch"
+    params = None
+
+    def noise(self, spec):
+        return None
+
+    def init(self, key, num_envs):
+        return torch.zeros(num_envs)
+
+    def prepare(self, params):
+        return params
+
+    def __call__(self, params, policy_state, observation, noise, exploration_type):
+        return policy_state + 1, {"action": (observation[:, 2] > 0).long(), "count": policy_state}
+
+
+def eager(policy):
+    policy.compiler = "eager"
+    return policy
+
+
+def lean_torch():
+    return fc.torch_policy(lambda x: (x[:, 2] > 0).long(), compile="eager")
+
+
+def lean_jax():
+    return fc.jax_policy(lambda params, x: (x[:, 2] > 0).astype(jnp.int32), None)
+
+
+@pytest.mark.parametrize(
+    ("num_envs", "options"),
+    [(None, {}), (3, {}), (3, {"max_frames_per_traj": 5}), (3, {"reset_when_done": False})],
+)
+def test_gives_what_the_fused_loop_gives(num_envs, options):
+    env = from_gymnax("CartPole-v1", num_envs=num_envs)
+    batches = []
+    for policy in (lean_torch(), lean_jax()):
+        state = fc.init(env, policy, seed=0)
+        for length in (40, 40):
+            state, batch = run(env, policy, state, Request(length=length, **options))
+        batches.append(batch)
+    assert_same(*batches)
+    assert batches[0]["next", "done"].any()
+    assert batches[0]["action"].dtype == torch.int64
+
+
+def test_gives_what_the_fused_loop_gives_for_continuous_actions():
+    env = from_gymnax("Pendulum-v1", num_envs=2)
+    ours, fused = (
+        fc.torch_policy(lambda x: x[:, :1] * 2, compile="eager"),
+        fc.jax_policy(lambda params, x: x[:, :1] * 2, None),
+    )
+    assert_same(collect(env, ours, 20), collect(env, fused, 20))
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_cuts_change_nothing(cartpole, make):
+    policy = eager(make(cartpole))
+    assert_same(collect(cartpole, policy, LENGTH), collect(cartpole, policy, *CUTS))
+
+
+def test_cuts_change_nothing_for_a_policy_by_hand(cartpole):
+    whole = collect(cartpole, ByHand(), LENGTH)
+    assert_same(whole, collect(cartpole, ByHand(), *CUTS))
+    assert torch.equal(whole["count"].long(), whole["collector", "step"])
+
+
+def test_cuts_change_nothing_with_a_frame_limit(cartpole):
+    policy = eager(torch_mlp(cartpole))
+    whole = collect(cartpole, policy, 20, 20, max_frames_per_traj=5)
+    assert_same(whole, collect(cartpole, policy, 7, 7, 6, 20, max_frames_per_traj=5))
+    assert whole["collector", "step"].max() == 4
+
+
+def test_a_recurrent_state_begins_anew_with_each_episode(cartpole):
+    def module(observation, count):
+        return {"action": (observation[:, 2] > 0).long(), "count": count.clone()}, count + 1
+
+    policy = fc.torch_policy(module, initial_state=torch.zeros((), dtype=torch.int64), compile="eager")
+    batch = collect(cartpole, policy, LENGTH)
+    assert batch["next", "done"].any()
+    assert torch.equal(batch["count"], batch["collector", "step"])
+
+
+def test_random_at_first(cartpole):
+    def zeros(x):
+        return torch.zeros(len(x), dtype=torch.int64)
+
+    policy = fc.torch_policy(zeros, compile="eager")
+
+    def collected(*lengths):
+        state, batches = fc.init(cartpole, policy, seed=0), []
+        for length in lengths:
+            state, batch = run(cartpole, policy, state, Request(length=length, random_steps=12))
+            batches.append(batch)
+        return torch.cat(batches, 1)["action"]
+
+    actions = collected(30)
+    assert actions[:, :12].any()
+    assert not actions[:, 12:].any()
+    assert torch.equal(actions, collected(5, 25))
+
+
+def test_deterministic_exploration_takes_the_mode(cartpole):
+    policy = eager(torch_mlp(cartpole))
+    batch = collect(cartpole, policy, 20, exploration_type=fc.ExplorationType.DETERMINISTIC)
+    wanted = policy.module(batch["observation"]).argmax(-1)
+    assert torch.equal(batch["action"], wanted)
+
+
+def test_weights_are_read_at_each_rollout(cartpole):
+    network = nn.Linear(4, 2)
+    policy = fc.torch_policy(network, head=fc.heads.greedy, compile="eager")
+    state = fc.init(cartpole, policy, seed=0)
+    for favourite in (0, 1, 0):
+        with torch.no_grad():
+            network.weight.zero_()
+            network.bias.copy_(torch.eye(2)[favourite])
+        state, batch = fc.rollout(cartpole, policy, state, 4)
+        assert (batch["action"] == favourite).all()
+
+
+def test_a_state_is_a_value(cartpole):
+    policy = eager(torch_recurrent(cartpole))
+    state, _ = fc.rollout(cartpole, policy, fc.init(cartpole, policy, seed=0), 8)
+    _, first = fc.rollout(cartpole, policy, state, 20)
+    kept = {path: bits(leaf) for path, leaf in leaves(first).items()}
+    for leaf in leaves(first.clone(False)).values():
+        if leaf.stride(-1) or leaf.ndim == 0:
+            leaf.untyped_storage().fill_(1)
+    _, second = fc.rollout(cartpole, policy, fc.fork(cartpole, state), 20)
+    assert {path: bits(leaf) for path, leaf in leaves(second).items()} == kept
+
+
+def test_reset_goes_on_under_new_ids(cartpole):
+    policy = eager(torch_mlp(cartpole))
+    state, batch = fc.rollout(cartpole, policy, fc.init(cartpole, policy, seed=0), 4)
+    state = fc.reset(cartpole, state, torch.tensor([True, False, False]))
+    _, after = fc.rollout(cartpole, policy, state, 4)
+    assert after["collector", "step"][:, 0].tolist() == [0, 4, 4]
+    assert after["collector", "traj_ids"][0, 0] > batch["collector", "traj_ids"][0].max()
+
+
+def test_evaluate_counts_whole_episodes(cartpole):
+    assert len(fc.evaluate(cartpole, eager(torch_mlp(cartpole)), episodes=7, seed=0)) == 7
+
+
+def test_a_collector_takes_the_pair(cartpole):
+    with fc.SyncDataCollector(cartpole, nn.Sequential(nn.Linear(4, 2), ArgMax()), frames_per_batch=12, seed=0) as runs:
+        assert next(runs).batch_size == (3, 4)
+
+
+class ArgMax(nn.Module):
+    def forward(self, values):
+        return values.argmax(-1)
+
+
+def test_one_program_for_all_rollouts():
+    env = from_gymnax("CartPole-v1", num_envs=2)
+    policy = eager(torch_mlp(env))
+    fresh = fc.init(env, policy, seed=0)
+    state, _ = fc.rollout(env, policy, fc.reset(env, fresh), 33)
+    with compilations() as compiled:
+        for before in (fresh, state):
+            for length in (33, 34):
+                state, _ = fc.rollout(env, policy, before, length)
+                state = fc.reset(env, state, torch.tensor([True, False]))
+    assert not compiled
+
+
+def test_explain_tells(cartpole):
+    plan = fc.explain(cartpole, eager(torch_mlp(cartpole)))
+    assert plan.loop == "crossing"
+    assert "the policy runs in Torch" in plan.why
+    assert "to where the policy reads it; each action to the environment; no parameters" in plan.copies
+    assert plan.noise.startswith("gumbel noise, drawn ahead")
+    fused = fc.explain(cartpole, lean_jax())
+    assert fused.loop == "fused"
+    assert fused.copies.startswith("nothing")
+    assert "drawn at each step" in fused.noise
+
+
+def test_an_action_out_of_its_space_is_said(cartpole):
+    policy = fc.torch_policy(lambda x: torch.full((len(x),), 2**40), compile="eager")
+    with pytest.raises(fc.PolicyError, match="the action is outside its space"):
+        collect(cartpole, policy, 3)
+
+
+def test_an_output_under_an_observations_key(cartpole):
+    policy = fc.torch_policy(lambda x: {"action": (x[:, 2] > 0).long(), "observation": x}, compile="eager")
+    with pytest.raises(fc.PolicyError, match="collides with the observation"):
+        collect(cartpole, policy, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+def test_on_a_gpu_the_host_waits_for_nothing():
+    env = from_gymnax("CartPole-v1", num_envs=64)
+    policy = fc.torch_policy(nn.Linear(4, 2).cuda(), head=fc.heads.categorical, compile="eager")
+    state = fc.init(env, policy, seed=0)
+    loop = crossing._Loop(env, state, Request(length=32))
+    actions = torch.zeros(64, dtype=torch.int64, device="cuda")
+    loop.step(0, actions)  # compiled
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with jax.transfer_guard_device_to_host("disallow"):
+            for t in range(1, 32):
+                loop.step(t, actions)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(leaf.is_cuda for leaf in loop.leaves().values())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_cuts_change_nothing():
+    env = from_gymnax("CartPole-v1", num_envs=64)
+    network = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2)).cuda()
+    policy = fc.torch_policy(network, head=fc.heads.categorical, compile="eager")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert_same(collect(env, policy, 200), collect(env, policy, 1, 2, 7, 190))

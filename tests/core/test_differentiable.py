@@ -1,0 +1,216 @@
+"""Gradients of a rollout, in Torch: against finite differences, and against JAX's own."""
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from brax.envs.base import PipelineEnv, State
+from brax.io import mjcf
+from tensordict import TensorDict
+from torch import nn
+
+import funcollect as fc
+from funcollect.envs.jax_envs.brax_env import from_brax
+from funcollect.envs.jax_envs.functions import from_functions
+from tests.support.cases import Recurrent
+from tests.support.running import SCALE
+
+LENGTH = 12
+"""Long enough for episodes of seven steps to end."""
+
+
+def spring(num_envs=3):
+    """A mass on a spring, pushed by the action; its episodes are cut after seven steps."""
+
+    def begin(key):
+        start = jax.random.normal(key, (2,))
+        return (start, jnp.int32(0)), start
+
+    def advance(key, physics, action):
+        (place, speed), count = physics
+        speed = speed + 0.1 * (action[0] - place)
+        moved = jnp.stack([place + 0.1 * speed, speed])
+        return (moved, count + 1), moved, -(moved**2).sum(), jnp.array(False), count + 1 >= 7
+
+    box = gymnasium.spaces.Box(-np.inf, np.inf, (2,))
+    push = gymnasium.spaces.Box(-1, 1, (1,))
+    return from_functions(begin, advance, observation_space=box, action_space=push, num_envs=num_envs)
+
+
+def module_of(inputs, outputs, kind=nn.Linear):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return kind(inputs, outputs)
+
+
+def loss_of(batch):
+    """Of everything that carries a gradient."""
+    parts = [batch["next", "reward"], batch["action"] ** 2, 0.1 * batch["action_log_prob"]]
+    return sum(part.mean() for part in parts) + batch["next", "observation"][..., -1, :].sin().sum()
+
+
+def gradients_of(env, policy, module, **options):
+    module.zero_grad(set_to_none=True)
+    state = fc.init(env, policy, seed=0)
+    _, batch = fc.differentiable_rollout(env, policy, state, LENGTH, **options)
+    loss_of(batch).backward()
+    return batch, {name: param.grad for name, param in module.named_parameters()}
+
+
+PUCK = """
+<mujoco>
+  <option timestep="0.05"/>
+  <worldbody><body>
+    <joint name="slide" type="slide" axis="1 0 0"/>
+    <geom type="sphere" size="0.1" mass="1" contype="0" conaffinity="0"/>
+  </body></worldbody>
+  <actuator><motor joint="slide"/></actuator>
+</mujoco>
+"""
+
+
+class Puck(PipelineEnv):
+    """A body on a rail, pushed by the action: brax's physics at its smallest, since compiling it takes its time."""
+
+    def __init__(self):
+        super().__init__(mjcf.loads(PUCK), backend="generalized")
+        self.start = jax.jit(self.pipeline_init)(jnp.ones(1), jnp.zeros(1))
+
+    def reset(self, rng):
+        return State(self.start, jnp.concatenate([self.start.q, self.start.qd]), jnp.float32(0), jnp.float32(0))
+
+    def step(self, state, action):
+        physics = self.pipeline_step(state.pipeline_state, action)
+        return state.replace(pipeline_state=physics, obs=jnp.concatenate([physics.q, physics.qd]))
+
+
+def railway():
+    return from_brax("inverted_pendulum" if SCALE > 1 else Puck(), num_envs=3, episode_length=7)
+
+
+def finite_difference(env, policy, module, direction, size=1e-2):
+    """The loss's slope along `direction`, by the program that gave the gradient."""
+    losses = []
+    for sign in (1, -1):
+        moved = {name: param + sign * size * direction[name] for name, param in module.named_parameters()}
+        with torch.no_grad():
+            state = fc.init(env, policy, seed=0)
+            _, batch = fc.differentiable_rollout(env, policy, state, LENGTH, params=moved)
+        losses.append(loss_of(batch.double()).item())
+    return (losses[0] - losses[1]) / (2 * size)
+
+
+class Noting(nn.Linear):
+    """Answers with an integer of 64 bits beside what the head reads."""
+
+    def forward(self, x):
+        loc, scale = super().forward(x).chunk(2, -1)
+        return {"loc": loc, "scale": nn.functional.softplus(scale), "side": (x[:, 0] > 0).long()}
+
+
+CASES = {
+    "spring": (spring, Noting, fc.heads.tanh_normal),
+    "spring, recurrent": (spring, Recurrent, fc.heads.normal),
+    "brax": (railway, nn.Linear, fc.heads.normal),
+}
+
+
+def made(case):
+    make, kind, head = CASES[case]
+    env = make()
+    module = module_of(*env.observation_space.shape, 2, kind)
+    policy = fc.torch_policy(module, head=head, initial_state=torch.zeros(5) if kind is Recurrent else None)
+    return env, module, policy
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_against_finite_differences(case):
+    env, module, policy = made(case)
+    batch, gradients = gradients_of(env, policy, module)
+    assert batch["next", "done"].any()
+    size = sum((gradient**2).sum() for gradient in gradients.values()).item() ** 0.5
+    direction = {name: gradient / size for name, gradient in gradients.items()}
+    assert finite_difference(env, policy, module, direction) == pytest.approx(size, rel=2e-2)
+
+
+@pytest.mark.parametrize("case", ["spring", "spring, recurrent"])
+def test_it_is_a_rollout_and_others_go_on_from_its_state(case):
+    env, _, policy = made(case)
+    runs = []
+    for collect in (fc.differentiable_rollout, fc.rollout):
+        state, batch = collect(env, policy, fc.init(env, policy, seed=0), LENGTH)
+        assert batch["next", "done"].any()
+        runs.append((batch, fc.rollout(env, policy, state, LENGTH)[1]))
+    for got, wanted in zip(*runs, strict=True):
+        for path, leaf in wanted.items(include_nested=True, leaves_only=True):
+            torch.testing.assert_close(got[path].detach(), leaf)
+
+
+def test_against_jax():
+    env = spring()
+    module = module_of(2, 2)
+    policy = fc.torch_policy(module, head=fc.heads.normal)
+    state = fc.init(env, policy, seed=0)
+    _, batch = fc.differentiable_rollout(env, policy, state, LENGTH)
+    (batch["next", "observation"].square().sum() + batch["action_log_prob"].sum()).backward()
+    weights = {name: jnp.array(param.detach().numpy()) for name, param in module.named_parameters()}
+    own = fc.jax_policy(lambda params, x: x @ params["weight"].T + params["bias"], weights, head=fc.heads.normal)
+
+    def loss(params):
+        _, arrays = fc.traced.rollout(env, own, params, state.replace(policy_state=None), LENGTH)
+        return (arrays["next"]["observation"] ** 2).sum() + arrays["action_log_prob"].sum()
+
+    for name, wanted in jax.jit(jax.grad(loss))(weights).items():
+        ours = module.get_parameter(name).grad
+        assert ours.abs().max() > 0.1
+        torch.testing.assert_close(ours, torch.from_numpy(np.array(wanted)), rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_go_to_params_that_are_given_and_to_none_that_are_frozen():
+    env, module = spring(), module_of(2, 2)
+    policy = fc.torch_policy(module, head=fc.heads.normal)
+    _, wanted = gradients_of(env, policy, module)
+    module.zero_grad(set_to_none=True)
+    params = TensorDict.from_module(module).detach().clone()
+    params["weight"].requires_grad_()
+    state = fc.init(env, policy, seed=0)
+    _, batch = fc.differentiable_rollout(env, policy, state, LENGTH, params=params)
+    loss_of(batch).backward()
+    torch.testing.assert_close(params["weight"].grad, wanted["weight"])
+    assert params["bias"].grad is None
+    assert module.weight.grad is None
+    with torch.no_grad():
+        assert not fc.differentiable_rollout(env, policy, state, LENGTH)[1]["action"].requires_grad
+
+
+def test_training_by_the_gradient_and_one_program():
+    env, module = spring(16), module_of(2, 1)
+    policy = fc.torch_policy(module)
+    optimizer = torch.optim.Adam(module.parameters(), 0.05)
+    state, rewards = fc.init(env, policy, seed=0), []
+    for _ in range(30):
+        state, batch = fc.differentiable_rollout(env, policy, state, 7)
+        optimizer.zero_grad()
+        (-batch["next", "reward"].mean()).backward()
+        optimizer.step()
+        rewards.append(batch["next", "reward"].mean().item())
+    assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.5
+    lowered = fc.lower_policy(policy, env)
+    programs = {str(which): each._cache_size() for which, each in vars(lowered)["_compiled"].items()}
+    assert set(programs.values()) == {1}
+
+
+def test_what_cannot_be_differentiated_is_said():
+    module = nn.Linear(4, 2)
+    policy = fc.torch_policy(module, head=fc.heads.categorical)
+    env = fc.make_env("CartPole-v1")
+    with pytest.raises(TypeError, match="expected one that is written in JAX"):
+        fc.differentiable_rollout(env, policy, fc.init(env, policy, seed=0), 4)
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
+    with pytest.raises(TypeError, match="expected one over a Torch module"):
+        fc.differentiable_rollout(env, fc.random_policy(env), fc.init(env, policy, seed=0), 4)
+    function = fc.torch_policy(lambda x: module(x), head=fc.heads.categorical)
+    with pytest.raises(fc.LoweringError, match="a plain function is not lowered"):
+        fc.differentiable_rollout(env, function, fc.init(env, function, seed=0), 4)

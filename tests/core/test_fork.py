@@ -1,0 +1,192 @@
+"""States as values: forked, used again, stepped one by one."""
+
+import gymnasium
+import jax
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+import funcollect as fc
+from tests.support.cases import ENVS, KINDS, POLICIES, make_env, pair, pairs
+from tests.support.compare import assert_same, joined
+from tests.support.counting import Counting
+from tests.support.running import scaled
+
+HOST = [name for name in ENVS if not name.startswith("torch/")]
+VALUES = [name for name in ENVS if name.startswith("torch/")]
+
+
+def rollouts(env, policy, state, lengths):
+    batches = []
+    for length in lengths:
+        state, batch = fc.rollout(env, policy, state, length)
+        batches.append(batch)
+    return state, joined(batches)
+
+
+@pytest.mark.parametrize(("kind", "num_envs"), pairs(None, 3))
+@pytest.mark.parametrize("name", ENVS)
+def test_a_fork_goes_the_way_of_the_original(name, kind, num_envs):
+    env, policy = pair(name, kind, num_envs)
+    state, _ = rollouts(env, policy, fc.init(env, policy, seed=0), [25, 1, 17])
+    fork = fc.fork(env, state)
+    state, first = rollouts(env, policy, state, [9, 31])
+    fork, second = rollouts(env, policy, fork, [40])
+    assert_same(first, second)
+    fork = fc.reset(env, fork)  # its own way from here
+    state, third = rollouts(env, policy, state, [40])
+    _, fourth = rollouts(env, policy, fork, [40])
+    assert not torch.equal(third["observation"], fourth["observation"])
+
+
+def lander():
+    return gymnasium.make("LunarLander-v3", max_episode_steps=60, disable_env_checker=True)
+
+
+SOURCES = {
+    "CartPole-v1": lambda: fc.make_env("CartPole-v1", num_envs=3),
+    "HalfCheetah-v5": lambda: make_env("HalfCheetah-v5", 3),
+    "LunarLander-v3": lambda: fc.make_env([lander] * 3),
+    "Pendulum-v1": lambda: fc.make_env("Pendulum-v1", num_envs=2, max_episode_steps=50),
+    "vector": lambda: fc.make_env(SyncVectorEnv([lander] * 3, autoreset_mode=AutoresetMode.DISABLED)),
+    "torch": lambda: make_env("torch/CartPole-v1", 3),
+}
+
+
+@pytest.mark.parametrize("seed", range(scaled(2)))
+@pytest.mark.parametrize("name", SOURCES)
+def test_forks_of_lanes_of_any_age(name, seed):
+    """Lanes reset by themselves, by a mask and by a limit; forks of forks; forks of states just begun."""
+    env = SOURCES[name]()
+    policy = POLICIES["torch_mlp"](env)
+    state = fc.init(env, policy, seed=seed)
+    lanes = state.num_lanes
+    generator = torch.Generator().manual_seed(seed)
+    for length in (0, 1, 40, 7, 64):
+        if length:
+            state, _ = fc.rollout(env, policy, state, length, max_frames_per_traj=[None, 30][length % 2])
+        if length == 40:
+            state = fc.reset(env, state, torch.rand(lanes, generator=generator) < 0.6)
+        first, second = fc.fork(env, state), fc.fork(env, state)
+        second = fc.fork(env, second)
+        first, one = rollouts(env, policy, first, [50, 3])
+        second, two = rollouts(env, policy, second, [20, 33])
+        fork, three = rollouts(env, policy, fc.fork(env, state), [53])
+        assert_same(one, two)
+        assert_same(one, three)
+        _, further = rollouts(env, policy, fc.fork(env, fork), [10])
+        assert_same(further, rollouts(env, policy, fork, [10])[1])
+        for each in (first, second, fork):
+            fc.close(each)
+    before = fc.fork(env, state)
+    assert_same(rollouts(env, policy, state, [30])[1], rollouts(env, policy, before, [30])[1])
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
+def test_a_finished_lane_is_finished_in_the_fork(name):
+    env = make_env(name, 3)
+    collector = fc.SyncDataCollector(env, frames_per_batch=45, reset_when_done=False, seed=6)
+    assert 0 < next(collector)["next", "done"][:, -1].sum() < 3
+    twin = fc.SyncDataCollector(env, frames_per_batch=45, reset_when_done=False, seed=1)
+    twin.state = fc.fork(env, collector.state)
+    for _ in range(3):
+        assert_same(next(collector), next(twin))
+
+
+def test_what_cannot_be_replayed_says_so():
+    """The counting environment tells its resets apart: a rebuilt one begins at another count."""
+    env = fc.make_env([Counting, Counting])
+    policy = fc.random_policy(env)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
+    with pytest.raises(fc.ReplayError, match=r"lane 0.*observation"):
+        fc.fork(env, state)
+    state, batch = fc.rollout(env, policy, state, 2)  # the original is still good
+    assert batch["observation"][0].tolist() == [[0, 1, 1], [0, 2, 0]]
+
+
+@pytest.mark.parametrize(("kind", "num_envs"), pairs(None, 3))
+@pytest.mark.parametrize("name", VALUES)
+def test_an_old_state_over_values_gives_the_same_answer_again(name, kind, num_envs):
+    env, policy = pair(name, kind, num_envs)
+    old, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 13)
+    kept = fc.reset(env, old)
+    answers = [rollouts(env, policy, old, lengths)[1] for lengths in ([20], [3, 17], [20])]
+    assert_same(answers[0], answers[1])
+    assert_same(answers[0], answers[2])
+    again = fc.reset(env, old)
+    assert_same(rollouts(env, policy, kept, [20])[1], rollouts(env, policy, again, [20])[1])
+
+
+@pytest.mark.parametrize("name", HOST)
+def test_an_old_state_over_simulators_is_refused_and_the_way_back_is_open(name):
+    env, policy = pair(name, "torch_mlp", 3)
+    old = fc.init(env, policy, seed=0)
+    fc.rollout(env, policy, old, 5)
+    for use in (
+        lambda: fc.rollout(env, policy, old, 5),
+        lambda: fc.step(env, policy, old),
+        lambda: fc.fork(env, old),
+        lambda: fc.reset(env, old, torch.tensor([True, False, True])),
+    ):
+        with pytest.raises(fc.StaleStateError, match="fork"):
+            use()
+    state = fc.reset(env, old)
+    assert state.steps == 5  # noise that was used is not drawn again
+    _, batch = fc.rollout(env, policy, state, 5)
+    assert (batch["collector", "step"][:, 0] == 0).all()
+
+
+def values(state):
+    """Copies of everything that a state holds, but for the hold on its simulators."""
+    held = {name: value for name, value in vars(state).items() if name != "env_state" or not hasattr(value, "version")}
+    return [np.asarray(leaf).copy() for leaf in jax.tree.leaves(held)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ENVS)
+def test_a_state_never_changes(name, kind):
+    env, policy = pair(name, kind, 3)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 13)
+    states, kept = [state], [values(state)]
+    for change in (
+        lambda state: fc.rollout(env, policy, state, 11)[0],
+        lambda state: fc.reset(env, state, torch.tensor([True, False, False])),
+        lambda state: fc.step(env, policy, state)[0],
+        lambda state: fc.reset(env, state),
+        lambda state: fc.fork(env, state),
+        lambda state: fc.rollout(env, policy, state, 40)[0],
+    ):
+        states.append(change(states[-1]))
+        kept.append(values(states[-1]))
+    for state, before in zip(states, kept, strict=True):
+        assert all(map(np.array_equal, values(state), before))
+
+
+@pytest.mark.parametrize("num_envs", [None, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ENVS)
+def test_steps_make_a_rollout(name, kind, num_envs):
+    env, policy = pair(name, kind, num_envs)
+    _, whole = fc.rollout(env, policy, fc.init(env, policy, seed=0), 40)
+    state, transitions = fc.init(env, policy, seed=0), []
+    for _ in range(40):
+        state, transition = fc.step(env, policy, state)
+        transitions.append(transition.clone())
+    assert_same(whole, torch.stack(transitions, -1))
+
+
+@pytest.mark.parametrize("num_envs", [None, 3])
+@pytest.mark.parametrize("name", ENVS)
+def test_an_evaluation_is_repeatable_and_leaves_a_run_alone(name, num_envs):
+    env, policy = pair(name, "torch_mlp", num_envs)
+    runs, stats = [], []
+    for evaluated in (False, True):
+        state, first = fc.rollout(env, policy, fc.init(env, policy, seed=0), 20)
+        if evaluated:
+            stats = [fc.evaluate(env, policy, episodes=5, seed=1) for _ in range(2)]
+        runs.append(joined([first, fc.rollout(env, policy, state, 20)[1]]))
+    assert_same(runs[0], runs[1])
+    assert [len(each) for each in stats] == [5, 5]
+    assert torch.equal(stats[0].returns, stats[1].returns)
+    assert torch.equal(stats[0].lengths, stats[1].lengths)

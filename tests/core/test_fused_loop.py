@@ -1,0 +1,348 @@
+"""Rollouts of JAX environments, against a plain Python loop over the same functions."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Discrete
+
+import funcollect as fc
+from funcollect.core.request import Request
+from funcollect.envs.jax_envs.gymnax_env import from_gymnax
+from funcollect.interop import to_jax
+from tests.support.compare import assert_same, bits, collect, compilations, leaves
+from tests.support.jax_counting import begin, counting, counting_policy, plain_loop
+
+CUTS = [1, 2, 7, 64, 200]
+
+
+@functools.cache
+def cartpole(num_envs=None):
+    """The same environments and policies for all tests, so that JAX compiles each pair once."""
+    weights = jax.random.normal(jax.random.PRNGKey(3), (4, 2)) * 0.3
+    policy = fc.jax_policy(lambda params, x: jnp.tanh(x) @ params, weights, head=fc.heads.categorical)
+    return from_gymnax("CartPole-v1", num_envs=num_envs), policy
+
+
+@functools.cache
+def foretold(num_envs=None):
+    """Counting, with a policy whose answers can be written down."""
+    return counting(num_envs), counting_policy()
+
+
+def lanes_of(batch):
+    return [batch] if batch.batch_dims == 1 else list(batch)
+
+
+@pytest.mark.parametrize("num_envs", [None, 1, 3, 8])
+def test_every_leaf_equals_the_plain_loop(num_envs):
+    env, policy = foretold(num_envs)
+    batch = collect(env, policy, *CUTS, seed=5)
+    assert batch["next", "terminated"].any()
+    assert batch["next", "truncated"].any()
+    for lane, rows in enumerate(lanes_of(batch)[:3]):
+        wanted = plain_loop(env, rows["action"].numpy(), seed=5, lane=lane, lanes=num_envs or 1)
+        got = leaves(rows)
+        assert got.keys() == wanted.keys() | {("action",)}
+        for path, leaf in wanted.items():
+            assert (got[path].dtype, got[path].shape) == (leaf.dtype, leaf.shape), path
+            assert bits(got[path]) == bits(leaf), path
+        assert torch.equal(rows["action"], (rows["start"][:, 0] % 3 + 2 * rows["count"] + 1) % 3)
+
+
+@pytest.mark.parametrize("num_envs", [None, 8])
+def test_cartpole_equals_the_plain_loop_within_an_episode(num_envs):
+    """Rounding differs by how XLA fuses, so floats are compared to 1e-4 and all else exactly."""
+    env, policy = cartpole(num_envs)
+    batch = collect(env, policy, 64, seed=2)
+    for lane, rows in enumerate(lanes_of(batch)):
+        wanted = plain_loop(env, rows["action"].numpy(), seed=2, lane=lane, lanes=num_envs or 1)
+        assert rows["next", "done"].sum() >= 1
+        for path, leaf in wanted.items():
+            torch.testing.assert_close(rows[path], leaf, rtol=0, atol=1e-4 if leaf.is_floating_point() else 0)
+
+
+@pytest.mark.parametrize("num_envs", [None, 1, 3, 8])
+@pytest.mark.parametrize("make", [cartpole, foretold])
+def test_a_cut_of_the_run_does_not_show(make, num_envs):
+    env, policy = make(num_envs)
+    rising = collect(env, policy, *CUTS)
+    assert_same(rising, collect(env, policy, *reversed(CUTS)))
+    assert_same(rising, collect(env, policy, *[64, 7] * 3, *[7] * 8, 2, 2, 1))
+
+
+def test_an_old_state_gives_the_same_answer_and_a_fork_goes_the_same_way():
+    env, policy = cartpole(8)
+    state = fc.init(env, policy, seed=0)
+    state, _ = fc.rollout(env, policy, state, 13)
+    later, first = fc.rollout(env, policy, state, 40)
+    fc.rollout(env, policy, later, 5)
+    for source in (state, fc.fork(env, state)):
+        assert_same(first, fc.rollout(env, policy, source, 40)[1])
+    fc.close(state)  # nothing to free
+    assert_same(first, fc.rollout(env, policy, state, 40)[1])
+
+
+def test_a_step_is_a_rollout_of_one_without_time():
+    env, policy = foretold(3)
+    state = fc.init(env, policy, seed=0)
+    _, batch = fc.rollout(env, policy, state, 4)
+    for t in range(4):
+        state, row = fc.step(env, policy, state)
+        assert row.batch_size == (3,)
+        assert_same(row, batch[:, t])
+
+
+def test_a_mask_resets_its_lanes_alone():
+    env, policy = foretold(3)
+    state = fc.init(env, policy, seed=0)
+    state, _ = fc.rollout(env, policy, state, 1)
+    after = fc.reset(env, state, torch.tensor([True, False, True]))
+    assert after.episode.tolist() == [state.episode[0] + 1, state.episode[1], state.episode[2] + 1]
+    assert after.step.tolist() == [0, state.step[1], 0]
+    _, batch = fc.rollout(env, policy, after, 1)
+    assert batch["collector", "traj_ids"][:, 0].tolist() == [3, 1, 5]
+    assert batch["count"][:, 0].tolist() == [0, 1, 0]
+    with pytest.raises(ValueError, match="one flag per lane"):
+        fc.reset(env, state, torch.tensor([True]))
+
+
+def test_a_cached_reset_begins_every_episode_of_a_lane_alike():
+    _, policy = foretold(3)
+    batch = collect(counting(3, reset="cached"), policy, 64)
+    assert (batch["start"] == batch["start"][:, :1]).all()
+    fresh = collect(*foretold(3), 64)
+    assert torch.equal(batch["start"][:, 0], fresh["start"][:, 0])
+    assert len(fresh["start"].flatten(0, 1).unique(dim=0)) > 10
+
+
+@pytest.mark.parametrize("reset", ["fresh", "cached"])
+def test_a_start_is_worked_out_only_where_an_episode_needs_it(reset):
+    """A dear reset is not paid on every step: once for all lanes, and then when a lane ends whose start is used up."""
+    begun = []
+
+    def counted(key):
+        jax.debug.callback(lambda _: begun.append(1), key)
+        return begin(key)
+
+    env = counting(3, begin=counted, reset=reset)
+    state, batch = fc.rollout(env, counting_policy(), fc.init(env, counting_policy(), seed=5), 200)
+    jax.effects_barrier()
+    most = int(state.episode.max())  # of any lane
+    ends = int(batch["next", "done"].any(0).sum())  # steps at which some lane ended
+    assert len(begun) % 3 == 0
+    if reset == "cached":
+        assert len(begun) == 3
+    else:
+        assert most <= len(begun) // 3 - 1 <= ends < 200
+
+
+def test_a_limit_truncates():
+    env, policy = foretold(3)
+    batch = collect(env, policy, 7, 7, 7, max_frames_per_traj=3)
+    for lane, rows in enumerate(batch):
+        wanted = plain_loop(env, rows["action"].numpy(), seed=1, lane=lane, lanes=3, limit=3)
+        assert all(torch.equal(rows[path], leaf) for path, leaf in wanted.items())
+    assert batch["collector", "step"].max() == 2
+    assert_same(collect(env, policy, 7, max_frames_per_traj=2**40), collect(env, policy, 7))
+
+
+def run(env, policy, *lengths, **options):
+    from funcollect.core.api import run
+
+    state, batches = fc.init(env, policy, seed=1), []
+    for length in lengths:
+        state, batch = run(env, policy, state, Request(length=length, **options))
+        batches.append(batch)
+    return torch.cat(batches, -1)
+
+
+def test_finished_lanes_stay_finished():
+    env, policy = foretold(3)
+    batch = run(env, policy, 2, 7, 2, reset_when_done=False)
+    assert_same(batch, run(env, policy, 7, 2, 2, reset_when_done=False))
+    normal = collect(env, policy, 7, 2, 2)
+    for rows, usual in zip(batch, normal, strict=True):
+        end = int(usual["next", "done"][:, 0].nonzero()[0]) + 1
+        assert_same(rows[:end], usual[:end])
+        assert rows["done"][end:].all()
+        assert torch.equal(rows["terminated"][end:], rows["next", "terminated"][end:])
+        assert (rows["next", "count"][end - 1 :] == rows["next", "count"][end - 1]).all()
+        assert (rows["count"][end:] == rows["next", "count"][end - 1]).all()
+        assert (rows["next", "reward"][end:] == 0).all()
+        assert (rows["collector", "step"][end:] == end).all()
+
+
+def test_random_steps_end_where_they_should():
+    env, policy = foretold(3)
+    batch = run(env, policy, 2, 7, 7, random_steps=10)
+    assert_same(batch, run(env, policy, 7, 7, 2, random_steps=10))
+    policys = (batch["start"][..., 0] % 3 + 2 * batch["count"] + 1) % 3
+    assert torch.equal(batch["action"][:, 10:], policys[:, 10:])
+    assert not torch.equal(batch["action"][:, :10], policys[:, :10])
+    assert batch["action"][:, :10].unique().tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("reset_when_done", [True, False])
+def test_no_leaf_shares_memory_and_every_leaf_can_be_written(reset_when_done):
+    env, policy = counting(3), linear_counting()
+    state = fc.init(env, policy, seed=0)
+    state, _ = fc.rollout(env, policy, state, 3)
+    from funcollect.core.api import run
+
+    request = Request(length=10, reset_when_done=reset_when_done)
+    after, batch = run(env, policy, state, request)
+    expected = run(env, policy, state, request)[1].clone()
+    follow = run(env, policy, after, request)[1].clone()
+    for path, leaf in leaves(batch).items():
+        before = {other: value.clone() for other, value in leaves(batch).items() if other != path}
+        kept = leaf.clone()
+        leaf[0, 0] = 1 - leaf[0, 0].to(torch.int64) if leaf.dtype != torch.bool else ~leaf[0, 0]
+        changed = (leaf != kept).flatten(2).any(-1) if leaf.ndim > 2 else leaf != kept
+        assert changed.sum() <= 1, f"{path}: one row was written, others changed with it"
+        assert all(torch.equal(leaves(batch)[other], value) for other, value in before.items()), path
+    assert_same(run(env, policy, state, request)[1], expected)
+    assert_same(run(env, policy, after, request)[1], follow)
+
+
+def linear_counting():
+    def apply(params, observation):
+        return params * jnp.stack([observation["count"], observation["start"][:, 0] % 5, observation["count"] % 2], -1)
+
+    return fc.jax_policy(apply, jnp.float32(0.3), head=fc.heads.categorical)
+
+
+class Traces:
+    """A policy's function that counts how often it is traced."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, params, x):
+        self.count += 1
+        return x @ params
+
+
+def test_it_compiles_once():
+    traces = Traces()
+    env, _ = cartpole(8)
+    policy = fc.jax_policy(traces.__call__, jnp.ones((4, 2)), head=fc.heads.categorical)
+    fc.rollout(env, policy, fc.init(env, policy, seed=0), 20)
+    once = traces.count
+    with fc.SyncDataCollector(env, policy, frames_per_batch=160, seed=1) as collector:
+
+        def collect_anew(i):
+            collector.set_seed(i)
+            collector.update_policy_weights_(jnp.full((4, 2), i / 100))
+            next(collector)
+            policy.params = np.full((4, 2), i / 50, np.float32)
+            collector.update_policy_weights_()
+            next(collector)
+
+        collect_anew(0)
+        with compilations() as compiled:
+            for i in range(50):
+                collect_anew(i)
+    assert traces.count == once
+    assert not compiled
+
+
+def test_arrays_that_are_committed_to_a_device_compile_nothing_anew():
+    env, _ = cartpole(8)
+    weights = jnp.ones((4, 2))
+    policy = fc.jax_policy(lambda params, x: x @ params, weights, head=fc.heads.categorical)
+    fresh = fc.init(env, policy, seed=0)
+    fc.reset(env, fc.rollout(env, policy, fresh, 20)[0])
+    committed = [jax.device_put(weights, jax.devices()[0]), to_jax(torch.ones(4, 2), copy=True)]
+    assert [each.committed for each in (weights, *committed)] == [False, True, True]
+    with compilations() as compiled:
+        for params in (*committed, weights):
+            state, _ = fc.rollout(env, policy, fresh, 20, params=params)
+            state, _ = fc.rollout(env, policy, fc.reset(env, state), 20, params=params)
+        fc.reset(env, fresh)
+    assert not compiled
+
+
+def test_weak_types_compile_nothing_anew():
+    """A start of a weak type, which steps make strong, as brax's do; parameters likewise."""
+    env = fc.envs.from_functions(
+        lambda key: (jnp.asarray(0.0), jnp.zeros(1)),
+        lambda key, place, action: (place + jnp.float32(1), place[None], place, place > 5, False),
+        observation_space=Box(-np.inf, np.inf, (1,)),
+        action_space=Discrete(2),
+        num_envs=2,
+    )
+    policy = fc.jax_policy(lambda params, x: x * params * jnp.ones(2), jnp.asarray(1.0), head=fc.heads.categorical)
+    assert jax.eval_shape(env.begin, jax.random.PRNGKey(0))[0].weak_type
+    assert policy.params.weak_type
+    traced = fc.traced.init(env, policy, policy.params, key=jax.random.PRNGKey(0))
+    for leaf in jax.tree.leaves(traced):
+        assert not leaf.weak_type
+    fresh = fc.init(env, policy, seed=0)
+    fc.rollout(env, policy, fresh, 20)
+    with compilations() as compiled:
+        state, _ = fc.rollout(env, policy, fresh, 20)
+        for params in (jnp.float32(2.0), 2.0, np.float32(2.0)):
+            state, _ = fc.rollout(env, policy, state, 20, params=params)
+    assert "jit(_loop)" not in [each["fun_name"] for each in compiled]  # converting a number compiles, too
+
+
+def test_lengths_of_one_bucket_share_a_program():
+    traces = Traces()
+    env, _ = cartpole(8)
+    policy = fc.jax_policy(traces.__call__, jnp.ones((4, 2)), head=fc.heads.categorical)
+    state = fc.init(env, policy, seed=0)
+    fc.rollout(env, policy, state, 97)
+    once = traces.count
+    for length in (98, 101, 104):
+        assert fc.rollout(env, policy, state, length)[1].batch_size == (8, length)
+    assert traces.count == once
+    fc.rollout(env, policy, state, 105)
+    assert traces.count > once
+
+
+def test_evaluate_and_explain():
+    env, policy = cartpole(8)
+    stats = fc.evaluate(env, policy, episodes=6, seed=0)
+    assert len(stats) == 6
+    again = fc.evaluate(env, policy, episodes=6, seed=0)
+    assert torch.equal(stats.returns, again.returns)
+    plan = fc.explain(env, policy)
+    assert plan.loop == "fused"
+    assert "JAX's own generator" in plan.noise
+    assert "DLPack" in plan.copies
+    assert "values" in plan.forking
+    assert "seed of its own" in plan.seeding
+
+
+def test_frames_beyond_32_bits():
+    env, policy = foretold(3)
+    state = fc.init(env, policy, seed=5)
+    near = state.replace(steps=np.array([2**32 - 3, 0], np.uint32))
+    assert near.frames == 3 * (2**32 - 3)
+    after, batch = fc.rollout(env, policy, near, 8)
+    assert after.frames == 3 * (2**32 + 5)
+    for lane, rows in enumerate(batch):
+        wanted = plain_loop(env, rows["action"].numpy(), seed=5, lane=lane, lanes=3, first_step=2**32 - 3)
+        assert all(torch.equal(rows[path], leaf) for path, leaf in wanted.items())
+    _, first = fc.rollout(env, policy, state, 8)
+    assert not torch.equal(batch["next", "info", "draw"][:, 3:], first["next", "info", "draw"][:, :5])
+
+
+def test_ids_and_steps_beyond_32_bits():
+    env, policy = foretold(3)
+    state = fc.init(env, policy, seed=0)
+    far = state.replace(
+        episode=np.full(3, 2**31 - 1, np.int32), step=np.full(3, 2**31 - 2, np.int32), lane=state.lane + 70_000
+    )
+    far = far.replace(total_lanes=69_999)
+    _, batch = fc.rollout(env, policy, far, 6)
+    lane = batch["collector", "lane"]
+    new = batch["next", "done"][..., 0].cumsum(-1).roll(1, -1)
+    new[:, 0] = 0
+    expected = ((lane // 69_999) << 40) + (2**31 - 1 + new) * 69_999 + lane % 69_999
+    assert torch.equal(batch["collector", "traj_ids"], expected)
+    assert batch["collector", "step"].min() >= 0

@@ -1,0 +1,422 @@
+"""As what a Torch policy runs: lowered to JAX, called back from the loop, or called at each step."""
+
+import operator
+
+import jax
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+
+import funcollect as fc
+from funcollect.core import routes
+from funcollect.envs.jax_envs.gymnax_env import from_gymnax
+from funcollect.interop.jax_setup import compiled
+from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
+from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
+from tests.support.cases import Recurrent, mlp, opaque_actor, torch_mlp, torch_normal, torch_recurrent
+from tests.support.compare import assert_same, collect, compilations
+from tests.support.jax_counting import counting
+from tests.support.running import scaled
+
+MODE = fc.ExplorationType.DETERMINISTIC
+
+
+@pytest.fixture(scope="module")
+def cartpole():
+    return from_gymnax("CartPole-v1", num_envs=3)
+
+
+def way(env, policy):
+    return {LoweredPolicy: "xla", CallbackPolicy: "callback"}.get(type(routes.route_of(env, policy).policy), "eager")
+
+
+def demanded(make, env, compiler):
+    policy = make(env)
+    policy.compiler = compiler
+    return policy
+
+
+class Branching(nn.Module):
+    """Its control flow depends on data."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp(4, 2)
+
+    def forward(self, x):
+        return self.net(x) if x.sum() > -100 else self.net(-x)
+
+
+class Scaled(nn.Module):
+    """A buffer, a plain attribute, dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp(4, 2)
+        self.dropout = nn.Dropout(0.5)
+        self.register_buffer("shift", torch.zeros(2))
+        self.factor = 1.0
+        self.eval()
+
+    def forward(self, x):
+        return self.dropout(self.net(x)) * self.factor + self.shift
+
+
+def scaled_policy(compiler=None):
+    return fc.torch_policy(Scaled(), head=fc.heads.categorical, compile=compiler)
+
+
+@pytest.mark.parametrize(
+    ("make", "wanted"),
+    [(torch_mlp, "xla"), (torch_recurrent, "xla"), (torch_recurrent, "callback"), (opaque_actor, "callback")],
+)
+def test_cuts_change_nothing(cartpole, make, wanted):
+    policy = demanded(make, cartpole, wanted)
+    assert way(cartpole, policy) == wanted
+    whole = collect(cartpole, policy, 40)
+    assert_same(whole, collect(cartpole, policy, 1, 2, 7, 30))
+    assert whole["next", "done"].any()
+
+
+@pytest.mark.parametrize("make", [torch_normal, torch_recurrent, opaque_actor])
+def test_every_way_gives_the_same_without_noise(cartpole, make):
+    ways = ("callback", "eager") if make is opaque_actor else ("xla", "callback", "eager")
+    batches = [
+        collect(cartpole, demanded(make, cartpole, each), 30, 30, exploration_type=MODE, max_frames_per_traj=7)
+        for each in ways
+    ]
+    for batch in batches[1:]:
+        for path, leaf in batch.items(include_nested=True, leaves_only=True):
+            torch.testing.assert_close(leaf, batches[0][path], rtol=1e-4, atol=1e-5)
+    assert all(set(batch.keys(True)) == set(batches[0].keys(True)) for batch in batches)
+
+
+def test_what_draws_from_torchs_generator_draws_the_same_when_called_back(cartpole):
+    before = torch.get_rng_state()
+    ways = [collect(cartpole, demanded(opaque_actor, cartpole, each), 5, 25) for each in (None, "callback", "eager")]
+    assert_same(ways[0], ways[1])
+    for path in ("action", "action_log_prob", ("next", "observation")):
+        torch.testing.assert_close(ways[0][path], ways[2][path])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_deterministic_tensordict_module_is_lowered(cartpole):
+    net = mlp(4, 2)
+    policy = fc.tensordict_policy(TensorDictModule(lambda x: net(x).argmax(-1), ["observation"], ["action"]))
+    assert way(cartpole, policy) == "callback"  # the function holds the network
+    policy = fc.tensordict_policy(
+        nn_sequential := TensorDictModule(nn.Sequential(net, ArgMax()), ["observation"], ["action", "value"])
+    )
+    assert way(cartpole, policy) == "xla"
+    batch = collect(cartpole, policy, 20)
+    assert torch.equal(batch["action"], nn_sequential.module(batch["observation"])[0])
+    assert batch["action"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("wanted", ["xla", "callback", "eager"])
+def test_nested_outputs_stand_in_their_places(cartpole, wanted):
+    score = TensorDictModule(mlp(4, 2), ["observation"], [("agent", "logits")])
+    choose = TensorDictModule(ArgMax(), [("agent", "logits")], ["action", ("agent", "value")])
+    again = TensorDictModule(nn.Identity(), ["action"], [("agent", "choice")])
+    sequence = TensorDictSequential(score, choose, again)
+    policy = fc.tensordict_policy(sequence, compile=wanted)
+    for env in (cartpole, fc.make_env("CartPole-v1", num_envs=3)) if wanted != "callback" else (cartpole,):
+        assert way(env, policy) == wanted
+        batch = collect(env, policy, 7)
+        said = sequence(batch.select("observation").clone())["agent"]
+        for name in ("logits", "value", "choice"):
+            torch.testing.assert_close(batch["agent", name], said[name].detach())
+
+
+def test_nested_outputs_where_a_batch_has_its_own(cartpole):
+    module = TensorDictModule(ArgMax(), ["observation"], ["action", ("next", "value")])
+    with pytest.raises(fc.LoweringError, match=r"the out_keys \[\('next', 'value'\)\] stand where a batch has its own"):
+        fc.init(cartpole, fc.tensordict_policy(module, compile="xla"), seed=0)
+    with pytest.raises(fc.PolicyError, match=r"the policy wrote \['next'\], keys that a batch uses itself"):
+        collect(cartpole, fc.tensordict_policy(module), 3)
+
+
+class ArgMax(nn.Module):
+    def forward(self, values):
+        return values.argmax(-1), values.max(-1, keepdim=True).values
+
+
+WAYS = [
+    ("gymnax/CartPole-v1", "xla"),
+    ("gymnax/CartPole-v1", "callback"),
+    ("gymnax/CartPole-v1", "eager"),
+    ("CartPole-v1", "xla"),
+    ("CartPole-v1", "eager"),
+    ("torch/CartPole-v1", "xla"),
+]
+
+
+@pytest.mark.parametrize(("name", "wanted"), WAYS)
+def test_weights_buffers_and_params_reach_the_next_rollout(name, wanted):
+    env, policy = fc.make_env(name, num_envs=3), scaled_policy(wanted)
+    module, state = policy.module, fc.init(env, policy, seed=0)
+
+    def next_actions(**options):
+        nonlocal state
+        state, batch = fc.rollout(env, policy, state, 4, exploration_type=MODE, **options)
+        return batch["action"]
+
+    for favourite in (0, 1):
+        module.shift.copy_(torch.eye(2)[favourite] * 100)
+        assert (next_actions() == favourite).all()
+    for favourite in (0, 1):
+        with torch.no_grad():
+            module.net[2].bias.copy_(torch.eye(2)[favourite] * 1000)
+        assert (next_actions() == favourite).all()
+    params = TensorDict.from_module(module).clone()
+    params["net", "2", "bias"].copy_(torch.tensor([1000.0, 0.0]))
+    assert (next_actions(params=params) == 0).all()
+    assert (next_actions() == 1).all()
+
+
+@pytest.mark.parametrize(("name", "wanted"), [each for each in WAYS if "eager" not in each])
+def test_one_program_for_all_updates(name, wanted):
+    env, policy = fc.make_env(name, num_envs=3), scaled_policy(wanted)
+    inner = routes.route_of(env, policy).policy
+    traces, apply = [], inner.apply
+    inner.apply = lambda *inputs: traces.append(1) or apply(*inputs)
+    optimizer = torch.optim.Adam(policy.module.parameters(), fused=True)
+    with fc.SyncDataCollector(env, policy, frames_per_batch=6, seed=0) as collector:
+
+        def update(params):
+            batch = next(collector)
+            policy.module.shift += 0.01
+            optimizer.zero_grad()
+            torch.distributions.Categorical(logits=policy.module(batch["observation"])).entropy().sum().backward()
+            optimizer.step()
+            collector.update_policy_weights_(params)
+
+        update(None)
+        update(TensorDict.from_module(policy.module))
+        first = len(traces)
+        with compilations() as compiled:
+            for number in range(98):
+                update(TensorDict.from_module(policy.module) if number % 2 else None)
+    assert len(traces) == first
+    assert not compiled
+
+
+def test_the_modes_are_the_users(cartpole):
+    policy = scaled_policy()
+    assert way(cartpole, policy) == "xla"
+    state = fc.init(cartpole, policy, seed=0)
+    _, again = fc.rollout(cartpole, policy, state, 30)
+    policy.module.train()
+    assert "dropout" in fc.explain(cartpole, policy).why
+    assert way(cartpole, policy) == "callback"
+    _, dropped = fc.rollout(cartpole, policy, state, 30)
+    with torch.no_grad():
+        scores = torch.log_softmax(policy.module.eval()(dropped["observation"]), -1)
+    chosen = scores.gather(-1, dropped["action"][..., None])[..., 0]
+    assert (chosen - dropped["action_log_prob"]).abs().max() > 1e-3
+    assert_same(again, fc.rollout(cartpole, policy, state, 30)[1])
+    for env in (cartpole, fc.make_env("CartPole-v1", num_envs=3)):
+        demanding = scaled_policy("xla")
+        state = fc.init(env, demanding, seed=0)
+        demanding.module.train()
+        with pytest.raises(fc.LoweringError, match=r"call module.eval\(\) first"):
+            fc.rollout(env, demanding, state, 3)
+        with pytest.raises(fc.LoweringError, match=r"call module.eval\(\) first"):
+            fc.init(env, demanding, seed=0)
+
+
+def test_plain_attributes_are_noticed_and_soon_no_longer_lowered(cartpole):
+    policy = scaled_policy()
+    policy.module.shift.copy_(torch.tensor([0.0, 1.0]))
+    state = fc.init(cartpole, policy, seed=0)
+    ways = []
+    for factor in (1.0, -50.0, 2.0, 1.0, 3.0, 4.0):
+        policy.module.factor = factor
+        state, batch = fc.rollout(cartpole, policy, state, 8)
+        with torch.no_grad():
+            scores = torch.log_softmax(policy.module(batch["observation"]), -1)
+        torch.testing.assert_close(batch["action_log_prob"], scores.gather(-1, batch["action"][..., None])[..., 0])
+        ways.append(way(cartpole, policy))
+    assert ways == ["xla"] * 5 + ["callback"]
+    assert "seen with 4 different values" in fc.explain(cartpole, policy).why
+
+
+class Holding(nn.Module):
+    def __init__(self, **held):
+        super().__init__()
+        vars(self).update(held)
+        self.net = mlp(4, 2)
+
+    def forward(self, x):
+        return self.net(x)
+
+
+class Counting(Holding):
+    def forward(self, x):
+        self.calls += 1
+        return {"logits": self.net(x), "calls": torch.full((len(x),), self.calls)}
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        (Branching(), r"its control flow depends on data, at .*test_routes.py:\d+: return self.net\(x\) if x.sum\(\)"),
+        (mlp(4, 2).forward, "a plain function is not lowered"),
+        (Holding(mean=torch.zeros(4)), "'mean' of Holding holds a tensor or a module beside"),
+        (Holding(others=[nn.Linear(4, 2)]), "'others' of Holding holds a tensor or a module beside"),
+        (Counting(calls=0), "Counting changes its own attributes when called"),
+    ],
+)
+def test_what_is_not_lowered_is_called_back_and_explained(cartpole, module, why):
+    policy = fc.torch_policy(module, head=fc.heads.categorical)
+    plan = fc.explain(cartpole, policy)
+    assert plan.loop == "fused"
+    assert "buffer_callback" in plan.why
+    with pytest.raises(fc.LoweringError, match=why):
+        fc.init(cartpole, fc.torch_policy(module, head=fc.heads.categorical, compile="xla"), seed=0)
+    batch = collect(cartpole, policy, 12)
+    if isinstance(module, Counting):
+        assert batch["calls"].diff().eq(1).all()
+        assert batch["calls"].dtype == torch.int64
+
+
+def test_without_callbacks_each_step_crosses(cartpole, monkeypatch):
+    def absent():
+        raise fc.LoweringError("there is none")
+
+    monkeypatch.setattr("funcollect.policies.torch_in_jax.callback_policy.buffer_callback", absent)
+    policy = fc.torch_policy(Branching(), head=fc.heads.categorical)
+    plan = fc.explain(cartpole, policy)
+    assert plan.loop == "crossing"
+    assert "not lowered: Branching cannot be lowered" in plan.why
+    assert "not called back: there is none" in plan.why
+    assert collect(cartpole, policy, 5).batch_size == (3, 5)
+    with pytest.raises(fc.LoweringError, match="there is none"):
+        fc.init(cartpole, fc.torch_policy(Branching(), compile="callback"), seed=0)
+
+
+def test_a_callback_needs_a_loop_of_jax():
+    env = fc.make_env("CartPole-v1")
+    with pytest.raises(fc.LoweringError, match="compile='callback' calls the module inside a loop over a JAX"):
+        fc.init(env, fc.torch_policy(mlp(4, 2), head=fc.heads.categorical, compile="callback"), seed=0)
+
+
+class Late(nn.Module):
+    """Does something else at its fourth call in a rollout."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.act = act
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        action = (x[:, 2] > 0).long()
+        return self.act(action) if self.calls > 4 else action
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "message"),
+    [
+        (lambda action: operator.truediv(1, 0), ZeroDivisionError, "division by zero"),
+        (lambda action: action[:2], fc.PolicyError, r"answered \['torch.int64 \[2\]'\] after \['torch.int64 \[3\]'\]"),
+        (lambda action: action + 2**40, fc.PolicyError, "expected numbers that 32 bits hold"),
+    ],
+)
+def test_faults_of_a_module_are_raised_as_they_are(cartpole, act, error, message):
+    policy = fc.torch_policy(Late(act))
+    state = fc.init(cartpole, policy, seed=0)
+    with pytest.raises(error, match=message):
+        fc.rollout(cartpole, policy, state, 12)
+    policy.module.calls = -100
+    assert fc.rollout(cartpole, policy, state, 3)[1].batch_size == (3, 3)
+
+
+def frequencies_fit(counts, probabilities):
+    """Whether counts [n] are likely under probabilities [n]: six standard deviations."""
+    total = counts.sum()
+    return bool((abs(counts - total * probabilities) <= 6 * np.sqrt(total * probabilities * (1 - probabilities))).all())
+
+
+HEADS = {
+    fc.heads.categorical: lambda logits: logits.softmax(-1),
+    fc.heads.epsilon_greedy(0.4): lambda values: 0.2 + 0.6 * torch.eye(2)[values.argmax(-1)],
+    fc.heads.greedy: lambda values: torch.eye(2)[values.argmax(-1)],
+}
+
+
+@pytest.mark.parametrize("head", HEADS, ids=lambda head: head.name)
+@pytest.mark.parametrize("name", ["gymnax/CartPole-v1", "CartPole-v1"])
+def test_the_lowered_policy_samples_as_the_eager_one_does(name, head):
+    env = fc.make_env(name, num_envs=8)
+    module = nn.Linear(4, 2)
+    with torch.no_grad():
+        module.weight.zero_()
+        module.bias.copy_(torch.tensor([0.0, 1.0]))
+    batch = collect(env, fc.torch_policy(module, head=head, compile="xla"), scaled(400))
+    wanted = {each.name: probabilities(module.bias.detach()) for each, probabilities in HEADS.items()}
+    counts = np.bincount(batch["action"].flatten().numpy(), minlength=2)
+    fitting = [name for name, each in wanted.items() if frequencies_fit(counts, each.numpy())]
+    assert fitting == [head.name]
+
+
+@pytest.mark.parametrize("name", ["gymnax/Pendulum-v1", "Pendulum-v1", "torch/Pendulum-v1"])
+@pytest.mark.parametrize("head", [fc.heads.normal, fc.heads.tanh_normal], ids=lambda head: head.name)
+def test_scores_of_continuous_actions_are_torchs(name, head):
+    env = fc.make_env(name, num_envs=4)
+    module = Recurrent(3, 2)
+    policy = fc.torch_policy(module, head=head, initial_state=torch.zeros(5), compile="xla")
+    eager = fc.torch_policy(module, head=head, initial_state=torch.zeros(5), compile="eager")
+    batch, own = collect(env, policy, 50), collect(env, eager, 50)
+    hidden, loc, scale = torch.zeros(4, 5), [], []
+    with torch.no_grad():
+        for t in range(50):
+            answer, hidden = module(batch["observation"][:, t], hidden)
+            loc.append(answer[:, :1])
+            scale.append(nn.functional.softplus(answer[:, 1:]))
+    normal = torch.distributions.Normal(torch.stack(loc, 1), torch.stack(scale, 1))
+    if head is fc.heads.normal:
+        wanted = normal.log_prob(batch["action"]).sum(-1)
+    else:
+        squash = [torch.distributions.TanhTransform(), torch.distributions.AffineTransform(0.0, 2.0)]
+        wanted = torch.distributions.TransformedDistribution(normal, squash).log_prob(batch["action"]).sum(-1)
+    inside = batch["action"][..., 0].abs() < 1.9 if head is fc.heads.tanh_normal else wanted == wanted
+    torch.testing.assert_close(batch["action_log_prob"][inside], wanted[inside], rtol=1e-4, atol=1e-4)
+    assert (batch["action"].mean() - own["action"].mean()).abs() < 6 * own["action"].std() / 200**0.5 * 2
+
+
+def test_dicts_of_observations_and_extras():
+    env = counting(num_envs=2)
+
+    class Reading(nn.Module):
+        def forward(self, observation):
+            count = observation["count"]
+            hot = nn.functional.one_hot(count, 99)  # of int64 alone
+            return {"action": count % 3, "twice": count * 2, "hot": hot}
+
+    batches = [collect(env, fc.torch_policy(Reading(), compile=each), 20) for each in ("xla", "callback", "eager")]
+    assert_same(batches[0], batches[1])
+    assert_same(batches[0], batches[2])
+    assert torch.equal(batches[0]["twice"], batches[0]["count"] * 2)
+
+
+def test_a_lowered_policy_is_a_policy_of_jax(cartpole):
+    module = mlp(4, 2)
+    policy = fc.lower_policy(fc.torch_policy(module, head=fc.heads.categorical), cartpole)
+
+    def loss(params):
+        state = fc.traced.init(cartpole, policy, params, key=jax.random.PRNGKey(0))
+        return -fc.traced.rollout(cartpole, policy, params, state, 8)[1]["action_log_prob"].mean()
+
+    before, gradients = jax.value_and_grad(loss)(policy.params)
+    policy.load(jax.tree.map(lambda param, gradient: param - 0.1 * gradient, policy.params, gradients))
+    assert loss(policy.params) < before
+    torch.testing.assert_close(module[0].weight.detach(), torch.from_numpy(np.array(policy.params["0.weight"].T)))
+    with pytest.raises(TypeError, match=r"pass funcollect.lower_policy\(policy, env\)"):
+        fc.traced.rollout(cartpole, policy.source, policy.params, fc.init(cartpole, policy, seed=0), 3)
+    with pytest.raises(TypeError, match="expected one over a Torch module"):
+        fc.lower_policy(fc.random_policy(cartpole), cartpole)
+    assert compiled(policy, "lay out", None)._cache_size() == 1

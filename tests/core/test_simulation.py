@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+import funcollect as fc
+from funcollect.core.simulators.simulation import ActionLog
+from tests.support.compare import assert_same
+
+LIVE: list[Any] = []
+
+
+class Simulator(gymnasium.Env):
+    """Knows whether it was closed, and raises at the step that it is told to."""
+
+    observation_space = spaces.Box(-99, 99, (1,))
+    action_space = spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.closed = 0
+        self.fail_at: int | None = None
+        LIVE.append(self)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.t = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        if self.t == self.fail_at:
+            raise KeyboardInterrupt
+        return np.float32([self.t]), 1.0, False, False, {}
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture(autouse=True)
+def live() -> list[Any]:
+    LIVE.clear()
+    return LIVE
+
+
+@pytest.fixture
+def env() -> Any:
+    return fc.make_env([Simulator, Simulator])
+
+
+@pytest.fixture
+def policy(env: Any) -> Any:
+    return fc.random_policy(env)
+
+
+def test_a_state_is_good_for_one_use(env: Any, policy: Any) -> None:
+    old = fc.init(env, policy, seed=0)
+    state, _ = fc.rollout(env, policy, old, 3)
+    uses = [
+        lambda: fc.rollout(env, policy, old, 3),
+        lambda: fc.step(env, policy, old),
+        lambda: fc.reset(env, old, torch.tensor([True, False])),
+        lambda: fc.fork(env, old),
+    ]
+    for use in uses:
+        with pytest.raises(fc.StaleStateError) as caught:
+            use()
+        for part in ("a later state has taken its place", "HostEnv('Simulator', num_envs=2)", "funcollect.fork"):
+            assert part in str(caught.value)
+        assert "_, batch = funcollect.rollout" in str(caught.value)
+    assert isinstance(caught.value, RuntimeError)
+    _, batch = fc.rollout(env, policy, state, 2)
+    assert batch["observation"][0, :, 0].tolist() == [3, 4]
+
+
+def test_a_failed_use_leaves_the_later_state_good(env: Any, policy: Any) -> None:
+    old = fc.init(env, policy, seed=0)
+    state, _ = fc.rollout(env, policy, old, 3)
+    with pytest.raises(fc.StaleStateError):
+        fc.rollout(env, policy, old, 3)
+    assert fc.rollout(env, policy, state, 1)[1]["observation"].flatten().tolist() == [3, 3]
+
+
+def test_a_reset_of_all_lanes_accepts_a_stale_state(env: Any, policy: Any) -> None:
+    old = fc.init(env, policy, seed=0)
+    newer, _ = fc.rollout(env, policy, old, 3)
+    for mask in (None, torch.tensor([True, True])):
+        state = fc.reset(env, old, mask)
+        with pytest.raises(fc.StaleStateError):
+            fc.rollout(env, policy, newer, 1)
+        newer, batch = fc.rollout(env, policy, state, 2)
+        assert batch["observation"][0, :, 0].tolist() == [0, 1]
+
+
+def test_there_is_a_way_back_after_an_interrupt(env: Any, policy: Any) -> None:
+    state, first = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+    LIVE[-1].fail_at = 5
+    with pytest.raises(KeyboardInterrupt):
+        fc.rollout(env, policy, state, 9)
+    with pytest.raises(fc.StaleStateError, match="the call that used it did not end"):
+        fc.rollout(env, policy, state, 9)
+    LIVE[-1].fail_at = None
+    state, batch = fc.rollout(env, policy, fc.reset(env, state), 4)
+    assert batch["observation"][1, :, 0].tolist() == [0, 1, 2, 3]
+    ids = [set(part["collector", "traj_ids"].flatten().tolist()) for part in (first, batch)]
+    assert not ids[0] & ids[1]
+    assert state.frames == 2 * (3 + 9 + 4)
+
+
+def test_ids_are_not_used_again_after_a_reset_of_a_stale_state(env: Any, policy: Any) -> None:
+    old, seen = fc.init(env, policy, seed=0), []
+    for _ in range(4):
+        _, batch = fc.rollout(env, policy, fc.reset(env, old), 2)
+        seen += batch["collector", "traj_ids"].unique().tolist()
+    assert len(set(seen)) == 8
+
+
+def test_values_are_good_for_any_number_of_uses() -> None:
+    env = fc.make_env("torch/CartPole-v1", num_envs=2)
+    policy = fc.random_policy(env)
+    old = fc.init(env, policy, seed=0)
+    first = fc.rollout(env, policy, old, 30)[1]
+    assert_same(fc.rollout(env, policy, old, 30)[1], first)
+    fc.close(old)
+    assert_same(fc.rollout(env, policy, old, 30)[1], first)
+
+
+def test_close_frees_the_simulators_once(env: Any, policy: Any) -> None:
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+    fc.close(state)
+    fc.close(state)
+    assert [simulator.closed for simulator in LIVE] == [1, 1]
+    with pytest.raises(fc.ClosedError, match="closed: make a new state"):
+        fc.rollout(env, policy, state, 1)
+    with pytest.raises(fc.ClosedError, match="closed: make a new state"):
+        fc.reset(env, state)
+    del state
+    gc.collect()
+    assert [simulator.closed for simulator in LIVE] == [1, 1]
+
+
+def test_an_old_state_closes_the_same_simulators(env: Any, policy: Any) -> None:
+    old = fc.init(env, policy, seed=0)
+    state, _ = fc.rollout(env, policy, old, 3)
+    fc.close(old)
+    with pytest.raises(fc.ClosedError):
+        fc.rollout(env, policy, state, 1)
+
+
+def test_simulators_are_closed_when_their_state_is_collected(env: Any, policy: Any) -> None:
+    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+    simulators = [weakref.ref(simulator) for simulator in LIVE[1:]]
+    kept = LIVE[-1]
+    LIVE.clear()
+    assert kept.closed == 0
+    del state
+    gc.collect()
+    assert kept.closed == 1
+    del kept
+    gc.collect()
+    assert [reference() for reference in simulators if reference() is not None] == []
+    assert batch["observation"].shape == (2, 3, 1)
+
+
+def test_simulators_of_an_interrupted_rollout_are_closed_with_the_state(env: Any, policy: Any) -> None:
+    state = fc.init(env, policy, seed=0)
+    LIVE[-1].fail_at = 2
+    with pytest.raises(KeyboardInterrupt):
+        fc.rollout(env, policy, state, 5)
+    del state
+    gc.collect()
+    assert LIVE[-1].closed == 1
+
+
+def test_every_state_has_simulators_of_its_own(env: Any, policy: Any) -> None:
+    states = [fc.init(env, policy, seed=seed) for seed in range(3)]
+    alone = [fc.rollout(env, policy, fc.init(env, policy, seed=seed), 5)[1] for seed in range(3)]
+    for state, wanted in zip(states, alone, strict=True):
+        assert_same(fc.rollout(env, policy, state, 5)[1], wanted)
+
+
+def test_an_instance_backs_one_state_and_is_rebuilt_for_another() -> None:
+    instance = gymnasium.make("CartPole-v1", max_episode_steps=6)
+    env = fc.make_env(instance)
+    policy = fc.random_policy(env)
+    one, two = fc.init(env, policy, seed=0), fc.init(env, policy, seed=0)
+    instance.unwrapped.state = np.full(4, 0.01)
+    one, first = fc.rollout(env, policy, one, 20)
+    two, second = fc.rollout(env, policy, two, 20)
+    assert torch.equal(first["observation"][0], second["observation"][0])
+    assert not torch.equal(first["observation"][1], second["observation"][1])
+    assert torch.equal(second["collector", "step"], torch.arange(20) % 6)
+    fc.close(one)
+    fc.rollout(env, policy, two, 3)
+
+
+def test_an_instance_without_a_spec_backs_one_state_only() -> None:
+    env = fc.make_env(Simulator())
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    with pytest.raises(ValueError, match="backs a state already and cannot be rebuilt"):
+        fc.init(env, policy, seed=0)
+    fc.rollout(env, policy, state, 3)
+
+
+def test_a_vector_environment_is_rebuilt_from_its_factories() -> None:
+    vector = SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2, autoreset_mode=AutoresetMode.DISABLED)
+    env = fc.make_env(vector)
+    policy = fc.random_policy(env)
+    one, two = fc.init(env, policy, seed=0), fc.init(env, policy, seed=0)
+    assert_same(fc.rollout(env, policy, one, 40)[1], fc.rollout(env, policy, two, 40)[1])
+
+
+def test_a_state_belongs_to_its_environment(env: Any, policy: Any) -> None:
+    other = fc.make_env([Simulator, Simulator])
+    state = fc.init(env, policy, seed=0)
+    with pytest.raises(ValueError, match="belongs to another environment"):
+        fc.rollout(other, policy, state, 3)
+    fc.rollout(env, policy, state, 3)
+
+
+def test_the_journal_drops_what_no_episode_needs() -> None:
+    journal = ActionLog(2)
+    assert len(journal.since_reset()) == 0
+    journal.extend(torch.arange(10).reshape(5, 2), torch.tensor([5, 3]))
+    journal.extend(torch.arange(10, 16).reshape(3, 2), torch.tensor([1, 6]))
+    assert journal.since_reset().tolist() == [[4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]]
+    journal.extend(torch.arange(16, 20).reshape(2, 2), torch.tensor([0, 1]))
+    assert journal.since_reset().tolist() == [[18, 19]]
+    assert sum(map(len, journal._chunks)) == 2

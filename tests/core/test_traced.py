@@ -1,0 +1,347 @@
+"""The traced functions inside the user's own transformations, and `deliver`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+import funcollect as fc
+from funcollect.envs.jax_envs.gymnax_env import from_gymnax
+from funcollect.envs.jax_envs.jax_env import JaxEnv, Transition
+from funcollect.errors import EnvError, PolicyError
+from funcollect.interop import words
+from funcollect.specs import ActionSpec, observation_leaves
+from tests.support.compare import assert_same, leaves
+from tests.support.jax_counting import advance, begin, counting, counting_policy
+
+KEY = jnp.array([0, 7], jnp.uint32)  # what seed=7 gives
+PLAIN, POLICY = counting(3), counting_policy()
+
+
+def start(env=PLAIN, policy=POLICY, key=KEY, **kwargs):
+    return fc.traced.init(env, policy, policy.params, key=key, **kwargs)
+
+
+def several():
+    return jax.vmap(lambda key: start(key=key))(jax.random.split(KEY))
+
+
+def run(env, policy, params, key, length, **options):
+    return fc.traced.rollout(env, policy, params, start(env, policy, key), length, **options)[1]
+
+
+@pytest.mark.parametrize("num_envs", [None, 3])
+@pytest.mark.parametrize("options", [{}, {"max_frames_per_traj": 3}])
+def test_rollout_is_deliver_after_a_traced_rollout(num_envs, options):
+    env = counting(num_envs)
+    arrays = jax.jit(lambda params, key: run(env, POLICY, params, key, 30, **options))(POLICY.params, KEY)
+    _, wanted = fc.rollout(env, POLICY, fc.init(env, POLICY, seed=7), 30, **options)
+    assert_same(fc.deliver(arrays, env), wanted)
+    assert fc.deliver(arrays, env).is_locked
+    assert arrays["collector"]["episode"].shape == (30, num_envs or 1)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(arrays["collector"])} == {"int32"}
+
+
+def test_steps_add_up_to_a_rollout_also_in_delivered_form():
+    step = jax.jit(lambda params, state: fc.traced.step(PLAIN, POLICY, params, state))
+    state, rows = start(), []
+    for _ in range(12):
+        state, row = step(POLICY.params, state)
+        rows.append(row)
+    joined = jax.tree.map(lambda *parts: jnp.stack(parts), *rows)
+    _, wanted = fc.rollout(PLAIN, POLICY, fc.init(PLAIN, POLICY, seed=7), 12)
+    assert_same(fc.deliver(joined, PLAIN), wanted)
+    with pytest.raises(ValueError, match=r"shape \[3\], expected \[T, P\]"):
+        fc.deliver(rows[0], PLAIN)
+
+
+def test_deliver_without_an_environment():
+    arrays = run(PLAIN, POLICY, POLICY.params, KEY, 9)
+    batch = fc.deliver(arrays)
+    exact = fc.deliver(arrays, PLAIN)
+    assert batch.batch_size == (3, 9)
+    assert (batch["action"].dtype, batch["count"].dtype) == (torch.int64, torch.int32)
+    assert all(
+        torch.equal(leaf.to(leaves(batch)[path].dtype), leaves(batch)[path]) for path, leaf in leaves(exact).items()
+    )
+    ids = fc.deliver(arrays, total_lanes=2)["collector", "traj_ids"]
+    lane, episode = batch["collector", "lane"], (batch["collector", "traj_ids"] - batch["collector", "lane"]) // 3
+    assert torch.equal(ids, ((lane // 2) << 40) + episode * 2 + lane % 2)
+
+
+def test_deliver_compiles_once_for_batches_alike(monkeypatch):
+    traces, ids = [], words.trajectory_ids
+    monkeypatch.setattr(words, "trajectory_ids", lambda *args: traces.append(args) or ids(*args))
+    arrays = run(PLAIN, POLICY, POLICY.params, KEY, 11)
+    for _ in range(3):
+        fc.deliver(arrays, PLAIN, total_lanes=17)
+    assert len(traces) == 1
+
+
+def test_delivered_memory_is_the_batchs_own():
+    arrays = run(PLAIN, POLICY, POLICY.params, KEY, 9)
+    before = jax.tree.map(np.array, arrays)
+    batch = fc.deliver(arrays, PLAIN)
+    for leaf in leaves(batch).values():
+        leaf.zero_()
+    jax.tree.map(np.testing.assert_array_equal, arrays, before)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "error", "says"),
+    [
+        ([1], TypeError, "arrays is list"),
+        ({"action": jnp.zeros(3)}, ValueError, r"lack \['next.reward'.*pass all of it"),
+    ],
+)
+def test_deliver_says_what_it_wants(arrays, error, says):
+    with pytest.raises(error, match=says):
+        fc.deliver(arrays)
+
+
+def test_options_mean_what_they_mean_to_collectors():
+    host = fc.SyncDataCollector(PLAIN, POLICY, frames_per_batch=30, init_random_frames=12, seed=7)
+    arrays = run(PLAIN, POLICY, POLICY.params, KEY, 10, random_steps=4)
+    assert_same(fc.deliver(arrays, PLAIN), next(host))
+    kept = fc.SyncDataCollector(PLAIN, POLICY, frames_per_batch=30, reset_when_done=False, seed=7)
+    arrays = run(PLAIN, POLICY, POLICY.params, KEY, 10, reset_when_done=False)
+    assert_same(fc.deliver(arrays, PLAIN), next(kept))
+    assert arrays["done"][-1].all()
+    with pytest.raises(ValueError, match="give one of them"):
+        run(PLAIN, POLICY, POLICY.params, KEY, 10, reset_when_done=False, max_frames_per_traj=3)
+
+
+def test_a_state_that_was_not_compiled_can_be_donated():
+    state = start()
+    donating = jax.jit(lambda params, state: fc.traced.rollout(PLAIN, POLICY, params, state, 5), donate_argnums=1)
+    state, _ = donating(POLICY.params, state)
+    after, _ = donating(POLICY.params, state)
+    assert not KEY.is_deleted()
+    assert int(after.steps[0]) == 10
+    with pytest.raises(ValueError, match="the state was donated or deleted"):
+        fc.rollout(PLAIN, POLICY, state, 5)
+    with pytest.raises(ValueError, match="the state was donated or deleted"):
+        fc.reset(PLAIN, state)
+
+
+def test_reset_inside_jit():
+    @jax.jit
+    def again(params, mask):
+        state, _ = fc.traced.rollout(PLAIN, POLICY, params, start(), 1)
+        return fc.traced.reset(PLAIN, state, mask), fc.traced.reset(PLAIN, state)
+
+    some, every = again(POLICY.params, jnp.array([True, False, False]))
+    assert some.step.tolist() == [0, 1, 1]
+    assert some.episode.tolist() == [1, 0, 0]
+    assert every.step.tolist() == [0, 0, 0]
+
+
+def cartpole(num_envs=4):
+    env = from_gymnax("CartPole-v1", num_envs=num_envs)
+    weights = jax.random.normal(jax.random.PRNGKey(3), (4, 2)) * 0.3
+    return env, fc.jax_policy(lambda params, x: x @ params, weights, head=fc.heads.categorical)
+
+
+def test_vmap_over_seeds_gives_each_seeds_own_run():
+    keys = jnp.stack([KEY, KEY.at[1].set(8)])
+    many = jax.jit(jax.vmap(lambda key: run(PLAIN, POLICY, POLICY.params, key, 20)))(keys)
+    batch = fc.deliver(many, PLAIN)
+    assert batch.batch_size == (2, 3, 20)
+    for part, seed in zip(batch, (7, 8), strict=True):
+        _, wanted = fc.rollout(PLAIN, POLICY, fc.init(PLAIN, POLICY, seed=seed), 20)
+        assert_same(part, wanted)
+
+
+def test_vmap_over_a_population_of_parameters():
+    biases = jnp.arange(3, dtype=jnp.int32)
+    many = jax.jit(jax.vmap(lambda params: run(PLAIN, POLICY, params, KEY, 20)))(biases)
+    for part, bias in zip(fc.deliver(many, PLAIN), biases, strict=True):
+        _, wanted = fc.rollout(PLAIN, POLICY, fc.init(PLAIN, POLICY, seed=7), 20, params=bias)
+        assert_same(part, wanted)
+
+
+def test_a_scan_over_updates_of_the_parameters():
+    """The whole of a training loop in one compiled call: later rollouts act with later parameters."""
+    env, policy = cartpole()
+
+    @jax.jit
+    def train(params, state):
+        def update(carry, _):
+            params, state = carry
+            state, batch = fc.traced.rollout(env, policy, params, state, 8)
+            return (params + 0.1, state), batch["action_log_prob"]
+
+        return jax.lax.scan(update, (params, state), None, length=5)
+
+    (_, after), log_probs = train(policy.params, start(env, policy))
+    assert log_probs.shape == (5, 8, 4)
+    assert after.frames == 160
+    state, params = fc.init(env, policy, seed=7), policy.params
+    for t in range(5):
+        state, batch = fc.rollout(env, policy, state, 8, params=params)
+        np.testing.assert_allclose(log_probs[t].T, batch["action_log_prob"], atol=1e-5)
+        params = params + 0.1
+
+
+def sliding(num_envs):
+    """A point on a line: differentiable from the action to all that follows."""
+    box = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+
+    def first(key):
+        place = jax.random.normal(key, (1,))
+        return (place, jnp.int32(0)), place
+
+    def move(key, physics, action):
+        place, count = physics[0] + 0.1 * action, physics[1] + 1
+        return Transition((place, count), place, -(place**2).sum(), jnp.bool_(False), count >= 5, {})
+
+    return JaxEnv(
+        label="sliding",
+        num_envs=num_envs,
+        observation_space=box,
+        action_spec=ActionSpec(box),
+        observation_leaves=observation_leaves(box),
+        begin=first,
+        advance=move,
+    )
+
+
+def test_grad_through_environment_policy_and_episode_ends():
+    env = sliding(4)
+    policy = fc.jax_policy(lambda params, x: (params * x, jnp.exp(x * 0 - 2)), jnp.float32(-0.5), head=fc.heads.normal)
+
+    def loss(params):
+        batch = run(env, policy, params, KEY, 12)
+        return -batch["next"]["reward"].sum()
+
+    value, slope = jax.jit(jax.value_and_grad(loss))(policy.params)
+    eps = 1e-2
+    numeric = (jax.jit(loss)(policy.params + eps) - jax.jit(loss)(policy.params - eps)) / (2 * eps)
+    assert value > 0
+    assert float(slope) == pytest.approx(float(numeric), rel=2e-2)
+    assert abs(slope) > 0.1
+
+
+def test_parts_of_a_run_continue_where_lanes_say():
+    """Two halves one after another: the lanes of one run, with its ids."""
+    whole = run(PLAIN, POLICY, POLICY.params, KEY, 12)
+    halves = []
+    for first in (0, 3):
+        state = start(first_lane=first, total_lanes=6)
+        halves.append(fc.traced.rollout(PLAIN, POLICY, POLICY.params, state, 12)[1])
+    np.testing.assert_array_equal(halves[0]["start"], whole["start"])
+    assert not (halves[1]["start"][0] == whole["start"][0]).all(-1).any()
+    both = jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *halves)
+    ids = fc.deliver(both, PLAIN)["collector", "traj_ids"]
+    assert ids[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_words_hold_what_32_bits_do_not():
+    numbers = [0, 1, 3, 65_535, 65_536, 2**31, 2**32 - 1]
+    for one in numbers:
+        for other in numbers[1:]:
+            low, high = words.product(jnp.uint32(one), other)
+            assert int(high) << 32 | int(low) == one * other
+    assert words.number(words.add(words.from_number(2**32 - 1), 1)) == 2**32
+    assert words.number(words.from_number(2**40 + 7)) == 2**40 + 7
+
+
+def changed(**how):
+    """The counting environment with some of what `advance` returns changed."""
+
+    def move(key, physics, action):
+        moved = advance(key, physics, action)
+        return moved._replace(**{name: change(getattr(moved, name)) for name, change in how.items()})
+
+    return counting(3, advance=move)
+
+
+WRONG = {
+    "physics of another dtype": (
+        lambda: changed(physics=lambda physics: (physics[0], physics[1] * 1.0)),
+        r"\[1\] is int32 \[\] first, then float32 \[\].*cast or pad",
+    ),
+    "physics of another structure": (
+        lambda: changed(physics=lambda physics: (*physics, jnp.zeros(2))),
+        r"\[2\] is not there first, then float32 \[2\]",
+    ),
+    "an observation of another shape": (
+        lambda: changed(observation=lambda seen: seen | {"start": seen["start"][:1]}),
+        r"observation 'start' that advance of .* is int32 \[1\], expected int32 \[2\]",
+    ),
+    "an observation of another kind": (
+        lambda: changed(observation=lambda seen: seen | {"count": seen["count"] / 2}),
+        r"observation 'count' .* is float32 \[\], expected int64 \[\]",
+    ),
+    "an observation without a key": (
+        lambda: changed(observation=lambda seen: {"start": seen["start"]}),
+        r"lacks the structure of its space .*'count'",
+    ),
+    "a flag that is a float": (
+        lambda: changed(terminated=lambda flag: flag * 1.0),
+        r"terminated that advance of .* is float32 \[\], expected bool \[\]",
+    ),
+    "a reward with a dimension too many": (
+        lambda: changed(reward=lambda reward: jnp.ones((2, 2))),
+        r"reward .* is float32 \[2, 2\], expected a number \[\] or \[players\]",
+    ),
+    "no transition": (
+        lambda: counting(3, advance=lambda key, physics, action: (physics, 0.0)),
+        "returned tuple, expected a Transition",
+    ),
+    "a start of another shape": (
+        lambda: counting(3, begin=lambda key: (begin(key)[0], jnp.zeros(3))),
+        "begin of .* lacks the structure",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_an_environment_that_disagrees_with_itself_is_named_at_init(what):
+    make, says = WRONG[what]
+    with pytest.raises(EnvError, match=says):
+        jax.jit(lambda key: start(make(), POLICY, key))(KEY)
+    with pytest.raises(EnvError, match=says):
+        fc.init(make(), POLICY, seed=0)
+
+
+TORCH = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda: start(fc.make_env("CartPole-v1")), TypeError, "expected a JAX environment"),
+        (lambda: start(key=3), TypeError, "key is 3, expected uint32"),
+        (lambda: start(key=jnp.zeros(4, jnp.uint32)), TypeError, r"uint32 \[4\], expected"),
+        (lambda: fc.traced.rollout(PLAIN, POLICY, start(), 0, 5), TypeError, "state is int"),
+        (lambda: fc.traced.rollout(PLAIN, POLICY, None, start(), 5), TypeError, "params is None"),
+        (lambda: fc.traced.rollout(PLAIN, POLICY, 1, start(), 0), ValueError, "length is 0"),
+        (lambda: fc.traced.step(PLAIN, POLICY, 1, start(), exploration_type="x"), TypeError, "exploration_type"),
+        (lambda: fc.traced.step(PLAIN, TORCH, None, start()), TypeError, "a torch policy, expected one that JAX can"),
+        (lambda: fc.traced.step(PLAIN, None, None, start()), TypeError, "NoneType is no policy"),
+        (lambda: fc.traced.step(PLAIN, POLICY, 1, several()), ValueError, r"the state is of \[2\] runs, expected one"),
+        (
+            lambda: fc.traced.reset(PLAIN, start(), [True, False]),
+            ValueError,
+            r"mask is bool \[2\], expected bool \[3\]",
+        ),
+        (lambda: fc.traced.reset(PLAIN, start(), jnp.ones(3, jnp.int32)), ValueError, r"mask is int32 \[3\], expected"),
+        (lambda: fc.rollout(PLAIN, POLICY, several(), 5), ValueError, r"the state is of \[2\] runs, expected one"),
+        (
+            lambda: fc.traced.step(PLAIN, fc.jax_policy(lambda p, x: x["start"], 1), 1, start()),
+            PolicyError,
+            r"shape \(3, 2\)",
+        ),
+    ],
+)
+def test_misuse_is_named(call, error, says):
+    with pytest.raises(error, match=says):
+        call()
+
+
+def test_a_typed_key_gives_what_its_words_give():
+    typed = start(key=jax.random.wrap_key_data(KEY))
+    jax.tree.map(np.testing.assert_array_equal, typed, start())

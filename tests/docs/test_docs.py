@@ -1,0 +1,91 @@
+"""Every Python block of the documents runs: those of the root each by itself, a page of docs/ as one program."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.running import FORKS_OF_RAY, ROOT
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+NEEDS = {"from_purejaxrl": "gymnax>=1", "from_sb3": "torchrl", "from_torchrl": "torchrl"}
+PROGRAMS = [page for page in PAGES if page.name != "README.md"]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
+A_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page):
+    """The code of every block, compiled so that a traceback names the page and its line."""
+    text = page.read_text()
+    return [
+        compile("\n" * text.count("\n", 0, match.start(1)) + match[1], str(page), "exec")
+        for match in A_BLOCK.finditer(text)
+    ]
+
+
+BLOCKS = [
+    pytest.param(block, id=f"{page.name}-{number}")
+    for page in sorted(ROOT.glob("*.md"))
+    for number, block in enumerate(blocks(page))
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_runs(block, capsys):
+    exec(block, {"__name__": "__main__"})
+
+
+@FORKS_OF_RAY
+@pytest.mark.filterwarnings(  # what TorchRL 0.14 says of its own classes, and of its next version
+    "ignore:Creating .* which inherits from WeightUpdaterBase:DeprecationWarning",
+    "ignore:The env passed to Collector is missing transforms:FutureWarning",
+)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=page.stem, marks=pytest.mark.needs(*NEEDS.get(page.stem, "").split())) for page in PROGRAMS],
+)
+def test_a_page_runs_from_top_to_bottom(page, capsys):
+    namespace = {"__name__": "__main__"}
+    for block in blocks(page):
+        exec(block, namespace)
+
+
+def test_every_page_is_a_program_and_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert len(PROGRAMS) >= 3
+    for page in PROGRAMS:
+        assert len(blocks(page)) >= 3, page.name
+        assert f"({page.name})" in index
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_there_are_blocks_and_no_gaps():
+    assert len(BLOCKS) >= 3
+    assert not [page.name for page in DOCUMENTS if re.search(r"@[A-Z]+@", page.read_text())]
+
+
+def test_the_top_level_names_agree():
+    """The names stand three times: for type checkers, for their homes, and for ``import *``."""
+    import ast
+
+    import funcollect as fc
+
+    tree = ast.parse(Path(fc.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    typed = {alias.asname or alias.name for node in block.body for alias in node.names}
+    assert typed == set(fc.__all__) == {*fc._HOME_OF, *fc._MODULES}
+    assert fc.__dir__() == sorted([*fc.__all__, "__version__"])
+
+
+def test_documents_name_only_what_there_is():
+    """Every ``fc.name`` of the documents stands at the top level."""
+    import funcollect as fc
+
+    named = {name for page in DOCUMENTS for name in re.findall(r"\bfc\.([a-z_]+)", page.read_text(), re.IGNORECASE)}
+    assert named
+    assert all(hasattr(fc, name) for name in named), sorted(name for name in named if not hasattr(fc, name))

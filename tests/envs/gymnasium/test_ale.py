@@ -1,0 +1,259 @@
+"""Atari games against a plain loop over Gymnasium's wrappers, and forks of them that go on to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ale_py
+import gymnasium
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, TimeLimit
+from PIL import Image
+
+import funcollect as fc
+from funcollect.envs.gymnasium_envs import atari_lanes
+from tests.support.compare import assert_same, collect
+from tests.support.misuse import Misuse, refused, refused_then_mended, runs, table
+from tests.support.plain import check_lane, plain_loop
+from tests.support.running import scaled
+
+gymnasium.register_envs(ale_py)
+LIMIT = 25
+
+
+def build(game: str = "Pong", limit: int = LIMIT, lives: bool = False, sticky: float = 0.25) -> Any:
+    """What `from_ale` makes, put together by hand."""
+    game_env = gymnasium.make(f"ALE/{game}-v5", frameskip=1, repeat_action_probability=sticky, disable_env_checker=True)
+    return TimeLimit(FrameStackObservation(AtariPreprocessing(game_env, terminal_on_life_loss=lives), 4), limit)
+
+
+def ale(game: str = "Pong", num_envs: int | None = 2, **kwargs: Any) -> Any:
+    return fc.make_env(f"ale/{game}", num_envs=num_envs, **{"max_episode_steps": LIMIT, **kwargs})
+
+
+def fire(observation: torch.Tensor) -> torch.Tensor:
+    """Starts Breakout's ball, and loses it: lives end."""
+    return torch.ones(len(observation), dtype=torch.int64)
+
+
+@pytest.mark.parametrize("seed", range(scaled(1)))
+@pytest.mark.parametrize("num_envs", [None, 2])
+def test_pong_equals_the_plain_loop(num_envs: int | None, seed: int) -> None:
+    keys = ["lives", "episode_frame_number"]
+    env = ale(num_envs=num_envs, info_keys=keys)
+    batch = collect(env, fc.random_policy(env), 40, 20, seed=seed)
+    assert batch["next", "truncated"].any()
+    for lane, rows in enumerate([batch] if num_envs is None else batch):
+        wanted = plain_loop(
+            build(),
+            seed=seed,
+            actions=rows["action"].tolist(),
+            lane=lane,
+            lanes=num_envs or 1,
+            info_keys=keys,
+            reseed=False,
+        )
+        check_lane(rows, wanted, set())
+
+
+def test_lost_lives_end_episodes() -> None:
+    env = ale("Breakout", terminal_on_life_loss=True, max_episode_steps=200, repeat_action_probability=0.0)
+    batch = collect(env, fc.torch_policy(fire), 130, seed=0)
+    assert batch["next", "terminated"].sum() > 2
+    for lane, rows in enumerate(batch):
+        one = build("Breakout", 200, lives=True, sticky=0.0)
+        wanted = plain_loop(one, seed=0, actions=rows["action"].tolist(), lane=lane, lanes=2, reseed=False)
+        check_lane(rows, wanted, set())
+
+
+def test_how_a_run_is_cut_does_not_show() -> None:
+    env = ale()
+    policy = fc.random_policy(env)
+    assert_same(collect(env, policy, 1, 30, 7, 22, seed=4), collect(env, policy, 60, seed=4))
+
+
+@pytest.mark.parametrize(("kwargs", "shape"), [({"stack": 1, "grayscale": False, "screen_size": 42}, (1, 42, 42, 3))])
+def test_screens_of_other_kinds(kwargs: Any, shape: tuple[int, ...]) -> None:
+    env = ale(num_envs=None, noop_max=0, frame_skip=2, **kwargs)
+    assert collect(env, fc.random_policy(env), 3, seed=0)["observation"].shape == (3, *shape)
+
+
+@pytest.mark.parametrize("grayscale", [True, False])
+def test_a_game_is_filmed_in_colour(grayscale: bool, tmp_path: Path) -> None:
+    env = ale(num_envs=None, max_episode_steps=4, grayscale=grayscale, render_mode="rgb_array")
+    stats = fc.record(env, fc.random_policy(env), tmp_path / "film.gif", seed=3)
+    assert stats.lengths.tolist() == [4]
+    with Image.open(tmp_path / "film.gif") as film:
+        assert (film.n_frames, film.size) == (4 + 1, (160, 210))
+        assert any(len(set(colour)) > 1 for _, colour in film.convert("RGB").getcolors())
+
+
+def walk(env: Any, lengths: list[int], seed: int = 3) -> Any:
+    """A run with a fork after every part, the parts, and the forks."""
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=seed)
+    parts, forks = [], [fc.fork(env, state)]
+    for length in lengths:
+        state, part = fc.rollout(env, policy, state, length)
+        parts.append(part)
+        forks.append(fc.fork(env, state))
+    return policy, state, parts, forks
+
+
+@pytest.mark.parametrize("sticky", [0.0, 0.25, 0.75])
+def test_a_fork_goes_on_as_its_source_does(monkeypatch: pytest.MonkeyPatch, sticky: float) -> None:
+    """For 500 steps and through the ends of episodes, whether it starts from a copy of the game or from the seed."""
+    monkeypatch.setattr(atari_lanes, "_APART", 60)
+    env = ale(num_envs=1, max_episode_steps=90, repeat_action_probability=sticky)
+    policy, state, parts, forks = walk(env, [1, 49, 70, 64, 33])
+    parts.append(fc.rollout(env, policy, state, 300)[1])
+    assert torch.cat(parts, -1)["next", "done"].sum() >= 5
+    for first in (0, 2, 5):
+        own, rest = fc.fork(env, forks[first]), torch.cat([part.clone() for part in parts[first:]], -1)
+        assert_same(fc.rollout(env, policy, own, rest.shape[-1])[1], rest)
+
+
+def test_a_fork_knows_the_action_that_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine frames of ten repeat it, and no copy of a game holds it: a fork from the last copy would go another way."""
+    monkeypatch.setattr(atari_lanes, "_APART", 12)
+    env = ale(num_envs=4, max_episode_steps=200, repeat_action_probability=0.9)
+    policy, state, parts, forks = walk(env, [25, 12, 12])  # one step after a copy
+    parts.append(fc.rollout(env, policy, state, 4)[1])
+    for taken, fork in enumerate(forks[1:], 1):
+        assert_same(fc.rollout(env, policy, fork, 4)[1], torch.cat(parts[taken:], -1)[:, :4])
+
+
+def test_a_fork_of_a_fork_and_of_lanes_that_were_reset() -> None:
+    env = ale("Breakout", max_episode_steps=30)
+    policy, state, _, _ = walk(env, [12])
+    state = fc.reset(env, state, torch.tensor([False, True]))
+    child = fc.fork(env, fc.fork(env, state))
+    assert_same(fc.rollout(env, policy, child, 50)[1], fc.rollout(env, policy, state, 50)[1])
+
+
+def test_a_fork_of_lanes_that_stay_finished() -> None:
+    env = ale(max_episode_steps=10)
+    with fc.SyncDataCollector(env, frames_per_batch=30, reset_when_done=False, seed=1) as collector:
+        next(collector)
+        state = collector.state
+        assert state.truncated.all()
+        collector.state, other = fc.fork(env, state), state
+        one = next(collector)
+        collector.state = other
+        assert_same(next(collector), one)
+
+
+class Holding(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Holds something that cannot be copied."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.steps = (step for step in range(9))
+
+
+def test_a_wrapper_that_cannot_be_copied_is_named_by_the_fork_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atari_lanes, "_APART", 10)
+    env = fc.make_env(lambda: Holding(build()))
+    policy = fc.random_policy(env)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 30)
+    with refused(
+        fc.ReplayError, ("Holding", "cannot pickle 'generator'", "leave out the wrapper", "as good as before")
+    ):
+        fc.fork(env, state)
+    fc.rollout(env, policy, state, 3)
+
+
+@pytest.mark.parametrize("source", ["id", "factory", "instance", "list"])
+def test_a_game_is_known_under_any_wrappers(source: str) -> None:
+    given: dict[str, Any] = {
+        "id": "ALE/Pong-v5",
+        "factory": build,
+        "instance": build(),
+        "list": [build, lambda: gymnasium.wrappers.TransformReward(build(), lambda reward: reward)],
+    }
+    env = fc.make_env(given[source])
+    assert (env.seeding, env.forking) == ("lane", "snapshot")
+    plan = fc.explain(env, fc.random_policy(env))
+    assert plan.seeding.startswith("lane: each lane is seeded once")
+    assert "repeats the steps since" in plan.forking
+
+
+def test_each_key_seeds_the_lanes_again() -> None:
+    env = ale()
+    with fc.SyncDataCollector(env, frames_per_batch=80, seed=5) as collector:
+        collector.set_seed(6)
+        first = next(collector)
+        saved, resumed = collector.state_dict(), []
+        for _ in range(2):
+            collector.load_state_dict(saved)
+            resumed.append(next(collector))
+        assert_same(resumed[0], resumed[1])
+        assert not torch.equal(resumed[0]["observation"], first["observation"])
+    with fc.SyncDataCollector(env, frames_per_batch=80, seed=6) as collector:
+        assert_same(next(collector), first)
+
+
+class NoGame(gymnasium.Env[Any, Any]):
+    observation_space = spaces.Box(0, 255, (4, 84, 84), dtype="uint8")
+    action_space = spaces.Discrete(6)
+
+
+def good() -> Any:
+    return ale()
+
+
+@table(
+    Misuse("an unknown game", lambda: fc.make_env("ale/Pung"), ValueError, ("no Atari game 'Pung'", "write"), good),
+    *[
+        Misuse(
+            f"{name}={value}", lambda n=name, v=value: ale(**{n: v}), error, (f"{name} is {value!r}", "expected"), good
+        )
+        for name, value, error in [
+            ("num_envs", 0, ValueError),
+            ("frame_skip", 0, ValueError),
+            ("stack", 0, ValueError),
+            ("stack", 1.5, TypeError),
+            ("noop_max", 1.5, TypeError),
+            ("screen_size", 0, ValueError),
+            ("max_episode_steps", 0, ValueError),
+            ("repeat_action_probability", 1.5, ValueError),
+        ]
+    ],
+    Misuse(
+        "a negative noop_max",
+        lambda: ale(noop_max=-1),
+        ValueError,
+        ("noop_max is -1", "expected at least 0", "noop_max=0"),
+        lambda: ale(noop_max=0),
+    ),
+    *[
+        Misuse(
+            f"{name}={value}", lambda n=name, v=value: ale(**{n: v}), ValueError, (f"{name} cannot be given", why), good
+        )
+        for name, value, why in [
+            ("frameskip", 2, "its name here is frame_skip"),
+            ("obs_type", "ram", "grayscale=False"),
+            ("sound_obs", True, "observations are screens"),
+            ("continuous", True, "actions are discrete"),
+        ]
+    ],
+    Misuse(
+        "an argument that a game lacks",
+        lambda: ale(gravity=3),
+        TypeError,
+        ("cannot make 'ALE/Pong-v5'", "'gravity'", "leave out"),
+        lambda: ale(full_action_space=True),
+    ),
+    Misuse(
+        "a game beside another environment",
+        lambda: runs(fc.make_env([build, NoGame])),
+        ValueError,
+        ("lane 1 is", "lane 0 is", "in a batch of their own"),
+        good,
+    ),
+)
+def test_a_game_given_wrongly(misuse: Misuse) -> None:
+    refused_then_mended(misuse)

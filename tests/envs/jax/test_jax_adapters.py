@@ -1,0 +1,252 @@
+"""What the adapters of JAX suites take and refuse, their spaces, and their options."""
+
+import sys
+
+import brax.envs
+import gymnax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from brax.envs.wrappers.training import AutoResetWrapper, EpisodeWrapper
+from gymnasium import spaces
+from gymnasium.envs.phys2d.cartpole import CartPoleFunctional, CartPoleParams
+
+import funcollect as fc
+from funcollect import envs
+from funcollect.errors import EnvError
+from funcollect.specs import disassemble
+from tests.support.compare import assert_same
+from tests.support.jax_suites import advance, begin, functions_suite
+
+IDS = {
+    "gymnax": ("gymnax/CartPole-v1", "gymnax/cartpol-v1", "'CartPole-v1'"),
+    "brax": ("brax/fast", "brax/Fasts", "'fast'"),
+    "jumanji": ("jumanji/PacMan-v1", "jumanji/Pacman-v0", "'PacMan-v1'"),
+    "pgx": ("pgx/2048", "pgx/go9x9", "'go_9x9'"),
+    "navix": ("navix/Navix-DoorKey-5x5-v0", "navix/Navix-Doorkey-5x5", "'Navix-DoorKey-5x5-v0'"),
+    "mujoco_playground": ("playground/PendulumSwingup", "playground/PendulumSwingUps", "'PendulumSwingup'"),
+}
+
+
+@pytest.mark.parametrize("suite", IDS)
+def test_ids(suite, monkeypatch):
+    known, unknown, near = IDS[suite]
+    env = fc.make_env(known, num_envs=3)
+    assert (repr(env), env.backend, env.seeding) == (f"JaxEnv({known!r}, num_envs=3)", "jax", "episode")
+    with pytest.raises(ValueError, match=f"has no environment .*did you mean .*{near}"):
+        fc.make_env(unknown)
+    for name in [name for name in sys.modules if name == suite or name.startswith(f"{suite}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, suite, None)
+    with pytest.raises(ImportError, match=rf"{suite} is not installed: pip install funcollect\[jax-envs\]"):
+        fc.make_env(known)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("gymnax/CartPole-v1", {"parallel": True}, "'parallel': leave it out; funcollect.envs.from_gymnax says"),
+        ("pgx/tic_tac_toe", {"info_keys": "a"}, "'info_keys': leave it out; funcollect.envs.from_pgx says"),
+    ],
+)
+def test_options_that_a_suite_lacks_are_named(name, options, says):
+    with pytest.raises(TypeError, match=f"'{name}': .* unexpected keyword argument {says}"):
+        fc.make_env(name, **options)
+
+
+def test_a_suites_own_instance_is_pointed_to_its_adapter():
+    with pytest.raises(TypeError, match="to its adapter, such as"):
+        fc.make_env(gymnax.make("CartPole-v1")[0])
+
+
+def delivered(env):
+    """What begin and advance give, without running them: arrays by shape and dtype."""
+    action = jnp.zeros(env.action_spec.shape, jax.dtypes.canonicalize_dtype(env.action_space.dtype))
+
+    def both(key):
+        physics, observation = env.begin(key)
+        return observation, env.advance(key, physics, action)
+
+    return jax.eval_shape(both, jnp.zeros(2, jnp.uint32))
+
+
+@pytest.mark.parametrize(
+    ("name", "rewards"),
+    [
+        ("gymnax/Pendulum-v1", ()),
+        ("gymnax/MetaMaze-misc", ()),
+        ("gymnax/Breakout-MinAtar", ()),
+        ("gymnax/Catch-bsuite", ()),  # its own space says int32
+        ("jumanji/PacMan-v1", ()),  # named tuples within one
+        ("jumanji/Connector-v3", (10,)),
+        ("jumanji/MultiCVRP-v0", ()),
+        ("pgx/go_9x9", (2,)),
+        ("pgx/2048", ()),
+        ("navix/Navix-DoorKey-5x5-v0", ()),
+        ("brax/fast", ()),
+    ],
+)
+def test_spaces_are_what_is_delivered(name, rewards):
+    env = fc.make_env(name)
+    observation, moved = delivered(env)
+    for given in (observation, moved.observation):
+        parts = disassemble(env.observation_space, given)
+        got = [(part.shape, part.dtype) for part in parts]
+        assert got == [(leaf.shape, leaf.dtype) for leaf in env.observation_leaves]
+    assert moved.reward == jax.ShapeDtypeStruct(rewards, jnp.float32)
+    assert moved.terminated == moved.truncated == jax.ShapeDtypeStruct((), bool)
+
+
+def test_nested_observations_keep_their_names():
+    env = fc.make_env("jumanji/PacMan-v1")
+    assert isinstance(env.observation_space["player_locations"], spaces.Dict)
+    assert ("player_locations", "x") in {leaf.path for leaf in env.observation_leaves}
+
+
+def test_bounds_come_from_the_suite():
+    assert fc.make_env("gymnax/Pendulum-v1").action_space == spaces.Box(-2.0, 2.0, (1,))
+    cities = fc.make_env("jumanji/MultiCVRP-v0").action_space
+    assert (cities.low.min(), cities.high.max(), cities.dtype) == (0, 21, np.int16)
+    mask = fc.make_env("pgx/tic_tac_toe").observation_space
+    assert (mask["action_mask"].dtype, mask["current_player"]) == (bool, spaces.Discrete(2, dtype=np.int32))
+
+
+def rollout(env, length=64, seed=0):
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=seed)
+    return fc.rollout(env, policy, state, length)
+
+
+def test_a_mask_is_honoured():
+    _, batch = rollout(fc.make_env("pgx/tic_tac_toe", num_envs=2))
+    assert batch["action_mask"].dtype == torch.bool
+    assert batch["action_mask"].gather(-1, batch["action"].unsqueeze(-1)).all()
+    assert not batch["action_mask"].all()
+
+
+@pytest.mark.parametrize("reset", ["fresh", "cached"])
+def test_cached_resets_begin_each_episode_alike(reset):
+    suite = functions_suite(reset=reset)
+    _, batch = rollout(suite.env)
+    starts = batch["observation", "0"][batch["collector", "step"] == 0]
+    lanes = batch["collector", "lane"][batch["collector", "step"] == 0]
+    for lane in lanes.unique():
+        own = starts[lanes == lane]
+        assert len(own) >= 3
+        assert len(own.unique(dim=0)) == (1 if reset == "cached" else len(own))
+
+
+def test_one_hot_actions_are_the_same_actions():
+    _, plain = rollout(functions_suite(num_envs=None).env)
+    _, hot = rollout(functions_suite(num_envs=None, one_hot=True).env)
+    assert hot["action"].shape == (64, 3)
+    assert (hot["action"].argmax(-1) - 1 == plain["action"]).all()
+    assert set(plain["action"].tolist()) == {-1, 0, 1}
+    assert_same(plain["next"], hot["next"])
+
+
+def infos(env):
+    return [path for path in rollout(env)[1].keys(include_nested=True) if "info" in path]
+
+
+def test_info_is_recorded_by_name():
+    _, batch = rollout(functions_suite().env)
+    assert (batch["next", "info", "far"] == -batch["next", "reward"][..., 0]).all()
+    assert not infos(functions_suite(info_keys=()).env)
+    with pytest.raises(ValueError, match=r"gymnax/CartPole-v1 has no info \['discounts'\], expected .*'discount'"):
+        rollout(fc.make_env("gymnax/CartPole-v1", info_keys=["discounts"]))
+
+
+def test_functional_takes_params():
+    env = envs.from_functional(CartPoleFunctional(), CartPoleParams(force_mag=100.0))
+    _, strong = rollout(env, 1)
+    _, usual = rollout(envs.from_functional(CartPoleFunctional()), 1)
+    assert strong["next", "observation"][0, 1].abs() > 5 * usual["next", "observation"][0, 1].abs()
+
+
+def test_with_64_bits_an_observation_may_be_wider_than_its_space():
+    def step(key, place, action):
+        return place + 0.1, place + 0.1, place[0], place[0] > 9, False
+
+    with jax.enable_x64(True):
+        env = envs.from_functions(
+            lambda key: (jnp.zeros(2), jnp.zeros(2)),
+            step,
+            observation_space=spaces.Box(-np.inf, np.inf, (2,)),
+            action_space=spaces.Discrete(2),
+            num_envs=2,
+        )
+        policy = fc.random_policy(env)
+        state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+    assert state.env_state.physics.dtype == np.float64
+    assert batch["observation"].dtype == batch["next", "reward"].dtype == torch.float32
+    assert batch["action"].dtype == batch["collector", "traj_ids"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("wrap", [AutoResetWrapper, lambda env: EpisodeWrapper(env, 10, 1)])
+def test_training_wrappers_are_refused(wrap):
+    wrapped = wrap(brax.envs.get_environment("fast"))
+    with pytest.raises(ValueError, match=r"is wrapped in (AutoReset|Episode)Wrapper, .*pass env\.unwrapped"):
+        envs.from_brax(wrapped)
+
+
+@pytest.mark.parametrize("adapter", ["gymnax", "brax", "jumanji", "pgx", "navix", "playground", "functional"])
+def test_what_is_no_environment_is_refused(adapter):
+    adapt = getattr(envs, f"from_{adapter}")
+    with pytest.raises(TypeError, match="env is object, expected an environment of"):
+        adapt(object())
+    with pytest.raises(TypeError, match="env is the class CartPole: make an instance, expected"):
+        adapt(gymnax.environments.classic_control.cartpole.CartPole)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_envs": 0}, "num_envs is 0, expected a positive int"),
+        ({"num_envs": True}, "num_envs is True, expected a positive int"),
+        ({"max_episode_steps": 0}, "max_episode_steps is 0, expected a positive int"),
+        ({"reset": "cache"}, "reset is 'cache', expected 'fresh' .* or 'cached'"),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        functions_suite(**options)
+
+
+def changed(**changes):
+    """`advance` with some of what it gives changed."""
+    names = ["physics", "observation", "reward", "terminated", "truncated"]
+
+    def other(key, physics, action):
+        given = dict(zip(names, advance(key, physics, action), strict=False))
+        return tuple((given | {name: change(given[name]) for name, change in changes.items()}).values())
+
+    return other
+
+
+@pytest.mark.parametrize(
+    ("start", "step", "message"),
+    [
+        (lambda key: begin(key)[0], advance, "begin gives dict, expected a pair"),
+        (begin, lambda *given: advance(*given)[:4], "advance gives 4 values, expected"),
+        (lambda key: (begin(key)[0], jnp.zeros(2)), advance, "observation that begin of .* lacks the structure"),
+        (begin, changed(observation=lambda o: (o[0][None], o[1])), r"'observation.0' that advance .* \[1, 2\]"),
+        (begin, changed(observation=lambda o: (o[0], o[1] + 0.5)), r"'observation.1' .* is float32 \[\], expected"),
+        (begin, changed(physics=lambda p: p | {"more": 1}), "'more'.* is not there first, then int"),
+        (begin, changed(physics=lambda p: p | {"age": p["age"] + 0.5}), r"int32 \[\] first, then float32 \[\]"),
+        (begin, changed(reward=lambda r: r[None, None]), r"reward .* is float32 \[1, 1\], expected a number"),
+        (begin, changed(truncated=lambda t: t[None]), r"truncated .* is bool \[1\], expected bool \[\]"),
+    ],
+)
+def test_functions_are_checked(start, step, message):
+    with pytest.raises((TypeError, EnvError), match=message) as caught:
+        envs.from_functions(
+            start,
+            step,
+            observation_space=spaces.Tuple([spaces.Box(-np.inf, np.inf, (2,)), spaces.Discrete(10)]),
+            action_space=spaces.Discrete(3, start=-1),
+            name="walk",
+        )
+    assert "walk" in str(caught.value)

@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import gymnasium
+import numpy as np
+import optree
+import pytest
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+import funcollect as fc
+from funcollect.envs import CartPole, Pendulum, TorchEnv
+from funcollect.envs.torch_envs.torch_env import TorchEnvState
+from funcollect.keys import key_from_seed
+from tests.support.compare import assert_same
+
+LANES = 6
+BOTH = [("CartPole-v1", CartPole), ("Pendulum-v1", Pendulum)]
+both = pytest.mark.parametrize(("name", "make"), BOTH, ids=[name for name, _ in BOTH])
+
+
+def start(env: TorchEnv, lanes: int = LANES, seed: int = 0, episode: int = 0) -> TorchEnvState:
+    return env.reset(key_from_seed(seed), torch.arange(lanes), torch.full((lanes,), episode))
+
+
+def peer(name: str, physics: Tensor) -> Any:
+    """Gymnasium's environment at the same point."""
+    env = gymnasium.make(name, disable_env_checker=True)
+    env.reset(seed=0)
+    env.unwrapped.state = physics.numpy().copy()
+    return env
+
+
+def to_gymnasium(action: Tensor) -> Any:
+    return int(action) if action.dtype == torch.int64 else action.numpy()
+
+
+def random_actions(env: TorchEnv, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    if isinstance(env, CartPole):
+        return torch.randint(2, (count, LANES), generator=generator)
+    return torch.randn(count, LANES, 1, generator=generator) * 2  # some beyond the bounds, where it is clipped
+
+
+def balance(physics: Tensor) -> Tensor:
+    """Keeps a pole up for hundreds of steps."""
+    return (physics[:, 2] + 0.3 * physics[:, 3] + 0.05 * physics[:, 1] > 0).long()
+
+
+@both
+def test_every_step_is_gymnasiums_step(name: str, make: Any) -> None:
+    """From the same float64 state and action: the same state, observation, reward and termination."""
+    env = make(LANES)
+    state, fallen = start(env), 0
+    for action in random_actions(env, 60):
+        peers = [peer(name, physics) for physics in state.physics]
+        answer = env.step(state, action)
+        for lane, other in enumerate(peers):
+            observation, reward, terminated, _, _ = other.step(to_gymnasium(action[lane]))
+            wanted = torch.from_numpy(np.asarray(other.unwrapped.state, np.float64))
+            torch.testing.assert_close(answer.state.physics[lane], wanted, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(answer.observation[lane], torch.from_numpy(observation), rtol=2e-7, atol=1e-9)
+            assert float(answer.reward[lane]) == pytest.approx(float(reward), rel=2e-7)
+            assert bool(answer.terminated[lane]) == terminated
+        fallen += int(answer.terminated.sum())
+        fresh = start(env, episode=fallen)
+        keep = ~answer.terminated[:, None]
+        state = answer.state._replace(physics=torch.where(keep, answer.state.physics, fresh.physics))
+    assert fallen > 3 or name == "Pendulum-v1"
+
+
+@both
+def test_a_free_run_stays_with_gymnasiums(name: str, make: Any) -> None:
+    env, actions = make(LANES), random_actions(make(LANES), 200)
+    state = start(env)
+    peers = [peer(name, physics) for physics in state.physics]
+    for t in range(200):
+        action = balance(state.physics) if name == "CartPole-v1" else actions[t]
+        answer = env.step(state, action)
+        for lane, other in enumerate(peers):
+            observation, reward, terminated, truncated, _ = other.step(to_gymnasium(action[lane]))
+            torch.testing.assert_close(answer.observation[lane], torch.from_numpy(observation), rtol=1e-6, atol=1e-6)
+            assert float(answer.reward[lane]) == pytest.approx(float(reward), rel=1e-6, abs=1e-6)
+            assert (bool(answer.terminated[lane]), bool(answer.truncated[lane])) == (terminated, truncated)
+            assert not terminated
+        state = answer.state
+    assert bool(answer.truncated.all()) == (name == "Pendulum-v1")
+
+
+def test_cart_poles_fall_at_the_same_step() -> None:
+    env = CartPole(LANES)
+    state, ended = start(env), torch.zeros(LANES, dtype=torch.long)
+    peers = [peer("CartPole-v1", physics) for physics in state.physics]
+    lengths = [sum(1 for _ in iter(lambda other=other: other.step(1)[2], True)) + 1 for other in peers]
+    for t in range(1, 30):
+        answer = env.step(state, torch.ones(LANES, dtype=torch.long))
+        state = answer.state
+        ended = torch.where((ended == 0) & answer.terminated, t, ended)
+    assert ended.tolist() == lengths
+    assert len(set(lengths)) > 1
+
+
+@pytest.mark.parametrize("bound", ["position", "angle"])
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_a_cart_pole_terminates_beyond_its_bounds_and_not_at_them(bound: str, sign: float) -> None:
+    column, limit = (0, CartPole.max_position) if bound == "position" else (2, CartPole.max_angle)
+    physics = torch.zeros(2, 4, dtype=torch.float64)
+    physics[0, column], physics[1, column] = sign * limit, sign * math.nextafter(limit, 9)
+    state = TorchEnvState(physics, torch.zeros(2, dtype=torch.int64))
+    assert CartPole(2).step(state, torch.zeros(2).long()).terminated.tolist() == [False, True]
+
+
+@both
+@pytest.mark.parametrize("limit", [None, 7])
+def test_time_limits_truncate(name: str, make: Any, limit: int | None) -> None:
+    env = make(3)
+    assert env.max_episode_steps == gymnasium.spec(name).max_episode_steps
+    env.max_episode_steps = limit
+    policy = fc.torch_policy(lambda x: balance(x) if name == "CartPole-v1" else x[:, :1] * 0)
+    batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 30)[1]
+    ends = [] if limit is None else [6, 13, 20, 27]
+    for lane in range(3):
+        assert batch["next", "truncated"][lane, :, 0].nonzero()[:, 0].tolist() == ends
+    assert not batch["next", "terminated"].any()
+
+
+@both
+def test_states_are_values_that_nothing_writes(name: str, make: Any) -> None:
+    env = make(LANES)
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=4)
+    before = optree.tree_map(torch.clone, (state.env_state, state.observation))
+    first = fc.rollout(env, policy, state, 50)[1]
+    assert optree.tree_all(optree.tree_map(torch.equal, before, (state.env_state, state.observation)))
+    assert_same(fc.rollout(env, policy, state, 50)[1], first)
+    assert_same(fc.rollout(env, policy, fc.fork(env, state), 50)[1], first)
+
+
+@both
+def test_resets_are_a_function_of_key_lane_and_episode(name: str, make: Any) -> None:
+    env, key = make(4), key_from_seed(7)
+    many = env.reset(key, torch.tensor([5, 0, 9, 5]), torch.tensor([2, 0, 1, 3])).physics
+    for row, lane, episode in zip(many, (5, 0, 9, 5), (2, 0, 1, 3), strict=True):
+        assert torch.equal(make().reset(key, torch.tensor([lane]), torch.tensor([episode])).physics[0], row)
+    assert len({tuple(row) for row in many.tolist()}) == 4
+    assert not torch.equal(env.reset(key_from_seed(8), torch.tensor([5]), torch.tensor([2])).physics[0], many[0])
+
+
+def test_starts_have_gymnasiums_distribution() -> None:
+    poles, pendulums = start(CartPole(), 4000).physics, start(Pendulum(), 4000).physics
+    for column, bound in [(poles[:, i], 0.05) for i in range(4)] + [(pendulums[:, 0], math.pi), (pendulums[:, 1], 1)]:
+        assert column.abs().max() < bound
+        assert column.abs().max() > 0.99 * bound
+        assert abs(column.mean()) < 4.5 * bound / math.sqrt(3 * 4000)
+
+
+@both
+def test_spaces_are_gymnasiums(name: str, make: Any) -> None:
+    other, env = gymnasium.make(name), make()
+    assert env.action_space == other.action_space
+    assert env.observation_space.shape == other.observation_space.shape
+    assert env.observation_space.dtype == other.observation_space.dtype
+    assert repr(make(3)) == f"{make.__name__}(num_envs=3)"
+
+
+class Grid(TorchEnv):
+    """A walk whose observation is a Dict: the place, and how often each side was chosen."""
+
+    observation_space = spaces.Dict(place=spaces.Box(-99, 99, (1,)), counts=spaces.Dict(left=spaces.Discrete(99)))
+    action_space = spaces.Discrete(2)
+    draws = 1
+    max_episode_steps = 5
+
+    def start(self, uniforms: Tensor) -> Any:
+        return {"place": (uniforms * 10).round(), "left": torch.zeros(len(uniforms), dtype=torch.long)}
+
+    def observe(self, physics: Any) -> Any:
+        return {"place": physics["place"].float(), "counts": {"left": physics["left"]}}
+
+    def advance(self, physics: Any, action: Tensor) -> tuple[Any, Tensor, Tensor]:
+        moved = {"place": physics["place"] + 2 * action[:, None] - 1, "left": physics["left"] + (1 - action)}
+        return moved, moved["place"][:, 0].float(), moved["left"] >= 4
+
+
+@pytest.mark.parametrize("num_envs", [None, 3])
+def test_a_subclass_with_a_dict_observation(num_envs: int | None) -> None:
+    env = Grid(num_envs)
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    _, batch = fc.rollout(env, policy, state, 40)
+    left, step = batch["next", "counts", "left"], batch["collector", "step"]
+    assert batch["counts", "left"][step == 0].eq(0).all()
+    assert torch.equal(left, batch["counts", "left"] + 1 - batch["action"])
+    assert torch.equal(batch["next", "place"], batch["place"] + 2.0 * batch["action"][..., None] - 1)
+    assert torch.equal(batch["next", "reward"], batch["next", "place"])
+    assert torch.equal(batch["next", "terminated"][..., 0], left >= 4)
+    assert torch.equal(batch["next", "truncated"][..., 0], step == 4)
+
+
+def broken(**methods: Any) -> type[TorchEnv]:
+    return type("Broken", (Grid,), methods)
+
+
+def advance(change: Any) -> Any:
+    return lambda self, physics, action: change(*Grid.advance(self, physics, action))
+
+
+BROKEN: dict[str, tuple[type[TorchEnv], str]] = {
+    "observation shape": (
+        broken(observe=lambda self, p: {"place": p["place"][:, 0].float(), "counts": {"left": p["left"]}}),
+        r"'place'.*\(3,\).*\(3, 1\)",
+    ),
+    "observation dtype": (
+        broken(observe=lambda self, p: {"place": p["place"], "counts": {"left": p["left"]}}),
+        r"'place'.*float64.*float32",
+    ),
+    "observation structure": (broken(observe=lambda self, p: {"place": p["place"].float()}), "counts"),
+    "reward shape": (broken(advance=advance(lambda p, r, t: (p, r[:, None], t))), r"reward.*\(3, 1\).*3"),
+    "reward for all": (broken(advance=advance(lambda p, r, t: (p, r.sum(), t))), r"reward.*\(\).*3"),
+    "flag dtype": (broken(advance=advance(lambda p, r, t: (p, r, t.float()))), r"terminated.*float32.*bool"),
+    "flag shape": (broken(advance=advance(lambda p, r, t: (p, r, t[:, None]))), r"terminated.*\(3, 1\).*3"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_subclass_that_breaks_its_contract_is_named(case: str) -> None:
+    make, message = BROKEN[case]
+    env = make(3)
+    with pytest.raises(fc.EnvError, match=message):
+        fc.rollout(env, fc.random_policy(env), fc.init(env, fc.random_policy(env), seed=0), 3)
+
+
+def test_a_subclass_without_its_parts_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"advance|abstract"):
+        type("Bare", (TorchEnv,), {"start": Grid.start, "observe": Grid.observe})(3)
+    for wrong in (0, -1, True, 2.0):
+        with pytest.raises(ValueError, match="expected a positive int"):
+            Grid(wrong)

@@ -1,0 +1,128 @@
+"""Every rule against Torch: its values, its gradients, and random compositions."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from funcollect.interop.lowering import lower_module
+from funcollect.interop.lowering.registry import rules
+from funcollect.interop.lowering.table import PAGE, page
+from tests.support.lowered_modules import POLICIES
+from tests.support.lowered_operators import FAMILIES, Expressions, inputs
+from tests.support.lowering_checks import assert_equal, assert_gradients_equal, jax_inputs
+from tests.support.running import scaled
+
+REACHED = {}
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request):
+    torch.manual_seed(0)
+    module = Expressions(FAMILIES[request.param]).eval()
+    lowered = lower_module(module, inputs(3))
+    REACHED[request.param] = operators(lowered)
+    return module, lowered
+
+
+def operators(lowered):
+    nodes = [node for program in lowered._programs for node in program.graph.nodes]
+    return {str(node.target) for node in nodes if node.op == "call_function"}
+
+
+def test_values(family):
+    module, lowered = family
+    given = inputs(5, seed=1)
+    with torch.no_grad():
+        wanted = module(given)
+    assert_equal(wanted, jax.jit(lowered.apply)(lowered.prepare(), *jax_inputs(given)), rtol=1e-4)
+
+
+def test_gradients(family):
+    module, lowered = family
+    assert_gradients_equal(module, lowered, inputs(3, seed=2), rtol=1e-3, atol=1e-4)
+
+
+def test_no_rule_is_out_of_reach():
+    """Those of recurrent modules are reached by the policies."""
+    for name in ("gru layers", "lstm layers", "gru cell", "lstm cell"):
+        make, example = POLICIES[name]
+        REACHED.setdefault(name, operators(lower_module(make().eval(), example(2))))
+    for kind in (nn.RNN, nn.RNNCell):
+        for nonlinearity in ("relu", "tanh"):
+            module = kind(5, 6, nonlinearity=nonlinearity).eval()
+            REACHED[kind, nonlinearity] = operators(lower_module(module, torch.zeros(2, 5)))
+    assert set(REACHED) >= set(FAMILIES), "run the whole file"
+    assert set(rules()) - set().union(*REACHED.values()) == set()
+
+
+ACTIVATIONS = [
+    nn.ReLU,
+    nn.Tanh,
+    nn.GELU,
+    nn.SiLU,
+    nn.ELU,
+    nn.Softplus,
+    nn.Mish,
+    nn.LeakyReLU,
+    nn.Hardswish,
+    nn.Identity,
+]
+VECTOR_LAYERS = [
+    lambda width, new: (nn.Linear(width, new), new),
+    lambda width, new: (nn.LayerNorm(width), width),
+    lambda width, new: (nn.BatchNorm1d(width), width),
+    lambda width, new: (nn.RMSNorm(width), width),
+    lambda width, new: (nn.Dropout(0.3), width),
+    lambda width, new: (nn.Softmax(-1), width),
+    lambda width, new: (nn.Sequential(nn.Unflatten(1, (1, width)), nn.AdaptiveAvgPool1d(new), nn.Flatten()), new),
+]
+IMAGE_LAYERS = [
+    lambda channels, new, kernel, stride: (nn.Conv2d(channels, new, kernel, stride, kernel // 2), new),
+    lambda channels, new, kernel, stride: (nn.ConvTranspose2d(channels, new, kernel, stride), new),
+    lambda channels, new, kernel, stride: (nn.MaxPool2d(kernel, stride, kernel // 2), channels),
+    lambda channels, new, kernel, stride: (nn.AvgPool2d(kernel, 1, kernel // 2), channels),
+    lambda channels, new, kernel, stride: (nn.GroupNorm(1, channels), channels),
+    lambda channels, new, kernel, stride: (nn.BatchNorm2d(channels), channels),
+    lambda channels, new, kernel, stride: (nn.Upsample(scale_factor=stride), channels),
+]
+
+
+@st.composite
+def networks(draw):
+    """Image layers, then vector layers, each followed by an activation; and a shape of one input."""
+    channels, layers = draw(st.integers(1, 4)), []
+    shape = (channels, draw(st.integers(5, 9)), draw(st.integers(5, 9)))
+    for make in draw(st.lists(st.sampled_from(IMAGE_LAYERS), max_size=3)):
+        layer, channels = make(channels, draw(st.integers(1, 5)), draw(st.integers(2, 3)), draw(st.integers(1, 2)))
+        layers += [layer, draw(st.sampled_from(ACTIVATIONS))()]
+    width = draw(st.integers(1, 3))
+    layers += [nn.AdaptiveAvgPool2d((width, 2)), nn.Flatten()]
+    width *= 2 * channels
+    for make in draw(st.lists(st.sampled_from(VECTOR_LAYERS), min_size=1, max_size=4)):
+        layer, width = make(width, draw(st.integers(1, 9)))
+        layers += [layer, draw(st.sampled_from(ACTIVATIONS))()]
+    return nn.Sequential(*layers), shape
+
+
+@settings(max_examples=scaled(6), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(networks(), st.integers(1, 5), st.integers(0, 2**32 - 1))
+def test_random_compositions(network, batch_size, seed):
+    module, shape = network
+    torch.manual_seed(seed)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    module.eval()
+    lowered = lower_module(module, torch.zeros(3, *shape))
+    x = torch.randn(batch_size, *shape)
+    assert_equal(module(x), lowered.apply(lowered.prepare(), x.numpy()), rtol=1e-4, atol=1e-4)
+    assert_gradients_equal(module, lowered, x, rtol=1e-2, atol=1e-3)
+
+
+def test_the_docs_list_what_is_covered():
+    """`python -m funcollect.interop.lowering.table` writes the page again."""
+    assert page(PAGE.read_text()) == PAGE.read_text()

@@ -1,0 +1,234 @@
+"""Collectors given wrong arguments, or used wrongly; no simulator stays behind where construction fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import funcollect as fc
+from funcollect.errors import ClosedError
+from tests.support.misuse import Misuse, Rigged, refused, table
+
+
+def network() -> Any:
+    return fc.torch_policy(nn.Linear(4, 2), head=fc.heads.categorical)
+
+
+def given(what: str, error: type[BaseException], *says: str, **how: Any) -> Misuse:
+    return Misuse(what, lambda: how, error, says)
+
+
+INT = "expected a positive int"
+
+
+@table(
+    given("frames 0", ValueError, "frames_per_batch is 0", "expected at least 1", "=128", frames_per_batch=0),
+    given("frames -5", ValueError, "frames_per_batch is -5", "expected at least 1", "=128", frames_per_batch=-5),
+    given("frames None", TypeError, "frames_per_batch is None", INT, "=128", frames_per_batch=None),
+    given("frames 1.5", TypeError, "frames_per_batch is 1.5", INT, "=128", frames_per_batch=1.5),
+    given("frames True", TypeError, "frames_per_batch is True", INT, "=128", frames_per_batch=True),
+    given("total 0", ValueError, "total_frames is 0", "expected at least 1", "-1 for an endless run", total_frames=0),
+    given("total -2", ValueError, "total_frames is -2", "expected at least 1", total_frames=-2),
+    given("total None", TypeError, "total_frames is None", INT, total_frames=None),
+    given("limit 0", ValueError, "max_frames_per_traj is 0", "or None", max_frames_per_traj=0),
+    given(
+        "limit '9'",
+        TypeError,
+        "max_frames_per_traj is '9'",
+        "expected an int",
+        "None for none",
+        max_frames_per_traj="9",
+    ),
+    given("random 0.5", TypeError, "init_random_frames is 0.5", "expected an int", "None", init_random_frames=0.5),
+    given("no function", TypeError, "postproc is 3", "expected a function from batch to batch", "pass", postproc=3),
+    given("a name", TypeError, "exploration_type is 'mode'", "expected a member", "pass", exploration_type="mode"),
+    given(
+        "a limit for lanes that stay finished",
+        ValueError,
+        "max_frames_per_traj cuts a trajectory",
+        "reset_when_done=False keeps it",
+        "give one of them",
+        max_frames_per_traj=5,
+        reset_when_done=False,
+    ),
+    given("seed -1", ValueError, "seed is -1", "expected 0 <= seed", "take it modulo", seed=-1),
+    given("seed 0.5", TypeError, "seed is float", "expected an int or None", "seed=0", seed=0.5),
+    *[
+        given(
+            f"{name} {place}",
+            ValueError,
+            f"{name} is '{place}'",
+            "that Torch has here",
+            "such as 'cpu'",
+            **{name: place},
+        )
+        for name in ("device", "storing_device", "env_device", "policy_device")
+        for place in ("nonsense", "cuda:77")
+    ],
+    given("env_device meta", ValueError, "env_device is meta", "runs on cpu", "build the env", env_device="meta"),
+    given(
+        "a policy and its factory",
+        ValueError,
+        "policy and policy_factory are both given",
+        "expected one",
+        "leave the other out",
+        policy=network(),
+        policy_factory=network,
+    ),
+    given(
+        "a policy as its factory",
+        TypeError,
+        "policy_factory is Linear",
+        "expected a function that returns a policy",
+        "pass the policy as policy",
+        policy_factory=nn.Linear(4, 2),
+    ),
+    given(
+        "a factory that returns nothing",
+        TypeError,
+        "policy_factory returned None",
+        "expected a policy",
+        "return it",
+        policy_factory=lambda: None,
+    ),
+    given(
+        "num_envs 0",
+        ValueError,
+        "num_envs is 0",
+        "expected a positive int",
+        "or None",
+        create_env_kwargs={"num_envs": 0},
+    ),
+)
+def test_keywords_that_do_not_do(misuse: Misuse) -> None:
+    with refused(misuse.error, misuse.says):
+        fc.SyncDataCollector("CartPole-v1", **({"frames_per_batch": 4} | misuse.do()))
+    with fc.SyncDataCollector("CartPole-v1", network(), frames_per_batch=4) as collector:
+        next(collector)
+
+
+def test_bad_keywords_are_refused_before_an_environment_is_made() -> None:
+    made: list[Any] = []
+    for how in ({"frames_per_batch": 0}, {"frames_per_batch": 4, "exploration_type": "mode"}):
+        with pytest.raises((TypeError, ValueError)):
+            fc.SyncDataCollector(lambda: made.append(Rigged()), **how)  # type: ignore[arg-type]
+    assert made == []
+
+
+def test_a_policy_that_does_not_suit_leaves_the_instance_to_the_next_collector() -> None:
+    instance = Rigged()
+    with pytest.raises(ValueError, match="the head normal needs"):
+        fc.SyncDataCollector(instance, fc.torch_policy(nn.Linear(2, 2), head=fc.heads.normal), frames_per_batch=4)
+    assert instance.closed == 0
+    with fc.SyncDataCollector(instance, frames_per_batch=4) as collector:
+        next(collector)
+    assert instance.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("returns", "says"),
+    [
+        (lambda batch: None, ("postproc returned NoneType", "expected a TensorDict", "return the batch")),
+        (lambda batch: batch["action"], ("postproc returned Tensor", "expected a TensorDict", "return the batch")),
+    ],
+)
+def test_a_postproc_that_returns_no_batch(returns: Any, says: tuple[str, ...]) -> None:
+    wrong = [True]
+    with fc.SyncDataCollector(
+        "CartPole-v1", frames_per_batch=4, postproc=lambda batch: returns(batch) if wrong else batch
+    ) as collector:
+        with refused(TypeError, says):
+            next(collector)
+        wrong.clear()
+        assert next(collector)["collector", "step"].tolist() == [4, 5, 6, 7]
+
+
+def test_a_collector_that_was_shut_down() -> None:
+    collector = fc.SyncDataCollector("CartPole-v1", network(), frames_per_batch=4, total_frames=8)
+    saved = collector.state_dict()
+    next(collector)
+    collector.shutdown()
+    collector.shutdown()
+    for use in (
+        lambda: next(collector),
+        collector.rollout,
+        collector.reset,
+        collector.update_policy_weights_,
+        lambda: collector.set_seed(1),
+        lambda: collector.load_state_dict(saved),
+    ):
+        with refused(ClosedError, ("SyncDataCollector(HostEnv('CartPole-v1')", "shut down", "build another")):
+            use()
+    assert collector.stats()["frames"] == 4
+
+
+def test_a_state_closed_behind_the_collectors_back() -> None:
+    collector = fc.SyncDataCollector("CartPole-v1", frames_per_batch=4)
+    fc.close(collector.state)
+    with refused(ClosedError, ("HostEnv('CartPole-v1') were closed", "make a new state")):
+        next(collector)
+    collector.shutdown()
+
+
+def test_a_mask_that_does_not_fit_costs_nothing() -> None:
+    with fc.SyncDataCollector("CartPole-v1", frames_per_batch=4, create_env_kwargs={"num_envs": 2}) as collector:
+        next(collector)
+        with refused(ValueError, ("mask is torch.bool (3,)", "expected bool (2,)", "one flag per lane")):
+            collector.reset(torch.ones(3, dtype=torch.bool))
+        assert next(collector)["collector", "step"].tolist() == [[2, 3]] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            lambda saved: {},
+            ("the state_dict lacks ['policy_state_dict', 'own_weights'", "expected", "pass what state_dict gave"),
+        ),
+        (lambda saved: saved | {"episode": torch.zeros(3)}, ("has 3 lanes", "this one 1", "the same number of env")),
+        (
+            lambda saved: saved | {"policy_state_dict": {"scale": 1}},
+            ("params holds ['scale']", "expected", "drop them"),
+        ),
+    ],
+)
+def test_a_state_dict_that_does_not_fit(change: Any, says: tuple[str, ...]) -> None:
+    with fc.SyncDataCollector("CartPole-v1", network(), frames_per_batch=4) as collector:
+        next(collector)
+        with refused(ValueError, says):
+            collector.load_state_dict(change(collector.state_dict()))
+        assert next(collector)["collector", "step"].tolist() == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("seed", [-1, 2.5, "7", 2**64])
+def test_a_seed_that_is_none_leaves_the_run_as_it_is(seed: Any) -> None:
+    with fc.SyncDataCollector("CartPole-v1", frames_per_batch=4, seed=3) as collector:
+        next(collector)
+        with pytest.raises((TypeError, ValueError), match="seed is"):
+            collector.set_seed(seed)
+        assert collector.seed == 3
+        assert next(collector)["collector", "step"].tolist() == [4, 5, 6, 7]
+
+
+def test_what_has_no_length_or_name_says_so() -> None:
+    with fc.SyncDataCollector("CartPole-v1", frames_per_batch=4) as collector:
+        with refused(TypeError, ("an endless collector (total_frames=-1) has no length", "give total_frames")):
+            len(collector)
+        with refused(AttributeError, ("'SyncDataCollector' object has no attribute 'frames_per_bach'",)):
+            _ = collector.frames_per_bach
+
+
+def test_a_failed_batch_leaves_the_global_generators_alone() -> None:
+    def draws(observation: Any) -> Any:
+        torch.rand(3)
+        raise ZeroDivisionError
+
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    with fc.SyncDataCollector("CartPole-v1", draws, frames_per_batch=4) as collector, pytest.raises(ZeroDivisionError):
+        next(collector)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1]  # type: ignore[index]

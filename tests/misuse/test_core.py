@@ -1,0 +1,225 @@
+"""States and arguments of the functions used wrongly: the state that was good before is good afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import funcollect as fc
+from funcollect.errors import ClosedError, EvaluationError, ReplayError, StaleStateError
+from tests.support.misuse import Misuse, Rigged, refused, runs, swaps, table
+
+
+@pytest.fixture(params=["CartPole-v1", "torch/CartPole-v1"])
+def env(request: pytest.FixtureRequest) -> Any:
+    return fc.make_env(request.param, num_envs=3)
+
+
+def seeded(seed: Any) -> Any:
+    def act(env: Any, policy: Any, state: Any) -> None:
+        fc.init(env, policy, seed=seed)
+
+    return act
+
+
+def rolled(length: Any = 4, **how: Any) -> Any:
+    def act(env: Any, policy: Any, state: Any) -> None:
+        fc.rollout(env, policy, state, length, **how)
+
+    return act
+
+
+def masked(mask: Any) -> Any:
+    def act(env: Any, policy: Any, state: Any) -> None:
+        fc.reset(env, state, mask)
+
+    return act
+
+
+def evaluated(**how: Any) -> Any:
+    def act(env: Any, policy: Any, state: Any) -> None:
+        fc.evaluate(env, policy, **({"episodes": 2, "seed": 0} | how))
+
+    return act
+
+
+MASK = ("mask is", "expected bool (3,)", "one flag per lane")
+STATE = ("state is", "expected a CollectorState", "pass what")
+
+
+@table(
+    Misuse("seed -1", seeded(-1), ValueError, ("seed is -1", "expected 0 <= seed < 2**64", "take it modulo")),
+    Misuse("seed 2**64", seeded(2**64), ValueError, (f"seed is {2**64}", "expected 0 <= seed", "take it modulo")),
+    Misuse("seed 1.5", seeded(1.5), TypeError, ("seed is float", "expected an int or None", "seed=0")),
+    Misuse("seed True", seeded(True), TypeError, ("seed is bool", "expected an int or None", "seed=0")),
+    Misuse("seed '7'", seeded("7"), TypeError, ("seed is str", "expected an int or None", "seed=0")),
+    Misuse("length 0", rolled(0), ValueError, ("length is 0", "expected at least 1", "length=128")),
+    Misuse("length -1", rolled(-1), ValueError, ("length is -1", "expected at least 1", "length=128")),
+    Misuse("length 2.5", rolled(2.5), TypeError, ("length is 2.5", "expected a positive int", "length=128")),
+    Misuse("length True", rolled(True), TypeError, ("length is True", "expected a positive int", "length=128")),
+    Misuse("no limit as 0", rolled(max_frames_per_traj=0), ValueError, ("max_frames_per_traj is 0", "at least 1")),
+    Misuse(
+        "an exploration type by name",
+        rolled(exploration_type="random"),
+        TypeError,
+        ("exploration_type is 'random'", "expected a member of", "RANDOM", "funcollect.ExplorationType.DETERMINISTIC"),
+    ),
+    Misuse("a short mask", masked(torch.ones(2, dtype=torch.bool)), ValueError, ("torch.bool (2,)", *MASK[1:])),
+    Misuse("a wide mask", masked(torch.ones(3, 1, dtype=torch.bool)), ValueError, ("torch.bool (3, 1)", *MASK[1:])),
+    Misuse("a mask of lane numbers", masked([0, 2, 1]), ValueError, ("torch.int64 (3,)", *MASK[1:])),
+    Misuse("a mask of floats", masked(np.ones(3)), ValueError, ("torch.float64 (3,)", *MASK[1:])),
+    Misuse("a word for a mask", masked("all"), ValueError, ("mask is 'all'", *MASK[1:])),
+    Misuse("a ragged mask", masked([[True], [True, False]]), ValueError, MASK),
+    Misuse(
+        "swapped arguments", lambda e, p, s: fc.init(p, e, seed=0), TypeError, ("env is", "env comes first", "make")
+    ),
+    Misuse("an id", lambda e, p, s: fc.init("CartPole-v1", p, seed=0), TypeError, ("env is str", "an Env", "make_env")),
+    Misuse(
+        "no policy", lambda e, p, s: fc.init(e, None, seed=0), TypeError, ("policy is None", "a Policy", "torch_policy")
+    ),
+    Misuse(
+        "an id in a rollout", lambda e, p, s: fc.rollout("A", p, s, 4), TypeError, ("env is str", "expected an Env")
+    ),
+    Misuse("the state first", lambda e, p, s: fc.rollout(e, s, p, 4), TypeError, ("policy is", "expected a Policy")),
+    Misuse(
+        "a batch for a state", lambda e, p, s: fc.rollout(e, p, (s, None), 4), TypeError, ("state is tuple", *STATE[1:])
+    ),
+    Misuse("a reset of nothing", lambda e, p, s: fc.reset(e, None), TypeError, ("state is NoneType", *STATE[1:])),
+    Misuse("a fork of a batch", lambda e, p, s: fc.fork(e, [s]), TypeError, ("state is list", *STATE[1:])),
+    Misuse("a closed environment", lambda e, p, s: fc.close(e), TypeError, STATE),
+    Misuse("no episodes", evaluated(episodes=0), ValueError, ("episodes is 0", "expected at least 1", "episodes=128")),
+    Misuse("half an episode", evaluated(episodes=0.5), TypeError, ("episodes is 0.5", "expected a positive int")),
+    Misuse(
+        "too few frames to evaluate",
+        evaluated(episodes=1000, max_frames=10),
+        EvaluationError,
+        ("of 1000 episodes ended within max_frames=10", "raise max_frames", "time limit"),
+    ),
+)
+def test_arguments_that_do_not_do(misuse: Misuse, env: Any) -> None:
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    with refused(misuse.error, misuse.says):
+        misuse.do(env, policy, state)
+    fc.close(runs(env, policy, state))
+
+
+def test_a_stale_state() -> None:
+    env = fc.make_env("CartPole-v1", num_envs=3)
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    after, _ = fc.rollout(env, policy, state, 4)
+    says = (
+        "simulators of HostEnv('CartPole-v1', num_envs=3)",
+        "a later state has taken its place",
+        "_, batch = funcollect.rollout(env, policy, state, 128)",
+        "state, batch = funcollect.rollout(env, policy, state, 128)",
+        "funcollect.fork(env, state)",
+        "funcollect.reset(env, state)",
+    )
+    for use in (
+        lambda: fc.rollout(env, policy, state, 4),
+        lambda: fc.step(env, policy, state),
+        lambda: fc.fork(env, state),
+        lambda: fc.reset(env, state, torch.tensor([True, False, False])),
+    ):
+        with refused(StaleStateError, says):
+            use()
+    after, _ = fc.rollout(env, policy, after, 4)  # the live one goes on
+    runs(env, policy, fc.reset(env, state))
+    with refused(StaleStateError, says[:2]):
+        fc.rollout(env, policy, after, 4)  # whose place the reset has taken
+
+
+def test_a_state_whose_call_did_not_end_says_so() -> None:
+    env = fc.make_env(Rigged(lambda answer: None))
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    with pytest.raises(fc.EnvError):
+        fc.rollout(env, policy, state, 8)
+    with refused(StaleStateError, ("the call that used it did not end (an exception, or Ctrl-C)", "fc.reset"[2:])):
+        fc.rollout(env, policy, state, 8)
+    runs(env, policy, fc.reset(env, state))
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("CartPole-v1", "CartPole-v1"),
+        ("CartPole-v1", "Pendulum-v1"),
+        ("CartPole-v1", "torch/CartPole-v1"),
+        ("torch/CartPole-v1", "CartPole-v1"),
+        ("torch/CartPole-v1", "torch/Pendulum-v1"),
+    ],
+)
+def test_a_state_of_another_environment(name: str, other: str) -> None:
+    env, wrong = (fc.make_env(each, num_envs=3) for each in (name, other))
+    state = fc.init(env, fc.random_policy(env), seed=0)
+    for use in (
+        lambda: fc.rollout(wrong, fc.random_policy(wrong), state, 4),
+        lambda: fc.reset(wrong, state),
+        lambda: fc.fork(wrong, state),
+    ):
+        with refused(ValueError, ("belongs to another environment", repr(wrong), "pass the env that it was made with")):
+            use()
+    runs(env, state=state)
+
+
+def test_a_state_of_another_number_of_lanes(env: Any) -> None:
+    state = fc.init(env, fc.random_policy(env), seed=0)
+    wrong = fc.make_env("torch/CartPole-v1", num_envs=2)
+    with refused(ValueError, ("the state has 3 lanes", "CartPole(num_envs=2) has 2", "pass its own env")):
+        fc.rollout(wrong, fc.random_policy(wrong), state, 4)
+    runs(env, state=state)
+
+
+def test_a_closed_state() -> None:
+    env = fc.make_env("CartPole-v1", num_envs=3)
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    fc.close(state)
+    fc.close(state)
+    for use in (
+        lambda: fc.rollout(env, policy, state, 4),
+        lambda: fc.reset(env, state),
+        lambda: fc.fork(env, state),
+    ):
+        with refused(
+            ClosedError, ("HostEnv('CartPole-v1', num_envs=3) were closed", "make a new state with funcollect.init")
+        ):
+            use()
+    runs(env, policy)
+
+
+class Global(Rigged):
+    """Draws from NumPy's global generator."""
+
+    def step(self, action: Any) -> Any:
+        return swaps(0, np.random.uniform(-1, 1, 2))(super().step(action))
+
+
+def test_a_fork_of_what_does_not_follow_from_its_seed() -> None:
+    env = fc.make_env([Rigged, Global])
+    policy = fc.random_policy(env)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
+    says = (
+        "lane 1",
+        "gave another observation",
+        "expected the same",
+        "self.np_random",
+        "the state is as good as before",
+    )
+    with refused(ReplayError, says):
+        fc.fork(env, state)
+    runs(env, policy, state)
+
+
+def test_a_fork_of_an_instance_that_cannot_be_built_again() -> None:
+    env = fc.make_env(Rigged())
+    state = fc.init(env, fc.random_policy(env), seed=0)
+    with refused(ValueError, ("cannot be rebuilt", "it has no spec", "pass an id or a factory instead of an instance")):
+        fc.fork(env, state)
+    runs(env, state=state)

@@ -1,0 +1,247 @@
+"""Environments given wrongly: said at construction, or at the first `init` where no simulator lived before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+import funcollect as fc
+from tests.support.misuse import Misuse, Rigged, refused_then_mended, runs, table
+
+CARTPOLE = "CartPole-v1"
+
+
+def gym(name: str = CARTPOLE) -> Any:
+    return gymnasium.make(name, disable_env_checker=True)
+
+
+def vector(mode: AutoresetMode) -> Any:
+    return SyncVectorEnv([gym] * 2, autoreset_mode=mode)
+
+
+def good() -> Any:
+    return fc.make_env(CARTPOLE, num_envs=2)
+
+
+class Incomplete(fc.envs.TorchEnv):
+    observation_space = spaces.Box(-1, 1, (1,))
+    action_space = spaces.Discrete(2)
+
+    def start(self, uniforms: Any) -> Any:
+        return uniforms
+
+    def observe(self, physics: Any) -> Any:
+        return physics.float()
+
+    def advance(self, physics: Any, action: Any) -> Any:
+        return physics, physics[:, 0], physics[:, 0] > 1
+
+
+class Complete(Incomplete):
+    draws = 1
+
+
+def twice() -> Any:
+    env = gym()
+    return fc.make_env([env, env])
+
+
+def shared_by_factory() -> Any:
+    env = gym()
+    return runs(fc.make_env(lambda: env, num_envs=2))
+
+
+def second_init() -> Any:
+    env = fc.make_env(Rigged())
+    state = runs(env)
+    try:
+        runs(env)
+    finally:
+        runs(env, state=state)  # the first one goes on
+    return None
+
+
+def second_env_of_one_instance() -> Any:
+    instance = Rigged()
+    env = fc.make_env(instance)
+    state = runs(env)
+    try:
+        runs(fc.make_env(instance))
+    finally:
+        runs(env, state=state)
+    return None
+
+
+def count(value: Any) -> list[Misuse]:
+    says = ("num_envs is", repr(value), "expected a positive int, or None")
+    return [
+        Misuse(f"num_envs={value!r} for {name}", lambda n=name: fc.make_env(n, num_envs=value), ValueError, says, good)
+        for name in (CARTPOLE, "torch/CartPole-v1")
+    ]
+
+
+@table(
+    Misuse(
+        "an unknown id",
+        lambda: fc.make_env("NoSuch-v0"),
+        ValueError,
+        ("'NoSuch-v0'", "doesn't exist", "gymnasium.registry", "import the package"),
+        good,
+    ),
+    Misuse(
+        "an unknown version",
+        lambda: fc.make_env("CartPole-v99"),
+        ValueError,
+        ("'CartPole-v99'", "`v1`", "gymnasium.registry"),
+        good,
+    ),
+    Misuse("an id that is none", lambda: fc.make_env(""), ValueError, ("''", "Malformed", "look the id up"), good),
+    Misuse(
+        "an id of a module that is not there",
+        lambda: fc.make_env("nosuch:CartPole-v1"),
+        ValueError,
+        ("'nosuch:CartPole-v1'", "No module named 'nosuch'", "import the package"),
+        good,
+    ),
+    Misuse(
+        "an unknown Torch environment",
+        lambda: fc.make_env("torch/HalfCheetah-v5"),
+        ValueError,
+        ("'HalfCheetah-v5'", "expected one of ['CartPole-v1', 'Pendulum-v1']", "leave 'torch/' out"),
+        lambda: fc.make_env("torch/CartPole-v1"),
+    ),
+    Misuse(
+        "an argument that a Torch environment lacks",
+        lambda: fc.make_env("torch/CartPole-v1", one_hot=True),
+        TypeError,
+        ("'torch/CartPole-v1'", "'one_hot'", "it takes num_envs and device"),
+        lambda: fc.make_env("torch/CartPole-v1", num_envs=2, device="cpu"),
+    ),
+    Misuse(
+        "an argument that a Gymnasium environment lacks",
+        lambda: fc.make_env(CARTPOLE, gravity=3),
+        TypeError,
+        ("cannot make 'CartPole-v1'", "'gravity'", "leave out"),
+        good,
+    ),
+    *[each for value in (0, -1, True, "8", 2.0) for each in count(value)],
+    Misuse("an instance twice", twice, ValueError, ("same environment instance", "one instance per lane"), good),
+    Misuse("an empty list", lambda: fc.make_env([]), ValueError, ("list of environments is empty", "at least"), good),
+    Misuse(
+        "num_envs against a list",
+        lambda: fc.make_env([gym, gym], num_envs=3),
+        ValueError,
+        ("num_envs is 3", "the list holds 2", "leave num_envs out"),
+        lambda: fc.make_env([gym, gym]),
+    ),
+    Misuse(
+        "num_envs with an instance",
+        lambda: fc.make_env(gym(), num_envs=2),
+        ValueError,
+        ("num_envs is 2", "one environment instance was given", "pass its id or a factory"),
+        lambda: fc.make_env(gym, num_envs=2),
+    ),
+    Misuse(
+        "num_envs with a vector environment",
+        lambda: fc.make_env(vector(AutoresetMode.DISABLED), num_envs=2),
+        ValueError,
+        ("num_envs cannot be given with a VectorEnv", "leave it out"),
+        lambda: fc.make_env(vector(AutoresetMode.DISABLED)),
+    ),
+    Misuse(
+        "keyword arguments with an instance",
+        lambda: fc.make_env(gym(), max_episode_steps=5),
+        ValueError,
+        ("max_episode_steps cannot be given with an environment instance", "leave it out"),
+        lambda: fc.make_env(gym()),
+    ),
+    Misuse(
+        "keyword arguments with an Env",
+        lambda: fc.make_env(good(), num_envs=2),
+        ValueError,
+        ("num_envs cannot be given with HostEnv('CartPole-v1', num_envs=2)", "leave it out"),
+        good,
+    ),
+    Misuse(
+        "a factory that returns nothing",
+        lambda: fc.make_env(lambda: None),
+        TypeError,
+        ("factory returned NoneType", "expected an Env", "return the environment"),
+        lambda: fc.make_env(lambda: gym()),
+    ),
+    Misuse(
+        "a factory that returns a number",
+        lambda: fc.make_env(lambda: 3),
+        TypeError,
+        ("factory returned int", "expected an Env", "return the environment"),
+        lambda: fc.make_env(gym),
+    ),
+    Misuse(
+        "a factory for the second lane that returns nothing",
+        lambda: runs(fc.make_env([gym, lambda: None])),
+        TypeError,
+        ("lane 1", "returned NoneType", "expected a gymnasium.Env", "return the environment"),
+        lambda: fc.make_env([gym, gym]),
+    ),
+    Misuse(
+        "a factory that returns the same instance",
+        shared_by_factory,
+        ValueError,
+        ("lane 1", "backs a lane already", "build a new one at each call"),
+        lambda: fc.make_env(gym, num_envs=2),
+    ),
+    Misuse("a number", lambda: fc.make_env(3), TypeError, ("env is int", "expected a Gymnasium id", "or a list"), good),
+    Misuse(
+        "a second state over an instance without a spec",
+        second_init,
+        ValueError,
+        ("backs a state already", "it has no spec", "pass an id or a factory"),
+        lambda: fc.make_env(Rigged),
+    ),
+    Misuse(
+        "a second Env over an instance in use",
+        second_env_of_one_instance,
+        ValueError,
+        ("backs a state already", "it has no spec", "pass an id or a factory"),
+        lambda: fc.make_env(Rigged),
+    ),
+    *[
+        Misuse(
+            f"a vector environment with {mode.name}",
+            lambda mode=mode: fc.make_env(vector(mode)),
+            ValueError,
+            (f"autoreset_mode={mode.name}", "expected autoreset_mode=AutoresetMode.DISABLED", "or pass a list"),
+            lambda: fc.make_env(vector(AutoresetMode.DISABLED)),
+        )
+        for mode in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP)
+    ],
+    *[
+        Misuse(
+            f"a Torch environment on {device}",
+            lambda device=device: fc.make_env("torch/CartPole-v1", device=device),
+            ValueError,
+            (f"device is {device!r}", "expected a device that Torch has here", "such as 'cpu'"),
+            lambda: fc.make_env("torch/CartPole-v1", device="cpu"),
+        )
+        for device in ("cuda:77", "nonsense")
+    ],
+    Misuse(
+        "a Torch environment without draws",
+        Incomplete,
+        TypeError,
+        ("Incomplete lacks ['draws']", "expected as attributes of the class", "set them"),
+        Complete,
+    ),
+    Misuse(
+        "an environment's name for a policy",
+        lambda: fc.random_policy(CARTPOLE),
+        TypeError,
+        ("env is str", "expected an Env", "make one with funcollect.make_env"),
+        good,
+    ),
+)
+def test_an_environment_given_wrongly(misuse: Misuse) -> None:
+    refused_then_mended(misuse)

@@ -1,0 +1,191 @@
+"""Environments that go wrong once, in lane 1 of 3: named with lane and key, and a reset is the way back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+import funcollect as fc
+from funcollect.errors import EnvError
+from tests.support.misuse import FAULT, Misuse, Rigged, fails_then_runs, raises, refused, runs, swaps, table
+
+ONWARD = "begin new episodes with funcollect.reset(env, state)"
+DICT = spaces.Dict({"position": spaces.Box(-9, 9, (2,)), "mode": spaces.Discrete(4)})
+GOOD_DICT = {"position": np.ones(2, np.float32), "mode": 2}
+PAIR = spaces.Tuple((spaces.Discrete(4), spaces.Box(-9, 9, (2,))))
+GOOD_PAIR = (1, np.ones(2, np.float32))
+
+
+def lanes(spoil: Any, at: int = FAULT, info_keys: Any = (), **how: Any) -> Any:
+    """Three lanes, of which the middle one goes wrong."""
+    return fc.make_env([Rigged(**how), Rigged(spoil, at=at, **how), Rigged(**how)], info_keys=info_keys)
+
+
+def step(what: str, spoil: Any, *says: str, **how: Any) -> Misuse:
+    """Something wrong with what a step returns."""
+    return Misuse(what, lambda: lanes(spoil, **how), EnvError, ("lane 1", *says))
+
+
+def frames(*shape: int) -> Any:
+    return np.ones(shape, np.float32)
+
+
+BYTES: Any = {"space": spaces.Box(0, 255, (2,), np.uint8), "good": np.ones(2, np.uint8)}
+CHOICE: Any = {"space": spaces.Discrete(4), "good": 1}
+NESTED: Any = {"space": DICT, "good": GOOD_DICT}
+TUPLE: Any = {"space": PAIR, "good": GOOD_PAIR}
+
+
+def seen(what: str, observation: Any, *says: str, **how: Any) -> Misuse:
+    """Something wrong with the observation that a step returns."""
+    return step(what, swaps(0, observation), *says, **how)
+
+
+@table(
+    step("step raises", raises(RuntimeError("out of petrol")), "step(", "out of petrol", ONWARD),
+    step("four values", lambda answer: answer[:4], "step returned", "expected the five values", "use Gymnasium's"),
+    step("no values", lambda answer: None, "step returned None", "expected the five values", "use Gymnasium's"),
+    step("no reward", swaps(1, None), "the reward is NaN or None", "expected a number", "look at the action"),
+    step("a NaN reward", swaps(1, float("nan")), "step 2 of this batch", "the reward is NaN", "expected a number"),
+    step("an array of rewards", swaps(1, np.ones(3)), "the reward array([1., 1., 1.])", "expected a number", "return"),
+    step("a reward in an array", swaps(1, np.ones(1)), "the reward array([1.])", "expected a number", "return"),
+    step("a word for a reward", swaps(1, "high"), "the reward 'high'", "expected a number", "return a float"),
+    step("a complex reward", swaps(1, 1j), "the reward 1j", "expected a number", "return a float"),
+    step("an array of flags", swaps(2, np.zeros(2, bool)), "the terminated array", "expected a bool", "return (obs"),
+    step(
+        "no info key",
+        swaps(4, {"time": 0.1}),
+        "step returned no info key 'speed'",
+        "there are ['time']",
+        "name one that every step returns",
+        info_keys=["speed"],
+    ),
+    step("no info", swaps(4, None), "the info None", "expected a dict", "return one", info_keys=["speed"]),
+    seen("a wrong shape", frames(3), "'observation' has shape (3,)", "wants (2,)", "correct the space"),
+    seen("a shape that would broadcast", frames(1), "'observation' has shape (1,)", "wants (2,)", "correct"),
+    seen("a scalar that would broadcast", 0.5, "'observation' has shape ()", "wants (2,)", "correct"),
+    seen("a dimension too many", frames(1, 2), "'observation' has shape (1, 2)", "wants (2,)", "correct"),
+    seen("a list that is too long", [1.0, 2.0, 3.0], "'observation' has shape (3,)", "wants (2,)", "correct"),
+    seen("a list without a shape", [1.0, [2.0, 3.0]], "'observation' is list and no array", "wants", "correct"),
+    seen("no observation", None, "'observation' has shape ()", "wants (2,)", "correct"),
+    seen("complex numbers", np.ones(2, complex), "'observation' has dtype complex128", "wants float32", "cast"),
+    seen("a float for an integer", 1.5, "has dtype float64", "wants int64", "cast", **CHOICE),
+    seen("a word for an integer", "up", "has dtype <U2", "wants int64", "cast", **CHOICE),
+    seen("floats for bytes", np.ones(2), "has dtype float64", "wants uint8", "cast", **BYTES),
+    seen("a number beyond its bytes", np.array([1, 300]), "has dtype int64", "wants uint8", "cast", **BYTES),
+    seen(
+        "a missing key",
+        {"position": np.ones(2, np.float32)},
+        "a dict with the keys ['position']",
+        "lacks the structure",
+        "['mode', 'position']",
+        "return every one",
+        **NESTED,
+    ),
+    seen("no dict", frames(2), "of type ndarray", "lacks the structure", "return every one", **NESTED),
+    seen("a shape under a key", GOOD_DICT | {"position": frames(3)}, "'position' has", "(3,)", "wants (2,)", **NESTED),
+    seen("a tuple too short", (1,), "a tuple of 1", "lacks the structure", "a tuple of 2", "return", **TUPLE),
+)
+def test_a_step_that_goes_wrong(misuse: Misuse) -> None:
+    fails_then_runs(misuse.do, fc.random_policy, misuse.error, misuse.says)
+
+
+@pytest.mark.parametrize("reward", [None, "high", np.ones(2)])
+def test_a_single_environment_names_its_lane_too(reward: Any) -> None:
+    says = ("lane 0", "the reward", "expected a number")
+    fails_then_runs(lambda: fc.make_env(Rigged(swaps(1, reward))), fc.random_policy, EnvError, says)
+
+
+@pytest.mark.parametrize("value", [None, "no", {}])
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_an_environment_that_is_always_wrong_is_found_in_its_first_batch(place: int, value: Any) -> None:
+    class Wrong(Rigged):
+        def step(self, action: Any) -> Any:
+            return swaps(place, value)(super().step(action))
+
+    name = ("reward", "terminated", "truncated")[place - 1]
+    with refused(EnvError, ("lane 0", f"step returned the {name} {value!r}", "expected a", "return")):
+        runs(fc.make_env(Wrong))
+
+
+def test_a_wrong_flag_is_found_with_a_frame_limit() -> None:
+    env = lanes(swaps(3, np.zeros(2, bool)))
+    policy = fc.random_policy(env)
+    with refused(EnvError, ("lane 1", "the truncated", "expected a bool")):
+        fc.rollout(env, policy, fc.init(env, policy, seed=0), 6, max_frames_per_traj=4)
+
+
+AT_RESETS = (
+    ("reset raises", raises(RuntimeError("no table")), ("reset(seed=", "no table", ONWARD)),
+    ("no info", lambda answer: answer[0], ("reset returned array", "expected the two values", "use Gymnasium's reset")),
+    ("a wrong shape", swaps(0, frames(3)), ("'observation' has shape (3,)", "wants (2,)", "correct")),
+    ("no observation", swaps(0, None), ("'observation' has shape ()", "wants (2,)", "correct")),
+)
+
+
+class Ending(Rigged):
+    """Episodes of three steps; the second reset goes wrong once."""
+
+    def __init__(self, spoil: Any) -> None:
+        super().__init__(None)
+        self.later = spoil
+
+    def reset(self, **how: Any) -> Any:
+        answer = super().reset(**how)
+        self.spoil, self.later, self.at = self.later, None, 0
+        return answer
+
+    def step(self, action: Any) -> Any:
+        return swaps(2, self.time == 2)(super().step(action))
+
+
+@pytest.mark.parametrize(("spoil", "says"), [each[1:] for each in AT_RESETS], ids=[each[0] for each in AT_RESETS])
+def test_a_reset_that_goes_wrong(spoil: Any, says: tuple[str, ...]) -> None:
+    made: list[Rigged] = []
+
+    def build() -> Rigged:
+        made.append(Rigged(spoil, at=0))
+        return made[-1]
+
+    env = fc.make_env([Rigged, build])
+    with refused(EnvError, ("lane 1", *says)):
+        fc.init(env, fc.random_policy(env), seed=0)
+    assert made[-1].closed == 1
+    with refused(EnvError, ("lane 1", *says)):
+        fc.SyncDataCollector(env, frames_per_batch=8)
+    assert made[-1].closed == 1
+    fails_then_runs(lambda: fc.make_env([Rigged(), Ending(spoil)]), fc.random_policy, EnvError, ("lane 1", *says))
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_ctrl_c_leaves_a_way_back(index: int) -> None:
+    """While stepping, and while resetting at the end of an episode."""
+    spoil = raises(KeyboardInterrupt())
+    make = (lambda: lanes(spoil), lambda: fc.make_env([Rigged(), Ending(spoil)]))[index]
+    fails_then_runs(make, fc.random_policy, KeyboardInterrupt, ())
+
+
+def test_a_reset_of_the_collector_that_is_broken_off_is_made_again() -> None:
+    with fc.SyncDataCollector(lanes(raises(KeyboardInterrupt()), at=-1), frames_per_batch=6) as collector:
+        next(collector)
+        broken = collector.state.env_state.simulation.simulators._envs[1]
+        broken.at = 0
+        with pytest.raises(KeyboardInterrupt):
+            collector.reset()
+        assert next(collector)["collector", "step"].tolist() == [[0, 1]] * 3
+
+
+def test_an_environment_that_does_not_close_lets_the_others_close() -> None:
+    class Stuck(Rigged):
+        def close(self) -> None:
+            raise OSError("stuck")
+
+    last = Rigged()
+    state = runs(fc.make_env([Rigged(), Stuck(), last]))
+    with refused(EnvError, ("lane 1", "close raised OSError('stuck')", "the others are closed")):
+        fc.close(state)
+    assert last.closed == 1
+    fc.close(state)

@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+import funcollect as fc
+from funcollect.policies.jax_functions.packing import layout, pack
+from tests.support.compare import assert_same, collect
+
+ENVS = ["CartPole-v1", "torch/CartPole-v1"]
+both = pytest.mark.parametrize("name", ENVS)
+
+
+def push(x: Any) -> Any:
+    return (x[:, 2] > 0).astype(jnp.int32)
+
+
+def to_torch(array: Any) -> torch.Tensor:
+    if array.dtype == jnp.bfloat16:
+        return torch.from_numpy(np.array(array.astype(jnp.float32))).bfloat16()
+    return torch.from_numpy(np.array(array))
+
+
+EXTRAS: dict[str, Callable[[Any], Any]] = {
+    "bool": lambda x: x[:, 0] > 0,
+    "int8": lambda x: (x * 100).astype(jnp.int8),
+    "int16": lambda x: (x * 9999).astype(jnp.int16),
+    "int32": lambda x: (x * 2.0**29).astype(jnp.int32),
+    "uint8": lambda x: (abs(x) * 100).astype(jnp.uint8),
+    "uint16": lambda x: (abs(x) * 20_000).astype(jnp.uint16),
+    "uint32": lambda x: (abs(x[:, 0]) * 1e4).astype(jnp.uint32) + jnp.uint32(2**31),
+    "float16": lambda x: x.astype(jnp.float16),
+    "bfloat16": lambda x: x.astype(jnp.bfloat16),
+    "[P,3,2]": lambda x: x[:, :3, None] * x[:, None, :2],
+    "[P,0]": lambda x: x[:, :0],
+}
+
+
+@both
+@pytest.mark.parametrize("num_envs", [None, 3])
+def test_extras_of_any_shape_and_dtype_are_recorded_as_they_are(name: str, num_envs: int | None) -> None:
+    def apply(_: Any, x: Any) -> Any:
+        return {"action": push(x), **{key: make(x) for key, make in EXTRAS.items()}}
+
+    batch = collect(fc.make_env(name, num_envs=num_envs), fc.jax_policy(apply, {}), 80)
+    assert batch["next", "done"].any()
+    rows = batch["observation"].reshape(-1, 4)
+    assert batch["action"].dtype == torch.int64
+    for key, make in {"action": push, **EXTRAS}.items():
+        wanted = to_torch(jax.jit(make)(jnp.asarray(rows.numpy())))
+        assert batch[key].dtype == (torch.int64 if key == "action" else wanted.dtype), key
+        assert torch.equal(batch[key].reshape(wanted.shape), wanted.to(batch[key].dtype)), key
+
+
+PACKED = {
+    "action": np.array([[1], [-2]], np.int32),
+    "extremes": np.array([[-(2**31), 2**31 - 1], [0, -1]], np.int32),
+    "words": np.array([2**32 - 1, 2**31], np.uint32),
+    "flags": np.array([[True, False], [False, True]]),
+    "float": np.array([[[np.inf, -0.0]], [[1e-40, 3.4e38]]], np.float32),
+    "half": np.array([65504.0, 6e-8], np.float16),
+    "brain": np.array([3.0e38, -1.0], jnp.bfloat16),
+    "bytes": np.array([-128, 127], np.int8),
+    "empty": np.zeros((2, 0, 3), np.float32),
+}
+
+
+def test_packing_and_unpacking_give_back_every_bit() -> None:
+    fields = layout(PACKED, 2)
+    assert fields[0].name == "action"
+    words = np.asarray(jax.jit(lambda outputs: pack(outputs, fields))({k: jnp.asarray(v) for k, v in PACKED.items()}))
+    assert words.dtype == np.int32
+    assert words.shape == (2, fields[-1].stop)
+    stacked = np.stack([words, words[::-1]])
+    for field in fields:
+        value = PACKED[field.name]
+        wide = value.astype(np.float32) if field.name == "brain" else value
+        back = field.unpack(stacked)
+        assert back.dtype == wide.dtype, field.name
+        assert back.tobytes() == wide.tobytes() + wide[::-1].tobytes(), field.name
+
+
+def test_an_output_without_a_row_per_environment_is_refused() -> None:
+    policy = fc.jax_policy(lambda _, x: {"action": push(x), "mean": x.mean()}, {})
+    with pytest.raises(fc.PolicyError, match=r"'mean'.*\(\).*\[3, \.\.\.\]"):
+        collect(fc.make_env("CartPole-v1", num_envs=3), policy, 3)
+
+
+def keyed(params: Any, x: Any, key: Any) -> Any:
+    words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    own = jnp.broadcast_to(words, (len(x), 2))
+    return {"logits": x[:, :2] * params, "key": own, "drawn": jax.random.uniform(key, (len(x), 2))}
+
+
+@both
+def test_a_function_with_a_key_gets_a_fresh_one_at_every_step(name: str) -> None:
+    env, policy = fc.make_env(name, num_envs=3), fc.jax_policy(keyed, 1.0, head=fc.heads.categorical)
+    batch = collect(env, policy, 100)
+    assert batch["key"].dtype == torch.uint32
+    keys = batch["key"].long()
+    assert len({tuple(key) for key in keys[0].tolist()}) == 100
+    assert (keys == keys[:1]).all()
+    assert len(batch["drawn"].unique()) == 600
+    assert_same(collect(env, policy, 1, 30, 69), batch)
+    assert not (collect(env, policy, 100, seed=2)["key"].long() == keys).any(-1).all()
+
+
+def test_the_heads_noise_is_independent_of_the_functions_key() -> None:
+    """With equal logits the head's choice is a fair coin, whatever the function drew from its own key."""
+    policy = fc.jax_policy(keyed, 0.0, head=fc.heads.categorical)
+    batch = collect(fc.make_env("torch/CartPole-v1", num_envs=16), policy, 500)
+    for half in (batch["drawn"][..., 0] < 0.5, batch["drawn"][..., 1] < 0.5):
+        share = batch["action"][half].double().mean()
+        assert abs(share - 0.5) < 4.5 * 0.5 / half.sum() ** 0.5
+
+
+class Traced:
+    """A linear policy that counts how often it is traced."""
+
+    def __init__(self) -> None:
+        self.traces = 0
+
+    def __call__(self, params: Any, x: Any) -> Any:
+        self.traces += 1
+        return x @ params["w"] + params["b"]
+
+
+def weights(b: float) -> dict[str, Any]:
+    return {"w": jnp.zeros((4, 2)), "b": jnp.array([0.0, b])}
+
+
+@both
+@pytest.mark.parametrize("as_numpy", [False, True])
+def test_it_compiles_once_over_many_rollouts_with_new_weights(name: str, as_numpy: bool) -> None:
+    apply, env = Traced(), fc.make_env(name, num_envs=3)
+    policy = fc.jax_policy(apply, weights(0.0), head=fc.heads.greedy)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
+    first = apply.traces
+    assert first <= 2
+    for i in range(20):
+        params = jax.tree.map(np.asarray, weights(i % 2 - 0.5)) if as_numpy else weights(i % 2 - 0.5)
+        state, batch = fc.rollout(env, policy, state, 1 + i % 3, params=params)
+        assert batch["action"].unique().tolist() == [i % 2]
+    assert apply.traces == first
+
+
+def test_params_may_be_set_and_are_read_at_each_rollout() -> None:
+    env, policy = fc.make_env("CartPole-v1", num_envs=2), fc.jax_policy(Traced(), weights(-1.0), head=fc.heads.greedy)
+    state, before = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
+    policy.params = weights(1.0)
+    state, after = fc.rollout(env, policy, state, 5)
+    assert [before["action"].unique().tolist(), after["action"].unique().tolist()] == [[0], [1]]
+    array = np.array([0.0, -1.0], np.float32)
+    policy.params = {"w": np.zeros((4, 2), np.float32), "b": array}
+    state, one = fc.rollout(env, policy, state, 5)
+    array[:] = [0.0, 1.0]
+    state, two = fc.rollout(env, policy, state, 5)
+    assert [one["action"].unique().tolist(), two["action"].unique().tolist()] == [[0], [1]]
+
+
+def test_params_are_prepared_once_per_version() -> None:
+    policy = fc.jax_policy(Traced(), weights(1.0))
+    own = policy.prepare(None)
+    assert policy.prepare(None) is own
+    assert policy.prepare(dict(policy.params)) is own
+    other = policy.prepare(weights(2.0))
+    assert other is not own
+    assert other["b"].tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("params", [{"w": jnp.zeros((4, 2))}, weights(1.0) | {"c": 1.0}, {"w": 1.0, "b": 1.0}, None])
+def test_params_of_another_structure_are_refused(params: Any) -> None:
+    policy = fc.jax_policy(Traced(), weights(1.0))
+    with pytest.raises(ValueError, match="params differ from the policy's own at"):
+        policy.prepare([params])
+
+
+class Structured(gymnasium.Env):
+    observation_space = spaces.Dict(
+        b=spaces.Box(-1, 1, (2,)),
+        a=spaces.Dict(c=spaces.Box(0, 255, (3,), np.uint8), d=spaces.Discrete(5)),
+        t=spaces.Tuple([spaces.MultiBinary(2), spaces.Box(-1, 1, (1,), np.float64)]),
+    )
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.space = copy.deepcopy(self.observation_space)
+        self.space.seed(seed)
+        self.left = 3
+        return self.space.sample(), {}
+
+    def step(self, action: Any) -> Any:
+        self.left -= 1
+        return self.space.sample(), 0.0, self.left == 0, False, {}
+
+
+@pytest.mark.parametrize("dtype", [None, np.float64])
+def test_a_structured_observation_comes_as_it_is(dtype: Any) -> None:
+    def apply(_: Any, x: Any) -> Any:
+        action = (x["b"][:, 0] > 0).astype(jnp.int32)
+        return {
+            "action": action,
+            "c": x["a"]["c"],
+            "d": x["a"]["d"],
+            "flags": x["t"][0],
+            "box": x["t"][1],
+            "b2": x["b"],
+        }
+
+    batch = collect(fc.make_env(Structured, num_envs=2, dtype=dtype), fc.jax_policy(apply, {}), 10)
+    assert torch.equal(batch["action"], (batch["b"][..., 0] > 0).long())
+    for name, path in {"c": ("a", "c"), "d": ("a", "d"), "flags": ("t", "0"), "box": ("t", "1"), "b2": ("b",)}.items():
+        assert torch.equal(batch[name], batch[path].to(batch[name].dtype)), name
+
+
+@both
+def test_deterministic_exploration_takes_the_mode(name: str) -> None:
+    policy = fc.jax_policy(lambda p, x: {"logits": x[:, :2] * p}, 3.0, head=fc.heads.categorical)
+    for kind, equal in [("DETERMINISTIC", True), ("MODE", True), ("RANDOM", False)]:
+        batch = collect(fc.make_env(name, num_envs=2), policy, 30, exploration_type=fc.ExplorationType[kind])
+        assert torch.equal(batch["action"], batch["logits"].argmax(-1)) == equal
+
+
+def test_torch_and_jax_see_equal_noise() -> None:
+    env, scale = fc.make_env("torch/CartPole-v1", num_envs=3), 3.0
+    one = collect(env, fc.jax_policy(lambda p, x: x[:, :2] * p, scale, head=fc.heads.categorical), 60)
+    two = collect(env, fc.torch_policy(lambda x: x[:, :2] * scale, head=fc.heads.categorical), 60)
+    assert torch.equal(one["action"], two["action"])
+    torch.testing.assert_close(one["action_log_prob"], two["action_log_prob"])

@@ -1,0 +1,287 @@
+"""Hidden states that a policy carries as keys, in a loop of JAX: lowered or called back, as when each step crosses."""
+
+import jax
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+from torchrl.modules import GRUModule, LSTMModule, ProbabilisticActor, set_recurrent_mode
+
+import funcollect as fc
+from funcollect.core import routes
+from funcollect.envs.jax_envs.gymnax_env import from_gymnax
+from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
+from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
+from tests.support.cases import mlp
+from tests.support.compare import assert_close, assert_same, collect, compilations, joined, leaves
+from tests.support.running import scaled
+
+WAY = {LoweredPolicy: "xla", CallbackPolicy: "callback"}
+
+
+@pytest.fixture(scope="module")
+def cartpole():
+    return from_gymnax("CartPole-v1", num_envs=3)
+
+
+class ArgMax(nn.Module):
+    def forward(self, values):
+        return values.argmax(-1)
+
+
+class Cell(nn.Module):
+    """Adds to what it remembers, which is nested, and counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(9, 5)
+
+    def forward(self, observation, memory, count):
+        memory = torch.tanh(self.net(torch.cat((observation, memory), -1)))
+        return memory, memory, count + 1
+
+
+def seeded(make, *args, **kwargs):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make(*args, **kwargs)
+
+
+def lstm():
+    return seeded(LSTMModule, input_size=4, hidden_size=5, in_key="observation", out_key="embedding")
+
+
+def gru():
+    keys = {"in_keys": ["observation", "hidden"], "out_keys": ["embedding", ("next", "hidden")]}
+    return seeded(GRUModule, input_size=4, hidden_size=5, **keys)
+
+
+def own():
+    states = [("agent", "memory"), "count"]
+    after = ["embedding", ("next", "agent", "memory"), ("next", "count")]
+    return TensorDictModule(seeded(Cell), ["observation", *states], after)
+
+
+START = {"own": {("agent", "memory"): torch.full((5,), 0.5), "count": torch.tensor([7])}}
+
+
+def policy_of(make, compiler=None):
+    choose = TensorDictModule(ArgMax(), ["logits"], ["action"])
+    module = TensorDictSequential(make(), TensorDictModule(mlp(5, 2), ["embedding"], ["logits"]), choose)
+    return fc.tensordict_policy(module, initial_state=START.get(make.__name__), compile=compiler)
+
+
+def sampling(compiler=None):
+    net = TensorDictModule(mlp(5, 2), ["embedding"], ["logits"])
+    module = ProbabilisticActor(
+        TensorDictSequential(lstm(), net),
+        in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+    )
+    return fc.tensordict_policy(module, compile=compiler)
+
+
+def assert_states(one, two):
+    """The same policy states, within rounding."""
+    assert type(one) is type(two)
+    assert torch.equal(one.generator, two.generator)
+    assert one.recurrent.keys() == two.recurrent.keys()
+    for path, leaf in one.recurrent.items():
+        torch.testing.assert_close(leaf, two.recurrent[path], atol=1e-5, rtol=1e-5)
+
+
+def run(env, policy, *lengths, **options):
+    """A run from its start in batches of `lengths`: the state after them, and all as one batch."""
+    state, batches = fc.init(env, policy, seed=1), []
+    for length in lengths:
+        state, batch = fc.rollout(env, policy, state, length, **options)
+        batches.append(batch)
+    return state, joined(batches)
+
+
+FUSED = [(lstm, "xla"), (gru, "xla"), (gru, "callback"), (own, "xla"), (own, "callback")]
+
+
+@pytest.mark.parametrize(("make", "way"), FUSED)
+def test_a_fused_batch_is_that_of_crossing_at_each_step(cartpole, make, way):
+    fused, eager = policy_of(make, way), policy_of(make, "eager")
+    assert WAY[type(routes.route_of(cartpole, fused).policy)] == way
+    limit = {"max_frames_per_traj": 12}
+    for cuts in ((24, 24), (24, 1)):  # at the end of a batch an episode ends, or has just begun
+        state, batch = run(cartpole, fused, *cuts, **limit)
+        wanted, reference = run(cartpole, eager, *cuts, **limit)
+        assert reference["next", "terminated"].any()
+        assert_close(batch, reference)
+        assert_states(state.policy_state, wanted.policy_state)
+        if make is not own:
+            assert torch.equal(batch["is_init"][..., 0], batch["collector", "step"] == 0)
+            assert not batch["next", "is_init"].any()
+
+
+def test_what_samples_draws_the_same_when_called_back(cartpole):
+    state, batch = run(cartpole, sampling(), 24, 24)
+    wanted, reference = run(cartpole, sampling("eager"), 24, 24)
+    assert reference["next", "done"].any()
+    assert_close(batch, reference)
+    assert_states(state.policy_state, wanted.policy_state)
+
+
+def test_a_single_environment():
+    env = from_gymnax("CartPole-v1")
+    assert_close(collect(env, policy_of(lstm, "xla"), 20, 20), collect(env, policy_of(lstm, "eager"), 40))
+
+
+@pytest.mark.parametrize("make", [lstm, own])
+def test_other_environments_with_a_lowered_policy(make):
+    for name in ("CartPole-v1", "torch/CartPole-v1"):
+        env = fc.make_env(name, num_envs=3)
+        state, batch = run(env, policy_of(make, "xla"), 1, 30, 29)
+        wanted, reference = run(env, policy_of(make, "eager"), 60)
+        assert_close(batch, reference)
+        assert_states(state.policy_state, wanted.policy_state)
+        fc.close(state)
+        fc.close(wanted)
+
+
+def test_explain_tells_the_way(cartpole):
+    plan = fc.explain(cartpole, policy_of(lstm))
+    assert (plan.loop, "module is lowered" in plan.why) == ("fused", True)
+    plan = fc.explain(cartpole, sampling())
+    assert (plan.loop, "buffer_callback" in plan.why) == ("fused", True)
+    assert "not lowered" in plan.why
+
+
+@pytest.mark.parametrize(("make", "way"), FUSED)
+def test_weights_reach_the_next_rollout_by_one_program(cartpole, make, way):
+    fused, eager = policy_of(make, way), policy_of(make, "eager")
+    params = {name: leaf * 0.5 for name, leaf in fused.state_dict().items()}
+    before = [run(cartpole, fused, 20, params=given)[1] for given in (None, params)]
+    with compilations() as compiled:
+        given = run(cartpole, fused, 20, params=params)[1]
+        with torch.no_grad():
+            for name, leaf in fused.module.named_parameters():
+                leaf.copy_(params[name])
+        loaded = run(cartpole, fused, 20)[1]
+    assert not compiled
+    assert_same(given, loaded)
+    assert_close(given, run(cartpole, eager, 20, params=params)[1])
+    assert not torch.allclose(before[0]["embedding"], given["embedding"])
+
+
+@pytest.mark.parametrize(("make", "way"), [(lstm, "xla"), (gru, "callback")])
+def test_ways_take_over_from_one_another(cartpole, make, way):
+    fused, eager = policy_of(make, way), policy_of(make, "eager")
+    whole = collect(cartpole, eager, 45)
+    state, first = run(cartpole, fused, 15)
+    other = fc.fork(cartpole, state)
+    state, second = fc.rollout(cartpole, eager, state, 15)
+    state, third = fc.rollout(cartpole, fused, state, 15)
+    assert_close(joined([first, second, third]), whole)
+    assert_close(fc.rollout(cartpole, fused, other, 30)[1], whole[:, 15:])
+
+
+def test_a_checkpoint_goes_on(cartpole):
+    def collector():
+        return fc.SyncDataCollector(cartpole, policy_of(lstm), frames_per_batch=36, seed=0)
+
+    with collector() as first, collector() as one, collector() as two:
+        next(first)
+        for each in (one, two):
+            each.load_state_dict(first.state_dict())
+        batch = next(one)
+        assert_same(batch, next(two))
+        assert batch["is_init"][:, 0].all()  # on other episodes
+
+
+def test_inside_a_function_of_the_caller(cartpole):
+    policy = policy_of(own)
+    lowered = fc.lower_policy(policy, cartpole)
+    state = fc.init(cartpole, lowered, seed=1)
+    _, arrays = jax.jit(lambda params, state: fc.traced.rollout(cartpole, lowered, params, state, 30))(
+        lowered.params, state
+    )
+    batch = fc.deliver(arrays, cartpole)
+    wanted = collect(cartpole, policy, 30)
+    assert leaves(batch).keys() == leaves(wanted).keys()
+    for path in (("agent", "memory"), ("next", "agent", "memory"), ("embedding",)):
+        torch.testing.assert_close(batch[path], wanted[path])
+
+
+def test_gradients_go_back_through_the_hidden_states(cartpole):
+    policy = policy_of(lstm)
+    _, batch = fc.differentiable_rollout(cartpole, policy, fc.init(cartpole, policy, seed=0), scaled(30))
+    assert batch["is_init"][:, 1:].any()
+    batch["embedding"].sum().backward()
+    memory = lstm()
+    with set_recurrent_mode(True):
+        again = memory(batch.detach().select(*memory.in_keys).clone())
+    torch.testing.assert_close(again["embedding"], batch["embedding"])
+    again["embedding"].sum().backward()
+    for mine, wanted in zip(policy.module[0].parameters(), memory.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, wanted.grad, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *(("gymnax/CartPole-v1", way) for way in ("xla", "callback", "eager")),
+        *((name, way) for name in ("CartPole-v1", "torch/CartPole-v1") for way in ("xla", "eager")),
+    ],
+)
+def test_the_first_step_is_told_to_what_carries_nothing(name, way):
+    module = TensorDictModule(
+        lambda x, first: (x[:, 2] > 0).long() * ~first[:, 0], ["observation", "is_init"], ["action"]
+    )
+    batch = collect(
+        fc.make_env(name, num_envs=3), fc.tensordict_policy(module, compile=way), 20, 4, max_frames_per_traj=7
+    )
+    first = batch["collector", "step"] == 0
+    assert first[:, 1:].any()
+    assert torch.equal(batch["is_init"][..., 0], first)
+    assert torch.equal(batch["action"], ((batch["observation"][..., 2] > 0) & ~first).long())
+    assert not batch["next", "is_init"].any()
+
+
+class Function(nn.Module):
+    """Called on a TensorDict, and answers with a hidden state as `after` makes it."""
+
+    in_keys = ("observation", "memory")
+    out_keys = ("action", ("next", "memory"))
+
+    def __init__(self, after):
+        super().__init__()
+        self.after = after
+
+    def forward(self, tensordict: TensorDict):
+        tensordict["action"] = (tensordict["observation"][..., 2] > 0).long()
+        return tensordict.update({"next": {"memory": self.after(tensordict["memory"])}})
+
+
+def test_what_no_loop_of_jax_can_carry_crosses(cartpole):
+    for after, initial, why in (
+        (lambda memory: memory.half(), torch.ones(1), r"the hidden states \[\('memory',\)\] change their dtypes"),
+        (lambda memory: memory, torch.ones(1, requires_grad=True), "initial_state requires grad, so it may change"),
+    ):
+        initial = {"memory": initial}
+        policy = fc.tensordict_policy(Function(after), initial_state=initial)
+        assert fc.explain(cartpole, policy).loop == "crossing"
+        assert collect(cartpole, policy, 3)["next", "memory"].shape == (3, 3, 1)
+        with pytest.raises(fc.LoweringError, match=why):
+            fc.init(cartpole, fc.tensordict_policy(Function(after), initial_state=initial, compile="callback"), seed=0)
+    policy = fc.tensordict_policy(
+        Function(lambda memory: memory.repeat(1, 2)), initial_state={"memory": torch.zeros(1)}
+    )
+    with pytest.raises(fc.PolicyError, match=r"hidden state 'next.memory' is \(3, 2\), expected \(3, 1\)"):
+        collect(cartpole, policy, 3)
+
+
+def test_a_parameter_as_the_initial_state_of_a_module_crosses(cartpole):
+    class Remembering(nn.Module):
+        def forward(self, observation, memory):
+            return (observation[:, 2] > 0).long(), memory + 1
+
+    policy = fc.torch_policy(Remembering(), initial_state=nn.Parameter(torch.zeros(1)))
+    assert fc.explain(cartpole, policy).loop == "crossing"
+    assert collect(cartpole, policy, 3).batch_size == (3, 3)

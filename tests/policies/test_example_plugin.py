@@ -1,0 +1,134 @@
+"""The example package, installed from its own pyproject.toml and found through its entry point."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from gymnasium.envs.phys2d.cartpole import CartPoleFunctional
+from tensordict import TensorDict
+
+import funcollect as fc
+from funcollect.cli import main
+from funcollect.policies.plugins import offered_policies
+from tests.support.compare import assert_same, collect
+from tests.support.running import ROOT
+
+NAME = "nnx_actor_critic"
+SOURCE = ROOT / "examples" / NAME
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where pip has installed it, without a network."""
+    source, target = (tmp_path_factory.mktemp("example") / name for name in ("source", "site"))
+    shutil.copytree(SOURCE, source)  # building leaves files beside what it builds
+    options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--target", str(target)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], check=True)
+    return target
+
+
+@pytest.fixture(autouse=True)
+def found(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(site)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == NAME]:
+        del sys.modules[name]
+
+
+def env(name: str = "host", num_envs: int = 3) -> fc.Env:
+    if name == "fused":
+        return fc.envs.from_functional(CartPoleFunctional(), num_envs=num_envs, max_episode_steps=500)
+    return fc.make_env("CartPole-v1", num_envs=num_envs)
+
+
+def test_it_is_found_with_its_origin(site: Path) -> None:
+    plugin = offered_policies()[NAME]
+    assert (plugin.origin, plugin.source) == ("nnx-actor-critic 1.0.0", f"{NAME}:actor_critic")
+    assert Path(str(sys.modules[plugin.load().__module__].__file__)).is_relative_to(site)
+
+
+@pytest.mark.parametrize("loop", ["host", "fused"])
+def test_what_it_records_is_what_its_networks_say(loop: str) -> None:
+    policy: Any = fc.make_policy(NAME, env(loop), widths=[16], seed=3)
+    assert fc.explain(env(loop), policy).loop == loop
+    batch = collect(env(loop), policy, 40)
+    said = policy.apply(policy.params, fc.interop.to_jax(batch["observation"].flatten(0, 1)))
+    torch.testing.assert_close(batch["state_value"].flatten(0, 1), fc.interop.to_torch(said["state_value"]))
+    log_probs = torch.from_numpy(np.array(jax.nn.log_softmax(said["logits"])))
+    chosen = log_probs.gather(1, batch["action"].reshape(-1, 1))[:, 0]
+    torch.testing.assert_close(batch["action_log_prob"].flatten(), chosen)
+    assert batch["action"].unique().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1"])
+def test_it_passes_every_check_of_a_policy(name: str) -> None:
+    made = fc.make_env(name, num_envs=2)
+    passed = fc.testing.check_policy(fc.make_policy(NAME, made, widths=[8]), made, steps=20).passed
+    assert {"log_probs", "state_dict"} <= set(passed)
+
+
+def test_weights_come_from_a_file(tmp_path: Path) -> None:
+    one, other = (fc.make_policy(NAME, env(), widths=[8], seed=seed) for seed in (0, 1))
+    np.savez(tmp_path / "weights.npz", **one.state_dict())  # type: ignore[attr-defined]
+    same = fc.make_policy(NAME, env(), widths=[8], seed=1, weights=tmp_path / "weights.npz")
+    values = [collect(env(), policy, 4)["state_value"] for policy in (one, other, same)]
+    assert torch.equal(values[0], values[2])
+    assert not torch.equal(values[0], values[1])
+    with pytest.raises(fc.PluginError, match=f"'{NAME}'.*cannot be made for HostEnv.*params differ"):
+        fc.make_policy(NAME, env(), widths=[9], weights=tmp_path / "weights.npz")
+
+
+def test_spaces_that_do_not_suit_it() -> None:
+    with pytest.raises(fc.PluginError, match=r"ValueError: it needs a Box observation space.*flatten it"):
+        fc.make_policy(NAME, fc.make_env("FrozenLake-v1", num_envs=2))
+
+
+def test_it_collects_from_the_command_line(tmp_path: Path) -> None:
+    arguments = ["CartPole-v1", "--policy", NAME, "-o", "widths=[8]", "--frames", "90", "--num-envs", "3"]
+    assert main(["collect", *arguments, "--seed", "4", "--out", str(tmp_path / "out")]) == 0
+    saved = TensorDict.load_memmap(tmp_path / "out" / "batch")
+    by_hand = fc.make_policy(NAME, env(), widths=[8], seed=4)
+    with fc.SyncDataCollector(env(), by_hand, frames_per_batch=90, total_frames=90, seed=4) as collector:
+        (batch,) = collector
+    assert_same(saved, batch)
+    about = json.loads((tmp_path / "out" / "stats.json").read_text())
+    assert (about["policy"], about["policy_origin"]) == (NAME, "nnx-actor-critic 1.0.0")
+    assert about["policy_options"] == {"widths": [8]}
+
+
+def test_its_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", (SOURCE / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    namespace: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, namespace)
+    assert namespace["advantage"].shape == (8, 64, 1)
+
+
+FRESH = f"""
+import sys
+import funcollect as fc
+from funcollect.policies.plugins import offered_policies
+env = fc.make_env("CartPole-v1")
+assert "{NAME}" in offered_policies()
+assert not {{"{NAME}", "jax", "flax"}} & set(sys.modules)
+print(fc.explain(env, fc.make_policy("{NAME}", env)).why)
+"""
+
+
+def test_it_is_imported_on_use_after_jax_is_set_up(site: Path) -> None:
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r})\n{FRESH}"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert said.endswith("; synchronous CPU dispatch\n")

@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import Tensor, distributions
+
+import funcollect as fc
+from funcollect.errors import PolicyError
+from funcollect.keys import draw_ahead, key_from_seed
+from funcollect.policies.numerics import TORCH, jax_numerics
+from funcollect.specs import ActionSpec
+
+SAMPLES = 20_000
+
+
+class Backend(NamedTuple):
+    xp: Any
+    array: Callable[[Tensor], Any]
+    compile: Callable[..., Any]
+
+
+BACKENDS = {
+    "torch": Backend(TORCH, lambda x: x, lambda function: function),
+    "jax": Backend(jax_numerics(), lambda x: jax.numpy.asarray(x.numpy()), jax.jit),
+}
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return BACKENDS[request.param]
+
+
+class SampleIndices(NamedTuple):
+    action: Tensor  # [N, ...]
+    log_prob: Tensor | None  # [N]
+
+
+def act(
+    backend: Backend, head: Any, answer: Any, spec: ActionSpec, *, rows: int = SAMPLES, mode: bool = False
+) -> SampleIndices:
+    """`rows` actions for one network's answer, or for `rows` answers, as a loop draws them."""
+
+    def widen(part: Tensor) -> Any:
+        return backend.array(part if part.shape[:1] == (rows,) else part.expand(rows, *part.shape))
+
+    def step(answer: Any, noise: Any) -> tuple[Any, Any]:
+        parameters = head.parse(backend.xp, answer, spec)
+        action = head.sample(backend.xp, parameters, noise, spec)
+        return action, head.log_prob(backend.xp, parameters, action, noise, spec)
+
+    described = None if mode else head.noise(spec)
+    noise = None if described is None else draw_ahead(described, key_from_seed(3), 0, rows, 0, 1)[0]
+    wide = tuple(map(widen, answer)) if isinstance(answer, tuple) else widen(answer)
+    drawn = backend.compile(step)(wide, None if noise is None else backend.array(noise))
+    return SampleIndices(*(None if part is None else torch.from_numpy(np.asarray(part).copy()) for part in drawn))
+
+
+def assert_frequencies(chosen: Tensor, wanted: Tensor) -> None:
+    """Every count within 4.5 standard deviations of its binomial's mean."""
+    found = torch.bincount(chosen, minlength=len(wanted)).double()
+    spread = (len(chosen) * wanted * (1 - wanted)).sqrt()
+    assert ((found - len(chosen) * wanted).abs() <= 4.5 * spread + 1e-9).all(), (found / len(chosen), wanted)
+
+
+LOGITS = torch.tensor([0.3, -1.0, 1.5, 0.0, 2.0, -0.7])
+DISCRETE = [
+    (spaces.Discrete(6), False),
+    (spaces.Discrete(6, start=-2), False),
+    (spaces.Discrete(6), True),
+    (spaces.MultiDiscrete([2, 4]), False),
+    (spaces.MultiDiscrete([4, 2], start=[3, -1]), False),
+    (spaces.MultiDiscrete([[2], [4]]), False),
+    (spaces.MultiDiscrete([2, 4]), True),
+]
+discrete = pytest.mark.parametrize(("space", "one_hot"), DISCRETE, ids=str)
+
+
+def components(action: Tensor, spec: ActionSpec) -> list[Tensor]:
+    """The choices, from 0, by the definition of the spaces: a second way from that of the heads."""
+    assert action.shape[1:] == spec.shape
+    if spec.one_hot:
+        parts = action.split(spec.categories, -1)
+        assert all((part.sum(-1) == 1).all() for part in parts)
+        return [part.argmax(-1) for part in parts]
+    start = np.broadcast_to(spec.start, spec.space.shape or ())
+    return list((action - torch.from_numpy(start.copy())).reshape(len(action), -1).unbind(-1))
+
+
+@discrete
+def test_categorical_samples_its_distribution_and_scores_it(
+    backend: Backend, space: spaces.Space[Any], one_hot: bool
+) -> None:
+    spec = ActionSpec(space, one_hot)
+    action, log_prob = act(backend, fc.heads.categorical, LOGITS, spec)
+    wanted = torch.zeros(SAMPLES)
+    for chosen, logits in zip(components(action, spec), LOGITS.split(spec.categories), strict=True):
+        assert_frequencies(chosen, logits.double().softmax(-1))
+        wanted += distributions.Categorical(logits=logits).log_prob(chosen)
+    torch.testing.assert_close(log_prob, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_components_are_drawn_independently(backend: Backend) -> None:
+    spec = ActionSpec(spaces.MultiDiscrete([2, 4]))
+    first, second = act(backend, fc.heads.categorical, LOGITS, spec).action.unbind(-1)
+    joint = LOGITS[:2].softmax(-1)[:, None] * LOGITS[2:].softmax(-1)
+    assert_frequencies(first * 4 + second, joint.reshape(-1).double())
+
+
+@discrete
+@pytest.mark.parametrize("head", [fc.heads.categorical, fc.heads.greedy, fc.heads.epsilon_greedy(0.9)], ids=str)
+def test_the_mode_is_the_best_choice(backend: Backend, space: spaces.Space[Any], one_hot: bool, head: Any) -> None:
+    spec = ActionSpec(space, one_hot)
+    answers = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
+    action = act(backend, head, answers, spec, rows=50, mode=True).action
+    for chosen, values in zip(components(action, spec), answers.split(spec.categories, -1), strict=True):
+        assert torch.equal(chosen, values.argmax(-1))
+
+
+def test_greedy_needs_no_noise_and_has_no_density(backend: Backend) -> None:
+    assert fc.heads.greedy.noise(ActionSpec(spaces.Discrete(6))) is None
+    assert act(backend, fc.heads.greedy, LOGITS, ActionSpec(spaces.Discrete(6)), rows=3).log_prob is None
+
+
+@discrete
+@pytest.mark.parametrize("epsilon", [0.3, 1.0])
+def test_epsilon_greedy(backend: Backend, space: spaces.Space[Any], one_hot: bool, epsilon: float) -> None:
+    spec = ActionSpec(space, one_hot)
+    head = fc.heads.epsilon_greedy(epsilon)
+    action, log_prob = act(backend, head, LOGITS, spec)
+    total = torch.zeros(SAMPLES, dtype=torch.float64)
+    for chosen, values in zip(components(action, spec), LOGITS.split(spec.categories), strict=True):
+        share = torch.full((len(values),), epsilon / len(values), dtype=torch.float64)
+        share[values.argmax()] += 1 - epsilon
+        assert_frequencies(chosen, share)
+        total += share.log()[chosen]
+    torch.testing.assert_close(log_prob, total.float(), rtol=1e-5, atol=1e-6)
+
+
+BOXES = [spaces.Box(-2, 3, (2,)), spaces.Box(-2, 3, (2, 2)), spaces.Box(-2, 3, ()), spaces.Box(-2, 3, (2,), np.float64)]
+boxes = pytest.mark.parametrize("space", BOXES, ids=str)
+
+
+def pair(space: spaces.Box) -> tuple[Tensor, Tensor]:
+    size = math.prod(space.shape)
+    return (torch.linspace(-0.8, 0.9, size).reshape(space.shape), torch.linspace(0.3, 1.4, size).reshape(space.shape))
+
+
+def assert_moments(sample: Tensor, loc: Tensor, scale: Tensor) -> None:
+    assert sample.shape[1:] == loc.shape
+    sample = sample.double()
+    assert ((sample.mean(0) - loc).abs() <= 4.5 * scale / math.sqrt(SAMPLES)).all()
+    assert ((sample.std(0) - scale).abs() <= 4.5 * scale / math.sqrt(2 * SAMPLES)).all()
+
+
+@boxes
+def test_normal_samples_its_distribution_and_scores_it(backend: Backend, space: spaces.Box) -> None:
+    (loc, scale), spec = pair(space), ActionSpec(space)
+    action, log_prob = act(backend, fc.heads.normal, (loc, scale), spec)
+    assert_moments(action, loc, scale)
+    reference = distributions.Independent(distributions.Normal(loc, scale), len(space.shape))
+    torch.testing.assert_close(log_prob, reference.log_prob(action), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(act(backend, fc.heads.normal, (loc, scale), spec, mode=True).action[0], loc)
+
+
+@boxes
+def test_tanh_normal_samples_its_distribution_and_scores_it(backend: Backend, space: spaces.Box) -> None:
+    loc, scale = pair(space)
+    action, log_prob = act(backend, fc.heads.tanh_normal, (loc, scale), ActionSpec(space))
+    assert_moments(torch.atanh(((action.double() + 2) / 5 * 2 - 1).clamp(-1 + 1e-7, 1 - 1e-7)), loc, scale)
+    base = distributions.Normal(loc.double(), scale.double())
+    squash = [distributions.transforms.TanhTransform(cache_size=1), distributions.transforms.AffineTransform(0.5, 2.5)]
+    reference = distributions.Independent(distributions.TransformedDistribution(base, squash), len(space.shape))
+    inside = ((action > -1.99) & (action < 2.99)).reshape(SAMPLES, -1).all(-1)
+    assert inside.float().mean() > 0.8
+    wanted = reference.log_prob(action[inside].double())
+    torch.testing.assert_close(log_prob[inside].double(), wanted, rtol=1e-3, atol=1e-3)
+    mode = act(backend, fc.heads.tanh_normal, (loc, scale), ActionSpec(space), mode=True).action
+    torch.testing.assert_close(mode[0].float(), 0.5 + 2.5 * loc.tanh())
+
+
+def test_tanh_normal_stays_finite_and_in_bounds_far_out(backend: Backend) -> None:
+    spec = ActionSpec(spaces.Box(np.float32(-0.1), np.float32(0.7), (2,)))
+    action, log_prob = act(backend, fc.heads.tanh_normal, (torch.tensor([40.0, -40.0]), torch.ones(2)), spec, rows=100)
+    assert all(spec.space.contains(row) for row in action.numpy())
+    assert torch.isfinite(log_prob).all()
+
+
+def test_one_array_is_a_pair_whose_scale_went_through_softplus(backend: Backend) -> None:
+    spec = ActionSpec(spaces.Box(-1, 1, (3, 2)))
+    answer = torch.randn(7, 3, 4, generator=torch.Generator().manual_seed(0))
+    both = (answer[..., :2], torch.nn.functional.softplus(answer[..., 2:]))
+    for head in (fc.heads.normal, fc.heads.tanh_normal):
+        one, two = act(backend, head, answer, spec, rows=7), act(backend, head, both, spec, rows=7)
+        torch.testing.assert_close(tuple(one), tuple(two))
+
+
+def test_a_scale_without_batch_dimension_serves_all_lanes(backend: Backend) -> None:
+    answer = backend.array(torch.zeros(5, 2)), backend.array(torch.tensor([0.5, 2.0]))
+    parameters = fc.heads.normal.parse(backend.xp, answer, ActionSpec(spaces.Box(-1, 1, (2,))))
+    assert parameters[1].tolist() == [[0.5, 2.0]] * 5
+
+
+@pytest.mark.parametrize("space", [*(space for space, _ in DISCRETE), *BOXES[:3]], ids=str)
+def test_torch_and_jax_act_alike_on_equal_noise(space: spaces.Space[Any]) -> None:
+    box = isinstance(space, spaces.Box)
+    names = ["normal", "tanh_normal"] if box else ["categorical", "greedy"]
+    for head in [*(getattr(fc.heads, name) for name in names), *([] if box else [fc.heads.epsilon_greedy(0.4)])]:
+        answer = pair(space) if box else LOGITS
+        one = act(BACKENDS["torch"], head, answer, ActionSpec(space), rows=500)
+        two = act(BACKENDS["jax"], head, answer, ActionSpec(space), rows=500)
+        torch.testing.assert_close(one.action, two.action, check_dtype=False)
+        if head is not fc.heads.greedy:
+            torch.testing.assert_close(one.log_prob, two.log_prob, check_dtype=False, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("answer", [torch.zeros(4, 5), torch.zeros(4, 7), torch.zeros(6, 4), torch.tensor(1.0), 1])
+def test_a_number_of_logits_that_does_not_fit_is_refused(answer: Any) -> None:
+    with pytest.raises(PolicyError, match=r"the head categorical wants \[P, 6\]"):
+        fc.heads.categorical.parse(TORCH, answer, ActionSpec(spaces.Discrete(6)))
+
+
+@pytest.mark.parametrize("answer", [torch.zeros(4, 3), (torch.zeros(4, 2), torch.zeros(4, 3)), torch.zeros(4, 2, 2), 1])
+def test_a_location_that_does_not_fit_is_refused(answer: Any) -> None:
+    with pytest.raises(PolicyError, match="the head normal wants a pair"):
+        fc.heads.normal.parse(TORCH, answer, ActionSpec(spaces.Box(-1, 1, (2,))))
+
+
+MISFITS = [("categorical", BOXES[0]), ("greedy", spaces.MultiBinary(3)), ("normal", spaces.Discrete(3))]
+MISFITS += [("normal", spaces.Box(0, 9, (2,), np.int64)), ("tanh_normal", spaces.Box(-np.inf, 1, (2,)))]
+
+
+@pytest.mark.parametrize(("name", "space"), MISFITS, ids=str)
+def test_heads_refuse_spaces_that_do_not_suit(name: str, space: spaces.Space[Any]) -> None:
+    with pytest.raises(ValueError, match=rf"the head {name} needs .* got {re.escape(str(space))}: use"):
+        getattr(fc.heads, name).check(ActionSpec(space))
+
+
+@pytest.mark.parametrize("epsilon", [-0.1, 1.1, math.nan])
+def test_epsilon_is_a_probability(epsilon: float) -> None:
+    with pytest.raises(ValueError, match="expected a probability"):
+        fc.heads.epsilon_greedy(epsilon)

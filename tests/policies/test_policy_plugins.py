@@ -1,0 +1,245 @@
+"""Policies by name: packages written here into a folder of `sys.path`, with what may be wrong with them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import funcollect as fc
+from funcollect.cli import main
+from funcollect.policies.mlp import mlp
+from funcollect.policies.plugins import offered_policies
+from tests.support.compare import collect
+
+GOOD = """
+import funcollect as fc
+
+def make(env, *, bias=0.0, seed=5):
+    policy = fc.jax_policy(lambda params, x: x[:, :2] * params, bias, head=fc.heads.categorical)
+    policy.given = {"bias": bias, "seed": seed}
+    return policy
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Installs a package, that is, writes its module and its metadata where Python finds them."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def install(name: str, code: str, offers: str, version: str = "1.0") -> None:
+        module = name.replace("-", "_").lower()
+        (tmp_path / f"{module}.py").write_text(code)
+        about = tmp_path / f"{module}-{version}.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (about / "entry_points.txt").write_text(f"[funcollect.policies]\n{offers}\n")
+
+    yield install
+    for name in [name for name, module in sys.modules.items() if _file(module).startswith(str(tmp_path))]:
+        del sys.modules[name]
+
+
+def _file(module: Any) -> str:
+    return str(getattr(module, "__file__", None) or "")
+
+
+def env(num_envs: int = 2) -> fc.Env:
+    return fc.make_env("CartPole-v1", num_envs=num_envs)
+
+
+# --- found and made ---------------------------------------------------------------------------------------------------
+
+
+def test_built_in_policies() -> None:
+    made = fc.make_policy("mlp", env(), seed=3)
+    assert (made.params == mlp(env(), seed=3).params).all()
+    assert type(fc.make_policy("random", env())) is type(fc.random_policy(env()))
+
+
+def test_a_package_is_imported_when_its_policy_is_made(package: Callable[..., None]) -> None:
+    package("Walkers", GOOD, "walker = walkers:make", version="2.1")
+    plugin = offered_policies()["walker"]
+    assert (plugin.origin, plugin.source) == ("Walkers 2.1", "walkers:make")
+    assert "walkers" not in sys.modules
+    policy = fc.make_policy("walker", env(), bias=2.5)
+    assert "walkers" in sys.modules
+    assert policy.given == {"bias": 2.5, "seed": 5}  # type: ignore[attr-defined]
+    batch = collect(env(), policy, 3)
+    assert batch["action_log_prob"].shape == (2, 3)
+
+
+def test_a_name_that_two_packages_offer(package: Callable[..., None]) -> None:
+    package("Left-Package", GOOD, "walker = left_package:make")
+    package("right", GOOD.replace("seed=5", "seed=6"), "walker = right:make", version="3")
+    with pytest.raises(ValueError, match=r"Left-Package 1.0 and right 3 each offer a policy 'walker'.*'right:walker'"):
+        fc.make_policy("walker", env())
+    assert {"Left-Package:walker", "right:walker"} < set(offered_policies())
+    seeds = {"Left-Package:walker": 5, "left_package:walker": 5, "right:walker": 6}
+    assert {name: fc.make_policy(name, env()).given["seed"] for name in seeds} == seeds  # type: ignore[attr-defined]
+
+
+def test_a_name_that_one_package_offers_may_be_given_in_full(package: Callable[..., None]) -> None:
+    package("walkers", GOOD, "walker = walkers:make")
+    assert fc.make_policy("walkers:walker", env()).backend == "jax"
+    with pytest.raises(ValueError, match="no policy 'runners:walker'"):
+        fc.make_policy("runners:walker", env())
+
+
+def test_a_built_in_name_is_never_taken(package: Callable[..., None]) -> None:
+    package("greedy", GOOD, "mlp = greedy:make")
+    assert fc.make_policy("mlp", env()).backend == "torch"
+    assert fc.make_policy("greedy:mlp", env()).backend == "jax"
+
+
+# --- wrong arguments --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "options", "error", "says"),
+    [
+        ("walkr", env, {}, ValueError, r"no policy 'walkr', expected one of \['mlp', 'random', 'walker'\]"),
+        (None, env, {}, TypeError, "name is None, expected a str"),
+        ("walker", lambda: "CartPole-v1", {}, TypeError, "env is str, expected an Env: .*make_env"),
+        ("walker", env, {"bais": 1}, TypeError, r"\(walkers 1.0\).*'bais'.*it takes \['bias', 'seed'\]"),
+    ],
+)
+def test_wrong_arguments(
+    name: Any, given: Any, options: Any, error: Any, says: str, package: Callable[..., None]
+) -> None:
+    package("walkers", GOOD, "walker = walkers:make")
+    with pytest.raises(error, match=says):
+        fc.make_policy(name, given(), **options)
+
+
+def test_an_option_that_is_wanted(package: Callable[..., None]) -> None:
+    package("walkers", GOOD.replace("bias=0.0", "bias"), "walker = walkers:make")
+    with pytest.raises(TypeError, match=r"options \[\]: missing a required argument: 'bias'"):
+        fc.make_policy("walker", env())
+
+
+# --- broken packages --------------------------------------------------------------------------------------------------
+
+UNLOADABLE = {
+    "a missing import": ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
+    "an error": ("1 / 0", "cannot be imported: ZeroDivisionError: division by zero"),
+    "an exit": ("raise SystemExit", "cannot be imported: SystemExit"),
+    "no factory": ("make_it = 3", "AttributeError: module 'broken' has no attribute 'make'"),
+    "no function": ("make = 3", r"is 3, expected a function \(env, \*\*options\) -> Policy"),
+    "no argument": ("def make(): ...", r"is <function make.*expected a function \(env"),
+}
+UNMAKEABLE = {
+    "an error": ("def make(env):\n raise ArithmeticError('too small')", "HostEnv.*: ArithmeticError: too small"),
+    "a module": ("import torch\ndef make(env): return torch.nn.Linear(4, 2)", "is Linear as .* expected a Policy"),
+    "a class": (
+        "from funcollect.policies.jax_functions.jax_policy import JaxPolicy\ndef make(env): return JaxPolicy",
+        "the class J",
+    ),
+    "nothing": ("def make(env): ...", "is NoneType as its factory returns it"),
+}
+
+
+@pytest.mark.parametrize(("code", "says"), [*UNLOADABLE.values(), *UNMAKEABLE.values()])
+def test_a_broken_package_is_named_and_breaks_no_other(code: str, says: str, package: Callable[..., None]) -> None:
+    package("broken", code, "fallen = broken:make", version="0.3")
+    package("walkers", GOOD, "walker = walkers:make")
+    with pytest.raises(fc.PluginError, match=rf"the policy 'fallen' \(broken 0.3\) .*{says}"):
+        fc.make_policy("fallen", env())
+    assert fc.make_policy("walker", env()).backend == "jax"
+
+
+def test_a_reference_that_cannot_be_read(package: Callable[..., None]) -> None:
+    package("broken", "", "fallen = no module at all")
+    with pytest.raises(fc.PluginError, match=r"'fallen' \(broken 1.0\) cannot be imported"):
+        fc.make_policy("fallen", env())
+
+
+def test_metadata_that_cannot_be_read(package: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    package("broken", "", "no equals sign")
+    package("walkers", GOOD, "walker = walkers:make")
+    assert fc.make_policy("walker", env()).backend == "jax"
+    assert main(["policies"]) == 0
+    assert _lines(capsys)["?"].startswith("broken broken 1.0 entry_points.txt cannot be read from its entry_points.txt")
+
+
+def test_of_two_versions_the_first_on_the_path_counts(
+    package: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package("walkers", GOOD, "walker = walkers:make")
+    for old in ("walkers.py", "walkers-1.0.dist-info"):
+        (tmp_path / "old").mkdir(exist_ok=True)
+        (tmp_path / old).rename(tmp_path / "old" / old)
+    package("Walkers", GOOD.replace("seed=5", "seed=6"), "walker = walkers:make", version="2.0")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "old")])
+    assert offered_policies()["walker"].origin == "Walkers 2.0"
+    assert fc.make_policy("walker", env()).given["seed"] == 6  # type: ignore[attr-defined]
+
+
+# --- from the command line --------------------------------------------------------------------------------------------
+
+
+def test_policies_lists_what_works_and_what_does_not(
+    package: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    package("broken", "import no_such_library", "fallen = broken:make")
+    package("unmade", "def make(env):\n raise ArithmeticError('too\\n small')", "unmade = unmade:make", version="2")
+    package("walkers", GOOD, "walker = walkers:make")
+    assert main(["policies"]) == 0
+    listed = _lines(capsys)
+    assert listed["mlp"] == "ok built in funcollect.policies.mlp:mlp"
+    assert listed["walker"] == "ok walkers 1.0 walkers:make"
+    assert listed["unmade"] == "ok unmade 2 unmade:make"
+    reason = "cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"
+    assert listed["fallen"] == f"broken broken 1.0 broken:make {reason}"
+    assert main(["policies", "CartPole-v1"]) == 0
+    made = _lines(capsys)
+    assert re.match(r"broken unmade 2 .*cannot be made for .*ArithmeticError: too small$", made.pop("unmade"))
+    assert made == {name: line for name, line in listed.items() if name != "unmade"}
+
+
+def _lines(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """Each line of the list by the policy's name."""
+    rows = (line.split() for line in capsys.readouterr().out.splitlines())
+    return {name: " ".join([state, *rest]) for state, name, *rest in rows}
+
+
+def test_a_broken_policy_is_one_line_and_two(package: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    package("broken", "import no_such_library", "fallen = broken:make")
+    assert main(["explain", "CartPole-v1", "--policy", "fallen"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("funcollect: error: the policy 'fallen' (broken 1.0) cannot be imported")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("1e-3", 1e-3),
+        ("[64, 2]", [64, 2]),
+        ("tanh", "tanh"),
+        ("False", False),
+        ("false", False),
+        ("a=b", "a=b"),
+    ],
+)
+def test_options_on_the_command_line(
+    text: str, value: Any, package: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    package("walkers", "def make(env, *, bias, seed=1):\n raise ValueError([bias, seed])", "walker = walkers:make")
+    command = ["explain", "CartPole-v1", "--policy", "walker", "-o", f"bias={text}"]
+    assert main(command) == 2
+    assert f"ValueError: {[value, 0]}" in capsys.readouterr().err
+    assert main([*command, "--option", "seed=8"]) == 2
+    assert f"ValueError: {[value, 8]}" in capsys.readouterr().err
+
+
+def test_check_takes_a_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "CartPole-v1", "--policy", "mlp", "--steps", "20"]) == 0
+    report = fc.testing.check_policy(mlp(env(3), seed=0), env(3), steps=20)
+    assert capsys.readouterr().out == f"{report}\n"
+    assert main(["check", "CartPole-v1", "-o", "seed=3"]) == 2
+    assert "without --policy" in capsys.readouterr().err

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict
+from torch import Tensor
+
+import funcollect as fc
+from tests.support.compare import assert_same
+
+
+class Endless(gymnasium.Env):
+    """Checks that it is given actions of its space, and shows the mask of step mod 3."""
+
+    def __init__(self, action_space: spaces.Space[Any], masks: np.ndarray | None = None, strict: bool = True) -> None:
+        self.strict = strict
+        self.action_space = action_space
+        self.masks = masks
+        box = spaces.Box(-1, 1, (1,))
+        self.observation_space = box
+        if masks is not None:
+            self.observation_space = spaces.Dict(action_mask=spaces.MultiBinary(masks.shape[1]), x=box)
+
+    def _observe(self) -> Any:
+        x = np.zeros(1, np.float32)
+        return x if self.masks is None else {"action_mask": self.masks[self.t % len(self.masks)], "x": x}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.t = 0
+        return self._observe(), {}
+
+    def step(self, action: Any) -> Any:
+        assert not self.strict or self.action_space.contains(action)
+        self.t += 1
+        return self._observe(), 0.0, False, self.t == 100, {}
+
+
+def draw(space: spaces.Space[Any], *, steps: int = 2500, masks: np.ndarray | None = None, **options: Any) -> TensorDict:
+    env = fc.make_env([lambda: Endless(space, masks)] * 4, **options)
+    policy = fc.random_policy(env)
+    return fc.rollout(env, policy, fc.init(env, policy, seed=7), steps)[1].reshape(-1)
+
+
+def assert_fair(chosen: Tensor, count: int) -> None:
+    """Every count within 4.5 standard deviations."""
+    found = torch.bincount(chosen, minlength=count).double() / len(chosen)
+    assert len(found) == count
+    assert ((found - 1 / count).abs() < 4.5 * math.sqrt(1 / count / len(chosen))).all()
+
+
+@pytest.mark.parametrize("space", [spaces.Discrete(5), spaces.Discrete(5, start=-3), spaces.Discrete(1)], ids=str)
+@pytest.mark.parametrize("one_hot", [False, True])
+def test_discrete_actions_are_uniform(space: spaces.Discrete, one_hot: bool) -> None:
+    action = draw(space, one_hot=one_hot)["action"]
+    assert action.dtype == torch.int64
+    if one_hot:
+        assert action.shape[1:] == (space.n,)
+        assert (action.sum(-1) == 1).all()
+    assert_fair(action.argmax(-1) if one_hot else action - int(space.start), int(space.n))
+
+
+def test_multi_discrete_actions_are_uniform_and_independent() -> None:
+    space = spaces.MultiDiscrete([[2, 3], [4, 2]], start=[[0, 5], [-1, 0]])
+    action = draw(space)["action"] - torch.tensor([[0, 5], [-1, 0]])
+    a, b, c, d = action.reshape(-1, 4).T
+    for part, count in zip((a, b, c, d), (2, 3, 4, 2), strict=True):
+        assert_fair(part, count)
+    assert_fair(((a * 3 + b) * 4 + c) * 2 + d, 48)
+
+
+def test_multi_binary_actions_are_fair_coins() -> None:
+    action = draw(spaces.MultiBinary(3))["action"]
+    assert action.dtype == torch.int8
+    assert_fair((action.long() * torch.tensor([4, 2, 1])).sum(-1), 8)
+
+
+def ks(sample: Tensor, cdf: Any) -> float:
+    """The Kolmogorov-Smirnov distance times the root of the size: beyond 2.2 in one case of 10,000."""
+    ordered, size = cdf(sample.double().sort().values), len(sample)
+    steps = torch.arange(size + 1) / size
+    return math.sqrt(size) * max(float((steps[1:] - ordered).max()), float((ordered - steps[:-1]).max()))
+
+
+def test_box_actions_follow_gymnasiums_sample() -> None:
+    """Uniform between two bounds; beyond one bound an exponential, without bounds a normal."""
+    low, high = np.array([-2, 3, -np.inf, -np.inf]), np.array([1, np.inf, -5, np.inf])
+    batch = draw(spaces.Box(low.astype(np.float32), high.astype(np.float32)))
+    cdfs = [
+        lambda x: (x + 2) / 3,
+        lambda x: 1 - torch.exp(-(x - 3)),
+        lambda x: torch.exp(x + 5),
+        torch.special.ndtr,
+    ]
+    for values, cdf in zip(batch["action"].unbind(-1), cdfs, strict=True):
+        assert ks(values, cdf) < 2.2
+    assert ks(batch["action"][:, 0] * 1.1, cdfs[0]) > 2.2
+    assert np.abs(np.corrcoef(batch["action"].T) - np.eye(4)).max() < 0.05
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int64])
+def test_integer_boxes_are_uniform_with_both_ends(dtype: Any) -> None:
+    assert_fair(draw(spaces.Box(2, 8, (1,), dtype))["action"][:, 0].long() - 2, 7)
+
+
+def test_a_box_of_float64_and_one_without_dimensions() -> None:
+    action = draw(spaces.Box(-1, 1, (2, 2), np.float64), steps=50)["action"]
+    assert (action.dtype, action.shape) == (torch.float64, (200, 2, 2))
+    assert draw(spaces.Box(-1, 1, ()), steps=50)["action"].shape == (200,)
+    assert_fair(draw(spaces.Box(0, 2, (), np.int64))["action"], 3)
+
+
+MASKS = np.array([[1, 0, 1, 0, 1], [0, 0, 0, 1, 0], [1, 1, 1, 1, 1]], np.int8)
+
+
+@pytest.mark.parametrize("one_hot", [False, True])
+@pytest.mark.parametrize("start", [0, 4])
+def test_an_action_mask_is_honoured(one_hot: bool, start: int) -> None:
+    batch = draw(spaces.Discrete(5, start=start), masks=MASKS, one_hot=one_hot)
+    chosen = batch["action"].argmax(-1) if one_hot else batch["action"] - start
+    assert (batch["action_mask"].gather(-1, chosen[:, None]) == 1).all()
+    for kind, allowed in enumerate(([0, 2, 4], [3], [0, 1, 2, 3, 4])):
+        here = chosen[batch["collector", "step"] % 3 == kind]
+        assert_fair(torch.tensor([allowed.index(i) for i in here.tolist()]), len(allowed))
+
+
+def test_a_mask_of_another_size_is_an_observation_like_any_other() -> None:
+    batch = draw(spaces.Discrete(3), masks=MASKS, steps=200)
+    assert_fair(batch["action"], 3)
+
+
+def test_actions_are_a_function_of_the_seed_and_leave_the_generators() -> None:
+    env = fc.make_env("CartPole-v1", num_envs=3)
+    policy, before = fc.random_policy(env), torch.get_rng_state()
+    one, two, other = (fc.rollout(env, policy, fc.init(env, policy, seed=seed), 30)[1] for seed in (1, 1, 2))
+    assert_same(one, two)
+    assert not torch.equal(one["action"], other["action"])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_random_policy_has_no_params() -> None:
+    env = fc.make_env("CartPole-v1")
+    with pytest.raises(ValueError, match="random policy"):
+        fc.rollout(env, fc.random_policy(env), fc.init(env, fc.random_policy(env), seed=0), 3, params={"w": 1})
+
+
+class Recording:
+    """A deterministic module with a head: always prefers action 1, and counts its calls."""
+
+    def __init__(self, device: str) -> None:
+        self.calls = 0
+        self.device = device
+
+    def __call__(self, x: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        return {"logits": torch.tensor([0.0, 50.0]).expand(len(x), 2), "value": x.sum(-1)}
+
+
+@pytest.mark.parametrize("frames", [1, 30, 31, 100, 1000])
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
+def test_init_random_frames_replaces_only_the_action_and_its_log_prob(name: str, frames: int) -> None:
+    module = Recording("cpu")
+    policy = fc.torch_policy(module, head=fc.heads.categorical)
+    with fc.SyncDataCollector(
+        fc.make_env(name, num_envs=3), policy, frames_per_batch=60, init_random_frames=frames, seed=0
+    ) as collector:
+        batches = [next(collector) for _ in range(4)]
+    batch = torch.cat(batches, -1)
+    assert module.calls == 80
+    assert all(sorted(map(str, part.keys(True))) == sorted(map(str, batches[0].keys(True))) for part in batches)
+    steps = math.ceil(frames / 3)
+    assert torch.equal(batch["value"], batch["observation"].sum(-1))
+    assert torch.equal(batch["logits"], torch.tensor([0.0, 50.0]).expand(3, 80, 2))
+    assert (batch["action"][:, steps:] == 1).all()
+    assert (batch["action_log_prob"][:, steps:] == 0).all()
+    early = batch["action_log_prob"][:, :steps]
+    torch.testing.assert_close(early, torch.full_like(early, -math.log(2)))
+    assert frames < 30 or 0.2 < batch["action"][:, :steps].double().mean() < 0.8
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_random_frames_honour_a_mask_and_score_it(backend: str) -> None:
+    """The policy itself always answers 0, which most masks forbid."""
+    factories = [lambda: Endless(spaces.Discrete(5), MASKS[:2])] * 2
+    head = fc.heads.categorical
+    policy: Any = fc.torch_policy(lambda x: x["x"] * 0 + torch.tensor([99.0, 0, 0, 0, 0]), head=head)
+    if backend == "jax":
+        policy = fc.jax_policy(lambda _, x: x["x"] * 0 + np.float32([99, 0, 0, 0, 0]), {}, head=head)
+    with fc.SyncDataCollector(factories, policy, frames_per_batch=200, init_random_frames=120, seed=0) as collector:
+        batch = next(collector)
+    allowed = batch["action_mask"].gather(-1, batch["action"][..., None])[..., 0]
+    assert (allowed[:, :60] == 1).all()
+    torch.testing.assert_close(batch["action_log_prob"][:, :60], -batch["action_mask"][:, :60].sum(-1).log())
+    assert (batch["action"][:, 60:] == 0).all()
+
+
+@pytest.mark.parametrize("low", [-1.0, -np.inf])
+def test_random_frames_of_a_box_are_scored_by_their_density(low: float) -> None:
+    space = spaces.Box(np.float32([low, 0]), np.float32([1, 4]))
+    policy = fc.torch_policy(lambda x: {"loc": x.expand(-1, 2), "scale": torch.ones(1, 2)}, head=fc.heads.normal)
+    with fc.SyncDataCollector(
+        lambda: Endless(space, strict=False), policy, frames_per_batch=40, init_random_frames=20, seed=0
+    ) as collector:
+        batch = next(collector)
+    early = batch[:20]
+    first = early["action"][:, 0] - 1 if math.isinf(low) else torch.full((20,), -math.log(2))
+    torch.testing.assert_close(early["action_log_prob"], first - math.log(4))

@@ -1,0 +1,201 @@
+"""Recurrent policies under Torch and JAX alike: their state follows the lanes and is a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import funcollect as fc
+from tests.support.compare import assert_same
+
+HIDDEN = 5
+WEIGHTS = np.random.default_rng(0).normal(size=(4 + HIDDEN, HIDDEN)).astype(np.float32)
+INITIAL = {"hidden": np.full(HIDDEN, 0.3, np.float32), "count": np.array(10, np.int32)}
+
+
+class Kind(NamedTuple):
+    xp: Any
+    make: Callable[[Callable[..., Any], Any], Any]  # from a function (xp, observation, state) and an initial state
+
+
+KINDS = {
+    "torch": Kind(torch, lambda step, first: fc.torch_policy(lambda x, h: step(torch, x, h), initial_state=first)),
+    "jax": Kind(jnp, lambda step, first: fc.jax_policy(lambda _, x, h: step(jnp, x, h), {}, initial_state=first)),
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
+
+
+@pytest.fixture(params=["CartPole-v1", "torch/CartPole-v1"])
+def env(request: pytest.FixtureRequest) -> Any:
+    """Episodes of 7 steps at most."""
+    if request.param == "CartPole-v1":
+        return fc.make_env("CartPole-v1", num_envs=3, max_episode_steps=7)
+    env = fc.make_env(request.param, num_envs=3)
+    env.max_episode_steps = 7
+    return env
+
+
+def as_tensors(tree: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(leaf.copy()) for name, leaf in tree.items()}
+
+
+def cell(xp: Any, x: Any, state: Any) -> tuple[Any, Any]:
+    """A plain recurrent cell that also counts its calls."""
+    weights = torch.from_numpy(WEIGHTS) if xp is torch else jnp.asarray(WEIGHTS)
+    hidden = xp.tanh(x @ weights[:4] + state["hidden"] @ weights[4:])
+    state = {"hidden": hidden, "count": state["count"] + 1}
+    return {"action": push(x), **state}, state
+
+
+def push(x: Any) -> Any:
+    return (x[:, 2] > 0) * 1
+
+
+def last_observation(xp: Any, x: Any, state: Any) -> tuple[Any, Any]:
+    return {"action": push(x), "last": state}, x
+
+
+def assert_follows(batch: TensorDict) -> None:
+    """What `cell` recorded is what a hand-written loop over the recorded observations gives."""
+    step, hidden = batch["collector", "step"], torch.empty(3, HIDDEN)
+    assert torch.equal(batch["count"], (step + 11).int())
+    initial, weights = torch.from_numpy(INITIAL["hidden"]), torch.from_numpy(WEIGHTS)
+    for t in range(step.shape[1]):
+        hidden = torch.where((step[:, t] == 0)[:, None], initial, hidden)
+        hidden = torch.tanh(batch["observation"][:, t] @ weights[:4] + hidden @ weights[4:])
+        torch.testing.assert_close(batch["hidden"][:, t], hidden, rtol=1e-4, atol=1e-5)
+
+
+def test_recurrent_state_is_reset_with_its_lane(env: Any, kind: Kind) -> None:
+    policy = kind.make(cell, as_tensors(INITIAL) if kind.xp is torch else INITIAL)
+    state, first = fc.rollout(env, policy, fc.init(env, policy, seed=1), 17)
+    state = fc.reset(env, state, torch.tensor([False, True, False]))
+    _, second = fc.rollout(env, policy, state, 20)
+    batch = torch.cat([first, second], -1)
+    step = batch["collector", "step"]
+    assert step[:, 17].tolist() == [3, 0, 3]
+    assert (step == 0).sum(-1).tolist() == [6, 6, 6]
+    assert_follows(batch)
+
+
+def test_max_frames_per_traj_resets_it_too(env: Any, kind: Kind) -> None:
+    policy = kind.make(cell, as_tensors(INITIAL) if kind.xp is torch else INITIAL)
+    batch = fc.rollout(env, policy, fc.init(env, policy, seed=1), 12, max_frames_per_traj=4)[1]
+    assert (batch["collector", "step"] == 0).sum(-1).tolist() == [3, 3, 3]
+    assert_follows(batch)
+
+
+def test_a_finished_lane_that_stays_finished_is_not_restarted(env: Any, kind: Kind) -> None:
+    policy = kind.make(cell, as_tensors(INITIAL) if kind.xp is torch else INITIAL)
+    with fc.SyncDataCollector(env, policy, frames_per_batch=30, reset_when_done=False, seed=1) as collector:
+        counts = next(collector)["count"]
+    assert torch.equal(counts, torch.arange(11, 21, dtype=torch.int32).expand(3, -1))
+
+
+def test_the_last_observation_may_be_the_state(env: Any, kind: Kind) -> None:
+    policy = kind.make(last_observation, kind.xp.full((4,), 9.0))
+    state, batches = fc.init(env, policy, seed=1), []
+    for length in (5, 1, 1, 20):
+        state, batch = fc.rollout(env, policy, state, length)
+        batches.append(batch)
+    batch = torch.cat(batches, -1)
+    last = torch.cat([torch.full((3, 1, 4), 9.0), batch["observation"][:, :-1]], 1)
+    assert torch.equal(batch["last"], torch.where(batch["collector", "step"][..., None] == 0, 9.0, last))
+
+
+def test_cutting_a_run_changes_nothing(env: Any, kind: Kind) -> None:
+    policy = kind.make(cell, as_tensors(INITIAL) if kind.xp is torch else INITIAL)
+    whole = fc.rollout(env, policy, fc.init(env, policy, seed=1), 30)[1]
+    state, parts = fc.init(env, policy, seed=1), []
+    for length in (1, 6, 1, 22):
+        state, part = fc.rollout(env, policy, state, length)
+        parts.append(part)
+    assert_same(torch.cat(parts, -1), whole)
+
+
+def counting_in_place(x: torch.Tensor, count: torch.Tensor) -> Any:
+    count.add_(1)
+    return {"action": push(x), "count": count}, count
+
+
+class Keeping(torch.nn.Module):
+    """Answers with a buffer of its own as the next state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torch.zeros(3)
+
+    def forward(self, x: torch.Tensor, count: torch.Tensor) -> Any:
+        self.kept.copy_(count + 1)
+        return {"action": push(x), "count": self.kept}, self.kept
+
+
+@pytest.mark.parametrize("module", [counting_in_place, Keeping()], ids=["in place", "buffer"])
+@pytest.mark.parametrize("lengths", [(25,), (1, 24), (7, 1, 17)])
+def test_a_state_whose_memory_is_written_again_is_a_value_all_the_same(
+    env: Any, module: Any, lengths: tuple[int, ...]
+) -> None:
+    policy = fc.torch_policy(module, initial_state=torch.zeros(()))
+    states, batches = [fc.init(env, policy, seed=1)], []
+    kept = []
+    for length in lengths:
+        kept.append(states[-1].policy_state.recurrent.clone())
+        state, batch = fc.rollout(env, policy, states[-1], length)
+        states.append(state)
+        batches.append(batch)
+    batch = torch.cat(batches, -1)
+    assert torch.equal(batch["count"], batch["collector", "step"] + 1.0)
+    assert all(torch.equal(state.policy_state.recurrent, old) for state, old in zip(states, kept, strict=False))
+
+
+def test_a_lane_that_ends_at_the_first_step_does_not_hide_memory_written_again() -> None:
+    env = fc.make_env("CartPole-v1", num_envs=3, max_episode_steps=1)
+    policy = fc.torch_policy(counting_in_place, initial_state=torch.zeros(()))
+    batch = fc.rollout(env, policy, fc.init(env, policy, seed=1), 9)[1]
+    assert (batch["count"] == 1).all()
+
+
+def test_what_is_returned_to_the_caller_is_the_callers(env: Any, kind: Kind) -> None:
+    policy = kind.make(cell, as_tensors(INITIAL) if kind.xp is torch else INITIAL)
+    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=1), 4)
+    for leaf in batch.values(True, True):
+        leaf.zero_()
+    after = fc.rollout(env, policy, state, 6)[1]
+    again, _ = fc.rollout(env, policy, fc.init(env, policy, seed=1), 4)
+    assert_same(after, fc.rollout(env, policy, again, 6)[1])
+
+
+def test_the_initial_state_of_the_user_is_copied() -> None:
+    initial = torch.zeros(())
+    env = fc.make_env("torch/CartPole-v1", num_envs=3)
+    policy = fc.torch_policy(counting_in_place, initial_state=initial)
+    fc.rollout(env, policy, fc.init(env, policy, seed=1), 5)
+    assert initial == 0
+
+
+def test_jax_keeps_one_program_for_first_and_later_states() -> None:
+    traces = []
+
+    def apply(_: Any, x: Any, state: Any) -> Any:
+        traces.append(jax.tree.map(lambda leaf: leaf.aval, state))
+        return {"action": push(x), "count": state}, state + 1
+
+    env = fc.make_env("torch/CartPole-v1", num_envs=2)
+    policy = fc.jax_policy(apply, {}, initial_state=0.0)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=1), 30)
+    count = len(traces)
+    for _ in range(5):
+        state, _ = fc.rollout(env, policy, fc.reset(env, state), 30)
+    assert len(traces) == count
+    assert count <= 2

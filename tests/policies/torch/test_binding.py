@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+import funcollect as fc
+from tests.support.compare import assert_same
+
+
+def linear(bias: float) -> nn.Linear:
+    """Chooses action 1 where the bias is positive, whatever it sees."""
+    module = nn.Linear(4, 2)
+    with torch.no_grad():
+        module.weight.zero_()
+        module.bias.copy_(torch.tensor([0.0, bias]))
+    return module
+
+
+def make_policy(module: nn.Module) -> Any:
+    return fc.torch_policy(module, head=fc.heads.greedy)
+
+
+@pytest.fixture
+def env() -> Any:
+    return fc.make_env("CartPole-v1", num_envs=2)
+
+
+def collect(env: Any, policy: Any, length: int = 12, **options: Any) -> TensorDict:
+    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), length, **options)
+    fc.close(state)
+    return batch
+
+
+def snapshot(module: nn.Module) -> dict[str, Any]:
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in tensors.items()}
+
+
+def assert_untouched(module: nn.Module, before: dict[str, Any]) -> None:
+    after = snapshot(module)
+    assert after.keys() == before.keys()
+    assert all(after[name][0] == before[name][0] for name in before)
+    assert all(torch.equal(after[name][1], before[name][1]) for name in before)
+
+
+FORMS: dict[str, Any] = {
+    "tensordict": TensorDict.from_module,
+    "state dict": lambda module: module.state_dict(),
+    "parameters": lambda module: dict(module.named_parameters()),
+    "the policy's own": lambda module: make_policy(module).params,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("nested", [False, True])
+def test_params_act_in_place_of_the_modules_own(env: Any, form: str, nested: bool) -> None:
+    down, up = linear(-1.0), linear(1.0)
+    if nested:
+        down, up = nn.Sequential(nn.Sequential(down)), nn.Sequential(nn.Sequential(up))
+    policy, before = make_policy(down), snapshot(down)
+    assert collect(env, policy)["action"].unique().tolist() == [0]
+    assert collect(env, policy, params=FORMS[form](up))["action"].unique().tolist() == [1]
+    assert collect(env, policy)["action"].unique().tolist() == [0]
+    assert_untouched(down, before)
+
+
+def test_params_are_good_for_their_rollout_only(env: Any) -> None:
+    policy = make_policy(linear(-1.0))
+    state = fc.init(env, policy, seed=0)
+    actions = []
+    for params in [None, TensorDict.from_module(linear(1.0)), None]:
+        state, batch = fc.rollout(env, policy, state, 4, params=params)
+        actions.append(batch["action"].unique().tolist())
+    assert actions == [[0], [1], [0]]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_none_reads_the_live_values_at_each_rollout(env: Any, fused: bool) -> None:
+    module = linear(-1.0)
+    policy = make_policy(module)
+    state, before = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
+    optimizer = torch.optim.Adam(module.parameters(), lr=3.0, fused=fused)
+    (module(torch.zeros(1, 4)) * torch.tensor([1.0, -1.0])).sum().backward()
+    optimizer.step()
+    state, after = fc.rollout(env, policy, state, 5)
+    assert before["action"].unique().tolist() == [0]
+    assert after["action"].unique().tolist() == [1]
+
+
+def test_parameters_replaced_by_others_are_read_too(env: Any) -> None:
+    module = linear(-1.0)
+    policy = make_policy(module)
+    module.bias = nn.Parameter(torch.tensor([0.0, 1.0]))
+    assert collect(env, policy)["action"].unique().tolist() == [1]
+
+
+def test_a_trainer_may_use_the_module_during_a_rollout(env: Any) -> None:
+    """The module that runs is a skeleton: hooks see it, and the user's own keeps its gradients and parameters."""
+    module, seen = linear(1.0), []
+    module.register_forward_hook(lambda called, *_: seen.append(called is module))
+    module(torch.ones(1, 4)).sum().backward()
+    gradient, before, thread = module.weight.grad.clone(), snapshot(module), threading.get_ident()
+    collect(env, make_policy(module))
+    assert seen[0]
+    assert not any(seen[1:])
+    assert len(seen) == 13
+    assert torch.equal(module.weight.grad, gradient)
+    assert_untouched(module, before)
+    assert thread == threading.get_ident()
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        dropped = self.drop(torch.ones_like(x))
+        return {
+            "action": torch.zeros(len(x)).long(),
+            "normed": self.norm(x),
+            "dropped": dropped,
+            "mode": modes(self, x),
+        }
+
+
+def modes(module: nn.Module, x: Tensor) -> Tensor:
+    return torch.tensor([part.training for part in module.modules()]).expand(len(x), -1)
+
+
+def test_the_mode_of_every_submodule_is_honoured_and_kept(env: Any) -> None:
+    module = Normed()
+    policy = fc.torch_policy(module)
+    for training, dropping in [(True, True), (False, False), (True, False), (False, True)]:
+        module.train(training)
+        module.drop.train(dropping)
+        batch = collect(env, policy)
+        assert batch["mode"][0, 0].tolist() == [training, training, dropping]
+        assert batch["dropped"].unique().tolist() == ([0, 2] if dropping else [1])
+        assert [part.training for part in module.modules()] == [training, training, dropping]
+
+
+def test_buffers_that_a_forward_pass_writes_stay_as_they_are(env: Any) -> None:
+    module = Normed().train()
+    before = snapshot(module)
+    one = collect(env, fc.torch_policy(module))
+    assert_untouched(module, before)
+    policy = fc.torch_policy(module)
+    assert_same(collect(env, policy).exclude("dropped"), one.exclude("dropped"))
+    assert_untouched(module, before)
+
+
+def test_buffers_are_part_of_the_params(env: Any) -> None:
+    module = Normed().eval()
+    policy = fc.torch_policy(module)
+    shifted = copy.deepcopy(module)
+    shifted.norm.running_mean.fill_(100.0)
+    batch = collect(env, policy, params=TensorDict.from_module(shifted))
+    assert (batch["normed"] < -90).all()
+    assert (collect(env, policy)["normed"] > -90).all()
+    module.norm.running_mean.fill_(100.0)
+    assert (collect(env, policy)["normed"] < -90).all()
+    assert (collect(env, policy, params=dict(module.named_parameters()))["normed"] < -90).all()
+
+
+def test_shared_parameters_stay_shared(env: Any) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = linear(1.0)
+            self.two = self.one
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.one.weight is self.two.weight
+            return self.two(x)
+
+    assert collect(env, make_policy(Tied()))["action"].unique().tolist() == [1]
+
+
+class Uncopyable(nn.Linear):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("holds a socket")
+
+
+def test_a_module_that_cannot_be_copied_is_used_as_it_is(env: Any) -> None:
+    module = Uncopyable(4, 2)
+    policy, before = make_policy(module), snapshot(module)
+    batch = collect(env, policy)
+    assert torch.equal(batch["action"], module(batch["observation"]).argmax(-1))
+    assert_untouched(module, before)
+    with pytest.raises(ValueError, match=r"holds a socket.*policy_factory"):
+        collect(env, policy, params=TensorDict.from_module(module))
+    with pytest.raises(ValueError, match=r"cannot be copied to meta.*policy_factory"):
+        fc.torch_policy(module, device="meta")
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "a tensor": (torch.zeros(3), TypeError, "expected a TensorDict or a state dict"),
+    "a list": ([torch.zeros(3)], TypeError, "expected a TensorDict or a state dict"),
+    "missing": ({"weight": torch.zeros(2, 4)}, ValueError, r"lacks \['bias'\]"),
+    "unknown": ({"weight": torch.zeros(2, 4), "bias": torch.zeros(2), "x": torch.zeros(1)}, ValueError, r"\['x'\]"),
+    "misshapen": (
+        {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)},
+        ValueError,
+        r"'weight'.* is \(2, 3\).*\(2, 4\)",
+    ),
+    "no tensor": ({"weight": torch.zeros(2, 4), "bias": 1.0}, ValueError, "'bias'.* is float"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_params_that_do_not_fit_are_refused_and_the_state_stays_good(env: Any, case: str) -> None:
+    params, kind, message = WRONG[case]
+    policy = make_policy(linear(1.0))
+    state = fc.init(env, policy, seed=0)
+    with pytest.raises(kind, match=message):
+        fc.rollout(env, policy, state, 3, params=params)
+    fc.rollout(env, policy, state, 3)
+
+
+def test_a_function_has_no_params(env: Any) -> None:
+    policy = fc.torch_policy(lambda x: torch.zeros(len(x)).long())
+    assert policy.params is None
+    with pytest.raises(ValueError, match="plain function"):
+        collect(env, policy, params={"weight": torch.zeros(1)})

@@ -1,0 +1,75 @@
+"""What of a module a compiled program cannot read anew is seen as it is, however it was changed."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from funcollect.policies.torch_modules.settings import SettingsCache, settings_of
+
+
+def module() -> nn.Sequential:
+    made: Any = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Sequential(nn.Tanh(), nn.Linear(8, 2)))
+    made.sizes, made.scales, made.many, made.count = [1, 2], {"a": 1.0}, list(range(1_000, 1_300)), 1
+    made.fixed = MappingProxyType(made.scales)
+    return made  # type: ignore[no-any-return]
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "mode": lambda made: made.eval(),
+    "mode of a part": lambda made: made[2].eval(),
+    "rate": lambda made: setattr(made[1], "p", 0.2),
+    "an equal value of another type": lambda made: setattr(made, "count", True),
+    "new attribute": lambda made: setattr(made, "flag", None),
+    "attribute under another name": lambda made: setattr(made, "other", vars(made).pop("many")),
+    "element of a list": lambda made: made.sizes.__setitem__(0, 3),
+    "length of a list": lambda made: made.sizes.append(3),
+    "entry of a dict": lambda made: made.scales.update(b=2.0),
+    "hook": lambda made: made[2][0].register_forward_hook(lambda *_: None),
+    "submodule": lambda made: made[2].__setitem__(0, nn.ReLU()),
+    "submodule more": lambda made: made.append(nn.Tanh()),
+    "class": lambda made: setattr(made[2][0], "__class__", nn.ReLU),
+    "submodule gone": lambda made: setattr(made, "1", None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_is_seen(change: str) -> None:
+    made = module()
+    watch = SettingsCache(made)
+    before = watch.settings
+    assert before == settings_of(made)
+    CHANGES[change](made)
+    assert watch.settings == settings_of(made)
+    assert watch.settings != before
+
+
+def test_weights_are_no_settings() -> None:
+    made = module()
+    watch = SettingsCache(made)
+    before = watch.settings
+    with torch.no_grad():
+        made[0].weight.add_(1)
+    made[0].weight = nn.Parameter(torch.zeros(8, 4))
+    assert watch.settings is before
+
+
+def test_a_copy_in_another_process_looks_by_itself() -> None:
+    made = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    watch = SettingsCache(made)
+    before = watch.settings
+    other = pickle.loads(pickle.dumps((watch, made)))
+    assert other[0].settings == before
+    other[1].eval()
+    assert other[0].settings == settings_of(other[1]) != before
+    assert watch.settings is before
+
+
+def test_a_function_has_none() -> None:
+    assert SettingsCache(None).settings == ()

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from torch import Tensor, nn
+
+import funcollect as fc
+from tests.support.compare import assert_same, collect
+
+ENVS = ["CartPole-v1", "torch/CartPole-v1"]
+both = pytest.mark.parametrize("name", ENVS)
+
+
+def make_env(name: str, num_envs: int | None = 3) -> Any:
+    """CartPole with short episodes."""
+    env = fc.make_env(name, num_envs=num_envs, **({} if name.startswith("torch/") else {"max_episode_steps": 7}))
+    if name.startswith("torch/"):
+        env.max_episode_steps = 7
+    return env
+
+
+def push(observation: Tensor) -> Tensor:
+    return (observation[:, 2] > 0).long()
+
+
+EXTRAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "bool": lambda x: x[:, 0] > 0,
+    "int8": lambda x: (x * 100).to(torch.int8),
+    "int64": lambda x: (x[:, :1] * 2.0**40).long(),
+    "float64": lambda x: x[:, 1].double() / 3,
+    "bf16": lambda x: x[:, :2].bfloat16(),
+    "float16": lambda x: x.half()[:, None],
+    "[P,3,2]": lambda x: x[:, :3, None] * x[:, None, :2],
+    "[P,0]": lambda x: x[:, :0],
+    "complex": lambda x: torch.complex(x, -x),
+}
+
+
+@both
+@pytest.mark.parametrize("num_envs", [None, 3])
+def test_extras_of_any_shape_and_dtype_are_recorded_as_they_are(name: str, num_envs: int | None) -> None:
+    policy = fc.torch_policy(lambda x: {"action": push(x), **{key: make(x) for key, make in EXTRAS.items()}})
+    batch = collect(make_env(name, num_envs), policy, 80)
+    assert batch["next", "done"].any()
+    rows = batch["observation"].reshape(-1, 4)
+    for key, make in {"action": push, **EXTRAS}.items():
+        wanted = make(rows)
+        assert batch[key].dtype == wanted.dtype, key
+        assert torch.equal(batch[key].reshape(wanted.shape), wanted), key
+
+
+def test_a_dict_holds_what_the_head_reads_and_extras() -> None:
+    linear = nn.Linear(4, 2)
+    policy = fc.torch_policy(lambda x: {"logits": linear(x), "value": x.sum(-1)}, head=fc.heads.categorical)
+    batch = collect(make_env(ENVS[0]), policy, 20)
+    torch.testing.assert_close(batch["logits"], linear(batch["observation"]).detach())
+    torch.testing.assert_close(batch["value"], batch["observation"].sum(-1))
+    wanted = torch.distributions.Categorical(logits=batch["logits"]).log_prob(batch["action"])
+    torch.testing.assert_close(batch["action_log_prob"], wanted)
+
+
+def test_a_dict_holds_loc_and_scale() -> None:
+    policy = fc.torch_policy(
+        lambda x: {"loc": x[:, :1], "scale": torch.ones_like(x[:, :1]), "seen": x}, head=fc.heads.normal
+    )
+    batch = collect(fc.make_env("Pendulum-v1", num_envs=2), policy, 20)
+    assert torch.equal(batch["loc"], batch["observation"][..., :1])
+    assert torch.equal(batch["seen"], batch["observation"])
+    wanted = torch.distributions.Normal(batch["loc"], 1).log_prob(batch["action"])[..., 0]
+    torch.testing.assert_close(batch["action_log_prob"], wanted)
+
+
+class Buffered(nn.Module):
+    """Answers with memory that it writes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("out", torch.zeros(3, dtype=torch.long))
+        self.kept = torch.zeros(3, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.out.copy_(push(x))
+        self.kept.copy_(x * 2)
+        return {"action": self.out, "kept": self.kept, "part": self.kept[:, 1:3]}
+
+
+def views(x: Tensor) -> dict[str, Tensor]:
+    return {"action": push(x), "same": x, "part": x[:, 1:3], "row": x.T[0]}
+
+
+@both
+@pytest.mark.parametrize("lengths", [(40,), (1, 39), (2, 38), (3, 37), (1, 1, 1, 1)])
+def test_memory_that_is_written_again_is_recorded_right(name: str, lengths: tuple[int, ...]) -> None:
+    buffered = collect(make_env(name), fc.torch_policy(Buffered()), *lengths)
+    viewed = collect(make_env(name), fc.torch_policy(views), *lengths)
+    x = buffered["observation"]
+    assert torch.equal(buffered["action"], (x[..., 2] > 0).long())
+    assert torch.equal(buffered["kept"], x * 2)
+    assert torch.equal(buffered["part"], x[..., 1:3] * 2)
+    assert torch.equal(viewed["observation"], x)
+    for key, wanted in {"same": x, "part": x[..., 1:3], "row": x[..., 0]}.items():
+        assert torch.equal(viewed[key], wanted), key
+
+
+def vector_env() -> Any:
+    factories = [lambda: gymnasium.make("CartPole-v1")] * 3
+    return SyncVectorEnv(factories, autoreset_mode=AutoresetMode.DISABLED)
+
+
+@pytest.mark.parametrize("reset_when_done", [True, False])
+@pytest.mark.parametrize("name", [*ENVS, "vector"])
+def test_a_module_that_writes_its_observation_does_not_corrupt_the_data(name: str, reset_when_done: bool) -> None:
+    batches = []
+    for module in (push, lambda x: push(x) + 0 * x.zero_()[:, 0].long()):
+        env = fc.make_env(vector_env()) if name == "vector" else make_env(name)
+        kwargs = {"frames_per_batch": 90, "reset_when_done": reset_when_done, "seed": 1}
+        with fc.SyncDataCollector(env, module, **kwargs) as collector:
+            batches += [next(collector), next(collector)]
+    assert_same(batches[0], batches[2])
+    assert_same(batches[1], batches[3])
+    assert batches[0]["next", "done"].any()
+
+
+def structured(space: gymnasium.Space[Any]) -> Any:
+    """An environment of three steps an episode whose observations are samples of `space`."""
+
+    class Sampler(gymnasium.Env):
+        observation_space = copy.deepcopy(space)
+        action_space = gymnasium.spaces.Discrete(2)
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            self.observation_space.seed(seed)
+            self.left = 3
+            return self.observation_space.sample(), {}
+
+        def step(self, action: Any) -> Any:
+            self.left -= 1
+            return self.observation_space.sample(), 0.0, self.left == 0, False, {}
+
+    return fc.make_env(Sampler, num_envs=2)
+
+
+BOX, BYTES = gymnasium.spaces.Box(-1, 1, (2,)), gymnasium.spaces.Box(0, 255, (3,), np.uint8)
+
+
+def test_a_dict_observation_comes_as_a_dict_nested_as_it_is() -> None:
+    env = structured(gymnasium.spaces.Dict(b=BOX, a=gymnasium.spaces.Dict(c=BYTES, d=gymnasium.spaces.Discrete(5))))
+
+    def module(x: dict[str, Any]) -> dict[str, Tensor]:
+        assert list(x) == ["b", "a"]
+        assert [(leaf.dtype, leaf.shape) for leaf in x["a"].values()] == [(torch.uint8, (2, 3)), (torch.int64, (2,))]
+        return {"action": (x["b"][:, 0] > 0).long(), "sum": x["b"].sum(-1) + x["a"]["c"].sum(-1) + x["a"]["d"]}
+
+    batch = collect(env, fc.torch_policy(module), 10)
+    assert torch.equal(batch["action"], (batch["b"][..., 0] > 0).long())
+    assert torch.equal(batch["sum"], batch["b"].sum(-1) + batch["a", "c"].sum(-1) + batch["a", "d"])
+
+
+def test_a_tuple_observation_comes_as_a_tuple() -> None:
+    env = structured(gymnasium.spaces.Tuple([BOX, gymnasium.spaces.Discrete(5)]))
+
+    def module(x: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        box, choice = x
+        return {"action": choice % 2, "first": box[:, 0]}
+
+    batch = collect(env, fc.torch_policy(module), 10)
+    assert torch.equal(batch["action"], batch["observation", "1"] % 2)
+    assert torch.equal(batch["first"], batch["observation", "0"][..., 0])
+
+
+class Drawing(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"action": torch.randint(2, (len(x),)), "drawn": torch.rand(len(x))}
+
+
+@pytest.mark.parametrize("policy", [Drawing(), Drawing().forward], ids=["module", "function"])
+def test_a_module_may_draw_from_the_global_generator_which_is_put_back(policy: Any) -> None:
+    env = make_env("CartPole-v1")
+    torch.manual_seed(0)
+    one, before = collect(env, fc.torch_policy(policy), 30, seed=4), torch.get_rng_state()
+    torch.manual_seed(99)
+    two, after = collect(env, fc.torch_policy(policy), 1, 9, 20, seed=4), torch.get_rng_state()
+    assert_same(one, two)
+    assert not torch.equal(one["drawn"], collect(env, fc.torch_policy(policy), 30, seed=5)["drawn"])
+    assert len(one["drawn"].unique()) == 90
+    assert torch.equal(before, torch.manual_seed(0).get_state())
+    assert torch.equal(after, torch.manual_seed(99).get_state())
+
+
+def test_the_generator_is_put_back_after_an_error() -> None:
+    def module(x: Tensor) -> Tensor:
+        torch.rand(3)
+        raise ZeroDivisionError
+
+    env, policy = make_env("CartPole-v1"), fc.torch_policy(module)
+    state, before = fc.init(env, policy, seed=0), torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError):
+        fc.rollout(env, policy, state, 3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@both
+def test_outputs_carry_no_gradients(name: str) -> None:
+    batch = collect(make_env(name), fc.torch_policy(nn.Linear(4, 2), head=fc.heads.categorical), 5)
+    assert not any(leaf.requires_grad for leaf in batch.values(True, True))
+
+
+@both
+def test_a_device_at_which_everything_is_already_changes_nothing(name: str) -> None:
+    module = nn.Linear(4, 2)
+    plain = collect(make_env(name), fc.torch_policy(module, head=fc.heads.categorical), 20)
+    moved = collect(make_env(name), fc.torch_policy(module, head=fc.heads.categorical, device="cpu"), 20)
+    assert_same(plain, moved)
+    assert fc.torch_policy(push).run_device is None
+    assert fc.torch_policy(push, device="cpu").run_device == torch.device("cpu")
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="cuda:99"):
+        fc.torch_policy(push, device="cuda:99")
+
+
+@both
+def test_deterministic_exploration_takes_the_mode(name: str) -> None:
+    linear = nn.Linear(4, 2)
+    policy = fc.torch_policy(lambda x: {"logits": linear(x)}, head=fc.heads.categorical)
+    for kind, equal in [("DETERMINISTIC", True), ("MODE", True), ("RANDOM", False)]:
+        batch = collect(make_env(name), policy, 30, exploration_type=fc.ExplorationType[kind])
+        assert torch.equal(batch["action"], batch["logits"].argmax(-1)) == equal

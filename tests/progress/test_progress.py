@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterator
+
+import ipykernel.kernelapp
+import pytest
+from tensordict import TensorDict
+
+import funcollect as fc
+from funcollect.progress import EpisodeWindow, track
+from funcollect.trajectories.split import split_trajectories
+from tests.support.streams import LENGTH, FakeCollector, make_batch, seven_frames_each
+
+
+def drawn(text: str) -> str:
+    """What the bar shows in the end."""
+    return text.rstrip("\n").split("\r")[-1]
+
+
+def test_it_delivers_the_same_batches_in_order() -> None:
+    batches = seven_frames_each(3)
+    tracked = list(track(FakeCollector(batches), disable=True))
+    assert all(one is other for one, other in zip(tracked, batches, strict=True))
+
+
+def test_the_bar_shows_frames_rate_and_episodes() -> None:
+    file = io.StringIO()
+    for _ in track(FakeCollector(seven_frames_each(5), total_frames=70), disable=False, file=file):
+        pass
+    line = drawn(file.getvalue())
+    assert line.startswith("100%")
+    assert "70.0/70.0" in line
+    assert re.search(r"[\d.]+k? frames/s", line)
+    assert "episodes=14, return=10, length=5" in line  # 35 steps of 2 lanes, returns 0 + 1 + 2 + 3 + 4
+    assert file.getvalue().endswith("\n")
+
+
+def test_a_whole_last_batch_may_be_more_than_the_total() -> None:
+    file = io.StringIO()
+    for _ in track(FakeCollector(seven_frames_each(2), total_frames=20), disable=False, file=file):
+        pass
+    assert drawn(file.getvalue()).startswith("100%")
+    assert "28.0/28.0" in drawn(file.getvalue())
+
+
+def test_an_endless_collector_has_no_total() -> None:
+    file = io.StringIO()
+    for _ in track(FakeCollector(seven_frames_each(2), total_frames=-1), disable=False, file=file):
+        pass
+    line = drawn(file.getvalue())
+    assert "28.0 frames" in line
+    assert "%" not in line
+
+
+def test_total_overrides_the_collectors() -> None:
+    file = io.StringIO()
+    for _ in track(FakeCollector(seven_frames_each(2), total_frames=-1), total=56, disable=False, file=file):
+        pass
+    assert drawn(file.getvalue()).startswith(" 50%")
+
+
+def test_nothing_is_drawn_where_nobody_looks() -> None:
+    """Nor where a process that runs notebooks, and is none itself, has imported what they are made of."""
+    assert ipykernel.kernelapp.IPKernelApp
+    file = io.StringIO()
+    assert len(list(track(FakeCollector(seven_frames_each(2)), file=file))) == 2
+    assert file.getvalue() == ""
+
+
+def test_a_notebook_shows_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipykernel.kernelapp.IPKernelApp, "_instance", object())
+    file = io.StringIO()
+    list(track(FakeCollector(seven_frames_each(2)), file=file))
+    assert "28.0 frames" in drawn(file.getvalue())
+
+
+def test_breaking_off_closes_the_bar_and_the_iteration() -> None:
+    file = io.StringIO()
+    collector = FakeCollector(seven_frames_each(5), total_frames=70)
+    for _ in track(collector, disable=False, file=file):
+        break
+    assert collector.closed == 1
+    assert file.getvalue().endswith("\n")
+    assert "14.0/70.0" in drawn(file.getvalue())
+
+
+def test_a_run_taken_up_again_is_shown_from_where_it_was() -> None:
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    with fc.SyncDataCollector(env, None, frames_per_batch=20, total_frames=80, seed=0) as collector:
+        for _ in track(collector, disable=True):
+            break
+        file = io.StringIO()
+        frames = [batch.numel() for batch in track(collector, disable=False, file=file)]
+    assert frames == [20, 20, 20]
+    assert "| 20.0/80.0" in file.getvalue().split("\r")[1]
+    assert drawn(file.getvalue()).startswith("100%")
+
+
+def test_an_exception_of_the_collector_closes_the_bar() -> None:
+    class Failing(FakeCollector):
+        def __iter__(self) -> Iterator[TensorDict]:
+            yield make_batch(0, 7)
+            raise RuntimeError("worker 3 died")
+
+    file = io.StringIO()
+    with pytest.raises(RuntimeError, match="worker 3"):
+        list(track(Failing([]), disable=False, file=file))
+    assert file.getvalue().endswith("\n")
+
+
+def test_returns_are_whole_across_batch_borders() -> None:
+    window = EpisodeWindow()
+    for start in range(0, 30, 3):  # no episode lies within one batch
+        window.add(make_batch(start, 3))
+    assert window.episodes == 12
+    assert window.mean_returns == [10.0]
+    assert window.mean_length == LENGTH
+    assert window.frames == 60
+
+
+def test_the_window_forgets_older_episodes() -> None:
+    window = EpisodeWindow(2)
+    early = make_batch(0, 5)
+    early["next", "reward"] *= 100
+    window.add(early)
+    assert window.mean_returns == [1000.0]
+    window.add(make_batch(5, 5))
+    assert window.mean_returns == [10.0]
+    assert window.episodes == 4
+
+
+def test_before_the_first_episode() -> None:
+    window = EpisodeWindow()
+    window.add(make_batch(0, 3))
+    assert window.mean_returns == []
+    assert math.isnan(window.mean_length)
+    assert window.summary() == {}
+
+
+def test_several_players_are_shown_apart() -> None:
+    window = EpisodeWindow()
+    window.add(make_batch(0, 5, players=2))
+    assert window.mean_returns == [10.0, -10.0]
+    assert window.summary()["return"] == "10/-10"
+
+
+def test_padding_counts_for_nothing_in_split_batches() -> None:
+    split = split_trajectories(make_batch(0, 7))
+    assert split.numel() == 20
+    window = EpisodeWindow()
+    assert window.add(split) == 14
+    assert window.episodes == 2
+    assert window.mean_returns == [10.0]
+
+
+@pytest.mark.parametrize("lost", ["collector", ("next", "reward"), "next"])
+def test_of_batches_without_episodes_frames_are_shown(lost: str | tuple[str, ...]) -> None:
+    file = io.StringIO()
+    batches = [batch.exclude(lost) for batch in seven_frames_each(5)]
+    window = EpisodeWindow()
+    for _ in track(FakeCollector(batches, total_frames=70), window=window, disable=False, file=file):
+        assert window.last is None
+    line = drawn(file.getvalue())
+    assert "70.0/70.0" in line
+    assert "episodes" not in line
+
+
+def test_a_window_can_be_read_meanwhile() -> None:
+    window = EpisodeWindow()
+    seen = []
+    for _ in track(FakeCollector(seven_frames_each(3)), window=window, disable=True):
+        assert window.last is not None
+        seen.append((window.frames, len(window.last)))
+    assert seen == [(14, 2), (28, 2), (42, 4)]
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_an_empty_window_is_refused_where_it_is_given(size: int) -> None:
+    with pytest.raises(ValueError, match=rf"window is {size}, expected a positive"):
+        track(FakeCollector([]), window=size)

@@ -1,0 +1,177 @@
+"""TensorBoard's scalars, read back from the event files."""
+
+import sys
+from collections import defaultdict
+
+import jax.numpy as jnp
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+import funcollect as fc
+from funcollect.progress import track
+from tests.support.streams import FakeCollector, make_batch, seven_frames_each
+
+
+def read(folder):
+    """All scalars: (frame, value) by name, in the order of the files."""
+    found = defaultdict(list)
+    for path in sorted(folder.iterdir(), key=lambda path: (path.stat().st_mtime_ns, path.name)):
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                found[value.tag].append((event.step, value.tensor.float_val[0]))
+    return dict(found)
+
+
+def test_returns_lengths_and_speed_over_frames(tmp_path):
+    batches = track(FakeCollector(seven_frames_each(3)), log_dir=tmp_path, disable=True)
+    assert len(list(batches)) == 3
+    found = read(tmp_path)
+    assert sorted(found) == ["episode/length", "episode/return", "speed/frames_per_second"]
+    assert found["episode/return"] == [(14, 10), (28, 10), (42, 10)]
+    assert found["episode/length"] == [(14, 5), (28, 5), (42, 5)]
+    assert [frame for frame, _ in found["speed/frames_per_second"]] == [14, 28, 42]
+    assert all(value > 0 for _, value in found["speed/frames_per_second"])
+
+
+def test_the_means_are_those_of_the_episodes_that_ended_in_the_batch(tmp_path):
+    early = make_batch(0, 5)
+    early["next", "reward"] *= 100
+    list(track(FakeCollector([early, make_batch(5, 5), make_batch(10, 3)]), log_dir=tmp_path, disable=True))
+    assert read(tmp_path)["episode/return"] == [(10, 1000), (20, 10)]
+
+
+def test_several_players_and_batches_without_episodes(tmp_path):
+    batches = [make_batch(0, 5, players=2), make_batch(5, 5, players=2).exclude("collector")]
+    list(track(FakeCollector(batches), log_dir=tmp_path, disable=True))
+    found = read(tmp_path)
+    assert found["episode/return/0"] == [(10, 10)]
+    assert found["episode/return/1"] == [(10, -10)]
+    assert [frame for frame, _ in found["speed/frames_per_second"]] == [10, 20]
+
+
+def test_numbers_of_ones_own(tmp_path):
+    weight = torch.ones((), requires_grad=True)
+    batches = track(FakeCollector(seven_frames_each(2)), log_dir=tmp_path, disable=True)
+    for index, _ in enumerate(batches):
+        batches.log({"loss/value": weight * index, "loss/policy": jnp.float32(-index), "rate": 0.5})
+    found = read(tmp_path)
+    assert found["loss/value"] == [(14, 0), (28, 1)]
+    assert found["loss/policy"] == [(14, 0), (28, -1)]
+    assert found["rate"] == [(14, 0.5), (28, 0.5)]
+
+
+@pytest.mark.parametrize("value", ["high", torch.zeros(2), None])
+def test_what_is_no_number(value, tmp_path):
+    batches = track(FakeCollector(seven_frames_each(1)), log_dir=tmp_path, disable=True)
+    for _ in batches:
+        with pytest.raises(ValueError, match=r"loss is .*expected one number"):
+            batches.log({"loss": value})
+
+
+def test_log_belongs_inside_the_loop(tmp_path):
+    batches = track(FakeCollector(seven_frames_each(1)), log_dir=tmp_path, disable=True)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="outside of the loop"):
+            batches.log({"loss": 1})
+        list(batches)
+
+
+def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # nor is TensorBoard needed
+    batches = track(FakeCollector(seven_frames_each(1)), disable=True)
+    for _ in batches:
+        batches.log({"loss": 1})
+    batches.log({"loss": 1})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def writers(monkeypatch):
+    """The event files that are open."""
+    import torch.utils.tensorboard as tensorboard
+
+    still = []
+
+    class Writer(tensorboard.SummaryWriter):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            still.append(self)
+
+        def close(self):
+            super().close()
+            still.remove(self)
+
+    monkeypatch.setattr(tensorboard, "SummaryWriter", Writer)
+    return still
+
+
+def test_each_batch_is_on_disk_when_it_is_delivered(tmp_path, writers):
+    for index, _ in enumerate(track(FakeCollector(seven_frames_each(2)), log_dir=tmp_path, disable=True)):
+        assert len(writers) == 1
+        assert len(read(tmp_path)["speed/frames_per_second"]) == index + 1
+    assert not writers
+
+
+def test_a_loop_broken_off_closes_the_file_and_the_next_goes_on(tmp_path, writers):
+    with fc.SyncDataCollector("CartPole-v1", frames_per_batch=100, total_frames=300, seed=0) as collector:
+        batches = track(collector, log_dir=tmp_path, disable=True)
+        for _ in batches:
+            batches.log({"loss": 1})
+            break
+        assert not writers
+        assert collector.frames == 100
+        for _ in batches:
+            batches.log({"loss": 2})
+        list(track(collector, log_dir=tmp_path, disable=True))
+    assert not writers
+    found = read(tmp_path)
+    assert found["loss"] == [(100, 1), (200, 2), (300, 2)]
+    assert [frame for frame, _ in found["speed/frames_per_second"]] == [100, 200, 300]
+
+
+def test_a_run_taken_up_from_a_checkpoint_hides_what_came_after_it(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with fc.SyncDataCollector("CartPole-v1", frames_per_batch=100, total_frames=400, seed=0) as collector:
+        for _ in track(collector, log_dir=tmp_path, disable=True):
+            if collector.frames == 200:
+                saved = collector.state_dict()
+            if collector.frames == 300:
+                break
+        collector.load_state_dict(saved)
+        list(track(collector, log_dir=tmp_path, disable=True))
+    shown = EventAccumulator(str(tmp_path))
+    shown.Reload()
+    assert [scalar.step for scalar in shown.Scalars("speed/frames_per_second")] == [100, 200, 300, 400]
+
+
+def test_an_exception_closes_the_file(tmp_path, writers):
+    def loop(batches):
+        for _ in batches:
+            raise RuntimeError("the learner failed")
+
+    batches = track(FakeCollector(seven_frames_each(2)), log_dir=tmp_path, disable=True)
+    with pytest.raises(RuntimeError, match="the learner failed") as caught:
+        loop(batches)
+    assert caught.tb is not None  # which keeps the loop's frame alive
+    assert not writers
+    assert len(read(tmp_path)["speed/frames_per_second"]) == 1
+
+
+def test_without_tensorboard(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match=r"pip install funcollect\[viz\]"):
+        track(FakeCollector([]), log_dir=tmp_path)
+
+
+def test_a_folder_that_cannot_be_is_refused_where_it_is_given(tmp_path):
+    with pytest.raises(TypeError, match="log_dir is 3, expected a path"):
+        track(FakeCollector([]), log_dir=3)
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "runs"):
+        with pytest.raises(OSError, match=f"log_dir is '{folder}', which cannot be made .*: name another folder"):
+            track(FakeCollector([]), log_dir=folder)
+    track(FakeCollector([]), log_dir=tmp_path / "new" / "runs")
+    assert (tmp_path / "new" / "runs").is_dir()

@@ -1,0 +1,300 @@
+"""A small good environment, and versions of it that each break one rule."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+
+import funcollect as fc
+from funcollect.envs import TorchEnv
+from funcollect.envs.host.host_env import HostEnv
+
+BOX = spaces.Box(-4, 4, (2,), np.float32)
+
+
+class Walk(gymnasium.Env[Any, Any]):
+    """A noisy walk from near the middle until it is far out, or takes long."""
+
+    observation_space = BOX
+    action_space: spaces.Space[Any] = spaces.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.time = 0
+        self.place = self.start()
+        return self.seen(), {}
+
+    def step(self, action: Any) -> Any:
+        self.time += 1
+        self.place = self.place + self.push(action)
+        far = bool(abs(self.place).max() > 1)
+        return self.seen(), self.reward(), far, self.time >= 12, {}
+
+    def start(self) -> Any:
+        return self.np_random.uniform(-0.1, 0.1, 2)
+
+    def push(self, action: Any) -> Any:
+        return 0.3 * (np.asarray(action) - 1) + self.noise()
+
+    def noise(self) -> Any:
+        return self.np_random.normal(0, 0.1, 2)
+
+    def seen(self) -> Any:
+        return self.place.astype(np.float32)
+
+    def reward(self) -> Any:
+        return 1.0
+
+
+class ReturnsAShorterRow(Walk):
+    def seen(self) -> Any:
+        return super().seen()[: 2 - (self.time == 5)]
+
+
+class ReturnsNoInfo(Walk):
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return super().reset(seed=seed)[0]
+
+
+class LeavesItsSpace(Walk):
+    def seen(self) -> Any:
+        return super().seen() * (5 if self.time == 3 else 1) + (self.time == 3) * np.float32(4)
+
+
+class SeesNothing(Walk):
+    def seen(self) -> Any:
+        return super().seen() + (np.float32(np.nan) if self.time == 4 else 0)
+
+
+class PaysInfinitely(Walk):
+    def reward(self) -> Any:
+        return np.inf if self.time == 6 else 1.0
+
+
+class DrawsFromNumPy(Walk):
+    def noise(self) -> Any:
+        return np.random.normal(0, 0.1, 2)
+
+
+class DrawsFromPython(Walk):
+    def start(self) -> Any:
+        random.random()
+        return super().start()
+
+
+class DrawsFromTorch(Walk):
+    def noise(self) -> Any:
+        torch.rand(1)
+        return super().noise()
+
+
+class SeedsItself(Walk):
+    """From the system's entropy."""
+
+    def __init__(self) -> None:
+        self.own = np.random.default_rng()
+
+    def noise(self) -> Any:
+        return self.own.normal(0, 0.1, 2)
+
+
+class IgnoresItsSeed(Walk):
+    def __init__(self) -> None:
+        self.own = np.random.default_rng(0)
+
+    def start(self) -> Any:
+        return self.own.uniform(-0.1, 0.1, 2)
+
+
+class RemembersEpisodes(Walk):
+    begun = 0
+
+    def start(self) -> Any:
+        self.begun += 1
+        return super().start() + 0.01 * self.begun
+
+
+class WearsOut(Walk):
+    used = 0
+
+    def noise(self) -> Any:
+        self.used += 1
+        return super().noise() + 0.001 * self.used
+
+
+class ResetsItself(Walk):
+    def step(self, action: Any) -> Any:
+        seen, *answer = super().step(action)
+        return [self.reset()[0] if any(answer[1:3]) else seen, *answer]
+
+
+class CannotClose(Walk):
+    def close(self) -> None:
+        raise OSError("the socket is gone")
+
+
+class Proxy:
+    """Real simulators, to be got wrong; `rows` are theirs."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.rows = inner.rows
+
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
+        self.inner.reset(lanes, seeds)
+
+    def step(self, action: Any, frozen: Any = ()) -> Any:
+        return self.inner.step(action, frozen)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class WritesOtherRows(Proxy):
+    """A reset of one lane blurs the others."""
+
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
+        super().reset(lanes, seeds)
+        others = [lane for lane in range(3) if lane not in lanes]
+        self.rows.arrays[("observation",)][others] += np.float32(0.01)
+
+
+class ReplacesItsRows(Proxy):
+    """New memory at every step, which nobody who holds the old sees."""
+
+    def step(self, action: Any, frozen: Any = ()) -> Any:
+        answer = super().step(action, frozen)
+        self.inner.rows = self.rows = _copied(self.rows)
+        return answer
+
+
+def _copied(rows: Any) -> Any:
+    fresh = type(rows)(BOX, tuple(each.leaf for each in rows.leaves), 3)
+    for path, array in fresh.arrays.items():
+        array[...] = rows.arrays[path]
+    return fresh
+
+
+class ForgetsToWrite(Proxy):
+    """Resets lanes, but leaves what they showed at their end."""
+
+    started = False
+
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
+        before = self.rows.arrays[("observation",)].copy()
+        super().reset(lanes, seeds)
+        if self.started:
+            self.rows.arrays[("observation",)][...] = before
+        self.started = True
+
+
+class ResetsASlice(Proxy):
+    """All lanes from the first to the last."""
+
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
+        between = [lane for lane in range(min(lanes), max(lanes)) if lane not in lanes]
+        super().reset([*lanes, *between], [*seeds, *[0 for _ in between]])
+
+
+class DisturbsAnother(Proxy):
+    """A reset of lanes 0 and 2 moves lane 1, which does not show it before its next step."""
+
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
+        super().reset(lanes, seeds)
+        if list(lanes) == [0, 2]:
+            self.inner._envs[1].unwrapped.place += 0.05
+
+
+class WritesItsAction(Proxy):
+    def step(self, action: Any, frozen: Any = ()) -> Any:
+        answer = super().step(action, frozen)
+        np.asarray(action)[...] = 0
+        return answer
+
+
+class KeepsItsAction(Proxy):
+    """Acts on what the array of the step before holds now."""
+
+    last: Any = None
+
+    def step(self, action: Any, frozen: Any = ()) -> Any:
+        answer = super().step(action if self.last is None else self.last, frozen)
+        self.last = action
+        return answer
+
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
+        super().reset(lanes, seeds)
+        self.last = self.last if len(lanes) < 3 else None
+
+
+class LivesInItsRows(Proxy):
+    """Its place is what stands in the rows."""
+
+    def step(self, action: Any, frozen: Any = ()) -> Any:
+        for env, row in zip(self.inner._envs, self.rows.arrays[("observation",)], strict=True):
+            env.unwrapped.place = row.astype(np.float64)
+        return super().step(action, frozen)
+
+
+def over(kind: type[Walk]) -> Callable[[], HostEnv]:
+    """Three lanes of an environment."""
+    return lambda: fc.envs.from_gymnasium(kind, num_envs=3)
+
+
+def through(proxy: type[Proxy], **changes: Any) -> Callable[[], HostEnv]:
+    """Three good lanes behind a proxy."""
+
+    def make() -> HostEnv:
+        env = over(Walk)()
+        return replace(env, opener=lambda: proxy(env.open()), **changes)
+
+    return make
+
+
+class TorchWalk(TorchEnv):
+    """Drifts from a random start until it is far out."""
+
+    observation_space = BOX
+    action_space = spaces.Discrete(3)
+    draws = 2
+    max_episode_steps = 12
+
+    def start(self, uniforms: Any) -> Any:
+        return uniforms * 0.2 - 0.1
+
+    def observe(self, physics: Any) -> Any:
+        return physics.float()
+
+    def advance(self, physics: Any, action: Any) -> Any:
+        moved = physics * 1.1 + 0.1 * (action[:, None] - 1)
+        return moved, torch.ones(len(moved)), moved.abs().amax(-1) > 1
+
+
+class MixesItsLanes(TorchWalk):
+    def advance(self, physics: Any, action: Any) -> Any:
+        return super().advance(physics, action + action.double().mean())
+
+
+class MovesInPlace(TorchWalk):
+    def advance(self, physics: Any, action: Any) -> Any:
+        moved, *answer = super().advance(physics, action)
+        return physics.copy_(moved), *answer
+
+
+class ChangesItsDtype(TorchWalk):
+    def observe(self, physics: Any) -> Any:
+        seen = super().observe(physics)
+        return seen.double() if bool((seen.abs() > 0.5).any()) else seen
+
+
+class LosesItsReward(TorchWalk):
+    def advance(self, physics: Any, action: Any) -> Any:
+        moved, reward, terminated = super().advance(physics, action)
+        return moved, reward.log() * 0 + (physics[:, 0] * 5).sqrt() * 0 + 1, terminated

@@ -1,0 +1,117 @@
+"""A JAX environment that counts, and a plain Python loop over its two functions.
+
+The observation is the key with which the episode began, which tells lane and episode apart, and the step: integers, so
+that a loop compiled otherwise gives the same bits. Key and action decide all else.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from gymnasium import spaces
+from jax.extend.random import threefry_2x32
+
+from funcollect.envs.jax_envs.jax_env import JaxEnv, Transition
+from funcollect.keys import Purpose, key_from_seed
+from funcollect.specs import ActionSpec, observation_leaves
+
+OBSERVATIONS = spaces.Dict({"start": spaces.Box(-(2**31), 2**31 - 1, (2,), np.int32), "count": spaces.Discrete(99)})
+
+
+def observe(physics):
+    start, count = physics
+    return {"start": jax.lax.bitcast_convert_type(start, jnp.int32), "count": count}
+
+
+def begin(key):
+    physics = (key, jnp.int32(0))
+    return physics, observe(physics)
+
+
+def advance(key, physics, action):
+    """An episode lasts 2 to 5 steps; every third one or so ends by truncation."""
+    start, count = physics
+    moved = (start, count + 1)
+    ended = count + 1 >= 2 + (start[1] % 4).astype(jnp.int32)
+    cut = start[0] % 3 == 0
+    reward = count + action / 4
+    info = {"draw": jax.lax.bitcast_convert_type(key[0], jnp.int32)}
+    return Transition(moved, observe(moved), reward, ended & ~cut, ended & cut, info)
+
+
+def counting(num_envs=None, **changes):
+    fields = {
+        "label": "counting",
+        "num_envs": num_envs,
+        "observation_space": OBSERVATIONS,
+        "action_spec": ActionSpec(spaces.Discrete(3)),
+        "begin": begin,
+        "advance": advance,
+        "info_keys": ("draw",),
+    }
+    fields |= changes
+    return JaxEnv(observation_leaves=observation_leaves(fields["observation_space"]), **fields)
+
+
+def folded(key, *words):
+    """A key folded with pairs of words."""
+    for pair in zip(words[::2], words[1::2], strict=True):
+        key = threefry_2x32(tuple(jnp.asarray(key)), jnp.asarray(pair, jnp.uint32))
+    return key
+
+
+@functools.cache
+def seeded(seed, *words):
+    return folded(key_from_seed(seed), *words)
+
+
+def plain_loop(env, actions, *, seed, lane=0, lanes=1, limit=None, first_step=0):
+    """One lane's rows [T, ...] of a batch, by path, given the actions [T, ...] that were taken."""
+    start, advance = jax.jit(env.begin), jax.jit(env.advance)
+    episode = step = 0
+    physics, observation = start(seeded(seed, Purpose.RESET, 0, lane, episode))
+    rows = []
+    for t, action in enumerate(actions):
+        key = seeded(seed, Purpose.DYNAMICS, 0, (first_step + t) >> 32, (first_step + t) & 0xFFFFFFFF, 0, lane)
+        moved = advance(key, physics, np.asarray(action, np.int32 if action.dtype.kind == "i" else None))
+        truncated = bool(moved.truncated) or step + 1 == limit
+        done = bool(moved.terminated) or truncated
+        rows.append(
+            {
+                **named(env, observation),
+                **{("next", *path): leaf for path, leaf in named(env, moved.observation).items()},
+                **{("next", "info", name): np.asarray(value) for name, value in moved.info.items()},
+                ("next", "reward"): np.asarray(moved.reward, np.float32).reshape(-1),
+                ("next", "terminated"): np.array([bool(moved.terminated)]),
+                ("next", "truncated"): np.array([truncated]),
+                ("next", "done"): np.array([done]),
+                **{(name,): np.array([False]) for name in ("terminated", "truncated", "done")},
+                ("collector", "traj_ids"): np.int64(episode * lanes + lane),
+                ("collector", "step"): np.int64(step),
+                ("collector", "lane"): np.int64(lane),
+                ("collector", "policy_version"): np.int64(0),
+            }
+        )
+        physics, observation, step = moved.physics, moved.observation, step + 1
+        if done:
+            episode, step = episode + 1, 0
+            physics, observation = start(seeded(seed, Purpose.RESET, 0, lane, episode))
+    return {path: torch.from_numpy(np.array([row[path] for row in rows])) for path in rows[0]}
+
+
+def named(env, observation):
+    leaves = observation if isinstance(observation, dict) else {"observation": observation}
+    dtypes = {leaf.path: leaf.dtype for leaf in env.observation_leaves}
+    return {(name,): np.asarray(value).astype(dtypes[(name,)]) for name, value in leaves.items()}
+
+
+def counting_policy(head=None):
+    """A function of the observation, so that what it answers can be foretold: (start + 2 count + bias) mod 3."""
+    import funcollect as fc
+
+    def apply(params, observation):
+        return (observation["start"][:, 0] % 3 + 2 * observation["count"] + params) % 3
+
+    return fc.jax_policy(apply, jnp.int32(1), head=head)

@@ -1,0 +1,70 @@
+"""Modules of TorchRL and Stable-Baselines3 to lower, as `lowered_modules.POLICIES`."""
+
+from __future__ import annotations
+
+import gymnasium
+import torch
+from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.torch_layers import NatureCNN
+from torch import nn
+from torchrl.modules import MLP, ConvNet, DuelingCnnDQNet, GRUModule, LSTMModule, NoisyLinear
+
+from tests.support.lowered_modules import frames, tensordict, vectors
+
+
+class Deterministic(nn.Module):
+    """An SB3 policy's forward without sampling: (actions, values, log-probabilities)."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, observation):
+        return self.policy(observation, deterministic=True)
+
+
+def actor_critic(action_space):
+    space = gymnasium.spaces.Box(-1.0, 1.0, (5,))
+    return Deterministic(ActorCriticPolicy(space, action_space, lambda _: 1e-3))
+
+
+def atari_features():
+    return NatureCNN(gymnasium.spaces.Box(0, 255, (4, 36, 36), "uint8"), 32, normalized_image=False)
+
+
+def dueling():
+    """Built as TorchRL builds it, lazily, and called once."""
+    network = DuelingCnnDQNet(4, cnn_kwargs={"num_cells": [8, 8, 8]}, mlp_kwargs={"num_cells": 16, "depth": 1})
+    network(torch.zeros(1, 4, 84, 84))
+    return network
+
+
+def flags(n):
+    return torch.arange(n)[:, None] % 3 == 0
+
+
+LIBRARIES = {
+    "torchrl MLP": (lambda: MLP(5, 3, num_cells=[16, 16], activation_class=nn.Tanh), vectors(5)),
+    "torchrl ConvNet": (
+        lambda: ConvNet(3, num_cells=[8, 16], kernel_sizes=[5, 3], strides=[2, 1], activation_class=nn.ELU),
+        vectors(3, 20, 20),
+    ),
+    "torchrl DuelingCnnDQNet": (dueling, vectors(4, 84, 84)),
+    "torchrl LSTMModule": (
+        lambda: LSTMModule(5, 6, in_key="observation", out_key="features"),
+        tensordict(
+            observation=vectors(5),
+            recurrent_state_h=vectors(1, 6),
+            recurrent_state_c=vectors(1, 6),
+            is_init=flags,
+        ),
+    ),
+    "torchrl GRUModule": (
+        lambda: GRUModule(5, 6, in_key="observation", out_key="features"),
+        tensordict(observation=vectors(5), recurrent_state=vectors(1, 6), is_init=flags),
+    ),
+    "torchrl NoisyLinear": (lambda: nn.Sequential(NoisyLinear(5, 16), nn.ReLU(), NoisyLinear(16, 3)), vectors(5)),
+    "sb3 NatureCNN": (atari_features, lambda n: frames(4, 36, 36)(n).float() / 255),
+    "sb3 ActorCriticPolicy, discrete": (lambda: actor_critic(gymnasium.spaces.Discrete(3)), vectors(5)),
+    "sb3 ActorCriticPolicy, box": (lambda: actor_critic(gymnasium.spaces.Box(-1.0, 1.0, (2,))), vectors(5)),
+}

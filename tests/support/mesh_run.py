@@ -1,0 +1,89 @@
+"""As a script: one run over a mesh of 8 forced host devices against its 8 parts, one after another."""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+import funcollect as fc
+from funcollect.envs.jax_envs.gymnax_env import from_gymnax
+from tests.support.jax_counting import counting
+
+DEVICES, LANES, LENGTH = 8, 3, 20
+KEY = jnp.array([0, 7], jnp.uint32)
+
+
+def counting_random():
+    env = counting(LANES)
+    return env, fc.random_policy(env), None
+
+
+def cartpole():
+    env = from_gymnax("CartPole-v1", num_envs=LANES)
+    params = jax.random.normal(jax.random.PRNGKey(3), (4, 2)) * 0.3
+    return env, fc.jax_policy(lambda params, x: x @ params, params, head=fc.heads.categorical), params
+
+
+def part(env, policy, params, first_lane):
+    """The lanes of one device."""
+    state = fc.traced.init(env, policy, params, key=KEY, first_lane=first_lane, total_lanes=DEVICES * LANES)
+    return fc.traced.rollout(env, policy, params, state, LENGTH)
+
+
+def over_mesh(env, policy, params):
+    """Begun on the mesh, then carried on from the state that came back: (batch of one rollout, of the next)."""
+    mesh = Mesh(np.array(jax.devices()), ("lanes",))
+    replicated, split = PartitionSpec(), PartitionSpec(None, "lanes")
+    whole = fc.traced.init(env, policy, params, key=KEY, total_lanes=DEVICES * LANES)
+    states = fc.traced.partition(whole, "lanes")
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=replicated, out_specs=(states, split))
+    def begin(params):
+        return part(env, policy, params, jax.lax.axis_index("lanes") * LANES)
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(replicated, states), out_specs=(states, split))
+    def go_on(params, state):
+        return fc.traced.rollout(env, policy, params, state, LENGTH)
+
+    state, first = begin(params)
+    state, second = go_on(params, state)
+    assert state.frames == 2 * LENGTH * DEVICES * LANES
+    return first, second
+
+
+def one_after_another(env, policy, params):
+    run = jax.jit(lambda params, lane: part(env, policy, params, lane))
+    go_on = jax.jit(lambda params, state: fc.traced.rollout(env, policy, params, state, LENGTH))
+    firsts, seconds = [], []
+    for device in range(DEVICES):
+        state, first = run(params, device * LANES)
+        firsts.append(first)
+        seconds.append(go_on(params, state)[1])
+    return [jax.tree.map(lambda *leaves: jnp.concatenate(leaves, 1), *parts) for parts in (firsts, seconds)]
+
+
+def check(make, tolerance):
+    env, policy, params = make()
+    meshed, parts = over_mesh(env, policy, params), one_after_another(env, policy, params)
+    jax.tree.map(lambda one, two: np.testing.assert_allclose(one, two, rtol=0, atol=tolerance), meshed, tuple(parts))
+    actions = np.asarray(meshed[0]["action"]).reshape(LENGTH, DEVICES, LANES)
+    assert len({actions[:, device].tobytes() for device in range(DEVICES)}) == DEVICES, "devices drew the same noise"
+    batch = fc.deliver(meshed[1], env)
+    assert batch.batch_size == (DEVICES * LANES, LENGTH)
+    assert batch["collector", "lane"][:, 0].tolist() == list(range(DEVICES * LANES))
+
+
+def main():
+    assert len(jax.devices()) == DEVICES
+    check(counting_random, 0)
+    check(cartpole, 1e-5)
+    print("equal")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

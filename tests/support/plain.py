@@ -1,0 +1,63 @@
+"""The oracle: a plain loop over one Gymnasium environment, given the run's seed and the actions that were taken."""
+
+import numpy as np
+import torch
+
+from funcollect.keys import EpisodeSeeds, key_from_seed
+from tests.support.compare import bits, leaves
+
+
+def plain_loop(env, *, seed, actions, lane=0, lanes=1, info_keys=(), dtype=np.float32, reseed=True):
+    """One lane's rows: {path: [T, ...]}, the observation's leaves in `dtype` where they are floating.
+
+    `reseed`: whether later episodes have seeds, too, or follow from the first one's.
+    """
+    seeds = EpisodeSeeds.of(key_from_seed(seed), lane)
+    episode = step = 0
+    observation, _ = env.reset(seed=seeds[0])
+    rows = []
+    for action in actions:
+        row = {("done",): [False], ("terminated",): [False], ("truncated",): [False]}
+        row |= named(observation, dtype)
+        row["collector", "traj_ids"] = episode * lanes + lane
+        row["collector", "step"], row["collector", "lane"] = step, lane
+        observation, reward, terminated, truncated, info = env.step(action)
+        row |= {("next", *path): leaf for path, leaf in named(observation, dtype).items()}
+        row["next", "reward"] = np.array([reward], np.float32)
+        row["next", "terminated"], row["next", "truncated"] = [terminated], [truncated]
+        row["next", "done"] = [terminated or truncated]
+        row |= {("next", "info", key): narrow(info[key]) for key in info_keys}
+        rows.append(row)
+        step += 1
+        if terminated or truncated:
+            episode, step = episode + 1, 0
+            observation, _ = env.reset(seed=seeds[episode] if reseed else None)
+    env.close()
+    return {path: torch.from_numpy(np.array([row[path] for row in rows])) for path in rows[0]}
+
+
+def named(observation, dtype, path=()):
+    """The leaves of an observation by their key in a batch, copied."""
+    if isinstance(observation, dict):
+        parts = observation.items()
+    elif isinstance(observation, tuple):
+        path, parts = path or ("observation",), enumerate(observation)
+    else:
+        array = np.array(observation)
+        return {path or ("observation",): array.astype(dtype) if array.dtype.kind == "f" else array}
+    return {key: leaf for name, part in parts for key, leaf in named(part, dtype, (*path, str(name))).items()}
+
+
+def narrow(value):
+    """An info value as it is recorded."""
+    array = np.asarray(value)
+    return array.astype(np.float32) if array.dtype == np.float64 else array
+
+
+def check_lane(batch, wanted, ignored):
+    """A lane's batch [T] is what the plain loop saw, to the bit, and holds nothing else."""
+    got = leaves(batch)
+    assert got.keys() == wanted.keys() | ignored | {("action",), ("collector", "policy_version")}
+    for path, leaf in wanted.items():
+        assert (got[path].dtype, got[path].shape) == (leaf.dtype, leaf.shape), path
+        assert bits(got[path]) == bits(leaf), f"{path}: {got[path]} is not {leaf}"

@@ -1,0 +1,22 @@
+"""How much of each test is run, and what tests over Ray need."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]  # of the repository; programs that tests start find `tests` and `funcollect` there
+SCALE = int(os.environ.get("FUNCOLLECT_SCALE", "1"))
+
+# JAX warns of forks once it has been used. Ray's forks become other programs at once.
+FORKS_OF_RAY = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_memory_usage_threshold": "0.99"}
+# However slow the machine is, Ray starts.
+_WAITS = ("worker_register_timeout_seconds", "gcs_server_port_wait_time_s", "gcs_server_request_timeout_seconds")
+RAY |= {f"RAY_{name}": "3600" for name in _WAITS}
+STORE = 300 << 20  # bytes of Ray's object store
+
+
+def scaled(count):
+    """A count for CI times FUNCOLLECT_SCALE: 1 in CI, 10 for the full counts."""
+    return count * SCALE

@@ -1,0 +1,89 @@
+"""Collectors with workers, built over each transport, and what their batches are compared by."""
+
+import functools
+import time
+
+import torch
+
+import funcollect as fc
+from tests.support.cases import POLICIES, make_env
+from tests.support.counting import Counting
+
+TRANSPORTS = ("serial", "processes")
+COLLECTORS = (fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector)
+FOREVER = 1e6  # seconds: no test depends on how fast the machine is, and pytest's own limit shows what is stuck
+_PATIENT = {"timeout": FOREVER, "start_timeout": FOREVER, "seed": 0}
+
+
+def multi(kind=fc.MultiSyncDataCollector, transport="processes", **kwargs):
+    """A collector that waits for its workers however slow the machine is."""
+    return kind(
+        **({"timeout": FOREVER, "start_timeout": FOREVER, "seed": 0} | kwargs), in_process=transport == "serial"
+    )
+
+
+def ray_collector(create_env_fn, policy=None, **kwargs):
+    """A `RayCollector` that waits for its actors however slow the machine is."""
+    return fc.RayCollector(
+        create_env_fn, policy, **({"timeout": FOREVER, "start_timeout": FOREVER, "seed": 0} | kwargs)
+    )
+
+
+class HangClock:
+    """The clock by which a collector of two notices that worker 1 hangs. It stands still until that is so.
+
+    From then on it runs for as long as worker 0 owes no answer, and by a tenth of a second for each of its rollouts.
+    So a `timeout` of half a second ends the call that hangs and no other, however slow the machine is.
+
+    Args:
+        begun: a file that exists as soon as worker 1 is about to hang.
+        shown: the words in worker 1's stack once it hangs.
+    """
+
+    sleep = staticmethod(time.sleep)
+
+    def __init__(self, begun, shown):
+        self.collector = None  # set by the test
+        self._begun, self._shown = begun, shown
+        self._now, self._rollouts = 0.0, -1
+
+    def monotonic(self):
+        if self.collector is not None and self._begun.exists():
+            self._run(self.collector._pool)
+        return self._now
+
+    def _run(self, pool):
+        other, hanging = pool.records
+        if pool.restarts or (other.calls and other.rollouts == self._rollouts):
+            return
+        if self._shown in hanging.handle.where():
+            self._rollouts = other.rollouts
+            self._now += 0.1
+
+
+def counting_workers(*workers, batched=True):
+    """A factory for each worker; each of `workers` lists the `Counting` arguments of its lanes."""
+    count = len(workers[0])
+    return [
+        functools.partial(_counting, w * count, tuple(tuple(lane.items()) for lane in lanes), batched)
+        for w, lanes in enumerate(workers)
+    ]
+
+
+def _counting(first, lanes, batched):
+    factories = [functools.partial(Counting, first + i, **dict(lane)) for i, lane in enumerate(lanes)]
+    return fc.make_env(factories if batched else factories[0])
+
+
+def policy_for(name, kind, num_envs):
+    """A policy of one of the kinds of `cases`, for an environment of this name."""
+    return POLICIES[kind](make_env(name, num_envs))
+
+
+def by_lane(batches):
+    """The rows of each lane over all batches, in the order of delivery: [N]."""
+    flat = torch.cat([batch.reshape(-1).clone() for batch in batches])
+    lanes = flat["collector", "lane"]
+    order = torch.stack([flat["collector", "traj_ids"], flat["collector", "step"]])
+    assert order.shape[1] == len(lanes)
+    return {lane: flat[lanes == lane] for lane in sorted(set(lanes.tolist()))}

@@ -1,0 +1,279 @@
+"""`python -m benchmarks compare`: its statistics, its verdicts, and whole runs over a small repository."""
+
+import importlib
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+from benchmarks import compare, processes
+from benchmarks.comparison import AFTER, BEFORE, Comparison
+from benchmarks.comparison_report import summary
+from benchmarks.ratios import Ratio, speed_ratio, verdict
+from benchmarks.revisions import trees
+from benchmarks.runner import AbsentError
+from benchmarks.served import Block
+from benchmarks.side import FailedError, Side
+
+REPOSITORY = Path(__file__).parents[1]
+STUB = '''
+"""Cells whose contestants keep time with a clock of their own: the package's COST, without noise."""
+import funcollect
+from benchmarks.runner import AbsentError, Cell
+
+class Clocked:
+    def run(self): return 1
+    def timed(self): return 2, 2 * funcollect.COST
+    def close(self): pass
+
+def new(): return funcollect.Newer and Clocked()
+def absent(): raise AbsentError("lacks a part")
+def exits(): raise SystemExit(3)
+
+def cells():
+    yield Cell(name="plain", note="as many frames", contestants={"funcollect": Clocked})
+    yield Cell(name="fails", note="", contestants={"new": new, "absent": absent, "exits": exits},
+               ours=("new", "absent", "exits"))
+    yield Cell(name="peers", note="", contestants={"peer": Clocked}, ours=())
+'''
+FRAMEWORKS = {  # in place of the real ones, which take seconds to import in each process
+    "torch": "def set_num_threads(count): pass",
+    "jax": "class config: update = lambda name, value: None",
+    "mujoco": "def set_mju_user_warning(function): pass",
+}
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(["git", "-C", folder, *identity, *arguments], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def write(repository, text):
+    (repository / "funcollect" / "__init__.py").write_text(text)
+
+
+@pytest.fixture(autouse=True)
+def frameworks(tmp_path, monkeypatch):
+    """Processes that are started find those."""
+    folder = tmp_path / "frameworks"
+    folder.mkdir()
+    for name, text in FRAMEWORKS.items():
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{REPOSITORY}")
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """Commits with the tags `plain` (COST 1 us), `slow` (2 us) and `newer` (1 us, and one more name)."""
+    folder = tmp_path / "repository"
+    (folder / "funcollect").mkdir(parents=True)
+    git(tmp_path, "init", "--quiet", folder)
+    for tag, text in {"plain": "COST = 1e-6", "slow": "COST = 2e-6", "newer": "COST = 1e-6; Newer = True"}.items():
+        write(folder, text)
+        git(folder, "add", "funcollect")
+        git(folder, "commit", "--quiet", "--message", tag)
+        git(folder, "tag", tag)
+    shutil.copytree(REPOSITORY / "benchmarks", folder / "benchmarks", ignore=shutil.ignore_patterns("results"))
+    (folder / "benchmarks" / "stub.py").write_text(STUB)
+    return folder
+
+
+def compared(repository, out, before, after, only="plain", rounds=9):
+    options = compare.CompareOptions(rounds=rounds, scale=0.01, only=only, before=before, after=after, names=("stub",))
+    found = compare.run(options, repository, out)
+    assert git(repository, "worktree", "list").count("\n") == 0  # its own one alone is left
+    return {name.contestant: comparison for name, comparison in found.items()}
+
+
+def test_the_limits_for_nine_rounds_are_the_sixth_walsh_averages_from_either_end():
+    before = [2.0**power for power in (1, 2, 3, 4, 5, 6, 7, 8, 9)]  # the ratio of round i is 2**i
+    ratio = speed_ratio(before, [1.0] * 9)
+    # Walsh averages of 1 .. 9 in order: 1, 1.5, 2, 2, 2.5, 2.5, ...; their median is 5.
+    assert ratio.low == pytest.approx(2**2.5)
+    assert ratio.high == pytest.approx(2**7.5)
+    assert ratio.estimate == pytest.approx(2**5)
+
+
+def test_six_rounds_are_the_fewest_with_an_interval():
+    # All six with the same sign have a probability of 1/64 on either side: the lowest and the highest average.
+    ratio = speed_ratio([2.0, 4.0, 8.0, 16.0, 32.0, 64.0], [1.0] * 6)
+    assert (ratio.low, ratio.high) == (pytest.approx(2), pytest.approx(64))
+    few = speed_ratio([2.0] * 5, [1.0] * 5)
+    assert (few.low, few.estimate, few.high) == (0, pytest.approx(2), float("inf"))
+
+
+def test_the_interval_agrees_with_the_signed_rank_test_of_scipy():
+    logs = [0.03, -0.05, 0.11, 0.02, 0.09, 0.17, -0.01, 0.06, 0.04]
+    ratio = speed_ratio([math.exp(each) for each in logs], [1.0] * 9)
+    for limit, inside in ((ratio.low, 1e-6), (ratio.high, -1e-6)):
+        level = [stats.wilcoxon([each - math.log(limit) - step for each in logs]).pvalue for step in (inside, -inside)]
+        assert level[0] > 0.05 >= level[1]
+
+
+def test_one_wild_round_does_not_decide():
+    steady = [1.0, 1.01, 0.99, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0]
+    ratio = speed_ratio([*steady[:-1], 50.0], steady)
+    assert ratio.low <= 1 <= ratio.high < 1.1 * 50**0.5
+    assert verdict(ratio, 9) == "no slower"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "rounds", "expected"),
+    [
+        (0.9, 1.1, 9, "no slower"),
+        (0.9, 1.0, 9, "no slower"),
+        (1.0, 1.1, 9, "no slower"),
+        (0.9, 0.99, 9, "slower"),
+        (1.01, 1.1, 9, "faster"),
+        (0.9, 0.99, 8, "unclear"),
+        (1.01, 1.1, 8, "unclear"),
+    ],
+)
+def test_verdicts(low, high, rounds, expected):
+    assert verdict(Ratio(estimate=(low + high) / 2, low=low, high=high), rounds) == expected
+
+
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [
+        ({AFTER: FailedError("raises")}, "broken"),
+        ({BEFORE: FailedError("raises"), AFTER: FailedError("raises")}, "broken"),
+        ({BEFORE: AbsentError("lacks"), AFTER: AbsentError("lacks")}, "absent"),
+        ({BEFORE: FailedError("raises")}, "new"),
+    ],
+)
+def test_verdicts_on_what_does_not_run(errors, expected):
+    assert Comparison(errors=errors).verdict == expected
+
+
+def test_the_verdict_is_by_wall_time_per_frame():
+    blocks = {
+        BEFORE: [Block(frames=10, wall=10.0, cpu=40.0)] * 9,
+        AFTER: [Block(frames=5, wall=10.0, cpu=5.0)] * 9,
+    }
+    comparison = Comparison(blocks=blocks)
+    assert comparison.ratio("wall").estimate == pytest.approx(0.5)
+    assert comparison.ratio("cpu").estimate == pytest.approx(4)
+    assert comparison.verdict == "slower"
+
+
+def test_a_slower_revision_is_shown_and_saved(repository, tmp_path, capsys):
+    assert compared(repository, tmp_path, "plain", "slow")["funcollect"].verdict == "slower"
+    printed = capsys.readouterr().out
+    assert "1 compared: 1 slower" in printed
+    assert "stub, plain, funcollect" in printed
+    saved = json.loads((tmp_path / "compare-plain.json").read_text())
+    assert saved["before"] == {"commit": git(repository, "rev-parse", "plain"), "uncommitted": False}
+    assert saved["after"] == {"commit": git(repository, "rev-parse", "slow"), "uncommitted": False}
+    contestant = saved["results"]["stub"]["plain"]["contestants"]["funcollect"]
+    assert contestant["speed_ratio"]["wall"] == pytest.approx({"estimate": 0.5, "low": 0.5, "high": 0.5})
+    assert contestant["seconds_per_frame"]["wall"]["after"] == pytest.approx([2e-6] * 9)
+
+
+def test_the_working_tree_is_measured_with_what_is_not_committed(repository, tmp_path):
+    write(repository, "COST = 0.25e-6")
+    comparison = compared(repository, tmp_path, "plain", None)["funcollect"]
+    assert comparison.verdict == "faster"
+    assert comparison.ratio("wall").estimate == pytest.approx(4)
+    saved = json.loads((tmp_path / "compare-plain.json").read_text())
+    assert saved["after"] == {"commit": git(repository, "rev-parse", "HEAD"), "uncommitted": True}
+
+
+def test_what_does_not_run_is_named_and_the_others_go_on(repository, tmp_path, capsys):
+    found = compared(repository, tmp_path, "plain", "newer", only="fails", rounds=1)
+    assert {name: each.verdict for name, each in found.items()} == {"new": "new", "absent": "absent", "exits": "broken"}
+    printed = capsys.readouterr().out
+    assert "new, before: AttributeError: module 'funcollect' has no attribute 'Newer'" in printed
+    assert "absent, after: lacks a part" in printed
+    assert "exits, after: its process has ended" in printed
+
+
+@pytest.mark.parametrize(("after", "status"), [("slow", 1), ("newer", 0)])
+def test_the_exit_status(repository, tmp_path, monkeypatch, after, status):
+    monkeypatch.setattr(compare, "REPOSITORY", repository)
+    options = ["--before", "plain", "--after", after, "--scale", "0.01", "--only", "plain", "stub"]
+    assert compare.main(options, tmp_path) == status
+
+
+def test_cells_that_do_not_exist_are_named(repository, tmp_path):
+    with pytest.raises(SystemExit, match="no cell of stub holds 'peers' in its name"):
+        compared(repository, tmp_path, "plain", "slow", only="peers")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_worktrees_are_removed_after_an_error(repository, error):
+    def fail():
+        with trees(repository, "plain", "slow") as pair:
+            paths.extend(tree.path for tree in pair)
+            assert git(repository, "worktree", "list").count("\n") == 2
+            assert all((path / "benchmarks" / "stub.py").exists() for path in paths)
+            raise error
+
+    paths = []
+    with pytest.raises(error):
+        fail()
+    assert git(repository, "worktree", "list").count("\n") == 0
+    assert not any(path.exists() for path in paths)
+
+
+def test_an_unknown_revision_is_named(repository):
+    with pytest.raises(ValueError, match="'nowhere' is no revision"), trees(repository, "nowhere", None):
+        pass
+
+
+def test_a_side_refuses_a_package_from_elsewhere(repository):
+    shutil.rmtree(repository / "funcollect")  # then the next one on the path is found
+    with Side(repository) as side, pytest.raises(FailedError, match=r"funcollect comes from .*, expected a file in"):
+        side.ask("cells", "stub", "")
+
+
+WORKER = "import os; os.setsid(); print(flush=True); sum(range(10**5)); input()"
+PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WORKER!r}])"
+
+
+def test_a_family_has_workers_with_sessions_of_their_own():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", PARENT], start_new_session=True, **pipes) as parent:
+        parent.stdout.readline()
+        root, worker = processes.family(parent.pid)
+        assert root == parent.pid
+        assert os.getsid(worker) == worker
+        earlier = processes.cpu_times([root])
+        later = processes.cpu_times([root, worker])
+        assert processes.cpu_seconds(earlier, later) >= later[worker] > 0
+        processes.signal_family(root, signal.SIGKILL)
+    assert processes.cpu_times([root]) == {}
+
+
+def test_every_benchmark_names_contestants_that_it_has():
+    for name in compare.NAMES:
+        cells = list(importlib.import_module(f"benchmarks.{name}").cells())
+        assert any(cell.ours for cell in cells)
+        for cell in cells:
+            assert set(cell.ours) | set(cell.stale) <= set(cell.contestants), cell.name
+
+
+def test_too_few_rounds_have_no_interval(repository, tmp_path, capsys):
+    assert compared(repository, tmp_path, "plain", "slow", rounds=1)["funcollect"].verdict == "unclear"
+    assert "none  unclear" in capsys.readouterr().out
+    saved = json.loads((tmp_path / "compare-plain.json").read_text())
+    ratio = saved["results"]["stub"]["plain"]["contestants"]["funcollect"]["speed_ratio"]["wall"]
+    assert ratio == {"estimate": pytest.approx(0.5), "low": 0.0, "high": None}
+
+
+def test_a_summary_counts_what_is_too_noisy():
+    noisy = {
+        BEFORE: [Block(frames=1, wall=2.0 ** (each % 3), cpu=1.0) for each in range(9)],
+        AFTER: [Block(frames=1, wall=1.0, cpu=1.0)] * 9,
+    }
+    steady = {side: [Block(frames=1, wall=1.0, cpu=1.0)] * 9 for side in (BEFORE, AFTER)}
+    text = summary({"noisy": Comparison(blocks=noisy), "steady": Comparison(blocks=steady)})
+    assert text.splitlines()[1].startswith("1 of them are too noisy")

@@ -1,0 +1,118 @@
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from funcollect import faulty_fusions
+
+FLAG = "--xla_cpu_experimental_ynn_fusion_type"
+
+# The programs of jax#39103 and jax#39257. An eight-dimensional product with a sum kills a process with a faulty jaxlib.
+PROGRAMS = """
+import funcollect
+import jax
+import jax.numpy as jnp
+
+jax.config.update("jax_enable_x64", True)
+
+def last_square(dtype, lanes):
+    rows = jnp.zeros((lanes, 3), dtype).at[:, 0].set(jnp.arange(lanes, dtype=dtype))
+    squares = jax.jit(lambda x: jax.vmap(lambda row: jnp.sum((jnp.eye(3, dtype=dtype) @ row) ** 2))(x))
+    return float(squares(rows)[-1])
+
+assert last_square(jnp.float32, 32_769) == 32_768**2
+assert last_square(jnp.float64, 16_385) == 16_384**2
+
+product = jax.jit(lambda x, y: jnp.log(jnp.maximum(jnp.sum(x[(..., *[None] * 5)] * y, axis=2), 1e-16)))
+x, y = jnp.ones((10, 4, 6), jnp.float32), jnp.ones((10, 4, 6, *[9] * 5), jnp.float32)
+assert jnp.allclose(product(x, y), jnp.log(6.0))
+"""
+
+# The version is another's, and JAX "has computed", so that no flag is set, which the installed version may not know.
+WARNED = """
+import warnings
+from funcollect import faulty_fusions
+
+faulty_fusions._jaxlib_version = lambda: "0.10.2"
+faulty_fusions._has_client = lambda: True
+faulty_fusions.avoid_faulty_fusions.cache_clear()
+
+import funcollect as fc
+
+env = fc.make_env("CartPole-v1", num_envs=2)
+policy = fc.jax_policy(lambda p, x: x @ p, 0.0, head=fc.heads.categorical)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        plan = fc.explain(env, policy)
+assert ["jaxlib 0.10.2" in str(each.message) for each in caught] == [True], caught
+assert "jaxlib 0.10.2" in str(plan)
+assert "jaxlib" not in str(fc.explain(env, fc.random_policy(env)))
+"""
+
+
+def run_alone(program: str) -> None:
+    """Run a program in a new process, without XLA's flags and on the CPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A faulty jaxlib, before JAX's first computation and without flags; for further changes."""
+    monkeypatch.setattr(faulty_fusions, "_jaxlib_version", lambda: "0.10.2")
+    monkeypatch.setattr(faulty_fusions, "_has_client", lambda: False)
+    monkeypatch.setenv("XLA_FLAGS", "")  # so that what the test sets is undone
+    return monkeypatch
+
+
+def avoid() -> str:
+    return faulty_fusions.avoid_faulty_fusions.__wrapped__()
+
+
+def test_the_installed_jaxlib_computes_right_numbers() -> None:
+    run_alone(PROGRAMS)
+
+
+def test_one_warning_and_explain_report_a_faulty_jaxlib() -> None:
+    run_alone(WARNED)
+
+
+@pytest.mark.parametrize("version", ["0.10.2", "0.11.0"])
+def test_the_fusions_of_a_faulty_jaxlib_are_turned_off(faulty: pytest.MonkeyPatch, version: str) -> None:
+    faulty.setattr(faulty_fusions, "_jaxlib_version", lambda: version)
+    faulty.setenv("XLA_FLAGS", "--xla_dump_to=/nowhere")
+    assert f"jaxlib {version}" in avoid()
+    assert os.environ["XLA_FLAGS"] == f"--xla_dump_to=/nowhere {FLAG}="
+
+
+def test_a_flag_of_the_users_stays(faulty: pytest.MonkeyPatch) -> None:
+    faulty.setenv("XLA_FLAGS", f"{FLAG}=1")
+    assert avoid() == ""
+    assert os.environ["XLA_FLAGS"] == f"{FLAG}=1"
+
+
+@pytest.mark.parametrize("version", [None, "0.10.1", "0.11.1", "0.11.2", "0.12.0.1"])
+def test_other_versions_get_no_flag(faulty: pytest.MonkeyPatch, version: str | None) -> None:
+    faulty.setattr(faulty_fusions, "_jaxlib_version", lambda: version)
+    assert avoid() == ""
+    assert os.environ["XLA_FLAGS"] == ""
+
+
+def test_a_flag_that_comes_too_late_is_reported_with_the_fix(faulty: pytest.MonkeyPatch) -> None:
+    faulty.setattr(faulty_fusions, "_has_client", lambda: True)
+    assert f"set XLA_FLAGS={FLAG}=" in avoid()
+    assert os.environ["XLA_FLAGS"] == ""
+
+
+def test_no_faulty_version_is_installed_with_the_library() -> None:
+    project = tomllib.loads((Path(faulty_fusions.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    needed = {each.name: each.specifier for each in map(Requirement, project["dependencies"])}
+    for version in faulty_fusions._FAULTY:
+        assert version not in needed["jax"]
+        assert version not in needed["jaxlib"]
