@@ -25,7 +25,7 @@ def choose(platform: str) -> None:
     jax.config.update("jax_enable_compilation_cache", False)  # compile times are measured
     wanted = "cpu" if platform == "cpu" else "gpu"
     if (found := jax.default_backend()) != wanted:
-        raise RuntimeError(f"JAX runs on {found}, expected {wanted}: it was used before the platform was chosen")
+        raise RuntimeError(f"JAX runs on {found}, expected {wanted}: install it for that, or pass another --platform")
     if platform == "cuda":
         torch.cuda.init()
 

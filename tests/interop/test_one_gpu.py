@@ -1,0 +1,111 @@
+"""Both frameworks on one device: every pair of environment and policy, on every route; on the CPU and on a GPU."""
+
+from functools import cache
+
+import jax
+import pytest
+import torch
+
+import funcollect as fc
+from benchmarks.gpu.bridges import DTYPES, LANES, LENGTH, TO_JAX, TO_TORCH, dtypes, route
+from benchmarks.gpu.pairs import BY_HAND, GYMNAX_CARTPOLE, ROUTES, TORCH_CARTPOLE, Ours, contestants
+
+ENVS = {"jax": GYMNAX_CARTPOLE, "torch": TORCH_CARTPOLE}
+ROUTE_NAMES = [(backend, name) for backend, names in ROUTES.items() for name in names]
+each_route = pytest.mark.parametrize(("backend", "name"), ROUTE_NAMES)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """The device of both frameworks; JAX has one default device in a process."""
+    if request.param == "cpu" and jax.default_backend() != "cpu":
+        pytest.skip("JAX runs on another device here")
+    return request.param
+
+
+@cache
+def ours(backend, name, device):
+    """One pair for several tests, so that it compiles once."""
+    return Ours(ROUTES[backend][name], ENVS[backend], LANES, LENGTH, device)
+
+
+@each_route
+def test_batches_are_on_the_device(device, backend, name):
+    pair = ours(backend, name, device)
+    batch = torch.cat([pair.batch().clone() for _ in range(4)], 1)
+    leaves = dict(batch.items(include_nested=True, leaves_only=True))
+    assert {leaf.device.type for leaf in leaves.values()} == {device}
+    assert batch["next", "done"].any()
+    assert 0 < batch["action"].float().mean() < 1
+    goes_on = ~batch["next", "done"][:, :-1, 0]
+    assert torch.equal(batch["next", "observation"][:, :-1][goes_on], batch["observation"][:, 1:][goes_on])
+
+
+@each_route
+def test_log_probabilities_are_those_of_the_torch_network(device, backend, name):
+    batch = ours(backend, name, device).batch()
+    _, policy = ROUTES["torch"]["Torch policy"](TORCH_CARTPOLE, 1, device)
+    with torch.no_grad():
+        wanted = policy.module(batch["observation"]).log_softmax(-1).gather(-1, batch["action"][..., None])[..., 0]
+    torch.testing.assert_close(batch["action_log_prob"], wanted, atol=1e-2, rtol=1e-2)  # GPUs round products to TF32
+
+
+@each_route
+def test_every_crossing_shares_its_memory(device, backend, name):
+    found = route(ours(backend, name, device))
+    assert all(each["shared"] for each in found["crossings"]), found["crossings"]
+    if backend == "jax":
+        leaves = found["leaves_on_memory_of_jax"]
+        assert leaves["observation"]
+        assert leaves["next.observation"]
+        assert leaves["next.reward"]
+        assert leaves["collector.traj_ids"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("backend", "name"), [("jax", "Torch policy, crossing"), ("torch", "JAX policy")])
+def test_on_a_gpu_actions_and_observations_cross_at_every_step(backend, name):
+    crossings = route(ours(backend, name, "cuda"))["crossings"]
+    for way in (TO_TORCH, TO_JAX):
+        assert sum(each["count"] for each in crossings if each["way"] == way) >= LENGTH
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_dtype_shares_its_memory(device, name):
+    assert dtypes(device, [name]) == {name: {TO_TORCH: True, TO_JAX: True}}
+
+
+@pytest.mark.parametrize(("backend", "name"), [each for each in ROUTE_NAMES if each[1].startswith("Torch")])
+def test_weights_written_in_place_reach_the_next_rollout_only(device, backend, name):
+    pair = Ours(ROUTES[backend][name], ENVS[backend], LANES, LENGTH, device)
+    before = pair.batch()
+    kept = before["action_log_prob"].clone()
+    with torch.no_grad():
+        for weight in pair.policy.module.parameters():
+            weight.zero_()
+    after = pair.batch()
+    assert torch.equal(before["action_log_prob"], kept)
+    torch.testing.assert_close(after["action_log_prob"], torch.full_like(kept, 0.5).log())
+
+
+@each_route
+def test_a_collector_takes_the_pair(device, backend, name):
+    pair = ours(backend, name, device)
+    with fc.SyncDataCollector(pair.env, pair.policy, frames_per_batch=LANES * LENGTH, seed=0) as collector:
+        batch = next(collector)
+    assert batch.batch_size == (LANES, LENGTH)
+    assert batch["observation"].device.type == device
+
+
+@pytest.mark.parametrize("backend", ENVS)
+def test_the_loop_by_hand_counts_its_frames(device, backend):
+    loop = contestants(ENVS[backend], LANES, LENGTH, device)[BY_HAND]()
+    assert loop.run() == loop.run() == LANES * LENGTH
+
+
+@pytest.mark.gpu
+def test_advantages_on_a_gpu():
+    batch = ours("jax", "JAX policy, fused", "cuda").batch()
+    values = batch["observation"].sum(-1, keepdim=True), batch["next", "observation"].sum(-1, keepdim=True)
+    wanted = fc.gae(batch.cpu(), *(value.cpu() for value in values))
+    torch.testing.assert_close([each.cpu() for each in fc.gae(batch, *values)], list(wanted))
