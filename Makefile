@@ -8,11 +8,7 @@ FUNCOLLECT_SCALE ?= 1
 export FUNCOLLECT_SCALE
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 
-<<<<<<< HEAD
 .PHONY: demo test test-newest test-oldest test-gpu-machine tests-1 tests-2 soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
-=======
-.PHONY: demo test test-newest test-oldest test-gpu-machine tests-a-to-j tests-k-to-z soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
->>>>>>> gpu-kit
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -123,11 +119,7 @@ gpu-kit:
 gpu:
 	PYTHON=$(PYTHON) bash benchmarks/gpu/run.sh
 
-<<<<<<< HEAD
 # The same on a CPU, in an environment that has what such a machine has, and nothing else.
-=======
-# The same on a CPU, in an environment that has what such a machine has and nothing else.
->>>>>>> gpu-kit
 .venv-gpu-rehearsal/.done: benchmarks/gpu/machine.txt
 	$(PYTHON312) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
@@ -137,8 +129,4 @@ gpu-rehearsal: .venv-gpu-rehearsal/.done gpu-kit
 	PYTHON=.venv-gpu-rehearsal/bin/python PLATFORM=cpu OUT=.cache/gpu bash benchmarks/gpu/run.sh
 
 clean:
-<<<<<<< HEAD
 	rm -rf $(VENV) .venv-* .gpu-kit .gpu-site .cache
-=======
-	rm -rf $(VENV) .venv-rllib .venv-gpu-rehearsal $(SETS) .gpu-kit .gpu-site .cache
->>>>>>> gpu-kit
