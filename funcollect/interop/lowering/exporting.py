@@ -60,7 +60,7 @@ def export(flat: FlatModule, leaves: list[Tensor]) -> ExportedProgram:
     """
     table = _decompositions()
     try:
-        with _quietly(), torch.enable_grad(), NoShortcuts():
+        with _quietly(), _lstm_states(), torch.enable_grad(), NoShortcuts():
             exported = torch.export.export(flat, tuple(leaves), dynamic_shapes=_open_sizes(leaves), strict=False)
             _detach_without_grad(exported)
             program: ExportedProgram = exported.run_decompositions(table)
@@ -89,6 +89,23 @@ def _decompositions() -> Any:
         if str(target) in rules():
             table.pop(target)  # type: ignore[no-untyped-call]
     return table
+
+
+@contextlib.contextmanager
+def _lstm_states() -> Iterator[None]:
+    """Give an LSTM's final states their own shapes: as Torch 2.11 exports, it leaves them a dimension of 1."""
+    place: Any = torch._decomp.decompositions
+    original = place.one_layer_lstm
+
+    def one_layer(*args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        output, states = original(*args, **kwargs)
+        return output, tuple(state.squeeze(0) if state.ndim == output.ndim else state for state in states)
+
+    place.one_layer_lstm = one_layer
+    try:
+        yield
+    finally:
+        place.one_layer_lstm = original
 
 
 @contextlib.contextmanager
