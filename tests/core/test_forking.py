@@ -216,6 +216,6 @@ def test_the_journal_keeps_no_more_than_the_open_episodes() -> None:
     state = fc.init(env, policy, seed=0)
     for _ in range(50):
         state, _ = fc.rollout(env, policy, state, 8)
-        journal = state.env_state.simulation.action_log
-        assert len(journal.since_reset()) == int(state.step.max())
-        assert sum(map(len, journal._chunks)) < 10 + 8
+        log = state.env_state.simulation.action_log
+        assert len(log.since_reset()) == int(state.step.max())
+        assert sum(map(len, log._chunks)) < 10 + 8

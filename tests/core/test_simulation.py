@@ -225,12 +225,12 @@ def test_a_state_belongs_to_its_environment(env: Any, policy: Any) -> None:
     fc.rollout(env, policy, state, 3)
 
 
-def test_the_journal_drops_what_no_episode_needs() -> None:
-    journal = ActionLog(2)
-    assert len(journal.since_reset()) == 0
-    journal.extend(torch.arange(10).reshape(5, 2), torch.tensor([5, 3]))
-    journal.extend(torch.arange(10, 16).reshape(3, 2), torch.tensor([1, 6]))
-    assert journal.since_reset().tolist() == [[4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]]
-    journal.extend(torch.arange(16, 20).reshape(2, 2), torch.tensor([0, 1]))
-    assert journal.since_reset().tolist() == [[18, 19]]
-    assert sum(map(len, journal._chunks)) == 2
+def test_the_action_log_drops_what_no_episode_needs() -> None:
+    log = ActionLog(2)
+    assert len(log.since_reset()) == 0
+    log.extend(torch.arange(10).reshape(5, 2), torch.tensor([5, 3]))
+    log.extend(torch.arange(10, 16).reshape(3, 2), torch.tensor([1, 6]))
+    assert log.since_reset().tolist() == [[4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]]
+    log.extend(torch.arange(16, 20).reshape(2, 2), torch.tensor([0, 1]))
+    assert log.since_reset().tolist() == [[18, 19]]
+    assert sum(map(len, log._chunks)) == 2

@@ -93,19 +93,22 @@ def _decompositions() -> Any:
 
 @contextlib.contextmanager
 def _lstm_states() -> Iterator[None]:
-    """Give an LSTM's final states their own shapes: as Torch 2.11 exports, it leaves them a dimension of 1."""
-    place: Any = torch._decomp.decompositions
-    original = place.one_layer_lstm
+    """Give an LSTM's final states their own shapes: Torch 2.11 exports them with one more dimension, of size 1."""
+    if torch.__version__ >= "2.13":  # a TorchVersion, which compares as versions do
+        yield
+        return
+    decompositions: Any = torch._decomp.decompositions
+    original = decompositions.one_layer_lstm
 
     def one_layer(*args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         output, states = original(*args, **kwargs)
         return output, tuple(state.squeeze(0) if state.ndim == output.ndim else state for state in states)
 
-    place.one_layer_lstm = one_layer
+    decompositions.one_layer_lstm = one_layer
     try:
         yield
     finally:
-        place.one_layer_lstm = original
+        decompositions.one_layer_lstm = original
 
 
 @contextlib.contextmanager
