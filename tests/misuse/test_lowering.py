@@ -80,7 +80,7 @@ class Adds(nn.Module):
         return x + self.value
 
 
-HERE = "test_misuse_lowering.py"
+HERE = "test_lowering.py"
 REFUSED = {
     "a branch on data": (Branches(), "control flow depends on data", "x if x.sum() > 0 else -x", "torch.where"),
     "a loop on data": (Loops(), HERE, "int(x.abs().max())"),
