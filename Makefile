@@ -52,7 +52,7 @@ tests-2:
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(FIRST_HALF)) tests funcollect
 
 # The same suite with other versions, each set in an environment of its own. What needs a package that a set lacks is
-# left out. TorchRL wants tensordict below 0.15, gymnax 1 gymnasium below 1.4, so the newest versions are two sets.
+# left out. TorchRL wants tensordict below 0.15, so the newest versions are two sets: with TorchRL and without it.
 SETS := .venv-newest .venv-newest-torchrl .venv-oldest .venv-gpu-machine
 EXTRAS := envs,jax-envs,viz,ray,test
 INSTALL = $(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt
@@ -61,8 +61,8 @@ $(addsuffix /.done,$(SETS)): pyproject.toml constraints.txt .ci/lower_bounds.py
 
 .venv-newest/.done:
 	$(PYTHON312) -m venv $(@D)
-	grep -vE '^(tensordict|torchrl|gymnasium|gymnax)==' constraints.txt > $(@D)/constraints.txt
-	$(INSTALL) -e .[$(EXTRAS)] tensordict==0.15.3 gymnasium==1.4.0 gymnax==0.0.9
+	grep -vE '^(tensordict|torchrl)==' constraints.txt > $(@D)/constraints.txt
+	$(INSTALL) -e .[$(EXTRAS)] tensordict==0.15.3
 	touch $@
 
 .venv-newest-torchrl/.done:
@@ -80,8 +80,8 @@ $(addsuffix /.done,$(SETS)): pyproject.toml constraints.txt .ci/lower_bounds.py
 # The GPU machine's versions, tested on the CPU. This Torch wants an older setuptools.
 .venv-gpu-machine/.done:
 	$(PYTHON312) -m venv $(@D)
-	grep -vE '^(torch|jax|jaxlib|numpy|setuptools)==' constraints.txt > $(@D)/constraints.txt
-	$(INSTALL) -e .[$(EXTRAS),torchrl] torch==2.11.0 jax==0.11.2 jaxlib==0.11.2 numpy==2.5.2
+	grep -vE '^(torch|jax|jaxlib|numpy|setuptools|gymnasium|gymnax)==' constraints.txt > $(@D)/constraints.txt
+	$(INSTALL) -e .[$(EXTRAS),torchrl] torch==2.11.0 jax==0.11.2 jaxlib==0.11.2 numpy==2.5.2 gymnasium==1.3.0 gymnax==1.0.1
 	touch $@
 
 test-newest: suite-newest suite-newest-torchrl
