@@ -1,6 +1,8 @@
 # `make demo` and `make test` set up what they need in .venv; nothing else has to be typed first.
 SHELL := bash
 PYTHON ?= python3
+# For the sets of other versions; elsewhere: `make test-newest PYTHON312=/path/to/python3.12`.
+PYTHON311 ?= python3.11
 PYTHON312 ?= python3.12
 VENV := .venv
 BIN := $(VENV)/bin
@@ -45,10 +47,10 @@ test: lint
 	$(HALVES)
 	$(BIN)/python -m pytest --nbmake --nbmake-timeout=1200 notebooks
 
-tests-1:
+tests-1: $(VENV)/.test
 	$(BIN)/python -m pytest $(FIRST_HALF)
 
-tests-2:
+tests-2: $(VENV)/.test
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(FIRST_HALF)) tests funcollect
 
 # The same suite with other versions, each set in an environment of its own. What needs a package that a set lacks is
@@ -72,16 +74,17 @@ $(addsuffix /.done,$(SETS)): pyproject.toml constraints.txt .ci/lower_bounds.py
 	touch $@
 
 .venv-oldest/.done:
-	$(PYTHON) -m venv $(@D)
-	$(PYTHON) .ci/lower_bounds.py > $(@D)/constraints.txt
+	$(PYTHON311) -m venv $(@D)
+	$(PYTHON311) .ci/lower_bounds.py > $(@D)/constraints.txt
 	$(INSTALL) -e .[$(EXTRAS),torchrl]
 	touch $@
 
 # The GPU machine's versions, tested on the CPU. This Torch wants an older setuptools.
 .venv-gpu-machine/.done:
 	$(PYTHON312) -m venv $(@D)
-	grep -vE '^(torch|jax|jaxlib|numpy|setuptools|gymnasium|gymnax)==' constraints.txt > $(@D)/constraints.txt
-	$(INSTALL) -e .[$(EXTRAS),torchrl] torch==2.11.0 jax==0.11.2 jaxlib==0.11.2 numpy==2.5.2 gymnasium==1.3.0 gymnax==1.0.1
+	grep -vE '^(torch|jax|jaxlib|numpy|setuptools|gymnasium|gymnax|mujoco|mujoco-mjx)==' constraints.txt > $(@D)/constraints.txt
+	$(INSTALL) -e .[$(EXTRAS),torchrl] torch==2.11.0 jax==0.11.2 jaxlib==0.11.2 numpy==2.5.2 \
+		gymnasium==1.3.0 gymnax==1.0.1 mujoco==3.12.0 mujoco-mjx==3.12.0
 	touch $@
 
 test-newest: suite-newest suite-newest-torchrl

@@ -1,6 +1,6 @@
 """Speed of two revisions of the package, contestant by contestant, in interleaved rounds.
 
-In each round, each revision has a new process, which stands still while the other one is measured. Both run the
+In each round, each revision has a new process, which is stopped while the other one is measured. Both run the
 benchmark files of this tree, so the work is the same. Times are per frame: wall time, and the CPU time of the process
 and its workers. A speed ratio is the speed after over the speed before. The verdict is "no slower" if the 95 % interval
 of the ratio by wall time holds 1 or lies above it, from 9 rounds on. Of cells that have not changed, 2 % look slower by
@@ -27,6 +27,7 @@ from benchmarks.served import Work
 from benchmarks.side import Side
 
 NAMES = ("collect", "fused", "policies", "workers", "replay")
+COMPARED = (*NAMES, "suites")  # those that declare `cells()`
 REPOSITORY = Path(__file__).parents[1]
 
 
@@ -58,7 +59,9 @@ def _parser(results: Path) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"benchmarks (default: {' '.join(NAMES)})")
+    parser.add_argument(
+        "names", nargs="*", type=_benchmark, metavar="NAME", help=f"benchmarks (default: {' '.join(NAMES)})"
+    )
     parser.add_argument("--before", required=True, metavar="REVISION")
     parser.add_argument("--after", metavar="REVISION", help="default: the working tree as it is")
     parser.add_argument("--rounds", type=_positive, default=ENOUGH, help=f"rounds of each cell (default: {ENOUGH})")
@@ -66,6 +69,12 @@ def _parser(results: Path) -> argparse.ArgumentParser:
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="only the cells whose name holds this")
     parser.add_argument("--out", type=Path, default=results, metavar="DIR", help="where the JSON goes")
     return parser
+
+
+def _benchmark(text: str) -> str:
+    if text not in COMPARED:
+        raise argparse.ArgumentTypeError(f"{text!r} is not compared: name some of {', '.join(COMPARED)}")
+    return text
 
 
 def _positive(text: str) -> int:

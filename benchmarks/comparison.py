@@ -46,10 +46,15 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
-        """By wall time; `broken` if it fails with the second revision, `new` if it runs with that one alone."""
-        if AFTER in self.errors:
-            return "absent" if isinstance(self.errors[AFTER], AbsentError) else "broken"
-        return "new" if self.errors else verdict(self.ratio("wall"), len(self.blocks[AFTER]))
+        """By wall time, if both revisions ran in every round.
+
+        `absent` if neither can run here, `new` if only the second revision ever ran, else `broken`.
+        """
+        if not self.errors:
+            return verdict(self.ratio("wall"), len(self.blocks[AFTER]))
+        if all(isinstance(self.errors.get(side), AbsentError) for side in SIDES):
+            return "absent"
+        return "new" if AFTER not in self.errors and not self.blocks[BEFORE] else "broken"
 
 
 def compared(
@@ -96,12 +101,13 @@ class Pair:
         """Add one block per side, or the error.
 
         A block has two halves, in the order A B B A: a machine that steadily grows slower does so for both sides.
+        After one side has failed, the other one still runs, so that it is known which of them are at fault.
         """
         half = max(name.work.block, SHORTEST) * scale / 2
         errors, halves = comparison.errors, dict[str, list[Block]]({side: [] for side in SIDES})
         self._open(name, half, errors)
         for side in (*order, *reversed(order)):
-            if not errors:
+            if side not in errors:
                 with _kept(errors, side):
                     halves[side].append(self._sides[side].ask("block", half))
         self._close(errors)
@@ -124,7 +130,7 @@ class Pair:
 
     def _close(self, errors: dict[str, Exception]) -> None:
         for name, side in self._sides.items():
-            if not errors:
+            if name not in errors:
                 with _kept(errors, name):
                     side.ask("close")
         if any(isinstance(error, FailedError) for error in errors.values()):

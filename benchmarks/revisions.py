@@ -67,7 +67,8 @@ def _worktree(repository: Path, revision: str, path: Path) -> Iterator[Tree]:
         yield Tree(path=path, commit=commit, changed=False)
     finally:
         with contextlib.suppress(subprocess.CalledProcessError):  # there is none if adding it failed
-            _git(repository, "worktree", "remove", "--force", str(path))
+            _git(repository, "worktree", "remove", "--force", "--force", str(path))  # locked, if adding was interrupted
+        _git(repository, "worktree", "prune")
 
 
 def _copy(repository: Path, path: Path) -> Tree:

@@ -111,7 +111,7 @@ class Server:
         _settle(self._contestant, self._stale)
         earlier = cpu_times(pids)
         frames, elapsed = _timed(self._contestant, seconds)
-        later = cpu_times(pids)
+        later = cpu_times(family(os.getpid()))  # also of workers that were replaced meanwhile
         return Block(frames=frames, wall=elapsed, cpu=cpu_seconds(earlier, later))
 
     def close(self) -> None:

@@ -1,14 +1,15 @@
-"""Keeps JAX right on the CPU where a jaxlib is installed that computes wrong numbers."""
+"""Keeps JAX correct on the CPU if the installed jaxlib computes wrong numbers."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from functools import cache
 from importlib import metadata
 
 # Their "YNN" fusions compute wrong numbers (jax#39103) or crash (jax#39257). 0.10.1, 0.11.1 and 0.11.2 are right.
-_FAULTY = ("0.10.2", "0.11.0")
+_RELEASE = re.compile(r"(0\.10\.2|0\.11\.0)(?!\d)")  # with its pre-releases
 _FLAG = "--xla_cpu_experimental_ynn_fusion_type"
 
 
@@ -22,12 +23,14 @@ def avoid_faulty_fusions() -> str:
     """
     version = _jaxlib_version()
     flags = os.environ.get("XLA_FLAGS", "")
-    if version not in _FAULTY or _FLAG in flags:
+    if version is None or not _RELEASE.match(version) or _FLAG in flags:
         return ""
     fault = f"jaxlib {version} can crash or compute wrong numbers in its CPU fusions (jax#39103, jax#39257)"
     mend = "install jaxlib 0.10.1 (Python 3.11) or 0.11.2 and newer"
     if _has_client():
         return f"{fault}, and JAX had computed before funcollect could turn them off: {mend}, or set XLA_FLAGS={_FLAG}="
+    if flags.strip() and not flags.lstrip().startswith("-"):
+        return f"{fault}, and XLA_FLAGS names a file: {mend}, or write {_FLAG}= into {flags.strip()}"
     os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}=".strip()
     return f"{fault}; funcollect turned them off with XLA_FLAGS={_FLAG}=: {mend}"
 

@@ -4,7 +4,7 @@
 # PLATFORM=cpu runs the same on a CPU: the tests' twins there, the benchmark with fewer lanes.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-python=${PYTHON:-python3} platform=${PLATFORM:-cuda} out=${OUT:-benchmarks/results}
+python=${PYTHON:-python3} platform=${PLATFORM:-cuda} out=${OUT:-.cache/gpu}
 all=525 for_tests=200 # seconds; bash counts them in SECONDS
 mkdir -p "$out"
 

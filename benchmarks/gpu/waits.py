@@ -106,6 +106,8 @@ def cuda_calls(contestant: Contestant) -> Counts:
         for path in Path(folder).rglob("*.xplane.pb"):
             for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
                 counts.update(event.name for line in plane.lines for event in line.events if CALL.fullmatch(event.name))
+    if not counts and jax.default_backend() == "gpu":
+        raise RuntimeError("the profiler recorded no call of the CUDA driver: CUPTI may be missing or in use")
     return counts
 
 

@@ -152,9 +152,9 @@ class FileView:
 
     def _frames(self, numbers: Ints, trajectories: Trajectories) -> Frames:
         """New frames, trajectory after trajectory."""
-        header = self._layout.numbers(self._file.rows, numbers % self.capacity)
-        trajectories.check_ids(header)
-        frames = trajectories.frames(header, (len(numbers),), int(numbers[0]))
+        columns = self._layout.numbers(self._file.rows, numbers % self.capacity)
+        trajectories.check_ids(columns)
+        frames = trajectories.frames(columns, (len(numbers),), int(numbers[0]))
         order = frames.key.argsort(kind="stable")
         number, key = numbers[order], frames.key[order]
         begins = np.append(True, key[1:] != key[:-1])
@@ -169,7 +169,7 @@ class FileView:
         )
 
     def place(self, drawn: Ints) -> tuple[Ints, Ints]:
-        """The slots and the numbers of frames that were drawn: slots of trails, places from the oldest on else."""
+        """The slots and the numbers of drawn frames, slots if there is an index, else counts from the oldest."""
         if self.index is None:
             numbers = self.oldest + drawn
             return numbers % self.capacity, numbers
@@ -215,5 +215,5 @@ def _check_sampler(sampler: Any) -> None:
         return
     raise TypeError(
         f"the reader's sampler is {sampler!r:.80}, expected a RandomSampler, or a SliceSampler over trajectories: the "
-        "others need to be header of each extend"
+        "others need to be notified of each extend"
     )

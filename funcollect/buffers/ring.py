@@ -36,7 +36,7 @@ __all__ = ["Flat", "RingState", "Slices", "Trajectories", "extend", "init", "sam
 
 
 class RingMemory:
-    """What states of one ring share: the frames and the trails, as they are at the current version."""
+    """What the states of one ring share: the frames and the trajectory index at the current version."""
 
     def __init__(self, storage: Storage, trajectories: Trajectories | None) -> None:
         self.storage = storage

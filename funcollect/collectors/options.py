@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.arguments import check_positive
-from funcollect.core.request import Columns, Request, check_ends, check_exploration
+from funcollect.core.request import OwnColumns, Request, check_ends, check_exploration
 from funcollect.devices import checked_device
 from funcollect.specs import Env, ExplorationType
 from funcollect.trajectories.split import split_trajectories
@@ -82,7 +82,7 @@ class Options:
         """T: the steps of a batch."""
         return math.ceil(self.frames_per_batch / (env.num_envs or 1))
 
-    def request(self, length: int, params: Any, lanes: int, columns: Columns) -> Request:
+    def request(self, length: int, params: Any, lanes: int, columns: OwnColumns) -> Request:
         """One batch's rollout of `length` steps; `lanes` are those of the whole run."""
         limit = self.max_frames_per_traj
         return Request(
@@ -131,7 +131,7 @@ class WorkerOptions(Options):
         if self.on_failure not in get_args(OnFailure):
             raise ValueError(
                 f"on_failure is {self.on_failure!r}, expected 'raise' (a worker's failure ends the run) or 'restart' "
-                "(another takes its device): pass one of them"
+                "(a new worker replaces it): pass one of them"
             )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from funcollect.collectors.options import Options
 from funcollect.collectors.source import RunnerSpec
 from funcollect.core import api
-from funcollect.core.request import NOWHERE, Columns
+from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.restore import go_on, next_seed, reseed, resume, saved_counts, saved_leaves
 from funcollect.errors import ClosedError
 
@@ -41,7 +41,7 @@ class Shard:
     count: int = 1
 
     def within(self, worker: int, count: int) -> Shard:
-        """That of a worker of the `count` which a collector at this place has."""
+        """The shard of one of `count` workers that a collector with this shard has."""
         return Shard(worker, count) if self == ALONE else Shard(self.index + worker, self.count)
 
 
@@ -96,7 +96,7 @@ class Runner:
         """
         return self.record(NOWHERE)
 
-    def record(self, columns: Columns) -> TensorDictBase:
+    def record(self, columns: OwnColumns) -> TensorDictBase:
         """`rollout`, recorded into `columns` as far as they fit; see `funcollect.core.request.Request`."""
         self._check_open()
         if self._interrupted:

@@ -308,7 +308,7 @@ class WorkerCollector(Collector):
     def state_dict(self) -> Any:
         """What `load_state_dict` needs: one of `SyncDataCollector`'s per worker. Episodes in flight begin anew.
 
-        Collection goes on afterwards as if nothing had been asked.
+        Saving does not disturb the run.
         """
         self._check_at_rest()
         self._weights.flush()

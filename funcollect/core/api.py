@@ -153,7 +153,7 @@ def rollout(
         dimension, with the keys of the README's table.
 
     Raises:
-        StaleStateError: for a state whose place a later one has taken.
+        StaleStateError: if the state has been superseded by a later one.
         EnvError: for an environment that raises or breaks its own spaces; names the lane.
         PolicyError: for an action of the wrong shape or dtype, or NaN.
     """
@@ -270,7 +270,7 @@ def fork(env: Env, state: CollectorState) -> CollectorState:
     Raises:
         ReplayError: for an environment that allows neither (EnvPool, ALE in processes of its own), and where the
             new simulator does not show the same observation.
-        StaleStateError: for a state whose place a later one has taken.
+        StaleStateError: if the state has been superseded by a later one.
         ValueError: for an environment instance that cannot be rebuilt.
     """
     check_state(env, state)

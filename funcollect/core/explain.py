@@ -164,13 +164,13 @@ def _copies(env: Env, route: Route) -> str:
         return f"each observation to where the module reads it, and its answer into the loop; {columns}"
     if route.loop == "fused":
         return f"nothing: {columns}"
-    home: Any = getattr(policy, "run_device", None)
+    run_device: Any = getattr(policy, "run_device", None)
     place = getattr(env, "device", None) or "cpu"
     parts = ["each observation once, into the batch"]
     if route.loop == "crossing":
         parts = ["each observation into the columns, and to where the policy reads it; each action to the environment"]
-    if home is not None and str(home) != str(place):
-        parts.append(f"each observation to {home} and each action back, at every step")
+    if run_device is not None and str(run_device) != str(place):
+        parts.append(f"each observation to {run_device} and each action back, at every step")
     if getattr(policy, "device", None) is not None:
         parts.append("parameters to the policy's device, at every rollout, where they are elsewhere")
     else:

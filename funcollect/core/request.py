@@ -18,8 +18,8 @@ from funcollect.policies.random_policy import RandomStart
 from funcollect.specs import Env, ExplorationType, Policy
 from funcollect.tree import Path
 
-Columns = Mapping[Path, Tensor]
-NOWHERE: Columns = MappingProxyType({})
+OwnColumns = Mapping[Path, Tensor]
+NOWHERE: OwnColumns = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Request:
     max_frames_per_traj: int | None = None
     random_steps: int = 0
     reset_when_done: bool = True
-    columns: Columns = field(default_factory=lambda: NOWHERE)
+    columns: OwnColumns = field(default_factory=lambda: NOWHERE)
 
     def __post_init__(self) -> None:
         """Check every field, here and nowhere else."""

@@ -136,12 +136,13 @@ def _found(env: Env, source: Source, asked: str | None, exploration_type: Explor
 def _embedded(env: Env, source: Source, way: str, exploration_type: ExplorationType) -> EmbeddedPolicy | LoweringError:
     """The policy prepared for one route, or the `LoweringError`. Cached per route and setting."""
     known = source.embedded
-    told = exploration_type if isinstance(source, TensorDictPolicy) else ExplorationType.RANDOM
+    if not isinstance(source, TensorDictPolicy):  # the others draw outside their module
+        exploration_type = ExplorationType.RANDOM
     spaces = (optree.tree_structure(_placed(env)), env.observation_leaves, min(env.num_envs or 1, 2))
-    which = (way, told, spaces, source.settings if way == "lowered" else ())
+    which = (way, exploration_type, spaces, source.settings if way == "lowered" else ())
     if which not in known:
         others = [each for each in known if each[:3] == which[:3]]
-        known[which] = _made(env, source, way, told) if len(others) < _MOST_SETTINGS else _RESTLESS
+        known[which] = _made(env, source, way, exploration_type) if len(others) < _MOST_SETTINGS else _RESTLESS
     embedded: EmbeddedPolicy | LoweringError = known[which]
     return embedded
 
@@ -150,11 +151,11 @@ def _placed(env: Env) -> Any:
     return assemble(env.observation_space, {leaf.path: 0 for leaf in env.observation_leaves})
 
 
-def _made(env: Env, source: Source, way: str, told: ExplorationType) -> EmbeddedPolicy | LoweringError:
+def _made(env: Env, source: Source, way: str, exploration_type: ExplorationType) -> EmbeddedPolicy | LoweringError:
     make: Make = lowered_policy if way == "lowered" else callback_policy
     try:
         _check_place(source, way)
-        return make(source, example(env.observation_space, env.observation_leaves, env.num_envs or 1), told)
+        return make(source, example(env.observation_space, env.observation_leaves, env.num_envs or 1), exploration_type)
     except LoweringError as error:
         return error.with_traceback(None)
 
@@ -162,13 +163,13 @@ def _made(env: Env, source: Source, way: str, told: ExplorationType) -> Embedded
 def _check_place(source: TorchBacked, way: str) -> None:
     """Raise LoweringError for a policy that is to run on another kind of device than JAX does."""
     place = {"gpu": "cuda"}.get(import_jax().default_backend(), "cpu")
-    home = source.run_device
+    run_device = source.run_device
     if way == "called back" and place != "cpu":
         raise LoweringError("a loop on a GPU would wait for Python at each step: it crosses instead")
-    if home is None or (way == "lowered" and source.device is None and home.type == "cpu"):
+    if run_device is None or (way == "lowered" and source.device is None and run_device.type == "cpu"):
         return
-    if home.type != place:
-        raise LoweringError(f"the policy runs on {home.type}, JAX on {place}: move the module there")
+    if run_device.type != place:
+        raise LoweringError(f"the policy runs on {run_device.type}, JAX on {place}: move the module there")
 
 
 def run_embedded(

@@ -199,6 +199,7 @@ def test_what_does_not_run_is_named_and_the_others_go_on(repository, tmp_path, c
 @pytest.mark.parametrize(("after", "status"), [("slow", 1), ("newer", 0)])
 def test_the_exit_status(repository, tmp_path, monkeypatch, after, status):
     monkeypatch.setattr(compare, "REPOSITORY", repository)
+    monkeypatch.setattr(compare, "COMPARED", ["stub"])
     options = ["--before", "plain", "--after", after, "--scale", "0.01", "--only", "plain", "stub"]
     assert compare.main(options, tmp_path) == status
 

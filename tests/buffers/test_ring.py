@@ -19,7 +19,7 @@ ROW_ORDER = fc.ring.Trajectories(end_key=("next", "done"))
 
 
 def ring_of(batches, capacity, flat=False, looks=()):
-    """The ring and the oracle after these batches; its index are looked at after some of the extends."""
+    """The ring and the oracle after these batches; its trajectory index is looked at after some of the extends."""
     storage = fc.LazyTensorStorage(capacity, ndim=1 if flat else 2)
     state, oracle = fc.ring.init(storage, trajectories=TRAJECTORIES), Oracle(capacity)
     for number, lanes in enumerate(batches):
@@ -176,8 +176,8 @@ def test_a_hole_in_a_trajectory_parts_it():
         fc.ring.sample(state, key_from_seed(0), fc.ring.Slices(num_slices=1, slice_len=6))
 
 
-def test_trails_are_those_of_each_batch_as_it_was_given():
-    """Though they are told of it later, when the caller's memory may hold something else."""
+def test_the_index_follows_each_batch_as_it_was_given():
+    """It is updated later, when the caller's memory may hold something else."""
     batch = batch_of([frames_of(0, [3, 4])])[0]
     state, _ = fc.ring.extend(fc.ring.init(20, trajectories=TRAJECTORIES), batch)
     batch["collector"].zero_()

@@ -67,7 +67,7 @@ def test_no_leaf_shares_memory_with_a_state_or_another_batch(name, kind, num_env
 
 
 @pytest.mark.parametrize("name", ENVS[:1] + ENVS[2:3])
-@pytest.mark.parametrize("kind", ["torch_recurrent", "random", "opaque_module"])
+@pytest.mark.parametrize("kind", ["torch_recurrent", "random", "tensordict_module"])
 def test_a_collectors_batches_too(name, kind):
     runs = []
     for value in (None, 0, 1):
@@ -139,7 +139,7 @@ class TorchDelayed(TorchEnv):
 
 
 @pytest.mark.parametrize("num_envs", [None, 2])
-@pytest.mark.parametrize("kind", ["random", "torch_mlp", "jax_mlp", "opaque_actor"])
+@pytest.mark.parametrize("kind", ["random", "torch_mlp", "jax_mlp", "tensordict_actor"])
 @pytest.mark.parametrize("backend", ["host", "vector", "torch"])
 def test_an_environment_that_keeps_its_actions(backend, kind, num_envs):
     if backend == "torch":

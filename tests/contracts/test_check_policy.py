@@ -28,7 +28,7 @@ IDLE = {
     "torch_recurrent": set(),
     "jax_recurrent": set(),
     "jax_keyed": STATELESS | DRAWS | UNSCORED,
-    "opaque_module": STATELESS | DRAWS | UNSCORED,
+    "tensordict_module": STATELESS | DRAWS | UNSCORED,
     "random": STATELESS | {"deterministic"} | UNSCORED | WEIGHTLESS,
 }
 

@@ -91,7 +91,7 @@ def unchanged():
     return call
 
 
-@pytest.mark.parametrize(("kind", "num_envs"), [*pairs(3), ("torch_mlp", None), ("opaque_actor", None)])
+@pytest.mark.parametrize(("kind", "num_envs"), [*pairs(3), ("torch_mlp", None), ("tensordict_actor", None)])
 @pytest.mark.parametrize("name", ENVS)
 def test_global_generators_are_left_alone(name, kind, num_envs, unchanged):
     env, policy = pair(name, kind, num_envs)

@@ -131,7 +131,7 @@ class Meddling(gymnasium.Env):
         return self.buffer, float(action.sum()), False, bool(self.buffer.sum() > 2), {}
 
 
-@pytest.mark.parametrize("kind", ["random", "torch_mlp", "jax_mlp", "opaque_actor"])
+@pytest.mark.parametrize("kind", ["random", "torch_mlp", "jax_mlp", "tensordict_actor"])
 @pytest.mark.parametrize("num_envs", [None, 3])
 def test_an_environment_that_writes_in_what_it_gives_and_gets(num_envs, kind):
     env = fc.make_env(Meddling, num_envs=num_envs)

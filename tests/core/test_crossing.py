@@ -11,12 +11,12 @@ from funcollect.core.api import run
 from funcollect.core.loops import crossing
 from funcollect.core.request import Request
 from funcollect.envs.jax_envs.gymnax_env import from_gymnax
-from tests.support.cases import opaque_actor, opaque_module, torch_mlp, torch_normal, torch_recurrent
+from tests.support.cases import tensordict_actor, tensordict_module, torch_mlp, torch_normal, torch_recurrent
 from tests.support.compare import assert_same, bits, collect, compilations, leaves
 
 LENGTH = 40
 CUTS = (1, 2, 7, 30)
-KINDS = (torch_mlp, torch_normal, torch_recurrent, opaque_actor, opaque_module)
+KINDS = (torch_mlp, torch_normal, torch_recurrent, tensordict_actor, tensordict_module)
 
 
 @pytest.fixture(scope="module")

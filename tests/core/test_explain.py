@@ -69,7 +69,7 @@ def test_it_names_the_compiler() -> None:
     assert "compiled" not in plan(policy=fc.torch_policy(MODULE)).policy
 
 
-def test_it_names_an_opaque_policys_randomness() -> None:
+def test_it_names_a_tensordict_policys_randomness() -> None:
     env = fc.make_env("CartPole-v1")
     module = TensorDictModule(lambda x: x[..., 0].long(), ["observation"], ["action"])
     assert "global generator" in fc.explain(env, as_policy(module, env)).noise

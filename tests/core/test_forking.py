@@ -210,7 +210,7 @@ def test_a_stale_state_and_a_closed_one_cannot_be_forked() -> None:
         fc.fork(env, state)
 
 
-def test_the_journal_keeps_no_more_than_the_open_episodes() -> None:
+def test_the_action_log_keeps_no_more_than_the_open_episodes() -> None:
     env = fc.make_env("CartPole-v1", num_envs=3, max_episode_steps=10)
     policy = fc.random_policy(env)
     state = fc.init(env, policy, seed=0)

@@ -16,7 +16,7 @@ from funcollect.envs.jax_envs.gymnax_env import from_gymnax
 from funcollect.interop.jax_setup import compiled
 from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
-from tests.support.cases import Recurrent, mlp, opaque_actor, torch_mlp, torch_normal, torch_recurrent
+from tests.support.cases import Recurrent, mlp, tensordict_actor, torch_mlp, torch_normal, torch_recurrent
 from tests.support.compare import assert_same, collect, compilations
 from tests.support.jax_counting import counting
 from tests.support.running import scaled
@@ -71,7 +71,7 @@ def scaled_policy(compiler=None):
 
 @pytest.mark.parametrize(
     ("make", "wanted"),
-    [(torch_mlp, "xla"), (torch_recurrent, "xla"), (torch_recurrent, "callback"), (opaque_actor, "callback")],
+    [(torch_mlp, "xla"), (torch_recurrent, "xla"), (torch_recurrent, "callback"), (tensordict_actor, "callback")],
 )
 def test_cuts_change_nothing(cartpole, make, wanted):
     policy = demanded(make, cartpole, wanted)
@@ -81,9 +81,9 @@ def test_cuts_change_nothing(cartpole, make, wanted):
     assert whole["next", "done"].any()
 
 
-@pytest.mark.parametrize("make", [torch_normal, torch_recurrent, opaque_actor])
+@pytest.mark.parametrize("make", [torch_normal, torch_recurrent, tensordict_actor])
 def test_every_way_gives_the_same_without_noise(cartpole, make):
-    ways = ("callback", "eager") if make is opaque_actor else ("xla", "callback", "eager")
+    ways = ("callback", "eager") if make is tensordict_actor else ("xla", "callback", "eager")
     batches = [
         collect(cartpole, demanded(make, cartpole, each), 30, 30, exploration_type=MODE, max_frames_per_traj=7)
         for each in ways
@@ -96,7 +96,9 @@ def test_every_way_gives_the_same_without_noise(cartpole, make):
 
 def test_what_draws_from_torchs_generator_draws_the_same_when_called_back(cartpole):
     before = torch.get_rng_state()
-    ways = [collect(cartpole, demanded(opaque_actor, cartpole, each), 5, 25) for each in (None, "callback", "eager")]
+    ways = [
+        collect(cartpole, demanded(tensordict_actor, cartpole, each), 5, 25) for each in (None, "callback", "eager")
+    ]
     assert_same(ways[0], ways[1])
     for path in ("action", "action_log_prob", ("next", "observation")):
         torch.testing.assert_close(ways[0][path], ways[2][path])

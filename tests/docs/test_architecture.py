@@ -23,12 +23,43 @@ def modules_of(folder):
 
 
 def test_no_two_classes_share_a_name():
-    homes = defaultdict(list)
+    classes, aliases = defaultdict(list), set()
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                homes[node.name].append(path.relative_to(PACKAGE))
-    assert {name: where for name, where in homes.items() if len(where) > 1} == {}
+                classes[node.name].append(path.relative_to(PACKAGE))
+        aliases |= {node.targets[0].id for node in tree.body if _is_alias(node)}
+    assert {name: where for name, where in classes.items() if len(where) > 1} == {}
+    assert aliases.isdisjoint(classes)
+
+
+def _is_alias(node):
+    return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id[0].isupper()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_docstrings_document_arguments_that_exist(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            assert node.args.kwarg or _documented(node) <= _parameters(node), node.name
+        elif isinstance(node, ast.ClassDef):
+            own = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+            if own:  # others inherit their arguments
+                assert own[0].args.kwarg or _documented(node) <= _parameters(own[0]), node.name
+
+
+def _documented(node):
+    """The arguments that a docstring's section ``Args`` names."""
+    section = re.search(r"^Args:\n((?: .*\n?|\n)*)", ast.get_docstring(node) or "", re.M)
+    names = re.findall(r"^    (\*{0,2}\w+(?:, \*{0,2}\w+)*):", section[1], re.M) if section else []
+    return {name.strip(" *") for each in names for name in each.split(",")}
+
+
+def _parameters(function):
+    every = function.args
+    some = [*every.posonlyargs, *every.args, *every.kwonlyargs, every.vararg, every.kwarg]
+    return {each.arg for each in some if each is not None}
 
 
 def rows():

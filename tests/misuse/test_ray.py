@@ -32,7 +32,7 @@ CASES = {
         ValueError,
         "same live environment",
     ),
-    "a live environment for a team": (
+    "a live environment for nested workers": (
         {
             "create_env_fn": gymnasium.make("CartPole-v1"),
             "collector_class": fc.MultiSyncDataCollector,

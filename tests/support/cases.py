@@ -129,14 +129,14 @@ class Choosing(Drawing):
         return torch.multinomial(self.net(observation).softmax(-1), 1)[:, 0]
 
 
-def opaque_module(env):
+def tensordict_module(env):
     inputs, outputs = sizes(env)
     discrete = head_of(env) is fc.heads.categorical
     module = Choosing(mlp(inputs, outputs)) if discrete else Drawing(mlp(inputs, outputs // 2))
     return as_policy(Module(module, ["observation"], ["action"]), env)
 
 
-def opaque_actor(env):
+def tensordict_actor(env):
     """What TorchRL's ProbabilisticActor is: a network and a distribution, which draws from the global generator."""
     inputs, outputs = sizes(env)
     discrete = head_of(env) is fc.heads.categorical
@@ -172,12 +172,12 @@ POLICIES = {
         jax_mlp,
         jax_keyed,
         jax_recurrent,
-        opaque_module,
-        opaque_actor,
+        tensordict_module,
+        tensordict_actor,
     )
 } | {"random": lambda env: fc.random_policy(env)}
 
-EXTRA = ("torch_normal", "jax_keyed", "opaque_module")  # of these, CI takes only batches of 3
+EXTRA = ("torch_normal", "jax_keyed", "tensordict_module")  # of these, CI takes only batches of 3
 KINDS = [kind for kind in POLICIES if kind not in EXTRA]
 
 

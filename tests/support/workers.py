@@ -17,16 +17,12 @@ _PATIENT = {"timeout": FOREVER, "start_timeout": FOREVER, "seed": 0}
 
 def multi(kind=fc.MultiSyncDataCollector, transport="processes", **kwargs):
     """A collector that waits for its workers however slow the machine is."""
-    return kind(
-        **({"timeout": FOREVER, "start_timeout": FOREVER, "seed": 0} | kwargs), in_process=transport == "serial"
-    )
+    return kind(**(_PATIENT | kwargs), in_process=transport == "serial")
 
 
 def ray_collector(create_env_fn, policy=None, **kwargs):
     """A `RayCollector` that waits for its actors however slow the machine is."""
-    return fc.RayCollector(
-        create_env_fn, policy, **({"timeout": FOREVER, "start_timeout": FOREVER, "seed": 0} | kwargs)
-    )
+    return fc.RayCollector(create_env_fn, policy, **(_PATIENT | kwargs))
 
 
 class HangClock:

@@ -186,10 +186,10 @@ class Slices:
 
 
 def trajectory_index_of(memory: BufferView) -> TrajectoryIndex:
-    """The trails of a ring.
+    """The trajectory index of a ring.
 
     Raises:
-        ValueError: where it does not know its trajectories.
+        ValueError: if the ring has none.
     """
     if memory.index is None:
         raise ValueError(

@@ -30,7 +30,7 @@ class RandomSource(Protocol):
 
 
 class KeySource:
-    """Choices that are a function of a key.
+    """Random numbers that are a function of a key.
 
     >>> from funcollect.keys import key_from_seed
     >>> one, two = KeySource(key_from_seed(1)), KeySource(key_from_seed(1))
@@ -56,7 +56,7 @@ class KeySource:
 
 
 class GeneratorSource:
-    """Choices from a Torch generator, which moves on; None for Torch's global one."""
+    """Random numbers from a Torch generator, which moves on; None for Torch's global one."""
 
     def __init__(self, generator: torch.Generator | None) -> None:
         self._generator = generator

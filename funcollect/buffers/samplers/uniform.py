@@ -55,7 +55,7 @@ class Sampler(Protocol):
         ...
 
     def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
-        """Become what `state` told."""
+        """Restore what `state` returned."""
         ...
 
 
@@ -109,7 +109,7 @@ class RandomSampler:
         return {}
 
     def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
-        """Become what `state` told."""
+        """Restore what `state` returned."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -132,7 +132,7 @@ class NextObservations:
         return {"place": self.place.copy(), "aside": self._aside.numpy().copy(), "free": self._free.copy()}
 
     def load(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Become what `state` told."""
+        """Restore what `state` returned."""
         self.place, self._free = state["place"], state["free"]
         self._aside = torch.from_numpy(state["aside"])
 

@@ -170,7 +170,7 @@ class RowLayout:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> RowLayout:
-        """The layout that `to_json` told."""
+        """The layout that `to_json` described."""
         columns = [
             PackedLeaf(path=tuple(path), shape=tuple(shape), dtype=getattr(torch, dtype), offset=offset)
             for path, shape, dtype, offset in saved["columns"]

@@ -25,19 +25,19 @@ NAME = "rows.bin"
 _MAGIC = int.from_bytes(b"funcoll1", "little")
 _WORD, _PAGE = 8, 4096  # bytes
 _OLDEST, _WRITTEN = 8, 9  # words of the header that move
-_TOLD = 16  # the word at which JSON begins
+_JSON = 16  # the word at which the JSON begins
 
 
 class RowsFile:
     """The words of such a file, mapped.
 
     Attributes:
-        told: what the header says.
+        header: the JSON at the beginning of the file.
         rows: ``[capacity, words]`` int64.
     """
 
     def __init__(self, words: Ints) -> None:
-        self.header: dict[str, Any] = json.loads(words[_TOLD:].view(np.uint8)[: words[2]].tobytes())
+        self.header: dict[str, Any] = json.loads(words[_JSON:].view(np.uint8)[: words[2]].tobytes())
         self.rows = words[words[1] :].reshape(self.header["max_size"], -1)
         self._words = words
 
@@ -51,7 +51,7 @@ class RowsFile:
         """The number of the oldest frame that is whole, and one after that of the newest."""
         while True:
             written, oldest = int(self._words[_WRITTEN]), self.oldest
-            if written == self._words[_WRITTEN]:  # else all that were told may have been retired meanwhile
+            if written == self._words[_WRITTEN]:  # otherwise every frame of the span may have been retired meanwhile
                 return oldest, written
 
     def announce(self, oldest: int, written: int) -> None:
@@ -67,7 +67,7 @@ def create(path: Path, header: Mapping[str, Any], rows: int, words: int) -> tupl
         OSError: where the disk has no room.
     """
     text = json.dumps({**header, "max_size": rows}).encode()
-    offset = -(-(_TOLD * _WORD + len(text)) // _PAGE) * _PAGE // _WORD  # words before the first row
+    offset = -(-(_JSON * _WORD + len(text)) // _PAGE) * _PAGE // _WORD  # words before the first row
     size = offset + rows * words
     # A new file in the place of an old one: whoever has mapped the old one must not see it shrink, which kills.
     fresh = path.with_suffix(".new")
@@ -75,7 +75,7 @@ def create(path: Path, header: Mapping[str, Any], rows: int, words: int) -> tupl
         with open(fresh, "w+b") as file:
             os.posix_fallocate(file.fileno(), 0, size * _WORD)
             file.write(np.array([_MAGIC, offset, len(text)], np.int64).tobytes())
-            file.seek(_TOLD * _WORD)
+            file.seek(_JSON * _WORD)
             file.write(text)
     except OSError:
         fresh.unlink()

@@ -12,7 +12,7 @@ _FRAMES_AT_ONCE = 1 << 14  # few enough to lie in a processor's cache
 class LazyIndex:
     """A `TrajectoryIndex` that is updated lazily: many extends at once, on the first lookup.
 
-    An extend notes its `Segments`, which is a tenth of the work, and all of it while nobody asks for slices.
+    `extend` records segments only, which is a tenth of the work, and all of it while nobody samples slices.
 
     Args:
         capacity: the ring's slots.

@@ -26,7 +26,7 @@ class Frames:
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Frames that follow each other directly in one trajectory and one extend; all arrays are [R]."""
+    """Frames that follow each other directly in one trajectory and one extend; all arrays are [S]."""
 
     number: Ints  # of the first frame
     stride: Ints  # by which numbers rise from frame to frame
@@ -37,7 +37,7 @@ class Segments:
 
     @classmethod
     def of(cls, frames: Frames) -> Segments:
-        """The runs of one extend that has frames."""
+        """The segments of one extend that has frames."""
         begins = frames.begins.copy()
         begins[1:] |= frames.key[1:] != frames.key[:-1]
         if frames.ends is not None:
@@ -60,7 +60,7 @@ class Segments:
 
     @staticmethod
     def joined(parts: Sequence[Segments]) -> Segments:
-        """The runs of several extends, oldest first, all of which know steps or do not."""
+        """The segments of several extends, oldest first, which all have steps or all have none."""
         if len(parts) == 1:
             return parts[0]
         columns = {column.name: [getattr(part, column.name) for part in parts] for column in fields(Segments)}
@@ -68,7 +68,7 @@ class Segments:
         return Segments(**joined)
 
     def take(self, index: Ints | Bools) -> Segments:
-        """Some of the runs."""
+        """Some of the segments."""
         columns = {column.name: getattr(self, column.name) for column in fields(Segments)}
         taken: Any = {name: None if some is None else some[index] for name, some in columns.items()}
         return Segments(**taken)
@@ -93,7 +93,7 @@ class Segments:
         return self.take(np.lexsort((self.number, self.key)))
 
     def linked(self) -> Bools:
-        """Of runs in order: which go on where the one before stopped."""
+        """Of segments in order: which continue where the one before stopped."""
         linked = np.zeros(len(self.key), np.bool_)
         last = self.number + (self.length - 1) * self.stride
         linked[1:] = (self.key[1:] == self.key[:-1]) & ~self.ended[:-1] & (self.number[1:] > last[:-1])
@@ -102,7 +102,7 @@ class Segments:
         return linked
 
     def numbers(self) -> Ints:
-        """Of all their frames, run after run."""
+        """Of all their frames, segment after segment."""
         before = self.length.cumsum() - self.length
         index = np.arange(self.length.sum())
         if (self.stride > 1).any():

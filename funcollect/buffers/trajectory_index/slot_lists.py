@@ -36,7 +36,7 @@ class SlotLists:
         }
 
     def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
-        """Become what `state` told."""
+        """Restore what `state` returned."""
         self._entries, self._begin, self._bits = state["entries"], state["begin"], state["bits"]
         self._used = len(self._entries)
         self._idle = {int(name[4:]): begin for name, begin in state.items() if name.startswith("idle")}

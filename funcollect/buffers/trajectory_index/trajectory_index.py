@@ -68,13 +68,13 @@ class TrajectoryIndex:
         segments = segments.in_order()
         linked = segments.linked()
         found, going_on = self._find_open(segments)
-        heads = np.flatnonzero(~linked)  # the first of the runs that make up one trail
+        heads = np.flatnonzero(~linked)  # the first of the segments that make up one trail
         group = np.cumsum(~linked) - 1
         trails = found[heads]
         fresh = ~going_on[heads]
         trails[fresh] = self._new(int(np.count_nonzero(fresh)))
         before = np.cumsum(segments.length) - segments.length
-        start = self.stop[trails][group] + before - before[heads][group]  # position of the first frame of each run
+        start = self.stop[trails][group] + before - before[heads][group]  # position of each first frame
         tails = np.append(heads[1:] - 1, len(group) - 1)
         self.stop[trails] = start[tails] + segments.length[tails]
         self.slot_lists.reserve(trails, self.first[trails], self.stop[trails], start[heads])
@@ -84,7 +84,7 @@ class TrajectoryIndex:
         self._reopen(segments.key[tails], trails, segments.ended[tails])
 
     def _place(self, segments: Segments, trail: Ints, start: Ints, before: Ints) -> None:
-        """Note slots, trails and positions of all frames; a run begins at `start` in its trail."""
+        """Note slots, trails and positions of all frames; a segment begins at `start` in its trail."""
         slots = slots_of(segments.numbers(), self.capacity)
         position = np.arange(len(slots)) + (start - before).repeat(segments.length)
         self.slot_lists.put(trail, segments.length, position, slots)
@@ -92,7 +92,7 @@ class TrajectoryIndex:
         self.position[slots] = position
 
     def _find_open(self, segments: Segments) -> tuple[Ints, Bools]:
-        """The open trail with each run's key, and whether the run goes on with it: [R] both."""
+        """The open trail with each segment's key, and whether the segment continues it: [S] both."""
         if not len(self._open_key):
             return np.zeros(len(segments.key), np.int64), np.zeros(len(segments.key), np.bool_)
         place = np.searchsorted(self._open_key, segments.key).clip(max=len(self._open_key) - 1)
@@ -141,7 +141,7 @@ class TrajectoryIndex:
         return {name: getattr(self, name) for name in _STATE} | self.slot_lists.state()
 
     def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
-        """Become what `state` told."""
+        """Restore what `state` returned."""
         for name in _STATE:
             setattr(self, name, state[name])
         self.slot_lists.load(state)

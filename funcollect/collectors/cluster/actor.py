@@ -23,7 +23,7 @@ from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.threads import limit_threads
 from funcollect.collectors.workers.worker import RolloutReport, Worker, WorkerInfo, failure_of
-from funcollect.core.request import Columns
+from funcollect.core.request import OwnColumns
 
 
 class ActorSetup(NamedTuple):
@@ -37,7 +37,7 @@ class ActorSetup(NamedTuple):
 class ClassWorker(Worker):
     """A worker whose runner is of the user's own class, which may collect in its own way."""
 
-    def _rollout(self, columns: Columns) -> TensorDictBase:
+    def _rollout(self, columns: OwnColumns) -> TensorDictBase:
         if type(self._runner) is SyncDataCollector:
             return super()._rollout(columns)
         assert isinstance(self._runner, SyncDataCollector)

@@ -14,27 +14,27 @@ from funcollect.collectors.workers.batch_layout import Memory
 from funcollect.collectors.workers.transport import Call, PendingBatch, WorkerGroup
 from funcollect.errors import WorkerError
 
-_SPARE = 3  # pieces of a size that wait to be written again: fresh memory costs ten times a copy into warm one
+_MOST_IDLE = 3  # pieces of a size that wait to be written again: fresh memory costs ten times a copy into warm one
 
 
 class MemoryPool:
     """Memory of this process that is lent to batches, and taken back once no view of it lives."""
 
     def __init__(self) -> None:
-        self._spare: defaultdict[int, list[Memory]] = defaultdict(list)
+        self._idle: defaultdict[int, list[Memory]] = defaultdict(list)
 
     def lend(self, size: int) -> Memory:
         """A piece of so many bytes, with whatever is in it."""
-        spare = self._spare[size]
-        memory = spare.pop() if spare else private_memory(size)
+        idle = self._idle[size]
+        memory = idle.pop() if idle else private_memory(size)
         lent = np.frombuffer(memory, np.uint8)  # all views refer to this very array
         weakref.finalize(lent, self._take_back, memory).atexit = False
         return lent
 
     def _take_back(self, memory: Memory) -> None:
-        spare = self._spare[len(memory)]
-        if len(spare) < _SPARE:
-            spare.append(memory)
+        idle = self._idle[len(memory)]
+        if len(idle) < _MOST_IDLE:
+            idle.append(memory)
 
 
 class RayAssembler:
@@ -42,10 +42,10 @@ class RayAssembler:
 
     copies = 0
 
-    def __init__(self, submit: Callable[[Call], Call], group: WorkerGroup, pool: MemoryPool) -> None:
+    def __init__(self, submit: Callable[[Call], Call], group: WorkerGroup, memory_pool: MemoryPool) -> None:
         self._submit = submit
         self._group = group
-        self._pool = pool
+        self._memory_pool = memory_pool
 
     def room(self) -> bool:
         """Whether another batch may be begun."""
@@ -63,7 +63,7 @@ class RayAssembler:
         """The batch, after which the object store is rid of it."""
         packed_batches: list[PackedBatch] = [call.value[0] for call in pending.calls]
         packed_layout = self._packed_layout(pending.calls, packed_batches)
-        memory = self._pool.lend(len(packed_batches) * packed_layout.size)
+        memory = self._memory_pool.lend(len(packed_batches) * packed_layout.size)
         for part, packed_batch in enumerate(packed_batches):
             np.copyto(memory[part * packed_layout.size : (part + 1) * packed_layout.size], packed_batch.memory)
         batch: TensorDict = packed_layout.batch(memory, None if self._group.join is None else len(packed_batches))

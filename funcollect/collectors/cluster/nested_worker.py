@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.worker import START, Failure, Job, Progress, RolloutReport, WorkerInfo, failure_of
-from funcollect.core.request import NOWHERE, Columns
+from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.errors import WorkerError
 
 
@@ -20,7 +20,7 @@ class NestedWorker:
 
     Args:
         job: where it goes on from.
-        collector: that of its workers, at their place in the larger run.
+        collector: that of its workers, which are a shard of the larger run.
     """
 
     def __init__(self, job: Job, collector: WorkerCollector) -> None:
@@ -31,22 +31,22 @@ class NestedWorker:
         if job.progress.batches:
             self.go_on(job.progress)
         self._ended = time.monotonic()
-        self._told = (0, 0)  # restarts and lost frames
+        self._counted = (0, 0)  # restarts and lost frames, as last reported
 
     def describe(self) -> WorkerInfo:
         """What the larger run's collector has to know."""
         lanes = self._collector.num_workers * self._info.lanes
         return self._info._replace(lanes=lanes, frames=self._collector.frames_of_batch)
 
-    def collect(self, columns: Columns = NOWHERE) -> tuple[TensorDictBase, RolloutReport]:
+    def collect(self, columns: OwnColumns = NOWHERE) -> tuple[TensorDictBase, RolloutReport]:
         """The next batch."""
         began = time.monotonic()
         idle = began - self._ended
         batch = next(self._collector)
         self._batches += 1
         self._ended = time.monotonic()
-        told, self._told = self._told, (self._pool.restarts, self._pool.lost)
-        restarts, lost = (now - before for now, before in zip(self._told, told, strict=True))
+        before, self._counted = self._counted, (self._pool.restarts, self._pool.lost)
+        restarts, lost = (now - then for now, then in zip(self._counted, before, strict=True))
         return batch, RolloutReport(
             self._progress(), self._gathering.version, self._ended - began, idle, restarts, lost
         )
@@ -98,5 +98,5 @@ class NestedWorker:
 
     def failure(self, error: BaseException) -> Failure:
         """How the larger run's collector is told of an exception: of one in a lane, in which."""
-        told = failure_of(error)
-        return told._replace(lane=error.lane) if isinstance(error, WorkerError) else told
+        failure = failure_of(error)
+        return failure._replace(lane=error.lane) if isinstance(error, WorkerError) else failure

@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.collectors.workers.batch_layout import BatchLayout, LeafView, Memory, columns_of, copy_into
-from funcollect.core.request import NOWHERE, Columns
+from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.tree import Path, aliased, flatten, nest
 
 _ALIGNMENT = 64  # bytes
@@ -97,7 +97,7 @@ class Packer:
         self._packed_layout: PackedLayout | None = None
         self._memory = private_memory(0)
         self._leaves: Mapping[Path, Tensor] = {}
-        self.columns: Columns = NOWHERE
+        self.columns: OwnColumns = NOWHERE
 
     def pack(self, batch: TensorDictBase, single: bool | None) -> PackedBatch:
         """A batch, packed.

@@ -86,7 +86,7 @@ class SlotAssembler:
 
     @property
     def lent(self) -> set[int]:
-        """The places of which the reader holds views."""
+        """The slots of which the reader holds views."""
         self._lent = {slot for slot in self._lent if self._slots is not None and self._slots[slot].lent}
         return self._lent
 

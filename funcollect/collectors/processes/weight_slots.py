@@ -1,4 +1,4 @@
-"""Weights in shared memory: as many places as can be in use, and one to write."""
+"""Weights in shared memory: as many slots as can be in use, and one to write."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SharedWeightStore:
     """See `funcollect.collectors.workers.transport.WeightStore`; the first weights determine its layout.
 
     Args:
-        workers: how many there are: each may be at one place, the latest weights lie at another.
+        workers: how many there are: each may read one slot while the latest weights lie in another.
     """
 
     def __init__(self, workers: int) -> None:
@@ -25,10 +25,10 @@ class SharedWeightStore:
         self._fd = -1
         self._layout = BatchLayout((), (1,), None, False)
         self._slots: list[dict[str, Tensor]] = []
-        self._told: set[int] = set()
+        self._attached: set[int] = set()
 
     def put(self, weights: Mapping[str, Tensor], taken: set[int]) -> int | None:
-        """Copy them to a place that is not among `taken`: which; None where all are."""
+        """Copy them into a slot that is not among `taken`; return the slot, or None if all are taken."""
         slot = next((slot for slot in range(self._count) if slot not in taken), None)
         if slot is None:
             return None
@@ -46,9 +46,9 @@ class SharedWeightStore:
         self._slots = [{path[0]: rows[0] for path, rows in each.items()} for each in memories]
 
     def call(self, worker: int, slot: int, version: int) -> Call:
-        """A message of which place to read; the first one brings the memory."""
-        fds = () if worker in self._told else (self._fd,)
-        self._told.add(worker)
+        """A message that names the slot to read; the first one brings the memory."""
+        fds = () if worker in self._attached else (self._fd,)
+        self._attached.add(worker)
         return Call(worker, "fetch", (slot, version, self._layout, self._count), fds)
 
     def encode_params(self, params: Any) -> Any:
@@ -56,8 +56,8 @@ class SharedWeightStore:
         return params
 
     def restarted(self, worker: int) -> None:
-        """Forget what this worker has been told."""
-        self._told.discard(worker)
+        """Send the memory again with the next call: another process has replaced this worker."""
+        self._attached.discard(worker)
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -140,9 +140,7 @@ class AsyncGathering:
     ) -> None:
         self._pool = pool
         self._weights = weights
-        self._assemblers: dict[
-            int, BatchAssembler
-        ] = {}  # of those that have left, too: they may have something in line
+        self._assemblers: dict[int, BatchAssembler] = {}  # also of workers that left: they may have batches in line
         self._under_way: dict[int, deque[PendingBatch]] = {}
         self._arrived: deque[tuple[int, PendingBatch]] = deque()
         self.version = 0

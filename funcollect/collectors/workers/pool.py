@@ -59,7 +59,7 @@ class WorkerPool:
 
     Args:
         jobs: one per worker.
-        patience: with those that fail.
+        failure_policy: how long a worker may take, and what happens when it fails.
 
     Attributes:
         restarts: workers that were replaced, those of workers included.

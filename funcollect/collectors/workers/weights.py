@@ -142,7 +142,7 @@ class Weights:
             self._wanted[worker] = self._under_way[worker] = self._taken[worker] = None
 
     def flush(self) -> None:
-        """Return once every worker has been told of the latest weights: what it is told next, it does with them."""
+        """Block until the latest weights have been sent to every worker. Later calls run with them."""
         self.send()
         for worker, wanted in enumerate(self._wanted):
             while (sent := self._under_way[worker]) is not None and sent[0] is not wanted:

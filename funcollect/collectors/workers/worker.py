@@ -17,7 +17,7 @@ from torch import Tensor
 from funcollect.collectors.options import Options
 from funcollect.collectors.runner import Runner, Shard
 from funcollect.collectors.source import RunnerSpec
-from funcollect.core.request import NOWHERE, Columns
+from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.errors import EnvError
 from funcollect.specs import ActionSpec, Leaf
 
@@ -72,7 +72,7 @@ class Job:
     Attributes:
         seed: of the run, the same for all workers.
         shard: which lanes are its own.
-        stand: from where it goes on.
+        progress: where it continues from.
     """
 
     source: RunnerSpec
@@ -102,7 +102,7 @@ class Job:
 
 
 class WorkerInfo(NamedTuple):
-    """What a worker tells of itself once it has been built."""
+    """What a worker reports of itself once it has been built."""
 
     num_envs: int | None
     length: int  # T
@@ -114,7 +114,7 @@ class WorkerInfo(NamedTuple):
 
 
 class RolloutReport(NamedTuple):
-    """What a worker tells with each rollout."""
+    """What a worker reports with each rollout."""
 
     progress: Progress
     version: int  # of the weights that acted
@@ -163,7 +163,7 @@ class Worker:
             env.num_envs, self._runner.length, env.observation_leaves, env.action_spec, repr(env), lanes, frames
         )
 
-    def collect(self, columns: Columns = NOWHERE) -> tuple[TensorDictBase, RolloutReport]:
+    def collect(self, columns: OwnColumns = NOWHERE) -> tuple[TensorDictBase, RolloutReport]:
         """One rollout, recorded into `columns` as far as they fit."""
         began = time.monotonic()
         idle = began - self._ended
@@ -175,7 +175,7 @@ class Worker:
         progress = Progress(state.steps_made, int(np.asarray(state.episode).max()), self._batches, self._frames)
         return batch, RolloutReport(progress, int(state.policy_version), self._ended - began, idle)
 
-    def _rollout(self, columns: Columns) -> TensorDictBase:
+    def _rollout(self, columns: OwnColumns) -> TensorDictBase:
         self._runner.begin_batch()
         return self._runner.record(columns)
 

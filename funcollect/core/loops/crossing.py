@@ -40,8 +40,8 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
     """`rollout` for a JAX environment and a Torch policy."""
     loop = _CrossingLoop(env, state, request)
     actor = open_actor(env, policy, _on_host(state), request, loop.observation)
-    carried = getattr(state.policy_state, "recurrent", state.policy_state)
-    remembers = bool(optree.tree_leaves(carried)) or getattr(policy, "reads_init", False)
+    recurrent = getattr(state.policy_state, "recurrent", state.policy_state)
+    remembers = bool(optree.tree_leaves(recurrent)) or getattr(policy, "reads_init", False)
     with actor.running():
         for t in range(request.length):
             loop.step(t, actor.act(t))

@@ -119,7 +119,7 @@ class Simulation:
         return {path: torch.from_numpy(array.copy()) for path, array in self.simulators.rows.arrays.items()}
 
     def release(self) -> SimulatorHandle:
-        """The hold of the next state."""
+        """The handle of the next state."""
         self.busy = False
         return SimulatorHandle(self, self.version)
 
@@ -131,20 +131,20 @@ class Simulation:
 
 @dataclass(frozen=True)
 class SimulatorHandle:
-    """A state's hold on a simulation: good for one use."""
+    """A state's handle on a simulation: good for one use."""
 
     simulation: Simulation
     version: int
 
     def claim(self, *, stale: bool = False) -> Simulation:
-        """The simulation, which this hold no longer covers afterwards.
+        """The simulation, which this handle no longer covers afterwards.
 
         Args:
-            stale: accept a hold that a later state has replaced, for a reset of all lanes.
+            stale: accept a handle that is superseded by a later one, for a reset of all lanes.
 
         Raises:
             ClosedError: where the simulators were closed.
-            StaleStateError: where this hold was used before.
+            StaleStateError: if this handle was used before.
         """
         self.check(stale=stale)
         if self.simulation.busy:
@@ -154,7 +154,7 @@ class SimulatorHandle:
         return self.simulation
 
     def check(self, *, stale: bool = False) -> None:
-        """Raise as `claim` does, without using the hold."""
+        """Raise as `claim` does, without using the handle."""
         if self.simulation.closed:
             raise ClosedError(
                 f"the simulators of {self.simulation.env} were closed: make a new state with funcollect.init"

@@ -12,14 +12,14 @@ from funcollect.envs.jax_envs.jax_env import JaxEnv, JaxEnvState, Transition
 from funcollect.interop import words
 from funcollect.interop.jax_setup import import_jax, strong
 from funcollect.policies.actors.checks import check_apart
-from funcollect.policies.jax_functions.traced_policy import Answer, match_log_prob, traced_policy, traced_random
+from funcollect.policies.jax_functions.traced_policy import TracedCall, match_log_prob, traced_policy, traced_random
 from funcollect.specs import Policy, assemble, disassemble
 from funcollect.tree import Path
 
 Traced = Any  # a CollectorState of JAX arrays
 Row = dict[Path, Any]  # each [P, ...]
 
-_MOST_STEPS = 2**31 - 1  # of one trajectory: further ones are not told apart
+_MOST_STEPS = 2**31 - 1  # of one trajectory: step counters saturate here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +28,14 @@ class StepConfig:
 
     env: JaxEnv
     policy: Policy
-    answer: Answer  # the policy's traced step
+    answer: TracedCall  # the policy's traced step
     max_frames_per_traj: int | None
     random_steps: int
     reset_when_done: bool
 
 
 def make_step_config(env: JaxEnv, policy: Policy, num_lanes: int, request: Request) -> StepConfig:
-    """The setting of a request; `params` and `length` are no part of it."""
+    """The configuration that follows from a request; `params` and `length` are no part of it."""
     return StepConfig(
         env=env,
         policy=policy,

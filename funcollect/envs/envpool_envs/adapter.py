@@ -19,7 +19,7 @@ from funcollect.envs.host.host_env import HostEnv, check_info_keys
 from funcollect.envs.host.rows import Rows
 from funcollect.specs import ActionSpec, Space, observation_leaves
 
-Result = TypeVar("Result")
+Imported = TypeVar("Imported")
 _OURS = {
     "seed": "pass it to funcollect.init, or to a collector",
     "env_seed": "pass a seed to funcollect.init, or to a collector",
@@ -140,7 +140,7 @@ def _widened(space: Space) -> Space:
     return spaces.Box(low.astype(dtype), high.astype(dtype), dtype=dtype)
 
 
-def _quietly(make: Callable[[], Result]) -> Result:
+def _quietly(make: Callable[[], Imported]) -> Imported:
     """Without the warnings of Gymnasium's boxes about the bounds that EnvPool gives them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -17,7 +17,7 @@ from funcollect.envs.gymnasium_envs.lanes import GymEnv
 from funcollect.envs.recognise import is_torchrl
 
 EnvSource = str | EnvSpec | GymEnv | Callable[..., GymEnv]
-Factory = Callable[[], Any]
+LaneFactory = Callable[[], Any]
 
 _TAKEN: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by id: what backs a state, or did before it was closed
 
@@ -25,7 +25,7 @@ _TAKEN: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by id: what bac
 class Made:
     """Gives an environment that exists already, unless it is taken, and builds others after that."""
 
-    def __init__(self, env: Any, build: Factory) -> None:
+    def __init__(self, env: Any, build: LaneFactory) -> None:
         self.env = env
         self._build = build
 
@@ -40,7 +40,7 @@ def taken(env: Any) -> Any:
     return env
 
 
-def open_lanes(factories: Sequence[Factory], first: GymEnv) -> list[GymEnv]:
+def open_lanes(factories: Sequence[LaneFactory], first: GymEnv) -> list[GymEnv]:
     """One environment per lane; if that fails, those that were made are given back or closed."""
     envs: list[GymEnv] = []
     try:
@@ -85,7 +85,7 @@ def sources_of(env: EnvSource | Sequence[EnvSource], num_envs: int | None) -> li
     return [env] * (num_envs or 1)
 
 
-def factory_of(source: EnvSource, kwargs: dict[str, Any]) -> Factory:
+def factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
     """What makes an environment in this process."""
     if isinstance(source, gymnasium.Env):
         refuse("an environment instance", **kwargs)
@@ -102,7 +102,7 @@ def factory_of(source: EnvSource, kwargs: dict[str, Any]) -> Factory:
     )
 
 
-def worker_factory_of(source: EnvSource, kwargs: dict[str, Any]) -> Factory:
+def worker_factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
     """What makes an environment in another process, where nothing of ours, nor what registered an id, is imported."""
     if isinstance(source, gymnasium.Env):
         raise ValueError(

@@ -14,7 +14,7 @@ from torch import Tensor
 from funcollect.specs import ActionSpec, Space
 from funcollect.tree import Path, flatten
 
-Key = str | tuple[str, ...]
+NestedKey = str | tuple[str, ...]
 
 _GROUP = {"done", "terminated", "truncated"}
 
@@ -37,9 +37,9 @@ class TorchRLLayout:
 
     observation_space: Space
     action: ActionSpec
-    action_key: Key
+    action_key: NestedKey
     action_dtype: torch.dtype
-    reward_key: Key
+    reward_key: NestedKey
     truncates: bool
     primers: dict[Path, Tensor]
     bare: bool
@@ -94,7 +94,7 @@ def _writes_all(env: Any) -> bool:
     return isinstance(env, GymLikeEnv) and type(env)._step is GymLikeEnv._step and not env.run_type_checks
 
 
-def _only(what: str, keys: Iterable[Key], mend: str) -> Key:
+def _only(what: str, keys: Iterable[NestedKey], mend: str) -> NestedKey:
     names = list(keys)
     if len(names) != 1:
         raise ValueError(f"the environment has the {what} {names}, expected exactly one: {mend}")

@@ -161,11 +161,11 @@ class Recorder:
 class NoiseRow:
     """The noise of one step at a time, on the policy's device; on the CPU always in the same memory."""
 
-    def __init__(self, noise: Tensor | None, home: torch.device) -> None:
+    def __init__(self, noise: Tensor | None, run_device: torch.device) -> None:
         if noise is None:
             self.at: Callable[[int], Tensor | None] = lambda t: None
-        elif home.type != "cpu":
-            self.at = noise.to(home).__getitem__
+        elif run_device.type != "cpu":
+            self.at = noise.to(run_device).__getitem__
         else:
             self._all = noise.numpy()
             self._tensor = noise[0].clone()

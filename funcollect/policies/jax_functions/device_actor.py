@@ -30,7 +30,7 @@ class DeviceActor:
 
     Args:
         policy: a `JaxPolicy`.
-        drive: the rollout, its observation made of tensors.
+        actor_inputs: the rollout, its observation made of tensors.
     """
 
     def __init__(self, policy: Any, actor_inputs: ActorInputs) -> None:
@@ -42,7 +42,7 @@ class DeviceActor:
         self._ties = policy.ties
         self._recurrent = actor_inputs.policy_state
         self._sources, self._structure = jax.tree.flatten(actor_inputs.observation)
-        self._home = self._sources[0].device
+        self._run_device = self._sources[0].device
         device = next(iter(self._observation()[0].devices()))
         self._noise = None if actor_inputs.noise is None else jax.device_put(actor_inputs.noise.numpy(), device)
         self._names: list[str] = []
@@ -72,7 +72,7 @@ class DeviceActor:
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
         """Give these lanes their initial recurrent state."""
         if self._recurrent is not None:
-            mask = jax_view(lane_mask(lanes, self._actor_inputs.num_envs).to(self._home))
+            mask = jax_view(lane_mask(lanes, self._actor_inputs.num_envs).to(self._run_device))
             self._recurrent = select_program()(mask, self._actor_inputs.initial_state, self._recurrent)
 
     def finish(self) -> tuple[Any, Columns]:

@@ -15,7 +15,7 @@ from funcollect.policies.actors.actor import ActorInputs
 from funcollect.policies.actors.checks import check_action
 from funcollect.policies.jax_functions.packing import PackedInputs, PackedVector, layout, pack
 
-Answer = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]  # params, policy_state, observation, noise
+TracedCall = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]  # params, policy_state, observation, noise
 
 PROBE = "what the head reads"  # NaN where that is, for a head without a log-probability that would show it
 
@@ -29,10 +29,10 @@ class StepProgram:
 
     Args:
         answer: the policy's traced step.
-        drive: any rollout of the kind: its shapes are what counts.
+        actor_inputs: any rollout of the kind: its shapes are what counts.
     """
 
-    def __init__(self, answer: Answer, actor_inputs: ActorInputs) -> None:
+    def __init__(self, answer: TracedCall, actor_inputs: ActorInputs) -> None:
         jax = import_jax()
         noise = None if actor_inputs.noise is None else actor_inputs.noise[0].numpy()
         _, shapes = jax.eval_shape(

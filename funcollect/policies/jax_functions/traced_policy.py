@@ -19,7 +19,7 @@ from funcollect.policies.jax_functions.function_policy import FunctionPolicy, ja
 from funcollect.policies.random_policy import MASK_KEY, RandomPolicy
 from funcollect.specs import ActionSpec, ExplorationType, Policy
 
-Answer = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]  # params, policy_state, observation, key
+TracedCall = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]  # params, policy_state, observation, key
 
 
 def is_traceable(policy: Policy) -> bool:
@@ -27,7 +27,7 @@ def is_traceable(policy: Policy) -> bool:
     return isinstance(policy, RandomPolicy) or getattr(policy, "backend", None) == "jax"
 
 
-def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_type: ExplorationType) -> Answer:
+def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_type: ExplorationType) -> TracedCall:
     """The policy's step as a traced function that draws its noise from a key.
 
     Raises:

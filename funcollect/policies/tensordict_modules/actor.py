@@ -28,7 +28,7 @@ class TensorDictActor:
     """One TensorDict per step, as the module wants it, or none where its parts alone do as well.
 
     Args:
-        drive: what the loop gives every actor.
+        actor_inputs: what the loop gives every actor.
         module: the user's, bound to the rollout's parameters.
         device: where it runs; None for where it is.
         reads_init: whether it reads ``is_init``.

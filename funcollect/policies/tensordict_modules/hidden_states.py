@@ -32,23 +32,27 @@ def initial_hidden_states(
     Raises:
         ValueError: for a state of which nothing is known, or a given one that the policy does not carry.
     """
-    told = {} if given is None else _flat(given)
+    given_states = {} if given is None else _flat(given)
     reads, writes = paths(getattr(module, "in_keys", None)), paths(getattr(module, "out_keys", None))
-    carried = sorted(path[1:] for path in writes if path[0] == "next" and path[1:] in reads) if writes else sorted(told)
-    if unknown := sorted(set(told) - set(carried)):
+    hidden = (
+        sorted(path[1:] for path in writes if path[0] == "next" and path[1:] in reads)
+        if writes
+        else sorted(given_states)
+    )
+    if unknown := sorted(set(given_states) - set(hidden)):
         raise ValueError(
-            f"initial_state holds {unknown}, the policy carries {carried}: name keys that it reads and writes under "
+            f"initial_state holds {unknown}, the policy carries {hidden}: name keys that it reads and writes under "
             "'next'"
         )
-    known = {**(defaults or {}), **_primed(module), **told}
-    if missing := [path for path in carried if path not in known]:
+    known = {**(defaults or {}), **_primed(module), **given_states}
+    if missing := [path for path in hidden if path not in known]:
         name = missing[0][0] if len(missing[0]) == 1 else missing[0]
         raise ValueError(
             f"the policy reads {name!r} and writes it under 'next', so it carries it from step to step, and nothing "
             "says what an episode begins with: use funcollect.tensordict_policy(policy, initial_state={"
             f"{name!r}: torch.zeros(...)}}), without a batch dimension, or give the module a make_tensordict_primer"
         )
-    return {path: known[path] for path in carried}
+    return {path: known[path] for path in hidden}
 
 
 def _flat(given: Mapping[Any, Any]) -> dict[Path, Tensor]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from funcollect.tree import Path, key_of
 
 Values = dict[str | Path, Any]
-Call = Callable[[nn.Module, tuple[Any, ...]], Any]
+ModuleCall = Callable[[nn.Module, tuple[Any, ...]], Any]
 
 _SEQUENCES = (TensorDictSequential.forward, ProbabilisticTensorDictSequential.forward)
 
@@ -41,7 +41,7 @@ class _Network:
         self._writes = [_key(key) for key in part.out_keys]
         self._alone = self._writes[0] if len(self._writes) == 1 else None
 
-    def run(self, values: Values, call: Call | None = None) -> None:
+    def run(self, values: Values, call: ModuleCall | None = None) -> None:
         """Write the module's answers into `values`; `call` stands in for calling it."""
         arguments = tuple([values[key] for key in self._reads])
         answer = self.module(*arguments) if call is None else call(self.module, arguments)
@@ -59,7 +59,7 @@ class _Draw:
         (self._sample,) = map(_key, part.dist_sample_keys)
         self._log_prob = _key(part.log_prob_key) if part.return_log_prob else None
 
-    def run(self, values: Values, call: Call | None = None) -> None:
+    def run(self, values: Values, call: ModuleCall | None = None) -> None:
         """Sample, and score the sample where that was asked for."""
         distribution = self._distribution(values)
         draw = distribution.rsample if distribution.has_rsample else distribution.sample

@@ -49,7 +49,7 @@ class CallbackPolicy(EmbeddedPolicy):
         source: the Torch policy.
         exploration_type: what a TensorDict policy's distributions are told.
         reads: the dtypes, in Torch, of the leaves of its observation and recurrent state.
-        beginning: see `EmbeddedPolicy`.
+        initial_carry: see `EmbeddedPolicy`.
     """
 
     def __init__(

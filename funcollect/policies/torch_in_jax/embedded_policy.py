@@ -37,13 +37,13 @@ Source = TorchPolicy | TensorDictPolicy
 
 
 class EmbeddedPolicy(FunctionPolicy, ABC):
-    """What the two ways of it share.
+    """Base class of `LoweredPolicy` and `CallbackPolicy`.
 
     Args:
         source: the Torch policy.
         exploration_type: what a TensorDict policy's distributions are told.
         apply: the traced call, see `FunctionPolicy`.
-        beginning: what the loop carries, in one environment at the start of an episode, or None.
+        initial_carry: what the loop carries, in one environment at the start of an episode, or None.
     """
 
     def __init__(
@@ -133,18 +133,18 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
             LoweringError: for nested outputs whose places a batch uses itself, or a hidden state in another dtype than
                 it was read in.
         """
-        carried: Mapping[Path, Any] = {}
+        hidden: Mapping[Path, Any] = {}
         if isinstance(self.source, TensorDictPolicy):
-            outputs, carried = _recorded(answer, recurrent)
+            outputs, hidden = _recorded(answer, recurrent)
         else:
             answer = answer if recurrent is None else answer[0]
             outputs = flatten(answer) if isinstance(answer, Mapping) else {}
         self.nested = [path for path in outputs if len(path) > 1]
-        own = [path for path in self.nested if path[0] != "next" or path[1:] not in carried]
+        own = [path for path in self.nested if path[0] != "next" or path[1:] not in hidden]
         seen = by_path(observation)
         if taken := [path for path in own if path[0] in RESERVED or any(_overlap(path, other) for other in seen)]:
             raise LoweringError(f"the out_keys {taken} stand where a batch has its own: rename them")
-        if other := [path for path, leaf in carried.items() if leaf.dtype != recurrent[path].dtype]:
+        if other := [path for path, leaf in hidden.items() if leaf.dtype != recurrent[path].dtype]:
             raise LoweringError(f"the hidden states {other} change their dtypes in a step: give initial ones like them")
         tensors = {path: leaf for path, leaf in outputs.items() if isinstance(leaf, Tensor)}
         self.dtypes = {path: leaf.dtype for path, leaf in tensors.items() if lacks(leaf.dtype)}

@@ -117,15 +117,15 @@ def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> No
     given: Any = (observation, recurrent)
     before = settings_of(module) if module is not source.module else None  # a copy's, which a call may change
     with torch.no_grad():
-        home = optree.tree_map(lambda leaf: leaf.to(source.run_device or leaf.device, copy=True), given)
-        eager = source.call_module(module, *home, policy.exploration_type)
+        moved = optree.tree_map(lambda leaf: leaf.to(source.run_device or leaf.device, copy=True), given)
+        eager = source.call_module(module, *moved, policy.exploration_type)
     if before is not None and before != settings_of(module):
         raise LoweringError(f"{type(module).__name__} changes its own attributes when called: return them as a state")
     inputs: Any = optree.tree_map(to_jax, plain(given if recurrent is not None else given[:1]))
     ours = import_jax().jit(policy.apply)(policy.prepare(None), *inputs)
     eager = plain(eager)
-    policy.note(eager, home[0], home[1], _WIDE.__contains__)
-    pairs = zip(_leaves(policy.to_outputs(eager, home[1])), map(to_torch, import_jax().tree.leaves(ours)), strict=True)
+    policy.note(eager, moved[0], moved[1], _WIDE.__contains__)
+    pairs = zip(_leaves(policy.to_outputs(eager, moved[1])), map(to_torch, import_jax().tree.leaves(ours)), strict=True)
     apart = max((_apart(one.cpu(), two.cpu()) for one, two in pairs if one.is_floating_point()), default=0.0)
     if apart > _TOLERANCE:
         raise LoweringError(f"{type(module).__name__}, lowered, answers otherwise than itself, by {apart:.1e}")

@@ -22,14 +22,14 @@ class CompiledCall:
         self._module: Callable[..., Any] | None = None
         self._call: Callable[..., Any] | None = None
 
-    def __call__(self, module: Callable[..., Any], home: torch.device) -> Callable[..., Any]:
+    def __call__(self, module: Callable[..., Any], run_device: torch.device) -> Callable[..., Any]:
         """The compiled `module`; it is compiled when it is first called, and once as long as it is the same object.
 
         Raises:
             PolicyError: where there is no C++ compiler, which Inductor needs on the CPU.
         """
         if self._call is None or self._module is not module:
-            _check_toolchain(home)
+            _check_toolchain(run_device)
             self._module = module
             self._call = torch.compile(module, backend=self._compiler, options=_OPTIONS.get(self._compiler))
         return self._call
@@ -39,9 +39,9 @@ class CompiledCall:
         return CompiledCall, (self._compiler,)
 
 
-def _check_toolchain(home: torch.device) -> None:
+def _check_toolchain(run_device: torch.device) -> None:
     program = os.environ.get("CXX", "g++")
-    if home.type == "cpu" and shutil.which(program) is None:
+    if run_device.type == "cpu" and shutil.which(program) is None:
         raise PolicyError(
             f"compile='inductor' needs a C++ compiler, and {program!r} is not there: install g++, set CXX to the one "
             "there is, or leave compile out"

@@ -1,4 +1,4 @@
-"""What of a Torch module a program made from it cannot read anew at each rollout: everything but its named tensors."""
+"""The attributes of a Torch module that a lowered program bakes in: everything but its parameters and buffers."""
 
 from __future__ import annotations
 

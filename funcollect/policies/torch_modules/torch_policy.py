@@ -172,10 +172,10 @@ class TorchActor:
         self._actor_inputs = actor_inputs
         self._head = policy.head
         self._module = policy.bound(actor_inputs.params)
-        home = policy.run_device
-        self._move = _mover(home, actor_inputs.observation)
-        self._home = home or torch.device("cpu")
-        self._noise = NoiseRow(actor_inputs.noise if actor_inputs.stochastic else None, self._home)
+        run_device = policy.run_device
+        self._move = _mover(run_device, actor_inputs.observation)
+        self._run_device = run_device or torch.device("cpu")
+        self._noise = NoiseRow(actor_inputs.noise if actor_inputs.stochastic else None, self._run_device)
         self._observation = actor_inputs.observation
         self._spec = actor_inputs.spec
         self._recurrent = _copied(actor_inputs.policy_state.recurrent)
@@ -240,7 +240,7 @@ class TorchActor:
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
         """Give these lanes their initial recurrent state."""
         if self._recurrent is not None:
-            mask = lane_mask(lanes, self._actor_inputs.num_envs).to(self._home)
+            mask = lane_mask(lanes, self._actor_inputs.num_envs).to(self._run_device)
             self._recurrent = select(mask, self._actor_inputs.initial_state.recurrent, self._recurrent)
 
     def finish(self) -> tuple[TorchPolicyState, Columns]:
@@ -265,7 +265,7 @@ class TorchActor:
     def _scored(self, action: Tensor, parameters: tuple[Tensor, ...]) -> Columns:
         assert self._head is not None
         noise = self._actor_inputs.noise if self._actor_inputs.stochastic else None
-        noise = None if noise is None else noise.to(self._home)
+        noise = None if noise is None else noise.to(self._run_device)
         log_prob = self._head.log_prob(TORCH, parameters, action, noise, self._actor_inputs.spec)
         return {} if log_prob is None else {("action_log_prob",): log_prob}
 
@@ -275,11 +275,11 @@ def _copied(recurrent: Any) -> Any:
     return None if recurrent is None else optree.tree_map(torch.clone, recurrent)
 
 
-def _mover(home: torch.device | None, observation: Any) -> Callable[[Any], Any] | None:
+def _mover(run_device: torch.device | None, observation: Any) -> Callable[[Any], Any] | None:
     """What brings an observation to the policy's device; None where it is there already."""
-    if home is None or all(leaf.device == home for leaf in optree.tree_leaves(observation)):
+    if run_device is None or all(leaf.device == run_device for leaf in optree.tree_leaves(observation)):
         return None
-    return lambda tree: optree.tree_map(lambda leaf: leaf.to(home), tree)
+    return lambda tree: optree.tree_map(lambda leaf: leaf.to(run_device), tree)
 
 
 def check_extras(extras: Mapping[str, Any], num_envs: int) -> None:

@@ -23,7 +23,7 @@ from funcollect.testing.policies.queries import PolicyTrial, recurrent_of
 from funcollect.testing.report import NotApplicableError, fail
 from funcollect.tree import select, to_tensordict
 
-Parameters = tuple[Tensor, ...]  # of the distribution, each [P, T, ...]
+HeadOutputs = tuple[Tensor, ...]  # of the distribution, each [P, T, ...]
 
 td: Any = torch.distributions
 
@@ -68,7 +68,7 @@ def _expected(trial: PolicyTrial) -> Tensor:
     return scored.double().reshape(trial.batch.shape)
 
 
-def _parameters(trial: PolicyTrial) -> Parameters:
+def _parameters(trial: PolicyTrial) -> HeadOutputs:
     """What the head reads, worked out row after row with the policy's own module."""
     policy: Any = trial.policy
     call = _call_jax if isinstance(policy, JaxPolicy) else _call_torch
@@ -116,14 +116,14 @@ def _indices(action: Tensor, spec: ActionSpec) -> list[Tensor]:
     return list(flat.unbind(-1))
 
 
-def _categorical(parameters: Parameters, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
+def _categorical(parameters: HeadOutputs, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
     logits = torch.split(parameters[0], list(spec.categories), -1)
     pairs = zip(logits, _indices(action, spec), strict=True)
     scores: list[Tensor] = [td.Categorical(logits=part).log_prob(index) for part, index in pairs]
     return torch.stack(scores).sum(0)
 
 
-def _epsilon_greedy(parameters: Parameters, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
+def _epsilon_greedy(parameters: HeadOutputs, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
     total = torch.zeros(action.shape[:2], dtype=torch.float64)
     for values, index in zip(
         torch.split(parameters[0], list(spec.categories), -1), _indices(action, spec), strict=True
@@ -133,11 +133,11 @@ def _epsilon_greedy(parameters: Parameters, action: Tensor, spec: ActionSpec, he
     return total
 
 
-def _normal(parameters: Parameters, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
+def _normal(parameters: HeadOutputs, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
     return _summed(td.Normal(*parameters).log_prob(action.double()))
 
 
-def _tanh_normal(parameters: Parameters, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
+def _tanh_normal(parameters: HeadOutputs, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
     space: Any = spec.space
     low, high = (torch.as_tensor(bound).double() for bound in (space.low, space.high))
     half = (high - low) / 2
@@ -150,7 +150,7 @@ def _summed(score: Tensor) -> Tensor:
     return score.reshape(*score.shape[:2], -1).sum(-1)
 
 
-_DENSITIES: dict[str, Callable[[Parameters, Tensor, ActionSpec, Any], Tensor]] = {
+_DENSITIES: dict[str, Callable[[HeadOutputs, Tensor, ActionSpec, Any], Tensor]] = {
     "categorical": _categorical,
     "epsilon_greedy": _epsilon_greedy,
     "normal": _normal,

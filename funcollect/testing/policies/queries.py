@@ -21,7 +21,7 @@ from funcollect.specs import ExplorationType, assemble
 from funcollect.testing.trial import Trial
 from funcollect.tree import Path, to_tensordict
 
-Rows = dict[Path, Tensor]  # an observation by key, each [N, ...]
+ObservationRows = dict[Path, Tensor]  # an observation by key, each [N, ...]
 
 _ROWS = 4  # where the environment has fewer than two lanes
 
@@ -36,7 +36,7 @@ class PolicyTrial(Trial):
         return self.lanes if self.lanes > 1 else _ROWS
 
     @cached_property
-    def seen(self) -> tuple[Rows, Rows]:
+    def seen(self) -> tuple[ObservationRows, ObservationRows]:
         """Two sets of N rows, from a run of random actions."""
         length = max(self.steps, 2 * self.count)
         batch = self.run(length, policy=RandomPolicy(self.env.action_spec))
@@ -47,7 +47,7 @@ class PolicyTrial(Trial):
             {path: rows[self.count :] for path, rows in flat.items()},
         )
 
-    def query(self, rows: Rows | None = None, **changes: Any) -> Query:
+    def query(self, rows: ObservationRows | None = None, **changes: Any) -> Query:
         """A question to the policy; about the first rows that were seen, unless said otherwise."""
         asked = Query(trial=self, rows=self.seen[0] if rows is None else rows, key=key_from_seed(self.seed))
         return replace(asked, **changes)
@@ -65,7 +65,7 @@ class PolicyOutput:
 
     columns: TensorDict
     policy_state: Any
-    rows: Rows
+    rows: ObservationRows
 
     @property
     def recurrent(self) -> Any:
@@ -93,7 +93,7 @@ class Query:
     """
 
     trial: PolicyTrial
-    rows: Rows
+    rows: ObservationRows
     key: Key
     noise_key: Key | None = None
     order: Tensor | None = None
@@ -118,7 +118,7 @@ class Query:
         leaves = {path: column.transpose(0, 1) if column.ndim > 1 else column for path, column in columns.items()}
         return to_tensordict(leaves, (self.trial.count, self.steps))
 
-    def _actor_inputs(self, memory: Rows) -> ActorInputs:
+    def _actor_inputs(self, memory: ObservationRows) -> ActorInputs:
         trial, policy = self.trial, self.trial.policy
         leaves = memory if policy.backend == "torch" else {path: rows.numpy() for path, rows in memory.items()}
         initial = policy.init(self.key, trial.count)

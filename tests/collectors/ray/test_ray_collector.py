@@ -49,8 +49,10 @@ def test_shapes_and_the_data_of_the_serial_transport(kind, sync, num_envs):
     workers = 1 if kind is SYNC else 2
     policy = policy_for("CartPole-v1", "torch_mlp", num_envs or 1)
     kwargs = {"policy": policy, "create_env_kwargs": {"num_envs": num_envs}}
-    inner = {"collector_class": kind, "num_workers_per_collector": workers}
-    with ray_collector("CartPole-v1", num_collectors=2, sync=sync, frames_per_batch=48, **inner, **kwargs) as collector:
+    of_actors = {"collector_class": kind, "num_workers_per_collector": workers}
+    with ray_collector(
+        "CartPole-v1", num_collectors=2, sync=sync, frames_per_batch=48, **of_actors, **kwargs
+    ) as collector:
         batches = [batch.clone() for batch in itertools.islice(collector, 4)]
         assert collector.frames_of_batch == 48
     assert {batch.batch_size for batch in batches} == {SHAPES[kind, sync, num_envs]}
@@ -108,9 +110,9 @@ def test_a_class_of_the_users_own_and_weights_before_each_batch():
     nn.init.zeros_(module.weight)
     module.bias.data = torch.tensor([1.0, 0.0])
     policy = fc.torch_policy(module, head=fc.heads.greedy)
-    inner = {"collector_class": Doubled, "collector_kwargs": [{"factor": 2.0}, {"factor": 3.0}]}
+    of_actors = {"collector_class": Doubled, "collector_kwargs": [{"factor": 2.0}, {"factor": 3.0}]}
     with ray_collector(
-        Plain, policy, frames_per_batch=20, sync=True, update_after_each_batch=True, **inner
+        Plain, policy, frames_per_batch=20, sync=True, update_after_each_batch=True, **of_actors
     ) as collector:
         batch = next(collector)
         assert batch["next", "reward"].amax((1, 2)).tolist() == [2.0, 3.0]

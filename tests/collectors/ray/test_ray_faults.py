@@ -23,9 +23,9 @@ pytestmark = [pytest.mark.usefixtures("ray_cluster"), FORKS_OF_RAY]
 
 def pid_of(collector, worker):
     """Of an actor, once it lives."""
-    link = collector._pool.records[worker].handle
-    wait_until(lambda: not link.label.endswith("on no node yet"))
-    return int(link.label.split()[-1])
+    handle = collector._pool.records[worker].handle
+    wait_until(lambda: not handle.label.endswith("on no node yet"))
+    return int(handle.label.split()[-1])
 
 
 def test_too_few_resources_are_told_at_once():
@@ -36,8 +36,9 @@ def test_too_few_resources_are_told_at_once():
         ray_collector(Plain, frames_per_batch=10, num_collectors=3, remote_configs={"num_cpus": 4})
 
 
-def test_resources_that_others_hold_are_told_after_the_start_timeout():
+def test_resources_that_others_hold_are_reported_after_the_start_timeout(ray_cluster):
     with ray_collector(Plain, frames_per_batch=10, remote_configs={"num_cpus": 5}):
+        wait_until(lambda: ray_cluster.available_resources().get("CPU") == 3)
         message = r"(?s)actor .* on no node yet.*start_timeout=0.5.*not begun: asked for \[1 x \(4 CPU\)\].*free: 3 CPU"
         with pytest.raises(fc.WorkerError, match=message):
             ray_collector(Plain, frames_per_batch=10, remote_configs={"num_cpus": 4}, start_timeout=0.5)

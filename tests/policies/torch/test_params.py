@@ -19,14 +19,14 @@ HIDDEN = 5
 def policies(seed=0):
     """Modules by kind, each with the policy over it."""
     plain, recurrent, inner = mlp(4, 2, seed), Recurrent(4, 2, seed), mlp(4, 2, seed)
-    opaque = TensorDictModule(nn.Sequential(inner, Argmax()), ["observation"], ["action"])
+    tensordict = TensorDictModule(nn.Sequential(inner, Argmax()), ["observation"], ["action"])
     return {
         "plain": (plain, fc.torch_policy(plain, head=fc.heads.categorical)),
         "recurrent": (
             recurrent,
             fc.torch_policy(recurrent, head=fc.heads.categorical, initial_state=torch.zeros(HIDDEN)),
         ),
-        "opaque": (opaque, as_policy(opaque, make_env("CartPole-v1", None))),
+        "tensordict": (tensordict, as_policy(tensordict, make_env("CartPole-v1", None))),
     }
 
 
@@ -35,7 +35,7 @@ class Argmax(nn.Module):
         return (answer + torch.randn_like(answer)).argmax(-1)
 
 
-KINDS = ["plain", "recurrent", "opaque"]
+KINDS = ["plain", "recurrent", "tensordict"]
 
 
 def collect(env, policy, between=lambda batch: None, params=(None, None)):
