@@ -40,7 +40,7 @@ lint: $(VENV)/.test
 	$(BIN)/lint-imports
 
 # The tests in two halves of equal length, one on each of CI's two cores.
-FIRST_HALF := tests/collectors tests/core tests/docs tests/interop
+FIRST_HALF := tests/collectors tests/docs tests/interop
 HALVES = $(MAKE) --no-print-directory --jobs=2 --output-sync=target tests-1 tests-2
 
 test: lint
