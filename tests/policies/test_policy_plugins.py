@@ -118,7 +118,7 @@ def test_wrong_arguments(
 
 def test_an_option_that_is_wanted(package: Callable[..., None]) -> None:
     package("walkers", GOOD.replace("bias=0.0", "bias"), "walker = walkers:make")
-    with pytest.raises(TypeError, match=r"options \[\]: missing a required argument: 'bias'"):
+    with pytest.raises(TypeError, match=r"options \[\]: missing a required (keyword-only )?argument: 'bias'"):
         fc.make_policy("walker", env())
 
 
