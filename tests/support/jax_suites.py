@@ -40,7 +40,9 @@ def gymnax_suite():
     params = params.replace(max_steps_in_episode=20)
 
     def step(key, state, action):
-        observation, state, reward, terminated, _ = raw.step_env(key, state, action, params)
+        endless = params.replace(max_steps_in_episode=1_000_000)  # gymnax 0.0.x counts the time limit as an end
+        terminated = raw.step_env(key, state, action, endless)[3]
+        observation, state, reward, *_ = raw.step_env(key, state, action, params)
         return state, observation, reward, terminated, state.time >= 20
 
     return Suite(
