@@ -10,7 +10,7 @@ FUNCOLLECT_SCALE ?= 1
 export FUNCOLLECT_SCALE
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 
-.PHONY: demo test test-newest test-oldest test-gpu-machine tests-1 tests-2 soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
+.PHONY: demo test test-newest test-oldest test-gpu-machine tests-1 tests-2 test-notebooks soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -39,19 +39,21 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The tests in two halves of equal length, one on each of CI's two cores.
-FIRST_HALF := tests/collectors tests/docs tests/interop
-HALVES = $(MAKE) --no-print-directory --jobs=2 --output-sync=target tests-1 tests-2
+# What CI runs, on each of its two cores: the first tests and then the notebooks, or the other tests.
+FIRST_TESTS := tests/collectors tests/docs tests/interop
+IN_PARALLEL = $(MAKE) --no-print-directory --jobs=2 --output-sync=target
 
 test: lint
-	$(HALVES)
+	$(IN_PARALLEL) tests-1 tests-2 test-notebooks
+
+test-notebooks: $(VENV)/.test
 	$(BIN)/python -m pytest --nbmake --nbmake-timeout=1200 notebooks
 
 tests-1: $(VENV)/.test
-	$(BIN)/python -m pytest $(FIRST_HALF)
+	$(BIN)/python -m pytest $(FIRST_TESTS)
 
 tests-2: $(VENV)/.test
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(FIRST_HALF)) tests funcollect
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(FIRST_TESTS)) tests funcollect
 
 # The same suite with other versions, each set in an environment of its own. What needs a package that a set lacks is
 # left out. TorchRL wants tensordict below 0.15, so the newest versions are two sets: with TorchRL and without it.
@@ -110,7 +112,7 @@ notebooks: $(VENV)/.test
 # The issues' full counts; the output is kept beside the benchmarks' results.
 soak: FUNCOLLECT_SCALE = 10
 soak: $(VENV)/.test
-	set -o pipefail; PYTEST_ADDOPTS=-q $(HALVES) 2>&1 | tee benchmarks/results/soak.txt
+	set -o pipefail; PYTEST_ADDOPTS=-q $(IN_PARALLEL) tests-1 tests-2 2>&1 | tee benchmarks/results/soak.txt
 
 bench: $(VENV)/.test
 	for name in imports memory overhead collect suites torchrl fused policies replay workers ray; do $(BIN)/python -m benchmarks $$name || exit 1; done
