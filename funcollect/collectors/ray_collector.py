@@ -192,11 +192,9 @@ class RayCollector(WorkerCollector):
         return frames_per_batch, shares(frames_per_batch, count) if self.sync else [frames_per_batch] * count
 
     def _failure_policy(self) -> FailurePolicy:
-        failure_policy = super()._failure_policy()
+        given = super()._failure_policy()
         grace = _TO_TELL if self._has_nested_workers else 0.0
-        return FailurePolicy(
-            failure_policy.timeout + grace, failure_policy.start_timeout + grace, failure_policy.on_failure
-        )
+        return FailurePolicy(given.timeout + grace, given.start_timeout + grace, given.on_failure)
 
     def _open_transport(self, jobs: Sequence[Job]) -> Any:
         from funcollect.collectors.cluster.transport import RayTransport  # imports Ray
@@ -216,11 +214,8 @@ class RayCollector(WorkerCollector):
         return first
 
     def _open_gathering(self) -> Gathering:
-        if self.sync:
-            return SyncGathering(
-                self._pool, self._pool.workers, self._open_assembler, self._weights, prefetch=self.prefetch
-            )
-        return AsyncGathering(self._pool, self._pool.workers, self._open_assembler, self._weights)
+        parts = (self._pool, self._pool.workers, self._open_assembler, self._weights)
+        return SyncGathering(*parts, prefetch=self.prefetch) if self.sync else AsyncGathering(*parts)
 
     @property
     def _open_assembler(self) -> Callable[[Sequence[int]], BatchAssembler]:

@@ -102,10 +102,8 @@ class WorkerCollector(Collector):
 
     def _launch(self, jobs: Sequence[Job]) -> None:
         """Start the workers."""
-        self.frames = self._batches = 0
-        self._seconds = 0.0
+        self.frames, self._batches, self._seconds, self._warned = 0, 0, 0.0, False
         self._filler: BufferFiller | None = None
-        self._warned = False
         self._transport = self._open_transport(jobs)
         self._pool = WorkerPool(self._transport, jobs, self._failure_policy())
         weight_store = self._transport.weight_store(len(jobs))
@@ -349,7 +347,6 @@ class WorkerCollector(Collector):
             ``reader_waited`` and ``workers_waited`` (the sum over workers), seconds; ``restarts`` of workers,
             ``lost_frames`` with them; ``copies``: batches handed over as copies.
         """
-        records = self._pool.records
         return {
             "frames": self.frames,
             "batches": self._batches,
@@ -358,7 +355,7 @@ class WorkerCollector(Collector):
             "policy_version": self._weights.version,
             "policy_lag": self._weights.version - self._gathering.version if self._batches else 0,
             "reader_waited": self._pool.waited,
-            "workers_waited": sum(record.idle for record in records),
+            "workers_waited": sum(record.idle for record in self._pool.records),
             "restarts": self._pool.restarts,
             "lost_frames": self._pool.lost,
             "copies": self._gathering.copies,
