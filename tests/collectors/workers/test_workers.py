@@ -4,7 +4,6 @@ import functools
 import io
 import itertools
 import os
-import re
 import signal
 import time
 
@@ -256,15 +255,13 @@ def test_the_progress_bar_shows_lag_and_restarts():
     assert "restarts" not in file.getvalue()
 
 
-def test_the_progress_bar_shows_who_waits():
+def test_reader_and_workers_count_how_long_they_wait():
     """Each batch takes workers and reader as long as the other: both wait."""
-    file = io.StringIO()
     with multi(SYNC, create_env_fn=[lambda: Uneven(0.005)] * 2, frames_per_batch=20, total_frames=100) as c:
-        for _ in fc.track(c, disable=False, file=file):
+        for _ in c:
             time.sleep(0.05)
         waited = {name: c.stats()[name] for name in ("reader_waited", "workers_waited")}
     assert min(waited.values()) > 0.1
-    assert re.search(r"reader_waits=\d+%.*workers_wait=\d+%", file.getvalue())
 
 
 def test_a_server_of_processes_that_is_killed_is_replaced():
