@@ -148,9 +148,12 @@ class Recording:
             row[lanes] = store[t, lanes]
 
     def inform(self, info: Sequence[Column]) -> None:
-        """Keep a step's infos."""
-        for values, value in zip(self._info.values(), info, strict=True):
-            values.append(value)
+        """Keep copies of a step's infos: an environment may write the next ones into the same arrays."""
+        for (key, values), value in zip(self._info.items(), info, strict=True):
+            try:
+                values.append(np.array(value))
+            except (TypeError, ValueError) as error:
+                raise _bad_info(key, value, error) from error
 
     def end(self, t: int, outcome: Outcome) -> list[int]:
         """Keep the flags of a step at which some lane is done: which lanes are."""
@@ -185,7 +188,11 @@ def _info_column(key: str, values: list[Any]) -> Tensor:
         column = np.array(values)
         return torch.from_numpy(column.astype(np.float32) if column.dtype == np.float64 else column)
     except (TypeError, ValueError) as error:
-        raise EnvError(
-            f"the info key {key!r} holds {type(values[0][0]).__name__} of varying shape or no number ({error}): "
-            "name keys that hold numbers or arrays of one shape"
-        ) from error
+        raise _bad_info(key, values[0], error) from error
+
+
+def _bad_info(key: str, lanes: Column, error: Exception) -> EnvError:
+    return EnvError(
+        f"the info key {key!r} holds {type(lanes[0]).__name__} of varying shape or no number ({error}): "
+        "name keys that hold numbers or arrays of one shape"
+    )
