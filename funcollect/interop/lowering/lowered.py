@@ -66,7 +66,8 @@ class Lowered:
     def lay_out(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Traced: what `prepare` returns, from arrays that are laid out as Torch has them; in memory of its own."""
         jnp = import_jax().numpy
-        return {name: jnp.copy(jnp.transpose(arrays[name], self._layouts.get(name))) for name in self.names}
+        layouts = {name: self._layouts.get(name, tuple(range(arrays[name].ndim))) for name in self.names}
+        return {name: jnp.copy(jnp.transpose(arrays[name], layouts[name])) for name in self.names}
 
     def restore(self, params: Mapping[str, Any]) -> dict[str, Tensor]:
         """Torch's layout again, from arrays such as `prepare` gives, or gradients by them; copies."""
