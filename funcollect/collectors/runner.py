@@ -16,6 +16,7 @@ from funcollect.core import api
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.restore import go_on, next_seed, reseed, resume, saved_counts, saved_leaves
 from funcollect.errors import ClosedError
+from funcollect.policies.torch_backed import replaced
 
 _SAVED = (
     "policy_state_dict",
@@ -150,6 +151,11 @@ class Runner:
         self.params = params
         own = self.state.policy_version  # over JAX environments an array, which it has to stay
         self.state = self.state.replace(policy_version=own + (version - int(own)))
+
+    def replace_policy(self, subject: Any) -> None:
+        """Act with another module, function or policy from now on, with its own weights."""
+        self.policy = replaced(self.policy, subject)
+        self.params = None
 
     def go_on(self, *, steps: int, episode: int) -> None:
         """Begin new episodes as if so many steps had been made and, in every lane, the episodes up to this one."""

@@ -16,6 +16,7 @@ from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.words import from_number
 from funcollect.keys import key_from_seed
+from funcollect.policies.torch_backed import TorchPolicyState
 from funcollect.specs import Env, Policy
 from funcollect.tree import NAMESPACE
 
@@ -87,14 +88,18 @@ def _readable(counts: Any) -> Any:
 
 
 def saved_leaves(tree: Any) -> list[torch.Tensor]:
-    """The leaves of a policy's state, copied, as tensors."""
-    leaves = optree.tree_leaves(tree, namespace=NAMESPACE)
+    """The leaves of a policy's state, copied, as tensors; without what it carries, which new episodes do not have."""
+    leaves = optree.tree_leaves(_uncarried(tree), namespace=NAMESPACE)
     return [leaf.clone() if isinstance(leaf, torch.Tensor) else torch.from_numpy(np.array(leaf)) for leaf in leaves]
+
+
+def _uncarried(tree: Any) -> Any:
+    return tree._replace(carried=None) if isinstance(tree, TorchPolicyState) else tree
 
 
 def _restored(like: Any, leaves: list[torch.Tensor]) -> Any:
     """A policy's state of the structure, devices and kinds of `like` from what `saved_leaves` gave."""
-    own, treedef = optree.tree_flatten(like, namespace=NAMESPACE)
+    own, treedef = optree.tree_flatten(_uncarried(like), namespace=NAMESPACE)
     if [tuple(leaf.shape) for leaf in own] != [tuple(leaf.shape) for leaf in leaves]:
         raise ValueError("the saved policy state is of another policy: build the collector with the same one")
     kinds = [

@@ -18,10 +18,11 @@ from funcollect.interop.jax_setup import import_jax
 from funcollect.policies.jax_functions.traced_policy import is_traceable
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_backed import TorchBacked, TorchPolicyState
-from funcollect.policies.torch_in_jax.callback_policy import callback_policy
+from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy, callback_policy
 from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source
 from funcollect.policies.torch_in_jax.example import example
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy, lowered_policy
+from funcollect.policies.torch_modules.settings import NO_SETTINGS
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.specs import Env, ExplorationType, Policy, assemble
 
@@ -139,7 +140,12 @@ def _embedded(env: Env, source: Source, way: str, exploration_type: ExplorationT
     if not isinstance(source, TensorDictPolicy):  # the others draw outside their module
         exploration_type = ExplorationType.RANDOM
     spaces = (optree.tree_structure(_placed(env)), env.observation_leaves, min(env.num_envs or 1, 2))
-    which = (way, exploration_type, spaces, source.settings if way == "lowered" else ())
+    try:
+        which = (way, exploration_type, spaces, source.settings if way == "lowered" else NO_SETTINGS)
+        if isinstance(callback := known.get(which), CallbackPolicy) and not callback.fits():
+            del known[which]
+    except LoweringError as error:
+        return error
     if which not in known:
         others = [each for each in known if each[:3] == which[:3]]
         known[which] = _made(env, source, way, exploration_type) if len(others) < _MOST_SETTINGS else _RESTLESS

@@ -19,6 +19,7 @@ class TorchPolicyState(NamedTuple):
 
     recurrent: Any  # a pytree of tensors [P, ...], or None
     generator: Tensor  # uint8: the state of Torch's global generator, for modules that draw from it
+    carried: Any = None  # by path, what a policy on a TensorDict wrote and may read at its next step, each [P, ...]
 
 
 def check_compiler(compiler: str | None, without: str = "") -> None:
@@ -34,6 +35,14 @@ def check_callable(module: Any, expected: str) -> None:
         raise TypeError(f"the policy is {module!r:.80}, expected {expected}: pass an instance")
 
 
+def replaced(policy: Any, subject: Any) -> Any:
+    """The policy over another module or function; `subject` itself where that is a policy as well."""
+    if not isinstance(policy, TorchBacked):
+        return subject
+    policy.replace(subject)
+    return policy
+
+
 class TorchBacked:
     """What the policies over a Torch module, or over a plain function, share: parameters, device, checkpoints.
 
@@ -45,15 +54,24 @@ class TorchBacked:
     backend: Literal["torch"] = "torch"
 
     def __init__(self, module: Callable[..., Any], device: torch.device | None = None) -> None:
-        self.module = module
         self.device = device
-        self._binding = Binding(module, device) if isinstance(module, nn.Module) else None
-        self._settings_cache = SettingsCache(module if isinstance(module, nn.Module) else None)
         self.embedded: dict[Any, Any] = {}  # as what it runs in a loop of JAX, by `core.routes`
+        self.replace(module)
+
+    def replace(self, module: Callable[..., Any]) -> None:
+        """Run another module, or function, from now on."""
+        self._module = module
+        self._binding = Binding(module, self.device) if isinstance(module, nn.Module) else None
+        self._settings_cache = SettingsCache(module if isinstance(module, nn.Module) else None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Compiled code stays in its process."""
         return vars(self) | {"embedded": {}}
+
+    @property
+    def module(self) -> Callable[..., Any]:
+        """The user's module or function. To change it, change the module itself, or make another policy."""
+        return self._module
 
     @property
     def run_device(self) -> torch.device | None:

@@ -106,9 +106,9 @@ class RayWorker:
         if name == "collect":
             return self._collect(self._worker)
         if name == "fetch":
-            version, packed_layout, memory = args
+            version, policy, packed_layout, memory = args
             leaves = packed_layout.leaves(np.array(memory))  # a copy: what Ray shares is not written, nor kept
-            return self._worker.adopt({path[0]: leaf for path, leaf in leaves.items()}, version)
+            return self._worker.adopt({path[0]: leaf for path, leaf in leaves.items()}, version, policy)
         return getattr(self._worker, name)(*args)
 
     def _collect(self, worker: Worker | NestedWorker) -> tuple[PackedBatch, RolloutReport]:

@@ -61,13 +61,13 @@ class NestedWorker:
             frames=self._before.frames + self._collector.frames,
         )
 
-    def adopt(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Act with these weights of the policy from now on."""
-        self._weights.adopt(weights, version)
+    def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None = None) -> None:
+        """Act with these weights of the policy, or of another one, packed, from now on."""
+        self._weights.adopt(weights, version, policy)
 
-    def take_params(self, params: Any, version: int) -> None:
+    def take_params(self, params: Any, version: int, policy: bytes | None = None) -> None:
         """Act with `params` from now on; None for the policy's own."""
-        self._weights.publish(params, version)
+        self._weights.publish(params, version, policy)
 
     def reset(self, mask: Tensor | None) -> None:
         """Begin new episodes in the lanes of `mask`, or in all."""

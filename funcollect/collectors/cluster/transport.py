@@ -159,9 +159,9 @@ class RayWeightStore:
         self._slots[self._next] = packed_layout, ray.put(memory)
         return self._next
 
-    def call(self, worker: int, slot: int, version: int) -> Call:
+    def call(self, worker: int, slot: int, version: int, policy: bytes | None) -> Call:
         """A message with a reference to them, which Ray resolves on the actor's node."""
-        return Call(worker, "fetch", (version, *self._slots[slot]))
+        return Call(worker, "fetch", (version, policy, *self._slots[slot]))
 
     def encode_params(self, params: Any) -> Any:
         """A reference to them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,8 +13,19 @@ from funcollect.collectors.workers.batch_layout import BatchColumn, BatchLayout
 from funcollect.collectors.workers.transport import Call
 
 
+class _Slots(NamedTuple):
+    """As many slots as the store has, for weights of the same names, shapes and dtypes."""
+
+    first: int  # the number of the first one
+    fd: int
+    layout: BatchLayout
+    rows: list[dict[str, Tensor]]
+
+
 class SharedWeightStore:
-    """See `funcollect.collectors.workers.transport.WeightStore`; the first weights determine its layout.
+    """See `funcollect.collectors.workers.transport.WeightStore`.
+
+    The layout is that of the latest weights. When they have other names or shapes, they get new slots.
 
     Args:
         workers: how many there are: each may read one slot while the latest weights lie in another.
@@ -22,34 +33,47 @@ class SharedWeightStore:
 
     def __init__(self, workers: int) -> None:
         self._count = workers + 2
-        self._fd = -1
-        self._layout = BatchLayout((), (1,), None, False)
-        self._slots: list[dict[str, Tensor]] = []
-        self._attached: set[int] = set()
+        self._slots: list[_Slots] = []  # the latest last, and those before that somebody may still read
+        self._attached: dict[int, int] = {}  # by worker: the first of the slots that it has
 
     def put(self, weights: Mapping[str, Tensor], taken: set[int]) -> int | None:
         """Copy them into a slot that is not among `taken`; return the slot, or None if all are taken."""
-        slot = next((slot for slot in range(self._count) if slot not in taken), None)
+        if not self._slots or not _fit(weights, self._slots[-1].rows[0]):
+            self._open(weights)
+        self._close_before({self._slots[-1].first, *map(self._first_of, taken)})
+        latest = self._slots[-1]
+        slot = next((slot for slot in range(self._count) if latest.first + slot not in taken), None)
         if slot is None:
             return None
-        if not self._slots:
-            self._open(weights)
-        for name, rows in self._slots[slot].items():
+        for name, rows in latest.rows[slot].items():
             rows.copy_(weights[name])
-        return slot
+        return latest.first + slot
 
     def _open(self, weights: Mapping[str, Tensor]) -> None:
         columns = tuple(BatchColumn((name,), weight.dtype, tuple(weight.shape)) for name, weight in weights.items())
-        self._layout = BatchLayout(columns, (1,), None, False)
-        self._fd = shared_memory(self._count * self._layout.size)
-        memories = [self._layout.part(memory, 0) for memory in mapped(self._fd, self._count, self._layout.size)]
-        self._slots = [{path[0]: rows[0] for path, rows in each.items()} for each in memories]
+        layout = BatchLayout(columns, (1,), None, False)
+        fd = shared_memory(self._count * layout.size)
+        memories = [layout.part(memory, 0) for memory in mapped(fd, self._count, layout.size)]
+        rows = [{path[0]: column[0] for path, column in each.items()} for each in memories]
+        first = self._slots[-1].first + self._count if self._slots else 0
+        self._slots.append(_Slots(first, fd, layout, rows))
 
-    def call(self, worker: int, slot: int, version: int) -> Call:
-        """A message that names the slot to read; the first one brings the memory."""
-        fds = () if worker in self._attached else (self._fd,)
-        self._attached.add(worker)
-        return Call(worker, "fetch", (slot, version, self._layout, self._count), fds)
+    def _first_of(self, slot: int) -> int:
+        return slot - slot % self._count
+
+    def _close_before(self, kept: set[int]) -> None:
+        for each in self._slots:
+            if each.first not in kept:
+                os.close(each.fd)
+        self._slots = [each for each in self._slots if each.first in kept]
+
+    def call(self, worker: int, slot: int, version: int, policy: bytes | None) -> Call:
+        """A message that names the slot to read; the first one about these slots brings their memory."""
+        first = self._first_of(slot)
+        slots = next(each for each in self._slots if each.first == first)
+        fds = () if self._attached.get(worker) == first else (slots.fd,)
+        self._attached[worker] = first
+        return Call(worker, "fetch", (slot - first, version, policy, slots.layout, self._count), fds)
 
     def encode_params(self, params: Any) -> Any:
         """They go as they are."""
@@ -57,10 +81,14 @@ class SharedWeightStore:
 
     def restarted(self, worker: int) -> None:
         """Send the memory again with the next call: another process has replaced this worker."""
-        self._attached.discard(worker)
+        self._attached.pop(worker, None)
 
     def close(self) -> None:
         """Let go of the memory."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd, self._slots = -1, []
+        self._close_before(set())
+
+
+def _fit(weights: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> bool:
+    return weights.keys() == rows.keys() and all(
+        weight.dtype == rows[name].dtype and weight.shape == rows[name].shape for name, weight in weights.items()
+    )

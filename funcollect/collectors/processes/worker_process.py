@@ -153,10 +153,12 @@ class ServedWorker:
         store(batch, self._slots[slot], self._single)
         return None, report
 
-    def _fetch(self, slot: int, version: int, layout: BatchLayout, count: int, *, fds: list[int]) -> None:
-        """Take over weights; their memory comes with the first ones."""
+    def _fetch(
+        self, slot: int, version: int, policy: bytes | None, layout: BatchLayout, count: int, *, fds: list[int]
+    ) -> None:
+        """Take over weights; their memory comes with the first ones, and with the first ones of other shapes."""
         assert self._worker is not None
         if fds:
             memories = [layout.part(memory, 0) for memory in mapped(fds[0], count, layout.size)]
             self._weights = [{path[0]: rows[0] for path, rows in each.items()} for each in memories]
-        self._worker.adopt(self._weights[slot], version)
+        self._worker.adopt(self._weights[slot], version, policy)

@@ -99,9 +99,9 @@ class SerialWeightStore:
         self._slots[slot] = weights
         return slot
 
-    def call(self, worker: int, slot: int, version: int) -> Call:
+    def call(self, worker: int, slot: int, version: int, policy: bytes | None) -> Call:
         """The weights themselves."""
-        return Call(worker, "adopt", (self._slots[slot], version))
+        return Call(worker, "adopt", (self._slots[slot], version, policy))
 
     def encode_params(self, params: Any) -> Any:
         """They go as they are."""

@@ -139,8 +139,8 @@ class WeightStore(Protocol):
         """Write the weights into a slot that is not among `taken`; return the slot, or None if all are taken."""
         ...
 
-    def call(self, worker: int, slot: int, version: int) -> Call:
-        """The call that makes a worker copy the weights in `slot`."""
+    def call(self, worker: int, slot: int, version: int, policy: bytes | None) -> Call:
+        """The call that makes a worker copy the weights in `slot`, for the packed `policy` if that is another."""
         ...
 
     def encode_params(self, params: Any) -> Any:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from funcollect.collectors.workers.pool import WorkerPool
 from funcollect.collectors.workers.transport import Call, WeightStore
-from funcollect.policies.torch_backed import TorchBacked
+from funcollect.policies.torch_backed import TorchBacked, replaced
+from funcollect.policies.torch_modules.sending import PolicyChanges, unpack
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,12 +23,14 @@ class WeightsVersion:
         slot: of the weight store.
         params: what travels in the call; None for the policy's own.
         loaded: whether these were the policy's own weights when they were saved, and are to be that again.
+        policy: the policy's module or function, packed, if it has changed since the workers were built.
     """
 
     number: int
     slot: int | None = None
     params: Any = None
     loaded: bool = False
+    policy: bytes | None = None
 
 
 class Weights:
@@ -48,6 +51,7 @@ class Weights:
         self._pool = pool
         self._weight_store = weight_store
         self._policy = TorchBacked(policy) if isinstance(policy, nn.Module) else policy
+        self._changes = PolicyChanges(self._policy)
         self.version = 0
         self.own = True
         self._refusal: BaseException | None = None  # a worker's; it keeps the weights before
@@ -61,20 +65,24 @@ class Weights:
         """Have these workers act with `params` as they are now, or for None with the policy's own.
 
         Raises:
+            TypeError: for a policy that has changed into one that cannot be sent.
             ValueError: for parameters that do not fit the policy.
         """
-        weights = self._named(params)
+        weights, policy = self._named(params), self._changes.packed()
         with self._pool.lock:
             slot = None if weights is None else self._write(weights, workers)
             self.version, self.own = self.version + 1, params is None
             version = WeightsVersion(
-                self.version, slot, self._weight_store.encode_params(params) if slot is None else None
+                self.version,
+                slot,
+                self._weight_store.encode_params(params) if slot is None else None,
+                policy=policy,
             )
             self._latest = version
             for worker in workers:
                 self._wanted[worker] = version
         self.send()
-        if slot is None and params is not None:  # only the workers can tell whether it fits
+        if slot is None and (params is not None or policy is not None):  # only the workers can tell whether it fits
             while any(self._under_way[worker] is not None for worker in workers):
                 self._pool.wait()
                 self.send()
@@ -125,8 +133,9 @@ class Weights:
 
     def _call(self, worker: int, version: WeightsVersion) -> Call:
         if version.slot is not None:
-            return self._weight_store.call(worker, version.slot, version.number)
-        return Call(worker, "adopt" if version.loaded else "take_params", (version.params, version.number))
+            return self._weight_store.call(worker, version.slot, version.number, version.policy)
+        name = "adopt" if version.loaded else "take_params"
+        return Call(worker, name, (version.params, version.number, version.policy))
 
     def join(self, worker: int) -> None:
         """Have a worker that comes after the others act with the latest weights, too."""
@@ -161,6 +170,12 @@ class Weights:
         self._under_way[worker] = (wanted, call)
         return (call,)
 
+    def _replace(self, policy: bytes | None) -> None:
+        """Go on with the policy that somebody else has packed; None for the one that is there."""
+        if policy is not None:
+            self._policy = replaced(self._policy, unpack(policy))
+            self._changes = PolicyChanges(self._policy, policy)
+
     def go_on_from(self, version: int, saved: Mapping[int, Mapping[str, Any]], *, own: bool) -> None:
         """Take over what was saved of every worker, and what they have loaded; all that they were told is done."""
         self.version, self.own = version, own
@@ -179,26 +194,28 @@ class Weights:
     def _saved_version(self, worker: int, state: Mapping[str, Any], weights: Any, *, here: bool) -> WeightsVersion:
         number = state["policy_version"]
         if not here:
-            return WeightsVersion(number, params=weights, loaded=state["own_weights"])
+            return WeightsVersion(number, params=weights, loaded=state["own_weights"], policy=self._changes.sent)
         for other in self._wanted[:worker]:
             if other is not None and other.number == number:
                 return other
         with self._pool.lock:
-            return WeightsVersion(number, self._write(weights, [worker]))
+            return WeightsVersion(number, self._write(weights, [worker]), policy=self._changes.sent)
 
-    def publish(self, params: Any, version: int) -> None:
+    def publish(self, params: Any, version: int, policy: bytes | None = None) -> None:
         """`update` for all workers, under a number of somebody else's."""
+        self._replace(policy)
         self.version = version - 1
         self.update(params, self._pool.workers)
 
-    def adopt(self, weights: Mapping[str, Tensor], version: int) -> None:
+    def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None = None) -> None:
         """Have all workers act with these as the policy's own, under a number of somebody else's."""
+        self._replace(policy)
         if hasattr(self._policy, "load"):
             self._policy.load(weights)
             self.publish(None, version)
             return
         self.version, self.own = version, True
-        self._latest = WeightsVersion(version, params=weights, loaded=True)
+        self._latest = WeightsVersion(version, params=weights, loaded=True, policy=self._changes.sent)
         with self._pool.lock:
             for worker in self._pool.workers:
                 self._wanted[worker] = self._latest

@@ -19,6 +19,7 @@ from funcollect.collectors.runner import Runner, Shard
 from funcollect.collectors.source import RunnerSpec
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.errors import EnvError
+from funcollect.policies.torch_modules.sending import dumps, unpack
 from funcollect.specs import ActionSpec, Leaf
 
 
@@ -92,7 +93,7 @@ class Job:
             TypeError: for an environment or a policy that cannot be sent.
         """
         try:
-            packed: bytes = cloudpickle.dumps(self)
+            packed = dumps(self)
         except Exception as error:
             raise TypeError(
                 f"worker {self.shard.index}: its environment, policy or postproc cannot be sent to a worker "
@@ -148,6 +149,7 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._policy: bytes | None = None  # packed, where another one came than the job's
         self._runner = job.runner()
         self._batches, self._frames = job.progress.batches, job.progress.frames
         if job.progress.batches:
@@ -183,16 +185,29 @@ class Worker:
         """Begin new episodes as if this worker had come so far."""
         self._runner.go_on(steps=progress.steps, episode=progress.episode)
 
-    def adopt(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy weights, named as the policy's `state_dict` names them; act with them from now on."""
+    def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None = None) -> None:
+        """Copy weights, named as the policy's `state_dict` names them; act with them from now on.
+
+        Args:
+            weights: the weights.
+            version: their number.
+            policy: the policy's module or function, packed, if it has changed.
+        """
+        self._replace(policy)
         self._runner.policy.load(dict(weights))  # type: ignore[attr-defined]
         self._runner.count_as(None, version)
 
-    def take_params(self, params: Any, version: int) -> None:
+    def take_params(self, params: Any, version: int, policy: bytes | None = None) -> None:
         """Act with `params` from now on; None for the policy's own."""
+        self._replace(policy)
         if params is not None:
             self._runner.policy.prepare(params)
         self._runner.count_as(params, version)
+
+    def _replace(self, policy: bytes | None) -> None:
+        if policy is not None and policy != self._policy:
+            self._runner.replace_policy(unpack(policy))
+            self._policy = policy
 
     def reset(self, mask: Tensor | None) -> None:
         """Begin new episodes in the lanes of `mask` [P], or in all."""

@@ -41,7 +41,7 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
     loop = _CrossingLoop(env, state, request)
     actor = open_actor(env, policy, _on_host(state), request, loop.observation)
     recurrent = getattr(state.policy_state, "recurrent", state.policy_state)
-    remembers = bool(optree.tree_leaves(recurrent)) or getattr(policy, "reads_init", False)
+    remembers = bool(optree.tree_leaves(recurrent)) or getattr(policy, "remembers", False)
     with actor.running():
         for t in range(request.length):
             loop.step(t, actor.act(t))

@@ -14,7 +14,14 @@ from funcollect.errors import PolicyError
 from funcollect.keys import torch_generator
 from funcollect.policies.actors.actor import ActorInputs, Columns, Recorder, lane_mask
 from funcollect.policies.actors.checks import check_action, check_tensor, finish_columns
-from funcollect.policies.tensordict_modules.calling import by_path, check_hidden, names_of, outputs_of, run_module
+from funcollect.policies.tensordict_modules.calling import (
+    by_path,
+    check_hidden,
+    may_be_read,
+    names_of,
+    outputs_of,
+    run_module,
+)
 from funcollect.policies.tensordict_modules.hidden_states import INIT
 from funcollect.policies.tensordict_modules.parts import EquivalenceCheck, Part, Values, plain_parts
 from funcollect.policies.torch_backed import TorchPolicyState
@@ -32,26 +39,42 @@ class TensorDictActor:
         module: the user's, bound to the rollout's parameters.
         device: where it runs; None for where it is.
         reads_init: whether it reads ``is_init``.
+        written: by the path of each hidden state, that of its next value.
+        carries: whether it may read what it wrote at the step before.
     """
 
     def __init__(
-        self, actor_inputs: ActorInputs, module: Callable[..., Any], device: torch.device | None, *, reads_init: bool
+        self,
+        actor_inputs: ActorInputs,
+        module: Callable[..., Any],
+        device: torch.device | None,
+        *,
+        reads_init: bool,
+        written: Mapping[Path, Path],
+        carries: bool,
     ) -> None:
         self._actor_inputs, self._module, self._device = actor_inputs, module, device
         self._generator = actor_inputs.policy_state.generator.clone()
         self._inputs = by_path(actor_inputs.observation)
         self._hidden: dict[Path, Tensor] = dict(actor_inputs.policy_state.recurrent or {})
+        self._carried: dict[Path, Tensor] = dict(actor_inputs.policy_state.carried or {})
+        self._written_to, self._carries = written, carries
         self._never = torch.zeros(actor_inputs.num_envs, 1, dtype=torch.bool)
         self._first = self._never if reads_init and INIT not in self._inputs else None
         self._names: list[Path] = []
-        self._stateful = bool(self._given())
+        self._stateful = carries or bool(self._hidden) or self._first is not None
         self._recorder = Recorder(actor_inputs.observation, actor_inputs.length, always_copy=self._stateful)
         self._parts = self._plain_parts()
         self._values: Values = {}
 
     def _given(self) -> dict[Path, Tensor]:
-        """What the module reads besides the observation; recorded, as what it writes."""
-        return self._hidden if self._first is None else {**self._hidden, INIT: self._first}
+        """What the module reads besides the observation and does not write; recorded, as what it writes."""
+        hidden = {path: leaf for path, leaf in self._hidden.items() if self._written_to[path] != path}
+        return hidden if self._first is None else {**hidden, INIT: self._first}
+
+    def _read(self) -> dict[Path, Tensor]:
+        """All that the module finds in its TensorDict."""
+        return {**self._inputs, **self._carried, **self._hidden, **self._given()}
 
     def _plain_parts(self) -> list[Part] | None:
         """The parts that may be called without a TensorDict: of a policy without hidden states that samples."""
@@ -96,10 +119,10 @@ class TensorDictActor:
 
     def _begin(self) -> tuple[Tensor, ...]:
         """The first step, which fixes what is recorded."""
-        inputs = {**self._inputs, **self._given()}
+        inputs = self._read()
 
         def run() -> dict[Path, Any]:
-            return outputs_of(run_module(self._module, inputs, self._device), inputs)
+            return outputs_of(run_module(self._module, inputs, self._device), {*self._inputs, *self._given()})
 
         if self._parts is None:
             outputs: Mapping[Path, Any] = run()
@@ -120,20 +143,22 @@ class TensorDictActor:
         return tuple([values[key] for key in self._keys])
 
     def _written(self, t: int) -> tuple[Tensor, ...]:
-        inputs = {**self._inputs, **self._given()}
-        answer = run_module(self._module, inputs, self._device)
+        answer = run_module(self._module, self._read(), self._device)
         written = tuple([answer.get(key, None) for key in self._keys])
         if any(leaf is None for leaf in written):
+            outputs = outputs_of(answer, {*self._inputs, *self._given()})
             raise PolicyError(
-                f"step {t} of this batch: the policy wrote {names_of(outputs_of(answer, inputs))} after "
+                f"step {t} of this batch: the policy wrote {names_of(outputs)} after "
                 f"{names_of(self._names)}: write the same keys at every step"
             )
         return written
 
     def _carry(self, written: Sequence[Tensor]) -> None:
-        if self._hidden:
+        if self._hidden or self._carries:
             by_name = dict(zip(self._names, written, strict=True))
-            self._hidden = {path: by_name["next", *path] for path in self._hidden}
+            self._hidden = {path: by_name[self._written_to[path]] for path in self._hidden}
+        if self._carries:
+            self._carried = {path: leaf for path, leaf in by_name.items() if may_be_read(path)}
         if self._first is not None:
             self._first = self._never
 
@@ -142,13 +167,13 @@ class TensorDictActor:
             raise PolicyError(
                 f"the policy wrote {names_of(outputs)}, expected 'action' among them: add it to the out_keys"
             )
-        own = {path for path in outputs if path[0] != "next" or path[1:] not in self._hidden}
+        own = outputs.keys() - self._written_to.values()
         if taken := sorted({path[0] for path in own} & (RESERVED - {"action", "action_log_prob"})):
             raise PolicyError(f"the policy wrote {taken}, keys that a batch uses itself: rename these out_keys")
-        check_hidden(outputs, self._hidden)
+        check_hidden(outputs, self._hidden, self._written_to)
 
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
-        """Give these lanes their initial hidden states, and say so in ``is_init``."""
+        """Give these lanes their initial hidden states, zeros for what is carried, and say so in ``is_init``."""
         if not self._stateful:
             return
         mask = lane_mask(lanes, self._actor_inputs.num_envs)
@@ -157,6 +182,8 @@ class TensorDictActor:
         for path, leaf in self._hidden.items():
             initial = self._actor_inputs.initial_state.recurrent[path].to(leaf.device)
             self._hidden[path] = select(mask.to(leaf.device), initial, leaf)
+        for path, leaf in self._carried.items():
+            self._carried[path] = select(mask.to(leaf.device), torch.zeros_like(leaf), leaf)
 
     def finish(self) -> tuple[TorchPolicyState, Columns]:
         """The next policy state and every output, [T, P, ...]."""
@@ -164,7 +191,8 @@ class TensorDictActor:
         columns = dict(zip(names, self._recorder.columns(), strict=True))
         if self._first is not None:
             columns["next", *INIT] = torch.zeros_like(columns[INIT])
-        hidden = {path: leaf.clone() for path, leaf in self._hidden.items()}
-        return TorchPolicyState(hidden or None, self._generator), finish_columns(
-            columns, self._actor_inputs.spec, ties=True
+        hidden, carried = (
+            {path: leaf.clone() for path, leaf in each.items()} for each in (self._hidden, self._carried)
         )
+        state = TorchPolicyState(hidden or None, self._generator, carried or None)
+        return state, finish_columns(columns, self._actor_inputs.spec, ties=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,18 +37,29 @@ def run_module(
     return answer
 
 
-def outputs_of(answer: TensorDictBase, inputs: Mapping[Path, Tensor]) -> dict[Path, Any]:
-    """What stands in a policy's answer beside `inputs`."""
-    return {path: leaf for path, leaf in flatten(answer).items() if path not in inputs}
+def outputs_of(answer: TensorDictBase, read: Container[Path]) -> dict[Path, Any]:
+    """What stands in a policy's answer beside what it `read`."""
+    return {path: leaf for path, leaf in flatten(answer).items() if path not in read}
 
 
-def check_hidden(outputs: Mapping[Path, Any], hidden: Mapping[Path, Tensor]) -> None:
-    """Raise PolicyError unless each hidden state stands in `outputs` under ``next``, in the shape that was read."""
+def may_be_read(path: Path) -> bool:
+    """Whether a policy finds at its next step what it wrote there, if no hidden state is: all but the action."""
+    return path[0] != "next" and path != ("action",)
+
+
+def check_hidden(outputs: Mapping[Path, Any], hidden: Mapping[Path, Tensor], written: Mapping[Path, Path]) -> None:
+    """Raise PolicyError unless each hidden state stands in `outputs` where it is written, in the shape that was read.
+
+    Args:
+        outputs: by path.
+        hidden: the hidden states that were read.
+        written: by the path of each, that of its next value.
+    """
     for path, leaf in hidden.items():
-        got = getattr(outputs.get(("next", *path)), "shape", None)
+        got = getattr(outputs.get(written[path]), "shape", None)
         if got != leaf.shape:
             raise PolicyError(
-                f"the policy's hidden state {'.'.join(('next', *path))!r} is {got and tuple(got)}, expected "
+                f"the policy's hidden state {'.'.join(written[path])!r} is {got and tuple(got)}, expected "
                 f"{tuple(leaf.shape)}: write it as it is read, or correct its initial state"
             )
 

@@ -1,4 +1,7 @@
-"""Hidden states that a policy on a TensorDict carries as keys: it reads `key` and writes ``("next", key)``."""
+"""Hidden states that a policy on a TensorDict carries as keys.
+
+It reads `key` and writes ``("next", key)``, or it reads and writes `key` itself.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,13 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from funcollect.tree import Path, flatten
+
+_KEEP_STATES = ("OrnsteinUhlenbeckProcessModule", "MultiStepActorWrapper")  # of TorchRL, beside their in_keys
+_KNOWN = ("tensordict", "torchrl")
 
 INIT: Path = ("is_init",)  # True at the first step of a trajectory, as TorchRL's InitTracker has it
 
@@ -19,10 +26,36 @@ def paths(keys: Iterable[Any] | None) -> list[Path]:
     return [key if isinstance(key, tuple) else (key,) for key in keys or ()]
 
 
+def written_by(module: Any, path: Path) -> Path:
+    """Where `module` writes the next value of the hidden state that it reads as `path`."""
+    writes = paths(getattr(module, "out_keys", None))
+    return path if path in writes and ("next", *path) not in writes else ("next", *path)
+
+
+def reads_what_it_wrote(module: Any) -> bool:
+    """Whether a policy may read, unannounced, what it wrote at the step before.
+
+    Modules of tensordict and TorchRL read their in_keys, but for those that keep a state of their own; functions of a
+    TensorDict, and modules of others, read what they like.
+    """
+    if not isinstance(module, nn.Module):
+        return True
+    parts = [part for part in module.modules() if isinstance(part, TensorDictModuleBase)]
+    return not isinstance(module, TensorDictModuleBase) or any(map(_keeps_state, parts))
+
+
+def _keeps_state(part: TensorDictModuleBase) -> bool:
+    kind = type(part)
+    return kind.forward.__module__.partition(".")[0] not in _KNOWN or kind.__name__ in _KEEP_STATES
+
+
 def initial_hidden_states(
     module: Any, given: Mapping[Any, Any] | None, defaults: Mapping[Path, Tensor] | None = None
 ) -> dict[Path, Tensor]:
     """What each hidden state of `module` is at the start of an episode, in one environment.
+
+    Those under ``next`` have to be known. One that the module reads and writes under the same key is among them where
+    its start is known; else it may be an observation that the module replaces.
 
     Args:
         module: the policy, which may say so itself by parts with `make_tensordict_primer`, as TorchRL's LSTMModule.
@@ -39,10 +72,11 @@ def initial_hidden_states(
         if writes
         else sorted(given_states)
     )
-    if unknown := sorted(set(given_states) - set(hidden)):
+    same_key = {path for path in writes if path in reads} - set(hidden)
+    if unknown := sorted(set(given_states) - set(hidden) - same_key):
         raise ValueError(
-            f"initial_state holds {unknown}, the policy carries {hidden}: name keys that it reads and writes under "
-            "'next'"
+            f"initial_state holds {unknown}, the policy carries {sorted({*hidden, *same_key})}: name keys that it "
+            "reads and writes, under 'next' or as they are"
         )
     known = {**(defaults or {}), **_primed(module), **given_states}
     if missing := [path for path in hidden if path not in known]:
@@ -52,7 +86,7 @@ def initial_hidden_states(
             "says what an episode begins with: use funcollect.tensordict_policy(policy, initial_state={"
             f"{name!r}: torch.zeros(...)}}), without a batch dimension, or give the module a make_tensordict_primer"
         )
-    return {path: known[path] for path in hidden}
+    return {path: known[path] for path in [*hidden, *sorted(same_key & known.keys())]}
 
 
 def _flat(given: Mapping[Any, Any]) -> dict[Path, Tensor]:

@@ -13,8 +13,14 @@ from funcollect.devices import checked_device
 from funcollect.keys import Key, Noise, Purpose, fold, generator_state, torch_generator
 from funcollect.policies.actors.actor import ActorInputs
 from funcollect.policies.tensordict_modules.actor import TensorDictActor
-from funcollect.policies.tensordict_modules.calling import by_path, check_hidden, outputs_of, run_module
-from funcollect.policies.tensordict_modules.hidden_states import INIT, initial_hidden_states, paths
+from funcollect.policies.tensordict_modules.calling import by_path, check_hidden, may_be_read, outputs_of, run_module
+from funcollect.policies.tensordict_modules.hidden_states import (
+    INIT,
+    initial_hidden_states,
+    paths,
+    reads_what_it_wrote,
+    written_by,
+)
 from funcollect.policies.torch_backed import Compiler, TorchBacked, TorchPolicyState, check_callable, check_compiler
 from funcollect.specs import ActionSpec, ExplorationType
 from funcollect.tree import Path, nest
@@ -31,9 +37,14 @@ def tensordict_policy(
 
     The module reads its in_keys, and writes ``action`` and whatever else is to be recorded, each [P, ...]. A key that
     it reads and also writes as ``("next", key)`` is a hidden state: it is carried from step to step, begins anew with
-    each trajectory, and stands in the batch under both keys. ``is_init`` [P, 1], True at a trajectory's first step, is
-    there for a module that reads it. ``exploration_type`` sets tensordict's interaction type. What is drawn from
-    Torch's global generator comes from a state of its own.
+    each trajectory, and stands in the batch under both keys. So is one that it reads and writes under the same key, if
+    its start is known. ``is_init`` [P, 1], True at a trajectory's first step, is there for a module that reads it.
+
+    Functions, and modules other than those of tensordict and TorchRL, find all that they wrote at the step before,
+    except the action. It is absent at the very first step, and zero in a lane that has begun another trajectory.
+
+    ``exploration_type`` sets tensordict's interaction type. What is drawn from Torch's global generator comes from a
+    state of its own.
 
     Args:
         module: a `TensorDictModule` or `TensorDictSequential`, one of TorchRL's actors, or a function of a TensorDict.
@@ -82,7 +93,22 @@ class TensorDictPolicy(TorchBacked):
         self.head = None
         self.initial_state = None
         self.hidden_states = dict(hidden_states or {})
-        self.reads_init = INIT in paths(getattr(module, "in_keys", None))
+        self.written = {path: written_by(module, path) for path in self.hidden_states}
+
+    @property
+    def reads_init(self) -> bool:
+        """Whether the module reads ``is_init``."""
+        return INIT in paths(getattr(self.module, "in_keys", None))
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a step may depend on those before it, so that the policy has to be told of new episodes."""
+        return bool(self.hidden_states) or self.reads_init or reads_what_it_wrote(self.module)
+
+    def inputs_of(self, observation: Any, recurrent: Any) -> tuple[dict[Path, Any], set[Path]]:
+        """What the module reads, by path, and which of it is no output where it writes that."""
+        seen, hidden = by_path(observation), recurrent or {}
+        return seen | hidden, {*seen, *(path for path in hidden if self.written.get(path) != path)}
 
     def noise(self, spec: ActionSpec) -> Noise | None:
         """None: the module draws its own."""
@@ -102,14 +128,20 @@ class TensorDictPolicy(TorchBacked):
     ) -> tuple[TorchPolicyState, Mapping[str, Any]]:
         """One step by itself, no trajectory's first: see `funcollect.Policy`."""
         generator = policy_state.generator.clone()
-        inputs = by_path(observation) | (policy_state.recurrent or {})
+        inputs, read = self.inputs_of(observation, policy_state.recurrent)
         if self.reads_init and INIT not in inputs:
             inputs[INIT] = torch.zeros(next(iter(inputs.values())).shape[0], 1, dtype=torch.bool)
+        inputs |= policy_state.carried or {}
         with torch.no_grad(), set_interaction_type(exploration_type), torch_generator(generator):
-            outputs = outputs_of(run_module(self.bound(params), inputs, self.device), inputs)
-        hidden = {path: outputs.pop(("next", *path)) for path in self.hidden_states}
-        named = {".".join(path): leaf for path, leaf in outputs.items()}
-        return TorchPolicyState(hidden or None, generator), named
+            outputs = outputs_of(run_module(self.bound(params), inputs, self.device), {*read, INIT})
+        hidden = {path: outputs[after] for path, after in self.written.items()}
+        carried = (
+            {path: leaf for path, leaf in outputs.items() if may_be_read(path)}
+            if reads_what_it_wrote(self.module)
+            else None
+        )
+        named = {".".join(path): leaf for path, leaf in outputs.items() if path not in self.written.values()}
+        return TorchPolicyState(hidden or None, generator, carried or None), named
 
     def arguments(self, observation: Any, recurrent: Any) -> tuple[Any, ...]:
         """What the module is called with, a dict for a TensorDict."""
@@ -127,12 +159,19 @@ class TensorDictPolicy(TorchBacked):
         self, module: Callable[..., Any], observation: Any, recurrent: Any, exploration_type: ExplorationType
     ) -> dict[str, Any]:
         """What `module`, this policy's own bound to parameters, writes, nested, hidden states under ``next``."""
-        inputs = by_path(observation) | (recurrent or {})
+        inputs, read = self.inputs_of(observation, recurrent)
         with set_interaction_type(exploration_type):
-            outputs = outputs_of(run_module(module, inputs, self.device), inputs)
-        check_hidden(outputs, {path: inputs[path] for path in self.hidden_states})
+            outputs = outputs_of(run_module(module, inputs, self.device), read)
+        check_hidden(outputs, {path: inputs[path] for path in self.hidden_states}, self.written)
         return nest(outputs)
 
     def actor(self, actor_inputs: ActorInputs) -> TensorDictActor:
         """The policy at work in a rollout."""
-        return TensorDictActor(actor_inputs, self.bound(actor_inputs.params), self.device, reads_init=self.reads_init)
+        return TensorDictActor(
+            actor_inputs,
+            self.bound(actor_inputs.params),
+            self.device,
+            reads_init=self.reads_init,
+            written=self.written,
+            carries=reads_what_it_wrote(self.module),
+        )

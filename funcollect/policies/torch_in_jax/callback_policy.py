@@ -20,7 +20,7 @@ from funcollect.interop.memory import fixed
 from funcollect.keys import torch_generator
 from funcollect.policies.actors.checks import check_tensor
 from funcollect.policies.torch_backed import TorchPolicyState
-from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source, constant
+from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source, check_forgets, constant
 from funcollect.policies.torch_modules.torch_policy import lanes_of
 from funcollect.specs import ExplorationType
 from funcollect.tree import NAMESPACE
@@ -60,12 +60,25 @@ class CallbackPolicy(EmbeddedPolicy):
         self._reads = reads
         self._answers: dict[Any, _OutputBuffers] = {}
         self._module: Any = None
+        self._settings = source.settings
         self._error: BaseException | None = None
 
     def prepare(self, params: Any) -> dict[str, Any]:
         """Bind parameters, a TensorDict or None for the module's own, for the calls from now on."""
         self._module = self.source.bound(self.source.prepare(params))
         return {}
+
+    def fits(self) -> bool:
+        """Whether the module, if it has been changed, still answers with the keys, shapes and dtypes that it had."""
+        if self.source.settings != self._settings:
+            self._settings = self.source.settings
+            self.prepare(None)
+            for answer in self._answers.values():
+                with torch_generator(torch.get_rng_state()):
+                    outputs, treespec = self._asked(answer.given)
+                if treespec != answer.treespec or [(leaf.shape, leaf.dtype) for leaf in outputs] != answer.kinds:
+                    return False
+        return True
 
     @contextlib.contextmanager
     def running(self, state: TorchPolicyState) -> Iterator[None]:
@@ -161,6 +174,7 @@ def callback_policy(source: Source, observation: Any, exploration_type: Explorat
     recurrent = lanes_of(initial_carry, len(tree.leaves(observation)[0]), source.device)
     leaves, treedef = tree.flatten(plain((observation, recurrent)))
     policy = CallbackPolicy(source, exploration_type, [leaf.dtype for leaf in leaves], initial_carry)
+    check_forgets(source, source.bound(None), observation, recurrent, exploration_type)
     answer = policy.answer_to(treedef, leaves)
     zeros = [torch.zeros(shape, dtype=dtype) for shape, dtype in answer.kinds]
     given = (optree.tree_unflatten(answer.treespec, zeros), observation, recurrent)

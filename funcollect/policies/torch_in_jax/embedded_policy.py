@@ -15,16 +15,17 @@ import numpy as np
 import optree
 import torch
 from tensordict import TensorDict
+from tensordict.nn import set_interaction_type
 from torch import Tensor
 
 from funcollect.errors import LoweringError
 from funcollect.interop.bridge import argument, torch_view
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.structure import plain
-from funcollect.keys import key_from_seed
+from funcollect.keys import key_from_seed, torch_generator
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
-from funcollect.policies.tensordict_modules.calling import by_path
-from funcollect.policies.tensordict_modules.hidden_states import INIT
+from funcollect.policies.tensordict_modules.calling import by_path, may_be_read, names_of, outputs_of, run_module
+from funcollect.policies.tensordict_modules.hidden_states import INIT, reads_what_it_wrote
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_backed import TorchPolicyState
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
@@ -116,7 +117,7 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
         """
         if not isinstance(self.source, TensorDictPolicy):
             return answer
-        outputs, after = _recorded(answer, recurrent)
+        outputs, after = _recorded(answer, recurrent, self.source.written)
         named = {".".join(path): leaf for path, leaf in outputs.items()}
         return named if recurrent is None else (named, after)
 
@@ -135,7 +136,7 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
         """
         hidden: Mapping[Path, Any] = {}
         if isinstance(self.source, TensorDictPolicy):
-            outputs, hidden = _recorded(answer, recurrent)
+            outputs, hidden = _recorded(answer, recurrent, self.source.written)
         else:
             answer = answer if recurrent is None else answer[0]
             outputs = flatten(answer) if isinstance(answer, Mapping) else {}
@@ -162,13 +163,45 @@ def constant(initial_carry: Any) -> Any:
     return initial_carry
 
 
-def _recorded(answer: Any, recurrent: Mapping[Path, Any] | None) -> tuple[dict[Path, Any], dict[Path, Any]]:
-    """What one call of a TensorDict policy leaves in a batch, and what it carries on: of what it read, the next."""
+def check_forgets(source: Source, module: Any, observation: Any, recurrent: Any, interaction: ExplorationType) -> None:
+    """Raise LoweringError for a policy on a TensorDict that reads what it wrote there at the step before.
+
+    A loop of JAX carries hidden states that are announced. So the module is called twice, the second time with what it
+    wrote the first time, and has to answer the same.
+    """
+    if not isinstance(source, TensorDictPolicy) or not reads_what_it_wrote(source.module):
+        return
+    inputs, read = source.inputs_of(observation, recurrent)
+    answers: list[dict[Path, Any]] = []
+    for _ in range(2):
+        carried = {path: leaf for path, leaf in answers[0].items() if may_be_read(path)} if answers else {}
+        with torch.no_grad(), set_interaction_type(interaction), torch_generator(torch.get_rng_state()):
+            answers.append(outputs_of(run_module(module, inputs | carried, source.device), read))
+    one, two = answers
+    others = [path for path, leaf in two.items() if path not in one or not _same(one[path], leaf)]
+    if others:
+        raise LoweringError(
+            f"its {names_of(others)} depend on what it wrote at the step before: give these keys a start with "
+            "funcollect.tensordict_policy(policy, initial_state={...}), and name them in the in_keys and out_keys"
+        )
+
+
+def _same(one: Any, two: Any) -> bool:
+    return one is two or (isinstance(one, Tensor) and torch.equal(one, two))
+
+
+def _recorded(
+    answer: Any, recurrent: Mapping[Path, Any] | None, written: Mapping[Path, Path]
+) -> tuple[dict[Path, Any], dict[Path, Any]]:
+    """What one call of a TensorDict policy leaves in a batch, and what it carries on: of what it read, the next.
+
+    `written` has, by the path of each hidden state, that of its next value.
+    """
     read = recurrent or {}
-    outputs = {**flatten(answer), **read}
+    outputs = {**flatten(answer), **{path: leaf for path, leaf in read.items() if written.get(path) != path}}
     if INIT in read:
         outputs["next", *INIT] = read[INIT] != read[INIT]  # False, of Torch or of JAX
-    return outputs, {path: outputs["next", *path] for path in read}
+    return outputs, {path: outputs[written.get(path, ("next", *path))] for path in read}
 
 
 def _overlap(one: Path, two: Path) -> bool:

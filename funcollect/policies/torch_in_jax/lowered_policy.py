@@ -18,7 +18,7 @@ from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.lowering import Lowered, lower_module
 from funcollect.interop.lowering.structure import plain
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
-from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source, constant
+from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source, check_forgets, constant
 from funcollect.policies.torch_modules.settings import settings_of, unregistered
 from funcollect.policies.torch_modules.torch_policy import lanes_of
 from funcollect.specs import ExplorationType
@@ -115,11 +115,12 @@ def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> No
     source: Any = policy.source
     module: Any = source.bound(None)
     given: Any = (observation, recurrent)
-    before = settings_of(module) if module is not source.module else None  # a copy's, which a call may change
+    before = settings_of(module)
     with torch.no_grad():
         moved = optree.tree_map(lambda leaf: leaf.to(source.run_device or leaf.device, copy=True), given)
         eager = source.call_module(module, *moved, policy.exploration_type)
-    if before is not None and before != settings_of(module):
+    check_forgets(source, module, moved[0], moved[1], policy.exploration_type)
+    if before != settings_of(module):
         raise LoweringError(f"{type(module).__name__} changes its own attributes when called: return them as a state")
     inputs: Any = optree.tree_map(to_jax, plain(given if recurrent is not None else given[:1]))
     ours = import_jax().jit(policy.apply)(policy.prepare(None), *inputs)

@@ -1,12 +1,11 @@
 """Parameters bound to a private skeleton of a Torch module.
 
-The skeleton is a structural copy: its submodules are its own, its tensors are whichever were bound last. The user's
-module is only read, so a trainer may go on using it.
+The skeleton is a shallow copy whose tensors are whichever were bound last. The user's module is only read, so a trainer
+may go on using it.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,54 +13,51 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from funcollect.policies.torch_modules.settings import PLAIN
+from funcollect.policies.torch_modules.skeleton import Skeleton
 from funcollect.tree import flatten
 
-Attributes = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]  # the module's, the skeleton's, the last ones bound
 TensorSlots = dict[str, tuple[dict[str, Any], dict[str, Any], str]]  # name: the module's dict, the skeleton's, its key
 
 
 class Binding:
-    """A module and its skeleton on `device` (None: wherever the module is).
-
-    A module that cannot be copied is used as it is, and then only with its own parameters.
-    """
+    """A module and its skeleton on `device` (None: wherever the module is)."""
 
     def __init__(self, module: nn.Module, device: torch.device | None = None) -> None:
         self.module = module
         self.device = device
-        tensors = [*module.parameters(), *module.buffers()]
-        memo = {id(tensor): tensor for tensor in tensors}
-        try:
-            self.skeleton: nn.Module = copy.deepcopy(module, memo)
-            self.obstacle: str | None = None
-        except Exception as error:
-            self.skeleton = module
-            self.obstacle = repr(error)
-        if self.obstacle and device is not None and any(tensor.device != device for tensor in tensors):
+        self._skeleton = Skeleton(module)
+        self._parameters, self._buffers = self._slots("_parameters"), self._slots("_buffers")
+        tensors = (*module.parameters(), *module.buffers())
+        if device is not None and any(tensor.device != device for tensor in tensors):
+            self._check_apart(f"the policy cannot be copied to {device}", "move it there before")
+
+    def _check_apart(self, consequence: str, way: str) -> None:
+        """Raise ValueError where the module would use its own tensors all the same."""
+        if name := self._skeleton.entangled:
             raise ValueError(
-                f"the policy cannot be copied to {device} ({self.obstacle}): move it there before, or pass "
-                "policy_factory, a function that builds it there"
+                f"{consequence}: {name!r} of {type(self.module).__name__} refers to a submodule or a parameter of the "
+                f"module itself, expected no such reference: {way}, or pass policy_factory, a function that builds it"
             )
-        parts = zip(module.modules(), self.skeleton.modules(), strict=True)
-        self._attributes: list[Attributes] = [(vars(source), vars(target), {}) for source, target in parts]
-        self._parameters = self._slots("_parameters")
-        self._buffers = self._slots("_buffers")
 
     def _slots(self, kind: str) -> TensorSlots:
         slots: TensorSlots = {}
-        for (name, source), target in zip(self.module.named_modules(), self.skeleton.modules(), strict=True):
+        for name, source, target in self._skeleton.parts():
             for key, tensor in getattr(source, kind).items():
                 if tensor is not None:
                     slots[f"{name}.{key}" if name else key] = (getattr(source, kind), getattr(target, kind), key)
         return slots
+
+    def _follow(self) -> None:
+        """Take over what has been set in the module since the last call."""
+        if self._skeleton.follow():
+            self._parameters, self._buffers = self._slots("_parameters"), self._slots("_buffers")
 
     @property
     def run_device(self) -> torch.device | None:
         """Where the skeleton runs; None for a module without parameters."""
         if self.device is not None:
             return self.device
-        return next((source[key].device for source, _, key in self._parameters.values()), None)
+        return next((parameter.device for parameter in self.module.parameters()), None)
 
     @property
     def params(self) -> TensorDict:
@@ -76,7 +72,7 @@ class Binding:
     def load(self, params: Any) -> None:
         """Write `params` into the user's module, which a caller that loads a checkpoint asks for."""
         with torch.no_grad():
-            for name, value in self._matched(params).items():
+            for name, value in self.matched(params).items():
                 source, _, key = (self._parameters | self._buffers)[name]
                 source[key].copy_(value)
 
@@ -85,21 +81,22 @@ class Binding:
 
         Raises:
             TypeError: for something that holds no tensors by name.
-            ValueError: for a missing, unknown or misshapen parameter, or a module that cannot be copied.
+            ValueError: for a missing, unknown or misshapen parameter, or a module that would use its own all the same.
         """
-        if params is not None and self.obstacle:
-            raise ValueError(
-                f"params= needs a copy of the policy, which cannot be copied ({self.obstacle}): "
-                "pass params=None, or policy_factory, a function that builds it"
-            )
-        return None if params is None else self._matched(params)
+        if params is None:
+            return None
+        matched = self.matched(params)
+        self._check_apart("params= cannot act", "pass params=None")
+        return matched
 
-    def _matched(self, params: Any) -> dict[str, Tensor]:
+    def matched(self, params: Any) -> dict[str, Tensor]:
+        """`params` by dotted name, checked against the module's."""
         if not isinstance(params, (Mapping, TensorDictBase)):
             raise TypeError(
                 f"params is {type(params).__name__}, expected a TensorDict or a state dict of the module: pass "
                 "policy.params or module.state_dict()"
             )
+        self._follow()
         given = {".".join(path): value for path, value in flatten(params).items()}
         return {name: self._checked(name, given, slot[0][slot[2]]) for name, slot in self._named(given).items()}
 
@@ -126,22 +123,18 @@ class Binding:
 
     def tensors(self, prepared: dict[str, Tensor] | None) -> dict[str, Tensor]:
         """The module's own parameters and buffers as they are now, those of `prepared` in their place."""
+        self._follow()
         own = {name: source[key] for name, (source, _, key) in (self._parameters | self._buffers).items()}
         return own | (prepared or {})
 
     def bind(self, prepared: dict[str, Tensor] | None) -> nn.Module:
         """The skeleton over the given tensors or, for None, over the module's own as they are now.
 
-        Plain attributes that the user has set since, training mode among them, are set there, too.
+        What has been set in the module since is set there, too: attributes, submodules, hooks, training mode.
         Parameters are shared, not copied. Buffers are copied, so that a forward pass that writes them (batch
         statistics in training mode) leaves the user's module as it is.
         """
-        if self.skeleton is self.module:
-            return self.module
-        for source, target, bound in self._attributes:
-            for name, value in source.items():
-                if isinstance(value, PLAIN) and (name not in bound or bound[name] != value):
-                    bound[name] = target[name] = value
+        self._follow()
         for name, (source_slot, target_slot, key) in self._parameters.items():
             tensor = source_slot[key] if prepared is None else prepared[name]
             target_slot[key] = tensor if self.device is None else tensor.to(self.device)
@@ -149,4 +142,4 @@ class Binding:
             own: Tensor = source_slot[key]
             buffer = own if prepared is None else prepared.get(name, own)
             target_slot[key] = buffer.detach().to(self.device or buffer.device, copy=True)
-        return self.skeleton
+        return self._skeleton.root

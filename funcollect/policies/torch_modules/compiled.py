@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -33,6 +34,12 @@ class CompiledCall:
             self._module = module
             self._call = torch.compile(module, backend=self._compiler, options=_OPTIONS.get(self._compiler))
         return self._call
+
+    @staticmethod
+    def watching_hooks() -> contextlib.AbstractContextManager[Any]:
+        """The context of calls: Torch compiles again where a hook has come or gone, which it would not do by itself."""
+        context: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
+        return context
 
     def __reduce__(self) -> Any:
         """Compiled code stays in its process."""

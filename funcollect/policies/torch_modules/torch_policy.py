@@ -102,6 +102,10 @@ class TorchPolicy(TorchBacked):
         module = super().bound(prepared)
         return module if self._compiled is None else self._compiled(module, self.run_device or torch.device("cpu"))
 
+    def calling(self) -> contextlib.AbstractContextManager[Any]:
+        """The context in which the module is called."""
+        return contextlib.nullcontext() if self._compiled is None else self._compiled.watching_hooks()
+
     def check(self, spec: ActionSpec) -> None:
         """Raise ValueError where the head does not suit the action space."""
         if self.head is not None:
@@ -170,6 +174,7 @@ class TorchActor:
 
     def __init__(self, policy: TorchPolicy, actor_inputs: ActorInputs) -> None:
         self._actor_inputs = actor_inputs
+        self._policy = policy
         self._head = policy.head
         self._module = policy.bound(actor_inputs.params)
         run_device = policy.run_device
@@ -191,7 +196,7 @@ class TorchActor:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """No gradients, and Torch's global generator running from the policy's state."""
-        with torch.no_grad(), torch_generator(self._generator):
+        with torch.no_grad(), torch_generator(self._generator), self._policy.calling():
             yield
 
     def act(self, t: int) -> Tensor:

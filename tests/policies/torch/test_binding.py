@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
+import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 import funcollect as fc
 from tests.support.compare import assert_same
@@ -191,16 +195,106 @@ class Uncopyable(nn.Linear):
         raise RuntimeError("holds a socket")
 
 
-def test_a_module_that_cannot_be_copied_is_used_as_it_is(env: Any) -> None:
+def test_a_module_that_refuses_to_be_copied_takes_params_all_the_same(env: Any) -> None:
     module = Uncopyable(4, 2)
     policy, before = make_policy(module), snapshot(module)
-    batch = collect(env, policy)
-    assert torch.equal(batch["action"], module(batch["observation"]).argmax(-1))
+    for params in (None, linear(1.0).state_dict()):
+        batch = collect(env, policy, params=params)
+        acted = module if params is None else linear(1.0)
+        assert torch.equal(batch["action"], acted(batch["observation"]).argmax(-1))
     assert_untouched(module, before)
-    with pytest.raises(ValueError, match=r"holds a socket.*policy_factory"):
+
+
+class Entangled(nn.Module):
+    """Reaches its own submodule in a way that no copy follows."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner = linear(1.0)
+        held = {
+            "a closure": lambda x: self.inner(x),
+            "an object": SimpleNamespace(module=self.inner),
+            "a parameter": [self.inner.weight],
+            "a closure in a partial": functools.partial(lambda inner, x: inner(x) + self.inner.bias, self.inner),
+        }
+        self.held = held[how]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("how", ["a closure", "an object", "a parameter", "a closure in a partial"])
+def test_a_module_that_reaches_itself_acts_with_its_own_parameters_only(env: Any, how: str) -> None:
+    module = Entangled(how)
+    policy = make_policy(module)
+    assert collect(env, policy)["action"].unique().tolist() == [1]
+    with pytest.raises(ValueError, match=r"params= cannot act: 'held' of Entangled refers to.*policy_factory"):
         collect(env, policy, params=TensorDict.from_module(module))
-    with pytest.raises(ValueError, match=r"cannot be copied to meta.*policy_factory"):
+    with pytest.raises(ValueError, match=r"cannot be copied to meta: 'held'.*move it there before.*policy_factory"):
         fc.torch_policy(module, device="meta")
+
+
+class Reaching(nn.Module):
+    """Reaches its own submodules and methods in ways that a copy follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = linear(1.0), linear(1.0)
+        self.method = self.doubled
+        self.methods = {"add": self.added, "parts": [functools.partial(self.part, "one")]}
+        self.listed = (self.two, [self.two])
+        self.__dict__["hidden"] = nn.Sequential(self.two)
+
+    def doubled(self, x: Tensor) -> Tensor:
+        return 2 * self.one(x)
+
+    def added(self, x: Tensor) -> Tensor:
+        return self.one(x) + self.two(x)
+
+    def part(self, name: str, x: Tensor) -> Tensor:
+        return getattr(self, name)(x)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        ways = (
+            self.method(x),
+            self.methods["add"](x),  # type: ignore[operator]
+            self.methods["parts"][0](x),  # type: ignore[index]
+            self.listed[0](x),
+            self.listed[1][0](x),
+            self.hidden(x),
+        )
+        return {"action": torch.zeros(len(x)).long(), "seen": torch.stack(ways, 1)}
+
+
+def test_params_reach_every_way_in_which_a_module_holds_its_own_parts(env: Any) -> None:
+    module, other = Reaching(), Reaching()
+    for part in other.parameters():
+        nn.init.normal_(part)
+    policy = fc.torch_policy(module)
+    for params in (None, other.state_dict()):
+        batch = collect(env, policy, params=params)
+        acted = module if params is None else other
+        assert_close(batch["seen"], torch.stack([acted(each)["seen"] for each in batch["observation"]]))
+
+
+def test_a_compiled_module_takes_params_and_stays_apart(env: Any) -> None:
+    module = Normed().train()
+    policy, before = fc.torch_policy(torch.compile(module, backend="eager")), snapshot(module)
+    batch = collect(env, policy, params={f"_orig_mod.{name}": value for name, value in module.state_dict().items()})
+    assert_untouched(module, before)
+    assert batch["mode"].all()
+
+
+def test_a_scripted_module_is_followed(env: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        module = torch.jit.script(nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5)))
+    policy = make_policy(module)
+    for acted in (module.eval(), module.train().eval()):
+        with torch.no_grad():
+            acted[0].bias.add_(1.0)
+        batch = collect(env, policy)
+        assert torch.equal(batch["action"], acted(batch["observation"]).argmax(-1))
 
 
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {

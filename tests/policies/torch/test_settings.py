@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from funcollect.policies.torch_modules.settings import SettingsCache, settings_of
+from funcollect.policies.torch_modules.settings import NO_SETTINGS, SettingsCache, settings_of
 
 
 def module() -> nn.Sequential:
@@ -72,4 +72,4 @@ def test_a_copy_in_another_process_looks_by_itself() -> None:
 
 
 def test_a_function_has_none() -> None:
-    assert SettingsCache(None).settings == ()
+    assert SettingsCache(None).settings == NO_SETTINGS

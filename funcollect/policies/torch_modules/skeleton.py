@@ -1,0 +1,218 @@
+"""A shallow copy of a Torch module, to run with other tensors; the user's module is only read.
+
+Each submodule of the copy has its own dictionaries of parameters, buffers and submodules, and shares all else with the
+user's: what is changed inside an attribute acts at once, and `Skeleton.follow` takes over what has been set since.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from tensordict.nn import TensorDictParams
+from torch import Tensor, nn
+
+from funcollect.policies.torch_modules.settings import PLAIN, REGISTERED, Look, content_of
+
+_MOST_OBJECTS = 2_000  # that are looked through behind the attributes of a submodule
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+
+
+class Skeleton:
+    """See the module's docstring.
+
+    Args:
+        module: the user's.
+
+    Attributes:
+        root: the copy.
+        entangled: the name of an attribute through which the module reaches its own parameters or submodules, whatever
+            stands in for them; empty if there is none.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._copies: dict[int, _Copy] = {}  # by the id of the original
+        self._look: Look | None = None
+        self.follow()
+
+    def follow(self) -> bool:
+        """Take over all that has been set in the module since the last call; whether there was anything."""
+        if self._look is not None and self._look.holds():
+            return False
+        parts = _parts_of(self._module)
+        self._copies = self._copies_of(parts)
+        self.root: nn.Module = self._copies[id(self._module)].copy
+        tensors = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
+        self.entangled = ""
+        watched: list[Any] = []
+        for part in parts:
+            if not isinstance(part, torch.jit.ScriptModule):
+                follower = _Follower(self._copies, tensors)
+                self.entangled = follower.follow(part) or self.entangled
+                watched += follower.containers
+        if not any(isinstance(part, torch.jit.ScriptModule) for part in parts):
+            registered = [getattr(part, kind) for part in parts for kind in REGISTERED]
+            self._look = Look(parts, [*map(vars, parts), *registered, *watched])
+        return True
+
+    def _copies_of(self, parts: list[nn.Module]) -> dict[int, _Copy]:
+        copies: dict[int, _Copy] = {}
+        for part in parts:
+            if id(part) in copies:
+                continue
+            if isinstance(part, torch.jit.ScriptModule):  # which changes where Python does not see it
+                pairs = zip(part.modules(), copy.deepcopy(part).modules(), strict=True)
+                copies |= {id(original): _Copy(original, other) for original, other in pairs}
+            else:
+                copies[id(part)] = self._copies.get(id(part)) or _Copy(part, bare(type(part)))
+        return copies
+
+    def parts(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+        """The name of each submodule, the user's and the copy."""
+        for name, part in self._module.named_modules():
+            yield name, part, self._copies[id(part)].copy
+
+
+def _parts_of(module: nn.Module) -> list[nn.Module]:
+    """The module, its submodules, and other modules in their attributes, which may have submodules in common."""
+    parts: dict[int, nn.Module] = {}
+    queue = [module]
+    while queue:
+        part = queue.pop()
+        if id(part) not in parts:
+            parts[id(part)] = part
+            queue += [each for each in part._modules.values() if each is not None]
+            if not isinstance(part, torch.jit.ScriptModule):
+                queue += [value for value in vars(part).values() if isinstance(value, nn.Module)]
+    return list(parts.values())
+
+
+class _Copy:
+    """The copy of one submodule, and its attributes as they were taken over."""
+
+    def __init__(self, original: nn.Module, other: nn.Module) -> None:
+        self.original = original
+        self.copy = other
+        self.taken: dict[str, Any] = {}
+
+
+def bare(kind: type[nn.Module]) -> nn.Module:
+    """A module without attributes. `copy.copy` would refuse modules with parametrizations."""
+    made: nn.Module = object.__new__(kind)
+    return made
+
+
+class _Follower:
+    """Brings the copy of one submodule up to date.
+
+    Attributes:
+        containers: those with methods or submodules of the module in them, whose copies have to follow them.
+    """
+
+    def __init__(self, copies: Mapping[int, _Copy], tensors: set[int]) -> None:
+        self._copies = copies
+        self._tensors = tensors
+        self.containers: list[Any] = []
+        self._open: set[int] = set()
+        self._seen: dict[int, Any] = {}
+
+    def follow(self, part: nn.Module) -> str:
+        """Take over what the submodule is; the name of an attribute that cannot be, or an empty string."""
+        known = self._copies[id(part)]
+        made_anew = (*REGISTERED, "forward") if _is_compiled(part) else REGISTERED
+        attributes = {name: value for name, value in vars(part).items() if name not in made_anew}
+        own = vars(known.copy)
+        if type(known.copy) is not type(part):
+            known.copy.__class__ = type(part)
+        for name in known.taken.keys() - attributes.keys():
+            del known.taken[name]
+            own.pop(name, None)
+        entangled = "_param_td" if isinstance(part, TensorDictParams) else ""
+        for name, value in attributes.items():
+            moved = self._moved(value)
+            if moved is not value or name not in known.taken or known.taken[name] is not value:
+                known.taken[name], own[name] = value, moved
+            if not isinstance(value, PLAIN) and self._reaches(moved) and not _weights_of_rnn(part, name):
+                entangled = entangled or name
+        own["_modules"] = {name: child and self._copies[id(child)].copy for name, child in part._modules.items()}
+        for kind in ("_parameters", "_buffers"):
+            own[kind] = dict(getattr(part, kind))
+        if _is_compiled(part):
+            restore: Any = known.copy.__setstate__
+            restore(own)  # makes its forward, over the copy of the module inside
+        return entangled
+
+    def _moved(self, value: Any) -> Any:
+        """The value, with the copies of submodules in the place of submodules; itself where it has none."""
+        if isinstance(value, nn.Module):
+            known = self._copies.get(id(value))
+            return value if known is None else known.copy
+        if isinstance(value, MethodType):
+            owner = self._moved(value.__self__)
+            return value if owner is value.__self__ else MethodType(value.__func__, owner)
+        if isinstance(value, partial):
+            parts = (value.func, value.args, value.keywords)
+            function, args, keywords = map(self._moved, parts)
+            same = all(new is old for new, old in zip((function, args, keywords), parts, strict=True))
+            return value if same else partial(function, *args, **keywords)
+        return self._container(value) if isinstance(value, _CONTAINERS) and value else value
+
+    def _container(self, value: Any) -> Any:
+        if id(value) in self._open:  # it holds itself
+            return value
+        self._open.add(id(value))
+        items = list(value.values() if isinstance(value, dict) else value)
+        moved = list(map(self._moved, items))
+        self._open.remove(id(value))
+        if all(new is old for new, old in zip(moved, items, strict=True)):
+            return value
+        self.containers.append(value)
+        if isinstance(value, dict):
+            other = copy.copy(value)
+            other.update(zip(value, moved, strict=True))
+            return other
+        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
+
+    def _reaches(self, value: Any) -> bool:
+        """Whether a value that was moved still leads to the user's own submodules or registered tensors."""
+        if isinstance(value, nn.Module):
+            return id(value) in self._copies
+        if isinstance(value, Tensor):
+            return id(value) in self._tensors
+        if isinstance(value, PLAIN) or id(value) in self._seen or len(self._seen) == _MOST_OBJECTS:
+            return False
+        self._seen[id(value)] = value
+        return any(map(self._reaches, _inside(value)))
+
+
+def _inside(value: Any) -> list[Any]:
+    """What a container holds, what a function or method refers to, or an object's attributes."""
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, _CONTAINERS):
+        return list(value)
+    if isinstance(value, MethodType):
+        return [value.__self__]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, FunctionType):
+        return [content_of(cell) for cell in value.__closure__ or ()]
+    attributes = None if isinstance(value, type | ModuleType) else getattr(value, "__dict__", None)
+    return list(attributes.values()) if isinstance(attributes, dict) else []
+
+
+def _weights_of_rnn(part: nn.Module, name: str) -> bool:
+    """Whether this is the list in which an RNN keeps its parameters, which it makes anew when they are others."""
+    return isinstance(part, nn.RNNBase) and name == "_flat_weights"
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    """Whether this is what `torch.compile` returned; its class is imported late, since that takes seconds."""
+    kind = type(part)
+    return kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch._dynamo")

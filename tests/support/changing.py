@@ -1,0 +1,117 @@
+"""A network whose every kind of attribute acts on its answers, and the ways in which users change one."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+
+class Config:
+    def __init__(self) -> None:
+        self.bias = 0.0
+        self.inner = types.SimpleNamespace(power=1.0)
+
+
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class Net(nn.Module):
+    """Answers an action [P] and the logits [P, 2] that it is chosen by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.act: Callable[[Tensor], Tensor] = torch.sin
+        self.gate = gate(1.0)
+        self.temperature = 1.0
+        self.scales = [1.0, 1.0]
+        self.options = {"gain": {"value": 1.0}}
+        self.config = Config()
+        self.register_buffer("offset", torch.zeros(2))
+
+    def forward(self, observation: Tensor) -> dict[str, Tensor]:
+        x = self.gate(self.act(self.body(observation)))
+        x = x * self.temperature * self.scales[0] * self.options["gain"]["value"] + self.offset
+        x = x * self.config.inner.power + self.config.bias
+        if not self.training:
+            x = x + 0.25
+        return {"action": x.argmax(-1), "logits": x}
+
+
+class TensorNet(Net):
+    """Has a tensor that is neither a parameter nor a buffer, so that it cannot be lowered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.zeros(2)
+
+    def forward(self, observation: Tensor) -> dict[str, Tensor]:
+        x = super().forward(observation)["logits"] + self.shift
+        return {"action": x.argmax(-1), "logits": x}
+
+
+class Louder(Net):
+    def forward(self, observation: Tensor) -> dict[str, Tensor]:
+        x = super().forward(observation)["logits"] * 1.5
+        return {"action": x.argmax(-1), "logits": x}
+
+
+def gate(factor: float) -> Callable[[Tensor], Tensor]:
+    """A function that closes over a number."""
+    return lambda x: factor * x
+
+
+def _patched(self: Any, observation: Tensor) -> dict[str, Tensor]:
+    x = type(self).forward(self, observation)["logits"] - 0.5
+    return {"action": x.argmax(-1), "logits": x}
+
+
+def _shifted(_module: Any, _inputs: Any, answer: Any) -> Any:
+    return answer + 0.125
+
+
+def _loaded(net: Any) -> None:
+    net.load_state_dict({name: value + 0.05 for name, value in net.state_dict().items()}, assign=True)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a number": lambda net: setattr(net, "temperature", 0.5),
+    "the mode": lambda net: net.eval(),
+    "a submodule": lambda net: net.body.__setitem__(2, nn.Linear(8, 2)),
+    "a wider submodule": lambda net: setattr(net, "body", nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))),
+    "an activation module": lambda net: net.body.__setitem__(1, nn.Softsign()),
+    "a layer more": lambda net: net.body.append(nn.Linear(2, 2)),
+    "an activation function": lambda net: setattr(net, "act", torch.cos),
+    "a closure": lambda net: setattr(net, "gate", gate(0.5)),
+    "a hook": lambda net: net.body.register_forward_hook(_shifted),
+    "forward of the instance": lambda net: setattr(net, "forward", types.MethodType(_patched, net)),
+    "an element of a list": lambda net: net.scales.__setitem__(0, 0.75),
+    "an entry of a dict in a dict": lambda net: net.options["gain"].update(value=1.25),
+    "an attribute of an object": lambda net: setattr(net.config, "bias", 0.375),
+    "an attribute of an object in an object": lambda net: setattr(net.config.inner, "power", 1.125),
+    "a parameter": lambda net: setattr(net.body[0], "bias", nn.Parameter(torch.linspace(-1, 1, 16))),
+    "a buffer": lambda net: setattr(net, "offset", torch.tensor([0.5, -0.5])),
+    "weights assigned": _loaded,
+    "a parametrization": lambda net: parametrize.register_parametrization(net.body[0], "weight", Double()),
+    "a spectral norm": lambda net: parametrizations.spectral_norm(net.body[2]),
+    "the class": lambda net: setattr(net, "__class__", Louder),
+}
+
+TENSOR_CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a tensor": lambda net: setattr(net, "shift", torch.tensor([0.5, -0.25])),
+    "a tensor in place": lambda net: net.shift.add_(0.25),
+}
+
+
+def expected(net: Any, batch: Any) -> Tensor:
+    """What the network itself answers, as it is now, to the observations of a batch."""
+    with torch.no_grad():
+        logits: Tensor = net(batch["observation"].flatten(0, -2))["logits"]
+    return logits.reshape(*batch.batch_size, 2)
