@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from funcollect.collectors.ray_collector import RayCollector
     from funcollect.collectors.sync import SyncDataCollector
     from funcollect.core import traced
-    from funcollect.core.api import close, fork, init, reset, rollout, step
+    from funcollect.core.api import close, fork, init, recover, reset, rollout, step
     from funcollect.core.differentiable import differentiable_rollout
     from funcollect.core.evaluate import evaluate
     from funcollect.core.explain import Plan, explain
@@ -104,7 +104,7 @@ _HOMES = {
     "funcollect.policies.random_policy": ["random_policy"],
     "funcollect.policies.torch_modules.torch_policy": ["torch_policy"],
     "funcollect.progress": ["track"],
-    "funcollect.core.api": ["close", "fork", "init", "reset", "rollout", "step"],
+    "funcollect.core.api": ["close", "fork", "init", "recover", "reset", "rollout", "step"],
     "funcollect.core.differentiable": ["differentiable_rollout"],
     "funcollect.core.evaluate": ["evaluate"],
     "funcollect.core.explain": ["Plan", "explain"],
@@ -192,6 +192,7 @@ __all__ = [
     "plots",
     "random_policy",
     "record",
+    "recover",
     "reset",
     "ring",
     "rollout",

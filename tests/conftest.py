@@ -34,7 +34,7 @@ def ray_cluster():
     """A cluster of Ray's on this machine, with more CPUs than it has; the module `ray`."""
     import ray
 
-    ray.init(num_cpus=8, include_dashboard=False, object_store_memory=STORE, log_to_driver=False)
+    ray.init("local", num_cpus=8, include_dashboard=False, object_store_memory=STORE, log_to_driver=False)
     yield ray
     ray.shutdown()
 

@@ -90,7 +90,7 @@ class Options:
             params=params,
             exploration_type=self.exploration_type,
             max_frames_per_traj=limit if limit is not None and limit > 0 else None,
-            random_steps=math.ceil(max(self.init_random_frames or 0, 0) / lanes),
+            random_steps=length * math.ceil(max(self.init_random_frames or 0, 0) / (lanes * length)),
             reset_when_done=self.reset_when_done,
             columns=columns,
         )

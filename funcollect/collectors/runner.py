@@ -115,8 +115,9 @@ class Runner:
     def reset(self, mask: Tensor | None = None) -> None:
         """Begin new episodes in the lanes of `mask` [P], or in all."""
         self._check_open()
+        again = self._interrupted and mask is None
         try:
-            self.state = api.reset(self.env, self.state, mask)
+            self.state = api.recover(self.env, self.state) if again else api.reset(self.env, self.state, mask)
         except (TypeError, ValueError):
             raise  # a bad mask, said before the state is used
         except BaseException:

@@ -36,7 +36,8 @@ class SyncDataCollector(Runner, Collector):
         policy_device: where the policy runs.
         create_env_kwargs: keyword arguments for `make_env` or for the callable.
         max_frames_per_traj: steps after which a trajectory is truncated; None or negative for no limit.
-        init_random_frames: frames at the start of the run with random actions; the policy runs all the same.
+        init_random_frames: frames at the start of the run with random actions, rounded up to whole batches; the policy
+            runs all the same.
         reset_at_each_iter: begin every batch with new episodes.
         split_trajs: deliver `split_trajectories` of each batch.
         postproc: applied to each batch, after splitting.

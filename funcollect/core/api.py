@@ -16,7 +16,7 @@ from funcollect.core.request import Request
 from funcollect.core.routes import route_of, run_embedded
 from funcollect.core.simulators.forking import fork_simulation
 from funcollect.core.simulators.simulation import Simulation, SimulatorHandle
-from funcollect.core.state import CollectorState, fresh_counters, policy_start
+from funcollect.core.state import CollectorState, check_origin, fresh_counters, origin_of, policy_start
 from funcollect.core.traced_step.checks import check_live, check_one_run
 from funcollect.envs.jax_envs.jax_env import JaxEnv, JaxEnvState
 from funcollect.interop.jax_setup import compiled
@@ -84,6 +84,7 @@ def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, t
         key=key,
         lane=lane,
         total_lanes=total_lanes,
+        origin=origin_of(env),
         **counters,
     )
 
@@ -193,17 +194,43 @@ def reset(env: Env, state: CollectorState, mask: Tensor | None = None) -> Collec
 
     Args:
         env: the environment with which `state` was made.
-        state: where to go on. A reset of all lanes accepts a stale state, so there is always a way back.
+        state: where to go on. Over real simulators a state is good for one use; see `fork` and `recover`.
         mask: [P] bool; None for all lanes.
 
     Raises:
         ValueError: for a mask of another shape or dtype.
-        StaleStateError: for a stale state and a mask.
+        StaleStateError: if the state has been superseded by a later one.
     """
+    return _begin_episodes(env, state, mask)
+
+
+def recover(env: Env, state: CollectorState) -> CollectorState:
+    """A state in which all lanes begin another episode, also from a stale state: the way back after an exception.
+
+    Over real simulators, trajectory ids go on from the highest ones that were used, whichever state is given. States
+    over JAX and Torch environments are values and never stale: for them this is `reset`.
+
+    Args:
+        env: the environment with which `state` was made.
+        state: any state of the run.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1")
+    >>> policy = fc.random_policy(env)
+    >>> old = fc.init(env, policy, seed=0)
+    >>> state, batch = fc.rollout(env, policy, old, 8, max_frames_per_traj=4)
+    >>> recovered = fc.recover(env, old)
+    >>> state.traj_ids.tolist(), recovered.traj_ids.tolist()
+    ([2], [3])
+    """
+    return _begin_episodes(env, state, None, stale=True)
+
+
+def _begin_episodes(env: Env, state: CollectorState, mask: Tensor | None, *, stale: bool = False) -> CollectorState:
     check_state(env, state)
     lanes = _checked_mask(mask, state)
     if env.backend == "host":
-        return _reset_host(state, lanes)
+        return _reset_host(state, lanes, stale=stale)
     if env.backend == "jax":
         return _reset_jax(env, state, lanes)  # type: ignore[arg-type]
     episode = state.episode + lanes
@@ -248,8 +275,8 @@ def _reset_counters(state: CollectorState, lanes: Tensor, episode: Tensor) -> di
     }
 
 
-def _reset_host(state: CollectorState, lanes: Tensor) -> CollectorState:
-    simulation: Simulation = state.env_state.claim(stale=bool(lanes.all()))
+def _reset_host(state: CollectorState, lanes: Tensor, *, stale: bool) -> CollectorState:
+    simulation: Simulation = state.env_state.claim(stale=stale)
     simulation.simulators.rows.set(state.observation)
     simulation.restart(lanes.nonzero()[:, 0].tolist())
     simulation.action_log.ages = torch.where(lanes, 0, simulation.action_log.ages)
@@ -303,10 +330,4 @@ def check_state(env: Env, state: CollectorState) -> None:
         check_live(state)
     if state.num_lanes != (env.num_envs or 1):
         raise ValueError(f"the state has {state.num_lanes} lanes, {env!r} has {env.num_envs or 1}: pass its own env")
-    if isinstance(state.env_state, SimulatorHandle):
-        fits = state.env_state.simulation.env is env
-    else:
-        shapes = {path: value.shape[1:] for path, value in state.observation.items()}
-        fits = env.backend != "host" and shapes == {leaf.path: leaf.shape for leaf in env.observation_leaves}
-    if not fits:
-        raise ValueError(f"the state belongs to another environment than {env!r}: pass the env that it was made with")
+    check_origin(env, state)

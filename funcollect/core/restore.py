@@ -9,7 +9,7 @@ import numpy as np
 import optree
 import torch
 
-from funcollect.core.api import reset
+from funcollect.core.api import recover
 from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import CollectorState, policy_start
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
@@ -118,4 +118,4 @@ def _restarted(env: Env, state: CollectorState) -> CollectorState:
         state.env_state.simulation.rekey(state.key, state.episode.tolist(), state.steps)
     if isinstance(state.env_state, JaxEnvState):  # the starts that it holds follow from another key
         state = state.replace(env_state=state.env_state._replace(next_start_used=np.ones(state.num_lanes, bool)))
-    return reset(env, state)
+    return recover(env, state)

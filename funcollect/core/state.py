@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -19,7 +20,8 @@ from funcollect.specs import Policy
 from funcollect.tree import NAMESPACE, Path
 
 Integers = TypeVar("Integers", Tensor, npt.NDArray[np.int64])
-_STATIC = ("total_lanes", "steps", "policy_version")
+_STATIC = ("total_lanes", "origin", "steps", "policy_version")
+_ORIGINS = itertools.count(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,7 @@ class CollectorState:
         terminated: [P] bool, set only where a finished lane is kept finished.
         truncated: [P] bool, likewise.
         total_lanes: how many lanes there were at construction, over all workers.
+        origin: the number of the environment that made it, in this process; None for a state that was unpickled.
         steps: steps that every lane has made since `init`.
         policy_version: which weights act: 0 at first, one more per update.
     """
@@ -55,6 +58,7 @@ class CollectorState:
     terminated: Tensor
     truncated: Tensor
     total_lanes: int
+    origin: int | None = None
     steps: int = 0
     policy_version: int = 0
 
@@ -92,6 +96,29 @@ class CollectorState:
         """A state with some fields changed."""
         return replace(self, **changes)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """In another process environments have other numbers."""
+        return {**vars(self), "origin": None}
+
+
+def origin_of(env: Any) -> int:
+    """The number of an environment in this process."""
+    known: int | None = getattr(env, "_origin", None)
+    if known is None:
+        known = next(_ORIGINS)
+        object.__setattr__(env, "_origin", known)  # environments may be frozen
+    return known
+
+
+def check_origin(env: Any, state: CollectorState) -> None:
+    """Raise ValueError for a state that another environment made."""
+    fits = state.origin == origin_of(env)
+    if state.origin is None:
+        shapes = {path: value.shape[1:] for path, value in state.observation.items()}
+        fits = shapes == {leaf.path: leaf.shape for leaf in env.observation_leaves}
+    if not fits:
+        raise ValueError(f"the state belongs to another environment than {env!r}: pass the env that it was made with")
+
 
 def trajectory_ids(lane: Integers, episode: Integers, total_lanes: int) -> Integers:
     """Ids unique over all lanes and episodes; with one lane they count 0, 1, 2 and on."""
@@ -127,7 +154,8 @@ optree.register_pytree_node(CollectorState, _flatten, _unflatten, namespace=NAME
 def _register(jax: Any) -> None:
     """A node in JAX, too: there `steps` and `policy_version` are arrays."""
     names = [field.name for field in fields(CollectorState)]
-    jax.tree_util.register_dataclass(CollectorState, [name for name in names if name != "total_lanes"], ["total_lanes"])
+    static = ["total_lanes", "origin"]
+    jax.tree_util.register_dataclass(CollectorState, [name for name in names if name not in static], static)
 
 
 with_jax(_register)

@@ -15,7 +15,7 @@ from dataclasses import fields
 from typing import Any
 
 from funcollect.core.request import Request
-from funcollect.core.state import CollectorState
+from funcollect.core.state import CollectorState, check_origin, origin_of
 from funcollect.core.traced_step.checks import check_one_run
 from funcollect.core.traced_step.keys import RunKeys, run_keys
 from funcollect.core.traced_step.step import (
@@ -86,6 +86,7 @@ def init(
         terminated=no,
         truncated=no,
         total_lanes=total_lanes or count,
+        origin=origin_of(env),
         steps=jnp.zeros(2, jnp.uint32),
         policy_version=jnp.zeros((), jnp.int32),
     )
@@ -239,6 +240,7 @@ def _check_env(env: Any, state: Any = None) -> None:
         )
     if state is not None:
         check_one_run(state)
+        check_origin(env, state)
 
 
 def _raw(key: Any) -> Any:

@@ -96,6 +96,7 @@ def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -
     An episode's frames are summed in their order in float64, on from what `previous` knows of it, so the results are
     the same bits however a run is cut into batches. An episode of which frames are missing is left out, as is a
     trajectory cut from outside; frames of lanes that stay finished, and padding of split trajectories, do not count.
+    Several runs, such as those of a `vmap` over seeds, use the same ids, so they are taken one at a time.
 
     Args:
         batch: ``[*B, T]`` by the data contract: ``next.reward`` ``[*B, T, 1]`` (or players), ``next.done`` and
@@ -109,7 +110,8 @@ def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -
 
     Raises:
         TypeError: for something other than a TensorDict.
-        ValueError: without batch dimensions, for missing keys or other shapes, and for another number of players.
+        ValueError: without batch dimensions, for missing keys or other shapes, for another number of players, and for a
+            batch of several runs.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -122,6 +124,7 @@ def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -
     (tensor([2.], dtype=torch.float64), tensor(1., dtype=torch.float64))
     """
     frames, lanes = _read(batch)
+    _check_one_run(batch, frames)
     opened = {} if previous is None else previous.open_returns
     trajectories, of_frame = _trajectories(frames, opened)
     ends = frames.done.nonzero()[:, 0]
@@ -178,6 +181,21 @@ def _read(batch: TensorDictBase) -> tuple[_CountedFrames, Tensor]:
     counted = real & ~_flags(batch, ("done",), (1,), default=False)
     frames = columns if counted.all() else _CountedFrames(*(column[counted] for column in columns))
     return frames, torch.unique(columns.lanes[real])
+
+
+def _check_one_run(batch: TensorDictBase, frames: _CountedFrames) -> None:
+    """Raise ValueError unless the frames of each lane, row after row, go from id to id and from step to step."""
+    order = frames.lanes.argsort(stable=True)
+    lanes, ids, steps = frames.lanes[order], frames.traj_ids[order], frames.steps[order]
+    back = (ids[1:] < ids[:-1]) | ((ids[1:] == ids[:-1]) & (steps[1:] <= steps[:-1]))
+    back &= lanes[1:] == lanes[:-1]
+    if back.any():
+        lane = int(lanes[1:][back][0])
+        shape = list(batch.batch_size)
+        raise ValueError(
+            f"the batch {shape} holds several runs, since frames of lane {lane} stand in it twice or out of order, "
+            "expected one run: take the runs one at a time, [episode_stats(run) for run in batch.unbind(0)]"
+        )
 
 
 def _column(batch: TensorDictBase, key: Path, tail: tuple[int, ...] | None) -> Tensor:

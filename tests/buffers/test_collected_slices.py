@@ -84,3 +84,15 @@ def test_sync_workers(transport, cat_results, lanes, ndim):
 def test_async_workers(lanes, ndim, transport):
     """Whichever worker was first."""
     check_slices(fill(of_workers(ASYNC, transport, lanes), ndim))
+
+
+def test_runs_with_equal_ids_are_not_linked_to_one_another():
+    """Lanes of several runs, as of a vmap over seeds, would be taken for one trajectory."""
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    policy = fc.random_policy(env)
+    runs = [fc.rollout(env, policy, fc.init(env, policy, seed=seed), 20)[1] for seed in range(3)]
+    batch = torch.stack(runs)
+    sampler = fc.samplers.SliceSampler(slice_len=4)
+    buffer = fc.ReplayBuffer(storage=fc.storages.LazyTensorStorage(120, ndim=3), sampler=sampler, batch_size=8)
+    with pytest.raises(ValueError, match=r"\[3, 2, 20\] are in trajectories of the same id.*a buffer of its own"):
+        buffer.extend(batch)

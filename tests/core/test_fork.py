@@ -128,10 +128,11 @@ def test_an_old_state_over_simulators_is_refused_and_the_way_back_is_open(name):
         lambda: fc.step(env, policy, old),
         lambda: fc.fork(env, old),
         lambda: fc.reset(env, old, torch.tensor([True, False, True])),
+        lambda: fc.reset(env, old),
     ):
         with pytest.raises(fc.StaleStateError, match="fork"):
             use()
-    state = fc.reset(env, old)
+    state = fc.recover(env, old)
     assert state.steps == 5  # noise that was used is not drawn again
     _, batch = fc.rollout(env, policy, state, 5)
     assert (batch["collector", "step"][:, 0] == 0).all()

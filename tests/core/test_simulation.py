@@ -66,6 +66,7 @@ def test_a_state_is_good_for_one_use(env: Any, policy: Any) -> None:
         lambda: fc.rollout(env, policy, old, 3),
         lambda: fc.step(env, policy, old),
         lambda: fc.reset(env, old, torch.tensor([True, False])),
+        lambda: fc.reset(env, old),
         lambda: fc.fork(env, old),
     ]
     for use in uses:
@@ -87,11 +88,11 @@ def test_a_failed_use_leaves_the_later_state_good(env: Any, policy: Any) -> None
     assert fc.rollout(env, policy, state, 1)[1]["observation"].flatten().tolist() == [3, 3]
 
 
-def test_a_reset_of_all_lanes_accepts_a_stale_state(env: Any, policy: Any) -> None:
+def test_recover_accepts_a_stale_state(env: Any, policy: Any) -> None:
     old = fc.init(env, policy, seed=0)
     newer, _ = fc.rollout(env, policy, old, 3)
-    for mask in (None, torch.tensor([True, True])):
-        state = fc.reset(env, old, mask)
+    for _ in range(2):
+        state = fc.recover(env, old)
         with pytest.raises(fc.StaleStateError):
             fc.rollout(env, policy, newer, 1)
         newer, batch = fc.rollout(env, policy, state, 2)
@@ -106,17 +107,17 @@ def test_there_is_a_way_back_after_an_interrupt(env: Any, policy: Any) -> None:
     with pytest.raises(fc.StaleStateError, match="the call that used it did not end"):
         fc.rollout(env, policy, state, 9)
     LIVE[-1].fail_at = None
-    state, batch = fc.rollout(env, policy, fc.reset(env, state), 4)
+    state, batch = fc.rollout(env, policy, fc.recover(env, state), 4)
     assert batch["observation"][1, :, 0].tolist() == [0, 1, 2, 3]
     ids = [set(part["collector", "traj_ids"].flatten().tolist()) for part in (first, batch)]
     assert not ids[0] & ids[1]
     assert state.frames == 2 * (3 + 9 + 4)
 
 
-def test_ids_are_not_used_again_after_a_reset_of_a_stale_state(env: Any, policy: Any) -> None:
+def test_ids_are_not_used_again_after_recovering_a_stale_state(env: Any, policy: Any) -> None:
     old, seen = fc.init(env, policy, seed=0), []
     for _ in range(4):
-        _, batch = fc.rollout(env, policy, fc.reset(env, old), 2)
+        _, batch = fc.rollout(env, policy, fc.recover(env, old), 2)
         seen += batch["collector", "traj_ids"].unique().tolist()
     assert len(set(seen)) == 8
 

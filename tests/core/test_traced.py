@@ -103,7 +103,7 @@ def test_deliver_says_what_it_wants(arrays, error, says):
 
 def test_options_mean_what_they_mean_to_collectors():
     host = fc.SyncDataCollector(PLAIN, POLICY, frames_per_batch=30, init_random_frames=12, seed=7)
-    arrays = run(PLAIN, POLICY, POLICY.params, KEY, 10, random_steps=4)
+    arrays = run(PLAIN, POLICY, POLICY.params, KEY, 10, random_steps=10)
     assert_same(fc.deliver(arrays, PLAIN), next(host))
     kept = fc.SyncDataCollector(PLAIN, POLICY, frames_per_batch=30, reset_when_done=False, seed=7)
     arrays = run(PLAIN, POLICY, POLICY.params, KEY, 10, reset_when_done=False)

@@ -179,7 +179,7 @@ def test_an_output_under_the_key_of_an_observation(name: str) -> None:
     state = fc.init(env, policy, seed=0)
     with refused(PolicyError, (f"output '{name}' collides", f"the observation '{name}'", "rename the output")):
         fc.rollout(env, policy, state, 4)
-    runs(env, fc.torch_policy(lambda _: {"action": discrete, "other": STILL}), fc.reset(env, state))
+    runs(env, fc.torch_policy(lambda _: {"action": discrete, "other": STILL}), fc.recover(env, state))
 
 
 def _dict_env(space: Any) -> Any:

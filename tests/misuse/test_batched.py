@@ -127,7 +127,7 @@ def trial(last, error):
     except error as caught:
         print(type(caught).__name__, caught)
     AsyncVectorEnv.step_wait = original
-    state, batch = fc.rollout(env, policy, fc.reset(env, state), 2)
+    state, batch = fc.rollout(env, policy, fc.recover(env, state), 2)
     print(batch["collector", "step"].tolist())
     fc.close(state)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -118,20 +119,21 @@ def test_a_stale_state() -> None:
         "_, batch = funcollect.rollout(env, policy, state, 128)",
         "state, batch = funcollect.rollout(env, policy, state, 128)",
         "funcollect.fork(env, state)",
-        "funcollect.reset(env, state)",
+        "funcollect.recover(env, state)",
     )
     for use in (
         lambda: fc.rollout(env, policy, state, 4),
         lambda: fc.step(env, policy, state),
         lambda: fc.fork(env, state),
         lambda: fc.reset(env, state, torch.tensor([True, False, False])),
+        lambda: fc.reset(env, state),
     ):
         with refused(StaleStateError, says):
             use()
     after, _ = fc.rollout(env, policy, after, 4)  # the live one goes on
-    runs(env, policy, fc.reset(env, state))
+    runs(env, policy, fc.recover(env, state))
     with refused(StaleStateError, says[:2]):
-        fc.rollout(env, policy, after, 4)  # whose place the reset has taken
+        fc.rollout(env, policy, after, 4)  # the recovered state has superseded it
 
 
 def test_a_state_whose_call_did_not_end_says_so() -> None:
@@ -140,9 +142,11 @@ def test_a_state_whose_call_did_not_end_says_so() -> None:
     state = fc.init(env, policy, seed=0)
     with pytest.raises(fc.EnvError):
         fc.rollout(env, policy, state, 8)
-    with refused(StaleStateError, ("the call that used it did not end (an exception, or Ctrl-C)", "fc.reset"[2:])):
+    with refused(
+        StaleStateError, ("the call that used it did not end (an exception, or Ctrl-C)", "funcollect.recover")
+    ):
         fc.rollout(env, policy, state, 8)
-    runs(env, policy, fc.reset(env, state))
+    runs(env, policy, fc.recover(env, state))
 
 
 @pytest.mark.parametrize(
@@ -153,6 +157,9 @@ def test_a_state_whose_call_did_not_end_says_so() -> None:
         ("CartPole-v1", "torch/CartPole-v1"),
         ("torch/CartPole-v1", "CartPole-v1"),
         ("torch/CartPole-v1", "torch/Pendulum-v1"),
+        ("torch/CartPole-v1", "torch/CartPole-v1"),
+        ("gymnax/CartPole-v1", "gymnax/CartPole-v1"),
+        ("gymnax/CartPole-v1", "torch/CartPole-v1"),
     ],
 )
 def test_a_state_of_another_environment(name: str, other: str) -> None:
@@ -223,3 +230,18 @@ def test_a_fork_of_an_instance_that_cannot_be_built_again() -> None:
     with refused(ValueError, ("cannot be rebuilt", "it has no spec", "pass an id or a factory instead of an instance")):
         fc.fork(env, state)
     runs(env, state=state)
+
+
+def test_a_jax_state_of_the_same_shapes_under_other_parameters() -> None:
+    """As it was found: the parameters of the second environment silently acted on the states of the first."""
+    import gymnax
+
+    raw, params = gymnax.make("CartPole-v1")
+    env, wrong = (fc.envs.from_gymnax(raw, params.replace(gravity=gravity), num_envs=3) for gravity in (9.8, 1.6))
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    with refused(ValueError, ("belongs to another environment", "pass the env that it was made with")):
+        fc.rollout(wrong, policy, state, 4)
+    with refused(ValueError, ("belongs to another environment",)):
+        fc.traced.rollout(wrong, policy, None, state, 4)
+    runs(env, policy, pickle.loads(pickle.dumps(state)))  # its origin is unknown, its shapes fit

@@ -12,7 +12,7 @@ import funcollect as fc
 from funcollect.errors import EnvError
 from tests.support.misuse import FAULT, Misuse, Rigged, fails_then_runs, raises, refused, runs, swaps, table
 
-ONWARD = "begin new episodes with funcollect.reset(env, state)"
+ONWARD = "begin new episodes with funcollect.recover(env, state)"
 DICT = spaces.Dict({"position": spaces.Box(-9, 9, (2,)), "mode": spaces.Discrete(4)})
 GOOD_DICT = {"position": np.ones(2, np.float32), "mode": 2}
 PAIR = spaces.Tuple((spaces.Discrete(4), spaces.Box(-9, 9, (2,))))

@@ -173,7 +173,7 @@ def test_init_random_frames_replaces_only_the_action_and_its_log_prob(name: str,
     batch = torch.cat(batches, -1)
     assert module.calls == 80
     assert all(sorted(map(str, part.keys(True))) == sorted(map(str, batches[0].keys(True))) for part in batches)
-    steps = math.ceil(frames / 3)
+    steps = 20 * math.ceil(frames / 60)
     assert torch.equal(batch["value"], batch["observation"].sum(-1))
     assert torch.equal(batch["logits"], torch.tensor([0.0, 50.0]).expand(3, 80, 2))
     assert (batch["action"][:, steps:] == 1).all()
@@ -192,11 +192,11 @@ def test_random_frames_honour_a_mask_and_score_it(backend: str) -> None:
     if backend == "jax":
         policy = fc.jax_policy(lambda _, x: x["x"] * 0 + np.float32([99, 0, 0, 0, 0]), {}, head=head)
     with fc.SyncDataCollector(factories, policy, frames_per_batch=200, init_random_frames=120, seed=0) as collector:
-        batch = next(collector)
+        batch, later = next(collector), next(collector)
     allowed = batch["action_mask"].gather(-1, batch["action"][..., None])[..., 0]
-    assert (allowed[:, :60] == 1).all()
-    torch.testing.assert_close(batch["action_log_prob"][:, :60], -batch["action_mask"][:, :60].sum(-1).log())
-    assert (batch["action"][:, 60:] == 0).all()
+    assert (allowed == 1).all()
+    torch.testing.assert_close(batch["action_log_prob"], -batch["action_mask"].sum(-1).log())
+    assert (later["action"] == 0).all()
 
 
 @pytest.mark.parametrize("low", [-1.0, -np.inf])
@@ -207,6 +207,45 @@ def test_random_frames_of_a_box_are_scored_by_their_density(low: float) -> None:
         lambda: Endless(space, strict=False), policy, frames_per_batch=40, init_random_frames=20, seed=0
     ) as collector:
         batch = next(collector)
-    early = batch[:20]
-    first = early["action"][:, 0] - 1 if math.isinf(low) else torch.full((20,), -math.log(2))
-    torch.testing.assert_close(early["action_log_prob"], first - math.log(4))
+    first = batch["action"][:, 0] - 1 if math.isinf(low) else torch.full((40,), -math.log(2))
+    torch.testing.assert_close(batch["action_log_prob"], first - math.log(4))
+
+
+COLLECTORS: dict[str, Any] = {
+    "one environment": lambda **kwargs: fc.SyncDataCollector("CartPole-v1", **kwargs),
+    "workers": lambda **kwargs: fc.MultiSyncDataCollector(["CartPole-v1"] * 2, **kwargs),
+    "async": lambda **kwargs: fc.MultiaSyncDataCollector(["CartPole-v1"] * 2, **kwargs),
+}
+
+
+def ones(observation: Any) -> torch.Tensor:
+    return torch.ones(len(observation), dtype=torch.int64)
+
+
+@pytest.mark.parametrize("kind", COLLECTORS)
+def test_random_frames_are_rounded_up_to_whole_batches(kind: str) -> None:
+    """60 frames in batches of 50 are two batches, as in TorchRL's collectors."""
+    kwargs = {"policy": fc.torch_policy(ones), "frames_per_batch": 50, "total_frames": 300, "init_random_frames": 60}
+    with COLLECTORS[kind](**kwargs) as collector:
+        batches = [batch.clone() for batch in collector]
+    mixed = [bool((batch["action"] == 0).any()) for batch in batches]
+    assert sum(mixed) == 2
+    for lane in (0, 1):  # the asynchronous collector's workers take turns as they like
+        of_lane = [random for random, batch in zip(mixed, batches, strict=True) if lane in batch["collector", "lane"]]
+        assert of_lane == sorted(of_lane, reverse=True)
+
+
+@pytest.mark.needs("torchrl")
+@pytest.mark.filterwarnings("ignore:Creating .*WeightUpdater:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The env passed to Collector is missing transforms:FutureWarning")
+def test_the_same_frames_are_random_over_torchrls_collector() -> None:
+    from tensordict.nn import TensorDictModule
+    from torchrl.collectors import Collector
+    from torchrl.envs import GymEnv
+
+    policy = TensorDictModule(lambda x: torch.zeros(*x.shape[:-1], 1), ["observation"], ["action"])
+    kwargs = {"frames_per_batch": 50, "total_frames": 200, "init_random_frames": 60}
+    theirs = [(batch["action"] != 0).any().item() for batch in Collector(GymEnv("Pendulum-v1"), policy, **kwargs)]
+    with fc.SyncDataCollector(GymEnv("Pendulum-v1"), policy, **kwargs) as collector:
+        ours = [(batch["action"] != 0).any().item() for batch in collector]
+    assert ours == theirs == [True, True, False, False]

@@ -144,7 +144,7 @@ def fails_then_runs(
         fc.rollout(env, policy, state, steps)
     if repair is not None:
         repair(policy)
-    after, batch = fc.rollout(env, policy, fc.reset(env, state), steps)
+    after, batch = fc.rollout(env, policy, fc.recover(env, state), steps)
     assert batch["collector", "step"][..., 0].eq(0).all()
     assert after.num_lanes == state.num_lanes
     fc.close(after)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+import funcollect as fc
 from funcollect.trajectories.split import split_trajectories
 from funcollect.trajectories.stats import EpisodeStats, OpenReturn, episode_stats
 
@@ -333,3 +334,34 @@ def test_another_number_of_players():
     previous = EpisodeStats(**ONE, terminated=torch.zeros(0, dtype=torch.bool), open_returns={0: head})
     with pytest.raises(ValueError, match="rewards of 2 players, `previous` of 1"):
         episode_stats(batch, previous)
+
+
+def test_several_runs_are_taken_one_at_a_time():
+    """As it was found: the batch of a vmap over seeds was reported with 3 of its 210 episodes."""
+    import jax
+
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=8)
+    policy = fc.random_policy(env)
+
+    def run(key):
+        state = fc.traced.init(env, policy, None, key=key)
+        return fc.traced.rollout(env, policy, None, state, 200)[1]
+
+    arrays = jax.jit(jax.vmap(run))(jax.random.split(jax.random.PRNGKey(0), 3))
+    runs = [fc.deliver(jax.tree.map(lambda leaf, seed=seed: leaf[seed], arrays), env) for seed in range(3)]
+    batch = torch.stack(runs)
+    assert batch.batch_size == (3, 8, 200)
+    with pytest.raises(ValueError, match=r"\[3, 8, 200\] holds several runs.*lane 0.*batch\.unbind\(0\)"):
+        fc.episode_stats(batch)
+    stats = [fc.episode_stats(each) for each in batch.unbind(0)]
+    assert [len(each) for each in stats] == [int(each["next", "done"].sum()) for each in runs]
+
+
+def test_batches_that_were_stacked_in_time_are_one_run():
+    env = fc.make_env("CartPole-v1", num_envs=3)
+    policy = fc.random_policy(env)
+    state, one = fc.rollout(env, policy, fc.init(env, policy, seed=0), 40)
+    state, two = fc.rollout(env, policy, state, 40)
+    both = fc.episode_stats(torch.stack([one, two]))
+    assert len(both) == int(one["next", "done"].sum() + two["next", "done"].sum())
+    fc.close(state)

@@ -49,7 +49,8 @@ class Trajectories:
             start: the number of its first frame; frames count in the order of time, then of lanes.
 
         Raises:
-            ValueError: for a batch that lacks a key, or has more or less than one number per frame under it.
+            ValueError: for a batch that lacks a key, or has more or less than one number per frame under it, or lanes
+                with the same id.
         """
         ids = _column(leaves, lead, self.traj_key, _IDS)
         ends = _column(leaves, lead, self.end_key, _ENDS)
@@ -61,6 +62,8 @@ class Trajectories:
         step = _column(leaves, lead, None, _STEPS)
         steps, count = lead[-1], math.prod(lead)
         lanes = count // steps
+        if ids is not None and lanes > 1:
+            _check_apart(ids[::steps], lead)
         begins = np.zeros(count, np.bool_)
         begins[::steps] = True
         return Frames(
@@ -83,6 +86,15 @@ class Trajectories:
                 f"the frames have no {' or '.join(map(_readable, keys))}, by which a reader tells trajectories apart; "
                 f"they have {_keys(leaves)}: name the ids with traj_key="
             )
+
+
+def _check_apart(ids: npt.NDArray[Any], lead: tuple[int, ...]) -> None:
+    """Raise ValueError for lanes that begin an extend in a trajectory of the same id."""
+    if len(set(ids.tolist())) < len(ids):
+        raise ValueError(
+            f"lanes of the batch {list(lead)} are in trajectories of the same id, by which slices tell them apart, as "
+            "those of a vmap over seeds are: store each run in a buffer of its own, or make the ids differ"
+        )
 
 
 def check_linked(data: Any) -> None:

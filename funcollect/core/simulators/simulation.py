@@ -140,7 +140,7 @@ class SimulatorHandle:
         """The simulation, which this handle no longer covers afterwards.
 
         Args:
-            stale: accept a handle that is superseded by a later one, for a reset of all lanes.
+            stale: accept a handle that is superseded by a later one, for `recover`.
 
         Raises:
             ClosedError: where the simulators were closed.
@@ -174,4 +174,4 @@ Likely:
 Instead:
     state, batch = funcollect.rollout(env, policy, state, 128)
 To go two ways from one state, take other = funcollect.fork(env, state) first.
-To go on after an exception, begin new episodes: state = funcollect.reset(env, state)."""
+To go on after an exception, begin new episodes: state = funcollect.recover(env, state)."""

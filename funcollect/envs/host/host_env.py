@@ -17,7 +17,7 @@ from funcollect.errors import EnvError
 from funcollect.specs import ActionSpec, Leaf, Seeding, Space
 
 Forking = Literal["replay", "snapshot", "none"]
-ONWARD = "correct that, or begin new episodes with funcollect.reset(env, state), as a collector does by itself"
+ONWARD = "correct that, or begin new episodes with funcollect.recover(env, state), as a collector does by itself"
 
 
 # What one step of all P lanes gave beside the observations: reward [P], terminated [P] bool, truncated [P] bool and,

@@ -7,7 +7,7 @@ from typing import Any
 
 from funcollect.envs.jax_envs.jax_env import JaxEnv, Reset, Transition, jax_env
 from funcollect.envs.jax_envs.spaces import box, space_like
-from funcollect.envs.jax_envs.suite import check_instance, check_known, not_installed
+from funcollect.envs.jax_envs.suite import check_instance, check_known, check_no_keywords, not_installed
 from funcollect.interop.jax_setup import import_jax
 
 _TRAINING = ("AutoResetWrapper", "EpisodeWrapper", "EvalWrapper", "VmapWrapper")  # in brax's and playground's names
@@ -41,6 +41,8 @@ def from_brax(
     JaxEnv('brax/inverted_pendulum', num_envs=64)
     """
     import_jax()
+    if not isinstance(env, str):
+        check_no_keywords("brax", kwargs)
     raw = _make(env, kwargs) if isinstance(env, str) else env
     return over_states(
         f"brax/{env if isinstance(env, str) else type(env).__name__}",

@@ -10,7 +10,7 @@ from gymnasium import spaces
 
 from funcollect.envs.jax_envs.jax_env import JaxEnv, Reset, Transition, jax_env
 from funcollect.envs.jax_envs.spaces import box
-from funcollect.envs.jax_envs.suite import check_instance, check_known, not_installed
+from funcollect.envs.jax_envs.suite import check_instance, check_known, check_no_keywords, not_installed
 from funcollect.interop.jax_setup import import_jax
 from funcollect.specs import Space
 
@@ -44,6 +44,8 @@ def from_gymnax(
     JaxEnv('gymnax/CartPole-v1', num_envs=64)
     """
     jax = import_jax()
+    if not isinstance(env, str):
+        check_no_keywords("gymnax", kwargs)
     raw = _make(env, kwargs) if isinstance(env, str) else env
     check_instance("gymnax", raw, "reset_env", "step_env")
     params = raw.default_params if params is None else params

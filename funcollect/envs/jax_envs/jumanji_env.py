@@ -10,7 +10,7 @@ from gymnasium import spaces
 
 from funcollect.envs.jax_envs.jax_env import JaxEnv, Reset, Transition, jax_env
 from funcollect.envs.jax_envs.spaces import box
-from funcollect.envs.jax_envs.suite import check_instance, check_known, not_installed
+from funcollect.envs.jax_envs.suite import check_instance, check_known, check_no_keywords, not_installed
 from funcollect.interop.jax_setup import import_jax
 from funcollect.specs import Space
 
@@ -47,6 +47,8 @@ def from_jumanji(
     JaxEnv('jumanji/Snake-v1', num_envs=64)
     """
     import_jax()
+    if not isinstance(env, str):
+        check_no_keywords("jumanji", kwargs)
     raw = _make(env, kwargs) if isinstance(env, str) else env
     check_instance("jumanji", raw, "observation_spec", "action_spec", "reset", "step")
     observed = _space(raw.observation_spec)

@@ -9,7 +9,7 @@ from gymnasium import spaces
 
 from funcollect.envs.jax_envs.jax_env import JaxEnv, Reset, Transition, jax_env
 from funcollect.envs.jax_envs.spaces import space_like
-from funcollect.envs.jax_envs.suite import check_instance, check_known, not_installed
+from funcollect.envs.jax_envs.suite import check_instance, check_known, check_no_keywords, not_installed
 from funcollect.interop.jax_setup import import_jax
 
 _TRUNCATION, _TERMINATION = 1, 2  # navix's step types; 0 is a transition
@@ -42,6 +42,8 @@ def from_navix(
     JaxEnv('navix/Navix-Empty-8x8-v0', num_envs=64)
     """
     jax = import_jax()
+    if not isinstance(env, str):
+        check_no_keywords("navix", kwargs)
     raw = _make(env, kwargs) if isinstance(env, str) else env
     check_instance("navix", raw, "reset", "_step", "action_space")
 

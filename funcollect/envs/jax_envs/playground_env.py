@@ -7,7 +7,7 @@ from typing import Any
 
 from funcollect.envs.jax_envs.brax_env import over_states
 from funcollect.envs.jax_envs.jax_env import JaxEnv, Reset
-from funcollect.envs.jax_envs.suite import check_instance, check_known, not_installed
+from funcollect.envs.jax_envs.suite import check_instance, check_known, check_no_keywords, not_installed
 from funcollect.interop.jax_setup import import_jax
 
 
@@ -42,6 +42,8 @@ def from_playground(
     JaxEnv('playground/CartpoleBalance', num_envs=64)
     """
     import_jax()
+    if not isinstance(env, str):
+        check_no_keywords("playground", kwargs)
     raw = _make(env, kwargs) if isinstance(env, str) else env
     check_instance("playground", raw, "unwrapped")
     return over_states(

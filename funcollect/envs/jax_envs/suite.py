@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 
@@ -27,6 +27,15 @@ def check_known(suite: str, name: str, known: Iterable[str]) -> None:
     near = [by_case[other] for other in get_close_matches(name.casefold(), by_case, n=3, cutoff=0.5)]
     guess = f": did you mean {' or '.join(map(repr, near))}?" if near else ": choose one of these"
     raise ValueError(f"{suite} has no environment {name!r}, expected one of {known}{guess}")
+
+
+def check_no_keywords(suite: str, kwargs: Mapping[str, object]) -> None:
+    """Raise TypeError for keyword arguments of a suite's constructor beside an instance."""
+    if kwargs:
+        raise TypeError(
+            f"from_{suite} has no argument {', '.join(kwargs)} for an environment that is made already: pass its id, "
+            f"with which {suite} takes more, or check the spelling"
+        )
 
 
 def check_instance(suite: str, env: object, *needed: str) -> None:

@@ -168,7 +168,8 @@ def descendants(process):
 OWN = """
 import funcollect as fc, ray
 if __name__ == "__main__":
-    kwargs = dict(frames_per_batch=10, ray_init_config={"num_cpus": 2, "object_store_memory": 100 << 20})
+    CONFIG = dict(address="local", num_cpus=2, object_store_memory=100 << 20)
+    kwargs = dict(frames_per_batch=10, ray_init_config=CONFIG)
     kwargs |= dict(timeout=1e6, start_timeout=1e6)
     one, two = (fc.RayCollector("CartPole-v1", **kwargs) for _ in range(2))
     one.shutdown()

@@ -47,8 +47,8 @@ def test_batches_are_those_of_rollouts_and_the_callers_own():
 
 def test_random_frames_come_first_with_their_own_log_probability():
     batches = joined([batch for batch, _ in zip(make(LINEAR, init_random_frames=27), range(3), strict=False)])
-    early, late = batches[:, :9], batches[:, 9:]
-    torch.testing.assert_close(early["action_log_prob"], torch.full((3, 9), -np.log(3.0), dtype=torch.float32))
+    early, late = batches[:, :14], batches[:, 14:]  # two whole batches
+    torch.testing.assert_close(early["action_log_prob"], torch.full((3, 14), -np.log(3.0), dtype=torch.float32))
     assert not torch.isclose(late["action_log_prob"], torch.tensor(-np.log(3.0)).float()).all()
     assert not torch.equal(batches["action"], collect(ENV, LINEAR, 7, 7, 7, seed=0)["action"])
 

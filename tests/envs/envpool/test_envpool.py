@@ -178,9 +178,9 @@ def test_after_an_exception_the_run_is_seeded_again(monkeypatch: pytest.MonkeyPa
         pool = state.env_state.simulation.simulators._pool
         with monkeypatch.context() as patch:
             patch.setattr(pool, "recv", lambda **_: 1 / 0)
-            with refused(fc.EnvError, ("EnvPool's step raised ZeroDivisionError", "funcollect.reset(env, state)")):
+            with refused(fc.EnvError, ("EnvPool's step raised ZeroDivisionError", "funcollect.recover(env, state)")):
                 fc.rollout(env, policy, state, 3)
-        after.append(fc.rollout(env, policy, fc.reset(env, state), 20)[1])
+        after.append(fc.rollout(env, policy, fc.recover(env, state), 20)[1])
     assert_same(after[0], after[1])
     assert after[0]["collector", "step"][:, 0].eq(0).all()
     assert not torch.equal(after[0]["observation"][:, 0], first["observation"][:, 0])

@@ -48,9 +48,9 @@ def test_a_process_that_is_killed_is_named_and_a_reset_is_the_way_back() -> None
     policy = fc.random_policy(env)
     state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
     os.kill(processes(state)[1].pid, signal.SIGKILL)
-    with refused(fc.EnvError, ("lane 1: its process is gone (exit code -9)", "funcollect.reset(env, state)")):
+    with refused(fc.EnvError, ("lane 1: its process is gone (exit code -9)", "funcollect.recover(env, state)")):
         fc.rollout(env, policy, state, 5)
-    state, batch = fc.rollout(env, policy, fc.reset(env, state), 5)
+    state, batch = fc.rollout(env, policy, fc.recover(env, state), 5)
     assert batch["collector", "step"].tolist() == [[0, 1, 2, 3, 4]] * 2
     fork = fc.fork(env, state)
     assert_same(fc.rollout(env, policy, fork, 9)[1], fc.rollout(env, policy, state, 9)[1])
@@ -74,9 +74,9 @@ def test_an_environment_that_raises_ends_no_run() -> None:
     env = fc.make_env([Nested, Failing], parallel=True)
     policy = fc.random_policy(env)
     state = fc.init(env, policy, seed=0)
-    with refused(fc.EnvError, ("step raised RuntimeError(", "out of petrol", "funcollect.reset(env, state)")):
+    with refused(fc.EnvError, ("step raised RuntimeError(", "out of petrol", "funcollect.recover(env, state)")):
         fc.rollout(env, policy, state, 6)
-    _, batch = fc.rollout(env, policy, fc.reset(env, state), 2)
+    _, batch = fc.rollout(env, policy, fc.recover(env, state), 2)
     assert batch["collector", "step"][:, 0].eq(0).all()
     fc.close(state)
     assert multiprocessing.active_children() == []

@@ -1,5 +1,6 @@
 """What the adapters of JAX suites take and refuse, their spaces, and their options."""
 
+import importlib
 import sys
 
 import brax.envs
@@ -250,3 +251,23 @@ def test_functions_are_checked(start, step, message):
             name="walk",
         )
     assert "walk" in str(caught.value)
+
+
+INSTANCES = {
+    "gymnax": lambda: gymnax.make("CartPole-v1")[0],
+    "brax": lambda: brax.envs.get_environment("fast"),
+    "jumanji": lambda: importlib.import_module("jumanji").make("Snake-v1"),
+    "navix": lambda: importlib.import_module("navix").make("Navix-Empty-5x5-v0"),
+    "playground": lambda: importlib.import_module("mujoco_playground").registry.load(
+        "PendulumSwingup", config_overrides={"impl": "jax"}
+    ),
+}
+
+
+@pytest.mark.parametrize("suite", INSTANCES)
+def test_unknown_keywords_beside_an_instance_are_refused(suite):
+    adapter, raw = getattr(envs, f"from_{suite}"), INSTANCES[suite]()
+    with pytest.raises(TypeError, match=f"from_{suite} has no argument env_params, foo for an environment"):
+        adapter(raw, num_envs=2, env_params=None, foo=1)
+    with pytest.raises(TypeError, match="has no argument parms"):
+        fc.make_env(lambda: adapter(raw, parms=1))
