@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from funcollect.interop.bridge import to_jax, to_torch
 from funcollect.interop.lowering import lower_module
 from funcollect.interop.lowering.registry import rules
 from funcollect.interop.lowering.table import PAGE, page
@@ -40,6 +41,28 @@ def test_values(family):
     with torch.no_grad():
         wanted = module(given)
     assert_equal(wanted, jax.jit(lowered.apply)(lowered.prepare(), *jax_inputs(given)), rtol=1e-4)
+
+
+class Rounded(nn.Module):
+    """Products with a number, then what is rounded more than once in float32, then signs."""
+
+    def forward(self, x):
+        once = (x * 0.1, -2.3 * x)
+        scaled = (torch.add(x, x, alpha=0.3), torch.sub(x, x, alpha=0.3), torch.addcmul(x, x, x, value=0.3))
+        return once, (*scaled, 0.3 / x), (torch.sign(x), torch.sgn(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_numbers_and_signs_give_the_bits_of_torch(dtype):
+    x = torch.cat([torch.randn(500, generator=torch.Generator().manual_seed(0)), torch.tensor([0.0, -0.0, torch.nan])])
+    x = x.to(dtype)
+    lowered = lower_module(Rounded(), x)
+    ours = jax.jit(lowered.apply)(lowered.prepare(), to_jax(x))
+    for name, one, two in zip(("once", "scaled", "signs"), ours, Rounded()(x), strict=True):
+        for mine, wanted in zip(map(to_torch, one), two, strict=True):
+            same = (mine == wanted) & (mine.signbit() == wanted.signbit()) | (mine.isnan() & wanted.isnan())
+            other = int((~same).sum())  # a fused product and sum are rounded once
+            assert other <= (0 if name != "scaled" else 200 if dtype == torch.float32 else 10), (name, other)
 
 
 def test_gradients(family):

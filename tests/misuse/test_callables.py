@@ -60,9 +60,6 @@ def same(action: Any) -> Any:
     written("a wide one", writes(action=lambda a: a[:, None]), "(3, 1)", "wants (3,)", "return one action", at=2),
     written("a float", writes(action=lambda a: a.float()), "float32", "wants torch.int64", "cast it"),
     written("a reward", writes(action=same, reward=same), "wrote ['reward']", "a batch uses", "rename these out_keys"),
-    written(
-        "a key at first", writes(action=same, v=same), "step 1", "wrote ['action']", "after ['action', 'v']", "same"
-    ),
     written("a key later", writes(v=same), "step 2", "wrote ['v']", "after ['action']", "write the same keys", at=2),
 )
 def test_a_callable_on_tensordicts_that_goes_wrong(misuse: Misuse) -> None:

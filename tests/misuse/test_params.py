@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,16 +15,16 @@ from tests.support.misuse import WEIGHTS, Misuse, good, good_jax, linear, refuse
 HEADS = fc.heads
 
 
-class Locked(nn.Module):
-    """A module that cannot be copied."""
+class Entangled(nn.Module):
+    """A module that reaches its own parameters through a function, so that no others can act."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = linear()
-        self.lock = threading.Lock()
+        self.act = lambda observation: self.linear(observation)
 
     def forward(self, observation: Any) -> Any:
-        return self.linear(observation)
+        return self.act(observation)
 
 
 OWN = {"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}
@@ -77,10 +76,10 @@ def constant(observation: Any) -> Any:
     Misuse("a random policy", fc.random_policy, ValueError, ("params were given to a random policy", "leave them out")),
     Misuse("a function", lambda _: fc.torch_policy(constant), ValueError, ("params were given", "pass a torch")),
     Misuse(
-        "a module that cannot be copied",
-        lambda _: fc.torch_policy(Locked(), head=HEADS.categorical),
+        "a module that reaches its own parts",
+        lambda _: fc.torch_policy(Entangled(), head=HEADS.categorical),
         ValueError,
-        ("params= needs a copy of the policy", "cannot pickle", "pass params=None, or policy_factory"),
+        ("params= cannot act", "'act' of Entangled refers to", "pass params=None, or pass policy_factory"),
     ),
 )
 def test_parameters_for_a_policy_that_takes_none(misuse: Misuse) -> None:
@@ -88,13 +87,13 @@ def test_parameters_for_a_policy_that_takes_none(misuse: Misuse) -> None:
     policy = misuse.do(env)
     state = fc.init(env, policy, seed=0)
     with refused(misuse.error, misuse.says):
-        fc.rollout(env, policy, state, 4, params=OWN)
+        fc.rollout(env, policy, state, 4, params=OWN if policy.params is None else policy.params)
     runs(env, policy, state)
 
 
 def test_a_module_that_cannot_be_copied_to_another_device() -> None:
     """The meta device stands in for a GPU: nothing runs there."""
     with refused(ValueError, ("cannot be copied to meta", "move it there before", "policy_factory")):
-        fc.SyncDataCollector("CartPole-v1", Locked(), frames_per_batch=4, policy_device="meta")
-    with fc.SyncDataCollector("CartPole-v1", Locked(), frames_per_batch=4, policy_device="cpu") as collector:
-        assert collector.policy.module.lock
+        fc.SyncDataCollector("CartPole-v1", Entangled(), frames_per_batch=4, policy_device="meta")
+    with fc.SyncDataCollector("CartPole-v1", Entangled(), frames_per_batch=4, policy_device="cpu") as collector:
+        assert collector.policy.module.linear

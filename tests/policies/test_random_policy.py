@@ -238,6 +238,7 @@ def test_random_frames_are_rounded_up_to_whole_batches(kind: str) -> None:
 @pytest.mark.needs("torchrl")
 @pytest.mark.filterwarnings("ignore:Creating .*WeightUpdater:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The env passed to Collector is missing transforms:FutureWarning")
+@pytest.mark.filterwarnings("ignore:init_random_frames .60. is not exactly a multiple:UserWarning")
 def test_the_same_frames_are_random_over_torchrls_collector() -> None:
     from tensordict.nn import TensorDictModule
     from torchrl.collectors import Collector

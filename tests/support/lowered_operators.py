@@ -109,6 +109,9 @@ def _expressions():
         lambda g: torch.addcmul(g["x"], g["y"], g["p"], value=0.3) + torch.addcdiv(g["x"], g["y"], g["p"]),
         lambda g: torch.lerp(g["x"], g["y"], 0.3) + torch.lerp(g["x"], g["y"], g["p"]),
         lambda g: torch.nan_to_num(torch.where(g["b"], g["x"], float("nan")), 0.5, 1.0, -1.0),
+        lambda g: torch.ops.aten.add.Scalar(g["x"], 0.3, 2) + torch.ops.aten.sub.Scalar(g["x"], 0.7, 3),
+        lambda g: torch.ops.aten.mul.Scalar(g["x"], 0.3) + torch.ops.aten.div.Scalar(g["x"], 0.7),
+        lambda g: torch.ops.aten.div.Scalar_mode(g["x"], 0.7, rounding_mode="floor"),
     ]
     comparison = [
         lambda g: (g["x"] == g["y"], g["x"] != g["y"], g["x"] < g["y"], g["x"] <= g["y"], g["x"] > g["y"]),

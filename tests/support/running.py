@@ -11,6 +11,7 @@ SCALE = int(os.environ.get("FUNCOLLECT_SCALE", "1"))
 # JAX warns of forks once it has been used. Ray's forks become other programs at once.
 FORKS_OF_RAY = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_memory_usage_threshold": "0.99"}
+RAY |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # else it warns where CUDA_VISIBLE_DEVICES is empty
 # However slow the machine is, Ray starts.
 _WAITS = ("worker_register_timeout_seconds", "gcs_server_port_wait_time_s", "gcs_server_request_timeout_seconds")
 RAY |= {f"RAY_{name}": "3600" for name in _WAITS}

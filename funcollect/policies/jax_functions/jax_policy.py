@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax, strong
 from funcollect.policies.heads import Head, check_head
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
@@ -28,8 +30,13 @@ def jax_policy(
         initial_state: makes the policy recurrent: the state of one environment at the start of an episode, a pytree
             without a batch dimension. The call is then ``apply(params, observation, state) -> (answer, next_state)``.
 
+    `apply` is compiled, over every environment: what else it reads, from attributes, global variables or a closure,
+    stays as it was when it was compiled. Whatever is to change goes into `params`.
+
     Raises:
         TypeError: for something that cannot be called, or a head that is none.
+
+    A rollout raises PolicyError where a variable that `apply` closes over has been set since it was compiled.
 
     >>> import jax.numpy as jnp, funcollect as fc
     >>> policy = jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=fc.heads.categorical)
@@ -54,6 +61,8 @@ class JaxPolicy(FunctionPolicy):
         super().__init__(apply, head, initial_state)
         self.params = params
         self._prepared: tuple[list[Any], Any] | None = None
+        self._cells = _cells_of(apply)
+        self._closed_over: list[Any] | None = None  # what was in them at the first rollout
 
     def prepare(self, params: Any) -> Any:
         """Parameters on the device, once per version; None stands for the policy's own, read at each rollout.
@@ -63,6 +72,7 @@ class JaxPolicy(FunctionPolicy):
             TypeError: for a leaf that is no array.
         """
         jax = import_jax()
+        self._check_closure()
         given = self.params if params is None else self._tree(params)
         leaves = jax.tree.leaves(given)
         if self._prepared and len(leaves) == len(self._prepared[0]) and all(map(_is_still, leaves, self._prepared[0])):
@@ -73,6 +83,17 @@ class JaxPolicy(FunctionPolicy):
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
             self._prepared = (leaves, prepared)
         return prepared
+
+    def _check_closure(self) -> None:
+        now = [_content(cell) for _, cell in self._cells]
+        if self._closed_over is None:
+            self._closed_over = now
+        pairs = zip(self._cells, now, self._closed_over, strict=True)
+        if changed := [name for (name, _), value, before in pairs if value is not before]:
+            raise PolicyError(
+                f"the policy's function closes over {', '.join(changed)}, set since it was compiled, which has no "
+                "effect: pass what changes in params, or make another policy with funcollect.jax_policy"
+            )
 
     def _check_params(self, params: Any) -> None:
         own, given = _shapes(self.params), _shapes(params)
@@ -101,6 +122,22 @@ class JaxPolicy(FunctionPolicy):
         if not isinstance(params, Mapping) or set(params) != set(names) or not names:
             return params
         return tree.tree_unflatten(treedef, [import_jax().numpy.array(np.asarray(params[name])) for name in names])
+
+
+def _cells_of(function: Any) -> list[tuple[str, Any]]:
+    """The variables of an outer function that `function` reads and does not set itself, with their cells."""
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    if code is None or not cells:
+        return []
+    own = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_DEREF"}
+    return [(name, cell) for name, cell in zip(code.co_freevars, cells, strict=True) if name not in own]
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:

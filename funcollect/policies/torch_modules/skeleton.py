@@ -37,7 +37,7 @@ class Skeleton:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._copies: dict[int, _Copy] = {}  # by the id of the original
+        self._copies: dict[int, _PartCopy] = {}  # by the id of the original
         self._look: Look | None = None
         self.follow()
 
@@ -61,16 +61,16 @@ class Skeleton:
             self._look = Look(parts, [*map(vars, parts), *registered, *watched])
         return True
 
-    def _copies_of(self, parts: list[nn.Module]) -> dict[int, _Copy]:
-        copies: dict[int, _Copy] = {}
+    def _copies_of(self, parts: list[nn.Module]) -> dict[int, _PartCopy]:
+        copies: dict[int, _PartCopy] = {}
         for part in parts:
             if id(part) in copies:
                 continue
             if isinstance(part, torch.jit.ScriptModule):  # which changes where Python does not see it
                 pairs = zip(part.modules(), copy.deepcopy(part).modules(), strict=True)
-                copies |= {id(original): _Copy(original, other) for original, other in pairs}
+                copies |= {id(original): _PartCopy(original, other) for original, other in pairs}
             else:
-                copies[id(part)] = self._copies.get(id(part)) or _Copy(part, bare(type(part)))
+                copies[id(part)] = self._copies.get(id(part)) or _PartCopy(part, bare(type(part)))
         return copies
 
     def parts(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:
@@ -93,7 +93,7 @@ def _parts_of(module: nn.Module) -> list[nn.Module]:
     return list(parts.values())
 
 
-class _Copy:
+class _PartCopy:
     """The copy of one submodule, and its attributes as they were taken over."""
 
     def __init__(self, original: nn.Module, other: nn.Module) -> None:
@@ -115,7 +115,7 @@ class _Follower:
         containers: those with methods or submodules of the module in them, whose copies have to follow them.
     """
 
-    def __init__(self, copies: Mapping[int, _Copy], tensors: set[int]) -> None:
+    def __init__(self, copies: Mapping[int, _PartCopy], tensors: set[int]) -> None:
         self._copies = copies
         self._tensors = tensors
         self.containers: list[Any] = []

@@ -306,7 +306,7 @@ def test_what_an_environment_raises_names_it_and_a_reset_goes_on():
     state = fc.init(env, policy, seed=0)
     with pytest.raises(fc.EnvError, match=r"Failing: step raised RuntimeError\('out of order'\)"):
         fc.rollout(env, policy, state, 3)
-    assert fc.reset(env, state).observation["agent", "place"].sum() == 0
+    assert fc.recover(env, state).observation["agent", "place"].sum() == 0
 
 
 @pytest.mark.parametrize("name", ENVS)

@@ -236,3 +236,24 @@ def test_torch_and_jax_see_equal_noise() -> None:
     two = collect(env, fc.torch_policy(lambda x: x[:, :2] * scale, head=fc.heads.categorical), 60)
     assert torch.equal(one["action"], two["action"])
     torch.testing.assert_close(one["action_log_prob"], two["action_log_prob"])
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "gymnax/CartPole-v1"])
+def test_a_variable_that_was_set_since_it_was_compiled_is_named(name):
+    scale, traces = 1.0, 0
+
+    def apply(params, observation):
+        nonlocal traces
+        traces += 1  # its own: it is set while the function is traced
+        return observation[:, :2] * params * scale
+
+    env = fc.make_env(name, num_envs=2)
+    policy = fc.jax_policy(apply, jnp.ones(2), head=fc.heads.greedy)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+    state, _ = fc.rollout(env, policy, state, 3)
+    assert traces
+    scale = 2.0
+    with pytest.raises(fc.PolicyError, match=r"closes over scale, set since.*pass what changes in params"):
+        fc.rollout(env, policy, state, 3)
+    scale = 1.0
+    fc.close(fc.rollout(env, policy, state, 3)[0])

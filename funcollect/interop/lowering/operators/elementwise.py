@@ -11,7 +11,7 @@ jax = import_jax()
 jnp, lax, special = jax.numpy, jax.lax, jax.scipy.special
 
 _UNARY = """abs acos acosh asin asinh atan atanh ceil cos cosh exp exp2 expm1 floor log log10 log1p log2 reciprocal
-    sign sin sinh sinc sqrt square tan tanh trunc deg2rad rad2deg"""
+    sin sinh sinc sqrt square tan tanh trunc deg2rad rad2deg"""
 _NAMED = {
     "atan2": jnp.arctan2,
     "copysign.Tensor": jnp.copysign,
@@ -28,11 +28,23 @@ _NAMED = {
     "minimum": jnp.minimum,
     "neg": jnp.negative,
     "rsqrt": lax.rsqrt,
-    "sgn": jnp.sign,
+    "sgn": lambda x: _sign(x),
+    "sign": lambda x: _sign(x),
     "sigmoid": jax.nn.sigmoid,
     "xlogy.Tensor": special.xlogy,
 }
 _FLOATING = ("sqrt", "rsqrt", "reciprocal", "sigmoid", "erf", "erfc", "erfinv", "lgamma", "digamma", "xlogy.Tensor")
+
+
+def _sign(x: Any) -> Any:
+    """-1, 0 or 1; of NaN and of -0.0 it is 0."""
+    return jnp.where(x > 0, 1, jnp.where(x < 0, -1, 0))
+
+
+def _single(x: Any) -> Any:
+    """Halves in single precision, in which Torch computes with them and a number, before it rounds once."""
+    half = getattr(x, "dtype", None) in (jnp.bfloat16, jnp.float16)
+    return x.astype(jnp.float32) if half else x
 
 
 def _with_floats(function: Any) -> Any:
@@ -58,16 +70,16 @@ def _register() -> None:
 _register()
 
 
-@operator("add.Tensor")
+@operator("add.Tensor", "add.Scalar")
 def add(x: Any, y: Any, alpha: Any = 1) -> Any:
     """Plus."""
-    return x + y if alpha == 1 else x + alpha * y
+    return x + y if alpha == 1 else _single(x) + alpha * _single(y)
 
 
-@operator("sub.Tensor")
+@operator("sub.Tensor", "sub.Scalar")
 def sub(x: Any, y: Any, alpha: Any = 1) -> Any:
     """Minus."""
-    return x - y if alpha == 1 else x - alpha * y
+    return x - y if alpha == 1 else _single(x) - alpha * _single(y)
 
 
 @operator("rsub.Tensor", "rsub.Scalar")
@@ -76,13 +88,13 @@ def rsub(x: Any, y: Any, alpha: Any = 1) -> Any:
     return sub(y, x, alpha)
 
 
-@operator("mul.Tensor")
+@operator("mul.Tensor", "mul.Scalar")
 def mul(x: Any, y: Any) -> Any:
     """Times."""
-    return x * y
+    return _single(x) * _single(y)
 
 
-@operator("div.Tensor", "div.Tensor_mode")
+@operator("div.Tensor", "div.Tensor_mode", "div.Scalar", "div.Scalar_mode")
 def div(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
     """Divided by, rounded down or towards zero where that is asked for."""
     if rounding_mode == "floor":
@@ -154,19 +166,19 @@ def clamp_max(x: Any, high: Any) -> Any:
 @operator("addcmul.default")
 def addcmul(x: Any, one: Any, two: Any, value: Any = 1) -> Any:
     """Plus a scaled product."""
-    return x + value * (one * two)
+    return _single(x) + value * (_single(one) * _single(two))
 
 
 @operator("addcdiv.default")
 def addcdiv(x: Any, one: Any, two: Any, value: Any = 1) -> Any:
     """Plus a scaled quotient."""
-    return x + value * (one / two)
+    return _single(x) + value * (_single(one) / _single(two))
 
 
 @operator("lerp.Scalar", "lerp.Tensor")
 def lerp(start: Any, end: Any, weight: Any) -> Any:
     """On the way from one to the other."""
-    return start + weight * (end - start)
+    return _single(start) + _single(weight) * (_single(end) - _single(start))
 
 
 @operator("nan_to_num.default")
