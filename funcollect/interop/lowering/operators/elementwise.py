@@ -47,6 +47,12 @@ def _single(x: Any) -> Any:
     return x.astype(jnp.float32) if half else x
 
 
+def _scaled(alpha: Any, y: Any) -> Any:
+    """A multiple, by a number that Torch takes in the dtype of `y`."""
+    single = _single(y)
+    return alpha * y if single is y else jnp.asarray(alpha, y.dtype).astype(jnp.float32) * single
+
+
 def _with_floats(function: Any) -> Any:
     """Of integers, too: they are taken as floating."""
 
@@ -73,13 +79,13 @@ _register()
 @operator("add.Tensor", "add.Scalar")
 def add(x: Any, y: Any, alpha: Any = 1) -> Any:
     """Plus."""
-    return x + y if alpha == 1 else _single(x) + alpha * _single(y)
+    return x + y if alpha == 1 else _single(x) + _scaled(alpha, y)
 
 
 @operator("sub.Tensor", "sub.Scalar")
 def sub(x: Any, y: Any, alpha: Any = 1) -> Any:
     """Minus."""
-    return x - y if alpha == 1 else _single(x) - alpha * _single(y)
+    return x - y if alpha == 1 else _single(x) - _scaled(alpha, y)
 
 
 @operator("rsub.Tensor", "rsub.Scalar")
