@@ -102,6 +102,7 @@ def open_actor(env: Env, policy: Policy, state: CollectorState, request: Request
         spec=spec,
         num_envs=state.num_lanes,
         length=request.length,
+        single=env.num_envs is None,
     )
     actor = make_actor(policy, actor_inputs)
     random_left = min(request.random_steps - state.steps, request.length)

@@ -32,7 +32,7 @@ _RESTLESS = LoweringError(
     f"its attributes were seen with {_MOST_SETTINGS} different values, and each would compile again: keep what changes "
     "in buffers"
 )
-Make = Callable[[Source, Any, ExplorationType], EmbeddedPolicy]
+Make = Callable[..., EmbeddedPolicy]
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _embedded(env: Env, source: Source, way: str, exploration_type: ExplorationT
     known = source.embedded
     if not isinstance(source, TensorDictPolicy):  # the others draw outside their module
         exploration_type = ExplorationType.RANDOM
-    spaces = (optree.tree_structure(_placed(env)), env.observation_leaves, min(env.num_envs or 1, 2))
+    spaces = (optree.tree_structure(_placed(env)), env.observation_leaves, env.num_envs and min(env.num_envs, 2))
     try:
         which = (way, exploration_type, spaces, source.settings if way == "lowered" else NO_SETTINGS)
         if isinstance(callback := known.get(which), CallbackPolicy) and not callback.fits():
@@ -159,9 +159,11 @@ def _placed(env: Env) -> Any:
 
 def _made(env: Env, source: Source, way: str, exploration_type: ExplorationType) -> EmbeddedPolicy | LoweringError:
     make: Make = lowered_policy if way == "lowered" else callback_policy
+    single = env.num_envs is None and isinstance(source, TensorDictPolicy)
     try:
         _check_place(source, way)
-        return make(source, example(env.observation_space, env.observation_leaves, env.num_envs or 1), exploration_type)
+        given = example(env.observation_space, env.observation_leaves, env.num_envs or 1)
+        return make(source, given, exploration_type, single=single)
     except LoweringError as error:
         return error.with_traceback(None)
 

@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import torch
+from gymnasium import spaces
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
@@ -24,7 +25,7 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
     Args:
         policy: a `Policy`; None for random actions; a `TensorDictModule`, or a callable with one argument that is named
             ``tensordict`` or ``td`` or annotated as a TensorDict; any other module or function from observation to
-            action.
+            action. Of a Dict space it may take the keys as arguments, by their names or all in their order.
         env: the environment, for its action space.
         device: where the policy is to run; None for where it is. A policy that is there already is not copied.
 
@@ -41,7 +42,7 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
         return RandomPolicy(env.action_spec)
     if isinstance(policy, TorchPolicy):
         moved = place is not None and policy.run_device not in (None, place)
-        parts = (policy.module, policy.head, policy.initial_state, place, policy.compiler)
+        parts = (policy.module, policy.head, policy.initial_state, place, policy.compiler, policy.keys)
         return TorchPolicy(*parts) if moved else policy
     if isinstance(policy, Policy):
         return policy
@@ -52,7 +53,7 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
         )
     if isinstance(policy, TensorDictModuleBase) or _takes_tensordict(policy):
         return _on_tensordict(policy, env, place)
-    return TorchPolicy(policy, None, None, place)
+    return TorchPolicy(policy, None, None, place, keys=_keys_of_arguments(policy, env))
 
 
 def _on_tensordict(policy: Any, env: Env, place: torch.device | None) -> TensorDictPolicy:
@@ -65,13 +66,32 @@ def _on_tensordict(policy: Any, env: Env, place: torch.device | None) -> TensorD
     return TensorDictPolicy(policy, place, hidden_states)
 
 
-def _takes_tensordict(policy: Any) -> bool:
+def _keys_of_arguments(policy: Any, env: Env) -> list[str]:
+    """The keys of a Dict space that are arguments of their own: by their names, else all of them in their order.
+
+    As in TorchRL; none where the policy takes one argument that no key names.
+    """
+    space = env.observation_space
+    if not isinstance(space, spaces.Dict):
+        return []
+    names, keys = [each.name for each in _required(policy)], list(space.spaces)
+    if names and set(names) <= set(keys):
+        return names
+    return keys if len(names) == len(keys) > 1 else []
+
+
+def _required(policy: Any) -> list[inspect.Parameter]:
+    """The arguments without which a policy cannot be called."""
     function = policy.forward if isinstance(policy, nn.Module) else policy
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        return False
-    required = [each for each in parameters if each.default is each.empty and each.kind != each.VAR_KEYWORD]
+        return []
+    return [each for each in parameters if each.default is each.empty and each.kind != each.VAR_KEYWORD]
+
+
+def _takes_tensordict(policy: Any) -> bool:
+    required = _required(policy)
     if len(required) != 1:
         return False
     annotation = required[0].annotation

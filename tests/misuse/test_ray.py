@@ -1,7 +1,7 @@
 """What `RayCollector` says of bad arguments, before it starts anything."""
 
-import gymnasium
 import pytest
+from gymnasium.envs.classic_control import CartPoleEnv
 
 import funcollect as fc
 
@@ -28,13 +28,13 @@ CASES = {
     ),
     "a keyword of another class": ({"collector_kwargs": {"cat_results": 0}}, TypeError, "pass another collector_class"),
     "a live environment": (
-        {"create_env_fn": gymnasium.make("CartPole-v1"), "num_collectors": 2},
+        {"create_env_fn": CartPoleEnv(), "num_collectors": 2},
         ValueError,
         "same live environment",
     ),
     "a live environment for nested workers": (
         {
-            "create_env_fn": gymnasium.make("CartPole-v1"),
+            "create_env_fn": CartPoleEnv(),
             "collector_class": fc.MultiSyncDataCollector,
             "num_workers_per_collector": 2,
         },

@@ -22,6 +22,7 @@ from torch import Tensor
 from funcollect.tree import Path, nest
 
 _WORD = 8  # bytes
+_Rebuild = Callable[[list[Tensor], int], Any]  # from leaves [N, ...] and N to a batch
 
 # Dtypes that NumPy lacks go as integers of their width.
 _CARRIERS = {
@@ -124,9 +125,7 @@ class RowLayout:
     tensor([0, 1])
     """
 
-    def __init__(
-        self, columns: Sequence[PackedLeaf], item_dims: tuple[int, ...], rebuild: Callable[[list[Tensor], int], Any]
-    ) -> None:
+    def __init__(self, columns: Sequence[PackedLeaf], item_dims: tuple[int, ...], rebuild: _Rebuild) -> None:
         self.columns = tuple(columns)
         self.item_dims = item_dims
         self.structure: Any = None  # of frames that are no TensorDicts
@@ -163,7 +162,11 @@ class RowLayout:
             columns[path] = PackedLeaf(path=path, shape=tuple(leaf.shape[ndim:]), dtype=leaf.dtype, offset=offset)
             offset += columns[path].nbytes
         item_dims = tuple(data.batch_size[ndim:]) if isinstance(data, TensorDictBase) else ()
-        rebuild = _tensordicts(list(leaves), item_dims) if isinstance(data, TensorDictBase) else _trees(data)
+        rebuild = (
+            _tensordicts({path: leaf.dtype for path, leaf in leaves.items()}, item_dims)
+            if isinstance(data, TensorDictBase)
+            else _trees(data)
+        )
         layout = cls([columns[path] for path in leaves], item_dims, rebuild)
         layout.structure = None if isinstance(data, TensorDictBase) else optree.tree_structure(data)
         return layout
@@ -176,7 +179,7 @@ class RowLayout:
             for path, shape, dtype, offset in saved["columns"]
         ]
         item_dims = tuple(saved["item_dims"])
-        return cls(columns, item_dims, _tensordicts([column.path for column in columns], item_dims))
+        return cls(columns, item_dims, _tensordicts({column.path: column.dtype for column in columns}, item_dims))
 
     def to_json(self) -> dict[str, Any]:
         """The layout in numbers and strings.
@@ -315,19 +318,24 @@ def _array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return torch.empty(0, dtype=_CARRIERS.get(dtype, dtype)).numpy().dtype
 
 
-def _tensordicts(paths: list[Path], item_dims: tuple[int, ...]) -> Callable[[list[Tensor], int], TensorDict]:
-    recipe = nest({path: index for index, path in enumerate(paths)})
+def _tensordicts(kinds: Mapping[Path, torch.dtype], item_dims: tuple[int, ...]) -> _Rebuild:
+    recipe = nest({path: index for index, path in enumerate(kinds)})
+    # With a device, tensordict cannot clone floats of eight bits.
+    placed = bool(kinds) and all(dtype.itemsize > 1 or not dtype.is_floating_point for dtype in kinds.values())
 
-    def build(node: Mapping[str, Any], leaves: list[Tensor], size: torch.Size) -> TensorDict:
+    def build(node: Mapping[str, Any], leaves: list[Tensor], size: torch.Size, device: Any) -> TensorDict:
         filled = {
-            name: leaves[value] if isinstance(value, int) else build(value, leaves, size)
+            name: leaves[value] if isinstance(value, int) else build(value, leaves, size, device)
             for name, value in node.items()
         }
-        return TensorDict._new_unsafe(filled, batch_size=size)
+        return TensorDict._new_unsafe(filled, batch_size=size, device=device)
 
-    return lambda leaves, number: build(recipe, leaves, torch.Size((number, *item_dims)))
+    def rebuild(leaves: list[Tensor], number: int) -> TensorDict:
+        return build(recipe, leaves, torch.Size((number, *item_dims)), leaves[0].device if placed else None)
+
+    return rebuild
 
 
-def _trees(data: Any) -> Callable[[list[Tensor], int], Any]:
+def _trees(data: Any) -> _Rebuild:
     structure = optree.tree_structure(data)
     return lambda leaves, number: optree.tree_unflatten(structure, leaves)

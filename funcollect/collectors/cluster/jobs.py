@@ -14,7 +14,7 @@ from funcollect.collectors.options import Device, Keywords, OnFailure, Postproc
 from funcollect.collectors.runner import Runner, Shard
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
-from funcollect.collectors.workers.jobs import check_one_each, each, make_jobs
+from funcollect.collectors.workers.jobs import each, make_jobs, one_each
 from funcollect.collectors.workers.worker import Job
 from funcollect.specs import ExplorationType
 
@@ -146,7 +146,7 @@ class ActorSpec:
         Raises:
             TypeError, ValueError: for arguments that no actor would take.
         """
-        check_one_each([env for env in envs for _ in range(count)])
+        envs = one_each([env for env in envs for _ in range(count)])[::count]
         given = [dict(one or {}) for one in each("collector_kwargs", kwargs, len(envs))]
         rows: list[dict[str, Any]] = [{} for _ in envs]
         for name, value in self.keywords.items():

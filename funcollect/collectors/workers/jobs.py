@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
+import cloudpickle
 import gymnasium
 import torch
 from gymnasium.vector import VectorEnv
@@ -44,7 +47,8 @@ def environments(create_env_fn: Any, num_workers: int | None) -> list[Any]:
 
     Raises:
         TypeError: for one environment without a number of workers, or a number that is none.
-        ValueError: for a list of another length, an empty one, or one live environment for several workers.
+        ValueError: for a list of another length, an empty one, or a live environment that cannot be built again for
+            several workers.
     """
     if num_workers is not None:
         check_positive("num_workers", num_workers, example=4)
@@ -60,18 +64,38 @@ def environments(create_env_fn: Any, num_workers: int | None) -> list[Any]:
             f"create_env_fn has {len(create_env_fn)} entries, expected {num_workers or 'at least one'}: pass an entry "
             "for each worker and leave num_workers out"
         )
-    check_one_each(create_env_fn)
-    return list(create_env_fn)
+    return one_each(create_env_fn)
 
 
-def check_one_each(environments: Sequence[Any]) -> None:
-    """Raise ValueError where workers are to share a live environment."""
+def one_each(environments: Sequence[Any]) -> list[Any]:
+    """The environments, where one that is live stands for several workers, as something that each builds anew.
+
+    Those of TorchRL are sent to each worker by value. One of Gymnasium's is made again from its spec.
+
+    Raises:
+        ValueError: for a live environment of several workers that cannot be built again.
+    """
     live = [env for env in environments if isinstance(env, (gymnasium.Env, VectorEnv)) or is_torchrl(env)]
-    if len({id(env) for env in live}) < len(live):
-        raise ValueError(
-            f"the same live environment {live[0]!r:.80} is given to several workers, expected one for each: pass a "
-            "function that makes it, [lambda: gymnasium.make(...)] * 4"
-        )
+    shared = {number for number, count in Counter(map(id, live)).items() if count > 1}
+    built_anew = {id(env): _again(env) for env in live if id(env) in shared}
+    return [built_anew.get(id(env), env) for env in environments]
+
+
+def _again(env: Any) -> Any:
+    try:
+        if is_torchrl(env):
+            cloudpickle.dumps(env)
+            return env
+        if isinstance(env, gymnasium.Env) and env.spec is not None:
+            gymnasium.make(env.spec, disable_env_checker=True).close()
+            return partial(gymnasium.make, env.spec, disable_env_checker=True)
+        reason = "it has no spec"
+    except Exception as error:
+        reason = repr(error)
+    raise ValueError(
+        f"the same live environment {env!r:.80} is given to several workers and cannot be built again "
+        f"({reason:.200}), expected one for each: pass a function that makes it, [lambda: gymnasium.make(...)] * 4"
+    )
 
 
 def each(name: str, given: Any, count: int) -> list[Any]:

@@ -36,6 +36,7 @@ class ActorInputs:
         initial_state: the state of a lane at the start of an episode.
         noise: [T, P, ...], or None.
         spec: how an action looks.
+        single: whether the environment has no batch dimension; P is 1 then.
     """
 
     observation: Any
@@ -47,6 +48,7 @@ class ActorInputs:
     spec: ActionSpec
     num_envs: int
     length: int
+    single: bool = False
 
     @property
     def stochastic(self) -> bool:

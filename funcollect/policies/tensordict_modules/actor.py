@@ -15,6 +15,7 @@ from funcollect.keys import torch_generator
 from funcollect.policies.actors.actor import ActorInputs, Columns, Recorder, lane_mask
 from funcollect.policies.actors.checks import check_action, check_tensor, finish_columns
 from funcollect.policies.tensordict_modules.calling import (
+    batched,
     by_path,
     check_hidden,
     may_be_read,
@@ -59,6 +60,7 @@ class TensorDictActor:
         self._hidden: dict[Path, Tensor] = dict(actor_inputs.policy_state.recurrent or {})
         self._carried: dict[Path, Tensor] = dict(actor_inputs.policy_state.carried or {})
         self._written_to, self._carries = written, carries
+        self._single = actor_inputs.single
         self._never = torch.zeros(actor_inputs.num_envs, 1, dtype=torch.bool)
         self._first = self._never if reads_init and INIT not in self._inputs else None
         self._names: list[Path] = []
@@ -122,14 +124,17 @@ class TensorDictActor:
         inputs = self._read()
 
         def run() -> dict[Path, Any]:
-            return outputs_of(run_module(self._module, inputs, self._device), {*self._inputs, *self._given()})
+            answer = run_module(self._module, inputs, self._device, single=self._single)
+            return outputs_of(answer, {*self._inputs, *self._given()})
 
         if self._parts is None:
             outputs: Mapping[Path, Any] = run()
         else:
-            self._values = {key_of(path): leaf for path, leaf in inputs.items()}
+            self._values = {key_of(path): leaf[0] if self._single else leaf for path, leaf in inputs.items()}
             outputs, as_good = EquivalenceCheck(self._parts, self._values).compare(run)
             self._parts = self._parts if as_good else None
+        if self._single:
+            outputs = {path: batched(leaf) for path, leaf in outputs.items()}
         self._check(outputs)
         self._names = sorted(path for path, leaf in outputs.items() if isinstance(leaf, Tensor))
         self._keys = list(map(key_of, self._names))
@@ -140,10 +145,11 @@ class TensorDictActor:
         values = self._values.copy()
         for part in parts:
             part.run(values)
-        return tuple([values[key] for key in self._keys])
+        written = tuple([values[key] for key in self._keys])
+        return tuple(map(batched, written)) if self._single else written
 
     def _written(self, t: int) -> tuple[Tensor, ...]:
-        answer = run_module(self._module, self._read(), self._device)
+        answer = run_module(self._module, self._read(), self._device, single=self._single)
         written = tuple([answer.get(key, None) for key in self._keys])
         if any(leaf is None for leaf in written):
             outputs = outputs_of(answer, {*self._inputs, *self._given()})
@@ -151,7 +157,7 @@ class TensorDictActor:
                 f"step {t} of this batch: the policy wrote {names_of(outputs)} after "
                 f"{names_of(self._names)}: write the same keys at every step"
             )
-        return written
+        return tuple(map(batched, written)) if self._single else written
 
     def _carry(self, written: Sequence[Tensor]) -> None:
         if self._hidden or self._carries:

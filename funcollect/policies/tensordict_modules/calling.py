@@ -15,11 +15,18 @@ from funcollect.tree import Path, flatten, nest, to_tensordict
 
 
 def run_module(
-    module: Callable[..., Any], inputs: Mapping[Path, Tensor], device: torch.device | None
+    module: Callable[..., Any], inputs: Mapping[Path, Tensor], device: torch.device | None, *, single: bool = False
 ) -> TensorDictBase:
-    """What the module returns for a TensorDict of its own that holds `inputs`, each [P, ...]."""
-    own = {path: leaf.clone() for path, leaf in inputs.items()}
-    batch_size = tuple(next(iter(inputs.values())).shape[:1])
+    """What the module returns for a TensorDict of its own.
+
+    Args:
+        module: called with a TensorDict [P], or [] for a `single` environment, which has no batch dimension.
+        inputs: the leaves, each [P, ...].
+        device: where the TensorDict lies; None for where the leaves are.
+        single: whether to take away the batch dimension; the answer has none either.
+    """
+    own = {path: (leaf[0] if single else leaf).clone() for path, leaf in inputs.items()}
+    batch_size = () if single else tuple(next(iter(inputs.values())).shape[:1])
     given = TensorDict(nest(own), batch_size, device=device) if device else to_tensordict(own, batch_size)
     try:
         answer = module(given)
@@ -37,9 +44,15 @@ def run_module(
     return answer
 
 
-def outputs_of(answer: TensorDictBase, read: Container[Path]) -> dict[Path, Any]:
-    """What stands in a policy's answer beside what it `read`."""
-    return {path: leaf for path, leaf in flatten(answer).items() if path not in read}
+def outputs_of(answer: TensorDictBase, read: Container[Path], *, single: bool = False) -> dict[Path, Any]:
+    """What stands in a policy's answer beside what it `read`, each [P, ...]."""
+    outputs = {path: leaf for path, leaf in flatten(answer).items() if path not in read}
+    return {path: batched(leaf) for path, leaf in outputs.items()} if single else outputs
+
+
+def batched(leaf: Any) -> Any:
+    """An output of a single environment as [1, ...]."""
+    return leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf
 
 
 def may_be_read(path: Path) -> bool:

@@ -35,7 +35,8 @@ def tensordict_policy(
 ) -> TensorDictPolicy:
     """A policy from what is called on a TensorDict [P]; a collector makes it by itself.
 
-    The module reads its in_keys, and writes ``action`` and whatever else is to be recorded, each [P, ...]. A key that
+    The module reads its in_keys, and writes ``action`` and whatever else is to be recorded, each [P, ...]. Over an
+    environment without a batch dimension the TensorDict has none, as in TorchRL: its batch size is []. A key that
     it reads and also writes as ``("next", key)`` is a hidden state: it is carried from step to step, begins anew with
     each trajectory, and stands in the batch under both keys. So is one that it reads and writes under the same key, if
     its start is known. ``is_init`` [P, 1], True at a trajectory's first step, is there for a module that reads it.
@@ -156,12 +157,21 @@ class TensorDictPolicy(TorchBacked):
         return self.hidden_states | ({INIT: torch.ones(1, dtype=torch.bool)} if tells else {}) or None
 
     def call_module(
-        self, module: Callable[..., Any], observation: Any, recurrent: Any, exploration_type: ExplorationType
+        self,
+        module: Callable[..., Any],
+        observation: Any,
+        recurrent: Any,
+        exploration_type: ExplorationType,
+        *,
+        single: bool = False,
     ) -> dict[str, Any]:
-        """What `module`, this policy's own bound to parameters, writes, nested, hidden states under ``next``."""
+        """What `module`, this policy's own bound to parameters, writes, nested, hidden states under ``next``.
+
+        All leaves are [P, ...]; for a `single` environment the module is called without a batch dimension.
+        """
         inputs, read = self.inputs_of(observation, recurrent)
         with set_interaction_type(exploration_type):
-            outputs = outputs_of(run_module(module, inputs, self.device), read)
+            outputs = outputs_of(run_module(module, inputs, self.device, single=single), read, single=single)
         check_hidden(outputs, {path: inputs[path] for path in self.hidden_states}, self.written)
         return nest(outputs)
 

@@ -49,13 +49,18 @@ class CallbackPolicy(EmbeddedPolicy):
         source: the Torch policy.
         exploration_type: what a TensorDict policy's distributions are told.
         reads: the dtypes, in Torch, of the leaves of its observation and recurrent state.
-        initial_carry: see `EmbeddedPolicy`.
+        initial_carry, single: see `EmbeddedPolicy`.
     """
 
     def __init__(
-        self, source: Source, exploration_type: ExplorationType, reads: list[torch.dtype], initial_carry: Any
+        self,
+        source: Source,
+        exploration_type: ExplorationType,
+        reads: list[torch.dtype],
+        initial_carry: Any,
+        single: bool,
     ) -> None:
-        super().__init__(source, exploration_type, self._traced, initial_carry)
+        super().__init__(source, exploration_type, self._traced, initial_carry, single)
         self._call = buffer_callback()
         self._reads = reads
         self._answers: dict[Any, _OutputBuffers] = {}
@@ -125,7 +130,7 @@ class CallbackPolicy(EmbeddedPolicy):
         if self._module is None:
             self.prepare(None)
         with torch.no_grad():
-            answer = self.source.call_module(self._module, *given, self.exploration_type)
+            answer = self.source.call_module(self._module, *given, self.exploration_type, single=self.single)
         if isinstance(answer, Tensor):
             return [answer], _ALONE
         return optree.tree_flatten(plain(answer), namespace=NAMESPACE)
@@ -158,13 +163,16 @@ def buffer_callback() -> Callable[..., Any]:
     return call
 
 
-def callback_policy(source: Source, observation: Any, exploration_type: ExplorationType) -> CallbackPolicy:
+def callback_policy(
+    source: Source, observation: Any, exploration_type: ExplorationType, *, single: bool = False
+) -> CallbackPolicy:
     """A policy whose module is called back.
 
     Args:
         source: the Torch policy.
         observation: an example [P, ...], in the space's structure.
         exploration_type: what a TensorDict policy's distributions are told.
+        single: whether a TensorDict policy is called without a batch dimension; P is 1 then.
 
     Raises:
         LoweringError: for a policy whose inputs or answers JAX does not have.
@@ -173,8 +181,8 @@ def callback_policy(source: Source, observation: Any, exploration_type: Explorat
     initial_carry = constant(source.initial_carry(observation))
     recurrent = lanes_of(initial_carry, len(tree.leaves(observation)[0]), source.device)
     leaves, treedef = tree.flatten(plain((observation, recurrent)))
-    policy = CallbackPolicy(source, exploration_type, [leaf.dtype for leaf in leaves], initial_carry)
-    check_forgets(source, source.bound(None), observation, recurrent, exploration_type)
+    policy = CallbackPolicy(source, exploration_type, [leaf.dtype for leaf in leaves], initial_carry, single)
+    check_forgets(policy, source.bound(None), observation, recurrent)
     answer = policy.answer_to(treedef, leaves)
     zeros = [torch.zeros(shape, dtype=dtype) for shape, dtype in answer.kinds]
     given = (optree.tree_unflatten(answer.treespec, zeros), observation, recurrent)

@@ -45,14 +45,21 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
         exploration_type: what a TensorDict policy's distributions are told.
         apply: the traced call, see `FunctionPolicy`.
         initial_carry: what the loop carries, in one environment at the start of an episode, or None.
+        single: whether the module is called without a batch dimension.
     """
 
     def __init__(
-        self, source: Source, exploration_type: ExplorationType, apply: Callable[..., Any], initial_carry: Any
+        self,
+        source: Source,
+        exploration_type: ExplorationType,
+        apply: Callable[..., Any],
+        initial_carry: Any,
+        single: bool,
     ) -> None:
         initial = optree.tree_map(lambda leaf: np.asarray(torch.as_tensor(leaf)), plain(initial_carry))
         super().__init__(apply, source.head, initial)
         self.source = source
+        self.single = single
         self.ties = isinstance(source, TensorDictPolicy)
         self._tells_init = isinstance(source, TensorDictPolicy) and INIT in (initial_carry or {})
         self.exploration_type = exploration_type
@@ -163,20 +170,22 @@ def constant(initial_carry: Any) -> Any:
     return initial_carry
 
 
-def check_forgets(source: Source, module: Any, observation: Any, recurrent: Any, interaction: ExplorationType) -> None:
+def check_forgets(policy: EmbeddedPolicy, module: Any, observation: Any, recurrent: Any) -> None:
     """Raise LoweringError for a policy on a TensorDict that reads what it wrote there at the step before.
 
     A loop of JAX carries hidden states that are announced. So the module is called twice, the second time with what it
     wrote the first time, and has to answer the same.
     """
+    source, single = policy.source, policy.single
     if not isinstance(source, TensorDictPolicy) or not reads_what_it_wrote(source.module):
         return
     inputs, read = source.inputs_of(observation, recurrent)
     answers: list[dict[Path, Any]] = []
     for _ in range(2):
         carried = {path: leaf for path, leaf in answers[0].items() if may_be_read(path)} if answers else {}
-        with torch.no_grad(), set_interaction_type(interaction), torch_generator(torch.get_rng_state()):
-            answers.append(outputs_of(run_module(module, inputs | carried, source.device), read))
+        with torch.no_grad(), set_interaction_type(policy.exploration_type), torch_generator(torch.get_rng_state()):
+            answer = run_module(module, inputs | carried, source.device, single=single)
+            answers.append(outputs_of(answer, read, single=single))
     one, two = answers
     others = [path for path, leaf in two.items() if path not in one or not _same(one[path], leaf)]
     if others:

@@ -31,13 +31,19 @@ _TOLERANCE = 1e-3  # of a first look, relative; rounding is far below it
 class LoweredPolicy(EmbeddedPolicy):
     """See `funcollect.lower_policy`. `params` are the module's own as they are when it is read, as arrays of JAX."""
 
-    def __init__(self, source: Source, exploration_type: ExplorationType, lowered: Lowered, initial_carry: Any) -> None:
-        super().__init__(source, exploration_type, self._answer, initial_carry)
+    def __init__(
+        self, source: Source, exploration_type: ExplorationType, lowered: Lowered, initial_carry: Any, single: bool
+    ) -> None:
+        super().__init__(source, exploration_type, self._answer, initial_carry, single)
         self.lowered = lowered
 
     def _answer(self, params: Any, observation: Any, state: Any = None) -> Any:
+        tree, arguments = import_jax().tree, self.source.arguments(observation, state)
+        if self.single:
+            arguments = tree.map(lambda leaf: leaf[0], arguments)
         with set_interaction_type(self.exploration_type):  # for shapes with which it is exported once more
-            return self.to_outputs(self.lowered.apply(params, *self.source.arguments(observation, state)), state)
+            answer = self.lowered.apply(params, *arguments)
+        return self.to_outputs(tree.map(lambda leaf: leaf[None], answer) if self.single else answer, state)
 
     def prepare(self, params: Any) -> dict[str, Any]:
         """Copies of parameters, laid out for JAX.
@@ -70,13 +76,16 @@ class LoweredPolicy(EmbeddedPolicy):
         self.source.load(self.state_dict(params) if jax else params)
 
 
-def lowered_policy(source: Source, observation: Any, exploration_type: ExplorationType) -> LoweredPolicy:
+def lowered_policy(
+    source: Source, observation: Any, exploration_type: ExplorationType, *, single: bool = False
+) -> LoweredPolicy:
     """A policy whose module is lowered, and seen to answer as it does itself.
 
     Args:
         source: the Torch policy.
         observation: an example [P, ...], in the space's structure.
         exploration_type: what a TensorDict policy's distributions are told.
+        single: whether a TensorDict policy is called without a batch dimension; P is 1 then.
 
     Raises:
         LoweringError: for a module that cannot be lowered, or whose weights a program could not read anew.
@@ -87,9 +96,10 @@ def lowered_policy(source: Source, observation: Any, exploration_type: Explorati
     recurrent = lanes_of(initial_carry, rows, source.device)
     inputs = source.arguments(observation, recurrent)
     if isinstance(source, TensorDictPolicy):
-        inputs = (TensorDict(inputs[0], batch_size=[rows]),)
+        given = TensorDict(inputs[0], batch_size=[rows])
+        inputs = (given[0] if single else given,)
     with set_interaction_type(exploration_type):
-        policy = LoweredPolicy(source, exploration_type, lower_module(module, inputs), initial_carry)
+        policy = LoweredPolicy(source, exploration_type, lower_module(module, inputs), initial_carry, single)
     _check_answer(policy, observation, recurrent)
     return policy
 
@@ -118,8 +128,8 @@ def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> No
     before = settings_of(module)
     with torch.no_grad():
         moved = optree.tree_map(lambda leaf: leaf.to(source.run_device or leaf.device, copy=True), given)
-        eager = source.call_module(module, *moved, policy.exploration_type)
-    check_forgets(source, module, moved[0], moved[1], policy.exploration_type)
+        eager = source.call_module(module, *moved, policy.exploration_type, single=policy.single)
+    check_forgets(policy, module, moved[0], moved[1])
     if before != settings_of(module):
         raise LoweringError(f"{type(module).__name__} changes its own attributes when called: return them as a state")
     inputs: Any = optree.tree_map(to_jax, plain(given if recurrent is not None else given[:1]))

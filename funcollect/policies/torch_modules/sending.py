@@ -9,7 +9,6 @@ from typing import Any
 import cloudpickle
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from funcollect.errors import LoweringError
 from funcollect.policies.torch_modules.settings import Settings, SettingsCache
@@ -81,7 +80,7 @@ class ByValue(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, value: Any) -> Any:
         """How a module with parametrizations is made again: of its class, which goes by value, and its attributes."""
-        if isinstance(value, nn.Module) and is_parametrized(value):
+        if isinstance(value, nn.Module) and "parametrizations" in vars(value).get("_modules", ()):
             return bare, (type(value),), vars(value)
         return super().reducer_override(value)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import optree
@@ -90,8 +91,10 @@ class TorchPolicy(TorchBacked):
         initial_state: Any,
         device: torch.device | None,
         compiler: Compiler | None = None,
+        keys: Sequence[str] = (),
     ) -> None:
         super().__init__(module, device)
+        self.keys = tuple(keys)  # of a Dict space, each of which is an argument of its own; none: all are one
         self.compiler = compiler
         self._compiled = CompiledCall(compiler) if compiler == "inductor" else None
         self.head = head
@@ -146,10 +149,17 @@ class TorchPolicy(TorchBacked):
 
     def arguments(self, observation: Any, recurrent: Any) -> tuple[Any, ...]:
         """What the module is called with."""
-        return (observation,) if recurrent is None else (observation, recurrent)
+        observations = tuple([observation[key] for key in self.keys]) if self.keys else (observation,)
+        return observations if recurrent is None else (*observations, recurrent)
 
     def call_module(
-        self, module: Callable[..., Any], observation: Any, recurrent: Any, exploration_type: ExplorationType
+        self,
+        module: Callable[..., Any],
+        observation: Any,
+        recurrent: Any,
+        exploration_type: ExplorationType,
+        *,
+        single: bool = False,
     ) -> Any:
         """What `module`, this policy's own bound to parameters, answers."""
         return module(*self.arguments(observation, recurrent))
@@ -176,7 +186,8 @@ class TorchActor:
         self._actor_inputs = actor_inputs
         self._policy = policy
         self._head = policy.head
-        self._module = policy.bound(actor_inputs.params)
+        module = policy.bound(actor_inputs.params)
+        self._module = partial(_with_keys, module, policy.keys) if policy.keys else module
         run_device = policy.run_device
         self._move = _mover(run_device, actor_inputs.observation)
         self._run_device = run_device or torch.device("cpu")
@@ -273,6 +284,11 @@ class TorchActor:
         noise = None if noise is None else noise.to(self._run_device)
         log_prob = self._head.log_prob(TORCH, parameters, action, noise, self._actor_inputs.spec)
         return {} if log_prob is None else {("action_log_prob",): log_prob}
+
+
+def _with_keys(module: Callable[..., Any], keys: Sequence[str], observation: Mapping[str, Any], *others: Any) -> Any:
+    """What the module answers to each of these keys as an argument of its own."""
+    return module(*[observation[key] for key in keys], *others)
 
 
 def _copied(recurrent: Any) -> Any:

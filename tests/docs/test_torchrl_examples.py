@@ -1,0 +1,321 @@
+"""The calls that TorchRL's documents make, with only the imports changed; each in a test of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
+
+import funcollect as fc
+
+pytestmark = [
+    pytest.mark.needs("torchrl"),
+    pytest.mark.filterwarnings("ignore:Exporting a model while:UserWarning"),
+]
+N = 48
+KEYS = ("collector", "traj_ids")
+MultiSync, MultiaSync = fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector
+LazyTensorStorage, SliceSampler = fc.storages.LazyTensorStorage, fc.samplers.SliceSampler
+
+
+def make_env() -> Any:
+    from torchrl.envs import GymEnv
+
+    return GymEnv("CartPole-v1")
+
+
+def parallel(count: int) -> Any:
+    from torchrl.envs import ParallelEnv
+
+    return ParallelEnv(count, make_env)
+
+
+def random_policy(env: Any) -> Any:
+    from torchrl.envs.utils import RandomPolicy
+
+    return RandomPolicy(env.action_spec)
+
+
+# The tutorial "data collection and storage".
+
+
+def tutorial_collector() -> Any:
+    env = make_env()
+    env.set_seed(0)
+    return fc.SyncDataCollector(env, random_policy(env), frames_per_batch=200, total_frames=-1)
+
+
+WANTED = {
+    ("action",): ((200, 2), torch.int64),
+    KEYS: ((200,), torch.int64),
+    ("done",): ((200, 1), torch.bool),
+    ("terminated",): ((200, 1), torch.bool),
+    ("truncated",): ((200, 1), torch.bool),
+    ("observation",): ((200, 4), torch.float32),
+    ("next", "done"): ((200, 1), torch.bool),
+    ("next", "observation"): ((200, 4), torch.float32),
+    ("next", "reward"): ((200, 1), torch.float32),
+    ("next", "terminated"): ((200, 1), torch.bool),
+    ("next", "truncated"): ((200, 1), torch.bool),
+}
+
+
+def test_the_tutorial_in_its_order() -> None:
+    with tutorial_collector() as collector:
+        data = next(collector)
+        assert data.batch_size == (200,)
+        for key, (shape, dtype) in WANTED.items():
+            assert (tuple(data[key].shape), data[key].dtype) == (shape, dtype), key
+        assert (data["action"].sum(-1) == 1).all()
+        ids = data[KEYS].tolist()
+        assert sorted(set(ids)) == list(range(max(ids) + 1))
+        buffer = fc.ReplayBuffer(storage=fc.storages.LazyMemmapStorage(max_size=1000))
+        indices = buffer.extend(data)
+        assert len(indices) == len(buffer) == collector.frames_per_batch
+        sample = buffer.sample(batch_size=30)
+        assert sample.batch_size == (30,)
+        assert sample.device == torch.device("cpu")
+        assert {key for key in WANTED if key in sample.keys(True, True)} == set(WANTED)
+        buffer = fc.ReplayBuffer(storage=fc.storages.LazyMemmapStorage(max_size=1000), batch_size=30)
+        buffer.extend(data)
+        for i, sample in enumerate(buffer):
+            assert sample.batch_size == (30,)
+            if i == 3:
+                break
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1"])
+@pytest.mark.parametrize("lanes", [None, 2])
+def test_random_policies_of_torchrl(name: str, lanes: int | None) -> None:
+    from torchrl.envs import GymEnv, SerialEnv
+
+    env = GymEnv(name) if lanes is None else SerialEnv(lanes, lambda: GymEnv(name))
+    for policy in (random_policy(env), lambda td, env=env: env.rand_action(td)):
+        with fc.SyncDataCollector(env, policy, frames_per_batch=20, total_frames=20) as collector:
+            (batch,) = collector
+        assert batch.batch_size == ((20,) if lanes is None else (2, 10))
+        assert (batch["action"] != batch["action"][..., :1, :]).any()
+        env = GymEnv(name) if lanes is None else SerialEnv(lanes, lambda: GymEnv(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("CartPole-v1", None), ("torch/CartPole-v1", None)]
+    + [("gymnax/CartPole-v1", way) for way in ("xla", "callback", "eager")],
+)
+def test_a_policy_over_a_single_environment_sees_no_batch_dimension(name: str, way: Any) -> None:
+    class Third(nn.Module):
+        def forward(self, observation: Tensor) -> Tensor:
+            assert observation.ndim == 1
+            return (observation[2] > 0).long()
+
+    env = fc.make_env(name)
+    policy = fc.tensordict_policy(TensorDictModule(Third(), ["observation"], ["action"]), compile=way)
+    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 20)
+    assert torch.equal(batch["action"], batch["observation"][:, 2].gt(0).long())
+    fc.close(state)
+
+
+# Collectors and replay buffers.
+
+
+def collected(collector: Any, storage: Any, sampler: Any = None, transform: Any = None) -> tuple[Any, Any]:
+    buffer = fc.ReplayBuffer(storage=storage, sampler=sampler, transform=transform, batch_size=16)
+    with collector:
+        data = next(collector).clone()
+        buffer.extend(data)
+    return data, buffer.sample()
+
+
+def assert_slices(sample: TensorDictBase) -> None:
+    slices = sample.reshape(4, 4)
+    ids = slices[KEYS]
+    assert (ids == ids[:, :1]).all()
+    steps = slices["collector", "step"]
+    assert torch.equal(steps, steps[:, :1] + torch.arange(4))
+
+
+def test_any_collector_flat() -> None:
+    env = make_env()
+    collector = fc.SyncDataCollector(env, random_policy(env), frames_per_batch=N, total_frames=-1)
+    data, sample = collected(collector, LazyTensorStorage(N), transform=lambda data: data.reshape(-1))
+    assert (data.batch_size, sample.batch_size) == ((N,), (16,))
+
+
+def test_one_environment_in_slices() -> None:
+    env = make_env()
+    collector = fc.SyncDataCollector(env, random_policy(env), frames_per_batch=N, total_frames=-1)
+    data, sample = collected(collector, LazyTensorStorage(N), SliceSampler(num_slices=4, trajectory_key=KEYS))
+    assert data.batch_size == (N,)
+    assert_slices(sample)
+
+
+def test_a_parallel_environment_in_slices() -> None:
+    env = parallel(4)
+    collector = fc.SyncDataCollector(env, None, frames_per_batch=4 * N, total_frames=-1)
+    sampler = SliceSampler(num_slices=4, trajectory_key=KEYS)
+    data, sample = collected(collector, LazyTensorStorage(4 * N, ndim=2), sampler)
+    assert data.batch_size == (4, N)
+    assert_slices(sample)
+
+
+def test_workers_in_slices() -> None:
+    collector = MultiSync([make_env] * 4, None, frames_per_batch=4 * N, total_frames=-1, cat_results="stack")
+    sampler = SliceSampler(num_slices=4, trajectory_key=KEYS)
+    data, sample = collected(collector, LazyTensorStorage(4 * N, ndim=2), sampler)
+    assert data.batch_size == (4, N)
+    assert_slices(sample)
+
+
+def test_workers_of_parallel_environments_in_slices() -> None:
+    """One live environment stands for all workers: each builds its own."""
+    collector = MultiSync([parallel(2)] * 4, None, frames_per_batch=8 * N, total_frames=-1, cat_results="stack")
+    sampler = SliceSampler(num_slices=4, trajectory_key=KEYS)
+    data, sample = collected(collector, LazyTensorStorage(8 * N, ndim=3), sampler)
+    assert data.batch_size == (4, 2, N)
+    assert (data["observation"][0] != data["observation"][1]).any()
+    assert_slices(sample)
+
+
+def test_slices_of_asynchronous_workers() -> None:
+    collector = MultiaSync([make_env] * 2, None, frames_per_batch=N, total_frames=-1)
+    _, sample = collected(collector, LazyTensorStorage(4 * N), SliceSampler(num_slices=4, trajectory_key=KEYS))
+    assert_slices(sample)
+
+
+LIVE: dict[str, Any] = {
+    "GymEnv": make_env,
+    "SerialEnv": lambda: __import__("torchrl.envs").envs.SerialEnv(2, make_env),
+    "gymnasium": lambda: gymnasium.make("HalfCheetah-v5"),
+}
+
+
+@pytest.mark.parametrize("kind", LIVE)
+def test_other_live_environments_for_several_workers(kind: str) -> None:
+    env = LIVE[kind]()
+    with MultiSync([env] * 2, None, frames_per_batch=40, total_frames=80, cat_results="stack") as collector:
+        for batch in collector:
+            assert batch.batch_size[0] == 2
+            assert (batch["observation"][0] != batch["observation"][1]).any()
+
+
+# Shapes.
+
+SHAPES: dict[str, tuple[Any, bool, dict[str, Any], tuple[int, ...]]] = {
+    "sync": (fc.SyncDataCollector, False, {}, (24,)),
+    "sync, batched": (fc.SyncDataCollector, True, {}, (2, 12)),
+    "stack": (MultiSync, False, {"cat_results": "stack"}, (3, 8)),
+    "stack, batched": (MultiSync, True, {"cat_results": "stack"}, (3, 2, 4)),
+    "0": (MultiSync, False, {"cat_results": 0}, (24,)),
+    "0, batched": (MultiSync, True, {"cat_results": 0}, (6, 4)),
+    "-1": (MultiSync, False, {"cat_results": -1}, (24,)),
+    "-1, batched": (MultiSync, True, {"cat_results": -1}, (2, 12)),
+    "async": (MultiaSync, False, {}, (24,)),
+    "async, batched": (MultiaSync, True, {}, (2, 12)),
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_shapes(case: str) -> None:
+    from torchrl.envs import SerialEnv
+
+    kind, batched, options, shape = SHAPES[case]
+    make = (lambda: SerialEnv(2, make_env)) if batched else make_env
+    made = make() if kind is fc.SyncDataCollector else [make] * 3
+    with kind(made, None, frames_per_batch=24, total_frames=24, **options) as collector:
+        (batch,) = list(collector)[:1]
+        assert batch.batch_size == shape
+
+
+# RayCollector.
+
+
+@pytest.mark.parametrize("policy", ["module", "forward(tensordict)", "forward(td)", "annotated", "callable", "none"])
+def test_ray_collector(ray_cluster: Any, policy: str) -> None:
+    from torchrl.envs import GymEnv
+
+    collector = fc.RayCollector(
+        create_env_fn=[lambda: GymEnv("Pendulum-v1", device="cpu")],
+        policy=POLICIES[policy](),
+        collector_class=fc.SyncDataCollector,
+        max_frames_per_traj=50,
+        init_random_frames=-1,
+        reset_at_each_iter=-False,
+        collector_kwargs={"device": "cpu", "storing_device": "cpu"},
+        num_collectors=1,
+        total_frames=400,
+        frames_per_batch=200,
+    )
+    with collector:
+        assert [tuple(batch["action"].shape) for batch in collector] == [(200, 1)] * 2
+
+
+class Tensordict(nn.Module):
+    def forward(self, tensordict):  # type: ignore[no-untyped-def]
+        return tensordict.set("action", tensordict["observation"][..., :1])
+
+
+class Td(nn.Module):
+    def forward(self, td):  # type: ignore[no-untyped-def]
+        return td.set("action", td["observation"][..., :1])
+
+
+class Annotated(nn.Module):
+    def forward(self, x: TensorDictBase) -> TensorDictBase:
+        return x.set("action", x["observation"][..., :1])
+
+
+class Plain(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., :1]
+
+
+POLICIES: dict[str, Any] = {
+    "module": lambda: TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"]),
+    "forward(tensordict)": Tensordict,
+    "forward(td)": Td,
+    "annotated": Annotated,
+    "callable": Plain,
+    "none": lambda: None,
+}
+
+
+class Two(gymnasium.Env[Any, Any]):
+    """Observations of two keys, 3 and 2 numbers."""
+
+    observation_space = spaces.Dict({"a": spaces.Box(-1, 1, (3,)), "b": spaces.Box(-1, 1, (2,))})
+    action_space = spaces.Box(-1, 1, (1,))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> Any:
+        return self.observation_space.sample(), 0.0, False, False, {}
+
+
+class ByName(nn.Module):
+    """One argument for each key, in another order than the keys stand in the space."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(5, 1)
+
+    def forward(self, b: Tensor, a: Tensor) -> Tensor:
+        return torch.tanh(self.net(torch.cat([a, b], -1)))
+
+
+@pytest.mark.parametrize("lanes", [None, 3])
+def test_a_module_with_an_argument_for_each_key(lanes: int | None) -> None:
+    module = ByName()
+    kwargs = {"num_envs": lanes}
+    with fc.SyncDataCollector(Two, module, frames_per_batch=12, create_env_kwargs=kwargs) as collector:
+        batch = next(collector)
+    torch.testing.assert_close(batch["action"], module(b=batch["b"], a=batch["a"]).detach())
