@@ -25,9 +25,14 @@ if TYPE_CHECKING:
         SliceSampler,
     )
     from funcollect.buffers.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage
-    from funcollect.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector
+    from funcollect.collectors.multi import (
+        MultiAsyncCollector,
+        MultiaSyncDataCollector,
+        MultiSyncCollector,
+        MultiSyncDataCollector,
+    )
     from funcollect.collectors.ray_collector import RayCollector
-    from funcollect.collectors.sync import SyncDataCollector
+    from funcollect.collectors.sync import Collector, SyncDataCollector
     from funcollect.core import traced
     from funcollect.core.api import close, fork, init, recover, reset, rollout, step
     from funcollect.core.differentiable import differentiable_rollout
@@ -67,7 +72,12 @@ if TYPE_CHECKING:
     from funcollect.trajectories.stats import EpisodeStats, episode_stats
 
 _HOMES = {
-    "funcollect.collectors.multi": ["MultiSyncDataCollector", "MultiaSyncDataCollector"],
+    "funcollect.collectors.multi": [
+        "MultiAsyncCollector",
+        "MultiSyncCollector",
+        "MultiSyncDataCollector",
+        "MultiaSyncDataCollector",
+    ],
     "funcollect.collectors.ray_collector": ["RayCollector"],
     "funcollect.buffers.reader": ["ReplayReader"],
     "funcollect.buffers.replay": ["ReplayBuffer"],
@@ -80,7 +90,7 @@ _HOMES = {
         "SliceSampler",
     ],
     "funcollect.buffers.storages": ["LazyMemmapStorage", "LazyTensorStorage", "ListStorage"],
-    "funcollect.collectors.sync": ["SyncDataCollector"],
+    "funcollect.collectors.sync": ["Collector", "SyncDataCollector"],
     "funcollect.envs.registry": ["make_env"],
     "funcollect.errors": [
         "BridgeError",
@@ -139,6 +149,7 @@ __all__ = [
     "BridgeError",
     "CheckError",
     "ClosedError",
+    "Collector",
     "CollectorState",
     "Env",
     "EnvError",
@@ -150,8 +161,10 @@ __all__ = [
     "LazyTensorStorage",
     "ListStorage",
     "LoweringError",
+    "MultiAsyncCollector",
     "MultiStep",
     "MultiStepSampler",
+    "MultiSyncCollector",
     "MultiSyncDataCollector",
     "MultiaSyncDataCollector",
     "Plan",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, Self
 
 from tensordict import TensorDictBase
@@ -11,7 +12,7 @@ from funcollect.collectors.options import Options
 from funcollect.errors import ClosedError
 
 
-class Collector(ABC):
+class CollectorBase(ABC):
     """The part that collectors share; those that derive from it gather the batches.
 
     Attributes:
@@ -42,8 +43,36 @@ class Collector(ABC):
         """The next batch, unfinished; its frames are counted."""
 
     @abstractmethod
-    def shutdown(self) -> None:
-        """Free what is held; nothing can be collected afterwards. Does nothing the second time."""
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Free what is held; nothing can be collected afterwards. Does nothing the second time.
+
+        Args:
+            timeout: as TorchRL has it; workers that do not end within seconds are killed in any case.
+        """
+
+    @abstractmethod
+    def stats(self) -> dict[str, float]:
+        """Counts of the run."""
+
+    def get_policy_version(self) -> int:
+        """The number of the latest weights: 0 at first, one more with each update."""
+        return int(self.stats()["policy_version"])
+
+    def async_shutdown(self, timeout: float | None = None) -> None:
+        """`shutdown`, as TorchRL calls it for asynchronous collectors."""
+        self.shutdown(timeout)
+
+    def is_running(self) -> bool:
+        """Whether batches can still be collected: there are frames left, and the collector was not shut down."""
+        return not self._closed and not 0 <= self.options.total_frames <= self.frames
+
+    def next(self) -> TensorDictBase | None:
+        """The next batch; None at the end of the run."""
+        return next(self, None)
+
+    def iterator(self) -> Iterator[TensorDictBase]:
+        """The batches, as ``iter(collector)``."""
+        return iter(self)
 
     def __len__(self) -> int:
         """Batches in the whole run.

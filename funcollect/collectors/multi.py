@@ -112,3 +112,8 @@ class MultiaSyncDataCollector(WorkerCollector):
     def frames_of_batch(self) -> int:
         """The frames that every batch has: `frames_per_batch`, rounded up to whole steps of a worker's lanes."""
         return self._lengths[0] * (self.num_envs or 1)
+
+
+# Their names in TorchRL since 0.14.
+MultiSyncCollector = MultiSyncDataCollector
+MultiAsyncCollector = MultiaSyncDataCollector

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, get_args
 
@@ -45,6 +45,7 @@ class Options:
     exploration_type: ExplorationType = ExplorationType.RANDOM
     reset_when_done: bool = True
     update_at_each_batch: bool = False
+    set_truncated: bool = False
     env_device_given: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -57,7 +58,9 @@ class Options:
             )
         if self.total_frames != -1:
             check_positive("total_frames", self.total_frames)
-        self._check_switches("reset_at_each_iter", "split_trajs", "reset_when_done", "update_at_each_batch")
+        self._check_switches(
+            "reset_at_each_iter", "split_trajs", "reset_when_done", "update_at_each_batch", "set_truncated"
+        )
         for name in ("max_frames_per_traj", "init_random_frames"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
@@ -151,11 +154,29 @@ class Keywords(TypedDict, total=False):
     exploration_type: ExplorationType
     reset_when_done: bool
     update_at_each_batch: bool
+    set_truncated: bool
     num_threads: int
     timeout: float
     start_timeout: float
     on_failure: OnFailure
     in_process: bool
+
+
+_ELSEWHERE = {
+    "backend": "the class says it: SyncDataCollector, MultiSyncDataCollector, MultiaSyncDataCollector or RayCollector",
+    "num_collectors": "MultiSyncDataCollector and MultiaSyncDataCollector have num_workers=, RayCollector has this one",
+    "sync": "MultiSyncDataCollector collects so, MultiaSyncDataCollector does not; RayCollector has this argument",
+}  # of TorchRL's `Collector`, which chooses another class by them
+
+
+def check_known(keywords: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise TypeError for a keyword that is not among those `known`."""
+    if not (unknown := sorted(keywords.keys() - known)):
+        return
+    if here := [f"{name} ({_ELSEWHERE[name]})" for name in unknown if name in _ELSEWHERE]:
+        raise TypeError(f"this collector has no argument {', '.join(here)}")
+    some = ", ".join(sorted(known))
+    raise TypeError(f"the keywords {unknown} are unknown, expected some of {some}: check the spelling")
 
 
 def _hidden(batch: TensorDictBase, prefix: Path = ()) -> list[Path]:

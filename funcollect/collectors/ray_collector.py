@@ -252,20 +252,20 @@ class RayCollector(WorkerCollector):
         device = self._storing.get(self._gathering.workers[0])
         return batch if device is None else batch.to(device)
 
-    def update_policy_weights_(self, params: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
+    def update_policy_weights_(
+        self, params: Any = None, worker_ids: int | Sequence[int] | None = None, *, policy_or_weights: Any = None
+    ) -> None:
         """Have the collectors act with `params` as they are now, or for None with the policy's own.
 
         A rollout is collected with one version throughout: with `sync` from the next batch on (with `prefetch` the one
         after it), else from each collector's next rollout on.
 
         Args:
-            params: what the policy takes as parameters; copied before this returns.
+            params: what the policy takes as parameters, or a module like its own; copied before this returns.
+            policy_or_weights: `params`, by TorchRL's name for it.
             worker_ids: the collectors that get them; all unless given.
-
-        Raises:
-            ValueError: for parameters that do not fit the policy, or a collector that is not there.
         """
-        super().update_policy_weights_(params, worker_ids)
+        super().update_policy_weights_(params, worker_ids, policy_or_weights=policy_or_weights)
         workers = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         self._since.update(dict.fromkeys(self._pool.workers if workers is None else workers, 0))
 
@@ -375,17 +375,19 @@ class RayCollector(WorkerCollector):
     def load_state_dict(self, state_dict: Any) -> None:
         """Go on from a `state_dict`: the same weights, keys and counts; new episodes under ids not used before.
 
-        What the collectors have ready is not delivered: it belongs to the run before.
+        What the collectors have ready is not delivered: it belongs to the run before. One dict is for all collectors.
 
         Raises:
             TypeError, ValueError: for what is no `state_dict` of collectors that came and went as these did.
         """
+        if isinstance(state_dict, Mapping):  # one for all
+            state_dict = [{**state_dict, "place": place} for place in self._places]
         if not isinstance(state_dict, (list, tuple)) or not all(
             isinstance(each, Mapping) and {"place", "run"} <= each.keys() for each in state_dict
         ):
             raise TypeError(
-                f"state_dict is {type(state_dict).__name__}, expected a list with a dict for each collector: pass what "
-                "state_dict of a RayCollector gave"
+                f"state_dict is {type(state_dict).__name__}, expected a list with a dict for each collector, or one "
+                "for all: pass what state_dict of a RayCollector gave"
             )
         if not state_dict:
             raise ValueError("state_dict is empty, expected a dict for each collector: pass what state_dict gave")

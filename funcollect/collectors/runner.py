@@ -49,6 +49,12 @@ class Shard:
 ALONE = Shard()
 
 
+def given_weights(params: Any, policy_or_weights: Any, policy: Any) -> Any:
+    """The parameters that a call names; None for the policy's own, also if that is what is named."""
+    given = policy_or_weights if params is None else params
+    return None if given is policy or given is getattr(policy, "module", policy) else given
+
+
 class Runner:
     """Lanes at work, one rollout after another.
 
@@ -110,6 +116,9 @@ class Runner:
         self._seconds += time.perf_counter() - started
         self._batches += 1
         self.frames += batch.numel()
+        if self.options.set_truncated:
+            for name in ("truncated", "done"):
+                batch["next", name][..., -1, :] = True
         return batch.unlock_()
 
     def reset(self, mask: Tensor | None = None) -> None:
@@ -136,13 +145,18 @@ class Runner:
         self._interrupted = False
         return seed if static_seed else next_seed(seed, self.state.num_lanes)
 
-    def update_policy_weights_(self, params: Any = None) -> None:
+    def update_policy_weights_(self, params: Any = None, *, policy_or_weights: Any = None) -> None:
         """Act with `params` from the next batch on; None for the policy's own, which are read anew at each batch.
+
+        Args:
+            params: what the policy takes as parameters, or a module like its own; the policy's own module for None.
+            policy_or_weights: `params`, by TorchRL's name for it.
 
         Raises:
             ValueError: for parameters that do not fit the policy.
         """
         self._check_open()
+        params = given_weights(params, policy_or_weights, self.policy)
         if params is not None:
             self.policy.prepare(params)
         self.count_as(params, int(self.state.policy_version) + 1)
@@ -211,7 +225,7 @@ class Runner:
             "policy_version": int(self.state.policy_version),
         }
 
-    def shutdown(self) -> None:
+    def shutdown(self, timeout: float | None = None) -> None:
         """Free the simulators; nothing can be collected afterwards. Does nothing the second time."""
         self._closed = True
         api.close(self.state)

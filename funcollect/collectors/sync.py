@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from tensordict import TensorDictBase
 
-from funcollect.collectors.collector import Collector
-from funcollect.collectors.options import Device, Options, Postproc
+from funcollect.collectors.collector import CollectorBase
+from funcollect.collectors.options import Device, Options, Postproc, check_known
 from funcollect.collectors.runner import ALONE, Runner, Shard
 from funcollect.collectors.source import RunnerSpec
 from funcollect.specs import ExplorationType
 
 
-class SyncDataCollector(Runner, Collector):
+class SyncDataCollector(Runner, CollectorBase):
     """An iterator over batches of experience, each collected when it is asked for.
 
     It holds a `state` and `params` and calls the functions of the core. A loop over it can be broken off and taken up
@@ -44,6 +45,8 @@ class SyncDataCollector(Runner, Collector):
         exploration_type: whether heads sample or act deterministically.
         reset_when_done: False keeps a finished lane finished until `reset`.
         update_at_each_batch: count a new policy version with every batch.
+        set_truncated: mark the last frame of each lane in a batch as truncated, so that nothing is bootstrapped across
+            batches; the episode goes on all the same.
         seed: an int, or None to draw one.
         shard: which lanes are its own, where it is a part of a larger run.
 
@@ -78,9 +81,12 @@ class SyncDataCollector(Runner, Collector):
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         reset_when_done: bool = True,
         update_at_each_batch: bool = False,
+        set_truncated: bool = False,
         seed: int | None = None,
         shard: Shard = ALONE,
+        **others: Any,
     ) -> None:
+        check_known(others, inspect.signature(SyncDataCollector).parameters.keys() - {"others"})
         options = Options(
             frames_per_batch=frames_per_batch,
             total_frames=total_frames,
@@ -96,6 +102,7 @@ class SyncDataCollector(Runner, Collector):
             exploration_type=exploration_type,
             reset_when_done=reset_when_done,
             update_at_each_batch=update_at_each_batch,
+            set_truncated=set_truncated,
         )
         source = RunnerSpec(
             create_env_fn=create_env_fn,
@@ -122,3 +129,6 @@ class SyncDataCollector(Runner, Collector):
     def __repr__(self) -> str:
         frames = f"frames_per_batch={self.options.frames_per_batch}, frames={self.frames}"
         return f"{type(self).__name__}({self.env!r}, {frames})"
+
+
+Collector = SyncDataCollector  # its name in TorchRL since 0.14

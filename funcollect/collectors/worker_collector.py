@@ -13,9 +13,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.collectors.buffer_filler import BufferFiller
-from funcollect.collectors.collector import Collector
+from funcollect.collectors.collector import CollectorBase
 from funcollect.collectors.options import Keywords, WorkerOptions
-from funcollect.collectors.runner import ALONE, Shard
+from funcollect.collectors.runner import ALONE, Shard, given_weights
 from funcollect.collectors.workers.batch_layout import Join
 from funcollect.collectors.workers.gathering import Gathering
 from funcollect.collectors.workers.jobs import (
@@ -36,7 +36,7 @@ from funcollect.errors import WorkerError
 from funcollect.keys import key_from_seed, seed_of
 
 
-class WorkerCollector(Collector):
+class WorkerCollector(CollectorBase):
     """What both collectors with workers are.
 
     Worker ``w`` of ``W`` with ``P`` environments owns the lanes ``w * P`` to ``w * P + P - 1``. Workers are processes
@@ -278,30 +278,31 @@ class WorkerCollector(Collector):
         self._seed = seed
         return seed if static_seed else next_seed(seed, sum(map(self._lanes_of, self._pool.workers)))
 
-    def update_policy_weights_(self, params: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
+    def update_policy_weights_(
+        self, params: Any = None, worker_ids: int | Sequence[int] | None = None, *, policy_or_weights: Any = None
+    ) -> None:
         """Have the workers act with `params` as they are now, or for None with the policy's own.
 
         A rollout is collected with one version throughout. The next batch of `MultiSyncDataCollector` has these, with
         ``prefetch`` the one after it; the workers of `MultiaSyncDataCollector` take them at their next rollout.
 
         Args:
-            params: what the policy takes as parameters; copied before this returns.
+            params: what `SyncDataCollector` takes; copied before this returns.
+            policy_or_weights: `params`, by TorchRL's name for it.
             worker_ids: the workers that get them; all unless given.
 
         Raises:
             ValueError: for parameters that do not fit the policy, or a worker that is not there.
         """
         self._check_open()
-        workers = [worker_ids] if isinstance(worker_ids, int) else worker_ids
-        if workers is None:
-            workers = self._pool.workers
+        chosen = [worker_ids] if isinstance(worker_ids, int) else worker_ids
+        workers = self._pool.workers if chosen is None else chosen
         self._check_workers(workers)
-        self._weights.update(params, workers)
+        self._weights.update(given_weights(params, policy_or_weights, self.policy), workers)
 
     def _check_workers(self, workers: Sequence[int]) -> None:
-        present = self._pool.workers
-        if wrong := [worker for worker in workers if worker not in present]:
-            raise ValueError(f"worker_ids holds {wrong}, expected numbers of {present}: pass those")
+        if wrong := [worker for worker in workers if worker not in self._pool.workers]:
+            raise ValueError(f"worker_ids holds {wrong}, expected numbers of {self._pool.workers}: pass those")
 
     def state_dict(self) -> Any:
         """What `load_state_dict` needs: one of `SyncDataCollector`'s per worker. Episodes in flight begin anew.
@@ -361,7 +362,7 @@ class WorkerCollector(Collector):
             "copies": self._gathering.copies,
         }
 
-    def shutdown(self) -> None:
+    def shutdown(self, timeout: float | None = None) -> None:
         """End the workers; nothing can be collected afterwards, but batches stay. Does nothing the second time."""
         self._closed = True
         filler = self._filler if self._filler is not None and not self._filler.own else None

@@ -8,7 +8,7 @@ from inspect import Parameter, signature
 from typing import Any, Self, TypedDict
 
 from funcollect.arguments import check_not_given, check_positive
-from funcollect.collectors.collector import Collector
+from funcollect.collectors.collector import CollectorBase
 from funcollect.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector
 from funcollect.collectors.options import Device, Keywords, OnFailure, Postproc
 from funcollect.collectors.runner import Runner, Shard
@@ -83,12 +83,12 @@ class RayJob(Job):
     workers: int
     keywords: Mapping[str, Any]
 
-    def collector(self) -> Collector:
+    def collector(self) -> CollectorBase:
         """The collector in the actor."""
         source = self.source
         made = [source.create_env_fn] * self.workers if issubclass(self.kind, WorkerCollector) else source.create_env_fn
         from_factory = {} if source.policy_factory is None else {"policy_factory": source.policy_factory}
-        collector: Collector = self.kind(
+        collector: CollectorBase = self.kind(
             made,
             source.policy,
             frames_per_batch=self.options.frames_per_batch,

@@ -16,7 +16,7 @@ from gymnasium.vector import VectorEnv
 from torch import Tensor
 
 from funcollect.arguments import check_positive
-from funcollect.collectors.options import Keywords, Options, WorkerOptions
+from funcollect.collectors.options import Keywords, Options, WorkerOptions, check_known
 from funcollect.collectors.runner import ALONE, Shard
 from funcollect.collectors.source import RunnerSpec
 from funcollect.collectors.workers.worker import Job, WorkerInfo
@@ -35,11 +35,18 @@ def worker_options(
     Raises:
         TypeError, ValueError: for an unknown keyword, or a value out of its range.
     """
-    if unknown := sorted(keywords.keys() - known):
-        some = ", ".join(sorted(known))
-        raise TypeError(f"the keywords {unknown} are unknown, expected some of {some}: look for a slip of the pen")
-    listed = {name for name in _OF_WORKERS if isinstance(keywords.get(name), (list, tuple))}
-    return WorkerOptions(frames_per_batch=frames, **{name: keywords[name] for name in keywords if name not in listed})
+    check_known(keywords, known)
+    if isinstance(keywords.get("storing_device"), (list, tuple)):
+        raise TypeError(
+            f"storing_device is {keywords['storing_device']!r}, expected one device, on which a batch of several "
+            "workers lies: pass one; RayCollector takes a list"
+        )
+    listed = {name: keywords[name] for name in _OF_WORKERS if isinstance(keywords.get(name), (list, tuple))}
+    own = {name: value for name, value in keywords.items() if name not in listed}
+    devices = list(listed.get("device", ()))
+    if devices and all(device == devices[0] for device in devices):
+        own["device"] = devices[0]  # which fills storing_device
+    return WorkerOptions(frames_per_batch=frames, **own)
 
 
 def environments(create_env_fn: Any, num_workers: int | None) -> list[Any]:

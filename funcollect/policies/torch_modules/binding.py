@@ -66,6 +66,8 @@ class Binding:
 
     def state_dict(self, params: Any) -> dict[str, Tensor]:
         """A copy of `params`, or of the module's own, by dotted name."""
+        if isinstance(params, nn.Module):
+            params = TensorDict.from_module(params)
         given = flatten(self.params if params is None else params)
         return {".".join(path): value.detach().clone() for path, value in given.items()}
 
@@ -91,6 +93,8 @@ class Binding:
 
     def matched(self, params: Any) -> dict[str, Tensor]:
         """`params` by dotted name, checked against the module's."""
+        if isinstance(params, nn.Module):
+            params = TensorDict.from_module(params)
         if not isinstance(params, (Mapping, TensorDictBase)):
             raise TypeError(
                 f"params is {type(params).__name__}, expected a TensorDict or a state dict of the module: pass "
