@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import optree
@@ -112,12 +113,18 @@ def test_select_writes_neither_tree() -> None:
     assert other.tolist() == [0, 0, 0]
 
 
+POLICY = fc.torch_policy(lambda x, h: (x[:, :2] + h, h + 1), head=fc.heads.categorical, initial_state=torch.ones(2))
+
+
 @pytest.fixture
-def state() -> CollectorState:
-    env = fc.make_env("torch/CartPole-v1", num_envs=3)
-    policy = fc.torch_policy(lambda x, h: (x[:, :2] + h, h + 1), head=fc.heads.categorical, initial_state=torch.ones(2))
-    state = fc.init(env, policy, seed=5)
-    return fc.rollout(env, policy, state, 30)[0]
+def env() -> Any:
+    return fc.make_env("torch/CartPole-v1", num_envs=3)
+
+
+@pytest.fixture
+def state(env: Any) -> CollectorState:
+    state = fc.init(env, POLICY, seed=5)
+    return fc.rollout(env, POLICY, state, 30)[0]
 
 
 def test_a_collector_state_is_a_node_and_comes_back_whole(state: CollectorState) -> None:
@@ -131,13 +138,11 @@ def test_a_collector_state_is_a_node_and_comes_back_whole(state: CollectorState)
     assert (back.steps, back.total_lanes, back.policy_version) == (30, 3, 0)
 
 
-def test_a_collector_state_that_was_mapped_goes_on_the_same(state: CollectorState) -> None:
-    env = fc.make_env("torch/CartPole-v1", num_envs=3)
-    policy = fc.torch_policy(lambda x, h: (x[:, :2] + h, h + 1), head=fc.heads.categorical, initial_state=torch.ones(2))
+def test_a_collector_state_that_was_mapped_goes_on_the_same(env: Any, state: CollectorState) -> None:
     copied = optree.tree_map(
         lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf.clone(), state, namespace=NAMESPACE
     )
-    assert_same(fc.rollout(env, policy, state, 20)[1], fc.rollout(env, policy, copied, 20)[1])
+    assert_same(fc.rollout(env, POLICY, state, 20)[1], fc.rollout(env, POLICY, copied, 20)[1])
 
 
 def test_a_collector_state_is_frozen(state: CollectorState) -> None:

@@ -206,7 +206,7 @@ def partition(state: CollectorState, axis: str) -> CollectorState:
     """
     spec = import_jax().sharding.PartitionSpec
     shared = ("key", "steps", "policy_version")
-    names = [field.name for field in fields(state) if field.name != "total_lanes"]
+    names = [field.name for field in fields(state) if field.name not in ("total_lanes", "origin")]
     return state.replace(**{name: spec() if name in shared else spec(axis) for name in names})
 
 

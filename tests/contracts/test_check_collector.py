@@ -31,7 +31,7 @@ GOOD: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "sync torch": (fc.SyncDataCollector, {"create_env_fn": "torch/CartPole-v1", "frames_per_batch": 30}),
     "sync with a limit and random frames": (
         fc.SyncDataCollector,
-        {"create_env_fn": Walk, "frames_per_batch": 40, "max_frames_per_traj": 5, "init_random_frames": 50},
+        {"create_env_fn": Walk, "frames_per_batch": 40, "max_frames_per_traj": 5, "init_random_frames": 10},
     ),
 }
 

@@ -287,7 +287,7 @@ def test_a_compiled_module_takes_params_and_stays_apart(env: Any) -> None:
 
 def test_a_scripted_module_is_followed(env: Any) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")  # it is deprecated
         module = torch.jit.script(nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5)))
     policy = make_policy(module)
     for acted in (module.eval(), module.train().eval()):
