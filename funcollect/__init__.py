@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from funcollect.trajectories.multi_step import MultiStep
     from funcollect.trajectories.split import split_trajectories
     from funcollect.trajectories.stats import EpisodeStats, episode_stats
+    from funcollect.tree import NAMESPACE
 
 _HOMES = {
     "funcollect.collectors.multi": [
@@ -126,6 +127,7 @@ _HOMES = {
     "funcollect.trajectories.multi_step": ["MultiStep"],
     "funcollect.trajectories.split": ["split_trajectories"],
     "funcollect.trajectories.stats": ["EpisodeStats", "episode_stats"],
+    "funcollect.tree": ["NAMESPACE"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = {
@@ -146,6 +148,7 @@ _avoid_faulty_fusions()  # before the first computation, which may be the user's
 
 __version__ = "0.1.0"
 __all__ = [
+    "NAMESPACE",
     "BridgeError",
     "CheckError",
     "ClosedError",

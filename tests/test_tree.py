@@ -3,6 +3,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optree
 import pytest
@@ -150,3 +152,15 @@ def test_a_collector_state_is_frozen(state: CollectorState) -> None:
         state.steps = 3
     assert state.replace(steps=3).steps == 3
     assert state.steps == 30
+
+
+@pytest.mark.parametrize("name", ["gymnax/CartPole-v1", "brax/fast", "jumanji/Snake-v1"])
+def test_the_arrays_of_a_state_over_a_jax_environment_are_leaves(name: str) -> None:
+    env = fc.make_env(name, num_envs=2)
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    leaves = optree.tree_leaves(state, namespace=fc.NAMESPACE)
+    assert all(isinstance(leaf, jax.Array) for leaf in leaves)
+    assert len(leaves) == len(jax.tree.leaves(state)) - 2  # `steps` and `policy_version` are static in optree
+    copied = optree.tree_map(jnp.copy, state, namespace=fc.NAMESPACE)
+    assert_same(fc.rollout(env, policy, state, 20)[1], fc.rollout(env, policy, copied, 20)[1])

@@ -12,7 +12,8 @@ import optree
 import torch
 from torch import Tensor
 
-from funcollect.interop.jax_setup import with_jax
+from funcollect.envs.jax_envs.jax_env import JaxEnvState
+from funcollect.interop.jax_setup import import_jax, with_jax
 from funcollect.interop.words import number
 from funcollect.keys import Key, Purpose, fold, generator_state, seed_of
 from funcollect.policies.torch_backed import TorchPolicyState
@@ -21,6 +22,7 @@ from funcollect.tree import NAMESPACE, Path
 
 Integers = TypeVar("Integers", Tensor, npt.NDArray[np.int64])
 _STATIC = ("total_lanes", "origin", "steps", "policy_version")
+_OF_JAX = ("env_state", "policy_state")
 _ORIGINS = itertools.count(1)
 
 
@@ -138,14 +140,26 @@ def fresh_counters(num_lanes: int, device: torch.device | str = "cpu") -> dict[s
 
 
 def _flatten(state: CollectorState) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...]]:
+    """Over a JAX environment, its state and the policy's are nodes of JAX, of which optree gets the leaves."""
     names = tuple(field.name for field in fields(state) if field.name not in _STATIC)
     static = tuple(getattr(state, name) for name in _STATIC)
-    return tuple(getattr(state, name) for name in names), static, names
+    children = {name: getattr(state, name) for name in names}
+    treedefs: dict[str, Any] = {}
+    if isinstance(state.env_state, JaxEnvState):
+        for name in _OF_JAX:
+            if not isinstance(children[name], TorchPolicyState):
+                leaves, treedefs[name] = import_jax().tree.flatten(children[name])
+                children[name] = tuple(leaves)
+    return tuple(children.values()), (static, tuple(treedefs.items())), names
 
 
-def _unflatten(static: tuple[Any, ...], children: tuple[Any, ...]) -> CollectorState:
+def _unflatten(metadata: tuple[Any, ...], values: tuple[Any, ...]) -> CollectorState:
+    static, treedefs = metadata
     names = [field.name for field in fields(CollectorState) if field.name not in _STATIC]
-    return CollectorState(**dict(zip(names, children, strict=True)), **dict(zip(_STATIC, static, strict=True)))
+    children = dict(zip(names, values, strict=True))
+    for name, treedef in treedefs:
+        children[name] = import_jax().tree.unflatten(treedef, children[name])
+    return CollectorState(**children, **dict(zip(_STATIC, static, strict=True)))
 
 
 optree.register_pytree_node(CollectorState, _flatten, _unflatten, namespace=NAMESPACE)  # type: ignore[arg-type]
