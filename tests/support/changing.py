@@ -96,7 +96,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "an entry of a dict in a dict": lambda net: net.options["gain"].update(value=1.25),
     "an attribute of an object": lambda net: setattr(net.config, "bias", 0.375),
     "an attribute of an object in an object": lambda net: setattr(net.config.inner, "power", 1.125),
-    "a parameter": lambda net: setattr(net.body[0], "bias", nn.Parameter(torch.linspace(-1, 1, 16))),
+    "a parameter": lambda net: setattr(net.body[0], "bias", nn.Parameter(torch.linspace(-1, 1, len(net.body[0].bias)))),
     "a buffer": lambda net: setattr(net, "offset", torch.tensor([0.5, -0.5])),
     "weights assigned": _loaded,
     "a parametrization": lambda net: parametrize.register_parametrization(net.body[0], "weight", Double()),
