@@ -40,7 +40,7 @@ lint: $(VENV)/.test
 	$(BIN)/lint-imports
 
 # What CI runs, on each of its two cores: the first tests and then the notebooks, or the other tests.
-FIRST_TESTS := tests/collectors tests/docs tests/interop
+FIRST_TESTS := tests/collectors tests/docs tests/interop tests/contracts/test_changed_modules.py
 IN_PARALLEL = $(MAKE) --no-print-directory --jobs=2 --output-sync=target
 
 test: lint
