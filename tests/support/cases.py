@@ -126,7 +126,7 @@ class Choosing(Drawing):
     """The same for discrete actions."""
 
     def forward(self, observation):
-        return torch.multinomial(self.net(observation).softmax(-1), 1)[:, 0]
+        return torch.multinomial(self.net(observation).softmax(-1), 1)[..., 0]
 
 
 def tensordict_module(env):

@@ -43,7 +43,7 @@ def worker_options(
         )
     listed = {name: keywords[name] for name in _OF_WORKERS if isinstance(keywords.get(name), (list, tuple))}
     own = {name: value for name, value in keywords.items() if name not in listed}
-    devices = list(listed.get("device", ()))
+    devices = list(listed.get("device", ())) if known is Keywords.__annotations__ else []  # over Ray each has its own
     if devices and all(device == devices[0] for device in devices):
         own["device"] = devices[0]  # which fills storing_device
     return WorkerOptions(frames_per_batch=frames, **own)

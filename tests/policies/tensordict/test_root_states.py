@@ -8,25 +8,14 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 
 import funcollect as fc
+from tests.support.stateful_policies import Count
 
 needs_torchrl = pytest.mark.needs("torchrl")
 theirs_warn = pytest.mark.filterwarnings("ignore:Creating .*WeightUpdater:DeprecationWarning")
-
-
-class Count(TensorDictModuleBase):
-    """Counts its calls in a key that it does not announce."""
-
-    in_keys = ("observation",)
-    out_keys = ("action", "count")
-
-    def forward(self, td: TensorDictBase) -> TensorDictBase:
-        count = td.get("count", None)
-        count = torch.zeros(td.batch_size, dtype=torch.long) if count is None else count + 1
-        return td.update({"count": count, "action": td["observation"][..., 2].gt(0).long()})
 
 
 def count(tensordict: TensorDictBase) -> TensorDictBase:
@@ -82,14 +71,6 @@ def test_over_collectors(kind: str) -> None:
     with COLLECTORS[kind](Count(), **kwargs) as collector:
         for batch in collector:
             later = batch["collector", "traj_ids"] % 2**40 > lanes - 1
-            assert torch.equal(batch["count"], batch["collector", "step"] + later.long())
-
-
-def test_over_ray(ray_cluster: Any) -> None:
-    kwargs = {"frames_per_batch": 40, "total_frames": 80, "max_frames_per_traj": 12}
-    with fc.RayCollector(["CartPole-v1"] * 2, Count(), **kwargs) as collector:
-        for batch in collector:
-            later = batch["collector", "traj_ids"] % 2**40 > 1
             assert torch.equal(batch["count"], batch["collector", "step"] + later.long())
 
 
