@@ -36,7 +36,6 @@ OWN = {"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}
     Misuse("a misshapen one", OWN | {"bias": torch.zeros(3)}, ValueError, ("'bias'", "(3,)", "shape (2,)", "pass")),
     Misuse("an array", OWN | {"bias": np.zeros(2)}, ValueError, ("'bias'", "ndarray", "shape (2,)", "pass")),
     Misuse("a list", [OWN["weight"]], TypeError, ("params is list", "expected a TensorDict", "module.state_dict()")),
-    Misuse("a module", linear(), TypeError, ("params is Linear", "expected a TensorDict", "module.state_dict()")),
 )
 def test_torch_parameters_that_do_not_fit(misuse: Misuse) -> None:
     given: Any = misuse.do
