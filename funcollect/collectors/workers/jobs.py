@@ -75,7 +75,7 @@ def environments(create_env_fn: Any, num_workers: int | None) -> list[Any]:
 
 
 def one_each(environments: Sequence[Any]) -> list[Any]:
-    """The environments, where one that is live stands for several workers, as something that each builds anew.
+    """What each worker builds its environment from, also if one live environment was given for several workers.
 
     Those of TorchRL are sent to each worker by value. One of Gymnasium's is made again from its spec.
 
@@ -84,8 +84,8 @@ def one_each(environments: Sequence[Any]) -> list[Any]:
     """
     live = [env for env in environments if isinstance(env, (gymnasium.Env, VectorEnv)) or is_torchrl(env)]
     shared = {number for number, count in Counter(map(id, live)).items() if count > 1}
-    built_anew = {id(env): _again(env) for env in live if id(env) in shared}
-    return [built_anew.get(id(env), env) for env in environments]
+    rebuilt = {id(env): _again(env) for env in live if id(env) in shared}
+    return [rebuilt.get(id(env), env) for env in environments]
 
 
 def _again(env: Any) -> Any:

@@ -208,7 +208,7 @@ def _inside(value: Any) -> list[Any]:
 
 
 def _weights_of_rnn(part: nn.Module, name: str) -> bool:
-    """Whether this is the list in which an RNN keeps its parameters, which it makes anew when they are others."""
+    """Whether this is an RNN's list of its own parameters, which it rebuilds if they have been replaced."""
     return isinstance(part, nn.RNNBase) and name == "_flat_weights"
 
 
