@@ -34,7 +34,9 @@ def ray_cluster():
     """A cluster of Ray's on this machine, with more CPUs than it has; the module `ray`."""
     import ray
 
-    ray.init("local", num_cpus=8, include_dashboard=False, object_store_memory=STORE, log_to_driver=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "os.fork")  # JAX warns of forks once it has been used; Ray's exec at once
+        ray.init("local", num_cpus=8, include_dashboard=False, object_store_memory=STORE, log_to_driver=False)
     yield ray
     ray.shutdown()
 

@@ -21,7 +21,8 @@ LOOPS: dict[str, tuple[str, Any]] = {
     "crossing": ("gymnax/CartPole-v1", "eager"),
 }
 CHANGES_OF_A_PROGRAM = 3  # a fourth one is refused, since each compiles again
-COMPILED = ("host, compiled", "fused")  # seconds a change: `make soak` makes all of them, `make test` a third
+# Each change takes seconds in these: `make soak` makes all of them, `make test` a third.
+COMPILED = ("host, one call of XLA", "host, compiled", "fused")
 NOT_LOWERED = {"a spectral norm": "writes the buffer"}  # changes after which the network cannot become a program
 
 
