@@ -64,7 +64,7 @@ class WorkerError(FuncollectError, RuntimeError):
 
 
 class EvaluationError(FuncollectError, RuntimeError):
-    """An evaluation reached its frame limit before every lane had its episodes."""
+    """An evaluation reached its frame limit before every lane had its episodes, or cannot be had of an environment."""
 
 
 class CheckError(FuncollectError, AssertionError):

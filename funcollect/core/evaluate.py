@@ -8,6 +8,7 @@ import torch
 
 from funcollect.arguments import check_positive
 from funcollect.core.api import close, init, rollout
+from funcollect.envs.host.host_env import statistics_of
 from funcollect.errors import EvaluationError
 from funcollect.specs import Env, ExplorationType, Policy
 from funcollect.trajectories.stats import EpisodeStats, episode_stats
@@ -40,7 +41,9 @@ def evaluate(
         exploration_type: deterministic unless given.
 
     Raises:
-        EvaluationError: where `max_frames` did not suffice.
+        EvaluationError: if `max_frames` did not suffice, and for an environment whose wrappers normalise by running
+            statistics (Gymnasium's `NormalizeObservation`, TorchRL's `VecNorm`): the simulators of an evaluation would
+            begin without any.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=4)
@@ -49,6 +52,12 @@ def evaluate(
     """
     check_positive("episodes", episodes)
     check_positive("max_frames", max_frames)
+    if kept := statistics_of(env):
+        raise EvaluationError(
+            f"{env} cannot be evaluated: {kept}, which new simulators lack: normalise in the first layer of the network, "
+            "or evaluate over wrappers that hold a copy of the trained statistics and are frozen "
+            "(update_running_mean=False)"
+        )
     state = init(env, policy, seed=seed)
     lanes = torch.arange(state.num_lanes)
     quota = episodes // state.num_lanes + (lanes < episodes % state.num_lanes).long()

@@ -9,6 +9,7 @@ import torch
 
 from funcollect.core.api import check_pair
 from funcollect.core.routes import Route, route_of
+from funcollect.envs.host.host_env import statistics_of
 from funcollect.faulty_fusions import avoid_faulty_fusions
 from funcollect.interop.jax_setup import dispatch_note
 from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
@@ -91,7 +92,7 @@ def explain(env: Env, policy: Policy) -> Plan:
         loop=route.loop,
         why=_why(env, route),
         copies=_copies(env, route),
-        seeding=f"{env.seeding}: {_SEEDING[env.seeding]}",
+        seeding=_seeding(env),
         noise=_FUSED_NOISE
         if route.loop == "fused" and (kind or not isinstance(route.policy, CallbackPolicy))
         else _NOISE.get(kind, f"{kind} noise, drawn ahead for a whole rollout from the state's key by Philox"),
@@ -103,7 +104,18 @@ def explain(env: Env, policy: Policy) -> Plan:
 def _forking(env: Env) -> str:
     if env.backend != "host":
         return "states are values: a fork is the state itself"
+    if kept := statistics_of(env):
+        return f"not to be had: {kept}, which are no part of a state"
     return _FORKING[env.forking]  # type: ignore[attr-defined]
+
+
+def _seeding(env: Env) -> str:
+    if kept := statistics_of(env):
+        return (
+            f"{env.seeding}, but {kept}: data depend on every step since init, not on how a run is cut into batches; "
+            "workers, and simulators made anew (by init, by a collector that resumes), have statistics of their own"
+        )
+    return f"{env.seeding}: {_SEEDING[env.seeding]}"
 
 
 def _lanes(env: Env) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -15,3 +16,37 @@ def is_torchrl(env: Any) -> bool:
 def is_envpool(env: Any) -> bool:
     """Whether `env` is a pool that EnvPool has built, through whichever interface."""
     return any(base.__module__.partition(".")[0] == "envpool" for base in type(env).__mro__)
+
+
+def running_statistics(env: Any) -> tuple[str, ...]:
+    """The wrappers of `env`, or of its first lane, that normalise by statistics updated over episodes: their classes.
+
+    Known by what they hold: a `RunningMeanStd`, as Gymnasium's `NormalizeObservation` and `NormalizeReward` do, unless
+    their ``update_running_mean`` is False; and TorchRL's `VecNorm` transforms, unless they are frozen.
+    """
+    return tuple(dict.fromkeys(type(part).__name__ for part in _parts(env) if _updates_statistics(part)))
+
+
+def _parts(env: Any) -> Iterator[Any]:
+    """`env` and what it wraps: wrappers, transforms, the first lane; built and closed again if it lives elsewhere."""
+    yield env
+    own = getattr(env, "__dict__", {})
+    for part in [*(own[name] for name in ("env", "_env") if name in own), *own.get("_modules", {}).values()]:
+        yield from _parts(part)
+    lanes = own.get("envs") or own.get("_envs")
+    factories = own.get("env_fns") or own.get("create_env_fn")
+    if lanes:
+        yield from _parts(lanes[0])
+    elif factories:
+        lane = factories[0]()
+        yield from _parts(lane)
+        lane.close()
+
+
+def _updates_statistics(part: Any) -> bool:
+    own = getattr(part, "__dict__", {})
+    if any(type(value).__name__ == "RunningMeanStd" for value in own.values()):
+        return bool(getattr(part, "update_running_mean", True))
+    return any(base.__name__.startswith("VecNorm") for base in type(part).__mro__) and not getattr(
+        part, "frozen", False
+    )

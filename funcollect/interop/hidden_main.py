@@ -1,4 +1,4 @@
-"""Processes that are spawned without running the caller's script again."""
+"""Processes that do not run the caller's script again, and get its functions and classes by value."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import cloudpickle
 
 
 @contextmanager
@@ -15,6 +17,7 @@ def hidden_main() -> Iterator[None]:
     Without it a script that has no main guard would start itself again in each of them. What a process needs from
     ``__main__`` has to travel by value, as cloudpickle sends it.
     """
+    send_main_by_value()
     main: dict[str, Any] = vars(sys.modules["__main__"])
     kept: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
     main.pop("__file__", None)
@@ -23,3 +26,13 @@ def hidden_main() -> Iterator[None]:
         yield
     finally:
         main.update(kept)
+
+
+def send_main_by_value() -> None:
+    """Have cloudpickle send a script's functions and classes by value from a spawned process, too.
+
+    `multiprocessing` calls the script ``__mp_main__`` there, so cloudpickle would send them by a name that no other
+    process knows.
+    """
+    if main := sys.modules.get("__mp_main__"):
+        cloudpickle.register_pickle_by_value(main)

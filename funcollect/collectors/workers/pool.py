@@ -15,6 +15,7 @@ from funcollect.collectors.options import OnFailure
 from funcollect.collectors.workers.transport import Call, Transport, WorkerExited, WorkerHandle
 from funcollect.collectors.workers.worker import START, Failure, Job, Progress, RolloutReport
 from funcollect.errors import WorkerError
+from funcollect.interop.hidden_main import send_main_by_value
 
 _SLICE = 0.05  # seconds that one wait lasts at most: another thread may have read the answer
 _FAILURES_IN_A_ROW = 5  # of one worker, without a rollout in between
@@ -79,6 +80,7 @@ class WorkerPool:
         self.prepare: Callable[[int], Sequence[Call]] = lambda worker: ()  # for a worker that has been replaced
         self.closed = self._started = False
         self._checked = time.monotonic()
+        send_main_by_value()
         packed = [job.pack() for job in jobs]
         self.records: list[WorkerRecord] = []
         try:

@@ -8,7 +8,7 @@ import torch
 
 from funcollect.core.simulators.simulation import Simulation, SimulatorHandle
 from funcollect.core.state import CollectorState
-from funcollect.envs.host.host_env import SnapshotSimulators
+from funcollect.envs.host.host_env import SnapshotSimulators, statistics_of
 from funcollect.errors import ReplayError
 
 
@@ -20,6 +20,11 @@ def fork_simulation(source: Simulation, state: CollectorState) -> SimulatorHandl
             kept, or where the observation comes out different.
     """
     env = source.env
+    if kept := statistics_of(env):
+        raise ReplayError(
+            f"{env} cannot be forked: {kept}, which a replay does not bring back: normalise in the first layer of the "
+            "network instead"
+        )
     if env.forking == "none":
         raise ReplayError(
             f"{env} is seeded by {env.seeding} and gives no snapshot, so it cannot be forked: begin a second run with "

@@ -25,6 +25,7 @@ from funcollect.envs.gymnasium_envs.making import (
 from funcollect.envs.gymnasium_envs.vector_lanes import VectorLanes, check_autoreset
 from funcollect.envs.gymnasium_envs.worker_processes import open_processes
 from funcollect.envs.host.host_env import Forking, HostEnv, Simulators, check_info_keys
+from funcollect.envs.recognise import running_statistics
 from funcollect.specs import ActionSpec, Leaf, observation_leaves
 
 Opener = Callable[[tuple[Leaf, ...], ActionSpec, tuple[str, ...]], Simulators]
@@ -134,6 +135,7 @@ def _described(
     space = env.single_observation_space if vector else env.observation_space
     leaves = observation_leaves(space, dtype)
     spec = ActionSpec(env.single_action_space if vector else env.action_space, one_hot)
+    statistics = running_statistics(env)
     if info_keys and any(leaf.path[0] == "info" for leaf in leaves):
         raise ValueError("the observation key 'info' collides with info_keys: rename it, or leave info_keys out")
     return HostEnv(
@@ -145,7 +147,8 @@ def _described(
         opener=lambda: opener(leaves, spec, info_keys),
         info_keys=info_keys,
         seeding="lane" if not vector and is_atari(env) else "episode",
-        forking=forking,
+        forking="none" if statistics else forking,
+        running_statistics=statistics,
     )
 
 

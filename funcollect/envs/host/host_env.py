@@ -110,6 +110,8 @@ class HostEnv:
         opener: makes the simulators.
         forking: how `fork` copies them: by replaying episodes from their seeds, by a full snapshot (the simulators are
             `SnapshotSimulators`), or not at all.
+        running_statistics: the wrappers that normalise by statistics of their own, updated over episodes. Simulators
+            made anew lack these statistics, so such an environment is neither evaluated nor forked.
     """
 
     label: str
@@ -121,6 +123,7 @@ class HostEnv:
     info_keys: tuple[str, ...] = ()
     seeding: Seeding = "episode"
     forking: Forking = "replay"
+    running_statistics: tuple[str, ...] = ()
     backend: Literal["host"] = "host"
 
     @property
@@ -135,6 +138,14 @@ class HostEnv:
     def __repr__(self) -> str:
         lanes = "" if self.num_envs is None else f", num_envs={self.num_envs}"
         return f"HostEnv({self.label!r}{lanes})"
+
+
+def statistics_of(env: Any) -> str:
+    """The clause that explains why `env` is neither evaluated nor forked; empty unless it has running statistics."""
+    names = env.running_statistics if isinstance(env, HostEnv) else ()
+    return (
+        f"{' and '.join(names)} normalise{'s'[len(names) > 1 :]} by statistics updated over episodes" if names else ""
+    )
 
 
 def check_info_keys(info_keys: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from funcollect.envs.host.host_env import ONWARD, HostEnv, Outcome, Simulators
 from funcollect.envs.host.rows import Rows
-from funcollect.envs.recognise import is_torchrl
+from funcollect.envs.recognise import is_torchrl, running_statistics
 from funcollect.envs.torchrl_envs.processes import close_env, end_workers, workers_of
 from funcollect.envs.torchrl_envs.specs import TorchRLLayout, layout_of
 from funcollect.errors import EnvError
@@ -74,6 +74,8 @@ def from_torchrl(env: Any, *, dtype: npt.DTypeLike | None = None, **kwargs: Any)
         return TorchRLLanes(source.take(), layout, leaves)
 
     batch_size = source.first.batch_size
+    with torch_generator(generator_state(0)):  # it builds a lane where these live in other processes
+        statistics = running_statistics(source.first)
     return TorchRLEnv(
         label=type(source.first).__name__,
         num_envs=batch_size[0] if batch_size else None,
@@ -83,6 +85,7 @@ def from_torchrl(env: Any, *, dtype: npt.DTypeLike | None = None, **kwargs: Any)
         opener=opener,
         seeding="run",
         forking="none",
+        running_statistics=statistics,
         primers=layout.primers,
     )
 

@@ -106,7 +106,8 @@ def _expect_seeded(trial: Trial, batch: Any) -> None:
                         f"{spot(*place, path)}, where episode {episode} begins",
                         expected=f"{shown(first[place[0]])}, as its seed gives when it is begun directly",
                         got=shown(batch[path][place]),
-                        mend="let reset(seed=...) alone decide how an episode begins, or say seeding='lane' or 'run'",
+                        mend="let reset(seed=...) alone decide how an episode begins, or say seeding='lane' or 'run'; "
+                        "where a wrapper normalises by running statistics, do that in the network",
                     )
 
 
