@@ -1,4 +1,4 @@
-"""Collectors in a process that `torch.multiprocessing.spawn` started: functions and classes of the script reach workers."""
+"""In a process that `torch.multiprocessing.spawn` started, the functions and classes of the script reach workers."""
 
 from __future__ import annotations
 
