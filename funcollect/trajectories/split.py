@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
@@ -26,7 +28,14 @@ _ASSIGNABLE = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint6
 _Nested = dict[str, "Tensor | _Nested"]
 
 
-def split_trajectories(batch: TensorDictBase, *, trajectory_key: str | Path = TRAJECTORY_IDS) -> TensorDict:
+def split_trajectories(
+    batch: TensorDictBase,
+    *,
+    prefix: str | Path | None = None,
+    trajectory_key: str | Path | None = None,
+    done_key: str | Path = "done",
+    as_nested: bool | torch.layout = False,
+) -> TensorDict:
     """Cut a batch into its trajectories, one row each, zero padded at the end.
 
     A trajectory is a longest stretch of equal ids within one row of the batch. It also ends after a frame with
@@ -35,7 +44,13 @@ def split_trajectories(batch: TensorDictBase, *, trajectory_key: str | Path = TR
 
     Args:
         batch: ``[*B, T]``, time last; leaves ``[*B, T, ...]``, strided or not, on any device.
-        trajectory_key: where the ids are, ``[*B, T]`` integers.
+        prefix: where ``traj_ids`` is read and ``mask`` is written; ``"collector"`` unless given, the one place where
+            `gae` and `MultiStep` look for a mask.
+        trajectory_key: where the ids are, ``[*B, T]`` integers; ``(prefix, "traj_ids")`` unless given. If the batch has
+            none there, trajectories end where ``("next", done_key)`` is set, and their numbers are written there.
+        done_key: what marks ends under ``next``, ``[*B, T, 1]`` bool.
+        as_nested: each leaf as a nested tensor of N trajectories instead of zeros and a mask: True for the strided
+            layout, or a layout (``torch.jagged``).
 
     Returns:
         ``[N, Tmax]``: the N trajectories in the order of the rows, then of time. Every leaf is ``[N, Tmax, ...]`` in
@@ -43,8 +58,10 @@ def split_trajectories(batch: TensorDictBase, *, trajectory_key: str | Path = TR
         padding. Unlocked, on the batch's device, and no memory is shared with `batch`.
 
     Raises:
-        TypeError: for something other than a TensorDict, leaves that are not tensors, and ids that are not integers.
-        ValueError: without batch dimensions, without ids, for ids of another shape, and for a batch already split.
+        TypeError: for something other than a TensorDict, leaves that are not tensors, ids that are not integers, and
+            arguments of another type.
+        ValueError: without batch dimensions, without the ids that `trajectory_key` names, with neither ids nor ends,
+            for ids of another shape, for a batch already split, and for nested tensors of no frames.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -59,16 +76,48 @@ def split_trajectories(batch: TensorDictBase, *, trajectory_key: str | Path = TR
     tensor([2, 1, 3])
     """
     check_batch(batch)
-    if batch.get(MASK, None) is not None:
-        raise ValueError(f"the batch has {_readable(MASK)} already: it is split; give the batch that it was split from")
-    ids = require(batch, trajectory_key, tail=())
-    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
-        raise TypeError(f"{_readable(trajectory_key)} is {ids.dtype}, expected integers: one id per trajectory")
-    layout = _layout(_begins(batch, ids))
-    leaves = _map_leaves(layout.place, batch, ())
-    result = TensorDict(leaves, batch_size=layout.shape, device=batch.device)
-    result.set(MASK, layout.place(torch.ones_like(ids, dtype=torch.bool)))
+    home = ("collector",) if prefix is None else _path("prefix", prefix)
+    mask_key, ids_key = (*home, MASK[-1]), (*home, TRAJECTORY_IDS[-1])
+    if trajectory_key is not None:
+        ids_key = _path("trajectory_key", trajectory_key)
+    done_path = ("next", *_path("done_key", done_key))
+    if not isinstance(as_nested, (bool, torch.layout)):
+        raise TypeError(f"as_nested is {as_nested!r}, expected a bool or a torch.layout")
+    if batch.get(mask_key, None) is not None:
+        raise ValueError(
+            f"the batch has {_readable(mask_key)} already: it is split; give the batch that it was split from"
+        )
+    ids = _ids(batch, ids_key, None if trajectory_key else done_path)
+    begins = _begins(batch, ids, done_path)
+    layout = _layout(begins)
+    if as_nested and not begins.numel():
+        raise ValueError("the batch has no frames, expected some: nested tensors need a first trajectory")
+    place = partial(layout.nest, kind=torch.strided if as_nested is True else as_nested) if as_nested else layout.place
+    shape = (layout.shape[0], -1) if as_nested else layout.shape
+    result = TensorDict(_map_leaves(place, batch, ()), shape[:1] if as_nested is torch.jagged else shape, batch.device)
+    if ids is None:
+        result.set(ids_key, place(layout.run))
+    if not as_nested:
+        result.set(mask_key, place(torch.ones_like(begins)))
     return result
+
+
+def _path(name: str, key: Any) -> Path:
+    """A key as a path."""
+    path = (key,) if isinstance(key, str) else key
+    if not isinstance(path, tuple) or not path or not all(isinstance(part, str) and part for part in path):
+        raise TypeError(f"{name} is {key!r}, expected a key: a string, or a tuple of strings")
+    return path
+
+
+def _ids(batch: TensorDictBase, key: Path, instead: Path | None) -> Tensor | None:
+    """The ids of the batch, ``[*B, T]`` integers; None if it has none, but the key `instead`."""
+    if instead and batch.get(key, None) is None and batch.get(instead, None) is not None:
+        return None
+    ids = require(batch, key, tail=())
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise TypeError(f"{_readable(key)} is {ids.dtype}, expected integers: one id per trajectory")
+    return ids
 
 
 @dataclass(frozen=True)
@@ -87,6 +136,19 @@ class _PaddedLayout:
         target[self.run, self.position] = source
         return table
 
+    def nest(self, leaf: Tensor, kind: torch.layout) -> Tensor:
+        """A nested tensor of the trajectories of a leaf: ``[*B, T, ...]`` to N times ``[length, ...]``."""
+        rows = leaf.reshape(-1, *leaf.shape[self.run.ndim :]).clone()
+        if kind == torch.jagged:
+            return torch.nested.nested_tensor_from_jagged(rows, self.offsets)
+        return torch.nested.as_nested_tensor([*rows.tensor_split(self.offsets[1:-1].cpu())], layout=kind)
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """Where each trajectory begins among all frames, and their number: ``[N + 1]`` int64."""
+        lengths = torch.bincount(self.run.reshape(-1))
+        return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
 
 def _layout(begins: Tensor) -> _PaddedLayout:
     """The layout of trajectories that begin where `begins`, ``[*B, T]`` bool, is True."""
@@ -98,16 +160,17 @@ def _layout(begins: Tensor) -> _PaddedLayout:
     return _PaddedLayout(run.view(begins.shape), position.view(begins.shape), shape)
 
 
-def _begins(batch: TensorDictBase, ids: Tensor) -> Tensor:
+def _begins(batch: TensorDictBase, ids: Tensor | None, done_path: Path) -> Tensor:
     """Which frames are the first of their trajectory: ``[*B, T]`` bool."""
-    begins = torch.ones(ids.shape, dtype=torch.bool, device=ids.device)
-    begins[..., 1:] = ids[..., 1:] != ids[..., :-1]
-    if batch.get(("next", "done"), None) is None:
-        return begins
-    ended = require(batch, ("next", "done"), tail=(1,))[..., :-1, 0]
-    if batch.get("done", None) is not None:
-        ended = ended & ~require(batch, "done", tail=(1,))[..., 1:, 0]
-    begins[..., 1:] |= ended
+    device = (batch.get(done_path) if ids is None else ids).device
+    begins = torch.ones(batch.batch_size, dtype=torch.bool, device=device)
+    begins[..., 1:] = False
+    if batch.get(done_path, None) is not None:
+        begins[..., 1:] = require(batch, done_path, tail=(1,))[..., :-1, 0]
+        if batch.get(done_path[1:], None) is not None:
+            begins[..., 1:] &= ~require(batch, done_path[1:], tail=(1,))[..., 1:, 0]
+    if ids is not None:
+        begins[..., 1:] |= ids[..., 1:] != ids[..., :-1]
     return begins
 
 

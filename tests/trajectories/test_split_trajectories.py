@@ -184,8 +184,81 @@ def test_on_a_gpu():
 
 
 def without_ids(batch):
-    del batch["collector"]
-    return batch
+    return batch.exclude("collector", ("next", "done"))
+
+
+def batch_by_ends():
+    """What TorchRL's documents split by ends: no ids, ends under ``next``."""
+    done = torch.zeros(2, 6, 1, dtype=torch.bool)
+    done[0, 3] = done[1, 1] = done[1, 5] = True
+    obs = torch.arange(12.0).reshape(2, 6, 1)
+    return TensorDict({"obs": obs, "next": {"obs": obs + 1, "over": done, "done": done}}, [2, 6])
+
+
+@pytest.mark.parametrize("prefix", [None, "other", ("a", "b")])
+@pytest.mark.parametrize("done_key", ["done", "over"])
+def test_ends_in_the_place_of_ids(prefix, done_key):
+    result = split_trajectories(batch_by_ends(), prefix=prefix, done_key=done_key)
+    home = ("collector",) if prefix is None else (prefix,) if isinstance(prefix, str) else prefix
+    assert result["obs"][..., 0].tolist() == [[0, 1, 2, 3], [4, 5, 0, 0], [6, 7, 0, 0], [8, 9, 10, 11]]
+    assert result[(*home, "traj_ids")].tolist() == [[0] * 4, [1, 1, 0, 0], [2, 2, 0, 0], [3] * 4]
+    assert result[(*home, "mask")].sum(-1).tolist() == [4, 2, 2, 4]
+
+
+@pytest.mark.needs("torchrl")
+@pytest.mark.filterwarnings("ignore:Creating .* which inherits:DeprecationWarning", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("kwargs", [{"prefix": "own", "done_key": "over"}, {"prefix": "own"}], ids=str)
+def test_it_is_torchrls_table(kwargs):
+    from torchrl.collectors.utils import split_trajectories as torchrls
+
+    wanted, got = torchrls(batch_by_ends(), **kwargs), split_trajectories(batch_by_ends(), **kwargs)
+    assert set(got.keys(True, True)) == set(wanted.keys(True, True))
+    assert (got == wanted).all()
+
+
+@pytest.mark.needs("torchrl")
+@pytest.mark.filterwarnings("ignore:Creating .* which inherits:DeprecationWarning", "ignore:The PyTorch API of nested")
+def test_nested_trajectories_are_torchrls():
+    from torchrl.collectors.utils import split_trajectories as torchrls
+
+    wanted = torchrls(batch_by_ends(), prefix="own", as_nested=True)
+    got = split_trajectories(batch_by_ends(), prefix="own", as_nested=True)
+    assert got.batch_size == wanted.batch_size
+    for key in ("obs", ("next", "obs"), ("next", "done"), ("own", "traj_ids")):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(got[key], wanted[key], strict=True)), key
+
+
+def test_jagged_trajectories_share_their_offsets():
+    result = split_trajectories(batch_by_ends(), as_nested=torch.jagged)
+    assert result.batch_size == (4,)
+    assert result["obs"].shape == result["next", "obs"].shape  # one ragged size
+    assert [row.reshape(-1).tolist() for row in result["obs"].unbind()] == [
+        [0, 1, 2, 3],
+        [4, 5],
+        [6, 7],
+        [8, 9, 10, 11],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"prefix": 0}, TypeError, "prefix is 0, expected a key"),
+        ({"trajectory_key": 0}, TypeError, "trajectory_key is 0, expected a key"),
+        ({"trajectory_key": "episode"}, ValueError, "no tensor episode"),
+        ({"done_key": ()}, TypeError, r"done_key is \(\), expected a key"),
+        ({"done_key": "x"}, ValueError, "no tensor collector.traj_ids"),
+        ({"as_nested": "jagged"}, TypeError, "as_nested is 'jagged', expected a bool or a torch.layout"),
+    ],
+)
+def test_bad_arguments(kwargs, error, message):
+    with pytest.raises(error, match=message):
+        split_trajectories(batch_by_ends(), **kwargs)
+
+
+def test_nested_tensors_need_frames():
+    with pytest.raises(ValueError, match="no frames"):
+        split_trajectories(batch_of([0])[:0], as_nested=True)
 
 
 @pytest.mark.parametrize(
