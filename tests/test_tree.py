@@ -136,7 +136,8 @@ def test_a_collector_state_is_a_node_and_comes_back_whole(state: CollectorState)
     for field in dataclasses.fields(state):
         own, other = getattr(state, field.name), getattr(back, field.name)
         assert optree.tree_structure(own, namespace=NAMESPACE) == optree.tree_structure(other, namespace=NAMESPACE)
-        assert all(a is b for a, b in zip(optree.tree_leaves(own), optree.tree_leaves(other), strict=True))
+        leaves, others = (optree.tree_leaves(tree, namespace=NAMESPACE) for tree in (own, other))
+        assert all(a is b for a, b in zip(leaves, others, strict=True))
     assert (back.steps, back.total_lanes, back.policy_version) == (30, 3, 0)
 
 

@@ -238,7 +238,7 @@ def _begin_episodes(env: Env, state: CollectorState, mask: Tensor | None, *, sta
     root = tensor.root_of(env, fresh)  # type: ignore[arg-type]
     return state.replace(
         env_state=select(lanes, fresh, state.env_state),
-        observation=select(lanes, root, state.observation),
+        observation=select(lanes, root, dict(state.observation)),
         **_reset_counters(state, lanes, episode),
     )
 

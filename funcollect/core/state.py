@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
+from funcollect.core.read_only_dict import ReadOnlyDict
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop.jax_setup import import_jax, with_jax
 from funcollect.interop.words import number
@@ -34,7 +36,7 @@ class CollectorState:
 
     Attributes:
         env_state: the environment's own state; over real simulators a handle that one state at a time may use.
-        observation: the current root observation by key, each [P, ...].
+        observation: the current root observation by key, each [P, ...]; a dict that cannot be changed.
         policy_state: recurrent state and the like.
         key: uint32[2]: all randomness comes from it.
         lane: [P] int64, the lanes' ids over all workers.
@@ -50,7 +52,7 @@ class CollectorState:
     """
 
     env_state: Any
-    observation: dict[Path, Tensor]
+    observation: Mapping[Path, Tensor]
     policy_state: Any
     key: Key
     lane: Tensor
@@ -63,6 +65,10 @@ class CollectorState:
     origin: int | None = None
     steps: int = 0
     policy_version: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.observation) is dict:  # JAX puts other things there as it builds a tree
+            object.__setattr__(self, "observation", ReadOnlyDict(self.observation))
 
     @property
     def seed(self) -> int:

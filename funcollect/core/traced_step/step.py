@@ -174,7 +174,7 @@ def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
     next_start_used = (next_start_used & ~refill) | (mask & (env.reset == "fresh"))
     return state.replace(
         env_state=JaxEnvState(where_lanes(mask, starts, physics), (starts, roots), next_start_used),
-        observation=where_lanes(mask, by_path(env, roots), state.observation),
+        observation=where_lanes(mask, by_path(env, roots), dict(state.observation)),
         episode=state.episode + mask,
         step=jnp.where(mask, 0, state.step),
         returns=where_lanes(mask, jnp.zeros_like(state.returns), state.returns),

@@ -145,7 +145,7 @@ class Rows:
         for rows, values in zip(self.leaves, self._parts(None, observations), strict=True):
             rows.write_batch(values, lanes)
 
-    def set(self, observation: dict[Path, torch.Tensor]) -> None:
+    def set(self, observation: Mapping[Path, torch.Tensor]) -> None:
         """Take over a state's root observation."""
         for rows in self.leaves:
             rows.array[...] = observation[rows.leaf.path].numpy()
