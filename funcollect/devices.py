@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from funcollect.messages import clipped
+
 
 def checked_device(device: torch.device | str | None, name: str = "device") -> torch.device | None:
     """The device, with its index; None for None.
@@ -22,6 +24,6 @@ def checked_device(device: torch.device | str | None, name: str = "device") -> t
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:  # one or another, by the device
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"{name} is {str(device)!r}, expected a device that Torch has here ({reason:.200}): choose another, "
-            "such as 'cpu' or 'cuda:0'"
+            f"{name} is {str(device)!r}, expected a device that Torch has here ({clipped(reason, 200)}): choose "
+            "another, such as 'cpu' or 'cuda:0'"
         ) from error

@@ -21,6 +21,7 @@ from funcollect.buffers.storages.rows_file import RowsFile
 from funcollect.buffers.trajectory_index.segments import Frames, Segments
 from funcollect.buffers.trajectory_index.trajectory_index import TrajectoryIndex
 from funcollect.buffers.trajectory_index.trajectory_keys import Trajectories
+from funcollect.messages import shown
 
 __all__ = ["ReplayReader"]
 
@@ -214,6 +215,6 @@ def _check_sampler(sampler: Any) -> None:
     if type(sampler) is RandomSampler or (type(sampler) is SliceSampler and sampler.over == "trajectories"):
         return
     raise TypeError(
-        f"the reader's sampler is {sampler!r:.80}, expected a RandomSampler, or a SliceSampler over trajectories: the "
+        f"the reader's sampler is {shown(sampler)}, expected a RandomSampler, or a SliceSampler over trajectories: the "
         "others need to be notified of each extend"
     )

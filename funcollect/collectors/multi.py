@@ -12,6 +12,7 @@ from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.batch_layout import Join
 from funcollect.collectors.workers.gathering import AsyncGathering, Gathering, SyncGathering
 from funcollect.collectors.workers.jobs import shares
+from funcollect.messages import shown
 
 
 class SyncKeywords(Keywords, total=False):
@@ -59,7 +60,7 @@ class MultiSyncDataCollector(WorkerCollector):
         if cat_results not in get_args(Join) or isinstance(cat_results, bool):
             raise ValueError(f"cat_results is {cat_results!r}, expected 'stack', 0 or -1: pass one of them")
         if not isinstance(prefetch, bool):
-            raise TypeError(f"prefetch is {prefetch!r:.80}, expected a bool: pass True or False")
+            raise TypeError(f"prefetch is {shown(prefetch)}, expected a bool: pass True or False")
         self.cat_results, self.prefetch = cat_results, prefetch
         super().__init__(create_env_fn, policy, frames_per_batch=frames_per_batch, **keywords)
 
@@ -102,7 +103,7 @@ class MultiaSyncDataCollector(WorkerCollector):
 
     def _shared(self, frames_per_batch: int | Sequence[int], count: int) -> tuple[int, list[int]]:
         if isinstance(frames_per_batch, Sequence):
-            raise TypeError(f"frames_per_batch is {frames_per_batch!r:.80}, expected an int: pass that of each rollout")
+            raise TypeError(f"frames_per_batch is {shown(frames_per_batch)}, expected an int: that of each rollout")
         return frames_per_batch, [frames_per_batch] * count
 
     def _open_gathering(self) -> Gathering:

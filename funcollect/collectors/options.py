@@ -14,6 +14,7 @@ from torch import Tensor
 from funcollect.arguments import check_positive
 from funcollect.core.request import OwnColumns, Request, check_ends, check_exploration
 from funcollect.devices import checked_device
+from funcollect.messages import shown
 from funcollect.specs import Env, ExplorationType
 from funcollect.trajectories.split import split_trajectories
 from funcollect.tree import Path
@@ -68,7 +69,7 @@ class Options:
         if self.max_frames_per_traj == 0:
             raise ValueError("max_frames_per_traj is 0, expected a positive int, or None (or negative) for no limit")
         if self.postproc is not None and not callable(self.postproc):
-            raise TypeError(f"postproc is {self.postproc!r:.80}, expected a function from batch to batch: pass one")
+            raise TypeError(f"postproc is {shown(self.postproc)}, expected a function from batch to batch: pass one")
         check_ends(self.max_frames_per_traj, self.reset_when_done)
         object.__setattr__(self, "env_device_given", self.env_device is not None)
         for name in ("storing_device", "env_device", "policy_device"):
@@ -79,7 +80,7 @@ class Options:
     def _check_switches(self, *names: str) -> None:
         for name in names:
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} is {getattr(self, name)!r:.80}, expected a bool: pass True or False")
+                raise TypeError(f"{name} is {shown(getattr(self, name))}, expected a bool: pass True or False")
 
     def length(self, env: Env) -> int:
         """T: the steps of a batch."""

@@ -28,6 +28,7 @@ from funcollect.collectors.workers.transport import BatchAssembler, WorkerGroup
 from funcollect.collectors.workers.worker import Job, WorkerInfo
 from funcollect.devices import checked_device
 from funcollect.keys import key_from_seed, seed_of
+from funcollect.messages import shown
 
 _DEVICES = ("device", "env_device", "policy_device")  # each may be a list
 _OF_ACTORS = (
@@ -152,12 +153,12 @@ class RayCollector(WorkerCollector):
     def _check(self) -> None:
         for name in ("sync", "update_after_each_batch", "prefetch"):
             if not isinstance(value := getattr(self, name), bool):
-                raise TypeError(f"{name} is {value!r:.80}, expected a bool: pass True or False")
+                raise TypeError(f"{name} is {shown(value)}, expected a bool: pass True or False")
         if self.prefetch and not self.sync:
             raise ValueError("prefetch is for sync=True, expected it left out: without sync all run ahead anyway")
         interval = self.max_weight_update_interval
         if isinstance(interval, bool) or not isinstance(interval, int):
-            raise TypeError(f"max_weight_update_interval is {interval!r:.80}, expected an int: pass -1 for no limit")
+            raise TypeError(f"max_weight_update_interval is {shown(interval)}, expected an int: pass -1 for no limit")
         check_positive("num_workers_per_collector", self.num_workers_per_collector)
         if self.num_workers_per_collector > 1 and not self._has_nested_workers:
             raise ValueError(

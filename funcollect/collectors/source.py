@@ -10,6 +10,7 @@ from torch import nn
 
 from funcollect.collectors.options import Options, check_env_device
 from funcollect.envs.registry import make_env
+from funcollect.messages import shown
 from funcollect.policies.as_policy import as_policy
 from funcollect.specs import Env, Policy
 
@@ -31,7 +32,7 @@ class RunnerSpec:
         """Check what can be checked before anything is built."""
         if not isinstance(self.create_env_kwargs, (Mapping, type(None))):
             raise TypeError(
-                f"create_env_kwargs is {self.create_env_kwargs!r:.80}, expected a dict of keyword arguments for "
+                f"create_env_kwargs is {shown(self.create_env_kwargs)}, expected a dict of keyword arguments for "
                 "make_env: pass one"
             )
         factory = self.policy_factory

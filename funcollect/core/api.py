@@ -17,10 +17,11 @@ from funcollect.core.routes import route_of, run_embedded
 from funcollect.core.simulators.forking import fork_simulation
 from funcollect.core.simulators.simulation import Simulation, SimulatorHandle
 from funcollect.core.state import CollectorState, check_origin, fresh_counters, origin_of, policy_start
-from funcollect.core.traced_step.checks import check_live, check_one_run
+from funcollect.core.traced_step.checks import check_live, check_one_run, check_untraced
 from funcollect.envs.jax_envs.jax_env import JaxEnv, JaxEnvState
 from funcollect.interop.jax_setup import compiled
 from funcollect.keys import Key, key_from_seed
+from funcollect.messages import shown
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
 from funcollect.specs import Backend, Env, ExplorationType, Policy
@@ -56,6 +57,7 @@ def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:
 
 def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, total_lanes: int) -> CollectorState:
     """`init`, for a checked pair, of the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`."""
+    check_untraced("init", seed)
     key = key_from_seed(seed)
     count = env.num_envs or 1
     if env.backend == "jax":
@@ -167,7 +169,10 @@ def rollout(
 def run(env: Env, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """`rollout` with every option."""
     check_policy(policy)
-    check_state(env, state)
+    check_state(env, state, "rollout")
+    check_untraced(
+        "rollout", request.params if policy.backend != "jax" or request.params is not None else policy.params
+    )
     route = route_of(env, policy, request.exploration_type)
     loop = _LOOPS[route.loop].run
     if isinstance(route.policy, EmbeddedPolicy) and route.policy is not policy:
@@ -227,7 +232,8 @@ def recover(env: Env, state: CollectorState) -> CollectorState:
 
 
 def _begin_episodes(env: Env, state: CollectorState, mask: Tensor | None, *, stale: bool = False) -> CollectorState:
-    check_state(env, state)
+    check_state(env, state, "reset")
+    check_untraced("reset", mask)
     lanes = _checked_mask(mask, state)
     if env.backend == "host":
         return _reset_host(state, lanes, stale=stale)
@@ -256,7 +262,9 @@ def _checked_mask(mask: Tensor | None, state: CollectorState) -> Tensor:
     try:
         mask = torch.as_tensor(mask, device=device)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"mask is {mask!r:.80}, expected bool {tuple(state.lane.shape)}: one flag per lane") from error
+        raise ValueError(
+            f"mask is {shown(mask)}, expected bool {tuple(state.lane.shape)}: one flag per lane"
+        ) from error
     if mask.dtype != torch.bool or mask.shape != state.lane.shape:
         raise ValueError(
             f"mask is {mask.dtype} {tuple(mask.shape)}, expected bool {tuple(state.lane.shape)}: pass one flag per lane"
@@ -300,7 +308,7 @@ def fork(env: Env, state: CollectorState) -> CollectorState:
         StaleStateError: if the state has been superseded by a later one.
         ValueError: for an environment instance that cannot be rebuilt.
     """
-    check_state(env, state)
+    check_state(env, state, "fork")
     if env.backend != "host":
         return state
     handle: SimulatorHandle = state.env_state
@@ -316,7 +324,7 @@ def close(state: CollectorState) -> None:
         state.env_state.simulation.close()
 
 
-def check_state(env: Env, state: CollectorState) -> None:
+def check_state(env: Env, state: CollectorState, function: str) -> None:
     """Raise unless `state` is a state of `env`."""
     if not isinstance(state, CollectorState):
         raise TypeError(
@@ -325,6 +333,7 @@ def check_state(env: Env, state: CollectorState) -> None:
         )
     if not hasattr(env, "observation_leaves"):
         raise TypeError(f"env is {type(env).__name__}, expected an Env: pass the env that the state was made with")
+    check_untraced(function, state.lane)
     if isinstance(state.env_state, JaxEnvState):
         check_one_run(state)
         check_live(state)

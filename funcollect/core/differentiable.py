@@ -22,6 +22,7 @@ from funcollect.core.traced_step.step import Row, StepConfig, make_step_config, 
 from funcollect.envs.jax_envs.jax_env import JaxEnv
 from funcollect.interop.bridge import argument, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
+from funcollect.messages import shown
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
 from funcollect.specs import ExplorationType, Policy
 from funcollect.tree import Path
@@ -71,9 +72,9 @@ def differentiable_rollout(
     torch.Size([2, 3])
     """
     check_pair(env, policy)
-    check_state(env, state)
+    check_state(env, state, "rollout")
     if not isinstance(env, JaxEnv):
-        raise TypeError(f"env is {env!r:.80}, expected one that is written in JAX: gradients pass no other")
+        raise TypeError(f"env is {shown(env)}, expected one that is written in JAX: gradients pass no other")
     request = Request(length=length, exploration_type=exploration_type, max_frames_per_traj=max_frames_per_traj)
     lowered = lowered_for(env, policy, exploration_type)
     before = checked_state(state.policy_state)

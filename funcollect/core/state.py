@@ -15,7 +15,7 @@ from torch import Tensor
 
 from funcollect.core.read_only_dict import ReadOnlyDict
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
-from funcollect.interop.jax_setup import import_jax, with_jax
+from funcollect.interop.jax_setup import import_jax, notice_jax, with_jax
 from funcollect.interop.words import number
 from funcollect.keys import Key, Purpose, fold, generator_state, seed_of
 from funcollect.policies.torch_backed import TorchPolicyState
@@ -67,6 +67,7 @@ class CollectorState:
     policy_version: int = 0
 
     def __post_init__(self) -> None:
+        notice_jax()
         if type(self.observation) is dict:  # JAX puts other things there as it builds a tree
             object.__setattr__(self, "observation", ReadOnlyDict(self.observation))
 

@@ -31,7 +31,9 @@ from funcollect.core.traced_step.step import step as fused_step
 from funcollect.envs.jax_envs.checks import check_functions
 from funcollect.envs.jax_envs.jax_env import JaxEnv, JaxEnvState
 from funcollect.interop.jax_setup import import_jax
+from funcollect.messages import shown
 from funcollect.policies.jax_functions.program import PROBE
+from funcollect.policies.jax_functions.traced_policy import check_traceable
 from funcollect.specs import ExplorationType, Policy
 from funcollect.tree import Path, nest
 
@@ -56,7 +58,7 @@ def init(
         total_lanes: how many lanes the run has; P unless given.
 
     Raises:
-        TypeError: for something that is no JAX environment, or a key that is none.
+        TypeError: for something that is no JAX environment, a policy that JAX cannot trace, or a key that is none.
         EnvError: for an environment whose functions disagree with one another or with its spaces.
 
     >>> import jax, funcollect as fc
@@ -69,6 +71,7 @@ def init(
     """
     jnp = import_jax().numpy
     _check_env(env)
+    check_traceable(policy)
     players = check_functions(env)
     key, count = _raw(key), env.num_envs or 1
     lane = jnp.arange(count, dtype=jnp.int32) + first_lane
@@ -230,7 +233,7 @@ def _checked_config(env: JaxEnv, policy: Policy, params: Any, state: CollectorSt
 def _check_env(env: Any, state: Any = None) -> None:
     if not isinstance(env, JaxEnv):
         raise TypeError(
-            f"env is {env!r:.80}, expected a JAX environment: make one with for example "
+            f"env is {shown(env)}, expected a JAX environment: make one with for example "
             "funcollect.make_env('gymnax/CartPole-v1'), or use funcollect.rollout for this one"
         )
     if state is not None and not isinstance(state, CollectorState):

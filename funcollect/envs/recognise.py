@@ -18,6 +18,15 @@ def is_envpool(env: Any) -> bool:
     return any(base.__module__.partition(".")[0] == "envpool" for base in type(env).__mro__)
 
 
+def refuse_sb3(env: Any) -> None:
+    """Raise TypeError for a vector environment of Stable-Baselines3."""
+    if any(base.__name__ == "VecEnv" and base.__module__.startswith("stable_baselines3") for base in type(env).__mro__):
+        raise TypeError(
+            f"env is Stable-Baselines3's {type(env).__name__}, which resets its lanes itself: pass the functions that "
+            "it was built from, funcollect.make_env([make_one] * 4), or one of them with num_envs=4"
+        )
+
+
 def running_statistics(env: Any) -> tuple[str, ...]:
     """The wrappers of `env`, or of its first lane, that normalise by statistics updated over episodes: their classes.
 

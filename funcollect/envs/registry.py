@@ -18,7 +18,7 @@ from funcollect.envs.jax_envs.jumanji_env import from_jumanji
 from funcollect.envs.jax_envs.navix_env import from_navix
 from funcollect.envs.jax_envs.pgx_env import from_pgx
 from funcollect.envs.jax_envs.playground_env import from_playground
-from funcollect.envs.recognise import is_envpool, is_torchrl
+from funcollect.envs.recognise import is_envpool, is_torchrl, refuse_sb3
 from funcollect.envs.torch_envs.classic_control import TORCH_ENVS
 from funcollect.envs.torchrl_envs.adapter import from_torchrl
 from funcollect.specs import Env, Policy
@@ -111,6 +111,7 @@ def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
         spare = [made]
         adapter = from_torchrl if is_torchrl(made) else from_gymnasium
         return adapter(lambda: spare.pop() if spare else factory(**own), **given)
+    refuse_sb3(made)
     if not isinstance(made, (Env, str, EnvSpec, VectorEnv, Sequence)):
         raise TypeError(
             f"the environment's factory returned {type(made).__name__}, expected an Env, a gymnasium.Env or what else "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -13,7 +13,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from funcollect.errors import BridgeError
-from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.jax_setup import import_jax, with_jax
+from funcollect.messages import clipped
 from funcollect.tree import flatten, nest
 
 _NARROW = {
@@ -114,6 +115,24 @@ def to_jax(tree: Any, *, copy: bool = False) -> Any:
     return nest({path: _to_jax(f"leaf {'.'.join(path)!r}", leaf, copy) for path, leaf in flatten(tree).items()})
 
 
+def _refuse_batch(batch: Any) -> NoReturn:
+    raise BridgeError(
+        f"JAX got a {type(batch).__name__}, expected arrays: pass funcollect.interop.to_jax(batch), a nested "
+        "dict of them"
+    )
+
+
+def _register(jax: Any) -> None:
+    """Have JAX say what to do with a TensorDict, which it would otherwise take for an array."""
+    with contextlib.suppress(ImportError, AttributeError):  # private: another version may lack it
+        from jax._src.core import pytype_aval_mappings
+
+        pytype_aval_mappings.setdefault(TensorDict, _refuse_batch)
+
+
+with_jax(_register)
+
+
 def _to_torch(name: str, array: Any, copy: bool) -> Tensor:
     jax = import_jax()
     if isinstance(array, jax.core.Tracer):
@@ -130,7 +149,9 @@ def _to_torch(name: str, array: Any, copy: bool) -> Tensor:
         tensor = torch_view(array)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise BridgeError(f"{name} is {array.dtype}, which did not cross to Torch ({reason:.200}): cast it") from error
+        raise BridgeError(
+            f"{name} is {array.dtype}, which did not cross to Torch ({clipped(reason, 200)}): cast it"
+        ) from error
     return tensor.clone() if copy else tensor
 
 
@@ -148,7 +169,9 @@ def _to_jax(name: str, tensor: Any, copy: bool) -> Any:
         return jax_view(dense)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise BridgeError(f"{name} is {tensor.dtype}, which did not cross to JAX ({reason:.200}): cast it") from error
+        raise BridgeError(
+            f"{name} is {tensor.dtype}, which did not cross to JAX ({clipped(reason, 200)}): cast it"
+        ) from error
 
 
 def _kind(given: Any) -> str:

@@ -22,6 +22,12 @@ def with_jax(act: Callable[[Any], None]) -> None:
         _WAITING.append(act)
 
 
+def notice_jax() -> None:
+    """Make the calls that wait for JAX, if the user has imported it by now."""
+    if _WAITING and "jax" in sys.modules:
+        import_jax()
+
+
 @cache
 def import_jax() -> Any:
     """JAX, set up before its first import for sharing a machine with Torch.

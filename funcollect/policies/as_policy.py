@@ -12,6 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
 from funcollect.devices import checked_device
+from funcollect.messages import shown
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.tensordict_modules.hidden_states import initial_hidden_states
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
@@ -48,7 +49,7 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
         return policy
     if not callable(policy):
         raise TypeError(
-            f"policy is {policy!r:.80}, expected a Policy, a torch.nn.Module, a function from observation to action, "
+            f"policy is {shown(policy)}, expected a Policy, a torch.nn.Module, a function from observation to action, "
             "or None for random actions: pass one of these"
         )
     if isinstance(policy, TensorDictModuleBase) or _takes_tensordict(policy):

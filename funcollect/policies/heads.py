@@ -19,6 +19,7 @@ from gymnasium import spaces
 
 from funcollect.errors import PolicyError
 from funcollect.keys import Noise
+from funcollect.messages import shown
 from funcollect.specs import ActionSpec
 
 __all__ = ["Head", "categorical", "epsilon_greedy", "greedy", "normal", "tanh_normal"]
@@ -238,7 +239,7 @@ def check_head(head: Any) -> None:
     """Raise TypeError unless `head` is a head or None."""
     if head is not None and (isinstance(head, type) or not hasattr(head, "log_prob")):
         raise TypeError(
-            f"head is {head!r:.80}, expected one of funcollect.heads: categorical, greedy, normal, tanh_normal or "
+            f"head is {shown(head)}, expected one of funcollect.heads: categorical, greedy, normal, tanh_normal or "
             "epsilon_greedy(0.1)"
         )
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from funcollect.errors import PluginError
 from funcollect.interop.jax_setup import import_jax
+from funcollect.messages import shown
 from funcollect.specs import Env, Policy
 
 __all__ = ["GROUP", "PolicyPlugin", "find_policy", "make_policy", "offered_policies"]
@@ -59,7 +60,7 @@ def find_policy(name: str) -> PolicyPlugin:
         ValueError: for a name that nobody offers, or several packages do.
     """
     if not isinstance(name, str):
-        raise TypeError(f"name is {name!r:.80}, expected a str: pass for example 'mlp', or use the policy as it is")
+        raise TypeError(f"name is {shown(name)}, expected a str: pass for example 'mlp', or use the policy as it is")
     offers = offered_policies()
     if name in offers:
         return offers[name]
@@ -160,7 +161,7 @@ class PolicyPlugin:
         try:
             inspect.signature(factory).bind_partial(None)
         except (TypeError, ValueError) as error:
-            raise self._broken(f"is {factory!r:.80}, expected a function (env, **options) -> Policy") from error
+            raise self._broken(f"is {shown(factory)}, expected a function (env, **options) -> Policy") from error
         return factory  # type: ignore[no-any-return]
 
     def takes(self, option: str) -> bool:

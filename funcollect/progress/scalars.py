@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from funcollect.messages import shown
 from funcollect.trajectories.stats import EpisodeStats
 
 __all__ = ["Scalars", "scalars"]
@@ -50,7 +51,7 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} is {value!r:.80}, expected one number: give its mean, say") from error
+        raise ValueError(f"{name} is {shown(value)}, expected one number: give its mean, say") from error
 
 
 def _by_player(returns: list[float]) -> dict[str, float]:

@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from funcollect.messages import clipped
 from funcollect.testing.report import fail
 from funcollect.tree import Path, flatten
 
@@ -88,4 +89,4 @@ def spot(lane: int, step: int, path: Path) -> str:
 
 def shown(value: Tensor) -> str:
     """A row's value, cut short."""
-    return f"{value.tolist()!s:.80}"
+    return f"{clipped(str(value.tolist()))}"

@@ -16,6 +16,7 @@ from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.jobs import each, make_jobs, one_each
 from funcollect.collectors.workers.worker import Job
+from funcollect.messages import shown
 from funcollect.specs import ExplorationType
 
 CLASSES = (SyncDataCollector, MultiSyncDataCollector, MultiaSyncDataCollector)
@@ -195,7 +196,7 @@ def check_class(kind: Any) -> None:
     """Raise TypeError unless it is a collector that an actor may run."""
     if not isinstance(kind, type) or not issubclass(kind, CLASSES):
         names = ", ".join(each.__name__ for each in CLASSES)
-        raise TypeError(f"collector_class is {kind!r:.80}, expected {names} or a class derived from one: pass that")
+        raise TypeError(f"collector_class is {shown(kind)}, expected {names} or a class derived from one: pass that")
 
 
 def environments_of(create_env_fn: Any, num_collectors: int | None, **columns: Any) -> list[Any]:

@@ -22,6 +22,7 @@ from funcollect.collectors.source import RunnerSpec
 from funcollect.collectors.workers.worker import Job, WorkerInfo
 from funcollect.envs.recognise import is_torchrl
 from funcollect.errors import WorkerError
+from funcollect.messages import clipped, shown
 
 _OF_THE_READER = ("total_frames", "storing_device", "split_trajs", "postproc", "update_at_each_batch")
 _OF_WORKERS = ("device", "env_device", "policy_device")
@@ -100,8 +101,9 @@ def _again(env: Any) -> Any:
     except Exception as error:
         reason = repr(error)
     raise ValueError(
-        f"the same live environment {env!r:.80} is given to several workers and cannot be built again "
-        f"({reason:.200}), expected one for each: pass a function that makes it, [lambda: gymnasium.make(...)] * 4"
+        f"the same live environment {shown(env)} is given to several workers and cannot be built again "
+        f"({clipped(reason, 200)}), expected one for each: pass a function that makes it, "
+        "[lambda: gymnasium.make(...)] * 4"
     )
 
 

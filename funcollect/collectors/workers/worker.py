@@ -19,6 +19,7 @@ from funcollect.collectors.runner import Runner, Shard
 from funcollect.collectors.source import RunnerSpec
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.errors import EnvError
+from funcollect.messages import shown
 from funcollect.policies.torch_modules.sending import dumps, unpack
 from funcollect.specs import ActionSpec, Leaf
 
@@ -97,7 +98,7 @@ class Job:
         except Exception as error:
             raise TypeError(
                 f"worker {self.shard.index}: its environment, policy or postproc cannot be sent to a worker "
-                f"({error!r:.200}): pass functions that build them, create_env_fn and policy_factory"
+                f"({shown(error, 200)}): pass functions that build them, create_env_fn and policy_factory"
             ) from error
         return packed
 

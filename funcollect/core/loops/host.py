@@ -19,6 +19,7 @@ from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import Column, HostEnv, Outcome, check_outcome, check_rewards
 from funcollect.envs.host.rows import Array, Rows
 from funcollect.errors import EnvError
+from funcollect.messages import shown
 from funcollect.policies.actors.actor import Actor
 from funcollect.specs import Policy
 from funcollect.tree import Path
@@ -92,7 +93,7 @@ def _bad(outcome: Outcome) -> EnvError:
         check_outcome(outcome)
     except EnvError as error:
         return error
-    return EnvError(f"step returned {outcome!r:.200}, expected one reward and two flags per lane: correct that")
+    return EnvError(f"step returned {shown(outcome, 200)}, expected one reward and two flags per lane: correct that")
 
 
 class Limit:

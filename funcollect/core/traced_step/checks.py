@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from funcollect.core.state import CollectorState
 from funcollect.envs.jax_envs.checks import differing
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
+
+
+def check_untraced(function: str, values: Any) -> None:
+    """Raise TypeError if JAX traces one of these values, or arrays in them."""
+    if "jax" in sys.modules and any(map(_is_traced, import_jax().tree.leaves(values))):
+        raise TypeError(
+            f"funcollect.{function} got values that JAX traces, expected arrays: inside jit, vmap, grad or scan call "
+            f"funcollect.traced.{function} over a JAX environment; over others call it outside"
+        )
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, import_jax().core.Tracer)
 
 
 def check_one_run(state: CollectorState) -> None:

@@ -10,6 +10,7 @@ import gymnasium
 from funcollect.envs.host.host_env import ONWARD, Camera, Outcome, decoder
 from funcollect.envs.host.rows import Rows
 from funcollect.errors import EnvError
+from funcollect.messages import shown
 from funcollect.specs import ActionSpec, Leaf, Space
 
 GymEnv = gymnasium.Env[Any, Any]
@@ -72,7 +73,7 @@ class Lanes:
                 raise EnvError(f"lane {lane}: reset(seed={seed}) raised {error!r}: {ONWARD}") from error
             if not isinstance(answer, tuple) or len(answer) != 2:
                 raise EnvError(
-                    f"lane {lane}: reset returned {answer!r:.80}, expected the two values (observation, info): "
+                    f"lane {lane}: reset returned {shown(answer)}, expected the two values (observation, info): "
                     "use Gymnasium's reset API"
                 )
             write(lane, answer[0])
@@ -142,20 +143,20 @@ class Lanes:
 def _no_info(keys: Sequence[str], infos: Sequence[Any]) -> EnvError:
     for lane, info in enumerate(infos):
         if not isinstance(info, Mapping):
-            return EnvError(f"lane {lane}: step returned the info {info!r:.80}, expected a dict: return one")
+            return EnvError(f"lane {lane}: step returned the info {shown(info)}, expected a dict: return one")
         if missing := [key for key in keys if key not in info]:
             return EnvError(
                 f"lane {lane}: step returned no info key {missing[0]!r}, which info_keys names: "
                 f"there are {sorted(map(str, info))}; name one that every step returns"
             )
-    return EnvError(f"the infos {infos!r:.80} cannot be read: return dicts")
+    return EnvError(f"the infos {shown(infos)} cannot be read: return dicts")
 
 
 def _located(error: Exception, answers: Sequence[Any], actions: Any, space: Space) -> EnvError:
     for lane, answer in enumerate(answers):
         if not isinstance(answer, (tuple, list)) or len(answer) != 5:
             return EnvError(
-                f"lane {lane}: step returned {answer!r:.80}, expected the five values "
+                f"lane {lane}: step returned {shown(answer)}, expected the five values "
                 "(observation, reward, terminated, truncated, info): use Gymnasium's step API"
             )
     lane = len(answers)

@@ -14,7 +14,7 @@ from gymnasium.envs.registration import EnvSpec
 from funcollect.arguments import check_num_envs
 from funcollect.envs.gymnasium_envs.atari_lanes import is_atari
 from funcollect.envs.gymnasium_envs.lanes import GymEnv
-from funcollect.envs.recognise import is_torchrl
+from funcollect.envs.recognise import is_torchrl, refuse_sb3
 
 EnvSource = str | EnvSpec | GymEnv | Callable[..., GymEnv]
 LaneFactory = Callable[[], Any]
@@ -93,6 +93,7 @@ def factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
     if isinstance(source, (str, EnvSpec)):
         return lambda: _make(source, kwargs)
     _refuse_torchrl(source)
+    refuse_sb3(source)
     if callable(source):
         return lambda: source(**kwargs)
     raise TypeError(
@@ -141,10 +142,11 @@ def _make(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:
 
 
 def _not_made(name: str, error: Exception) -> ValueError:
-    return ValueError(
-        f"Gymnasium cannot make {name!r}: {error}; look the id up in gymnasium.registry, "
-        "and import the package that registers it first"
-    )
+    mend = "look the id up in gymnasium.registry, and import the package that registers it first"
+    if name.startswith("ALE/"):
+        game = name.removeprefix("ALE/").rpartition("-v")[0]
+        mend = f"write 'ale/{game}', which has the usual preprocessing, or register the raw game with ale_py first"
+    return ValueError(f"Gymnasium cannot make {name!r}: {error}; {mend}")
 
 
 def _rebuild(env: GymEnv) -> GymEnv:

@@ -13,6 +13,7 @@ from funcollect.envs.gymnasium_envs.worker_processes import close_processes, dea
 from funcollect.envs.host.host_env import ONWARD, Outcome, batch_decoder
 from funcollect.envs.host.rows import Rows
 from funcollect.errors import EnvError
+from funcollect.messages import shown
 from funcollect.specs import ActionSpec, Leaf
 
 
@@ -22,8 +23,20 @@ def check_autoreset(env: VectorEnv[Any, Any, Any]) -> None:
     if mode != AutoresetMode.DISABLED:
         raise ValueError(
             f"the vector environment resets its lanes itself (autoreset_mode={getattr(mode, 'name', mode)}), expected "
-            "autoreset_mode=AutoresetMode.DISABLED: build it with that argument, or pass a list of environments"
+            f"autoreset_mode=AutoresetMode.DISABLED: {_without_autoreset(env)}"
         )
+
+
+def _without_autoreset(env: VectorEnv[Any, Any, Any]) -> str:
+    """How to build the same vector environment so that it leaves resets to its caller."""
+    if env.spec is not None:
+        name, kind = env.spec.id, "async" if isinstance(env.unwrapped, AsyncVectorEnv) else "sync"
+        return (
+            f"pass {name!r} with num_envs={env.num_envs}, or build it by gymnasium.make_vec({name!r}, "
+            f"num_envs={env.num_envs}, vectorization_mode={kind!r}, "
+            'vector_kwargs={"autoreset_mode": AutoresetMode.DISABLED})'
+        )
+    return f"build {type(env).__name__} with that argument, or pass the list of its functions"
 
 
 class VectorLanes:
@@ -70,7 +83,7 @@ class VectorLanes:
             raise self._said(f"lanes {list(lanes)}: reset(seed={by_lane})", error) from error
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise EnvError(
-                f"the vector environment: reset returned {answer!r:.80}, expected the two values (observation, info): "
+                f"the vector environment: reset returned {shown(answer)}, expected the two values (observation, info): "
                 "use Gymnasium's reset API"
             )
         self._started = True
@@ -111,8 +124,8 @@ class VectorLanes:
             outcome = np.empty(0)
         if outcome.shape != (3, self._env.num_envs):
             raise EnvError(
-                f"the vector environment: step returned {answer!r:.120} between observation and info, expected reward, "
-                f"terminated and truncated with {self._env.num_envs} values each: use Gymnasium's step API"
+                f"the vector environment: step returned {shown(answer, 120)} between observation and info, expected "
+                f"reward, terminated and truncated with {self._env.num_envs} values each: use Gymnasium's step API"
             )
         return outcome
 

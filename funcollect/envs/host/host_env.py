@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from funcollect.envs.host.rows import Rows
 from funcollect.errors import EnvError
+from funcollect.messages import shown
 from funcollect.specs import ActionSpec, Leaf, Seeding, Space
 
 Forking = Literal["replay", "snapshot", "none"]
@@ -56,7 +57,7 @@ def _check_each(name: str, values: Column, kinds: str, expected: str) -> None:
         except (TypeError, ValueError, RuntimeError):
             array = np.empty(0)
         if array.shape or array.dtype.kind not in kinds:
-            raise EnvError(f"lane {lane}: step returned the {name} {value!r:.60}, expected {expected}")
+            raise EnvError(f"lane {lane}: step returned the {name} {shown(value, 60)}, expected {expected}")
 
 
 def check_rewards(rewards: npt.NDArray[np.float32]) -> None:

@@ -12,6 +12,7 @@ from funcollect.envs.jax_envs.jax_env import JaxEnv, Reset, Transition, jax_env
 from funcollect.envs.jax_envs.spaces import box
 from funcollect.envs.jax_envs.suite import check_instance, check_known, check_no_keywords, not_installed
 from funcollect.interop.jax_setup import import_jax
+from funcollect.messages import shown
 from funcollect.specs import Space
 
 
@@ -108,6 +109,6 @@ def _space(spec: Any) -> Space:
     children = vars(spec).get("_specs")
     if not children:
         raise TypeError(
-            f"the spec {spec!r:.80} of jumanji has no counterpart in Gymnasium: expected arrays, or a Spec of such"
+            f"the spec {shown(spec)} of jumanji has no counterpart in Gymnasium: expected arrays, or a Spec of such"
         )
     return spaces.Dict({name: _space(child) for name, child in children.items()})

@@ -21,6 +21,7 @@ from funcollect.interop.lowering.places import place_of, place_of_error
 from funcollect.interop.lowering.registry import rules
 from funcollect.interop.lowering.shortcuts import NoShortcuts
 from funcollect.interop.lowering.structure import build, leaves_of, plain, unlocked
+from funcollect.messages import clipped
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal_functional", "poisson", "exponential", "geometric")
 _READING = "_local_scalar_dense"
@@ -220,4 +221,4 @@ def _reason(error: Exception) -> str:
         return (
             f"its control flow depends on data, at {place}: choose between values with torch.where instead of branching"
         )
-    return f"torch.export says, at {place}: {first:.300}"
+    return f"torch.export says, at {place}: {clipped(first, 300)}"

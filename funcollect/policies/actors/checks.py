@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from funcollect.errors import PolicyError
+from funcollect.messages import clipped
 from funcollect.policies.actors.actor import Columns
 from funcollect.specs import ActionSpec
 from funcollect.tree import Path
@@ -168,5 +169,5 @@ def _raise_at(wrong: Tensor, what: str, column: Tensor, mend: str) -> None:
         return  # values whose sum overflows
     step, lane = rows.nonzero()[0].tolist()
     raise PolicyError(
-        f"lane {lane}, step {step} of this batch: {what} (it is {column[step, lane].tolist()!s:.80}): {mend}"
+        f"lane {lane}, step {step} of this batch: {what} (it is {clipped(str(column[step, lane].tolist()))}): {mend}"
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax, strong
+from funcollect.messages import shown
 from funcollect.policies.heads import Head, check_head
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
 
@@ -47,7 +48,7 @@ def jax_policy(
     """
     if isinstance(apply, (type, torch.nn.Module)) or not callable(apply):
         raise TypeError(
-            f"apply is {apply!r:.80}, expected a function (params, observation) -> answer: pass one, or wrap a Torch "
+            f"apply is {shown(apply)}, expected a function (params, observation) -> answer: pass one, or wrap a Torch "
             "module with funcollect.torch_policy"
         )
     check_head(head)

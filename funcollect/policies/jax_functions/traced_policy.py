@@ -27,20 +27,25 @@ def is_traceable(policy: Policy) -> bool:
     return isinstance(policy, RandomPolicy) or getattr(policy, "backend", None) == "jax"
 
 
+def check_traceable(policy: Any) -> None:
+    """Raise TypeError for a policy that is neither random nor one that JAX can trace."""
+    if not isinstance(policy, RandomPolicy) and not is_traceable(policy):
+        kind = f"a {policy.backend} policy" if hasattr(policy, "backend") else "no policy"
+        raise TypeError(
+            f"{type(policy).__name__} is {kind}, expected one that JAX can trace: pass "
+            "funcollect.lower_policy(policy, env), or use funcollect.jax_policy or funcollect.random_policy"
+        )
+
+
 def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_type: ExplorationType) -> TracedCall:
     """The policy's step as a traced function that draws its noise from a key.
 
     Raises:
         TypeError: for a policy that cannot be traced.
     """
+    check_traceable(policy)
     if isinstance(policy, RandomPolicy):
         return partial(_random_answer, spec, num_envs)
-    if not is_traceable(policy):
-        kind = f"a {policy.backend} policy" if hasattr(policy, "backend") else "no policy"
-        raise TypeError(
-            f"{type(policy).__name__} is {kind}, expected one that JAX can trace: pass "
-            "funcollect.lower_policy(policy, env), or use funcollect.jax_policy or funcollect.random_policy"
-        )
     noise = policy.noise(spec)
     stochastic = exploration_type is ExplorationType.RANDOM
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from funcollect.errors import LoweringError
+from funcollect.messages import shown
 from funcollect.policies.torch_modules.settings import Settings, SettingsCache
 from funcollect.policies.torch_modules.skeleton import bare
 
@@ -65,7 +66,8 @@ def pack(subject: Any) -> bytes:
         _WithoutWeights(file, subject).dump(subject)
     except Exception as error:
         raise TypeError(
-            f"the policy has changed and cannot be sent to the workers ({error!r:.200}): keep what it holds picklable"
+            f"the policy has changed and cannot be sent to the workers ({shown(error, 200)}): keep what it holds "
+            "picklable"
         ) from error
     return file.getvalue()
 

@@ -1,0 +1,155 @@
+"""Errors that name the way: what is called where something else is meant."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import SyncVectorEnv
+
+import funcollect as fc
+from funcollect.messages import clipped, shown
+from tests.support.misuse import Misuse, Rigged, refused, runs, table
+
+CARTPOLE = "CartPole-v1"
+
+
+def gym() -> Any:
+    return gymnasium.make(CARTPOLE)
+
+
+def dummy() -> Any:
+    from stable_baselines3.common.vec_env import DummyVecEnv
+
+    return DummyVecEnv([gym])
+
+
+VECTORS = ("resets its lanes itself", "expected autoreset_mode=AutoresetMode.DISABLED")
+BUILD_IT = "gymnasium.make_vec('CartPole-v1', num_envs=2, vectorization_mode='sync', vector_kwargs="
+LANES = "funcollect.make_env([make_one] * 4)"
+
+
+@table(
+    Misuse(
+        "a vector with a spec", lambda: fc.make_env(gymnasium.make_vec(CARTPOLE, 2)), ValueError, (*VECTORS, BUILD_IT)
+    ),
+    Misuse(
+        "one of lanes", lambda: fc.make_env(SyncVectorEnv([gym] * 2)), ValueError, (*VECTORS, "list of its functions")
+    ),
+    Misuse("one of SB3", lambda: fc.make_env(dummy()), TypeError, ("Stable-Baselines3's DummyVecEnv", LANES)),
+    Misuse("a list of SB3's", lambda: fc.make_env([dummy()]), TypeError, ("Stable-Baselines3's DummyVecEnv", LANES)),
+    Misuse("a factory of SB3's", lambda: fc.make_env(dummy), TypeError, ("Stable-Baselines3's DummyVecEnv", LANES)),
+)
+def test_environments_that_reset_themselves(misuse: Misuse) -> None:
+    with refused(misuse.error, misuse.says):
+        misuse.do()
+
+
+def test_the_mend_for_a_vector_works() -> None:
+    with pytest.raises(ValueError, match="make_vec") as caught:
+        fc.make_env(gymnasium.make_vec(CARTPOLE, 2))
+    call = str(caught.value).rpartition("or build it by ")[2]
+    runs(fc.make_env(eval(call, {"gymnasium": gymnasium, "AutoresetMode": gymnasium.vector.AutoresetMode})))
+
+
+def test_an_atari_game_that_is_not_registered() -> None:
+    code = "import funcollect; funcollect.make_env('ALE/Pong-v5')"  # elsewhere the tests may have registered it
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "write 'ale/Pong', which has the usual preprocessing" in run.stderr
+
+
+def fused() -> tuple[Any, Any, Any]:
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
+    policy = fc.jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=fc.heads.categorical)
+    return env, policy, fc.init(env, policy, seed=0)
+
+
+def on_host() -> tuple[Any, Any, Any]:
+    env = fc.make_env(CARTPOLE, num_envs=2)
+    policy = fc.jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=fc.heads.categorical)
+    return env, policy, fc.init(env, policy, seed=0)
+
+
+def loss(env: Any, state: Any, params: Any, *, own: bool) -> Any:
+    policy = fc.jax_policy(lambda params, x: x @ params, params, head=fc.heads.categorical)
+    _, batch = fc.rollout(env, policy, state, 2, params=None if own else params)
+    return batch["next", "reward"].sum()
+
+
+TRACED = {
+    "rollout": lambda env, policy, state: jax.jit(lambda state: fc.rollout(env, policy, state, 2))(state),
+    "step": lambda env, policy, state: jax.jit(lambda state: fc.step(env, policy, state))(state),
+    "reset": lambda env, policy, state: jax.jit(lambda state: fc.reset(env, state))(state),
+    "a mask": lambda env, policy, state: jax.jit(lambda mask: fc.reset(env, state, mask))(np.ones(2, bool)),
+    "init": lambda env, policy, state: jax.jit(lambda seed: fc.init(env, policy, seed=seed))(3),
+    "params": lambda env, policy, state: jax.grad(lambda params: loss(env, state, params, own=False))(policy.params),
+    "a policy": lambda env, policy, state: jax.grad(lambda params: loss(env, state, params, own=True))(policy.params),
+}
+
+
+@pytest.mark.parametrize("case", TRACED)
+@pytest.mark.parametrize("make", [fused, on_host])
+def test_inside_a_transformation_of_jax(make: Any, case: str) -> None:
+    env, policy, state = make()
+    if make is on_host and case in ("rollout", "step", "reset"):
+        with pytest.raises(TypeError, match="SimulatorHandle"):  # JAX's own error: a simulator is no array
+            TRACED[case](env, policy, state)
+    else:
+        with pytest.raises(TypeError, match=r"values that JAX traces.*funcollect\.traced\."):
+            TRACED[case](env, policy, state)
+    state, _ = fc.rollout(env, policy, state, 2)
+    fc.close(state)
+
+
+def test_a_torch_policy_inside_traced() -> None:
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
+    policy = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
+    with refused(TypeError, ("TorchPolicy is a torch policy", "funcollect.lower_policy(policy, env)")):
+        fc.traced.init(env, policy, None, key=jax.random.PRNGKey(0))
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
+def test_a_batch_given_to_jax(transform: Any) -> None:
+    env, policy, state = on_host()
+    state, batch = fc.rollout(env, policy, state, 2)
+    with refused(fc.BridgeError, ("JAX got a TensorDict", "expected arrays", "funcollect.interop.to_jax(batch)")):
+        transform(lambda batch: batch["next"]["reward"].sum())(batch)
+    transform(lambda batch: batch["next"]["reward"].sum())(fc.interop.to_jax(batch))
+    fc.close(state)
+
+
+def test_a_state_is_a_tree_for_jax_whoever_imports_it_first() -> None:
+    code = """
+import jax
+import funcollect as fc
+env = fc.make_env("CartPole-v1")
+state = fc.init(env, fc.random_policy(env), seed=0)
+print(len(jax.tree.leaves(state)) > 5)
+fc.close(state)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "True\n"
+
+
+def test_long_values_are_cut_between_words() -> None:
+    value = np.linspace(1.5830, 2, 40)
+    text = shown(value)
+    assert len(text) <= 82
+    assert text.endswith(", …")
+    assert text.removesuffix(", …").split(", ") == " ".join(repr(value).split()).split(", ")[: text.count(", ")]
+    assert clipped("1" * 100, 10) == "1111111111 …"
+    assert clipped("a  short\n text") == "a short text"
+
+
+def test_a_long_answer_of_a_step_is_cut_between_words() -> None:
+    env = fc.make_env(Rigged(lambda outcome: (np.linspace(1.5830, 2, 40), *outcome[1:-1])))
+    policy = fc.random_policy(env)
+    with pytest.raises(fc.EnvError, match=r"\d, …, expected the five values"):
+        fc.rollout(env, policy, fc.init(env, policy, seed=0), 9)
