@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
+
+from funcollect.messages import shown
 
 
 def check_positive(name: str, value: Any, example: int = 128) -> None:
@@ -20,7 +24,7 @@ def check_count(name: str, value: Any) -> None:
 
 def _check_int(name: str, value: Any, wanted: str, *, least: int, example: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} is {value!r}, expected {wanted}: pass for example {name}={example}")
+        raise TypeError(f"{name} is {shown(value)}, expected {wanted}: pass for example {name}={example}")
     if value < least:
         raise ValueError(f"{name} is {value}, expected at least {least}: pass for example {name}={example}")
 
@@ -36,3 +40,60 @@ def check_num_envs(num_envs: Any) -> None:
     """Raise ValueError unless `num_envs` is a positive int, or None."""
     if num_envs is not None and (isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1):
         raise ValueError(f"num_envs is {num_envs!r}, expected a positive int, or None for no batch dimension")
+
+
+def check_optional_positive(name: str, value: Any) -> None:
+    """Raise unless `value` is a positive int, or None."""
+    if value is not None:
+        check_positive(name, value)
+
+
+def check_flags(**values: Any) -> None:
+    """Raise TypeError for a value that is no bool."""
+    for name, value in values.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{name} is {shown(value)}, expected a bool: pass True or False")
+
+
+def check_number(name: str, value: Any, *, most: float = math.inf, example: float = 0.5) -> None:
+    """Raise unless `value` is a finite number between 0 and `most`."""
+    wanted = "a number of at least 0" if most == math.inf else f"a number in [0, {most}]"
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {shown(value)}, expected {wanted}: pass for example {name}={example}")
+    if not 0 <= float(value) <= most or value == math.inf:
+        raise ValueError(f"{name} is {value}, expected {wanted}: pass for example {name}={example}")
+
+
+def check_key(name: str, key: Any) -> None:
+    """Raise TypeError unless `key` is a key of a TensorDict: a string, or a tuple of strings; or None."""
+    path = (key,) if isinstance(key, str) else key
+    whole = isinstance(path, tuple) and path and all(isinstance(part, str) and part for part in path)
+    if key is not None and not whole:
+        raise TypeError(f"{name} is {shown(key)}, expected a key: a string, or a tuple of strings")
+
+
+def check_keys(name: str, keys: Any, example: str) -> None:
+    """Raise unless `keys` is a list or tuple of different strings."""
+    if not isinstance(keys, Sequence) or isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
+        raise TypeError(f"{name} is {shown(keys)}, expected a list of strings, such as [{example!r}]")
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"{name} is {list(keys)}, expected each key once: leave the others out")
+
+
+def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
+    """Raise ValueError unless `value` is one of these strings."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} is {shown(value)}, expected one of {sorted(choices)}: choose one")
+
+
+def check_function(name: str, value: Any, what: str) -> None:
+    """Raise TypeError unless `value` can be called."""
+    if not callable(value):
+        raise TypeError(f"{name} is {shown(value)}, expected {what}: pass one")
+
+
+def check_kind(name: str, value: Any, kind: type | tuple[type, ...], mend: str) -> None:
+    """Raise TypeError unless `value` is an instance of `kind`; `mend` says what to pass."""
+    if not isinstance(value, kind):
+        names = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+        raise TypeError(f"{name} is {shown(value)}, expected {names}: {mend}")

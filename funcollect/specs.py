@@ -17,6 +17,7 @@ import torch
 from gymnasium import spaces
 from tensordict.nn import InteractionType as ExplorationType
 
+from funcollect.arguments import check_flags
 from funcollect.keys import Key, Noise
 from funcollect.tree import Path
 
@@ -217,6 +218,7 @@ class ActionSpec:
                 f"the action space is {type(self.space).__name__}, expected Box, Discrete, MultiDiscrete or "
                 "MultiBinary: flatten it with a Gymnasium wrapper"
             )
+        check_flags(one_hot=self.one_hot)
         if self.one_hot and not self.categories:
             raise ValueError(
                 f"one_hot=True needs a Discrete or MultiDiscrete action space, got {self.space}: leave it out"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from funcollect.arguments import check_positive
+from funcollect.arguments import check_kind, check_optional_positive, check_positive
 from funcollect.interop.jax_setup import import_jax
 
 __all__ = ["JaxRing", "extend", "held", "init", "sample", "sample_slices"]
@@ -47,6 +47,7 @@ def init(example: Any, *, steps: int, lanes: int | None = None) -> JaxRing:
     (4, (10, 3))
     """
     check_positive("steps", steps)
+    check_optional_positive("lanes", lanes)
     jax = import_jax()
     leaves = jax.tree.leaves(example)
     if not leaves:
@@ -67,6 +68,7 @@ def init(example: Any, *, steps: int, lanes: int | None = None) -> JaxRing:
 
 def held(ring: JaxRing) -> Any:
     """How many steps of each lane it holds, int32."""
+    _check_ring(ring)
     return import_jax().numpy.minimum(ring.written, _steps(ring))
 
 
@@ -84,6 +86,7 @@ def extend(ring: JaxRing, batch: Any) -> JaxRing:
     Raises:
         ValueError: for another structure, shapes or dtypes than the example's.
     """
+    _check_ring(ring)
     jax = import_jax()
     length = _check(ring, batch)
     steps = _steps(ring)
@@ -128,6 +131,7 @@ def sample(ring: JaxRing, key: Any, batch_size: int) -> Any:
 
     The ring must hold a step; how many it holds is not known when this is compiled, so that is not checked.
     """
+    _check_ring(ring)
     check_positive("batch_size", batch_size)
     return _take(ring.data, _draw(ring, key, (batch_size,)))
 
@@ -163,6 +167,7 @@ def sample_slices(ring: JaxRing, key: Any, *, num_slices: int, slice_len: int) -
     Raises:
         ValueError: for batches without ``next.done``, and for slices longer than the ring.
     """
+    _check_ring(ring)
     check_positive("num_slices", num_slices)
     check_positive("slice_len", slice_len)
     jax, (steps, lanes) = import_jax(), ring.begin.shape
@@ -202,6 +207,10 @@ def _is_end(ring: JaxRing, frame: Any, slice_len: int) -> Any:
     first = number - slice_len + 1
     oldest = ring.written - held(ring)
     return (row < ring.written) & (first >= _take(ring.begin, frame)) & (first >= oldest)
+
+
+def _check_ring(ring: Any) -> None:
+    check_kind("ring", ring, JaxRing, "pass what init or extend returned")
 
 
 def _check(ring: JaxRing, batch: Any) -> int:

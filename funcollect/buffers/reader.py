@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from funcollect.arguments import check_kind, check_optional_positive
 from funcollect.buffers.samplers.indices import SampleIndices
 from funcollect.buffers.samplers.randomness import GeneratorSource
 from funcollect.buffers.samplers.uniform import RandomSampler, SliceSampler, wanted_size
@@ -64,6 +65,9 @@ class ReplayReader:
         batch_size: int | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
+        check_kind("directory", directory, (str, os.PathLike), "pass the storage's scratch_dir")
+        check_optional_positive("batch_size", batch_size)
+        check_kind("generator", generator, (torch.Generator, type(None)), "pass a torch.Generator")
         self.sampler = RandomSampler() if sampler is None else sampler
         _check_sampler(self.sampler)
         self.directory, self.batch_size = Path(directory), batch_size

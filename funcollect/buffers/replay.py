@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from funcollect.arguments import check_count, check_positive
+from funcollect.arguments import check_count, check_function, check_optional_positive
 from funcollect.buffers import dumping, ring
 from funcollect.buffers.samplers.indices import SampleIndices
 from funcollect.buffers.samplers.prioritized import PrioritizedSampler
@@ -65,7 +65,7 @@ class ReplayBuffer:
         generator: torch.Generator | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        _check(storage, sampler, writer, batch_size, prefetch, generator)
+        _check(storage, sampler, writer, batch_size, prefetch, generator, transform, collate_fn)
         self.storage: Storage = ListStorage(1_000) if storage is None else storage
         self.sampler: Sampler = RandomSampler() if sampler is None else sampler
         self.sampler.fit(self.storage.max_size)
@@ -260,7 +260,16 @@ def _map(function: Callable[[Any], Any], data: Any) -> Any:
     return optree.tree_map(function, data)
 
 
-def _check(storage: Any, sampler: Any, writer: Any, batch_size: Any, prefetch: Any, generator: Any) -> None:
+def _check(
+    storage: Any,
+    sampler: Any,
+    writer: Any,
+    batch_size: Any,
+    prefetch: Any,
+    generator: Any,
+    transform: Any,
+    collate_fn: Any,
+) -> None:
     if storage is not None and not hasattr(storage, "admit"):
         raise TypeError(
             f"storage is {type(storage).__name__}, expected a storage of funcollect: pass for example "
@@ -277,7 +286,9 @@ def _check(storage: Any, sampler: Any, writer: Any, batch_size: Any, prefetch: A
         )
     if writer not in (None, "round robin"):
         raise ValueError(f'writer is {writer!r}, expected "round robin", the only one there is: leave it out')
-    if batch_size is not None:
-        check_positive("batch_size", batch_size)
+    check_optional_positive("batch_size", batch_size)
+    for name, function in {"transform": transform, "collate_fn": collate_fn}.items():
+        if function is not None:
+            check_function(name, function, "a function of a batch")
     if prefetch is not None:
         check_count("prefetch", prefetch)

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from funcollect.arguments import check_kind, check_positive
 from funcollect.buffers.samplers.indices import Flat, SampleIndices, SampleSpec, Slices
 from funcollect.buffers.samplers.randomness import KeySource
 from funcollect.buffers.storages.storage import Incoming, Storage
@@ -31,6 +32,7 @@ from funcollect.buffers.trajectory_index.trajectory_keys import Trajectories, ch
 from funcollect.errors import StaleStateError
 from funcollect.interrupts import Uninterrupted
 from funcollect.keys import Key
+from funcollect.messages import shown
 
 __all__ = ["Flat", "RingState", "Slices", "Trajectories", "extend", "init", "sample", "snapshot"]
 
@@ -134,6 +136,7 @@ def check_current(state: RingState) -> RingMemory:
     Raises:
         StaleStateError: for a state after which the ring was extended.
     """
+    check_kind("state", state, RingState, "pass what ring.init or ring.extend returned")
     if state.version != state.memory.version:
         raise StaleStateError(
             f"this state is version {state.version} of its ring, which is now at {state.memory.version}: the rows were "
@@ -159,7 +162,9 @@ def init(storage: int | Storage, *, trajectories: Trajectories | None = None) ->
     0
     """
     if not hasattr(storage, "admit"):
-        storage = LazyTensorStorage(storage)  # which checks the number
+        check_positive("storage", storage)
+        storage = LazyTensorStorage(storage)
+    check_kind("trajectories", trajectories, (Trajectories, type(None)), "pass Trajectories(), or leave it out")
     return RingState(RingMemory(cast(Storage, storage), trajectories))
 
 
@@ -217,6 +222,9 @@ def sample(state: RingState, key: Key, spec: SampleSpec) -> Any:
     torch.Size([3])
     """
     memory = check_current(state)
+    check_kind("spec", spec, (Flat, Slices), "pass for example Flat(256)")
+    if getattr(key, "shape", None) != (2,) or key.dtype != np.uint32:
+        raise TypeError(f"key is {shown(key)}, expected uint32 [2]: pass funcollect.keys.key_from_seed(0), say")
     return gather(memory, spec.draw(memory, KeySource(key)))
 
 

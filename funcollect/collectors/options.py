@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from funcollect.arguments import check_positive
+from funcollect.arguments import check_flags, check_positive
 from funcollect.core.request import OwnColumns, Request, check_ends, check_exploration
 from funcollect.devices import checked_device
 from funcollect.messages import shown
@@ -59,8 +59,12 @@ class Options:
             )
         if self.total_frames != -1:
             check_positive("total_frames", self.total_frames)
-        self._check_switches(
-            "reset_at_each_iter", "split_trajs", "reset_when_done", "update_at_each_batch", "set_truncated"
+        check_flags(
+            reset_at_each_iter=self.reset_at_each_iter,
+            split_trajs=self.split_trajs,
+            reset_when_done=self.reset_when_done,
+            update_at_each_batch=self.update_at_each_batch,
+            set_truncated=self.set_truncated,
         )
         for name in ("max_frames_per_traj", "init_random_frames"):
             value = getattr(self, name)
@@ -76,11 +80,6 @@ class Options:
             given = getattr(self, name)
             device = checked_device(self.device) if given is None else checked_device(given, name)
             object.__setattr__(self, name, device)
-
-    def _check_switches(self, *names: str) -> None:
-        for name in names:
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} is {shown(getattr(self, name))}, expected a bool: pass True or False")
 
     def length(self, env: Env) -> int:
         """T: the steps of a batch."""
@@ -126,7 +125,7 @@ class WorkerOptions(Options):
     def __post_init__(self) -> None:
         """Check every field."""
         super().__post_init__()
-        self._check_switches("in_process")
+        check_flags(in_process=self.in_process)
         check_positive("num_threads", self.num_threads)
         for name in ("timeout", "start_timeout"):
             seconds = getattr(self, name)

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 from tensordict import TensorDictBase
 
-from funcollect.arguments import check_not_given, check_positive
+from funcollect.arguments import check_flags, check_kind, check_not_given, check_positive
 from funcollect.collectors.cluster.jobs import (
     NOT_HERE,
     ActorSpec,
@@ -137,7 +137,9 @@ class RayCollector(WorkerCollector):
             **{name: keywords.get(name) for name in _DEVICES},
         )
         given: dict[str, Any] = {**keywords, "storing_device": self._stored(storing_device, len(made))}
-        given["reset_at_each_iter"] = bool(reset_at_each_iter)  # TorchRL's documentation passes -False
+        if type(reset_at_each_iter) is int and reset_at_each_iter in (0, 1):
+            reset_at_each_iter = bool(reset_at_each_iter)  # TorchRL's documentation passes -False
+        given["reset_at_each_iter"] = reset_at_each_iter
         self.options = worker_options(frames_per_batch, given, _KNOWN)
         _, frames = self._shared(frames_per_batch, len(made))
         workers = len(made) * num_workers_per_collector
@@ -151,9 +153,8 @@ class RayCollector(WorkerCollector):
         self._launch(jobs)
 
     def _check(self) -> None:
-        for name in ("sync", "update_after_each_batch", "prefetch"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise TypeError(f"{name} is {shown(value)}, expected a bool: pass True or False")
+        check_flags(sync=self.sync, update_after_each_batch=self.update_after_each_batch, prefetch=self.prefetch)
+        check_kind("ray_init_config", self.ray_init_config, (Mapping, type(None)), "pass a dict for ray.init")
         if self.prefetch and not self.sync:
             raise ValueError("prefetch is for sync=True, expected it left out: without sync all run ahead anyway")
         interval = self.max_weight_update_interval

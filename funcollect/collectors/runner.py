@@ -10,6 +10,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from funcollect.arguments import check_kind
 from funcollect.collectors.options import Options
 from funcollect.collectors.source import RunnerSpec
 from funcollect.core import api
@@ -70,6 +71,7 @@ class Runner:
     """
 
     def __init__(self, source: RunnerSpec, options: Options, *, seed: int | None, shard: Shard = ALONE) -> None:
+        check_kind("shard", shard, Shard, "pass for example Shard(index=0, count=2)")
         self.options = options
         self.env, self.policy = source.build(options)
         self.params: Any = None

@@ -21,7 +21,7 @@ def evaluate(
     policy: Policy,
     *,
     episodes: int,
-    seed: int,
+    seed: int | None,
     params: Any = None,
     max_frames: int = 10_000_000,
     exploration_type: ExplorationType = ExplorationType.DETERMINISTIC,
@@ -35,7 +35,7 @@ def evaluate(
         env: the environment; an instance that backs a state already is rebuilt from its spec.
         policy: the policy.
         episodes: how many, over all lanes.
-        seed: an int; the same seed gives the same statistics.
+        seed: an int; the same seed gives the same statistics. None draws one.
         params: parameters to act with; None for the policy's own.
         max_frames: frames over all lanes after which the evaluation gives up.
         exploration_type: deterministic unless given.

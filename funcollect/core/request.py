@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from funcollect.arguments import check_positive
+from funcollect.arguments import check_count, check_flags, check_positive
 from funcollect.core.state import CollectorState
 from funcollect.keys import draw_ahead
 from funcollect.policies.actors.actor import Actor, ActorInputs
@@ -51,6 +51,8 @@ class Request:
         if self.max_frames_per_traj is not None:
             check_positive("max_frames_per_traj", self.max_frames_per_traj)
         check_exploration(self.exploration_type)
+        check_count("random_steps", self.random_steps)
+        check_flags(reset_when_done=self.reset_when_done)
         check_ends(self.max_frames_per_traj, self.reset_when_done)
 
     def column(self, path: Path, row: Tensor) -> Tensor:

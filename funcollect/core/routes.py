@@ -10,6 +10,7 @@ import optree
 from tensordict import TensorDict
 from torch import Tensor
 
+from funcollect.arguments import check_kind
 from funcollect.core.request import Request, check_state_kind
 from funcollect.core.state import CollectorState
 from funcollect.errors import LoweringError
@@ -94,6 +95,7 @@ def lower_policy(policy: Policy, env: Env) -> LoweredPolicy:
     >>> arrays["action_log_prob"].shape
     (8, 4)
     """
+    check_kind("env", env, Env, "make one with funcollect.make_env")
     return lowered_for(env, policy, ExplorationType.RANDOM)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from funcollect.arguments import check_kind, check_optional_positive
 from funcollect.core.request import Request
 from funcollect.core.state import CollectorState, check_origin, origin_of
 from funcollect.core.traced_step.checks import check_one_run
@@ -72,6 +73,7 @@ def init(
     jnp = import_jax().numpy
     _check_env(env)
     check_traceable(policy)
+    check_optional_positive("total_lanes", total_lanes)
     players = check_functions(env)
     key, count = _raw(key), env.num_envs or 1
     lane = jnp.arange(count, dtype=jnp.int32) + first_lane
@@ -105,7 +107,7 @@ def reset(env: JaxEnv, state: CollectorState, mask: Any = None) -> CollectorStat
         TypeError: for something that is no JAX environment or no state.
         ValueError: for a mask of another shape or dtype.
     """
-    _check_env(env, state)
+    _check_state(env, state)
     lanes = state.lane == state.lane if mask is None else import_jax().numpy.asarray(mask)
     if (lanes.shape, lanes.dtype) != (state.lane.shape, bool):
         raise ValueError(
@@ -207,6 +209,8 @@ def partition(state: CollectorState, axis: str) -> CollectorState:
     >>> parts.step == PartitionSpec("devices"), parts.key == PartitionSpec()
     (True, True)
     """
+    check_kind("state", state, CollectorState, "pass what init or rollout returned")
+    check_kind("axis", axis, str, "pass the name of the mesh's axis")
     spec = import_jax().sharding.PartitionSpec
     shared = ("key", "steps", "policy_version")
     names = [field.name for field in fields(state) if field.name not in ("total_lanes", "origin")]
@@ -220,7 +224,7 @@ def _step(config: StepConfig, params: Any, state: CollectorState, keys: RunKeys)
 
 
 def _checked_config(env: JaxEnv, policy: Policy, params: Any, state: CollectorState, request: Request) -> StepConfig:
-    _check_env(env, state)
+    _check_state(env, state)
     config = make_step_config(env, policy, state.num_lanes, request)
     if params is None and import_jax().tree.leaves(policy.params):
         raise TypeError(
@@ -230,20 +234,19 @@ def _checked_config(env: JaxEnv, policy: Policy, params: Any, state: CollectorSt
     return config
 
 
-def _check_env(env: Any, state: Any = None) -> None:
+def _check_state(env: Any, state: Any) -> None:
+    _check_env(env)
+    check_kind("state", state, CollectorState, "pass what init or rollout returned, after env, policy and params")
+    check_one_run(state)
+    check_origin(env, state)
+
+
+def _check_env(env: Any) -> None:
     if not isinstance(env, JaxEnv):
         raise TypeError(
             f"env is {shown(env)}, expected a JAX environment: make one with for example "
             "funcollect.make_env('gymnax/CartPole-v1'), or use funcollect.rollout for this one"
         )
-    if state is not None and not isinstance(state, CollectorState):
-        raise TypeError(
-            f"state is {type(state).__name__}, expected a CollectorState: pass what init or rollout returned, after "
-            "env, policy and params"
-        )
-    if state is not None:
-        check_one_run(state)
-        check_origin(env, state)
 
 
 def _raw(key: Any) -> Any:

@@ -12,9 +12,10 @@ import torch.utils.dlpack
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from funcollect.arguments import check_flags
 from funcollect.errors import BridgeError
 from funcollect.interop.jax_setup import import_jax, with_jax
-from funcollect.messages import clipped
+from funcollect.messages import clipped, shown
 from funcollect.tree import flatten, nest
 
 _NARROW = {
@@ -76,6 +77,9 @@ def to_torch(tree: Any, *, batch_size: tuple[int, ...] = (), copy: bool = False)
     >>> to_torch({"a": jnp.zeros((2, 3)), "b": {"c": jnp.ones(2, bool)}}, batch_size=(2,))["b", "c"]
     tensor([True, True])
     """
+    check_flags(copy=copy)
+    if not isinstance(batch_size, tuple) or not all(isinstance(size, int) for size in batch_size):
+        raise TypeError(f"batch_size is {shown(batch_size)}, expected a tuple of ints: pass for example (8, 128)")
     if not isinstance(tree, Mapping):
         return _to_torch("the array", tree, copy)
     leaves = {path: _to_torch(f"leaf {'.'.join(path)!r}", leaf, copy) for path, leaf in flatten(tree).items()}
@@ -110,6 +114,7 @@ def to_jax(tree: Any, *, copy: bool = False) -> Any:
     >>> to_jax({"a": torch.arange(3)})["a"].dtype
     dtype('int32')
     """
+    check_flags(copy=copy)
     if not isinstance(tree, (Mapping, TensorDictBase)):
         return _to_jax("the tensor", tree, copy)
     return nest({path: _to_jax(f"leaf {'.'.join(path)!r}", leaf, copy) for path, leaf in flatten(tree).items()})

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from funcollect.arguments import check_kind, check_number
+
 Picture = npt.NDArray[np.uint8]
 
 _SUFFIXES = (".gif", ".mp4")
@@ -48,11 +50,14 @@ def check_film(path: str | PathLike[str], fps: float | None) -> Path:
     Raises:
         ValueError: for a suffix that is not known, and an `fps` that is not positive.
     """
+    check_kind("path", path, (str, PathLike), "pass for example 'episode.gif'")
     target = Path(path)
     if target.suffix.lower() not in _SUFFIXES:
         raise ValueError(f"path is {str(target)!r}, expected a name that ends in {' or '.join(_SUFFIXES)}: change it")
-    if fps is not None and not fps > 0:
-        raise ValueError(f"fps is {fps}, expected a positive number of frames per second")
+    if fps is not None:
+        check_number("fps", fps, example=30)
+    if fps == 0:
+        raise ValueError("fps is 0, expected a positive number of frames per second")
     return target
 
 

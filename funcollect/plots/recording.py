@@ -29,7 +29,7 @@ def record(
     path: str | PathLike[str],
     *,
     episodes: int = 1,
-    seed: int = 0,
+    seed: int | None = 0,
     params: Any = None,
     fps: float | None = None,
     max_frames: int = 5_000,
@@ -45,7 +45,7 @@ def record(
         policy: the policy.
         path: where. A GIF holds all pictures in memory until it is written: long films are better MP4.
         episodes: how many, one after another.
-        seed: an int; the same seed gives the same film.
+        seed: an int; the same seed gives the same film. None draws one.
         params: parameters to act with; None for the policy's own.
         fps: frames per second; None for what the environment's metadata say, or else 30. A GIF has at most 50.
         max_frames: steps after which the film ends, even in the middle of an episode.

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from gymnasium import spaces
 
+from funcollect.arguments import check_number
 from funcollect.errors import PolicyError
 from funcollect.keys import Noise
 from funcollect.messages import shown
@@ -269,8 +270,7 @@ def epsilon_greedy(epsilon: float) -> Head:
     """The best-valued action, or with probability `epsilon` one drawn uniformly from all.
 
     Raises:
-        ValueError: for an `epsilon` outside [0, 1].
+        TypeError, ValueError: for an `epsilon` that is no number in [0, 1].
     """
-    if not 0 <= epsilon <= 1:
-        raise ValueError(f"epsilon is {epsilon}, expected a probability in [0, 1]")
+    check_number("epsilon", epsilon, most=1, example=0.1)
     return _EpsilonGreedy("epsilon_greedy", ("action_value",), float(epsilon))

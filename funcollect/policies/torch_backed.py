@@ -33,7 +33,7 @@ def check_compiler(compiler: str | None, without: str = "") -> None:
 def check_callable(module: Any, expected: str) -> None:
     """Raise TypeError unless `module` is an instance that can be called; `expected` says what it should be."""
     if isinstance(module, type) or not callable(module):
-        raise TypeError(f"the policy is {shown(module)}, expected {expected}: pass an instance")
+        raise TypeError(f"module is {shown(module)}, expected {expected}: pass an instance")
 
 
 def replaced(policy: Any, subject: Any) -> Any:

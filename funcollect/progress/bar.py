@@ -13,6 +13,8 @@ from typing import Any, Protocol, TextIO
 from tensordict import TensorDict
 from tqdm import TqdmWarning
 
+from funcollect.arguments import check_kind
+from funcollect.messages import shown
 from funcollect.progress.scalars import Scalars, open_folder, scalars
 from funcollect.progress.window import EpisodeWindow
 from funcollect.progress.workers import WorkersSummary
@@ -78,6 +80,13 @@ def track(
     ...     sum(batch.numel() for batch in track(collector, disable=True))
     300
     """
+    if not hasattr(collector, "total_frames"):
+        raise TypeError(f"collector is {shown(collector)}, expected a collector: pass one")
+    if total is not None and (isinstance(total, bool) or not isinstance(total, int)):
+        raise TypeError(f"total is {shown(total)}, expected an int: pass for example total=10_000")
+    check_kind("disable", disable, (bool, type(None)), "pass True, False or None")
+    if file is not None and not hasattr(file, "write"):
+        raise TypeError(f"file is {shown(file)}, expected a text file: pass for example sys.stdout")
     episodes = window if isinstance(window, EpisodeWindow) else EpisodeWindow(window)
     if log_dir is not None:
         open_folder(log_dir)

@@ -6,6 +6,7 @@ from collections import deque
 
 from tensordict import TensorDict
 
+from funcollect.arguments import check_positive
 from funcollect.trajectories.split import MASK
 from funcollect.trajectories.stats import EpisodeStats, episode_stats
 
@@ -28,8 +29,7 @@ class EpisodeWindow:
     """
 
     def __init__(self, size: int = 100) -> None:
-        if size < 1:
-            raise ValueError(f"the window is {size}, expected a positive number of episodes")
+        check_positive("window", size, 100)
         self.frames = 0
         self.episodes = 0
         self.last: EpisodeStats | None = None

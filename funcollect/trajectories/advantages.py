@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from funcollect.arguments import check_number
 from funcollect.interop.jax_setup import import_jax
-from funcollect.messages import shown
 from funcollect.trajectories.split import MASK, TRAJECTORY_IDS, check_batch, require
 from funcollect.tree import flatten
 
@@ -189,7 +188,4 @@ def _check_values(name: str, values: Any, floating: bool, shape: tuple[int, ...]
 def _check_factor(name: str, factor: Any, in_jax: bool) -> None:
     if in_jax and isinstance(factor, import_jax().Array) and not factor.ndim:
         return  # within `jit` it may have no value yet
-    if isinstance(factor, bool) or not isinstance(factor, Real):
-        raise TypeError(f"{name} is {shown(factor, 60)}, expected a number in [0, 1]: give a float")
-    if not 0 <= float(factor) <= 1:
-        raise ValueError(f"{name} is {factor}, expected a number in [0, 1]: 0.99 and 0.95 are usual")
+    check_number(name, factor, most=1, example=0.99)

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from funcollect.arguments import check_positive
+from funcollect.arguments import check_number, check_positive
 from funcollect.trajectories.split import MASK, TRAJECTORY_IDS, check_batch, require
 from funcollect.tree import Path
 
@@ -47,8 +47,7 @@ class MultiStep:
 
     def __init__(self, gamma: float, n_steps: int) -> None:
         check_positive("n_steps", n_steps)
-        if not 0 <= gamma <= 1:
-            raise ValueError(f"gamma is {gamma}, expected a discount between 0 and 1: pass for example gamma=0.99")
+        check_number("gamma", gamma, most=1, example=0.99)
         self.gamma, self.n_steps = float(gamma), int(n_steps)
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
 from torch import Tensor
 
+from funcollect.arguments import check_key
 from funcollect.tree import Path
 
 __all__ = ["split_trajectories"]
@@ -76,11 +76,14 @@ def split_trajectories(
     tensor([2, 1, 3])
     """
     check_batch(batch)
-    home = ("collector",) if prefix is None else _path("prefix", prefix)
+    check_key("prefix", prefix)
+    check_key("trajectory_key", trajectory_key)
+    check_key("done_key", () if done_key is None else done_key)
+    home = ("collector",) if prefix is None else _path(prefix)
     mask_key, ids_key = (*home, MASK[-1]), (*home, TRAJECTORY_IDS[-1])
     if trajectory_key is not None:
-        ids_key = _path("trajectory_key", trajectory_key)
-    done_path = ("next", *_path("done_key", done_key))
+        ids_key = _path(trajectory_key)
+    done_path = ("next", *_path(done_key))
     if not isinstance(as_nested, (bool, torch.layout)):
         raise TypeError(f"as_nested is {as_nested!r}, expected a bool or a torch.layout")
     if batch.get(mask_key, None) is not None:
@@ -102,12 +105,8 @@ def split_trajectories(
     return result
 
 
-def _path(name: str, key: Any) -> Path:
-    """A key as a path."""
-    path = (key,) if isinstance(key, str) else key
-    if not isinstance(path, tuple) or not path or not all(isinstance(part, str) and part for part in path):
-        raise TypeError(f"{name} is {key!r}, expected a key: a string, or a tuple of strings")
-    return path
+def _path(key: str | Path) -> Path:
+    return (key,) if isinstance(key, str) else key
 
 
 def _ids(batch: TensorDictBase, key: Path, instead: Path | None) -> Tensor | None:

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from funcollect.arguments import check_kind
 from funcollect.trajectories.split import MASK, check_batch, require
 from funcollect.tree import Path
 
@@ -125,6 +126,7 @@ def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -
     """
     frames, lanes = _read(batch)
     _check_one_run(batch, frames)
+    check_kind("previous", previous, (EpisodeStats, type(None)), "pass what the last call returned")
     opened = {} if previous is None else previous.open_returns
     trajectories, of_frame = _trajectories(frames, opened)
     ends = frames.done.nonzero()[:, 0]

@@ -213,7 +213,7 @@ def count(value: Any) -> list[Misuse]:
             f"a vector environment with {mode.name}",
             lambda mode=mode: fc.make_env(vector(mode)),
             ValueError,
-            (f"autoreset_mode={mode.name}", "expected autoreset_mode=AutoresetMode.DISABLED", "or pass a list"),
+            (f"autoreset_mode={mode.name}", "expected autoreset_mode=AutoresetMode.DISABLED", "or pass the list"),
             lambda: fc.make_env(vector(AutoresetMode.DISABLED)),
         )
         for mode in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP)

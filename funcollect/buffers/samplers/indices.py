@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from funcollect.arguments import check_positive
+from funcollect.arguments import check_choice, check_flags, check_positive
 from funcollect.buffers.samplers.randomness import RandomSource
 from funcollect.buffers.trajectory_index.trajectory_index import TrajectoryIndex, draw
 from funcollect.trajectories.split import MASK
@@ -135,8 +135,8 @@ class Slices:
         """Check the numbers here."""
         check_positive("num_slices", self.num_slices)
         check_positive("slice_len", self.slice_len)
-        if self.over not in ("trajectories", "windows"):
-            raise ValueError(f'over is {self.over!r}, expected "trajectories" or "windows"')
+        check_flags(strict_length=self.strict_length)
+        check_choice("over", self.over, ("trajectories", "windows"))
 
     def draw(self, memory: BufferView, random_source: RandomSource) -> SampleIndices:
         """Choose the slices.

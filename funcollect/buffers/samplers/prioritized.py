@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from funcollect.arguments import check_positive
+from funcollect.arguments import check_number, check_positive
 from funcollect.buffers.samplers.indices import (
     BufferView,
     SampleIndices,
@@ -60,8 +59,7 @@ class PrioritizedSampler(RandomSampler):
         check_positive("max_capacity", max_capacity)
         numbers: dict[str, Any] = {"alpha": alpha, "beta": beta, "eps": eps}
         for name, value in numbers.items():
-            if isinstance(value, str) or not 0 <= value < math.inf:
-                raise ValueError(f"{name} is {value!r}, expected a number of at least 0: pass for example {name}=0.5")
+            check_number(name, value)
         self.max_capacity, self.alpha, self.beta, self.eps = max_capacity, alpha, beta, eps
         self.empty()
 

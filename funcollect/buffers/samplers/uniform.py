@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from funcollect.arguments import check_positive
+from funcollect.arguments import check_flags, check_key, check_optional_positive, check_positive
 from funcollect.buffers.samplers.indices import BufferView, Flat, SampleIndices, Slices, check_filled
 from funcollect.buffers.samplers.randomness import RandomSource
 from funcollect.buffers.trajectory_index.trajectory_keys import Trajectories
@@ -126,6 +126,7 @@ class SamplerWithoutReplacement(RandomSampler):
     """
 
     def __init__(self, *, drop_last: bool = False, shuffle: bool = True) -> None:
+        check_flags(drop_last=drop_last, shuffle=shuffle)
         self.drop_last, self.shuffle = drop_last, shuffle
         self._left = np.zeros(0, np.int64)
 
@@ -222,7 +223,11 @@ class SliceSampler(RandomSampler):
             )
         if traj_key is not None and trajectory_key is not None:
             raise ValueError("traj_key and trajectory_key are two names of one key, expected one: leave one out")
-        self.trajectories = Trajectories(traj_key=traj_key or trajectory_key, end_key=end_key)
+        check_key("trajectory_key", trajectory_key)
+        check_flags(strict_length=strict_length, cache_values=cache_values)
+        check_optional_positive("num_slices", num_slices)
+        check_optional_positive("slice_len", slice_len)
+        self.trajectories = Trajectories(traj_key=trajectory_key if traj_key is None else traj_key, end_key=end_key)
         self.num_slices, self.slice_len = num_slices, slice_len
         self.strict_length, self.over = strict_length, over
         self.spec(num_slices or slice_len or 0)  # checks the numbers here

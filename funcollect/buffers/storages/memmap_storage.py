@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from funcollect.arguments import check_flags, check_kind
 from funcollect.buffers.storages import rows_file
 from funcollect.buffers.storages.packed_rows import RowLayout
 from funcollect.buffers.storages.tensor_storage import LazyTensorStorage
@@ -47,6 +48,10 @@ class LazyMemmapStorage(LazyTensorStorage):
         existsok: bool = False,
     ) -> None:
         super().__init__(max_size, ndim=ndim, device=device, compact_obs=compact_obs)
+        check_flags(existsok=existsok)
+        check_kind(
+            "scratch_dir", scratch_dir, (str, os.PathLike, type(None)), "pass a directory, or None for a new one"
+        )
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self._existsok = existsok
         self._file: rows_file.RowsFile | None = None

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from funcollect.arguments import check_positive
+from funcollect.arguments import check_flags, check_positive
 from funcollect.buffers.storages.next_observations import NextObservations, next_paths
 from funcollect.buffers.storages.packed_rows import RowLayout, leaves_of
 from funcollect.buffers.storages.storage import Incoming, Mask, Slots, check_size
@@ -51,6 +51,7 @@ class LazyTensorStorage:
         self, max_size: int, *, ndim: int = 1, device: torch.device | str | None = None, compact_obs: bool = False
     ) -> None:
         check_size(self, max_size)
+        check_flags(compact_obs=compact_obs)
         if compact_obs and torch.device(device or "cpu").type != "cpu":
             raise ValueError(f"compact_obs is for storages on the host, device is {device}: leave one of them out")
         check_positive("ndim", ndim)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from funcollect.arguments import check_key
 from funcollect.buffers.trajectory_index.segments import Frames
 from funcollect.trajectories.split import TRAJECTORY_IDS
 from funcollect.tree import Path
@@ -39,6 +40,10 @@ class Trajectories:
 
     traj_key: str | Path | None = None
     end_key: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        check_key("traj_key", self.traj_key)
+        check_key("end_key", self.end_key)
 
     def frames(self, leaves: Mapping[Path, Tensor], lead: tuple[int, ...], start: int) -> Frames:
         """The frames of a batch, lane after lane; they may be views of it.

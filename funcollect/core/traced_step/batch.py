@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from funcollect.arguments import check_kind, check_optional_positive
 from funcollect.core.traced_step.step import Row
 from funcollect.envs.jax_envs.jax_env import JaxEnv
 from funcollect.interop import words
@@ -53,6 +54,8 @@ def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes
     >>> batch.batch_size, batch["collector", "traj_ids"].dtype
     (torch.Size([2, 5]), torch.int64)
     """
+    check_kind("env", env, (JaxEnv, type(None)), "pass that of the rollout")
+    check_optional_positive("total_lanes", total_lanes)
     flat = _checked(arrays)
     total = flat[_DONE].shape[-1] if total_lanes is None else total_lanes
     dtypes = dtypes_of(env) if env is not None else _guessed(flat)

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 
-from funcollect.arguments import check_not_given, check_num_envs, check_positive
+from funcollect.arguments import check_keys, check_not_given, check_num_envs, check_positive
 from funcollect.envs.envpool_envs.lanes import EnvPoolLanes
 from funcollect.envs.host.extras import import_extra
-from funcollect.envs.host.host_env import HostEnv, check_info_keys
+from funcollect.envs.host.host_env import HostEnv
 from funcollect.envs.host.rows import Rows
 from funcollect.specs import ActionSpec, Space, observation_leaves
 
@@ -66,10 +66,10 @@ def from_envpool(
     """
     if not isinstance(task_id, str):
         raise TypeError(
-            f"the task is {type(task_id).__name__}, expected its name, since each run builds a pool "
+            f"task_id is {type(task_id).__name__}, expected its name, since each run builds a pool "
             "with its own seeds: make_env('envpool/CartPole-v1')"
         )
-    check_info_keys(info_keys)
+    check_keys("info_keys", info_keys, "x_position")
     check_num_envs(num_envs)
     check_positive("num_threads", num_threads)
     check_not_given("EnvPool here", kwargs, _OURS)

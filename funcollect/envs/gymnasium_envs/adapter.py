@@ -9,6 +9,7 @@ from typing import Any
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from funcollect.arguments import check_flags, check_keys
 from funcollect.envs.gymnasium_envs.atari_lanes import AtariLanes, is_atari
 from funcollect.envs.gymnasium_envs.lanes import Lanes
 from funcollect.envs.gymnasium_envs.making import (
@@ -24,7 +25,7 @@ from funcollect.envs.gymnasium_envs.making import (
 )
 from funcollect.envs.gymnasium_envs.vector_lanes import VectorLanes, check_autoreset
 from funcollect.envs.gymnasium_envs.worker_processes import open_processes
-from funcollect.envs.host.host_env import Forking, HostEnv, Simulators, check_info_keys
+from funcollect.envs.host.host_env import Forking, HostEnv, Simulators
 from funcollect.envs.recognise import running_statistics
 from funcollect.specs import ActionSpec, Leaf, observation_leaves
 
@@ -67,7 +68,8 @@ def from_gymnasium(
     >>> from_gymnasium("CartPole-v1", num_envs=8)
     HostEnv('CartPole-v1', num_envs=8)
     """
-    check_info_keys(info_keys)
+    check_keys("info_keys", info_keys, "x_position")
+    check_flags(parallel=parallel, one_hot=one_hot)
     describe = partial(_described, info_keys=tuple(info_keys), dtype=dtype, one_hot=one_hot)
     if isinstance(env, VectorEnv):
         refuse("a VectorEnv", num_envs=num_envs, parallel=parallel or None, **kwargs)

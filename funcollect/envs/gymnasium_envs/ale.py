@@ -10,7 +10,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, TimeLimit
 
-from funcollect.arguments import check_count, check_not_given, check_positive
+from funcollect.arguments import check_count, check_flags, check_not_given, check_number, check_positive
 from funcollect.envs.gymnasium_envs.adapter import from_gymnasium
 from funcollect.envs.host.extras import import_extra
 from funcollect.envs.host.host_env import HostEnv
@@ -77,8 +77,8 @@ def from_ale(
     for name, value in {"frame_skip": frame_skip, "screen_size": screen_size, "stack": stack}.items():
         check_positive(name, value)
     check_count("noop_max", noop_max)
-    if not 0 <= repeat_action_probability <= 1:
-        raise ValueError(f"repeat_action_probability is {repeat_action_probability}, expected a number in [0, 1]")
+    check_number("repeat_action_probability", repeat_action_probability, most=1, example=0.25)
+    check_flags(grayscale=grayscale, terminal_on_life_loss=terminal_on_life_loss, parallel=parallel, one_hot=one_hot)
     wrappers = [
         AtariPreprocessing.wrapper_spec(
             noop_max=noop_max,

@@ -149,14 +149,6 @@ def statistics_of(env: Any) -> str:
     )
 
 
-def check_info_keys(info_keys: Sequence[str]) -> None:
-    """Raise unless `info_keys` is a sequence of different strings."""
-    if isinstance(info_keys, str) or not all(isinstance(key, str) for key in info_keys):
-        raise TypeError(f"info_keys is {info_keys!r}, expected a list of strings, such as ['x_position']")
-    if len(set(info_keys)) < len(info_keys):
-        raise ValueError(f"info_keys is {list(info_keys)}, expected each key once: leave the others out")
-
-
 def batch_decoder(spec: ActionSpec) -> Callable[[Any], npt.NDArray[Any]]:
     """A function from a batch's action [P, ...] (Torch or NumPy) to a copy that vector environments take, [P, ...]."""
     dtype = np.dtype(spec.space.dtype)

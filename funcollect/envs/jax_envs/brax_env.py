@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from funcollect.arguments import check_positive
 from funcollect.envs.jax_envs.jax_env import JaxEnv, Reset, Transition, jax_env
 from funcollect.envs.jax_envs.spaces import box, space_like
 from funcollect.envs.jax_envs.suite import check_instance, check_known, check_no_keywords, not_installed
@@ -41,6 +42,7 @@ def from_brax(
     JaxEnv('brax/inverted_pendulum', num_envs=64)
     """
     import_jax()
+    check_positive("episode_length", episode_length, 1000)
     if not isinstance(env, str):
         check_no_keywords("brax", kwargs)
     raw = _make(env, kwargs) if isinstance(env, str) else env

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gymnasium import spaces
+
+from funcollect.arguments import check_function, check_kind
 from funcollect.envs.jax_envs.checks import check_functions
 from funcollect.envs.jax_envs.jax_env import Advance, Begin, JaxEnv, Reset, jax_env
 from funcollect.interop.jax_setup import import_jax
@@ -56,6 +59,11 @@ def from_functions(
     >>> walk
     JaxEnv('walk', num_envs=64)
     """
+    check_kind("name", name, str, "pass for example 'walk'")
+    check_function("begin", begin, "a function of a key")
+    check_function("advance", advance, "a function of a key, the physics and an action")
+    check_kind("observation_space", observation_space, spaces.Space, "pass a space of gymnasium.spaces")
+    check_kind("action_space", action_space, spaces.Space, "pass a space of gymnasium.spaces")
     env = jax_env(
         name,
         begin,

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from funcollect.arguments import check_choice, check_keys, check_num_envs, check_optional_positive
 from funcollect.envs.jax_envs.spaces import as_delivered
 from funcollect.interop.jax_setup import import_jax
 from funcollect.specs import ActionSpec, Leaf, Seeding, Space, observation_leaves
@@ -108,12 +109,15 @@ def jax_env(
         ValueError: for a `num_envs`, `reset`, `max_episode_steps` or key of an observation that cannot be.
         TypeError: for a space that has no fixed-size arrays.
     """
-    _check(num_envs, reset, max_episode_steps)
+    check_num_envs(num_envs)
+    check_optional_positive("max_episode_steps", max_episode_steps)
+    check_keys("info_keys", info_keys, "discount")
+    check_choice("reset", reset, get_args(Reset))
     observed = as_delivered(observation_space)
     spec = ActionSpec(action_space, one_hot)
     if max_episode_steps is not None:
         begin, advance = _limited(begin, advance, max_episode_steps)
-    keys = (info_keys,) if isinstance(info_keys, str) else tuple(info_keys)
+    keys = tuple(info_keys)
     return JaxEnv(
         label=label,
         num_envs=num_envs,
@@ -125,20 +129,6 @@ def jax_env(
         info_keys=keys,
         reset=reset,
     )
-
-
-def _check(num_envs: Any, reset: Any, max_episode_steps: Any) -> None:
-    for name, count, otherwise in (
-        ("num_envs", num_envs, "no batch dimension"),
-        ("max_episode_steps", max_episode_steps, "none"),
-    ):
-        whole = isinstance(count, (int, np.integer)) and not isinstance(count, bool)
-        if count is not None and (not whole or count < 1):
-            raise ValueError(f"{name} is {count!r}, expected a positive int, or None for {otherwise}")
-    if reset not in get_args(Reset):
-        raise ValueError(
-            f"reset is {reset!r}, expected 'fresh' (each episode from its own key) or 'cached' (each as the first)"
-        )
 
 
 def _limited(begin: Begin, advance: Advance, max_episode_steps: int) -> tuple[Begin, Advance]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from funcollect.arguments import check_optional_positive
 from funcollect.envs.jax_envs.brax_env import over_states
 from funcollect.envs.jax_envs.jax_env import JaxEnv, Reset
 from funcollect.envs.jax_envs.suite import check_instance, check_known, check_no_keywords, not_installed
@@ -42,6 +43,7 @@ def from_playground(
     JaxEnv('playground/CartpoleBalance', num_envs=64)
     """
     import_jax()
+    check_optional_positive("episode_length", episode_length)
     if not isinstance(env, str):
         check_no_keywords("playground", kwargs)
     raw = _make(env, kwargs) if isinstance(env, str) else env

@@ -42,7 +42,7 @@ class TorchEnv(ABC):
 
     Args:
         num_envs: P, or None for a single environment without a batch dimension.
-        device: where the state lives.
+        device: where the state lives; the CPU unless given.
 
     Raises:
         ValueError: for a `num_envs` below 1, or a device that is not there.
@@ -71,7 +71,7 @@ class TorchEnv(ABC):
     draws: int
     max_episode_steps: int | None = None
 
-    def __init__(self, num_envs: int | None = None, *, device: torch.device | str = "cpu") -> None:
+    def __init__(self, num_envs: int | None = None, *, device: torch.device | str | None = None) -> None:
         check_num_envs(num_envs)
         if missing := [name for name in ("observation_space", "action_space", "draws") if not hasattr(self, name)]:
             raise TypeError(f"{type(self).__name__} lacks {missing}, expected as attributes of the class: set them")

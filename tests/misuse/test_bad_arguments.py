@@ -1,0 +1,331 @@
+"""Every public callable with a bad value for each of its arguments: an error of ours that names the argument.
+
+What is bad follows from the annotation. A callable, or an argument of it, that is not called here has its reason below.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import funcollect as fc
+
+MODULES = ("envs", "heads", "storages", "samplers", "ring", "jax_ring", "traced", "testing", "interop")
+OWN = (fc.FuncollectError, TypeError, ValueError)
+
+NOT_NONE: dict[str, list[Any]] = {
+    "int": ["x", 2.5, True, [1]],
+    "float": ["x", True, [0.5], {}],
+    "bool": ["False", 0, 1, 2.5],
+    "str": [0, 2.5, ("a",)],
+    "str | Path": [0, 2.5, "", (), ("a", 0), ["a"]],
+    "str | PathLike[str]": [0, 2.5, ["a"]],
+    "str | os.PathLike[str]": [0, 2.5, ["a"]],
+    "Sequence[str]": [0, "x", {"a": 1}, [0]],
+    "Device": ["nowhere", 2.5, {}],
+    "torch.device | str": ["nowhere", 2.5, {}],
+    "ExplorationType": ["random", 0, True],
+    "Env": [0, "CartPole-v1", nn.Linear(4, 2)],
+    "JaxEnv": [0, "CartPole-v1", nn.Linear(4, 2)],
+    "Policy": [0, "x", nn.Linear(4, 2)],
+    "CollectorState": [0, "x", {}],
+    "TensorDictBase": [0, "x", {}],
+    "EpisodeStats": [0, "x", {}],
+    "Callable[..., Any]": [0, "x"],
+    "Callable[[], Any]": [0, "x"],
+    "Callable[[Any], Any]": [0, "x"],
+    "Callable[[list[Any]], Any]": [0, "x"],
+    "Postproc": [0, "x"],
+    "Mapping[str, Any]": [0, "x", [1]],
+    "Mapping[Any, Any]": [0, "x", [1]],
+    "torch.Generator": [0, "x"],
+    "Storage": [0, "x"],
+    "Sampler": [0, "x"],
+    "RandomSampler": [0, "x"],
+    "Head": [0, "x", True],
+    "Reset": ["x", 0, True],
+    "Join": ["x", 2, True],
+    "npt.DTypeLike": ["x", 5, np.int32],
+    "Shard": [0, "x", (0, 1)],
+    "type[Any]": [0, "x", int],
+    "torch.layout": ["x", 1],
+    "tuple[int, ...]": [0, "x", (2.5,)],
+    "Key": [0, "x", np.zeros(3, np.uint32)],
+    "RingState": [0, "x", {}],
+    "SampleSpec": [0, "x", {}],
+    "Trajectories": [0, "x", {}],
+    "JaxRing": [0, "x", {}],
+    "Compiler": ["x", 0, True],
+    "TextIO": [0, "x"],
+    "EpisodeWindow": ["x", 2.5],
+    "TrackableCollector": [0, "x", [1]],
+    "nn.Module": [0, "x"],
+    "Space": [0, "x"],
+    "Begin": [0, "x"],
+    "Advance": [0, "x"],
+}
+POSITIVE = {
+    *(
+        "length",
+        "episodes",
+        "max_frames",
+        "frames_per_batch",
+        "num_envs",
+        "max_frames_per_traj",
+        "batch_size",
+        "max_size",
+    ),
+    *(
+        "n_steps",
+        "num_slices",
+        "slice_len",
+        "max_capacity",
+        "steps",
+        "frame_skip",
+        "screen_size",
+        "stack",
+        "num_workers",
+    ),
+    *("max_episode_steps", "episode_length", "num_threads", "total_lanes", "window", "ndim", "lanes", "batches"),
+    *("num_collectors", "num_workers_per_collector", "fps"),
+}
+COUNTS = {"init_random_frames", "random_steps", "noop_max", "prefetch", "alpha", "beta", "eps"}
+
+
+def bad_values(name: str, annotation: str) -> Iterator[Any]:
+    """Values that an argument of this name and annotation does not take."""
+    kinds = [kind.strip() for kind in re.split(r"\|(?![^\[]*\])", annotation)]
+    whole = annotation.replace(" | None", "")
+    known = NOT_NONE.get(whole)
+    if known is None and whole.startswith("Literal"):
+        known = ["x", 0, True]
+    if known is None:
+        lists = [NOT_NONE.get(kind) for kind in kinds if kind != "None"]
+        if any(values is None for values in lists):
+            return
+        known = [value for value in lists[0] or [] if all(value in values for values in lists if values)]
+    yield from known
+    if "None" not in kinds and whole != "Device":
+        yield None
+    if name in POSITIVE:
+        yield from (0, -1)
+    elif name in COUNTS:
+        yield -1
+
+
+@cache
+def host() -> tuple[Any, Any]:
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    return env, fc.random_policy(env)
+
+
+@cache
+def fused() -> tuple[Any, Any]:
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
+    return env, fc.random_policy(env)
+
+
+def start(pair: Callable[[], tuple[Any, Any]] = host) -> Any:
+    return fc.init(*pair(), seed=0)
+
+
+def batch() -> Any:
+    state, batch = fc.rollout(*host(), start(), 6)
+    fc.close(state)
+    return batch
+
+
+def ring_state() -> Any:
+    return fc.ring.extend(fc.ring.init(16), batch())[0]
+
+
+def jax_ring() -> Any:
+    return fc.jax_ring.extend(fc.jax_ring.init(rows(4), steps=8), rows(4))
+
+
+def rows(steps: int) -> Any:
+    return {"x": jax.numpy.zeros((steps, 2)), "next": {"done": jax.numpy.zeros((steps, 2), bool)}}
+
+
+def mlp(params: Any, x: Any) -> Any:
+    return x @ params
+
+
+WEIGHTS = jax.numpy.ones((4, 2))
+COLLECTOR = {"create_env_fn": "CartPole-v1", "policy": None, "frames_per_batch": 8}
+CATEGORICAL = fc.heads.categorical
+
+# How each public callable is called well. What is a function here is called anew each time.
+GOOD: dict[str, Callable[[], dict[str, Any]]] = {
+    "Collector": lambda: COLLECTOR,
+    "MultiSyncCollector": lambda: COLLECTOR | {"create_env_fn": ["CartPole-v1"]},
+    "MultiAsyncCollector": lambda: COLLECTOR | {"create_env_fn": ["CartPole-v1"]},
+    "RayCollector": lambda: COLLECTOR | {"create_env_fn": ["CartPole-v1"]},
+    "LazyMemmapStorage": lambda: {"max_size": 8},
+    "LazyTensorStorage": lambda: {"max_size": 8},
+    "ListStorage": lambda: {"max_size": 8},
+    "MultiStep": lambda: {"gamma": 0.9, "n_steps": 3},
+    "MultiStepSampler": lambda: {"gamma": 0.9, "n_steps": 3},
+    "PrioritizedSampler": lambda: {"max_capacity": 8, "alpha": 0.6, "beta": 0.4},
+    "PrioritizedSliceSampler": lambda: {"max_capacity": 8, "alpha": 0.6, "beta": 0.4, "num_slices": 2},
+    "RandomSampler": dict,
+    "ReplayBuffer": dict,
+    "ReplayReader": lambda: {"directory": "/nowhere"},
+    "SamplerWithoutReplacement": dict,
+    "SliceSampler": lambda: {"num_slices": 2},
+    "close": lambda: {"state": start()},
+    "deliver": lambda: {"arrays": {"x": WEIGHTS}},
+    "differentiable_rollout": lambda: dict(zip(("env", "policy"), fused(), strict=True), state=start(fused), length=2),
+    "episode_stats": lambda: {"batch": batch()},
+    "evaluate": lambda: dict(zip(("env", "policy"), host(), strict=True), episodes=1, seed=0),
+    "explain": lambda: dict(zip(("env", "policy"), host(), strict=True)),
+    "fork": lambda: {"env": host()[0], "state": start()},
+    "gae": lambda: {"batch": batch(), "value": torch.zeros(2, 6, 1), "next_value": torch.zeros(2, 6, 1)},
+    "init": lambda: dict(zip(("env", "policy"), host(), strict=True), seed=0),
+    "jax_policy": lambda: {"apply": mlp, "params": WEIGHTS, "head": CATEGORICAL},
+    "lower": lambda: {"module": nn.Linear(4, 2), "example": torch.zeros(1, 4)},
+    "lower_policy": lambda: {"policy": fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL), "env": fused()[0]},
+    "make_policy": lambda: {"name": "mlp", "env": host()[0]},
+    "random_policy": lambda: {"env": host()[0]},
+    "record": lambda: dict(zip(("env", "policy"), host(), strict=True), path="/nowhere/x.gif"),
+    "recover": lambda: {"env": host()[0], "state": start()},
+    "reset": lambda: {"env": host()[0], "state": start()},
+    "rollout": lambda: dict(zip(("env", "policy"), host(), strict=True), state=start(), length=2),
+    "split_trajectories": lambda: {"batch": batch()},
+    "step": lambda: dict(zip(("env", "policy"), host(), strict=True), state=start()),
+    "tensordict_policy": lambda: {"module": nn.Linear(4, 2)},
+    "torch_policy": lambda: {"module": nn.Linear(4, 2), "head": CATEGORICAL},
+    "track": lambda: {"collector": fc.SyncDataCollector(**COLLECTOR), "disable": True},
+    "envs.CartPole": dict,
+    "envs.Pendulum": dict,
+    "envs.from_ale": lambda: {"game": "Pong"},
+    "envs.from_brax": lambda: {"env": "inverted_pendulum"},
+    "envs.from_envpool": lambda: {"task_id": "CartPole-v1"},
+    "envs.from_functional": lambda: {"env": functional()},
+    "envs.from_functions": lambda: {
+        "begin": lambda key: (key, WEIGHTS[0]),
+        "advance": lambda *_: None,
+        "observation_space": host()[0].observation_space,
+        "action_space": host()[0].action_space,
+    },
+    "envs.from_gymnasium": lambda: {"env": "CartPole-v1"},
+    "envs.from_gymnax": lambda: {"env": "CartPole-v1"},
+    "envs.from_jumanji": lambda: {"env": "Snake-v1"},
+    "envs.from_navix": lambda: {"env": "Navix-Empty-5x5-v0"},
+    "envs.from_pgx": lambda: {"env": "tic_tac_toe"},
+    "envs.from_playground": lambda: {"env": "CartpoleBalance"},
+    "envs.from_torchrl": lambda: {"env": torchrl_env},
+    "heads.epsilon_greedy": lambda: {"epsilon": 0.1},
+    "ring.Flat": lambda: {"batch_size": 4},
+    "ring.Slices": lambda: {"num_slices": 2, "slice_len": 2},
+    "ring.Trajectories": dict,
+    "ring.extend": lambda: {"state": ring_state(), "batch": batch()},
+    "ring.init": lambda: {"storage": 16},
+    "ring.sample": lambda: {"state": ring_state(), "key": np.zeros(2, np.uint32), "spec": fc.ring.Flat(2)},
+    "ring.snapshot": lambda: {"state": ring_state()},
+    "jax_ring.extend": lambda: {"ring": jax_ring(), "batch": rows(1)},
+    "jax_ring.held": lambda: {"ring": jax_ring()},
+    "jax_ring.init": lambda: {"example": {"x": WEIGHTS}, "steps": 8},
+    "jax_ring.sample": lambda: {"ring": jax_ring(), "key": jax.random.key(0), "batch_size": 2},
+    "jax_ring.sample_slices": lambda: {"ring": jax_ring(), "key": jax.random.key(0), "num_slices": 1, "slice_len": 2},
+    "traced.init": lambda: dict(zip(("env", "policy"), fused(), strict=True), params=None, key=jax.random.PRNGKey(0)),
+    "traced.partition": lambda: {"state": start(fused), "axis": "devices"},
+    "traced.reset": lambda: {"env": fused()[0], "state": start(fused)},
+    "traced.rollout": lambda: dict(
+        zip(("env", "policy"), fused(), strict=True), params=None, state=start(fused), length=2
+    ),
+    "traced.step": lambda: dict(zip(("env", "policy"), fused(), strict=True), params=None, state=start(fused)),
+    "testing.check_env": lambda: {"env": "CartPole-v1"},
+    "testing.check_policy": lambda: {
+        "policy": fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL),
+        "env": "CartPole-v1",
+    },
+    "interop.to_jax": lambda: {"tree": torch.zeros(2)},
+    "interop.to_torch": lambda: {"tree": WEIGHTS},
+}
+NOT_CALLED = {
+    *("CollectorState", "EpisodeStats", "Plan", "ring.RingState", "jax_ring.JaxRing", "testing.Report"),  # results
+    *("Env", "Policy", "heads.Head", "storages.Storage", "samplers.Sampler"),  # protocols
+    *("envs.TorchEnv", "envs.Transition"),  # to derive from, and to be filled by environments
+    "make_env",  # whatever describes an environment: its adapters are called by themselves
+    "testing.check_collector",  # an internal tool
+}
+NOT_BAD = {  # callable, argument and value that are good all the same
+    *((name, argument, "-1") for name in ("Collector",) for argument in ("max_frames_per_traj", "init_random_frames")),
+    *(("RayCollector", "reset_at_each_iter", value) for value in ("0", "1")),  # TorchRL's documents pass -False
+}
+
+
+def functional() -> Any:
+    from gymnasium.envs.phys2d.cartpole import CartPoleFunctional
+
+    return CartPoleFunctional()
+
+
+def torchrl_env() -> Any:
+    from torchrl.envs import GymEnv
+
+    return GymEnv("CartPole-v1")
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """Every public name that can be called, once, with what it stands for."""
+    seen: set[int] = set()
+    for prefix, module in [("", fc), *((f"{name}.", getattr(fc, name)) for name in MODULES)]:
+        for name in sorted(getattr(module, "__all__", None) or vars(module)):
+            value = getattr(module, name)
+            error = isinstance(value, type) and issubclass(value, BaseException)
+            if name.startswith("_") or isinstance(value, types.ModuleType) or not callable(value) or error:
+                continue
+            if getattr(value, "__module__", "").startswith("funcollect") and id(value) not in seen:
+                seen.add(id(value))
+                yield prefix + name, value
+
+
+def parameters(function: Any) -> Iterator[tuple[str, str]]:
+    """The arguments of a callable with their annotations; those of a TypedDict of keywords too."""
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            yield parameter.name, str(parameter.annotation)
+        elif str(parameter.annotation).startswith("Unpack["):
+            scope = vars(inspect.getmodule(function))
+            for base in reversed(scope[str(parameter.annotation)[7:-1]].__mro__ or ()):
+                yield from ((name, str(kind)) for name, kind in inspect.get_annotations(base).items())
+
+
+CASES = [
+    pytest.param(name, function, argument, value, id=f"{name}({argument}={value!r:.20})")
+    for name, function in public()
+    if name in GOOD
+    for argument, annotation in parameters(function)
+    for value in bad_values(argument, annotation)
+    if (name, argument, repr(value)) not in NOT_BAD
+]
+
+
+def test_every_public_callable_is_called() -> None:
+    names = {name for name, _ in public()}
+    assert names == {*GOOD} | NOT_CALLED
+
+
+@pytest.mark.parametrize(("name", "function", "argument", "value"), CASES)
+def test_a_bad_argument_is_named(name: str, function: Any, argument: str, value: Any) -> None:
+    given = GOOD[name]() | {argument: value}
+    positional = [
+        given.pop(parameter.name)
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind is parameter.POSITIONAL_ONLY
+    ]
+    with pytest.raises(OWN) as caught:
+        function(*positional, **given)
+    assert re.search(rf"\b{argument}\b", str(caught.value)), f"{type(caught.value).__name__}: {caught.value}"
