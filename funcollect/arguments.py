@@ -97,3 +97,10 @@ def check_kind(name: str, value: Any, kind: type | tuple[type, ...], mend: str) 
     if not isinstance(value, kind):
         names = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
         raise TypeError(f"{name} is {shown(value)}, expected {names}: {mend}")
+
+
+def check_arrays(name: str, leaves: Sequence[Any]) -> None:
+    """Raise TypeError unless each leaf of an argument is an array, or a number."""
+    for leaf in leaves:
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, Real):
+            raise TypeError(f"{name} holds {shown(leaf)}, expected arrays: pass the state of one environment")

@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from funcollect.arguments import check_count, check_function, check_optional_positive
+from funcollect.arguments import check_count, check_function, check_kind, check_optional_positive
 from funcollect.buffers import dumping, ring
 from funcollect.buffers.samplers.indices import SampleIndices
 from funcollect.buffers.samplers.prioritized import PrioritizedSampler
@@ -216,6 +216,7 @@ class ReplayBuffer:
             TypeError: for frames that are trees, not TensorDicts.
             OSError: where the files cannot be written; the former dump is as it was.
         """
+        check_kind("path", path, (str, os.PathLike), "pass a directory")
         with self._lock:
             self._give_back()
             dumping.dump(path, self.state.memory, self.sampler, self.generator)
@@ -232,6 +233,7 @@ class ReplayBuffer:
             FileNotFoundError: where there is no whole dump.
             ValueError: for the dump of a buffer that was built otherwise.
         """
+        check_kind("path", path, (str, os.PathLike), "pass a directory")
         with self._lock:
             self._ahead.clear()
             fresh = ring.init(self.storage, trajectories=self.sampler.trajectories)

@@ -12,7 +12,6 @@ from typing import Any, Unpack
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from funcollect.arguments import check_kind
 from funcollect.collectors.buffer_filler import BufferFiller
 from funcollect.collectors.collector import CollectorBase
 from funcollect.collectors.options import Keywords, WorkerOptions
@@ -98,7 +97,6 @@ class WorkerCollector(CollectorBase):
         self._seed = seed_of(key_from_seed(seed))
         self.create_env_fn, self.create_env_kwargs = create_env_fn, create_env_kwargs
         self.policy, self.policy_factory = policy, policy_factory
-        check_kind("shard", shard, Shard, "pass for example Shard(index=0, count=2)")
         run = (self._shares, keywords, self._seed, shard)
         self._launch(make_jobs(made, create_env_kwargs, policy, policy_factory, *run))
 

@@ -55,9 +55,11 @@ class MultiStep:
 
         Raises:
             TypeError: for something other than a TensorDict.
-            ValueError: for a batch without ``next.reward`` or ``next.done``.
+            ValueError: for a batch without frames, ``next.reward`` or ``next.done``.
         """
         check_batch(batch)
+        if not batch.shape[-1]:
+            raise ValueError(f"the batch {list(batch.shape)} has no frames, expected [*B, T] with T of at least 1")
         steps = self._steps(batch)
         time = batch.batch_dims - 1
         last = torch.arange(batch.shape[-1], device=steps.device) + steps - 1

@@ -21,6 +21,7 @@ from funcollect.buffers.samplers.indices import (
 from funcollect.buffers.samplers.randomness import RandomSource
 from funcollect.buffers.samplers.sum_tree import SumTree
 from funcollect.buffers.samplers.uniform import RandomSampler, SliceSampler
+from funcollect.messages import shown
 from funcollect.tree import Path
 
 __all__ = ["PrioritizedSampler", "PrioritizedSliceSampler"]
@@ -105,10 +106,11 @@ class PrioritizedSampler(RandomSampler):
             priority: ``[N]`` numbers, or one for all; finite, not negative.
 
         Raises:
+            TypeError: for slots that are no integers, and priorities that are no numbers.
             ValueError: for slots without a frame, other shapes, and priorities that are negative or not finite.
         """
-        slots = torch.as_tensor(index).numpy(force=True).reshape(-1).astype(np.int64)
-        given = torch.as_tensor(priority).double().numpy(force=True).reshape(-1)
+        slots = _numbers("index", index, "iu").astype(np.int64)
+        given = _numbers("priority", priority, "fiu").astype(np.float64)
         if len(given) not in (1, len(slots)):
             raise ValueError(
                 f"{len(given)} priorities are given for {len(slots)} frames: give one for each, or for all"
@@ -151,6 +153,19 @@ class PrioritizedSampler(RandomSampler):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_capacity={self.max_capacity}, alpha={self.alpha}, beta={self.beta})"
+
+
+def _numbers(name: str, values: Any, kinds: str) -> npt.NDArray[Any]:
+    """The values as an array ``[N]`` of one of these kinds of dtype."""
+    wanted = "integers: slots" if kinds == "iu" else "numbers: one for each frame, or one for all"
+    try:
+        array = torch.as_tensor(values).detach().cpu()
+        numbers = (array.float() if array.dtype == torch.bfloat16 else array).numpy().reshape(-1)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} is {shown(values)}, expected {wanted}") from error
+    if numbers.size and numbers.dtype.kind not in kinds:
+        raise TypeError(f"{name} is {numbers.dtype}, expected {wanted}")
+    return numbers
 
 
 class PrioritizedSliceSampler(PrioritizedSampler):

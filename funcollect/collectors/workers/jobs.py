@@ -15,7 +15,7 @@ import torch
 from gymnasium.vector import VectorEnv
 from torch import Tensor
 
-from funcollect.arguments import check_positive
+from funcollect.arguments import check_kind, check_positive
 from funcollect.collectors.options import Keywords, Options, WorkerOptions, check_known
 from funcollect.collectors.runner import ALONE, Shard
 from funcollect.collectors.source import RunnerSpec
@@ -135,6 +135,7 @@ def make_jobs(
     Raises:
         TypeError, ValueError: for arguments that no worker would take.
     """
+    check_kind("shard", shard, Shard, "pass for example Shard(index=0, count=2)")
     count = len(create_env_fn)
     names = {field.name for field in fields(Options)} - set(_OF_THE_READER)
     columns = {name: each(name, value, count) for name, value in keywords.items() if name in names}

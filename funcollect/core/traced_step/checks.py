@@ -51,6 +51,15 @@ def check_policy_state(wanted: Any, given: Any) -> None:
         )
 
 
+def check_starts(held: Any, begun: Any, cause: Exception) -> None:
+    """Raise ValueError for a state in which episodes start with other dtypes or shapes than now."""
+    if difference := differing(held, begun):
+        raise ValueError(
+            f"the state does not fit the environment as JAX traces it now: {difference}; jax_enable_x64 may have been "
+            "set in between: make another state with init"
+        ) from cause
+
+
 def check_next_state(before: Any, after: Any) -> None:
     """Raise PolicyError for a policy state that changes its structure, shapes or dtypes in a step."""
     if difference := differing(before, after):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from funcollect.core.request import Request
-from funcollect.core.traced_step.checks import check_next_state, check_policy_state
+from funcollect.core.traced_step.checks import check_next_state, check_policy_state, check_starts
 from funcollect.core.traced_step.keys import RunKeys, dynamics_keys, start_keys, step_key
 from funcollect.envs.jax_envs.jax_env import JaxEnv, JaxEnvState, Transition
 from funcollect.interop import words
@@ -168,9 +169,12 @@ def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
     jnp = jax.numpy
     physics, (starts, roots), next_start_used = state.env_state
     refill = (mask & next_start_used).any()
-    starts, roots = jax.lax.cond(
-        refill, lambda: begin(env, keys, state.lane, state.episode + 1), lambda: (starts, roots)
-    )
+    start_anew = partial(begin, env, keys, state.lane, state.episode + 1)
+    try:
+        starts, roots = jax.lax.cond(refill, start_anew, lambda: (starts, roots))
+    except TypeError as error:
+        check_starts((starts, roots), jax.eval_shape(start_anew), error)
+        raise
     next_start_used = (next_start_used & ~refill) | (mask & (env.reset == "fresh"))
     return state.replace(
         env_state=JaxEnvState(where_lanes(mask, starts, physics), (starts, roots), next_start_used),

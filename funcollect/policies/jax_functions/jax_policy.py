@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funcollect.arguments import check_arrays
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax, strong
 from funcollect.messages import shown
@@ -52,6 +53,7 @@ def jax_policy(
             "module with funcollect.torch_policy"
         )
     check_head(head)
+    check_arrays("initial_state", import_jax().tree.leaves(initial_state))
     return JaxPolicy(apply, params, head, initial_state)
 
 

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
+from funcollect.arguments import check_arrays
 from funcollect.tree import Path, flatten
 
 _KEEP_STATES = ("OrnsteinUhlenbeckProcessModule", "MultiStepActorWrapper")  # of TorchRL, beside their in_keys
@@ -97,7 +98,9 @@ def _flat(given: Mapping[Any, Any]) -> dict[Path, Tensor]:
         )
     by_path = {key: value for key, value in given.items() if isinstance(key, tuple)}
     nested = {key: value for key, value in given.items() if not isinstance(key, tuple)}
-    return {path: torch.as_tensor(value) for path, value in {**flatten(nested), **by_path}.items()}
+    states = {**flatten(nested), **by_path}
+    check_arrays("initial_state", [*states.values()])
+    return {path: torch.as_tensor(value) for path, value in states.items()}
 
 
 def _primed(module: Any) -> dict[Path, Tensor]:

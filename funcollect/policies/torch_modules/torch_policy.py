@@ -11,6 +11,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from funcollect.arguments import check_arrays
 from funcollect.devices import checked_device
 from funcollect.errors import PolicyError
 from funcollect.keys import Key, Noise, Purpose, fold, generator_state, torch_generator
@@ -78,6 +79,7 @@ def torch_policy(
     check_callable(module, "a torch.nn.Module or a function")
     check_head(head)
     check_compiler(compile)
+    check_arrays("initial_state", optree.tree_leaves(initial_state))
     return TorchPolicy(module, head, initial_state, checked_device(device), compile)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from gymnasium.envs.registration import EnvSpec
 
-from funcollect.arguments import check_kind
+from funcollect.arguments import check_count, check_kind
 from funcollect.envs.registry import make_env
 from funcollect.envs.torch_envs.torch_env import TorchEnv
 from funcollect.policies.random_policy import RandomPolicy
@@ -66,6 +66,7 @@ def check_env(env: Any, *, steps: int = 100, seed: int = 0, single: Env | None =
     True
     """
     check_steps(steps)
+    check_count("seed", seed)
     check_kind("single", single, (Env, type(None)), "make it with funcollect.make_env(…, num_envs=1)")
     made = make_env(env, **kwargs)
     trial = Trial(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from funcollect.arguments import check_count
 from funcollect.envs.registry import make_env
 from funcollect.policies.as_policy import as_policy
 from funcollect.testing import pair_checks
@@ -53,6 +54,7 @@ def check_policy(policy: Any, env: Any, *, steps: int = 40, seed: int = 0, **kwa
     True
     """
     check_steps(steps)
+    check_count("seed", seed)
     made = make_env(env, **kwargs)
     trial = PolicyTrial(env=made, policy=as_policy(policy, made), steps=steps, seed=seed)
     return run_checks(f"{type(trial.policy).__name__} in {made!r}", CHECKS, trial)
