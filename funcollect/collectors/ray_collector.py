@@ -137,9 +137,8 @@ class RayCollector(WorkerCollector):
             **{name: keywords.get(name) for name in _DEVICES},
         )
         given: dict[str, Any] = {**keywords, "storing_device": self._stored(storing_device, len(made))}
-        if type(reset_at_each_iter) is int and reset_at_each_iter in (0, 1):
-            reset_at_each_iter = bool(reset_at_each_iter)  # TorchRL's documentation passes -False
-        given["reset_at_each_iter"] = reset_at_each_iter
+        zero = type(reset_at_each_iter) is int and reset_at_each_iter == 0  # TorchRL's documentation passes -False
+        given["reset_at_each_iter"] = False if zero else reset_at_each_iter
         self.options = worker_options(frames_per_batch, given, _KNOWN)
         _, frames = self._shared(frames_per_batch, len(made))
         workers = len(made) * num_workers_per_collector
@@ -157,8 +156,7 @@ class RayCollector(WorkerCollector):
         check_kind("ray_init_config", self.ray_init_config, (Mapping, type(None)), "pass a dict for ray.init")
         if self.prefetch and not self.sync:
             raise ValueError("prefetch is for sync=True, expected it left out: without sync all run ahead anyway")
-        interval = self.max_weight_update_interval
-        if isinstance(interval, bool) or not isinstance(interval, int):
+        if type(interval := self.max_weight_update_interval) is not int:
             raise TypeError(f"max_weight_update_interval is {shown(interval)}, expected an int: pass -1 for no limit")
         check_positive("num_workers_per_collector", self.num_workers_per_collector)
         if self.num_workers_per_collector > 1 and not self._has_nested_workers:
