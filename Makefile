@@ -39,12 +39,12 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# What CI runs, on each of its two cores: the first tests and then the notebooks, or the other tests.
+# What CI runs on two cores: checks of the code, the first tests and then the notebooks on one, the other tests beside.
 FIRST_TESTS := tests/collectors tests/docs tests/interop tests/contracts/test_changed_modules.py
 IN_PARALLEL = $(MAKE) --no-print-directory --jobs=2 --output-sync=target
 
-test: lint
-	$(IN_PARALLEL) tests-1 tests-2 test-notebooks
+test: $(VENV)/.test
+	$(IN_PARALLEL) lint tests-2 tests-1 test-notebooks
 
 test-notebooks: $(VENV)/.test
 	$(BIN)/python -m pytest --nbmake --nbmake-timeout=1200 notebooks

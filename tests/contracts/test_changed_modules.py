@@ -21,7 +21,8 @@ LOOPS: dict[str, tuple[str, Any]] = {
     "crossing": ("gymnax/CartPole-v1", "eager"),
 }
 CHANGES_OF_A_PROGRAM = 3  # a fourth one is refused, since each compiles again
-# Each change takes seconds in these: `make soak` makes all of them, `make test` a third.
+ALL = slice(None)
+# Each change takes seconds in these, and over Ray: `make soak` makes all of them, `make test` a third.
 COMPILED = ("host, one call of XLA", "host, compiled", "fused")
 NOT_LOWERED = {"a spectral norm": "writes the buffer"}  # changes after which the network cannot become a program
 
@@ -37,7 +38,7 @@ def test_every_change_acts_at_the_next_rollout(loop: str) -> None:
     name, compiler = LOOPS[loop]
     torch.manual_seed(0)
     net, env = Net(), fc.make_env(name, num_envs=4)
-    some = slice(2, None, 3) if loop in COMPILED and SCALE == 1 else slice(None)
+    some = slice(2, None, 3) if loop in COMPILED and SCALE == 1 else ALL
     for number, (what, change) in enumerate([*CHANGES.items()][some]):
         if number % CHANGES_OF_A_PROGRAM == 0:
             policy = fc.torch_policy(net, compile=compiler)
@@ -68,10 +69,10 @@ def test_tensors_that_are_no_parameters_act_as_they_are(loop: str) -> None:
     fc.close(state)
 
 
-def run_changes(net: Any, collector: Any, update: bool) -> None:
+def run_changes(net: Any, collector: Any, update: bool, some: slice = ALL) -> None:
     """Each change on top of the others, in one collector."""
     batch = next(collector)
-    for what, change in (TENSOR_CHANGES | CHANGES).items():
+    for what, change in [*(TENSOR_CHANGES | CHANGES).items()][some]:
         change(net)
         assert not torch.allclose(expected(net, batch), batch["logits"]), f"{what} has no effect"
         if update:
@@ -108,4 +109,4 @@ def test_every_change_reaches_actors(ray_cluster: Any, workers: int) -> None:
     if workers == 2:
         kwargs |= {"collector_class": fc.MultiSyncDataCollector, "num_workers_per_collector": 2}
     with fc.RayCollector(["CartPole-v1"] * 2, fc.torch_policy(net), **kwargs) as collector:
-        run_changes(net, collector, update=True)
+        run_changes(net, collector, update=True, some=ALL if SCALE > 1 else slice(workers, None, 3))

@@ -132,7 +132,7 @@ def networks(draw):
     return nn.Sequential(*layers), shape
 
 
-@settings(max_examples=scaled(6), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=scaled(3), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(networks(), st.integers(1, 5), st.integers(0, 2**32 - 1))
 def test_random_compositions(network, batch_size, seed):
     module, shape = network

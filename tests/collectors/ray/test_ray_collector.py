@@ -35,14 +35,7 @@ SHAPES = {
     (MULTIA, False, None): (48,),
     (MULTIA, False, 2): (2, 24),
 }
-FEW = [
-    (SYNC, True, None),
-    (SYNC, False, 2),
-    (MULTI, True, 2),
-    (MULTI, False, None),
-    (MULTIA, True, 2),
-    (MULTIA, False, 2),
-]
+FEW = [(SYNC, True, None), (MULTI, True, 2), (MULTIA, False, 2)]
 
 
 @pytest.mark.parametrize(("kind", "sync", "num_envs"), FEW if SCALE == 1 else SHAPES)
