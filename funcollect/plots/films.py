@@ -57,7 +57,7 @@ def check_film(path: str | PathLike[str], fps: float | None) -> Path:
     if fps is not None:
         check_number("fps", fps, example=30)
     if fps == 0:
-        raise ValueError("fps is 0, expected a positive number of frames per second")
+        raise ValueError("fps is 0, expected more than that: pass for example fps=30")
     return target
 
 

@@ -99,7 +99,7 @@ def test_frames_without_other_keys():
 
 
 @pytest.mark.parametrize(("gamma", "n_steps", "message"), [
-    (1.5, 3, "gamma is 1.5, expected a discount between 0 and 1"), (0.9, 0, "n_steps is 0"),
+    (1.5, 3, "gamma is 1.5, expected a number in \\[0, 1"), (0.9, 0, "n_steps is 0"),
 ])  # fmt: skip
 def test_bad_input(gamma, n_steps, message):
     for make in (fc.MultiStep, fc.MultiStepSampler):

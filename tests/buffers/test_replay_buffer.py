@@ -247,8 +247,8 @@ def tensors():
 BAD = {
     "capacity": (lambda: fc.LazyTensorStorage(0), ValueError, "max_size is 0, expected 1 <="),
     "capacity type": (lambda: fc.ListStorage(1.5), TypeError, "max_size is 1.5, expected the frames to hold"),
-    "ring capacity": (lambda: fc.ring.init(-3), ValueError, "max_size is -3"),
-    "ring storage": (lambda: fc.ring.init("memory"), TypeError, "max_size is 'memory', expected the frames to hold"),
+    "ring capacity": (lambda: fc.ring.init(-3), ValueError, "storage is -3"),
+    "ring storage": (lambda: fc.ring.init("memory"), TypeError, "storage is 'memory', expected a positive int"),
     "ndim": (lambda: fc.LazyTensorStorage(5, ndim=0), ValueError, "ndim is 0"),
     "both": (lambda: fc.SliceSampler(num_slices=2, slice_len=3), ValueError, "both of num_slices and slice_len"),
     "neither": (lambda: fc.SliceSampler(), ValueError, "neither of num_slices and slice_len"),
@@ -324,4 +324,4 @@ def test_slices_of_trees_and_of_a_ring_without_trajectories():
         tree.extend({"x": torch.zeros(3)})
     state, _ = fc.ring.extend(fc.ring.init(9), ENDED)
     with pytest.raises(ValueError, match=r"make it with trajectories=ring\.Trajectories"):
-        fc.ring.sample(state, torch.zeros(2).numpy(), fc.ring.Slices(num_slices=1, slice_len=1))
+        fc.ring.sample(state, np.zeros(2, np.uint32), fc.ring.Slices(num_slices=1, slice_len=1))

@@ -316,7 +316,7 @@ TORCH = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
         (lambda: start(fc.make_env("CartPole-v1")), TypeError, "expected a JAX environment"),
         (lambda: start(key=3), TypeError, "key is 3, expected uint32"),
         (lambda: start(key=jnp.zeros(4, jnp.uint32)), TypeError, r"uint32 \[4\], expected"),
-        (lambda: fc.traced.rollout(PLAIN, POLICY, start(), 0, 5), TypeError, "state is int"),
+        (lambda: fc.traced.rollout(PLAIN, POLICY, start(), 0, 5), TypeError, "state is 0, expected CollectorState"),
         (lambda: fc.traced.rollout(PLAIN, POLICY, None, start(), 5), TypeError, "params is None"),
         (lambda: fc.traced.rollout(PLAIN, POLICY, 1, start(), 0), ValueError, "length is 0"),
         (lambda: fc.traced.step(PLAIN, POLICY, 1, start(), exploration_type="x"), TypeError, "exploration_type"),

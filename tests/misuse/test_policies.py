@@ -24,12 +24,12 @@ def collector(policy: Any = None, **how: Any) -> Any:
 
 
 @table(
-    Misuse("a number", lambda: fc.torch_policy(3), TypeError, ("the policy is 3", "expected a torch.nn.Module"), good),
+    Misuse("a number", lambda: fc.torch_policy(3), TypeError, ("module is 3", "expected a torch.nn.Module"), good),
     Misuse(
         "a module's class",
         lambda: fc.torch_policy(nn.Linear),
         TypeError,
-        ("the policy is <class", "Linear", "expected a torch.nn.Module", "pass an instance"),
+        ("module is <class", "Linear", "expected a torch.nn.Module", "pass an instance"),
         good,
     ),
     Misuse(
@@ -93,7 +93,11 @@ def collector(policy: Any = None, **how: Any) -> Any:
         )
     ],
     Misuse(
-        "epsilon 2", lambda: HEADS.epsilon_greedy(2.0), ValueError, ("epsilon is 2.0", "expected a probability"), good
+        "epsilon 2",
+        lambda: HEADS.epsilon_greedy(2.0),
+        ValueError,
+        ("epsilon is 2.0", "expected a number in [0, 1]"),
+        good,
     ),
     *[
         Misuse(

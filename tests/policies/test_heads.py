@@ -245,5 +245,5 @@ def test_heads_refuse_spaces_that_do_not_suit(name: str, space: spaces.Space[Any
 
 @pytest.mark.parametrize("epsilon", [-0.1, 1.1, math.nan])
 def test_epsilon_is_a_probability(epsilon: float) -> None:
-    with pytest.raises(ValueError, match="expected a probability"):
+    with pytest.raises(ValueError, match=r"expected a number in \[0, 1\]"):
         fc.heads.epsilon_greedy(epsilon)

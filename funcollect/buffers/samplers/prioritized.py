@@ -110,7 +110,7 @@ class PrioritizedSampler(RandomSampler):
             ValueError: for slots without a frame, other shapes, and priorities that are negative or not finite.
         """
         slots = _numbers("index", index, "iu").astype(np.int64)
-        given = _numbers("priority", priority, "fiu").astype(np.float64)
+        given = _numbers("priority", priority, "fiub").astype(np.float64)
         if len(given) not in (1, len(slots)):
             raise ValueError(
                 f"{len(given)} priorities are given for {len(slots)} frames: give one for each, or for all"

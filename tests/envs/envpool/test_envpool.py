@@ -262,7 +262,7 @@ def good() -> Any:
             f"a built pool for {take.__name__}",
             lambda take=take: take(envpool.make_gymnasium("CartPole-v1", num_envs=2)),
             TypeError,
-            ("the task is CartPoleGymnasiumEnvPool", "expected its name", "make_env('envpool/CartPole-v1')"),
+            ("task_id is CartPoleGymnasiumEnvPool", "expected its name", "make_env('envpool/CartPole-v1')"),
             good,
         )
         for take in (fc.make_env, fc.envs.from_envpool)

@@ -207,8 +207,8 @@ def test_what_is_no_environment_is_refused(adapter):
     [
         ({"num_envs": 0}, "num_envs is 0, expected a positive int"),
         ({"num_envs": True}, "num_envs is True, expected a positive int"),
-        ({"max_episode_steps": 0}, "max_episode_steps is 0, expected a positive int"),
-        ({"reset": "cache"}, "reset is 'cache', expected 'fresh' .* or 'cached'"),
+        ({"max_episode_steps": 0}, "max_episode_steps is 0, expected at least 1"),
+        ({"reset": "cache"}, "reset is 'cache', expected one of .'cached', 'fresh'."),
     ],
 )
 def test_options_are_checked(options, message):
