@@ -132,9 +132,11 @@ def test_states_are_values_that_nothing_writes(name: str, make: Any) -> None:
     env = make(LANES)
     policy = fc.random_policy(env)
     state = fc.init(env, policy, seed=4)
-    before = optree.tree_map(torch.clone, (state.env_state, state.observation))
+    before = optree.tree_map(torch.clone, (state.env_state, state.observation), namespace=fc.NAMESPACE)
     first = fc.rollout(env, policy, state, 50)[1]
-    assert optree.tree_all(optree.tree_map(torch.equal, before, (state.env_state, state.observation)))
+    assert optree.tree_all(
+        optree.tree_map(torch.equal, before, (state.env_state, state.observation), namespace=fc.NAMESPACE)
+    )
     assert_same(fc.rollout(env, policy, state, 50)[1], first)
     assert_same(fc.rollout(env, policy, fc.fork(env, state), 50)[1], first)
 
