@@ -17,6 +17,7 @@ from torch.export import Dim, ExportedProgram
 
 from funcollect.errors import LoweringError
 from funcollect.interop.lowering.dtypes import jax_dtype
+from funcollect.interop.lowering.effects import is_effect, without_checks
 from funcollect.interop.lowering.places import place_of, place_of_error
 from funcollect.interop.lowering.registry import rules
 from funcollect.interop.lowering.shortcuts import NoShortcuts
@@ -67,6 +68,7 @@ def export(flat: FlatModule, leaves: list[Tensor]) -> ExportedProgram:
             program: ExportedProgram = exported.run_decompositions(table)
     except Exception as error:
         raise LoweringError(f"{_name(flat)} cannot be lowered: {_reason(error)}") from error
+    without_checks(program)
     _check_writes(flat, program)
     _check_operators(flat, program)
     return program
@@ -147,7 +149,7 @@ def _detach_without_grad(exported: ExportedProgram) -> None:
 
 def _check_writes(flat: FlatModule, program: ExportedProgram) -> None:
     for spec in program.graph_signature.output_specs:
-        if spec.kind.name in ("USER_OUTPUT", "LOSS_OUTPUT"):
+        if spec.kind.name in ("USER_OUTPUT", "LOSS_OUTPUT", "TOKEN"):  # what needs a token is refused by its name
             continue
         what = spec.kind.name.removesuffix("_MUTATION").replace("_", " ").lower()
         target = (spec.target or "").removeprefix("module.")
@@ -168,6 +170,8 @@ def _fault(node: Any) -> str | None:
     if node.op != "call_function":
         return None
     name = str(node.target)
+    if is_effect(node):
+        return f"{node.args[1]} has a side effect, at {place_of(node)}: do that outside of the module"
     if isinstance(node.target, torch._ops.OpOverload):
         return _refusal(name, node) or _wide(node)
     if isinstance(node.target, torch._ops.HigherOrderOperator):

@@ -31,6 +31,8 @@ def _register() -> None:
     for name, function in (_COMPARISONS | _BITS).items():
         for kind in ("Tensor", "Scalar"):
             register_as(f"{name}.{kind}", getattr(jnp, function), __name__)
+    for name in ("bitwise_and", "bitwise_or", "bitwise_xor"):
+        register_as(f"{name}.Scalar_Tensor", getattr(jnp, name), __name__)
     for name in ("left_shift", "right_shift"):
         for kind in ("Tensor", "Tensor_Scalar", "Scalar_Tensor"):
             register_as(f"bitwise_{name}.{kind}", getattr(jnp, name), __name__)

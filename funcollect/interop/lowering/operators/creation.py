@@ -97,8 +97,12 @@ def eye_m(n: int, m: int, dtype: Any = None) -> Any:
 
 @operator("_to_copy.default")
 def to_copy(x: Any, dtype: Any = None) -> Any:
-    """Cast, as Torch does: towards zero to integers."""
-    return x if dtype is None else x.astype(dtype)
+    """Cast, as Torch does: towards zero to integers, from complex numbers the real part."""
+    if dtype is None:
+        return x
+    if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        return x != 0 if dtype == bool else x.real.astype(dtype)  # the imaginary part is left out
+    return x.astype(dtype)
 
 
 @operator("copy.default")

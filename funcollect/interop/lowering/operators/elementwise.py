@@ -15,6 +15,7 @@ _UNARY = """abs acos acosh asin asinh atan atanh ceil cos cosh exp exp2 expm1 fl
 _NAMED = {
     "atan2": jnp.arctan2,
     "copysign.Tensor": jnp.copysign,
+    "copysign.Scalar": jnp.copysign,
     "digamma": special.digamma,
     "erf": special.erf,
     "erfc": special.erfc,
@@ -37,7 +38,10 @@ _FLOATING = ("sqrt", "rsqrt", "reciprocal", "sigmoid", "erf", "erfc", "erfinv", 
 
 
 def _sign(x: Any) -> Any:
-    """-1, 0 or 1; of NaN and of -0.0 it is 0."""
+    """-1, 0 or 1; of NaN and of -0.0 it is 0. Of a complex number the one of absolute value 1 in its direction."""
+    if jnp.iscomplexobj(x):
+        size = jnp.abs(x)
+        return x / jnp.where(size > 0, size, 1)
     return jnp.where(x > 0, 1, jnp.where(x < 0, -1, 0))
 
 

@@ -12,6 +12,7 @@ jax = import_jax()
 jnp = jax.numpy
 
 _REDUCE = {"sum": "add", "prod": "multiply", "amax": "max", "amin": "min"}
+_MEAN, _MAXIMUM = 1, 2  # of Torch's modes of an embedding bag, of which 0 is the sum
 
 
 @operator("embedding.default")
@@ -21,6 +22,34 @@ def embedding(weight: Any, indices: Any, padding: int = -1, scale: bool = False,
     if padding < 0:
         return rows
     return jnp.where((indices == padding)[..., None], jax.lax.stop_gradient(rows), rows)
+
+
+@operator("_embedding_bag.default", "_embedding_bag_forward_only.default")
+def embedding_bag(
+    weight: Any,
+    indices: Any,
+    offsets: Any,
+    scale: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    weights: Any = None,
+    last_offset: bool = False,
+    padding: int = -1,
+) -> Any:
+    """Sums, means or maxima of rows of a table, in bags that begin at the offsets; zeros for an empty bag."""
+    if scale:
+        raise ValueError("gradients scaled by frequency are not covered: leave out scale_grad_by_freq=True")
+    bags = offsets.shape[0] - last_offset
+    bag = jnp.searchsorted(offsets, jnp.arange(indices.shape[0]), side="right") - 1
+    bag = jnp.where((indices == padding) | (bag < 0), bags, bag)  # beyond the last: left out
+    rows = jnp.take(weight, indices, 0)
+    rows = rows if weights is None else rows * weights[:, None]
+    counts = jax.ops.segment_sum(jnp.ones(bag.shape, weight.dtype), bag, bags)[:, None]
+    if mode == _MAXIMUM:
+        largest = jax.ops.segment_max(rows, bag, bags)
+        return jnp.where(counts > 0, largest, 0), None, None, None
+    total = jax.ops.segment_sum(rows, bag, bags)
+    return total / jnp.maximum(counts, 1) if mode == _MEAN else total, None, None, None
 
 
 @operator("one_hot.default")
@@ -79,6 +108,12 @@ def scatter(x: Any, dim: int, index: Any, src: Any) -> Any:
     return x.at[_along(index, dim)].set(_part(src, index))
 
 
+@operator("scatter.reduce", "scatter.value_reduce")
+def scatter_combined(x: Any, dim: int, index: Any, src: Any, *, reduce: str) -> Any:
+    """With values added or multiplied along one axis; the old way to say so."""
+    return getattr(x.at[_along(index, dim)], reduce)(_part(src, index))
+
+
 @operator("scatter_reduce.two")
 def scatter_reduce(x: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True) -> Any:
     """With values combined along one axis."""
@@ -119,7 +154,7 @@ def index_add(x: Any, dim: int, index: Any, src: Any, alpha: Any = 1) -> Any:
     return jnp.moveaxis(moved, 0, dim)
 
 
-@operator("searchsorted.Tensor")
+@operator("searchsorted.Tensor", "searchsorted.Scalar")
 def searchsorted(
     edges: Any, x: Any, *, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
 ) -> Any:
@@ -129,7 +164,7 @@ def searchsorted(
     return jnp.searchsorted(edges, x, side="right" if right or side == "right" else "left")
 
 
-@operator("bucketize.Tensor")
+@operator("bucketize.Tensor", "bucketize.Scalar")
 def bucketize(x: Any, edges: Any, *, out_int32: bool = False, right: bool = False) -> Any:
     """Which bin each value is in."""
     return searchsorted(edges, x, right=right)

@@ -97,7 +97,12 @@ def vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, dt
         return (x != 0).sum(axes, keepdims=keepdim)
     if ord == 1:
         return size.sum(axes, keepdims=keepdim)
-    total = (jnp.square(x) if ord == 2 else size**ord).sum(axes, keepdims=keepdim)
+    total = (_squared(x) if ord == 2 else size**ord).sum(axes, keepdims=keepdim)
     positive = total > 0
     root = jnp.where(positive, total, 1)
     return jnp.where(positive, jnp.sqrt(root) if ord == 2 else root ** (1 / ord), 0)
+
+
+def _squared(x: Any) -> Any:
+    """Of a complex number the square of its absolute value."""
+    return jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x)

@@ -24,6 +24,12 @@ def reshape(x: Any, shape: Sequence[int]) -> Any:
     return jnp.reshape(x, shape)
 
 
+@operator("view.dtype")
+def view_as(x: Any, dtype: Any) -> Any:
+    """The same bits as another dtype."""
+    return x.view(dtype)
+
+
 @operator("permute.default")
 def permute(x: Any, dims: Sequence[int]) -> Any:
     """Axes in another order."""
@@ -79,6 +85,20 @@ def repeat(x: Any, repeats: Sequence[int]) -> Any:
 def repeat_interleave(x: Any, repeats: int, dim: int | None = None, output_size: Any = None) -> Any:
     """Each element so many times."""
     return jnp.repeat(x, repeats, dim)
+
+
+@operator("repeat_interleave.Tensor")
+def interleaved(repeats: Any, output_size: int) -> Any:
+    """The index of each element as often as it is repeated, so many in all."""
+    return jnp.repeat(jnp.arange(repeats.shape[0]), repeats, total_repeat_length=output_size)
+
+
+@operator("unfold.default")
+def unfold(x: Any, dim: int, size: int, step: int) -> Any:
+    """Windows along an axis, each along a new last axis."""
+    starts = jnp.arange(0, (x.shape[dim] if x.ndim else 1) - size + 1, step)
+    windows = jnp.atleast_1d(x).take(starts[:, None] + jnp.arange(size), dim)
+    return jnp.moveaxis(windows, dim % max(x.ndim, 1) + 1, -1) if x.ndim else windows[0]
 
 
 @operator("cat.default")
