@@ -35,6 +35,8 @@ def operators(lowered):
     return {str(node.target) for node in nodes if node.op == "call_function"}
 
 
+@pytest.mark.filterwarnings("ignore:torch.(cholesky|triangular_solve) is deprecated:UserWarning")
+@pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter:UserWarning")
 def test_values(family):
     module, lowered = family
     given = inputs(5, seed=1)
@@ -65,6 +67,7 @@ def test_numbers_and_signs_give_the_bits_of_torch(dtype):
             assert other <= (0 if name != "scaled" else 200 if dtype == torch.float32 else 10), (name, other)
 
 
+@pytest.mark.filterwarnings("ignore:torch.(cholesky|triangular_solve) is deprecated:UserWarning")
 def test_gradients(family):
     module, lowered = family
     assert_gradients_equal(module, lowered, inputs(3, seed=2), rtol=1e-3, atol=1e-4)

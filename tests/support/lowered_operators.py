@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.support.lowered_numerics import expressions
+
 
 def inputs(n, seed=0):
     """x, y: float [n, 6]; p: positive; i: int64 in [0, 6); b: bool; image, sequence, volume: channels first."""
@@ -112,6 +114,7 @@ def _expressions():
         lambda g: torch.ops.aten.add.Scalar(g["x"], 0.3, 2) + torch.ops.aten.sub.Scalar(g["x"], 0.7, 3),
         lambda g: torch.ops.aten.mul.Scalar(g["x"], 0.3) + torch.ops.aten.div.Scalar(g["x"], 0.7),
         lambda g: torch.ops.aten.div.Scalar_mode(g["x"], 0.7, rounding_mode="floor"),
+        lambda g: torch.ops.aten.copysign.Scalar(g["p"], -1.0),
     ]
     comparison = [
         lambda g: (g["x"] == g["y"], g["x"] != g["y"], g["x"] < g["y"], g["x"] <= g["y"], g["x"] > g["y"]),
@@ -123,6 +126,7 @@ def _expressions():
         lambda g: (g["i"] << g["i"], torch.bitwise_left_shift(1, g["i"]), torch.bitwise_right_shift(g["i"], g["i"])),
         lambda g: (torch.logical_and(g["x"], g["b"]), torch.logical_or(g["b"], g["i"]), torch.logical_not(g["i"])),
         lambda g: torch.logical_xor(g["b"], g["i"]),
+        lambda g: (torch.bitwise_and(6, g["i"]), torch.bitwise_or(9, g["i"]), torch.bitwise_xor(5, g["i"])),
         lambda g: (torch.isnan(g["x"] / 0 * 0), torch.isinf(g["x"] / 0), torch.isfinite(1 / g["i"])),
         lambda g: (torch.where(g["b"], g["x"], g["y"]), torch.where(g["b"], g["x"], 0.5), torch.where(g["b"], 1, 0)),
         lambda g: torch.where(g["b"], 0.5, g["x"]),
@@ -154,6 +158,8 @@ def _expressions():
         lambda g: torch.einsum("nck,nck->nc", g["sequence"], g["sequence"]),
         lambda g: torch.outer(g["x"][0], g["y"][0]),
         lambda g: torch.cdist(g["x"], g["y"]) + torch.cdist(g["x"], g["y"], p=3.0),
+        lambda g: torch.addbmm(g["sequence"][0, :, :4], g["sequence"], g["sequence"].mT, beta=2),
+        lambda g: torch.dist(g["x"], g["y"]) + torch.dist(g["x"], g["y"], 3),
         With(lambda layer, g: layer(g["x"], g["y"]), nn.Bilinear(6, 6, 3)),
     ]
     convolution = [
@@ -245,10 +251,13 @@ def _expressions():
         lambda g: g["x"].scatter(1, g["i"][:, :1], 2.0),
         lambda g: g["x"].scatter_reduce(1, g["i"], g["y"], "sum") + g["x"].scatter_reduce(1, g["i"], g["y"], "amax"),
         lambda g: g["x"].scatter_add(1, g["i"], g["y"]),
+        lambda g: g["x"].detach().scatter(1, g["i"], g["y"].detach(), reduce="add"),
+        lambda g: g["x"].detach().scatter(1, g["i"], 0.5, reduce="multiply"),
         lambda g: g["x"].select_scatter(g["y"][:, 0], 1, 2) + g["x"].slice_scatter(g["y"][:, :2], 1, 2, 4),
         lambda g: g["x"].index_add(1, torch.tensor([0, 2, 2]), g["y"][:, :3], alpha=0.5),
         lambda g: torch.searchsorted(torch.linspace(-1, 1, 5), g["x"]),
         lambda g: torch.bucketize(g["x"], torch.linspace(-1, 1, 5), right=True),
+        lambda g: (torch.bucketize(0.3, g["x"][0].sort()[0]), torch.searchsorted(g["x"][0].sort()[0], 0.3)),
     ]
     shape = [
         *_of("image", lambda v: v.flatten(1), lambda v: v.permute(0, 2, 3, 1), lambda v: v.transpose(1, -1)),
@@ -265,6 +274,8 @@ def _expressions():
         *_of("x", lambda x: x.repeat_interleave(2, 1), lambda x: x.unflatten(1, (2, 3)), lambda x: x.movedim(0, 1)),
         lambda g: torch.cat([g["x"], g["y"]], -1) + torch.cat([torch.zeros(0), g["x"].repeat(1, 2)], 1),
         lambda g: torch.stack([g["x"], g["y"]], 1),
+        lambda g: g["x"][0].repeat_interleave(torch.tensor([1, 0, 2, 1, 1, 3]), output_size=8),
+        *_of("x", lambda x: x.unfold(1, 3, 2), lambda x: x.detach().view(torch.int32)),
         lambda g: torch.broadcast_to(g["x"][0], g["y"].shape) + g["y"],
     ]
     creation = [
@@ -296,4 +307,4 @@ def _written(x, mask):
     return x
 
 
-FAMILIES = _expressions()
+FAMILIES = _expressions() | expressions(With)

@@ -18,7 +18,7 @@ from torch.export import Dim, ExportedProgram
 from funcollect.errors import LoweringError
 from funcollect.interop.lowering.dtypes import jax_dtype
 from funcollect.interop.lowering.effects import is_effect, without_checks
-from funcollect.interop.lowering.places import place_of, place_of_error
+from funcollect.interop.lowering.places import place_of, place_of_error, unknown_mask
 from funcollect.interop.lowering.registry import rules
 from funcollect.interop.lowering.shortcuts import NoShortcuts
 from funcollect.interop.lowering.structure import build, leaves_of, plain, unlocked
@@ -221,6 +221,12 @@ def _name(flat: FlatModule) -> str:
 def _reason(error: Exception) -> str:
     first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     place = place_of_error(error)
+    if keywords := unknown_mask(error):
+        return (
+            f"it compares a mask to the causal one, which depends on data, at {place}: pass {keywords} as True or False"
+        )
+    if "DynamicOutputShape" in type(error).__name__:
+        return f"{first} has an output whose shape depends on data, at {place}: use operations of a fixed shape"
     if "DataDependent" in type(error).__name__ or "data-dependent" in first:
         return (
             f"its control flow depends on data, at {place}: choose between values with torch.where instead of branching"

@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 _LIBRARY = f"{Path(torch.__file__).parent}/"
 _OURS = str(Path(__file__).parent)
+_MASKS = {
+    nn.Transformer: "src_is_causal= and tgt_is_causal=",
+    nn.TransformerDecoder: "tgt_is_causal=",
+    nn.TransformerEncoder: "is_causal=",
+}  # what says whether a mask is causal, so that Torch need not look
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in (.+)\n\s*(.*)')
 
 
@@ -46,3 +52,13 @@ def place_of_error(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     found = [(frame.filename, str(frame.lineno), frame.name, frame.line or "") for frame in frames]
     return _line([frame for frame in found if "tensordict/nn/" not in frame[0]]) or "an unknown place"
+
+
+def unknown_mask(error: BaseException) -> str | None:
+    """The arguments that a transformer lacks, if the error was raised as it looked whether its mask is causal."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not any(frame.f_code.co_name == "_detect_is_causal_mask" for frame in frames):
+        return None
+    modules = [frame.f_locals.get("self") for frame in frames]
+    named = (words for module in modules for kind, words in _MASKS.items() if isinstance(module, kind))
+    return next(named, None)

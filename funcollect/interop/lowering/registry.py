@@ -19,7 +19,7 @@ FAMILIES = {
     "complex": "Complex numbers, Fourier transforms",
     "linear": "Products of matrices and vectors, distances",
     "factorisation": "Factorisations, determinants, matrix functions",
-    "solution": "Inverses, linear systems",
+    "solution": "Inverses, ranks, linear systems",
     "convolution": "Convolutions",
     "pooling": "Pooling",
     "normalisation": "Normalisation",

@@ -115,18 +115,6 @@ def qr(x: Any, mode: str = "reduced") -> Any:
     return jnp.linalg.qr(x, mode=mode)
 
 
-@operator("linalg_pinv.atol_rtol_tensor")
-def pinv(x: Any, *, atol: Any = None, rtol: Any = None, hermitian: bool = False) -> Any:
-    """The pseudo-inverse, in which singular values up to the tolerance count as zero."""
-    if rtol is None:
-        default = max(x.shape[-2:]) * jnp.finfo(x.dtype).eps
-        rtol = default if atol is None else jnp.where(atol > 0, 0.0, default)
-    if atol is not None:
-        largest = jnp.linalg.svd(jax.lax.stop_gradient(x), compute_uv=False)[..., 0]
-        rtol = jnp.maximum(rtol, atol / largest)
-    return jnp.linalg.pinv(x, rtol=rtol, hermitian=hermitian)
-
-
 @operator("linalg_matrix_exp.default")
 def matrix_exp(x: Any) -> Any:
     """The exponential of a matrix."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
@@ -12,7 +11,8 @@ from funcollect.interop.lowering.registry import operator
 jax = import_jax()
 jnp = jax.numpy
 
-_NEAREST, _BICUBIC = 1, 2
+Pad = Callable[[Any, int], Any]
+Taps = tuple[Any, Any]  # along one axis, the places of pixels [taps, *out] and their weights
 _BORDER, _REFLECTION = 1, 2
 _CUBIC = -0.75  # the free parameter of the cubic kernel, as Torch has it
 
@@ -45,35 +45,21 @@ def _padded(at: Any, size: int, padding: int, align_corners: bool) -> Any:
     return _reflected(at, size, align_corners) if padding == _REFLECTION else at
 
 
-def _read(image: Any, places: Sequence[Any]) -> Any:
-    """The pixels [C, *out] of one image [C, *in] at whole places [*out], one array for each axis; 0 outside."""
-    sizes = image.shape[1:]
-    pairs = list(zip(places, sizes, strict=True))
-    inside = jnp.stack([(at >= 0) & (at <= size - 1) for at, size in pairs]).all(0)
-    indices = tuple(jnp.where(inside, at, 0).astype(jnp.int32) for at, _ in pairs)
-    return jnp.where(inside, image[(slice(None), *indices)], 0)
+def _nearest(at: Any, size: int, pad: Pad) -> Taps:
+    place = jnp.round(pad(at, size))
+    return place[None], jnp.ones_like(place)[None]
 
 
-def _nearest(image: Any, places: Sequence[Any], pad: Callable[..., Any]) -> Any:
-    sizes = image.shape[1:]
-    return _read(image, [jnp.round(pad(at, size)) for at, size in zip(places, sizes, strict=True)])
+def _linear(at: Any, size: int, pad: Pad) -> Taps:
+    at = pad(at, size)
+    floor = jnp.floor(at)
+    return jnp.stack([floor, floor + 1]), jnp.stack([floor + 1 - at, at - floor])
 
 
-def _linear(image: Any, places: Sequence[Any], pad: Callable[..., Any]) -> Any:
-    places = [pad(at, size) for at, size in zip(places, image.shape[1:], strict=True)]
-    floors = [jnp.floor(at) for at in places]
-    total = 0.0
-    for corner in itertools.product((0, 1), repeat=len(places)):
-        weight = 1.0
-        for at, floor, upper in zip(places, floors, corner, strict=True):
-            weight = weight * ((at - floor) if upper else (floor + 1 - at))
-        total = total + weight * _read(image, [floor + upper for floor, upper in zip(floors, corner, strict=True)])
-    return total
-
-
-def _cubic_weights(t: Any) -> list[Any]:
-    """Of the pixels at -1, 0, 1 and 2, for a place between 0 and 1."""
-    a = _CUBIC
+def _cubic(at: Any, size: int, pad: Pad) -> Taps:
+    """Only the pixels are padded: the places are not."""
+    floor = jnp.floor(at)
+    t, a = at - floor, _CUBIC
 
     def near(x: Any) -> Any:
         return ((a + 2) * x - (a + 3)) * x * x + 1
@@ -81,33 +67,34 @@ def _cubic_weights(t: Any) -> list[Any]:
     def far(x: Any) -> Any:
         return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
 
-    return [far(t + 1), near(t), near(1 - t), far(2 - t)]
+    places = jnp.stack([pad(floor + offset, size) for offset in (-1, 0, 1, 2)])
+    return places, jnp.stack([far(t + 1), near(t), near(1 - t), far(2 - t)])
 
 
-def _bicubic(image: Any, places: Sequence[Any], pad: Callable[..., Any]) -> Any:
-    """Only pixels are padded: the places are not."""
-    floors = [jnp.floor(at) for at in places]
-    weights = [_cubic_weights(at - floor) for at, floor in zip(places, floors, strict=True)]
-    total = 0.0
-    for corner in itertools.product(range(4), repeat=len(places)):
-        pixels = [pad(f + k - 1, size) for f, k, size in zip(floors, corner, image.shape[1:], strict=True)]
-        weight = 1.0
-        for each, k in zip(weights, corner, strict=True):
-            weight = weight * each[k]
-        total = total + weight * _read(image, pixels)
-    return total
+def _weighed(image: Any, taps: list[Taps]) -> Any:
+    """The sum [C, *out] of the pixels of one image [C, *in] at each combination of the taps of its axes."""
+    rank, total, inside = len(taps), 1.0, True
+    indices = []
+    for axis, (places, weights) in enumerate(taps):
+        apart = (len(places), *[1] * (rank - 1 - axis), *places.shape[1:])
+        here = ((places >= 0) & (places <= image.shape[1 + axis] - 1)).reshape(apart)
+        indices.append(jnp.where(here, places.reshape(apart), 0).astype(jnp.int32))
+        total, inside = total * weights.reshape(apart), inside & here
+    pixels = image[(slice(None), *indices)]  # [C, *taps, *out]
+    return jnp.where(inside, pixels * total, 0).sum(range(1, rank + 1))
 
 
 @operator("grid_sampler_2d.default", "grid_sampler_3d.default")
 def grid_sampler(x: Any, grid: Any, interpolation: int, padding: int, align_corners: bool) -> Any:
     """Images [N, C, *in] at the places of a grid [N, *out, axes], which counts axes from the last one back."""
-    sample = {_NEAREST: _nearest, _BICUBIC: _bicubic}.get(interpolation, _linear)
+    taps = (_linear, _nearest, _cubic)[interpolation]
 
     def pad(at: Any, size: int) -> Any:
         return _padded(at, size, padding, align_corners)
 
     def one(image: Any, grid: Any) -> Any:
-        axes = enumerate(image.shape[1:], start=1)
-        return sample(image, [_in_pixels(grid[..., -axis], size, align_corners) for axis, size in axes], pad)
+        axes = list(enumerate(image.shape[1:], start=1))
+        places = [(_in_pixels(grid[..., -axis], size, align_corners), size) for axis, size in axes]
+        return _weighed(image, [taps(at, size, pad) for at, size in places])
 
     return jax.vmap(one)(x, grid)

@@ -1,4 +1,4 @@
-"""Inverses and solutions of linear systems.
+"""Inverses, pseudo-inverses and their ranks, solutions of linear systems.
 
 JAX does not check its results: where Torch raises an error, as for a singular matrix, the answer holds infinities or NaN.
 """
@@ -84,3 +84,50 @@ def cholesky_solve(b: Any, factor: Any, upper: bool = False) -> Any:
 def cholesky_inverse(factor: Any, upper: bool = False) -> Any:
     """The inverse of a matrix that has this Cholesky factor."""
     return cholesky_solve(jnp.eye(factor.shape[-1], dtype=factor.dtype), factor, upper)
+
+
+def _tolerance(x: Any, largest: Any, atol: Any, rtol: Any) -> Any:
+    """The singular value [*B] up to which others count as zero."""
+    if rtol is None:
+        default = max(x.shape[-2:]) * jnp.finfo(x.dtype).eps
+        rtol = default if atol is None else jnp.where(jnp.asarray(atol) > 0, 0.0, default)
+    return jnp.maximum(rtol * largest, 0.0 if atol is None else atol)
+
+
+@operator("linalg_pinv.atol_rtol_tensor", "linalg_pinv.atol_rtol_float")
+def pinv(x: Any, *, atol: Any = None, rtol: Any = None, hermitian: bool = False) -> Any:
+    """The pseudo-inverse, in which small singular values count as zero."""
+    if not x.size:
+        return jnp.swapaxes(x, -1, -2)
+    if atol is not None:
+        largest = jnp.linalg.norm(jax.lax.stop_gradient(x), 2, axis=(-2, -1))
+        rtol = _tolerance(x, largest, atol, rtol) / largest
+    rtol = _tolerance(x, 1.0, None, rtol)
+    return jnp.linalg.pinv(x, rtol=rtol, hermitian=hermitian)
+
+
+@operator("pinverse.default")
+def pinverse(x: Any, rcond: float = 1e-15) -> Any:
+    """The pseudo-inverse; the old function."""
+    return pinv(x, rtol=rcond)
+
+
+@operator("linalg_pinv.default", "linalg_pinv.rcond_tensor")
+def pinv_rcond(x: Any, rcond: Any, hermitian: bool = False) -> Any:
+    """The pseudo-inverse, by its old arguments."""
+    return pinv(x, rtol=rcond, hermitian=hermitian)
+
+
+@operator("linalg_matrix_rank.atol_rtol_tensor", "linalg_matrix_rank.atol_rtol_float")
+def matrix_rank(x: Any, *, atol: Any = None, rtol: Any = None, hermitian: bool = False) -> Any:
+    """The number of singular values that do not count as zero."""
+    if not x.size:
+        return jnp.zeros(x.shape[:-2], int)
+    values = jnp.linalg.svd(x, compute_uv=False)
+    return (values > _tolerance(x, values[..., 0], atol, rtol)[..., None]).sum(-1)
+
+
+@operator("linalg_matrix_rank.default", "linalg_matrix_rank.tol_tensor")
+def matrix_rank_tol(x: Any, tol: Any, hermitian: bool = False) -> Any:
+    """The number of singular values above a tolerance."""
+    return matrix_rank(x, atol=tol, rtol=0.0)
