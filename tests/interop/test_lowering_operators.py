@@ -73,6 +73,23 @@ def test_gradients(family):
     assert_gradients_equal(module, lowered, inputs(3, seed=2), rtol=1e-3, atol=1e-4)
 
 
+class Products(nn.Module):
+    """Products of halves in single precision, which Torch computes on a GPU alone."""
+
+    def forward(self, x, y):
+        two = torch.mm(x, y, out_dtype=torch.float32), torch.addmm(y, x, y, out_dtype=torch.float32, beta=2, alpha=0.5)
+        return *two, torch.bmm(x[None], y[None], out_dtype=torch.float32)
+
+
+def test_products_of_halves_in_single_precision():
+    x, y = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    lowered = lower_module(Products(), (x, y))
+    REACHED["products of halves"] = operators(lowered)
+    ours = lowered.apply({}, to_jax(x), to_jax(y))
+    product, bias = x.float() @ y.float(), y.float()
+    assert_equal((product, product / 2 + 2 * bias, product[None]), ours)
+
+
 def test_no_rule_is_out_of_reach():
     """Those of recurrent modules are reached by the policies."""
     for name in ("gru layers", "lstm layers", "gru cell", "lstm cell"):

@@ -65,7 +65,46 @@ class Doubles(nn.Module):
 
 class Decomposes(nn.Module):
     def forward(self, x):
-        return torch.linalg.eigvalsh(x.T @ x)
+        return torch.linalg.eigvals(x.T @ x).abs()
+
+
+class Factorises(nn.Module):
+    """Torch checks the result, which is an effect; the operator itself has no rule."""
+
+    def forward(self, x):
+        return torch.linalg.ldl_factor(x.T @ x)[0]
+
+
+class LeastSquares(nn.Module):
+    def forward(self, x):
+        return torch.linalg.lstsq(x, x).solution
+
+
+class Prints(nn.Module):
+    def forward(self, x):
+        torch.ops.aten._print("a row")
+        return x + 1
+
+
+class Attends(nn.Module):
+    """A module of transformers on a mask of which it is not said whether it is causal."""
+
+    def __init__(self, make, masks):
+        super().__init__()
+        self.module, self.masks = make().eval(), masks
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(len(x))
+        others = [] if isinstance(self.module, nn.TransformerEncoder) else [x]
+        return self.module(x, *others, **dict.fromkeys(self.masks, mask))
+
+
+def encoder():
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
+
+
+def decoder():
+    return nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 8), 1)
 
 
 class Adds(nn.Module):
@@ -90,7 +129,22 @@ REFUSED = {
     "a written buffer": (Counts(), "writes the buffer 'count'", "return the new value"),
     "a written input": (WritesItsInput(), "writes the user input"),
     "double precision": (Doubles(), "float64", "x.double()", ".float()", "jax_enable_x64"),
-    "a missing operator": (Decomposes(), "no rule for aten._linalg_eigh", "eigvalsh(x.T @ x)", "docs/lowering.md"),
+    "a missing operator": (Decomposes(), "no rule for aten.linalg_eig", "eigvals(x.T @ x)", "docs/lowering.md"),
+    "a missing operator that Torch checks": (
+        nn.Sequential(Factorises()),
+        "no rule for aten.linalg_ldl_factor_ex",
+        "'0' (Factorises)",
+        "ldl_factor(x.T @ x)",
+    ),
+    "least squares": (LeastSquares(), "aten.linalg_lstsq.default", "shape depends on data", "lstsq(x, x)"),
+    "an effect": (nn.Sequential(Prints()), "aten._print.default has a side effect", "'0' (Prints)"),
+    "an encoder's mask": (Attends(encoder, ["mask"]), "compares a mask", HERE, "pass is_causal= as True or False"),
+    "a decoder's mask": (Attends(decoder, ["tgt_mask"]), "compares a mask", HERE, "pass tgt_is_causal="),
+    "a transformer's masks": (
+        Attends(lambda: nn.Transformer(4, 2, 1, 1, 8, batch_first=True), ["src_mask", "tgt_mask"]),
+        "compares a mask",
+        "pass src_is_causal= and tgt_is_causal= as True or False",
+    ),
     "dropout": (nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).train(), "'1' (Dropout)", "module.eval()"),
     "batch norm": (nn.Sequential(nn.BatchNorm1d(4)).train(), "writes the buffer '0.", "module.eval()"),
 }
@@ -106,7 +160,7 @@ def test_refused_as_it_is_lowered(case, capfd):
 
 
 def test_a_missing_operator_inside_a_submodule_is_placed():
-    with pytest.raises(fc.LoweringError, match=rf"'1\.0' \(Decomposes\), .*{HERE}:\d+: return torch.linalg.eigvalsh"):
+    with pytest.raises(fc.LoweringError, match=rf"'1\.0' \(Decomposes\), .*{HERE}:\d+: return torch.linalg.eigvals"):
         fc.lower(nn.Sequential(nn.Linear(4, 4), nn.Sequential(Decomposes())), X)
 
 

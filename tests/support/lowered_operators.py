@@ -294,6 +294,8 @@ def _expressions():
             g["x"].detach().to(torch.float16),
         ),
         lambda g: torch.scalar_tensor(2.0) * g["x"],
+        lambda g: torch.linspace(g["x"][0, 0], g["x"][0, 1], 4) + torch.linspace(g["x"][0, 0], 1.5, 4),
+        lambda g: torch.linspace(-1.5, g["x"][0, 0], 4),
     ]
     return locals()
 

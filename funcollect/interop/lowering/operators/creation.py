@@ -8,7 +8,8 @@ from typing import Any
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.registry import operator
 
-jnp = import_jax().numpy
+jax = import_jax()
+jnp, lax = jax.numpy, jax.lax
 
 
 @operator("full.default")
@@ -83,6 +84,12 @@ def linspace(start: Any, end: Any, steps: int, dtype: Any = None) -> Any:
     return jnp.linspace(start, end, steps, dtype=dtype)
 
 
+@operator("linspace.Tensor_Tensor", "linspace.Tensor_Scalar", "linspace.Scalar_Tensor")
+def linspace_between(start: Any, end: Any, steps: int, dtype: Any = None) -> Any:
+    """The same between arrays, which get no gradient from it in Torch."""
+    return lax.stop_gradient(linspace(start, end, steps, dtype))
+
+
 @operator("eye.default")
 def eye(n: int, dtype: Any = None) -> Any:
     """The identity matrix."""
@@ -101,7 +108,7 @@ def to_copy(x: Any, dtype: Any = None) -> Any:
     if dtype is None:
         return x
     if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
-        return x != 0 if dtype == bool else x.real.astype(dtype)  # the imaginary part is left out
+        return x != 0 if jnp.issubdtype(dtype, jnp.bool_) else x.real.astype(dtype)  # the imaginary part is left out
     return x.astype(dtype)
 
 

@@ -187,8 +187,10 @@ def addcdiv(x: Any, one: Any, two: Any, value: Any = 1) -> Any:
 
 @operator("lerp.Scalar", "lerp.Tensor")
 def lerp(start: Any, end: Any, weight: Any) -> Any:
-    """On the way from one to the other."""
-    return _single(start) + _single(weight) * (_single(end) - _single(start))
+    """On the way from one to the other, counted from the nearer one, as infinite ends require."""
+    start, end, weight = _single(start), _single(end), _single(weight)
+    way = end - start
+    return jnp.where(jnp.abs(weight) < 0.5, start + weight * way, end - way * (1 - weight))
 
 
 @operator("nan_to_num.default")

@@ -1,7 +1,7 @@
 """Factorisations, determinants and matrix functions.
 
-JAX does not check its results: where Torch raises an error, as for the inverse of a singular matrix, the answer holds
-infinities or NaN. Torch's own copies of intermediate factors, which no public function returns, are left out as None.
+JAX does not check its results: where Torch raises an error, they hold infinities or NaN. Intermediate factors of Torch's,
+which no public function returns, are left out as None.
 """
 
 from __future__ import annotations
@@ -20,15 +20,12 @@ def conjugated(x: Any) -> Any:
     return jnp.conj(jnp.swapaxes(x, -1, -2))
 
 
-@jax.custom_jvp
-def _hermitian(x: Any) -> Any:
-    """The matrix as it is, of which one triangle will be read; its gradient is symmetric, as Torch's is."""
-    return x
-
-
-@_hermitian.defjvp
 def _hermitian_jvp(primals: Any, tangents: Any) -> Any:
     return primals[0], (tangents[0] + conjugated(tangents[0])) / 2
+
+
+_hermitian = jax.custom_jvp(lambda x: x)  # a matrix of which one triangle will be read: Torch's gradient is symmetric
+_hermitian.defjvp(_hermitian_jvp)
 
 
 def _first(failed: Any) -> Any:
@@ -139,7 +136,9 @@ def reflected(vectors: Any, scales: Any, onto: Any, conjugate: bool = False) -> 
 @operator("linalg_householder_product.default")
 def householder_product(vectors: Any, scales: Any) -> Any:
     """The first columns of a product of Householder reflections."""
-    return reflected(vectors, scales, jnp.broadcast_to(jnp.eye(*vectors.shape[-2:], dtype=vectors.dtype), vectors.shape))
+    return reflected(
+        vectors, scales, jnp.broadcast_to(jnp.eye(*vectors.shape[-2:], dtype=vectors.dtype), vectors.shape)
+    )
 
 
 @operator("ormqr.default")

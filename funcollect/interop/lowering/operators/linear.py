@@ -36,7 +36,7 @@ def vdot(x: Any, y: Any) -> Any:
     return jnp.vdot(x, y)
 
 
-@operator("addmm.dtype", "baddbmm.dtype")
+@operator("addmm.dtype")
 def addmm_to(bias: Any, x: Any, y: Any, dtype: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     """A product of halves in single precision, plus."""
     return alpha * matmul_to(x, y, dtype) + beta * bias.astype(dtype)

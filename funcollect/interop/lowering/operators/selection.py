@@ -13,20 +13,17 @@ jnp, lax = jax.numpy, jax.lax
 
 def _missing(x: Any) -> Any:
     """Where a value is NaN; of integers nowhere."""
-    return x != x  # noqa: PLR0124
+    return x != x
 
 
-@jax.custom_jvp
-def _shared(value: Any, x: Any) -> Any:
-    """A value of an array, whose gradient is shared by all elements that equal it."""
-    return value
-
-
-@_shared.defjvp
 def _shared_jvp(primals: Any, tangents: Any) -> Any:
     value, x = primals
     same = (x == value) | (_missing(x) & _missing(value))
     return value, jnp.where(same, tangents[1], 0).sum() / same.sum()
+
+
+_shared = jax.custom_jvp(lambda value, x: value)  # a value of an array: all elements that equal it share its gradient
+_shared.defjvp(_shared_jvp)
 
 
 def _picked(x: Any, place: Any, dim: int, keepdim: bool) -> Any:

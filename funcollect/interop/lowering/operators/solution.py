@@ -1,6 +1,6 @@
 """Inverses, pseudo-inverses and their ranks, solutions of linear systems.
 
-JAX does not check its results: where Torch raises an error, as for a singular matrix, the answer holds infinities or NaN.
+JAX does not check its results: where Torch raises an error, as for a singular matrix, they hold infinities or NaN.
 """
 
 from __future__ import annotations
