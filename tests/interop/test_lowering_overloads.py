@@ -28,8 +28,6 @@ CALLS = {
     "var.dim": lambda g: aten.var.dim(g["x"], [1]),
     "var_mean.default": lambda g: aten.var_mean.default(g["x"], False),
     "var_mean.dim": lambda g: aten.var_mean.dim(g["x"], [1]),
-    "xlogy.Scalar_Other": lambda g: aten.xlogy.Scalar_Other(g["x"], 0.3),
-    "xlogy.Scalar_Self": lambda g: aten.xlogy.Scalar_Self(0.3, g["p"]),
 }  # without a rule: Torch replaces them by other operators as a module is exported
 
 CANNOT_APPEAR = {

@@ -104,7 +104,7 @@ def _expressions():
         lambda g: torch.copysign(g["p"], g["y"]),
         lambda g: torch.hypot(g["x"], g["y"]),
         lambda g: torch.logaddexp(g["x"], g["y"]) + torch.logaddexp2(g["x"], g["y"]),
-        lambda g: torch.xlogy(g["x"], g["p"]),
+        lambda g: torch.xlogy(g["x"], g["p"]) + torch.xlogy(g["x"], 0.3) + torch.xlogy(0.3, g["p"]),
         lambda g: torch.clamp(g["x"], -0.5, 0.5) + torch.clamp(g["x"], g["u"] - 1, g["u"] + 1),
         lambda g: torch.clamp_min(g["x"], 0.1) + torch.clamp_max(g["x"], 0.1) + torch.clamp(g["y"], min=-0.2),
         lambda g: torch.clamp_min(g["x"], g["y"]) + torch.clamp_max(g["x"], g["y"]),

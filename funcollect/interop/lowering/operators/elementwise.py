@@ -33,8 +33,21 @@ _NAMED = {
     "sign": lambda x: _sign(x),
     "sigmoid": jax.nn.sigmoid,
     "xlogy.Tensor": special.xlogy,
+    "xlogy.Scalar_Other": special.xlogy,
+    "xlogy.Scalar_Self": special.xlogy,
 }
-_FLOATING = ("sqrt", "rsqrt", "reciprocal", "sigmoid", "erf", "erfc", "erfinv", "lgamma", "digamma", "xlogy.Tensor")
+_FLOATING = (
+    "sqrt",
+    "rsqrt",
+    "reciprocal",
+    "sigmoid",
+    "erf",
+    "erfc",
+    "erfinv",
+    "lgamma",
+    "digamma",
+    *(n for n in _NAMED if "xlogy" in n),
+)
 
 
 def _sign(x: Any) -> Any:
