@@ -36,18 +36,8 @@ _NAMED = {
     "xlogy.Scalar_Other": special.xlogy,
     "xlogy.Scalar_Self": special.xlogy,
 }
-_FLOATING = (
-    "sqrt",
-    "rsqrt",
-    "reciprocal",
-    "sigmoid",
-    "erf",
-    "erfc",
-    "erfinv",
-    "lgamma",
-    "digamma",
-    *(n for n in _NAMED if "xlogy" in n),
-)
+_FLOATING = {"sqrt", "rsqrt", "reciprocal", "sigmoid", "erf", "erfc", "erfinv", "lgamma", "digamma"}
+_FLOATING |= {name for name in _NAMED if name.startswith("xlogy")}
 
 
 def _sign(x: Any) -> Any:

@@ -1,6 +1,6 @@
 """Factorisations, determinants and matrix functions.
 
-JAX does not check its results: where Torch raises an error, they hold infinities or NaN. Intermediate factors of Torch's,
+JAX does not check its results: where Torch raises an error, they hold infinities or NaN. Torch's intermediate factors,
 which no public function returns, are left out as None.
 """
 
