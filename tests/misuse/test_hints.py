@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import cache
 from typing import Any
 
 import gymnasium
@@ -65,15 +66,19 @@ def test_an_atari_game_that_is_not_registered() -> None:
     assert "write 'ale/Pong', which has the usual preprocessing" in run.stderr
 
 
+@cache
+def pair(name: str) -> tuple[Any, Any]:
+    env = fc.make_env(name, num_envs=2)
+    return env, fc.jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=fc.heads.categorical)
+
+
 def fused() -> tuple[Any, Any, Any]:
-    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
-    policy = fc.jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=fc.heads.categorical)
+    env, policy = pair("gymnax/CartPole-v1")
     return env, policy, fc.init(env, policy, seed=0)
 
 
 def on_host() -> tuple[Any, Any, Any]:
-    env = fc.make_env(CARTPOLE, num_envs=2)
-    policy = fc.jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=fc.heads.categorical)
+    env, policy = pair(CARTPOLE)
     return env, policy, fc.init(env, policy, seed=0)
 
 

@@ -180,7 +180,7 @@ def test_a_window_can_be_read_meanwhile() -> None:
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_an_empty_window_is_refused_where_it_is_given(size: int) -> None:
-    with pytest.raises(ValueError, match=rf"window is {size}, expected a positive"):
+    with pytest.raises(ValueError, match=rf"window is {size}, expected at least 1"):
         track(FakeCollector([]), window=size)
 
 

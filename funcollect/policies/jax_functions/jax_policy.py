@@ -53,7 +53,8 @@ def jax_policy(
             "module with funcollect.torch_policy"
         )
     check_head(head)
-    check_arrays("initial_state", import_jax().tree.leaves(initial_state))
+    if initial_state is not None:
+        check_arrays("initial_state", import_jax().tree.leaves(initial_state))
     return JaxPolicy(apply, params, head, initial_state)
 
 
