@@ -95,12 +95,14 @@ def test_empty_arrays():
 
 class Far(nn.Module):
     def forward(self, image, grid):
-        modes = [(mode, padding) for mode in ("bilinear", "nearest") for padding in ("border", "zeros")]
+        modes = [(mode, padding) for mode in ("bilinear", "nearest", "bicubic") for padding in ("border", "zeros")]
         return [nn.functional.grid_sample(image, grid, *each, align_corners=False) for each in modes]
 
 
 def test_places_on_corners_and_far_away():
-    given = torch.randn(1, 2, 4, 5), torch.tensor([[[[1e9, -1e9], [-1.0, 1.0], [1.0, -1.0], [0.2, -1.0]]]])
+    nan, inf = torch.nan, torch.inf
+    places = [[1e3, -1e3], [-1.0, 1.0], [1.0, -1.0], [0.2, -1.0], [nan, 0.0], [inf, 0.0], [0.0, -inf]]
+    given = torch.randn(1, 2, 4, 5), torch.tensor([[places]])
     params, apply = fc.lower(Far(), given)
     assert_equal(Far()(*given), apply(params, *jax_inputs(given)))
 

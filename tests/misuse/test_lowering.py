@@ -33,6 +33,11 @@ class ReadsANumber(nn.Module):
         return x * x.max().item()
 
 
+class ReadsBits(nn.Module):
+    def forward(self, x):
+        return x.long().view(torch.int32)
+
+
 class Selects(nn.Module):
     def forward(self, x):
         return x[x > 0]
@@ -129,6 +134,12 @@ REFUSED = {
     "a written buffer": (Counts(), "writes the buffer 'count'", "return the new value"),
     "a written input": (WritesItsInput(), "writes the user input"),
     "double precision": (Doubles(), "float64", "x.double()", ".float()", "jax_enable_x64"),
+    "bits of wide integers": (
+        ReadsBits(),
+        "aten.view.dtype reads bits of torch.int64",
+        ".view(torch.int32)",
+        "cast with",
+    ),
     "a missing operator": (Decomposes(), "no rule for aten.linalg_eig", "eigvals(x.T @ x)", "docs/lowering.md"),
     "a missing operator that Torch checks": (
         nn.Sequential(Factorises()),

@@ -173,7 +173,7 @@ def _fault(node: Any) -> str | None:
     if is_effect(node):
         return f"{node.args[1]} has a side effect, at {place_of(node)}: do that outside of the module"
     if isinstance(node.target, torch._ops.OpOverload):
-        return _refusal(name, node) or _wide(node)
+        return _refusal(name, node) or _wide(node) or _narrowed(name, node)
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return f"there is no rule for {name}, at {place_of(node)}: call it outside of the module, or write it as arrays"
     return None
@@ -211,6 +211,18 @@ def _wide(node: Any) -> str | None:
                 jax_dtype(value.dtype)
     except LoweringError as error:
         return f"{error}, at {place_of(node)}"
+    return None
+
+
+def _narrowed(name: str, node: Any) -> str | None:
+    """Bits of 64-bit integers are not those of the 32-bit ones that stand for them."""
+    if name != "aten.view.dtype":
+        return None
+    for dtype in (node.args[0].meta["val"].dtype, node.args[1]):
+        if jax_dtype(dtype).itemsize != dtype.itemsize:
+            return (
+                f"{name} reads bits of {dtype}, and JAX has 32 bits here, at {place_of(node)}: cast with .to() instead"
+            )
     return None
 
 

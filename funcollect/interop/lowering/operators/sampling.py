@@ -13,7 +13,8 @@ jnp = jax.numpy
 
 Pad = Callable[[Any, int], Any]
 Taps = tuple[Any, Any]  # along one axis, the places of pixels [taps, *out] and their weights
-_BORDER, _REFLECTION = 1, 2
+_ZEROS, _BORDER, _REFLECTION = 0, 1, 2
+_NEAREST = 1
 _CUBIC = -0.75  # the free parameter of the cubic kernel, as Torch has it
 
 
@@ -95,6 +96,8 @@ def grid_sampler(x: Any, grid: Any, interpolation: int, padding: int, align_corn
     def one(image: Any, grid: Any) -> Any:
         axes = list(enumerate(image.shape[1:], start=1))
         places = [(_in_pixels(grid[..., -axis], size, align_corners), size) for axis, size in axes]
-        return _weighed(image, [taps(at, size, pad) for at, size in places])
+        sampled = _weighed(image, [taps(at, size, pad) for at, size in places])
+        known = jnp.isfinite(grid).all(-1) | (padding != _ZEROS) | (interpolation == _NEAREST)
+        return jnp.where(known, sampled, jnp.nan)
 
     return jax.vmap(one)(x, grid)
