@@ -38,8 +38,12 @@ def check_not_given(where: str, kwargs: Mapping[str, Any], reasons: Mapping[str,
 
 def check_num_envs(num_envs: Any) -> None:
     """Raise ValueError unless `num_envs` is a positive int, or None."""
-    if num_envs is not None and (isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1):
-        raise ValueError(f"num_envs is {num_envs!r}, expected a positive int, or None for no batch dimension")
+    whole = isinstance(num_envs, (int, np.integer)) and not isinstance(num_envs, bool)
+    if num_envs is not None and (not whole or num_envs < 1):
+        raise ValueError(
+            f"num_envs is {shown(num_envs)}, expected a positive int, or None for no batch dimension: pass for example "
+            "num_envs=8"
+        )
 
 
 def check_optional_positive(name: str, value: Any) -> None:
@@ -55,13 +59,18 @@ def check_flags(**values: Any) -> None:
             raise TypeError(f"{name} is {shown(value)}, expected a bool: pass True or False")
 
 
-def check_number(name: str, value: Any, *, most: float = math.inf, example: float = 0.5) -> None:
-    """Raise unless `value` is a finite number between 0 and `most`."""
-    wanted = "a number of at least 0" if most == math.inf else f"a number in [0, {most}]"
+def check_number(
+    name: str, value: Any, *, most: float = math.inf, positive: bool = False, example: float = 0.5
+) -> None:
+    """Raise unless `value` is a finite number between 0 and `most`; not 0 itself if it has to be positive."""
+    wanted = (
+        f"a number in [0, {most}]" if most < math.inf else "a positive number" if positive else "a number of at least 0"
+    )
+    mend = f"pass for example {name}={example}"
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real):
-        raise TypeError(f"{name} is {shown(value)}, expected {wanted}: pass for example {name}={example}")
-    if not 0 <= float(value) <= most or value == math.inf:
-        raise ValueError(f"{name} is {value}, expected {wanted}: pass for example {name}={example}")
+        raise TypeError(f"{name} is {shown(value)}, expected {wanted}: {mend}")
+    if not 0 <= float(value) <= most or value == math.inf or (positive and value == 0):
+        raise ValueError(f"{name} is {value}, expected {wanted}: {mend}")
 
 
 def check_key(name: str, key: Any) -> None:

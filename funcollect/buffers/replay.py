@@ -24,6 +24,7 @@ from funcollect.buffers.samplers.randomness import GeneratorSource
 from funcollect.buffers.samplers.uniform import RandomSampler, Sampler, SamplerWithoutReplacement, wanted_size
 from funcollect.buffers.storages import ListStorage, Storage
 from funcollect.interrupts import Uninterrupted
+from funcollect.messages import shown
 
 __all__ = ["ReplayBuffer"]
 
@@ -191,7 +192,10 @@ class ReplayBuffer:
 
     def __getitem__(self, index: Any) -> Any:
         """The frames in the slots that an int, a slice or an array of ints or bools picks from those filled."""
-        slots = np.asarray(np.arange(len(self))[index.numpy(force=True) if isinstance(index, Tensor) else index])
+        try:
+            slots = np.asarray(np.arange(len(self))[index.numpy(force=True) if isinstance(index, Tensor) else index])
+        except IndexError as error:
+            raise IndexError(f"index is {shown(index)}, expected slots of the {len(self)} that are filled") from error
         if isinstance(self.storage, ListStorage) and not slots.ndim:
             return self.storage.item(int(slots))
         with self._lock:
@@ -272,12 +276,12 @@ def _check(
     transform: Any,
     collate_fn: Any,
 ) -> None:
-    if storage is not None and not hasattr(storage, "admit"):
+    if storage is not None and (isinstance(storage, type) or not hasattr(storage, "admit")):
         raise TypeError(
             f"storage is {type(storage).__name__}, expected a storage of funcollect: pass for example "
             "funcollect.LazyTensorStorage(100_000)"
         )
-    if sampler is not None and not hasattr(sampler, "draw"):
+    if sampler is not None and (isinstance(sampler, type) or not hasattr(sampler, "draw")):
         raise TypeError(
             f"sampler is {type(sampler).__name__}, expected a sampler of funcollect: pass for example "
             "funcollect.SliceSampler(slice_len=8)"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, get_args
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -68,7 +69,7 @@ class Options:
         )
         for name in ("max_frames_per_traj", "init_random_frames"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
                 raise TypeError(f"{name} is {value!r}, expected an int: give one, or None for none")
         if self.max_frames_per_traj == 0:
             raise ValueError("max_frames_per_traj is 0, expected a positive int, or None (or negative) for no limit")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.restore import go_on, next_seed, reseed, resume, saved_counts, saved_leaves
 from funcollect.errors import ClosedError
 from funcollect.policies.torch_backed import replaced
+from funcollect.trajectories.split import CUT
 
 _SAVED = (
     "policy_state_dict",
@@ -119,8 +121,11 @@ class Runner:
         self._batches += 1
         self.frames += batch.numel()
         if self.options.set_truncated:
+            last = torch.zeros_like(batch["next", "done"])
+            last[..., -1, :] = True
+            batch.unlock_().set(CUT, (last & ~batch["next", "done"])[..., 0])
             for name in ("truncated", "done"):
-                batch["next", name][..., -1, :] = True
+                batch["next", name][last] = True
         return batch.unlock_()
 
     def reset(self, mask: Tensor | None = None) -> None:

@@ -46,7 +46,8 @@ class SyncDataCollector(Runner, CollectorBase):
         reset_when_done: False keeps a finished lane finished until `reset`.
         update_at_each_batch: count a new policy version with every batch.
         set_truncated: mark the last frame of each lane in a batch as truncated, so that nothing is bootstrapped across
-            batches; the episode goes on all the same.
+            batches; the episode goes on all the same. ``("collector", "cut")`` is True at these frames, by which
+            `episode_stats` and `track` know that it does.
         seed: an int, or None to draw one.
         shard: which lanes are its own, where it is a part of a larger run.
 

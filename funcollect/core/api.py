@@ -166,13 +166,13 @@ def rollout(
     return run(env, policy, state, request)
 
 
-def run(env: Env, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
-    """`rollout` with every option."""
+def run(
+    env: Env, policy: Policy, state: CollectorState, request: Request, function: str = "rollout"
+) -> tuple[CollectorState, TensorDict]:
+    """`rollout` with every option; `function` is what the user has called."""
     check_policy(policy)
-    check_state(env, state, "rollout")
-    check_untraced(
-        "rollout", request.params if policy.backend != "jax" or request.params is not None else policy.params
-    )
+    check_state(env, state, function)
+    check_untraced(function, policy.params if policy.backend == "jax" and request.params is None else request.params)
     route = route_of(env, policy, request.exploration_type)
     loop = _LOOPS[route.loop].run
     if isinstance(route.policy, EmbeddedPolicy) and route.policy is not policy:
@@ -190,7 +190,8 @@ def step(
     exploration_type: ExplorationType = ExplorationType.RANDOM,
 ) -> tuple[CollectorState, TensorDict]:
     """One step of every lane: a rollout of length 1 without its time dimension. Arguments and errors as there."""
-    state, batch = rollout(env, policy, state, 1, params=params, exploration_type=exploration_type)
+    request = Request(length=1, params=params, exploration_type=exploration_type)
+    state, batch = run(env, policy, state, request, "step")
     return state, batch[..., 0].lock_()
 
 

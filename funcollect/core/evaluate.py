@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from funcollect.arguments import check_positive
 from funcollect.core.api import close, init, rollout
+from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import statistics_of
-from funcollect.errors import EvaluationError
+from funcollect.errors import EnvError, EvaluationError
 from funcollect.specs import Env, ExplorationType, Policy
 from funcollect.trajectories.stats import EpisodeStats, episode_stats
+from funcollect.tree import Path
 
 _STEPS_AT_ONCE = 128
 
@@ -40,6 +45,9 @@ def evaluate(
         max_frames: frames over all lanes after which the evaluation gives up.
         exploration_type: deterministic unless given.
 
+    Warns if the first episode, begun again from its seed, begins otherwise: the environment keeps something from
+    episode to episode, which new simulators lack.
+
     Raises:
         EvaluationError: if `max_frames` did not suffice, and for an environment whose wrappers normalise by running
             statistics (Gymnasium's `NormalizeObservation`, TorchRL's `VecNorm`): the simulators of an evaluation would
@@ -59,6 +67,7 @@ def evaluate(
             "(update_running_mean=False)"
         )
     state = init(env, policy, seed=seed)
+    first = dict(state.observation)
     lanes = torch.arange(state.num_lanes)
     quota = episodes // state.num_lanes + (lanes < episodes % state.num_lanes).long()
     parts: list[EpisodeStats] = []
@@ -74,9 +83,28 @@ def evaluate(
             state, batch = rollout(env, policy, state, length, params=params, exploration_type=exploration_type)
             parts.append(episode_stats(batch, parts[-1] if parts else None))
             finished += torch.bincount(parts[-1].lanes, minlength=len(quota))
+        _warn_if_kept(env, state, first)
     finally:
         close(state)
     return _first_of_each_lane(EpisodeStats.concatenate(parts), quota)
+
+
+def _warn_if_kept(env: Env, state: CollectorState, first: Mapping[Path, torch.Tensor]) -> None:
+    """Warn if the first episode of lane 0, begun again from its seed, does not begin with `first` [P, ...]."""
+    if env.backend != "host" or env.seeding != "episode":
+        return
+    simulation = state.env_state.claim()
+    simulation.episodes[0] = -1
+    with contextlib.suppress(EnvError):
+        simulation.restart([0])
+        again = simulation.observation()
+        if not all(torch.equal(again[path][0].nan_to_num(), row[0].nan_to_num()) for path, row in first.items()):
+            warnings.warn(
+                f"{env}: an episode begun again from its seed begins otherwise. The environment keeps something from "
+                "episode to episode (a wrapper's running statistics?), which an evaluation on new simulators lacks, or "
+                "it draws from a generator that is not seeded: funcollect.testing.check_env looks closer",
+                stacklevel=3,
+            )
 
 
 def _first_of_each_lane(stats: EpisodeStats, quota: torch.Tensor) -> EpisodeStats:

@@ -40,7 +40,8 @@ def _parts(env: Any) -> Iterator[Any]:
     """`env` and what it wraps: wrappers, transforms, the first lane; built and closed again if it lives elsewhere."""
     yield env
     own = getattr(env, "__dict__", {})
-    for part in [*(own[name] for name in ("env", "_env") if name in own), *own.get("_modules", {}).values()]:
+    inner = [value for value in own.values() if hasattr(type(value), "step") and hasattr(type(value), "reset")]
+    for part in [*inner, *own.get("_modules", {}).values()]:
         yield from _parts(part)
     lanes = own.get("envs") or own.get("_envs")
     factories = own.get("env_fns") or own.get("create_env_fn")

@@ -55,9 +55,7 @@ def check_film(path: str | PathLike[str], fps: float | None) -> Path:
     if target.suffix.lower() not in _SUFFIXES:
         raise ValueError(f"path is {str(target)!r}, expected a name that ends in {' or '.join(_SUFFIXES)}: change it")
     if fps is not None:
-        check_number("fps", fps, example=30)
-    if fps == 0:
-        raise ValueError("fps is 0, expected more than that: pass for example fps=30")
+        check_number("fps", fps, positive=True, example=30)
     return target
 
 

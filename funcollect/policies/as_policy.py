@@ -75,20 +75,30 @@ def _keys_of_arguments(policy: Any, env: Env) -> list[str]:
     space = env.observation_space
     if not isinstance(space, spaces.Dict):
         return []
-    names, keys = [each.name for each in _required(policy)], list(space.spaces)
-    if names and set(names) <= set(keys):
-        return names
-    return keys if len(names) == len(keys) > 1 else []
+    required, keys = [each.name for each in _required(policy)], list(space.spaces)
+    parameters = _parameters(policy)
+    named = [each.name for each in parameters if each.name in keys]
+    if named and set(required) <= set(keys):
+        if [each.name for each in parameters if each.kind != each.KEYWORD_ONLY][: len(named)] != named:
+            raise TypeError(
+                f"the policy's arguments {named} are keys of the observation, which are passed by position, expected "
+                "them before all others and not keyword-only: reorder its arguments"
+            )
+        return named
+    return keys if len(required) == len(keys) > 1 else []
+
+
+def _parameters(policy: Any) -> list[inspect.Parameter]:
+    function = policy.forward if isinstance(policy, nn.Module) else policy
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return []
 
 
 def _required(policy: Any) -> list[inspect.Parameter]:
     """The arguments without which a policy cannot be called."""
-    function = policy.forward if isinstance(policy, nn.Module) else policy
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return []
-    return [each for each in parameters if each.default is each.empty and each.kind != each.VAR_KEYWORD]
+    return [each for each in _parameters(policy) if each.default is each.empty and each.kind != each.VAR_KEYWORD]
 
 
 def _takes_tensordict(policy: Any) -> bool:

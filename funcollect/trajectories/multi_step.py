@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.arguments import check_number, check_positive
-from funcollect.trajectories.split import MASK, TRAJECTORY_IDS, check_batch, require
+from funcollect.trajectories.split import MASK, TRAJECTORY_IDS, check_batch, require, steps_back
 from funcollect.tree import Path
 
 __all__ = ["MultiStep"]
@@ -103,6 +103,7 @@ def _changes(batch: TensorDictBase) -> Iterator[Tensor]:
         if batch.get(key, None) is not None:
             leaf = require(batch, key, tail=())
             yield leaf[..., 1:] != leaf[..., :-1]
+    yield steps_back(batch)
 
 
 def _gather(leaf: Tensor, index: Tensor, time: int) -> Tensor:

@@ -21,6 +21,8 @@ __all__ = ["split_trajectories"]
 
 MASK = ("collector", "mask")
 TRAJECTORY_IDS = ("collector", "traj_ids")
+STEP = ("collector", "step")
+CUT = ("collector", "cut")  # frames after which `set_truncated=True` has cut a trajectory that goes on
 
 # Indexed assignment knows no wide unsigned integers; it moves bits, so the signed type of the same width does.
 _ASSIGNABLE = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -169,8 +171,18 @@ def _begins(batch: TensorDictBase, ids: Tensor | None, done_path: Path) -> Tenso
         if batch.get(done_path[1:], None) is not None:
             begins[..., 1:] &= ~require(batch, done_path[1:], tail=(1,))[..., 1:, 0]
     if ids is not None:
-        begins[..., 1:] |= ids[..., 1:] != ids[..., :-1]
+        begins[..., 1:] |= (ids[..., 1:] != ids[..., :-1]) | steps_back(batch)
     return begins
+
+
+def steps_back(batch: TensorDictBase) -> Tensor:
+    """Where the next frame is no later one of the same run: ``[*B, T - 1]`` bool. Runs with equal ids may be joined."""
+    step = batch.get(STEP, None)
+    if not isinstance(step, Tensor) or step.shape != batch.batch_size:
+        return torch.zeros((), dtype=torch.bool)
+    back = step[..., 1:] <= step[..., :-1]
+    finished = batch.get("done", None)  # a lane that stays finished does not step
+    return back if finished is None else back & ~require(batch, "done", tail=(1,))[..., 1:, 0]
 
 
 def _map_leaves(function: Callable[[Tensor], Tensor], node: TensorDictBase, path: Path) -> _Nested:

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.arguments import check_kind
-from funcollect.trajectories.split import MASK, check_batch, require
+from funcollect.trajectories.split import CUT, MASK, check_batch, require
 from funcollect.tree import Path
 
 __all__ = ["EpisodeStats", "OpenReturn", "episode_stats"]
@@ -172,7 +172,7 @@ def _read(batch: TensorDictBase) -> tuple[_CountedFrames, Tensor]:
     rewards = _column(batch, ("next", "reward"), None)
     columns = _CountedFrames(
         rewards=rewards.reshape(rows * time, rewards.shape[-1]).double(),
-        done=_column(batch, ("next", "done"), (1,)).reshape(-1).bool(),
+        done=_column(batch, ("next", "done"), (1,)).reshape(-1).bool() & ~_flags(batch, CUT, (), default=False),
         terminated=_column(batch, ("next", "terminated"), (1,)).reshape(-1).bool(),
         traj_ids=_column(batch, ("collector", "traj_ids"), ()).reshape(-1).long(),
         steps=_column(batch, ("collector", "step"), ()).reshape(-1).long(),

@@ -134,6 +134,37 @@ def test_wrappers_of_vectors() -> None:
     assert_refused(fc.make_env(vector_wrappers.NormalizeReward(vector)), {"NormalizeReward"})
 
 
+class OwnMean(gymnasium.ObservationWrapper):  # type: ignore[type-arg]
+    """Nothing shows that it keeps a mean, but what it returns."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.mean, self.count = np.zeros(4), 1
+
+    def observation(self, observation: Any) -> Any:
+        self.count += 1
+        self.mean += (observation - self.mean) / self.count
+        return (observation - self.mean).astype(np.float32)
+
+
+class Holds(gymnasium.Wrapper):  # type: ignore[type-arg]
+    """Steps another environment than the one that it wraps."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.inner = NormalizeObservation(env)
+
+
+def test_an_environment_of_ones_own_that_keeps_something_is_warned_of() -> None:
+    env = fc.make_env(lambda: OwnMean(gymnasium.make("CartPole-v1")), num_envs=2)
+    with pytest.warns(UserWarning, match=r"begun again from its seed begins otherwise.*check_env looks closer"):
+        assert len(fc.evaluate(env, fc.random_policy(env), episodes=3, seed=0)) == 3
+
+
+def test_they_are_recognised_behind_any_attribute() -> None:
+    assert fc.make_env(lambda: Holds(gymnasium.make("CartPole-v1"))).running_statistics == ("NormalizeObservation",)
+
+
 @pytest.mark.parametrize("make", [both, lambda: OwnStatistics(gymnasium.make("CartPole-v1"))])
 def test_check_env_finds_them(make: Any) -> None:
     with pytest.raises(fc.CheckError, match="running statistics, do that in the network"):

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 from torch import nn
 
 import funcollect as fc
@@ -50,8 +49,8 @@ NOT_NONE: dict[str, list[Any]] = {
     "Mapping[str, Any]": [0, "x", [1]],
     "Mapping[Any, Any]": [0, "x", [1]],
     "torch.Generator": [0, "x"],
-    "Storage": [0, "x"],
-    "Sampler": [0, "x"],
+    "Storage": [0, "x", fc.LazyTensorStorage],
+    "Sampler": [0, "x", fc.RandomSampler],
     "RandomSampler": [0, "x"],
     "Head": [0, "x", True],
     "Reset": ["x", 0, True],
@@ -330,79 +329,3 @@ def test_a_bad_argument_is_named(name: str, function: Any, argument: str, value:
     with pytest.raises(OWN) as caught:
         function(*positional, **given)
     assert re.search(rf"\b{argument}\b", str(caught.value)), f"{type(caught.value).__name__}: {caught.value}"
-
-
-def buffer() -> fc.ReplayBuffer:
-    """A buffer of 12 frames with priorities."""
-    sampler = fc.PrioritizedSampler(max_capacity=16, alpha=0.6, beta=0.4)
-    made = fc.ReplayBuffer(storage=fc.LazyTensorStorage(16), sampler=sampler, batch_size=4)
-    made.extend(batch().reshape(-1))
-    return made
-
-
-METHODS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    "ReplayBuffer.add": (buffer, {"data": [0, "x", {}]}),
-    "ReplayBuffer.extend": (buffer, {"data": [0, "x", None, {}]}),
-    "ReplayBuffer.sample": (buffer, {"batch_size": ["x", 2.5, True, 0, -1]}),
-    "ReplayBuffer.update_priority": (
-        buffer,
-        {
-            "index": [None, 2.5, "x", True, [0.5], 99, -1, object()],
-            "priority": [None, "x", -1.0, float("nan"), float("inf"), [1.0, 2.0], object()],
-        },
-    ),
-    "ReplayBuffer.dumps": (buffer, {"path": [0, None]}),
-    "ReplayBuffer.loads": (buffer, {"path": [0, None]}),
-    "SyncDataCollector.set_seed": (lambda: fc.SyncDataCollector(**COLLECTOR), {"seed": ["x", 2.5, True, -1, 2**64]}),
-    "SyncDataCollector.reset": (lambda: fc.SyncDataCollector(**COLLECTOR), {"mask": ["x", 0, [True, False]]}),
-    "SyncDataCollector.load_state_dict": (
-        lambda: fc.SyncDataCollector(**COLLECTOR),
-        {"state_dict": [None, 0, {}, {"seed": 0}]},
-    ),
-    "MultiStep.__call__": (lambda: fc.MultiStep(0.9, 3), {"batch": [None, 0, {}, TensorDict({}, [0]), batch()[:, :0]]}),
-}
-GOOD_METHODS: dict[str, dict[str, Any]] = {"ReplayBuffer.update_priority": {"index": 0, "priority": 1.0}}
-
-
-@pytest.mark.parametrize(
-    ("method", "argument", "value"),
-    [
-        pytest.param(method, argument, value, id=f"{method}({argument}={value!r:.20})")
-        for method, (_, arguments) in METHODS.items()
-        for argument, values in arguments.items()
-        for value in values
-    ],
-)
-def test_a_bad_argument_of_a_method_is_named(method: str, argument: str, value: Any) -> None:
-    subject = METHODS[method][0]()
-    function = getattr(subject, method.partition(".")[2])
-    names = {"data": "data|batch|frames", "path": "path", "priority": "priorit"}
-    with pytest.raises(OWN) as caught:
-        function(**(GOOD_METHODS.get(method, {}) | {argument: value}))
-    assert re.search(names.get(argument, argument), str(caught.value)), f"{type(caught.value).__name__}: {caught.value}"
-
-
-STATES: dict[str, Callable[[], Any]] = {
-    "torch": lambda: fc.torch_policy(lambda x, h: (x, h), initial_state="x"),
-    "torch, a tree": lambda: fc.torch_policy(lambda x, h: (x, h), initial_state={"a": torch.zeros(2), "b": "x"}),
-    "jax": lambda: fc.jax_policy(lambda p, x, h: (x, h), 0.0, initial_state="x"),
-    "tensordict": lambda: fc.tensordict_policy(nn.Linear(4, 2), initial_state={"hidden": "x"}),
-}
-
-
-@pytest.mark.parametrize("case", STATES)
-def test_a_bad_initial_state_is_named(case: str) -> None:
-    with pytest.raises(TypeError, match="initial_state"):
-        STATES[case]()
-
-
-def test_a_state_from_before_jax_had_64_bits() -> None:
-    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
-    policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=0)
-    jax.config.update("jax_enable_x64", True)
-    try:
-        with pytest.raises(ValueError, match=r"jax_enable_x64 may have been set.*make another state with init"):
-            fc.rollout(env, policy, state, 3)
-    finally:
-        jax.config.update("jax_enable_x64", False)

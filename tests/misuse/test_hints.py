@@ -88,6 +88,27 @@ def loss(env: Any, state: Any, params: Any, *, own: bool) -> Any:
     return batch["next", "reward"].sum()
 
 
+# With a state that is no argument of the transformation: JAX traces nothing that they are given.
+CLOSED_OVER = {
+    "rollout": lambda env, policy, state: fc.rollout(env, policy, state, 2),
+    "step": lambda env, policy, state: fc.step(env, policy, state),
+    "reset": lambda env, policy, state: fc.reset(env, state),
+    "init": lambda env, policy, state: fc.init(env, policy, seed=0),
+    "evaluate": lambda env, policy, state: fc.evaluate(env, policy, episodes=1, seed=0),
+}
+
+
+@pytest.mark.parametrize("case", CLOSED_OVER)
+@pytest.mark.parametrize("make", ["fused", "on_host"])
+def test_inside_a_transformation_that_traces_something_else(make: str, case: str) -> None:
+    env, policy, state = {"fused": fused, "on_host": on_host}[make]()
+    name = "init" if case == "evaluate" else case
+    with pytest.raises(TypeError, match=rf"funcollect\.{name} got values that JAX traces.*funcollect\.traced\.{name}"):
+        jax.jit(lambda x: (CLOSED_OVER[case](env, policy, state), x)[1])(1.0)
+    state, _ = fc.rollout(env, policy, state, 2)
+    fc.close(state)
+
+
 TRACED = {
     "rollout": lambda env, policy, state: jax.jit(lambda state: fc.rollout(env, policy, state, 2))(state),
     "step": lambda env, policy, state: jax.jit(lambda state: fc.step(env, policy, state))(state),

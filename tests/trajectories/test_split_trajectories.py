@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 from torch.testing import assert_close
 
+import funcollect as fc
 from funcollect.trajectories.split import split_trajectories
 
 SHAPES = st.lists(st.integers(1, 3), max_size=2).flatmap(lambda rows: st.integers(1, 9).map(lambda time: (*rows, time)))
@@ -193,6 +194,15 @@ def batch_by_ends():
     done[0, 3] = done[1, 1] = done[1, 5] = True
     obs = torch.arange(12.0).reshape(2, 6, 1)
     return TensorDict({"obs": obs, "next": {"obs": obs + 1, "over": done, "done": done}}, [2, 6])
+
+
+def test_runs_with_equal_ids_that_were_joined():
+    batch = batch_of([0, 0, 0, 0, 0, 0])
+    batch["collector", "step"] = torch.tensor([4, 5, 6, 4, 5, 6])
+    assert split_trajectories(batch)["action"].tolist() == [[1, 2, 3], [4, 5, 6]]
+    steps = TensorDict({"reward": torch.ones(6, 1), "done": torch.zeros(6, 1, dtype=torch.bool)}, [6])
+    returns = fc.MultiStep(gamma=0.5, n_steps=3)(batch.select("collector").set("next", steps))["next", "reward"][:, 0]
+    assert returns.tolist() == [1.75, 1.5, 1.0] * 2
 
 
 @pytest.mark.parametrize("prefix", [None, "other", ("a", "b")])

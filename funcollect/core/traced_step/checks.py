@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from funcollect.core.state import CollectorState
@@ -12,12 +14,23 @@ from funcollect.interop.jax_setup import import_jax
 
 
 def check_untraced(function: str, values: Any) -> None:
-    """Raise TypeError if JAX traces one of these values, or arrays in them."""
-    if "jax" in sys.modules and any(map(_is_traced, import_jax().tree.leaves(values))):
+    """Raise TypeError inside a transformation of JAX: if it traces one of these values, or anything at all."""
+    if "jax" in sys.modules and (not _untraced()() or any(map(_is_traced, import_jax().tree.leaves(values)))):
         raise TypeError(
             f"funcollect.{function} got values that JAX traces, expected arrays: inside jit, vmap, grad or scan call "
             f"funcollect.traced.{function} over a JAX environment; over others call it outside"
         )
+
+
+@cache
+def _untraced() -> Callable[[], bool]:
+    """What tells that no transformation is under way in this thread; always so if JAX's version lacks it."""
+    import_jax()
+    try:
+        from jax._src.core import trace_state_clean
+    except ImportError:
+        return lambda: True
+    return trace_state_clean
 
 
 def _is_traced(value: Any) -> bool:

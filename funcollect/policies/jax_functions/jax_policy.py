@@ -93,7 +93,7 @@ class JaxPolicy(FunctionPolicy):
         if self._closed_over is None:
             self._closed_over = now
         pairs = zip(self._cells, now, self._closed_over, strict=True)
-        if changed := [name for (name, _), value, before in pairs if value is not before]:
+        if changed := [name for (name, _), value, before in pairs if not _is_same(value, before)]:
             raise PolicyError(
                 f"the policy's function closes over {', '.join(changed)}, set since it was compiled, which has no "
                 "effect: pass what changes in params, or make another policy with funcollect.jax_policy"
@@ -168,6 +168,11 @@ def _array(path: Any, leaf: Any) -> Any:
             "function that took it returned"
         )
     return strong(leaf)
+
+
+def _is_same(one: Any, two: Any) -> bool:
+    """Whether what a closure holds has the same effect: the same object, or an equal number or string."""
+    return one is two or (type(one) is type(two) and isinstance(one, (bool, int, float, str)) and one == two)
 
 
 def _is_still(one: Any, two: Any) -> bool:

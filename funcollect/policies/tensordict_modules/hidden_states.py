@@ -14,6 +14,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from funcollect.arguments import check_arrays
+from funcollect.keys import generator_state, torch_generator
 from funcollect.tree import Path, flatten
 
 _KEEP_STATES = ("OrnsteinUhlenbeckProcessModule", "MultiStepActorWrapper")  # of TorchRL, beside their in_keys
@@ -47,7 +48,9 @@ def reads_what_it_wrote(module: Any) -> bool:
 
 def _keeps_state(part: TensorDictModuleBase) -> bool:
     kind = type(part)
-    return kind.forward.__module__.partition(".")[0] not in _KNOWN or kind.__name__ in _KEEP_STATES
+    return kind.forward.__module__.partition(".")[0] not in _KNOWN or any(
+        base.__name__ in _KEEP_STATES for base in kind.__mro__
+    )
 
 
 def initial_hidden_states(
@@ -108,6 +111,15 @@ def _primed(module: Any) -> dict[Path, Tensor]:
     values: dict[Path, Tensor] = {}
     for part in module.modules() if isinstance(module, nn.Module) else ():
         make = getattr(part, "make_tensordict_primer", None)
-        if make is not None:
-            values |= flatten(make()(TensorDict({}, batch_size=[])))
+        if make is None:
+            continue
+        generator = generator_state(0)
+        with torch_generator(generator):
+            filled = make()(TensorDict({}, batch_size=[]))
+        if not torch.equal(generator, generator_state(0)):
+            raise ValueError(
+                f"{type(part).__name__} draws at random what an episode begins with, expected a fixed state: pass "
+                "funcollect.tensordict_policy(policy, initial_state={...}), or leave that part out"
+            )
+        values |= flatten(filled)
     return values

@@ -60,7 +60,10 @@ def torch_policy(
             ``"inductor"``: likewise, by `torch.compile`, equal to the module itself within rounding. It takes seconds,
             a C++ compiler, and about 15 microseconds per call, so on a CPU it does not pay for a small MLP.
             On all, weights and buffers that change reach the next rollout without compiling again; training and
-            evaluation mode are the module's own at each rollout, and compiled one by one.
+            evaluation mode are the module's own at each rollout, and compiled one by one. So do other changes of the
+            module: submodules, hooks, patched methods, attributes. What a lowered module does not notice, nor workers:
+            attributes and methods set on a class, hooks for all modules, globals, ``__slots__``, and tensors that are
+            neither parameters nor buffers written through ``.data``. Make another policy after such a change.
         device: where the policy runs; unless given, where its parameters are.
 
     Raises:

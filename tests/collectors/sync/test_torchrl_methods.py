@@ -97,3 +97,19 @@ def test_devices_in_a_list_fill_storing_device() -> None:
             assert collector.storing_device == cpu
     with pytest.raises(TypeError, match=r"storing_device is \['cpu', 'cpu'\], expected one device"):
         of("sync", storing_device=["cpu", "cpu"])
+
+
+@pytest.mark.parametrize("kind", [fc.SyncDataCollector, fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector])
+def test_episodes_go_on_where_set_truncated_cuts_them(kind: Any) -> None:
+    env = "CartPole-v1" if kind is fc.SyncDataCollector else ["CartPole-v1"]
+    found: list[list[int]] = []
+    for set_truncated in (False, True):
+        lengths, stats = [], None
+        with kind(env, frames_per_batch=10, total_frames=200, seed=0, set_truncated=set_truncated) as collector:
+            for batch in collector:
+                stats = fc.episode_stats(batch, stats)
+                lengths += stats.lengths.tolist()
+                assert not set_truncated or batch["next", "done"][..., -1, :].all()
+        found.append(lengths)
+    assert found[0] == found[1]
+    assert max(found[0]) > 10

@@ -97,16 +97,20 @@ def test_the_first_episodes_are_those_of_torchrl(lanes: int | None) -> None:
 
 @needs_torchrl
 @theirs_warn
-def test_noise_of_ornstein_and_uhlenbeck_is_correlated() -> None:
+@pytest.mark.parametrize("derived", [False, True])
+def test_noise_of_ornstein_and_uhlenbeck_is_correlated(derived: bool) -> None:
     from torchrl.collectors import Collector
     from torchrl.envs import GymEnv
     from torchrl.modules import OrnsteinUhlenbeckProcessModule
+
+    class Derived(OrnsteinUhlenbeckProcessModule):
+        """A user's own, which changes nothing."""
 
     env = GymEnv("Pendulum-v1")
     actor = TensorDictModule(nn.Linear(3, 1), ["observation"], ["action"])
     for parameter in actor.parameters():
         nn.init.zeros_(parameter)
-    noise = OrnsteinUhlenbeckProcessModule(
+    noise = (Derived if derived else OrnsteinUhlenbeckProcessModule)(
         spec=env.action_spec, sigma=0.2, theta=0.15, eps_init=1.0, eps_end=1.0, annealing_num_steps=10
     )
     policy = TensorDictSequential(actor, noise)
@@ -178,3 +182,18 @@ def test_an_announced_state_begins_with_each_trajectory(name: str, way: Any) -> 
         torch.testing.assert_close(batch["logits"][:, t], logits, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(batch["memory"][:, t], memory, rtol=1e-4, atol=1e-5)
     fc.close(state)
+
+
+@needs_torchrl
+@theirs_warn
+def test_a_start_that_is_drawn_at_random_is_refused() -> None:
+    from torchrl.modules import ConsistentDropoutModule
+
+    layers = [
+        TensorDictModule(nn.Linear(4, 2), ["observation"], ["hidden"]),
+        ConsistentDropoutModule(p=0.5, in_keys="hidden", input_shape=(2,)),
+    ]
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"ConsistentDropoutModule draws at random .* initial_state="):
+        fc.SyncDataCollector("CartPole-v1", TensorDictSequential(*layers), frames_per_batch=8)
+    assert torch.equal(torch.get_rng_state(), before)
