@@ -192,6 +192,7 @@ def test_info_keys_are_recorded_for_every_step():
         assert batch["next", "info", "left"].tolist() == [[2, 4, 6, 2], [2, 4, 2, 4], [2, 4, 6, 8]]
 
 
+@pytest.mark.filterwarnings("ignore:.* begun again from its seed:UserWarning")  # it counts its resets
 @pytest.mark.parametrize("backend", MANY)
 def test_evaluation_takes_the_first_episodes_of_each_lane(backend):
     env = make_counting(backend, {"lengths": (3, 2)}, {"lengths": (40,)}, {"lengths": (1,), "truncated": (0,)})

@@ -125,7 +125,7 @@ def made(case):
     return env, module, policy
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES if SCALE > 1 else [case for case in CASES if case != "brax"])
 def test_against_finite_differences(case):
     env, module, policy = made(case)
     batch, gradients = gradients_of(env, policy, module)
