@@ -39,7 +39,8 @@ def frozen() -> Any:
 
 
 def vectors(kind: Any, factory: Callable[[], Any]) -> Any:
-    return kind([factory] * 2, autoreset_mode=AutoresetMode.DISABLED)
+    spawned = {"context": "spawn"} if kind is AsyncVectorEnv else {}
+    return kind([factory] * 2, autoreset_mode=AutoresetMode.DISABLED, **spawned)
 
 
 def transformed(frozen: bool) -> Any:
@@ -52,7 +53,8 @@ def transformed(frozen: bool) -> Any:
 def several(kind: str) -> Any:
     import torchrl.envs
 
-    return getattr(torchrl.envs, kind)(2, partial(transformed, False))
+    spawned = {"mp_start_method": "spawn"} if kind == "ParallelEnv" else {}
+    return getattr(torchrl.envs, kind)(2, partial(transformed, False), **spawned)
 
 
 def in_torchrl() -> Any:
