@@ -113,7 +113,7 @@ def _seeding(env: Env) -> str:
     if kept := statistics_of(env):
         return (
             f"{env.seeding}, but {kept}: data depend on every step since init, not on how a run is cut into batches; "
-            "workers, and simulators made anew (by init, by a collector that resumes), have statistics of their own"
+            "each worker has its own statistics, and new simulators (init, a resumed collector) begin without any"
         )
     return f"{env.seeding}: {_SEEDING[env.seeding]}"
 

@@ -36,20 +36,27 @@ def running_statistics(env: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(type(part).__name__ for part in _parts(env) if _updates_statistics(part)))
 
 
-def _parts(env: Any) -> Iterator[Any]:
-    """`env` and what it wraps: wrappers, transforms, the first lane; built and closed again if it lives elsewhere."""
+def _parts(env: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """`env` and what it wraps: wrappers, transforms, the first lane; built and closed again if it lives elsewhere.
+
+    Parts may refer to each other in a circle; `seen` has the ids of those that were met.
+    """
+    seen = set() if seen is None else seen
+    if id(env) in seen:
+        return
+    seen.add(id(env))
     yield env
     own = getattr(env, "__dict__", {})
     inner = [value for value in own.values() if hasattr(type(value), "step") and hasattr(type(value), "reset")]
     for part in [*inner, *own.get("_modules", {}).values()]:
-        yield from _parts(part)
+        yield from _parts(part, seen)
     lanes = own.get("envs") or own.get("_envs")
     factories = own.get("env_fns") or own.get("create_env_fn")
     if lanes:
-        yield from _parts(lanes[0])
+        yield from _parts(lanes[0], seen)
     elif factories:
         lane = factories[0]()
-        yield from _parts(lane)
+        yield from _parts(lane, seen)
         lane.close()
 
 

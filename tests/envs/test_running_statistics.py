@@ -163,6 +163,12 @@ def test_an_environment_of_ones_own_that_keeps_something_is_warned_of() -> None:
         assert len(fc.evaluate(env, fc.random_policy(env), episodes=3, seed=0)) == 3
 
 
+def test_parts_may_refer_to_each_other() -> None:
+    env = gymnasium.make("CartPole-v1")
+    env.unwrapped.outermost = env  # type: ignore[attr-defined]
+    assert fc.make_env(env).running_statistics == ()
+
+
 def test_they_are_recognised_behind_any_attribute() -> None:
     assert fc.make_env(lambda: Holds(gymnasium.make("CartPole-v1"))).running_statistics == ("NormalizeObservation",)
 

@@ -165,7 +165,7 @@ WEIGHTS = jax.numpy.ones((4, 2))
 COLLECTOR = {"create_env_fn": "CartPole-v1", "policy": None, "frames_per_batch": 8}
 CATEGORICAL = fc.heads.categorical
 
-# How each public callable is called well. What is a function here is called anew each time.
+# Good arguments for each public callable. Each function is called again for each test.
 GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "Collector": lambda: COLLECTOR,
     "MultiSyncCollector": lambda: COLLECTOR | {"create_env_fn": ["CartPole-v1"]},

@@ -24,7 +24,7 @@ def check_untraced(function: str, values: Any) -> None:
 
 @cache
 def _untraced() -> Callable[[], bool]:
-    """What tells that no transformation is under way in this thread; always so if JAX's version lacks it."""
+    """JAX's function that reports whether this thread is outside all transformations; always True if JAX lacks it."""
     import_jax()
     try:
         from jax._src.core import trace_state_clean

@@ -111,8 +111,8 @@ class HostEnv:
         opener: makes the simulators.
         forking: how `fork` copies them: by replaying episodes from their seeds, by a full snapshot (the simulators are
             `SnapshotSimulators`), or not at all.
-        running_statistics: the wrappers that normalise by statistics of their own, updated over episodes. Simulators
-            made anew lack these statistics, so such an environment is neither evaluated nor forked.
+        running_statistics: the wrappers that normalise by statistics of their own, updated over episodes. New
+            simulators lack these statistics, so `evaluate` and `fork` refuse such an environment.
     """
 
     label: str
