@@ -10,7 +10,7 @@ FUNCOLLECT_SCALE ?= 1
 export FUNCOLLECT_SCALE
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 
-.PHONY: demo test test-newest test-oldest test-gpu-machine tests-1 tests-2 test-notebooks soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
+.PHONY: demo test test-newest test-oldest test-gpu-machine tests-ray tests-1 tests-2 test-ray soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -39,21 +39,27 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# What CI runs on two cores: checks of the code, the first tests and then the notebooks on one, the other tests beside.
-FIRST_TESTS := tests/collectors tests/docs tests/interop tests/contracts/test_changed_modules.py
-IN_PARALLEL = $(MAKE) --no-print-directory --jobs=2 --output-sync=target
+# What CI runs on two cores, in three parts at once: whatever starts Ray, which waits half of its time, and two others.
+RAY_TESTS := tests/collectors/ray tests/docs funcollect/collectors/ray_collector.py
+FIRST_TESTS := tests/collectors tests/contracts tests/envs tests/interop
+IN_PARALLEL = $(MAKE) --no-print-directory --jobs=3 --output-sync=target
+PYTEST = $(BIN)/python -m pytest
+IGNORE = $(addprefix --ignore=,$(1))
 
 test: $(VENV)/.test
-	$(IN_PARALLEL) lint tests-2 tests-1 test-notebooks
+	$(IN_PARALLEL) test-ray tests-2 tests-1 lint
 
-test-notebooks: $(VENV)/.test
-	$(BIN)/python -m pytest --nbmake --nbmake-timeout=1200 notebooks
+test-ray: tests-ray
+	$(PYTEST) --nbmake --nbmake-timeout=1200 notebooks
+
+tests-ray: $(VENV)/.test
+	$(PYTEST) $(RAY_TESTS)
 
 tests-1: $(VENV)/.test
-	$(BIN)/python -m pytest $(FIRST_TESTS)
+	$(PYTEST) $(call IGNORE,$(RAY_TESTS)) $(FIRST_TESTS)
 
 tests-2: $(VENV)/.test
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(FIRST_TESTS)) tests funcollect
+	$(PYTEST) $(call IGNORE,$(RAY_TESTS) $(FIRST_TESTS)) tests funcollect
 
 # The same suite with other versions, each set in an environment of its own. What needs a package that a set lacks is
 # left out. TorchRL wants tensordict below 0.15, so the newest versions are two sets: with TorchRL and without it.
@@ -112,7 +118,7 @@ notebooks: $(VENV)/.test
 # The issues' full counts; the output is kept beside the benchmarks' results.
 soak: FUNCOLLECT_SCALE = 10
 soak: $(VENV)/.test
-	set -o pipefail; PYTEST_ADDOPTS=-q $(IN_PARALLEL) tests-1 tests-2 2>&1 | tee benchmarks/results/soak.txt
+	set -o pipefail; PYTEST_ADDOPTS=-q $(IN_PARALLEL) tests-ray tests-2 tests-1 2>&1 | tee benchmarks/results/soak.txt
 
 bench: $(VENV)/.test
 	for name in imports memory overhead collect suites torchrl fused policies replay workers ray; do $(BIN)/python -m benchmarks $$name || exit 1; done

@@ -16,7 +16,7 @@ from tests.support.cases import mlp
 from tests.support.compare import assert_same, collect, leaves
 from tests.support.plain import check_lane, plain_loop
 
-LENGTHS = (10, 1, 13)
+LENGTHS = (12, 1, 12)
 STEPS = sum(LENGTHS)
 BOX = spaces.Box(-1, 1, (2,), np.float32)
 

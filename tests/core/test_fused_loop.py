@@ -1,6 +1,7 @@
 """Rollouts of JAX environments, against a plain Python loop over the same functions."""
 
 import functools
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from tests.support.jax_counting import begin, counting, counting_policy, plain_l
 from tests.support.running import SCALE
 
 CUTS = [1, 2, 7, 64, 200]
+NUM_ENVS = (None, 1, 3, 8) if SCALE > 1 else (None, 3)
 
 
 @functools.cache
@@ -38,7 +40,7 @@ def lanes_of(batch):
     return [batch] if batch.batch_dims == 1 else list(batch)
 
 
-@pytest.mark.parametrize("num_envs", [None, 1, 3, 8])
+@pytest.mark.parametrize("num_envs", NUM_ENVS)
 def test_every_leaf_equals_the_plain_loop(num_envs):
     env, policy = foretold(num_envs)
     batch = collect(env, policy, *CUTS, seed=5)
@@ -66,8 +68,9 @@ def test_cartpole_equals_the_plain_loop_within_an_episode(num_envs):
             torch.testing.assert_close(rows[path], leaf, rtol=0, atol=1e-4 if leaf.is_floating_point() else 0)
 
 
-@pytest.mark.parametrize("num_envs", [None, 1, 3, 8] if SCALE > 1 else [None, 3])
-@pytest.mark.parametrize("make", [cartpole, foretold])
+@pytest.mark.parametrize(
+    ("make", "num_envs"), product((cartpole, foretold), NUM_ENVS) if SCALE > 1 else [(cartpole, None), (foretold, 3)]
+)
 def test_a_cut_of_the_run_does_not_show(make, num_envs):
     env, policy = make(num_envs)
     rising = collect(env, policy, *CUTS)

@@ -169,7 +169,11 @@ def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
     jnp = jax.numpy
     physics, (starts, roots), next_start_used = state.env_state
     refill = (mask & next_start_used).any()
-    start_anew = partial(begin, env, keys, state.lane, state.episode + 1)
+
+    def start_anew() -> tuple[Any, Any]:
+        # The sum stands in here: outside of the branch, XLA makes a step of few lanes take half as long again.
+        return begin(env, keys, state.lane, state.episode + 1)
+
     try:
         starts, roots = jax.lax.cond(refill, start_anew, lambda: (starts, roots))
     except TypeError as error:
