@@ -108,19 +108,20 @@ class TensorDictActor:
             written = self._call_parts(self._parts)
         else:
             written = self._written(t)
-        action = written[self._action_at]
+        action = batched(written[self._action_at]) if self._single else written[self._action_at]
         if t == 0 or action.shape[1:] != self._actor_inputs.spec.shape:
             check_action(action, self._actor_inputs.spec, self._actor_inputs.num_envs)
             check_tensor(action)
         if self._stateful:
-            self._recorder.append((*written, *self._given().values()))
-            self._carry(written)
+            given = self._given().values()
+            self._recorder.append((*written, *([leaf[0] for leaf in given] if self._single else given)))
+            self._carry(tuple(map(batched, written)) if self._single else written)
         else:
             self._recorder.append(written)
         return action
 
     def _begin(self) -> tuple[Tensor, ...]:
-        """The first step, which fixes what is recorded."""
+        """The first step, which fixes what is recorded: outputs as the module gives them, [P, ...] or [...] of one."""
         inputs = self._read()
 
         def run() -> dict[Path, Any]:
@@ -133,9 +134,7 @@ class TensorDictActor:
             self._values = {key_of(path): leaf[0] if self._single else leaf for path, leaf in inputs.items()}
             outputs, as_good = EquivalenceCheck(self._parts, self._values).compare(run)
             self._parts = self._parts if as_good else None
-        if self._single:
-            outputs = {path: batched(leaf) for path, leaf in outputs.items()}
-        self._check(outputs)
+        self._check({path: batched(leaf) for path, leaf in outputs.items()} if self._single else outputs)
         self._names = sorted(path for path, leaf in outputs.items() if isinstance(leaf, Tensor))
         self._keys = list(map(key_of, self._names))
         self._action_at = self._names.index(("action",))
@@ -145,8 +144,7 @@ class TensorDictActor:
         values = self._values.copy()
         for part in parts:
             part.run(values)
-        written = tuple([values[key] for key in self._keys])
-        return tuple(map(batched, written)) if self._single else written
+        return tuple([values[key] for key in self._keys])
 
     def _written(self, t: int) -> tuple[Tensor, ...]:
         answer = run_module(self._module, self._read(), self._device, single=self._single)
@@ -157,7 +155,7 @@ class TensorDictActor:
                 f"step {t} of this batch: the policy wrote {names_of(outputs)} after "
                 f"{names_of(self._names)}: write the same keys at every step"
             )
-        return tuple(map(batched, written)) if self._single else written
+        return written
 
     def _carry(self, written: Sequence[Tensor]) -> None:
         if self._hidden or self._carries:
@@ -194,7 +192,10 @@ class TensorDictActor:
     def finish(self) -> tuple[TorchPolicyState, Columns]:
         """The next policy state and every output, [T, P, ...]."""
         names = [*self._names, *self._given()]
-        columns = dict(zip(names, self._recorder.columns(), strict=True))
+        recorded = self._recorder.columns()
+        columns = dict(
+            zip(names, [column.unsqueeze(1) for column in recorded] if self._single else recorded, strict=True)
+        )
         if self._first is not None:
             columns["next", *INIT] = torch.zeros_like(columns[INIT])
         hidden, carried = (
