@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from functools import partial
-from types import ModuleType
 from typing import Any, get_args
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.core import traced
-from funcollect.core.loops import crossing, fused, host, tensor
+from funcollect.core.loops import Loop, crossing, fused, host, tensor
 from funcollect.core.request import Request
 from funcollect.core.routes import route_of, run_embedded
-from funcollect.core.simulators.forking import fork_simulation
-from funcollect.core.simulators.simulation import Simulation, SimulatorHandle
-from funcollect.core.state import CollectorState, check_origin, fresh_counters, origin_of, policy_start
+from funcollect.core.simulators.simulation import SimulatorHandle
+from funcollect.core.state import CollectorState, all_lanes, check_origin, device_of
 from funcollect.core.traced_step.checks import check_live, check_one_run, check_untraced
-from funcollect.envs.jax_envs.jax_env import JaxEnv, JaxEnvState
-from funcollect.interop.jax_setup import compiled
-from funcollect.keys import Key, key_from_seed
+from funcollect.envs.jax_envs.jax_env import JaxEnvState
+from funcollect.keys import key_from_seed
 from funcollect.messages import shown
-from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
 from funcollect.specs import Backend, Env, ExplorationType, Policy
-from funcollect.tree import select
 
-_LOOPS: dict[str, ModuleType] = {"host": host, "torch": tensor, "fused": fused, "crossing": crossing}
+_LOOPS: dict[str, Loop] = {"host": host, "torch": tensor, "fused": fused, "crossing": crossing}
+_STATES: dict[Backend, Loop] = {"host": host, "torch": tensor, "jax": fused}  # by the kind of state
 
 
 def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:
@@ -58,47 +52,7 @@ def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:
 def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, total_lanes: int) -> CollectorState:
     """`init`, for a checked pair, of the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`."""
     check_untraced("init", seed)
-    key = key_from_seed(seed)
-    count = env.num_envs or 1
-    if env.backend == "jax":
-        return _init_jax(env, policy, key, first_lane, total_lanes)  # type: ignore[arg-type]
-    policy_state = policy_start(policy, key, count, first_lane)
-    lane = torch.arange(first_lane, first_lane + count)
-    counters = fresh_counters(count, getattr(env, "device", "cpu"))
-    if env.backend == "host":
-        simulation = Simulation(env, key, lane)  # type: ignore[arg-type]
-        try:
-            simulation.restart(range(count))
-        except BaseException:
-            simulation.close()
-            raise
-        env_state: Any = simulation.release()
-        observation = simulation.observation()
-    else:
-        lane = lane.to(counters["episode"].device)
-        env_state = env.reset(key, lane, counters["episode"])  # type: ignore[attr-defined]
-        observation = tensor.root_of(env, env_state)  # type: ignore[arg-type]
-        tensor.check_root(env, observation, count)  # type: ignore[arg-type]
-    return CollectorState(
-        env_state=env_state,
-        observation=observation,
-        policy_state=policy_state,
-        key=key,
-        lane=lane,
-        total_lanes=total_lanes,
-        origin=origin_of(env),
-        **counters,
-    )
-
-
-def _init_jax(env: JaxEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
-    """The policy's state is made outside: it may hold tensors, and reads the key's number."""
-
-    def first(key: Any, lane: Any) -> CollectorState:
-        return traced.init(env, RandomPolicy(env.action_spec), None, key=key, first_lane=lane, total_lanes=total_lanes)
-
-    state: CollectorState = compiled(env, ("init", total_lanes), first)(key, first_lane)
-    return state.replace(policy_state=policy_start(policy, key, state.num_lanes, first_lane))
+    return _STATES[env.backend].init(env, policy, key_from_seed(seed), first_lane, total_lanes)
 
 
 def check_pair(env: Any, policy: Any) -> None:
@@ -174,11 +128,10 @@ def run(
     check_state(env, state, function)
     check_untraced(function, policy.params if policy.backend == "jax" and request.params is None else request.params)
     route = route_of(env, policy, request.exploration_type)
-    loop = _LOOPS[route.loop].run
+    loop = _LOOPS[route.loop]
     if isinstance(route.policy, EmbeddedPolicy) and route.policy is not policy:
-        return run_embedded(loop, env, route.policy, state, request)
-    result: tuple[CollectorState, TensorDict] = loop(env, route.policy, state, request)
-    return result
+        return run_embedded(loop.run, env, route.policy, state, request)
+    return loop.run(env, route.policy, state, request)
 
 
 def step(
@@ -207,7 +160,9 @@ def reset(env: Env, state: CollectorState, mask: Tensor | None = None) -> Collec
         ValueError: for a mask of another shape or dtype.
         StaleStateError: if the state has been superseded by a later one.
     """
-    return _begin_episodes(env, state, mask)
+    check_state(env, state, "reset")
+    check_untraced("reset", mask)
+    return _STATES[env.backend].reset(env, state, _checked_mask(mask, state))
 
 
 def recover(env: Env, state: CollectorState) -> CollectorState:
@@ -229,39 +184,15 @@ def recover(env: Env, state: CollectorState) -> CollectorState:
     >>> state.traj_ids.tolist(), recovered.traj_ids.tolist()
     ([2], [3])
     """
-    return _begin_episodes(env, state, None, stale=True)
-
-
-def _begin_episodes(env: Env, state: CollectorState, mask: Tensor | None, *, stale: bool = False) -> CollectorState:
     check_state(env, state, "reset")
-    check_untraced("reset", mask)
-    lanes = _checked_mask(mask, state)
-    if env.backend == "host":
-        return _reset_host(state, lanes, stale=stale)
-    if env.backend == "jax":
-        return _reset_jax(env, state, lanes)  # type: ignore[arg-type]
-    episode = state.episode + lanes
-    fresh = env.reset(state.key, state.lane, episode)  # type: ignore[attr-defined]
-    root = tensor.root_of(env, fresh)  # type: ignore[arg-type]
-    return state.replace(
-        env_state=select(lanes, fresh, state.env_state),
-        observation=select(lanes, root, dict(state.observation)),
-        **_reset_counters(state, lanes, episode),
-    )
-
-
-def _reset_jax(env: JaxEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
-    restart = compiled(env, "reset", partial(traced.reset, env), place=fused.place_of(state))
-    after: CollectorState = restart(state.replace(policy_state=None), lanes.numpy())
-    return after.replace(policy_state=state.policy_state)
+    return _STATES[env.backend].recover(env, state)
 
 
 def _checked_mask(mask: Tensor | None, state: CollectorState) -> Tensor:
-    device = state.lane.device if isinstance(state.lane, Tensor) else "cpu"
     if mask is None:
-        return torch.ones(state.num_lanes, dtype=torch.bool, device=device)
+        return all_lanes(state)
     try:
-        mask = torch.as_tensor(mask, device=device)
+        mask = torch.as_tensor(mask, device=device_of(state))
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"mask is {shown(mask)}, expected bool {tuple(state.lane.shape)}: one flag per lane"
@@ -271,30 +202,6 @@ def _checked_mask(mask: Tensor | None, state: CollectorState) -> Tensor:
             f"mask is {mask.dtype} {tuple(mask.shape)}, expected bool {tuple(state.lane.shape)}: pass one flag per lane"
         )
     return mask
-
-
-def _reset_counters(state: CollectorState, lanes: Tensor, episode: Tensor) -> dict[str, Tensor]:
-    wide = lanes.reshape(-1, *[1] * (state.returns.ndim - 1))
-    return {
-        "episode": episode,
-        "step": torch.where(lanes, 0, state.step),
-        "returns": torch.where(wide, 0.0, state.returns),
-        "terminated": state.terminated & ~lanes,
-        "truncated": state.truncated & ~lanes,
-    }
-
-
-def _reset_host(state: CollectorState, lanes: Tensor, *, stale: bool) -> CollectorState:
-    simulation: Simulation = state.env_state.claim(stale=stale)
-    simulation.simulators.rows.set(state.observation)
-    simulation.restart(lanes.nonzero()[:, 0].tolist())
-    simulation.action_log.ages = torch.where(lanes, 0, simulation.action_log.ages)
-    return state.replace(
-        env_state=simulation.release(),
-        observation=simulation.observation(),
-        steps=max(simulation.steps, state.steps),
-        **_reset_counters(state, lanes, torch.tensor(simulation.episodes)),
-    )
 
 
 def fork(env: Env, state: CollectorState) -> CollectorState:
@@ -310,11 +217,7 @@ def fork(env: Env, state: CollectorState) -> CollectorState:
         ValueError: for an environment instance that cannot be rebuilt.
     """
     check_state(env, state, "fork")
-    if env.backend != "host":
-        return state
-    handle: SimulatorHandle = state.env_state
-    handle.check()
-    return state.replace(env_state=fork_simulation(handle.simulation, state))
+    return _STATES[env.backend].fork(env, state)
 
 
 def close(state: CollectorState) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -135,15 +136,39 @@ def trajectory_ids(lane: Integers, episode: Integers, total_lanes: int) -> Integ
     return first + episode * total_lanes
 
 
-def fresh_counters(num_lanes: int, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The per-lane counters of lanes that all begin their first episode."""
-    return {
-        "episode": torch.zeros(num_lanes, dtype=torch.int64, device=device),
-        "step": torch.zeros(num_lanes, dtype=torch.int64, device=device),
-        "returns": torch.zeros(num_lanes, dtype=torch.float64, device=device),
-        "terminated": torch.zeros(num_lanes, dtype=torch.bool, device=device),
-        "truncated": torch.zeros(num_lanes, dtype=torch.bool, device=device),
-    }
+def first_state(env: Any, *, key: Key, lane: Tensor, total_lanes: int, **parts: Any) -> CollectorState:
+    """The state of lanes [P] that all begin their first episode, over tensors on the device of `lane`.
+
+    Args:
+        env: the environment.
+        key: of the run.
+        lane: the lanes' ids.
+        total_lanes: how many lanes there are over all workers.
+        **parts: the other fields without a count: `env_state`, `observation` and `policy_state`.
+    """
+    zeros = partial(torch.zeros, len(lane), device=lane.device)
+    return CollectorState(
+        key=key,
+        lane=lane,
+        episode=zeros(dtype=torch.int64),
+        step=zeros(dtype=torch.int64),
+        returns=zeros(dtype=torch.float64),
+        terminated=zeros(dtype=torch.bool),
+        truncated=zeros(dtype=torch.bool),
+        total_lanes=total_lanes,
+        origin=origin_of(env),
+        **parts,
+    )
+
+
+def all_lanes(state: CollectorState) -> Tensor:
+    """The mask [P] of all lanes, where the state is; on the CPU for a state over JAX."""
+    return torch.ones(state.num_lanes, dtype=torch.bool, device=device_of(state))
+
+
+def device_of(state: CollectorState) -> torch.device:
+    """Where masks of lanes lie: with a state over tensors, else on the CPU."""
+    return state.lane.device if isinstance(state.lane, Tensor) else torch.device("cpu")
 
 
 def _flatten(state: CollectorState) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...]]:

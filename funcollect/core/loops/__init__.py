@@ -1,1 +1,39 @@
 """The loops that run a policy in an environment, one module for each way to run."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from funcollect.core.request import Request
+from funcollect.core.state import CollectorState
+from funcollect.keys import Key
+from funcollect.specs import Policy
+
+
+class Loop(Protocol):
+    """The five functions of each of these modules; `env` is of the kind that the loop drives."""
+
+    def init(self, env: Any, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
+        """The first state of the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`."""
+        ...
+
+    def reset(self, env: Any, state: CollectorState, lanes: Tensor) -> CollectorState:
+        """The lanes of the mask [P] begin another episode."""
+        ...
+
+    def recover(self, env: Any, state: CollectorState) -> CollectorState:
+        """All lanes begin another episode, also from a stale state."""
+        ...
+
+    def fork(self, env: Any, state: CollectorState) -> CollectorState:
+        """An independent copy of the state."""
+        ...
+
+    def run(
+        self, env: Any, policy: Policy, state: CollectorState, request: Request
+    ) -> tuple[CollectorState, TensorDict]:
+        """The next state and the batch of a rollout."""
+        ...

@@ -19,7 +19,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.core.loops.fused import FLAGS, bucket, place_of, to_batch
+from funcollect.core.loops.fused import FLAGS, bucket, fork, init, place_of, recover, reset, to_batch
 from funcollect.core.request import Request, open_actor
 from funcollect.core.state import CollectorState
 from funcollect.core.traced_step.batch import cast, dtypes_of, widen
@@ -35,9 +35,11 @@ from funcollect.policies.random_policy import RandomPolicy
 from funcollect.specs import ActionSpec, Policy, assemble
 from funcollect.tree import Path
 
+__all__ = ["fork", "init", "recover", "reset", "run"]  # the state is that of the fused loop
+
 
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
-    """`rollout` for a JAX environment and a Torch policy."""
+    """`funcollect.rollout`."""
     loop = _CrossingLoop(env, state, request)
     actor = open_actor(env, policy, _on_host(state), request, loop.observation)
     recurrent = getattr(state.policy_state, "recurrent", state.policy_state)

@@ -125,6 +125,18 @@ def _freezes(
     return after, age + live.shape[1]
 
 
+def reset_counters(state: CollectorState, lanes: Tensor, episode: Tensor) -> dict[str, Tensor]:
+    """The counters after the lanes of the mask [P] began another episode; `episode` [P] are the new numbers."""
+    wide = lanes.reshape(-1, *[1] * (state.returns.ndim - 1))
+    return {
+        "episode": episode,
+        "step": torch.where(lanes, 0, state.step),
+        "returns": torch.where(wide, 0.0, state.returns),
+        "terminated": state.terminated & ~lanes,
+        "truncated": state.truncated & ~lanes,
+    }
+
+
 def _open_returns(state: CollectorState, reward: Tensor, start: Array) -> Array:
     """The rewards since the row `start` [P], summed in order: no cut of a run shows in the sum."""
     rewards = reward.cpu().numpy()

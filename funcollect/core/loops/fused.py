@@ -10,8 +10,9 @@ from typing import Any
 from tensordict import TensorDict
 from torch import Tensor
 
+from funcollect.core import traced
 from funcollect.core.request import Request
-from funcollect.core.state import CollectorState
+from funcollect.core.state import CollectorState, all_lanes, policy_start
 from funcollect.core.traced_step.batch import as_batch, cast, dtypes_of, widen
 from funcollect.core.traced_step.keys import run_keys
 from funcollect.core.traced_step.step import Row, StepConfig, make_step_config, step
@@ -21,8 +22,10 @@ from funcollect.interop import words
 from funcollect.interop.bridge import torch_view
 from funcollect.interop.device_memory import naming_memory
 from funcollect.interop.jax_setup import compiled, import_jax
+from funcollect.keys import Key
 from funcollect.policies.actors.checks import finish_columns
 from funcollect.policies.jax_functions.program import PROBE
+from funcollect.policies.random_policy import RandomPolicy
 from funcollect.specs import Policy
 from funcollect.tree import Path
 
@@ -30,8 +33,35 @@ FLAGS = [("terminated",), ("truncated",), ("done",)]
 _CONSTANT = [("collector", "lane"), ("collector", "policy_version")]
 
 
+def init(env: JaxEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
+    """`funcollect.init`. The policy's state is made outside: it may hold tensors, and reads the key's number."""
+
+    def first(key: Any, lane: Any) -> CollectorState:
+        return traced.init(env, RandomPolicy(env.action_spec), None, key=key, first_lane=lane, total_lanes=total_lanes)
+
+    state: CollectorState = compiled(env, ("init", total_lanes), first)(key, first_lane)
+    return state.replace(policy_state=policy_start(policy, key, state.num_lanes, first_lane))
+
+
+def reset(env: JaxEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
+    """`funcollect.reset` of the lanes of a mask [P]."""
+    restart = compiled(env, "reset", partial(traced.reset, env), place=place_of(state))
+    after: CollectorState = restart(state.replace(policy_state=None), lanes.numpy())
+    return after.replace(policy_state=state.policy_state)
+
+
+def recover(env: JaxEnv, state: CollectorState) -> CollectorState:
+    """`funcollect.recover`: states are values and never stale."""
+    return reset(env, state, all_lanes(state))
+
+
+def fork(env: JaxEnv, state: CollectorState) -> CollectorState:
+    """`funcollect.fork`: the state itself, which is a value."""
+    return state
+
+
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
-    """`rollout` for a JAX environment."""
+    """`funcollect.rollout`."""
     loop = program(env, policy, state, request)
     with naming_memory(f"a rollout of {request.length:,} steps of {state.num_lanes:,} environments"):
         after, columns = loop(policy.prepare(request.params), state, request.length)

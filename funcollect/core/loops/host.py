@@ -12,21 +12,74 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.core.loops.delivery import RolloutColumns, count, deliver
+from funcollect.core.loops.delivery import RolloutColumns, count, deliver, reset_counters
 from funcollect.core.request import Request, open_actor
+from funcollect.core.simulators.forking import fork_simulation
 from funcollect.core.simulators.simulation import Simulation, SimulatorHandle
-from funcollect.core.state import CollectorState
+from funcollect.core.state import CollectorState, all_lanes, first_state, policy_start
 from funcollect.envs.host.host_env import Column, HostEnv, Outcome, check_outcome, check_rewards
 from funcollect.envs.host.rows import Array, Rows
 from funcollect.errors import EnvError
+from funcollect.keys import Key
 from funcollect.messages import shown
 from funcollect.policies.actors.actor import Actor
 from funcollect.specs import Policy
 from funcollect.tree import Path
 
 
+def init(env: HostEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
+    """`funcollect.init`: simulators opened and reset."""
+    lane = torch.arange(first_lane, first_lane + (env.num_envs or 1))
+    policy_state = policy_start(policy, key, len(lane), first_lane)
+    simulation = Simulation(env, key, lane)
+    try:
+        simulation.restart(range(len(lane)))
+    except BaseException:
+        simulation.close()
+        raise
+    return first_state(
+        env,
+        key=key,
+        lane=lane,
+        total_lanes=total_lanes,
+        env_state=simulation.release(),
+        observation=simulation.observation(),
+        policy_state=policy_state,
+    )
+
+
+def reset(env: HostEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
+    """`funcollect.reset` of the lanes of a mask [P]."""
+    return _begin_episodes(state, lanes, stale=False)
+
+
+def recover(env: HostEnv, state: CollectorState) -> CollectorState:
+    """`funcollect.recover`: also from a handle that is superseded by a later one."""
+    return _begin_episodes(state, all_lanes(state), stale=True)
+
+
+def _begin_episodes(state: CollectorState, lanes: Tensor, *, stale: bool) -> CollectorState:
+    simulation: Simulation = state.env_state.claim(stale=stale)
+    simulation.simulators.rows.set(state.observation)
+    simulation.restart(lanes.nonzero()[:, 0].tolist())
+    simulation.action_log.ages = torch.where(lanes, 0, simulation.action_log.ages)
+    return state.replace(
+        env_state=simulation.release(),
+        observation=simulation.observation(),
+        steps=max(simulation.steps, state.steps),
+        **reset_counters(state, lanes, torch.tensor(simulation.episodes)),
+    )
+
+
+def fork(env: HostEnv, state: CollectorState) -> CollectorState:
+    """`funcollect.fork`: the simulators rebuilt, and brought to where these are."""
+    handle: SimulatorHandle = state.env_state
+    handle.check()
+    return state.replace(env_state=fork_simulation(handle.simulation, state))
+
+
 def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
-    """`rollout` for a host environment."""
+    """`funcollect.rollout`."""
     handle: SimulatorHandle = state.env_state
     handle.check()
     rows = handle.simulation.simulators.rows

@@ -9,14 +9,48 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.core.loops.delivery import RolloutColumns, count, deliver
+from funcollect.core.loops.delivery import RolloutColumns, count, deliver, reset_counters
 from funcollect.core.request import Request, open_actor
-from funcollect.core.state import CollectorState
+from funcollect.core.state import CollectorState, all_lanes, first_state, policy_start
 from funcollect.envs.torch_envs.torch_env import TorchEnv, TorchEnvState, TorchStep
 from funcollect.errors import EnvError
 from funcollect.interop.memory import aligned, fixed
+from funcollect.keys import Key
 from funcollect.specs import Policy, assemble, disassemble
 from funcollect.tree import Path, select
+
+
+def init(env: TorchEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
+    """`funcollect.init`."""
+    count = env.num_envs or 1
+    policy_state = policy_start(policy, key, count, first_lane)
+    lane = torch.arange(first_lane, first_lane + count, device=env.device)
+    env_state = env.reset(key, lane, torch.zeros_like(lane))
+    observation = root_of(env, env_state)
+    check_root(env, observation, count)
+    parts = {"env_state": env_state, "observation": observation, "policy_state": policy_state}
+    return first_state(env, key=key, lane=lane, total_lanes=total_lanes, **parts)
+
+
+def reset(env: TorchEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
+    """`funcollect.reset` of the lanes of a mask [P]."""
+    episode = state.episode + lanes
+    fresh = env.reset(state.key, state.lane, episode)
+    return state.replace(
+        env_state=select(lanes, fresh, state.env_state),
+        observation=select(lanes, root_of(env, fresh), dict(state.observation)),
+        **reset_counters(state, lanes, episode),
+    )
+
+
+def recover(env: TorchEnv, state: CollectorState) -> CollectorState:
+    """`funcollect.recover`: states are values and never stale."""
+    return reset(env, state, all_lanes(state))
+
+
+def fork(env: TorchEnv, state: CollectorState) -> CollectorState:
+    """`funcollect.fork`: the state itself, which is a value."""
+    return state
 
 
 def root_of(env: TorchEnv, env_state: TorchEnvState) -> dict[Path, Tensor]:
@@ -60,7 +94,7 @@ def check_step(env: TorchEnv, answer: TorchStep, num_lanes: int) -> None:
 
 
 def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
-    """`rollout` for a Torch environment."""
+    """`funcollect.rollout`."""
     loop = _TensorLoop(env, state, request)
     actor = open_actor(env, policy, state, request, loop.observation(policy.backend))
     with actor.running():
