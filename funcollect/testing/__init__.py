@@ -1,7 +1,5 @@
-"""Conformance: one call that the author of an adapter, a policy or a collector runs."""
+"""Conformance: one call that the author of an adapter or a policy runs."""
 
-from funcollect.testing.collectors.check_collector import CHECKS as COLLECTOR_CHECKS
-from funcollect.testing.collectors.check_collector import check_collector
 from funcollect.testing.envs.check_env import CHECKS as ENV_CHECKS
 from funcollect.testing.envs.check_env import check_env
 from funcollect.testing.policies.check_policy import CHECKS as POLICY_CHECKS
@@ -9,11 +7,9 @@ from funcollect.testing.policies.check_policy import check_policy
 from funcollect.testing.report import Report
 
 __all__ = [
-    "COLLECTOR_CHECKS",
     "ENV_CHECKS",
     "POLICY_CHECKS",
     "Report",
-    "check_collector",
     "check_env",
     "check_policy",
 ]

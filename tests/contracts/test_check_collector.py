@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import funcollect as fc
-from funcollect.testing import COLLECTOR_CHECKS, check_collector
 from tests.support import faulty_collectors as faulty
 from tests.support.cases import mlp
+from tests.support.check_collector import COLLECTOR_CHECKS, check_collector
 from tests.support.faulty_envs import Walk
 from tests.support.running import scaled
 

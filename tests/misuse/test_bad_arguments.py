@@ -258,7 +258,6 @@ NOT_CALLED = {
     *("Env", "Policy", "heads.Head", "storages.Storage", "samplers.Sampler"),  # protocols
     *("envs.TorchEnv", "envs.Transition"),  # to derive from, and to be filled by environments
     "make_env",  # whatever describes an environment: its adapters are called by themselves
-    "testing.check_collector",  # an internal tool
 }
 NOT_BAD = {  # callable, argument and value that are good all the same
     *((name, argument, "-1") for name in ("Collector",) for argument in ("max_frames_per_traj", "init_random_frames")),

@@ -17,6 +17,7 @@ from funcollect.collectors.processes.fork_server import program
 from funcollect.collectors.workers.batch_layout import joined
 from funcollect.core.api import init_lanes
 from tests.support.cases import make_env
+from tests.support.check_collector import check_collector
 from tests.support.compare import assert_same
 from tests.support.counting import always, check
 from tests.support.faulty_workers import Failing, Plain, Uneven, stumble
@@ -191,7 +192,7 @@ def test_a_worker_that_takes_anothers_place_draws_other_numbers_than_that_did(tm
 @pytest.mark.filterwarnings("ignore:the reader keeps every batch")
 @pytest.mark.parametrize("kind", COLLECTORS)
 def test_check_collector(kind):
-    report = fc.testing.check_collector(
+    report = check_collector(
         kind, create_env_fn=["CartPole-v1"] * 2, policy=policy_for("CartPole-v1", "torch_mlp", 2), frames_per_batch=40,
         create_env_kwargs={"num_envs": 2}, in_process=False, batches=3 if kind is SYNC else 12,
     )  # fmt: skip

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from funcollect.testing.collectors.collecting import CollectorTrial, expect_same_lanes, ids_of, lanes_of, take
 from funcollect.testing.compare import expect_equal
 from funcollect.testing.contract import (
     expect_chained,
@@ -17,6 +16,7 @@ from funcollect.testing.contract import (
 )
 from funcollect.testing.report import NotApplicableError, fail
 from funcollect.tree import flatten
+from tests.support.check_collector.collecting import CollectorTrial, expect_same_lanes, ids_of, lanes_of, take
 
 SEED = "derive all randomness from the seed: the environments', the policy's, the workers'"
 

@@ -1,4 +1,4 @@
-"""`check_collector`: does this collect as the library's collectors do?"""
+"""The checks of `check_collector`, and what runs them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from funcollect.arguments import check_positive
-from funcollect.testing.collectors import collector_checks, collector_life
-from funcollect.testing.collectors.collecting import CollectorTrial
 from funcollect.testing.report import Check, Report, run_checks
+from tests.support.check_collector import collector_checks, collector_life
+from tests.support.check_collector.collecting import CollectorTrial
 
 CHECKS: tuple[Check[CollectorTrial], ...] = (
     collector_checks.layout,

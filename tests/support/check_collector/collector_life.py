@@ -12,11 +12,11 @@ from gymnasium import spaces
 from tensordict import TensorDictBase
 
 from funcollect.errors import ClosedError
-from funcollect.testing.collectors.collecting import CollectorTrial, expect_same_lanes, ids_of, lanes_of, take
 from funcollect.testing.contract import expect_counters, expect_used_once
 from funcollect.testing.parameters import other_weights, own_weights
 from funcollect.testing.report import fail
 from funcollect.tree import flatten
+from tests.support.check_collector.collecting import CollectorTrial, expect_same_lanes, ids_of, lanes_of, take
 
 _SCALE = 20.0  # by how much weights are moved: an argmax has to follow
 _LONGEST_LAG = 10  # batches in flight when weights are updated
