@@ -1,4 +1,4 @@
-"""What a buffer's dump holds: its frames, its trajectories, its sampler and its generator."""
+"""Writes and reads dumps of a buffer: frames, trajectory index, sampler and generator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FORMAT = 1
 def dump(
     directory: str | os.PathLike[str], memory: RingMemory, sampler: Sampler, generator: torch.Generator | None
 ) -> None:
-    """Write everything that the next samples depend on."""
+    """Write all state that determines the next samples."""
 
     def fill(fresh: Path) -> None:
         arrays = files.under("sampler", sampler.state())
@@ -41,11 +41,11 @@ def load(
     generator: torch.Generator | None,
     allow_pickle: bool,
 ) -> None:
-    """Read a dump into the parts of a buffer that was built like the one dumped.
+    """Read a dump into the parts of a buffer that was built with the same arguments.
 
     Raises:
-        FileNotFoundError: where there is no whole dump.
-        ValueError: for a buffer of another kind.
+        FileNotFoundError: if there is no complete dump.
+        ValueError: if the dumped buffer was built with other arguments.
     """
     found = files.current(directory)
     meta, arrays = files.get(found)
@@ -66,7 +66,7 @@ def load(
 
 
 def _kind(memory: RingMemory, sampler: Sampler) -> dict[str, Any]:
-    """What must be equal of the buffer dumped and the one loaded, as JSON has it."""
+    """The properties in which the dumped buffer and the loading one must agree, as JSON."""
     linked = memory.trajectories
     keys = None if linked is None else {name: _as_json(key) for name, key in asdict(linked).items()}
     storage = "list" if type(memory.storage).__name__ == "ListStorage" else "rows"

@@ -1,7 +1,7 @@
-"""A buffer's files: a directory for each dump, and a pointer to the one that is whole.
+"""Writes a buffer's dumps atomically: one directory per dump, and a small file that names the complete one.
 
-A dump is written beside the former one and becomes current by the renaming of one small file, so a dump that is cut
-off, at any moment, leaves the former one as it was. Nothing in the files is code.
+A dump is written next to the previous one. It becomes current when the small file is renamed, so an interrupted dump
+leaves the previous one intact. The files contain no code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _POINTER, _META, _ARRAYS = "current", "meta.json", "arrays.npz"
 
 
 def write(directory: str | os.PathLike[str], fill: Callable[[Path], None]) -> None:
-    """Make a dump, which `fill` writes into an empty directory, the current one."""
+    """Let `fill` write a dump into an empty directory, then make it the current one."""
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     former = _current(root)
@@ -43,7 +43,7 @@ def write(directory: str | os.PathLike[str], fill: Callable[[Path], None]) -> No
     pointer.replace(root / _POINTER)
     _sync(root)
     for other in root.glob("v*"):
-        if other != fresh and other.name[1:].isdigit():  # the former one, and what was left of those cut off
+        if other != fresh and other.name[1:].isdigit():  # the previous one, and the remains of interrupted ones
             shutil.rmtree(other, ignore_errors=True)
 
 
@@ -64,7 +64,7 @@ def current(directory: str | os.PathLike[str]) -> Path:
     """The directory of the current dump.
 
     Raises:
-        FileNotFoundError: where there is none.
+        FileNotFoundError: if there is none.
     """
     if (found := _current(Path(directory))) is None:
         raise FileNotFoundError(f"{directory} has no whole dump of a buffer: give the directory that dumps was given")
@@ -72,23 +72,23 @@ def current(directory: str | os.PathLike[str]) -> Path:
 
 
 def put(directory: Path, meta: Mapping[str, Any], arrays: Arrays) -> None:
-    """Write what is no frame: JSON and plain arrays."""
+    """Write everything but the frames: JSON and plain arrays."""
     (directory / _META).write_text(json.dumps(meta, indent=1))
     np.savez(directory / _ARRAYS, allow_pickle=False, **arrays)
 
 
 def get(directory: Path) -> tuple[dict[str, Any], Arrays]:
-    """What `put` wrote."""
+    """The contents written by `put`."""
     with np.load(directory / _ARRAYS, allow_pickle=False) as saved:
         arrays = {name: saved[name] for name in saved.files}
     return json.loads((directory / _META).read_text()), arrays
 
 
 def under(prefix: str, arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-    """Arrays by name, with a prefix."""
+    """The arrays with a prefix added to their names."""
     return {f"{prefix}.{name}": array for name, array in arrays.items()}
 
 
 def of(prefix: str, arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-    """The arrays that have a prefix, without it."""
+    """The arrays whose names have this prefix, with it removed."""
     return {name[len(prefix) + 1 :]: array for name, array in arrays.items() if name.startswith(f"{prefix}.")}

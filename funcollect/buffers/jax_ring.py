@@ -1,7 +1,7 @@
-"""A ring of frames in JAX, for use inside the user's own `jit` and `scan`: a fixed number of lanes, all in step.
+"""A ring of frames in JAX, for use inside the user's own `jit` and `scan`; all lanes advance together.
 
-The state is a pytree. Give it to `jit` as a donated argument, or carry it through a `scan`, and an `extend` copies no
-more than the frames that it adds. Arrays are time-major, ``[T, L, ...]``, as `funcollect.traced.rollout` returns them.
+The state is a pytree. If it is donated to `jit` or carried through a `scan`, `extend` copies only the added frames.
+Arrays are time-major, ``[T, L, ...]``, as returned by `funcollect.traced.rollout`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ _TRIES = 4
 
 
 class JaxRing(NamedTuple):
-    """The newest `steps` steps of every lane."""
+    """The newest steps of every lane."""
 
     data: Any  # a pytree of [steps, L, ...]
-    begin: Any  # [steps, L] int32: the number of the step at which each frame's trajectory begins
-    going: Any  # [L] int32: the same for the trajectory that each lane is in; -1 where the next frame begins one
-    written: Any  # int32: steps given in all; step n lies in row n % steps
+    begin: Any  # [steps, L] int32: the step number at which each frame's trajectory begins
+    going: Any  # [L] int32: the same for the current trajectory of each lane; -1 if the next frame begins one
+    written: Any  # int32: steps written since `init`; step n is in row n % steps
 
 
 def init(example: Any, *, steps: int, lanes: int | None = None) -> JaxRing:
     """An empty ring.
 
     Args:
-        example: a pytree of arrays, or of their shapes and dtypes, ``[T, L, ...]``: a batch as `extend` will get it. It
-            may be what `jax.eval_shape` says of `funcollect.traced.rollout`.
-        steps: steps to hold, of every lane.
-        lanes: L, checked; the example's unless given.
+        example: a pytree of arrays, or of shapes and dtypes, ``[T, L, ...]``, like the batches for `extend`; for
+            example the result of `jax.eval_shape` on `funcollect.traced.rollout`.
+        steps: the capacity in steps of each lane.
+        lanes: L, which the example must have; by default it is taken from there.
 
     Raises:
-        ValueError: for an example without leaves, of arrays without ``[T, L]``, or of other lanes.
+        ValueError: if the example has no leaves, or its arrays are not ``[T, L, ...]`` with the same L.
 
     >>> import jax.numpy as jnp
     >>> import funcollect as fc
@@ -67,7 +67,7 @@ def init(example: Any, *, steps: int, lanes: int | None = None) -> JaxRing:
 
 
 def held(ring: JaxRing) -> Any:
-    """How many steps of each lane it holds, int32."""
+    """The number of steps of each lane in the ring, int32."""
     _check_ring(ring)
     return import_jax().numpy.minimum(ring.written, _steps(ring))
 
@@ -77,14 +77,14 @@ def _steps(ring: JaxRing) -> int:
 
 
 def extend(ring: JaxRing, batch: Any) -> JaxRing:
-    """Add steps of every lane; the oldest ones make room.
+    """Add steps of every lane; they replace the oldest.
 
     Args:
         ring: the ring; it may be donated.
-        batch: a pytree like the example's, ``[T, L, ...]`` with any T. Of more than the ring holds, the last stay.
+        batch: a pytree like the example, ``[T, L, ...]`` with any T. Of a batch longer than the ring, the end is kept.
 
     Raises:
-        ValueError: for another structure, shapes or dtypes than the example's.
+        ValueError: if its structure, shapes or dtypes differ from the example.
     """
     _check_ring(ring)
     jax = import_jax()
@@ -103,7 +103,7 @@ def extend(ring: JaxRing, batch: Any) -> JaxRing:
 
 
 def _begins(ring: JaxRing, batch: Any, number: Any) -> tuple[Any, Any]:
-    """At which step each frame's trajectory begins, [T, L], and the lanes' own after it, [L]."""
+    """The step at which each frame's trajectory begins [T, L], and the same for the lanes after the batch [L]."""
     jax = import_jax()
     done, step = _leaf(batch, "next", "done"), _leaf(batch, "collector", "step")
     if done is None:
@@ -127,9 +127,9 @@ def _leaf(batch: Any, *path: str) -> Any:
 
 
 def sample(ring: JaxRing, key: Any, batch_size: int) -> Any:
-    """Single frames, each uniform over all that are held: a pytree of ``[batch_size, ...]``.
+    """Single frames, drawn uniformly with replacement: a pytree ``[batch_size, ...]``.
 
-    The ring must hold a step; how many it holds is not known when this is compiled, so that is not checked.
+    The ring must not be empty. This is not checked, since the number of its steps is unknown when this is compiled.
     """
     _check_ring(ring)
     check_positive("batch_size", batch_size)
@@ -137,35 +137,34 @@ def sample(ring: JaxRing, key: Any, batch_size: int) -> Any:
 
 
 def _draw(ring: JaxRing, key: Any, shape: tuple[int, ...]) -> Any:
-    """Random frames: ``row * L + lane`` of each. A ring that is not full is filled from row 0 on."""
+    """The indices ``row * L + lane`` of random frames. A ring that is not full is filled from row 0 on."""
     return import_jax().random.randint(key, shape, 0, held(ring) * ring.begin.shape[1])
 
 
 def _take(tree: Any, frame: Any) -> Any:
-    """The frames at ``row * L + lane``, all of which are in the ring, of a pytree ``[steps, L, ...]``."""
+    """The frames at the indices ``row * L + lane`` of a pytree ``[steps, L, ...]``; all must be in the ring."""
     return import_jax().tree.map(
         lambda leaf: leaf.reshape(-1, *leaf.shape[2:]).at[frame].get(mode="promise_in_bounds"), tree
     )
 
 
 def sample_slices(ring: JaxRing, key: Any, *, num_slices: int, slice_len: int) -> tuple[Any, Any]:
-    """Slices of trajectories, uniform over all places at which one can begin.
+    """Slices of trajectories, drawn uniformly from all possible starts.
 
-    ``next.truncated`` and ``next.done``, where a batch has them, are True on each slice's last row.
+    ``next.truncated`` and ``next.done``, if the batches have them, are True in the last row of each slice.
 
     Args:
-        ring: extended with batches that have ``next.done``, ``[T, L]`` bool; where ``collector.step`` is 0, a
-            trajectory begins too.
+        ring: its batches must have ``next.done`` ``[T, L]`` bool. A ``collector.step`` of 0 also begins a trajectory.
         key: a JAX key.
-        num_slices: how many.
-        slice_len: frames of each.
+        num_slices: the number of slices.
+        slice_len: the number of frames in a slice.
 
     Returns:
-        A pytree of ``[slice_len, num_slices, ...]``, and a bool: whether there is such a slice at all. If not, what was
-        returned is not one.
+        A pytree ``[slice_len, num_slices, ...]``, and a bool that is False if the ring has no such slice; the pytree is
+        meaningless then.
 
     Raises:
-        ValueError: for batches without ``next.done``, and for slices longer than the ring.
+        ValueError: if the batches have no ``next.done``, or slices are longer than the ring.
     """
     _check_ring(ring)
     check_positive("num_slices", num_slices)
@@ -183,7 +182,7 @@ def sample_slices(ring: JaxRing, key: Any, *, num_slices: int, slice_len: int) -
 
 
 def _draw_ends(ring: JaxRing, key: Any, count: int, slice_len: int) -> tuple[Any, Any]:
-    """Frames at which a slice ends, ``row * L + lane``; tries a few each, and looks through all where that fails."""
+    """Indices ``row * L + lane`` of the last frames of slices, found by a few random tries, else by a full search."""
     jax = import_jax()
     jnp = jax.numpy
     one, two = jax.random.split(key)
@@ -201,7 +200,7 @@ def _draw_ends(ring: JaxRing, key: Any, count: int, slice_len: int) -> tuple[Any
 
 
 def _is_end(ring: JaxRing, frame: Any, slice_len: int) -> Any:
-    """Whether the frames up to this one, ``row * L + lane``, are one slice of what is held of one trajectory."""
+    """Whether the frame at the index ``row * L + lane`` and those before it form a slice of one trajectory."""
     row, newest = frame // ring.begin.shape[1], ring.written - 1
     number = newest - (newest - row) % _steps(ring)
     first = number - slice_len + 1

@@ -31,21 +31,22 @@ Bools = npt.NDArray[np.bool_]
 
 
 class ReplayReader:
-    """Samples from the `LazyMemmapStorage` of another process, which goes on writing, or was killed.
+    """Samples from the `LazyMemmapStorage` of another process, while that writes or after it was killed.
 
-    A sample never has part of a frame: a frame is drawn only while it is whole, and drawn again if it was retired
-    before it had been gathered. Each sample is of the frames held as it is made. Slices follow trajectories as in the
-    writer's buffer, by the ids that frames have. Several readers do not disturb each other, nor the writer.
+    A sample never contains part of a frame: frames that were overwritten while they were read are drawn again. Each
+    sample is drawn from the frames that are stored at that moment. Slices follow trajectories by the frames' ids, as in
+    the writer's buffer. Readers disturb neither each other nor the writer.
 
     Args:
-        directory: the storage's `scratch_dir`. A writer that begins anew makes a new file: build the reader anew too.
-        sampler: a `RandomSampler`, which is the one unless given, or a `SliceSampler` over trajectories.
-        batch_size: frames in a sample.
-        generator: Torch's global one unless given.
+        directory: the storage's `scratch_dir`. A restarted writer creates a new file: then build a new reader.
+        sampler: a `RandomSampler`, the default, or a `SliceSampler` over trajectories.
+        batch_size: the number of frames in a sample.
+        generator: the source of randomness; by default Torch's global generator.
 
     Raises:
-        FileNotFoundError: before the first extend.
-        TypeError, ValueError: for another sampler, frames that are no TensorDicts, and a storage with `compact_obs`.
+        FileNotFoundError: before the writer's first `extend`.
+        TypeError, ValueError: for another sampler, for frames that are not TensorDicts, and for a storage with
+            `compact_obs`.
 
     >>> import funcollect as fc, tempfile, torch
     >>> from tensordict import TensorDict
@@ -81,13 +82,13 @@ class ReplayReader:
         return max(written - oldest, 0)
 
     def sample(self, batch_size: int | None = None) -> Any:
-        """A batch of frames, in memory of its own.
+        """A random batch of frames, copied.
 
         Args:
-            batch_size: frames; the reader's own unless given.
+            batch_size: the number of frames; by default that of the reader.
 
         Raises:
-            ValueError: without a batch size, for an empty buffer, for slices longer than any trajectory.
+            ValueError: if there is no batch size, if the buffer is empty, or if no trajectory is as long as a slice.
         """
         wanted = wanted_size(batch_size, self.batch_size)
         chosen = self._choose(wanted)
@@ -107,7 +108,7 @@ class ReplayReader:
         return _Chosen(replace(drawn, slots=slots), numbers.reshape(-1, length))
 
     def __iter__(self) -> Iterator[Any]:
-        """Sample again and again."""
+        """Samples without end."""
         while True:
             yield self.sample()
 
@@ -116,12 +117,12 @@ class ReplayReader:
 
 
 class FileView:
-    """The frames ``oldest … written - 1`` of a file that grows; what a sampler draws from.
+    """The frames ``oldest … written - 1`` of a growing file, from which a sampler draws.
 
     Args:
-        file: the storage's.
-        layout: of its rows.
-        trajectories: how frames are linked; None for single frames.
+        file: the storage's file.
+        layout: the layout of its rows.
+        trajectories: how frames are linked; None if only single frames are sampled.
     """
 
     def __init__(self, file: RowsFile, layout: RowLayout, trajectories: Trajectories | None) -> None:
@@ -134,10 +135,10 @@ class FileView:
         return max(self.written - self.oldest, 0)
 
     def follow(self) -> None:
-        """Catch up with the writer.
+        """Add the frames written since the last call to the index.
 
         Raises:
-            ValueError: for frames without the ids by which slices tell trajectories apart.
+            ValueError: if slices are sampled and the frames have no trajectory ids.
         """
         if self.index is None or self._trajectories is None:
             self.oldest, self.written = self._file.span
@@ -156,7 +157,7 @@ class FileView:
                 return
 
     def _frames(self, numbers: Ints, trajectories: Trajectories) -> Frames:
-        """New frames, trajectory after trajectory."""
+        """The frames with these numbers, sorted by trajectory."""
         columns = self._layout.numbers(self._file.rows, numbers % self.capacity)
         trajectories.check_ids(columns)
         frames = trajectories.frames(columns, (len(numbers),), int(numbers[0]))
@@ -174,7 +175,7 @@ class FileView:
         )
 
     def place(self, drawn: Ints) -> tuple[Ints, Ints]:
-        """The slots and the numbers of drawn frames, slots if there is an index, else counts from the oldest."""
+        """The slots and the numbers of drawn frames. With an index these are slots, else distances from the oldest."""
         if self.index is None:
             numbers = self.oldest + drawn
             return numbers % self.capacity, numbers
@@ -183,18 +184,18 @@ class FileView:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What is to be gathered."""
+    """The frames of a sample, before they are read."""
 
     drawn: SampleIndices
     numbers: Ints  # [slices, slice_len], of the frames
 
     def gone(self, oldest: int) -> Bools:
-        """Which slices have frames that were retired: [slices]."""
+        """Which slices contain frames that were overwritten: [slices]."""
         found: Bools = np.any(self.numbers < oldest, axis=1)
         return found
 
     def mended(self, other: _Chosen, gone: Bools) -> _Chosen:
-        """The same with `other`'s slices in the place of those that are gone."""
+        """A copy in which the slices marked by `gone` are replaced by those of `other`."""
         rows = gone.repeat(self.numbers.shape[1])
         mine, new = self.drawn, other.drawn
         mask = None if mine.mask is None or new.mask is None else np.where(rows, new.mask, mine.mask)

@@ -1,4 +1,4 @@
-"""`ReplayBuffer`: a ring, a sampler and a generator behind one object, as TorchRL's users know it."""
+"""`ReplayBuffer`: stores batches and returns random samples of them, with the interface of TorchRL's class."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ __all__ = ["ReplayBuffer"]
 
 
 class ReplayBuffer:
-    """Experience to sample from: the newest frames, as many as its storage holds.
+    """Stores the newest frames, up to the capacity of its storage, and returns random batches of them.
 
     Args:
-        storage: where frames lie; a `ListStorage` of 1,000 items unless given.
-        sampler: how they are chosen; a `RandomSampler` unless given.
-        writer: only ``"round robin"``, the oldest frames making room, which is what None means too.
+        storage: where frames are stored; by default a `ListStorage` of 1,000 items.
+        sampler: chooses the frames of a sample; by default a `RandomSampler`.
+        writer: only ``"round robin"`` or None, which mean the same: new frames replace the oldest.
         transform: applied to data before it is stored.
-        batch_size: frames in a sample.
-        prefetch: samples made ahead, in threads; the frames of each are current when it is handed out.
-        generator: Torch's global one unless given.
-        collate_fn: makes a batch of a list of items, for a `ListStorage`.
+        batch_size: the number of frames in a sample.
+        prefetch: the number of samples that threads prepare ahead. They are discarded if the buffer changes, so that a
+            sample is never out of date.
+        generator: the source of randomness; by default Torch's global generator.
+        collate_fn: turns a list of items into a batch; only for a `ListStorage`.
 
     Raises:
         TypeError, ValueError: for a bad argument.
@@ -92,13 +93,14 @@ class ReplayBuffer:
         return self.extend(_map(lambda leaf: torch.as_tensor(leaf).unsqueeze(axis), data))[..., 0]
 
     def extend(self, data: Any) -> Tensor:
-        """Add the frames of a batch ``[*B, T]``; the oldest ones make room.
+        """Add the frames of a batch ``[*B, T]``; they replace the oldest.
 
         Returns:
-            The slot of each frame, ``[*B, T]`` int64; -1 for frames of a batch longer than the buffer that did not fit.
+            The slot of each frame, ``[*B, T]`` int64. If the batch is longer than the buffer, frames that were not
+            stored have -1.
 
         Raises:
-            TypeError, ValueError: for a batch that does not fit; the buffer is as it was.
+            TypeError, ValueError: if the batch does not match the stored frames; the buffer is unchanged.
         """
         if self.transform is not None:
             data = self.transform(data)
@@ -109,14 +111,14 @@ class ReplayBuffer:
         return slots
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
-        """A batch of frames, in memory of its own.
+        """A random batch of frames, copied.
 
         Args:
-            batch_size: frames; the buffer's own unless given.
-            return_info: also return what is known of them: ``"index"``, [N], their slots, and what the sampler adds.
+            batch_size: the number of frames; by default that of the buffer.
+            return_info: also return a dict with ``"index"``, the slots [N], and the entries of the sampler.
 
         Raises:
-            ValueError: without a batch size, for an empty buffer, for slices longer than any trajectory.
+            ValueError: if there is no batch size, if the buffer is empty, or if no trajectory is as long as a slice.
         """
         wanted = wanted_size(batch_size, self.batch_size)
         made = self._make(wanted) if self._pool is None else self._made_ahead(wanted)
@@ -131,7 +133,7 @@ class ReplayBuffer:
 
         Raises:
             TypeError: for another sampler.
-            ValueError: for slots without a frame, and bad priorities.
+            ValueError: for empty slots, and for priorities that are negative, infinite or NaN.
         """
         if not isinstance(self.sampler, PrioritizedSampler):
             raise TypeError(f"{self.sampler} knows no priorities: build the buffer with sampler=PrioritizedSampler(…)")
@@ -149,7 +151,7 @@ class ReplayBuffer:
         return batch, {"index": torch.from_numpy(drawn.index), **drawn.info}
 
     def _made_ahead(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """The oldest sample made ahead; none outlives a change of the buffer."""
+        """The oldest prepared sample that is still up to date."""
         while True:
             with self._lock:
                 if any(ahead.batch_size != batch_size for ahead in self._ahead):
@@ -167,17 +169,17 @@ class ReplayBuffer:
         return _PrefetchedSample(batch_size, drawn, self._pool.submit(self._gather_of, self.state, drawn))
 
     def _gather_of(self, state: ring.RingState, drawn: SampleIndices) -> tuple[Any, dict[str, Any]] | None:
-        """What was drawn from a state; None where the buffer has changed since."""
+        """The frames drawn from a state, or None if the buffer has changed since."""
         with self._lock:
             return self._gather(drawn) if state is self.state else None
 
     def _give_back(self) -> None:
-        """Throw the samples made ahead away, as if they had not been drawn."""
+        """Discard the prepared samples, and return their draws to the sampler."""
         while self._ahead:
             self.sampler.give_back(self._ahead.pop().drawn)
 
     def __iter__(self) -> Iterator[Any]:
-        """Sample again and again; a `SamplerWithoutReplacement` ends when every frame has come."""
+        """Samples without end; with a `SamplerWithoutReplacement`, until every frame was returned once."""
         size = wanted_size(None, self.batch_size)
         if isinstance(self.sampler, SamplerWithoutReplacement):
             with self._lock:
@@ -191,7 +193,7 @@ class ReplayBuffer:
         return len(self.state)
 
     def __getitem__(self, index: Any) -> Any:
-        """The frames in the slots that an int, a slice or an array of ints or bools picks from those filled."""
+        """The frames at these positions among the filled slots: an int, a slice, or an array of ints or bools."""
         try:
             slots = np.asarray(np.arange(len(self))[index.numpy(force=True) if isinstance(index, Tensor) else index])
         except IndexError as error:
@@ -203,7 +205,7 @@ class ReplayBuffer:
         return batch if slots.ndim == 1 else _map(lambda leaf: leaf.reshape((*slots.shape, *leaf.shape[1:])), batch)
 
     def empty(self) -> None:
-        """Forget every frame; keys, shapes and dtypes stay."""
+        """Remove all frames; keys, shapes and dtypes are kept."""
         with self._lock:
             self.storage.empty()
             self.sampler.empty()
@@ -211,14 +213,14 @@ class ReplayBuffer:
             self._ahead.clear()
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
-        """Write frames, sampler, cursors and the generator to a directory.
+        """Write the frames and the states of the sampler and the generator to a directory.
 
-        What was dumped there before stays whole until this dump is. Samples made ahead are drawn again, so that this
-        buffer and one that loads the dump go on alike. Torch's global generator is not part of a dump.
+        An earlier dump in the directory is replaced only once this one is complete. Prepared samples are drawn again,
+        so that this buffer and one that loads the dump return the same samples. Torch's global generator is not saved.
 
         Raises:
-            TypeError: for frames that are trees, not TensorDicts.
-            OSError: where the files cannot be written; the former dump is as it was.
+            TypeError: if the frames are trees rather than TensorDicts.
+            OSError: if the files cannot be written; the earlier dump is unchanged.
         """
         check_kind("path", path, (str, os.PathLike), "pass a directory")
         with self._lock:
@@ -226,16 +228,16 @@ class ReplayBuffer:
             dumping.dump(path, self.state.memory, self.sampler, self.generator)
 
     def loads(self, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
-        """Become the buffer that was dumped: the next sample is the one that would have come there.
+        """Restore a dump: the next samples are those that the dumped buffer would have returned.
 
         Args:
-            path: what `dumps` was given.
-            allow_pickle: read a `ListStorage` of objects other than tensors, numbers and strings, which runs code from
-                the file.
+            path: the directory given to `dumps`.
+            allow_pickle: also read a `ListStorage` of objects other than tensors, numbers and strings. This runs code
+                from the file.
 
         Raises:
-            FileNotFoundError: where there is no whole dump.
-            ValueError: for the dump of a buffer that was built otherwise.
+            FileNotFoundError: if there is no complete dump.
+            ValueError: if the dumped buffer was built with other arguments.
         """
         check_kind("path", path, (str, os.PathLike), "pass a directory")
         with self._lock:
@@ -252,7 +254,7 @@ class ReplayBuffer:
 
 @dataclass(frozen=True)
 class _PrefetchedSample:
-    """A sample on its way."""
+    """A sample that a thread is preparing."""
 
     batch_size: int
     drawn: SampleIndices

@@ -1,12 +1,12 @@
-"""A ring of frames: the newest `capacity` of them, whatever lane or worker they come from.
+"""A ring of frames: functions that store the newest `capacity` frames of any lanes and workers, and sample them.
 
-Three functions over an explicit state: ``state = init(capacity)``, ``state, indices = extend(state, batch)``,
-``batch = sample(state, key, spec)``. The memory is written in place, so a state is good until the next `extend`; an
-older one raises `StaleStateError`. `snapshot` makes a copy that goes its own way.
+There are three functions over an explicit state: ``state = init(capacity)``,
+``state, indices = extend(state, batch)`` and ``batch = sample(state, key, spec)``. `extend` writes the memory in place,
+so it makes earlier states invalid: using one raises `StaleStateError`. `snapshot` makes an independent copy.
 
-Frames leave in the order in which they came: a batch ``[P, T]`` counts as T steps of P frames each, so that all lanes
-lose their oldest steps first. Frames of one trajectory are linked across batches (`Trajectories`), so that slices are
-contiguous however the batches of asynchronous workers are interleaved.
+The oldest frames are overwritten first. A batch ``[P, T]`` counts as T steps of P frames each, so all lanes lose their
+oldest steps first. Frames of one trajectory are linked across batches (`Trajectories`), so slices are contiguous even
+if the batches of asynchronous workers are interleaved.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["Flat", "RingState", "Slices", "Trajectories", "extend", "init", "sam
 
 
 class RingMemory:
-    """What the states of one ring share: the frames and the trajectory index at the current version."""
+    """The frames and the trajectory index of a ring, shared by all of its states."""
 
     def __init__(self, storage: Storage, trajectories: Trajectories | None) -> None:
         self.storage = storage
@@ -47,7 +47,7 @@ class RingMemory:
         self.trajectories = trajectories
         self.capacity = storage.max_size
         self._lazy_index = None if trajectories is None else LazyIndex(self.capacity)
-        self.written = 0  # frames given in all; frame n lies in slot n % capacity
+        self.written = 0  # frames written since `init`; frame n is in slot n % capacity
         self.version = 0
 
     def __len__(self) -> int:
@@ -55,13 +55,13 @@ class RingMemory:
 
     @property
     def index(self) -> TrajectoryIndex | None:
-        """Which frames follow each other; None where that was not asked for."""
+        """The trajectory index, up to date; None if the ring has none."""
         return None if self._lazy_index is None else self._lazy_index.current
 
     def extend(self, data: Any) -> npt.NDArray[np.int64]:
-        """Write a batch; the slots of its frames in the order of time, then of lanes, -1 for those that did not stay.
+        """Write a batch; return the slots of its frames, time first, with -1 for frames that were not stored.
 
-        The slots are as `lead` of the batch has it, with time first.
+        The slots have the shape of the batch's `lead`.
         """
         batch = self.storage.admit(data)
         *lanes, steps = batch.lead
@@ -88,14 +88,14 @@ class RingMemory:
         return slots.reshape(steps, *lanes)
 
     def _settle(self, slots: npt.NDArray[np.int64]) -> None:
-        """Tell a storage with `compact_obs` which frames the new ones, in `slots`, follow."""
+        """Pass to a storage with `compact_obs` the predecessors of the new frames in `slots`."""
         assert self.index is not None
         before = self.index.preceding(slots)
         linked = before != slots
         self.storage.settle(before[linked], slots[linked])
 
     def read(self, slots: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_] | None = None) -> Any:
-        """A batch of the frames in `slots`, [N]; zeros where `mask` is False."""
+        """The frames in `slots` [N] as a batch; zeros where `mask` is False."""
         if self.index is None or not self.storage.compact_obs:
             return self.storage.read(slots, mask)
         return self.storage.read(slots, mask, self.index.following(slots))
@@ -111,11 +111,11 @@ class RingMemory:
 
 @dataclass(frozen=True)
 class RingState:
-    """A ring at one version. `len` is the number of frames that it holds.
+    """A ring at one version; `len` is the number of its frames.
 
     Attributes:
-        memory: what all states of the ring share.
-        version: which extend made this state.
+        memory: the frames and the index, shared by all states of the ring.
+        version: the number of `extend` calls that led to this state.
     """
 
     memory: RingMemory
@@ -126,7 +126,7 @@ class RingState:
 
     @property
     def capacity(self) -> int:
-        """The most frames that it holds."""
+        """The largest number of frames."""
         return self.memory.capacity
 
 
@@ -134,7 +134,7 @@ def check_current(state: RingState) -> RingMemory:
     """The memory of a state.
 
     Raises:
-        StaleStateError: for a state after which the ring was extended.
+        StaleStateError: if the ring has been extended since.
     """
     check_kind("state", state, RingState, "pass what ring.init or ring.extend returned")
     if state.version != state.memory.version:
@@ -150,9 +150,9 @@ def init(storage: int | Storage, *, trajectories: Trajectories | None = None) ->
     """An empty ring.
 
     Args:
-        storage: the frames to hold, or a storage of that size.
-        trajectories: which keys tell trajectories apart, ``Trajectories()`` for those of collectors; None where slices
-            will not be asked for.
+        storage: the capacity in frames, or a storage.
+        trajectories: the keys that identify trajectories, ``Trajectories()`` for batches of collectors. None if no
+            slices will be sampled.
 
     Raises:
         TypeError, ValueError: for a capacity that is not a positive int.
@@ -169,20 +169,20 @@ def init(storage: int | Storage, *, trajectories: Trajectories | None = None) ->
 
 
 def extend(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
-    """Add the frames of a batch; the oldest ones make room.
+    """Add the frames of a batch; they replace the oldest.
 
     Args:
         state: the ring's current state.
-        batch: a TensorDict, or a tree of tensors, ``[*B, T, ...]`` with as many dimensions before a frame's own as the
-            storage's `ndim` says.
+        batch: a TensorDict or a tree of tensors ``[*B, T, ...]``. The storage's `ndim` is the number of its batch
+            dimensions.
 
     Returns:
-        The next state, and the slot of each frame, ``[*B, T]`` int64; -1 for frames that did not fit, of a batch longer
-        than the ring.
+        The next state, and the slot of each frame, ``[*B, T]`` int64. If the batch is longer than the ring, frames that
+        were not stored have -1.
 
     Raises:
-        StaleStateError: for a state after which the ring was extended.
-        ValueError: for a batch that does not fit the storage or lacks its trajectories' key; the ring is as it was.
+        StaleStateError: if the ring has been extended since this state.
+        ValueError: if the batch does not match the storage or lacks trajectory ids; the ring is unchanged.
 
     >>> import funcollect as fc
     >>> import torch
@@ -193,26 +193,26 @@ def extend(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
     tensor([3, 0, 1])
     """
     memory = check_current(state)
-    with Uninterrupted():  # half an extend would leave frames that are neither the old ones nor the new
+    with Uninterrupted():  # an interrupted write would leave frames that are partly old and partly new
         slots = torch.from_numpy(memory.extend(batch))
         memory.version += 1
     return RingState(memory, memory.version), slots.movedim(0, -1)
 
 
 def sample(state: RingState, key: Key, spec: SampleSpec) -> Any:
-    """A batch of frames; equal keys give equal ones.
+    """A random batch of frames; the same key gives the same batch.
 
     Args:
         state: the ring's current state.
         key: ``uint32[2]``, see `funcollect.keys.key_from_seed`.
-        spec: `Flat` for single frames, `Slices` for stretches of trajectories.
+        spec: `Flat` for single frames, `Slices` for slices of trajectories.
 
     Returns:
-        ``[N, ...]`` in memory of its own, on the storage's device.
+        A copy ``[N, ...]`` on the storage's device.
 
     Raises:
-        StaleStateError: for a state after which the ring was extended.
-        ValueError: for an empty ring, and for slices longer than any trajectory.
+        StaleStateError: if the ring has been extended since this state.
+        ValueError: if the ring is empty, or no trajectory is as long as a slice.
 
     >>> import funcollect as fc
     >>> import torch
@@ -229,12 +229,12 @@ def sample(state: RingState, key: Key, spec: SampleSpec) -> Any:
 
 
 def gather(memory: RingMemory, drawn: SampleIndices) -> Any:
-    """The frames that were drawn."""
+    """The frames at the drawn indices."""
     return drawn.finish(memory.read(drawn.slots, drawn.mask))
 
 
 def snapshot(state: RingState) -> RingState:
-    """A copy of a ring, which goes its own way; its frames lie in memory also where the ring's lie in a file."""
+    """An independent copy of a ring. Its frames are in memory, even if those of the ring are in a file."""
     memory = check_current(state)
     twin = copy.copy(memory)
     twin.storage, twin._lazy_index = memory.storage.copy(), copy.deepcopy(memory._lazy_index)
