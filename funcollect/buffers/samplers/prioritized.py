@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from funcollect.arguments import check_number, check_positive
 from funcollect.buffers.samplers.indices import (
@@ -31,19 +32,19 @@ Floats = npt.NDArray[np.float64]
 
 
 class PrioritizedSampler(RandomSampler):
-    """Single frames, with a chance in proportion to ``(priority + eps) ** alpha``; never those of priority 0.
+    """Single frames, with probabilities in proportion to ``(priority + eps) ** alpha``; 0 for a priority of 0.
 
-    A new frame has the highest priority that was ever given, 1 before the first. ``info["priority_weight"]``, ``[N]``
-    float32, is the importance weight ``(chance / least chance in the buffer) ** -beta``, at most 1.
+    A new frame gets the highest priority given so far, and 1 before the first. ``info["priority_weight"]`` ``[N]``
+    float32 is the importance weight ``(probability / lowest probability in the buffer) ** -beta``, at most 1.
 
     Args:
-        max_capacity: the storage's size.
-        alpha: how much priorities matter; 0 for not at all.
-        beta: how much the weights make up for them; 1 for wholly. May be set anew at any time.
+        max_capacity: the capacity of the storage.
+        alpha: the exponent of priorities; 0 makes all frames equally likely.
+        beta: the exponent of the importance weights; 1 compensates the priorities fully. It may be changed at any time.
         eps: added to every priority that is not 0.
 
     Raises:
-        TypeError, ValueError: for a size below 1, and for numbers that are negative.
+        TypeError, ValueError: for a capacity below 1, and for negative numbers.
 
     >>> import funcollect as fc
     >>> import torch
@@ -64,34 +65,30 @@ class PrioritizedSampler(RandomSampler):
         self.max_capacity, self.alpha, self.beta, self.eps = max_capacity, alpha, beta, eps
         self.empty()
 
+    @override
     def empty(self) -> None:
-        """Forget all priorities."""
         self._priorities = SumTree(self.max_capacity)
         self._highest = 1.0
 
+    @override
     def fit(self, capacity: int) -> None:
-        """Check that there is a priority for each frame of a storage.
-
-        Raises:
-            ValueError: for a larger storage than `max_capacity`.
-        """
         if capacity > self.max_capacity:
             raise ValueError(
                 f"max_capacity is {self.max_capacity}, the storage holds {capacity} frames: give the sampler "
                 f"max_capacity={capacity}"
             )
 
+    @override
     def extended(self, memory: BufferView, slots: Ints) -> None:
-        """Give new frames the highest priority there was."""
         held = slots[slots >= 0]
         self._priorities.put(held, self._weights(np.full(len(held), self._highest)))
 
+    @override
     def state(self) -> dict[str, npt.NDArray[Any]]:
-        """All weights, and the highest priority there was."""
         return {"weights": self._priorities.get(np.arange(self.max_capacity)), "highest": np.array(self._highest)}
 
+    @override
     def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
-        """Take these weights."""
         self.empty()
         weights = state["weights"][: self.max_capacity]  # there are no frames beyond
         self._priorities.put(np.arange(len(weights)), weights)
@@ -102,12 +99,12 @@ class PrioritizedSampler(RandomSampler):
 
         Args:
             memory: the buffer's ring.
-            index: ``[N]`` slots; of one given twice, the last counts.
-            priority: ``[N]`` numbers, or one for all; finite, not negative.
+            index: ``[N]`` slots. If a slot is repeated, its last priority counts.
+            priority: ``[N]`` numbers, or one for all; finite and not negative.
 
         Raises:
-            TypeError: for slots that are no integers, and priorities that are no numbers.
-            ValueError: for slots without a frame, other shapes, and priorities that are negative or not finite.
+            TypeError: if the slots are not integers, or the priorities not numbers.
+            ValueError: for empty slots, for other shapes, and for priorities that are negative or not finite.
         """
         slots = _numbers("index", index, "iu").astype(np.int64)
         given = _numbers("priority", priority, "fiub").astype(np.float64)
@@ -137,12 +134,8 @@ class PrioritizedSampler(RandomSampler):
         if self._priorities.total <= 0:
             raise ValueError("every priority is 0, so nothing can be drawn: give some frame a positive one")
 
+    @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
-        """Choose the frames of one sample.
-
-        Raises:
-            ValueError: for an empty buffer, and one where every priority is 0.
-        """
         self._check(memory)
         slots = self._priorities.find(random_source.uniform(batch_size))
         return SampleIndices(slots=slots, info={"priority_weight": self._corrections(slots)})
@@ -169,22 +162,22 @@ def _numbers(name: str, values: Any, kinds: str) -> npt.NDArray[Any]:
 
 
 class PrioritizedSliceSampler(PrioritizedSampler):
-    """Slices of trajectories whose first frame is chosen by priority, among those at which a slice can begin.
+    """Slices of trajectories. Their first frames are drawn by priority from those at which a slice can begin.
 
     Args:
-        max_capacity: the storage's size.
-        alpha: as of `PrioritizedSampler`.
-        beta: as of `PrioritizedSampler`; the weight is that of a slice's first frame, for all its frames.
-        eps: as of `PrioritizedSampler`.
-        num_slices: as of `SliceSampler`, and so are the rest.
-        slice_len: frames of a slice.
-        traj_key: where the ids are.
-        trajectory_key: the same by another name.
-        end_key: where the end flags are.
-        strict_length: whether shorter trajectories are left out, or padded.
+        max_capacity: see `PrioritizedSampler`.
+        alpha: see `PrioritizedSampler`.
+        beta: see `PrioritizedSampler`. All frames of a slice have the weight of its first frame.
+        eps: see `PrioritizedSampler`.
+        num_slices: see `SliceSampler`.
+        slice_len: see `SliceSampler`.
+        traj_key: see `SliceSampler`.
+        trajectory_key: see `SliceSampler`.
+        end_key: see `SliceSampler`.
+        strict_length: see `SliceSampler`.
 
     Raises:
-        TypeError, ValueError: as those do.
+        TypeError, ValueError: see `PrioritizedSampler` and `SliceSampler`.
     """
 
     def __init__(
@@ -213,12 +206,8 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         )
         self.trajectories = self._slices.trajectories
 
+    @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
-        """Choose the slices of one sample.
-
-        Raises:
-            ValueError: for an empty buffer, slices longer than any trajectory, and priorities of 0 wherever one begins.
-        """
         self._check(memory)
         spec, index = self._slices.spec(batch_size), trajectory_index_of(memory)
         tried = self._priorities.find(random_source.uniform(4 * spec.num_slices))
@@ -230,7 +219,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         return SampleIndices(slots=drawn.slots, mask=drawn.mask, last=drawn.last, info={"priority_weight": weight})
 
     def _look_through(self, memory: BufferView, spec: Slices, random_source: RandomSource, count: int) -> Ints:
-        """Draws among all frames at which a slice can begin."""
+        """`count` first frames, drawn by priority from all at which a slice can begin."""
         index = trajectory_index_of(memory)
         valid = np.flatnonzero(spec.begins(index, np.arange(len(memory))))
         if not len(valid):

@@ -1,4 +1,4 @@
-"""How a `ReplayBuffer` chooses what it samples. A sampler remembers what its kind needs, and nothing of the frames."""
+"""Samplers choose the frames of a sample. They hold no frames, only what their kind needs to choose."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_key, check_optional_positive, check_positive
 from funcollect.buffers.samplers.indices import BufferView, Flat, SampleIndices, Slices, check_filled
@@ -19,39 +20,40 @@ Ints = npt.NDArray[np.int64]
 
 
 class Sampler(Protocol):
-    """What a `ReplayBuffer` asks of a sampler.
+    """The interface of samplers for a `ReplayBuffer`.
 
-    `trajectories` names the keys by which frames are linked; None for a sampler that takes single frames.
+    Attributes:
+        trajectories: the keys that link frames; None for a sampler of single frames.
     """
 
     trajectories: Trajectories | None
 
     def fit(self, capacity: int) -> None:
-        """Raise ValueError where it cannot serve a storage of so many frames."""
+        """Raise ValueError if it cannot be used with a storage of this many frames."""
         ...
 
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
-        """Choose the frames of one sample."""
+        """The frames of one sample."""
         ...
 
     def ran_out(self, batch_size: int) -> bool:
-        """Whether every frame has come, and the next sample begins a new round."""
+        """Whether every frame was returned once, so that the next sample begins a new round."""
         ...
 
     def give_back(self, drawn: SampleIndices) -> None:
-        """The sample drawn last was not used."""
+        """Undo the last `draw`: its frames were not returned to the caller."""
         ...
 
     def extended(self, memory: BufferView, slots: Ints) -> None:
-        """Frames were written into `slots`, ``[*B, T]``; -1 for those that did not fit."""
+        """Update after frames were written to `slots` ``[*B, T]``; -1 marks frames that were not stored."""
         ...
 
     def empty(self) -> None:
-        """The buffer was emptied."""
+        """Reset after the buffer was emptied."""
         ...
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
-        """What it remembers, as arrays by name."""
+        """The sampler's state, as arrays by name."""
         ...
 
     def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
@@ -60,10 +62,10 @@ class Sampler(Protocol):
 
 
 def wanted_size(given: int | None, usual: int | None) -> int:
-    """The frames of a sample: as `given` to the call, else as `usual`.
+    """The number of frames in a sample: `given` by the call, else the `usual` one.
 
     Raises:
-        TypeError, ValueError: for no number at all, and for a bad one.
+        TypeError, ValueError: if there is none, or it is not a positive int.
     """
     wanted = usual if given is None else given
     if wanted is None:
@@ -72,8 +74,8 @@ def wanted_size(given: int | None, usual: int | None) -> int:
     return wanted
 
 
-class RandomSampler:
-    """Single frames, uniform over all that are held, with replacement.
+class RandomSampler(Sampler):
+    """Single frames, drawn uniformly with replacement.
 
     >>> from funcollect import ReplayBuffer, ListStorage
     >>> buffer = ReplayBuffer(storage=ListStorage(10), sampler=RandomSampler(), batch_size=4)
@@ -84,45 +86,50 @@ class RandomSampler:
 
     trajectories: Trajectories | None = None
 
+    @override
     def fit(self, capacity: int) -> None:
-        """It serves storages of any size."""
+        pass
 
+    @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
-        """Choose the frames of one sample."""
         return Flat(batch_size).draw(memory, random_source)
 
+    @override
     def ran_out(self, batch_size: int) -> bool:
-        """There are no rounds."""
         return False
 
+    @override
     def give_back(self, drawn: SampleIndices) -> None:
-        """Nothing to remember."""
+        pass
 
+    @override
     def extended(self, memory: BufferView, slots: Ints) -> None:
-        """Nothing to remember."""
+        pass
 
+    @override
     def empty(self) -> None:
-        """Nothing to forget."""
+        pass
 
+    @override
     def state(self) -> dict[str, npt.NDArray[Any]]:
-        """What it remembers, as arrays by name."""
         return {}
 
+    @override
     def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
-        """Restore what `state` returned."""
+        pass
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
 class SamplerWithoutReplacement(RandomSampler):
-    """Every frame once, in random order, then all again; each extend begins anew.
+    """Every frame once per round, in random order. Each `extend` begins a new round.
 
     Args:
-        drop_last: leave out the frames that do not fill a last batch. If False, that batch is shorter.
-        shuffle: False for the order of the slots.
+        drop_last: leave out the last frames of a round if they do not fill a batch; else the last batch is shorter.
+        shuffle: whether the order is random; if False, it is that of the slots.
 
-    Iteration over the buffer ends when every frame has come.
+    Iteration over the buffer ends after one round.
     """
 
     def __init__(self, *, drop_last: bool = False, shuffle: bool = True) -> None:
@@ -130,12 +137,8 @@ class SamplerWithoutReplacement(RandomSampler):
         self.drop_last, self.shuffle = drop_last, shuffle
         self._left = np.zeros(0, np.int64)
 
+    @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
-        """Choose the frames of one sample.
-
-        Raises:
-            ValueError: for an empty buffer, and for more than it holds with ``drop_last=True``.
-        """
         check_filled(memory)
         held = len(memory)
         if self.drop_last and batch_size > held:
@@ -147,28 +150,28 @@ class SamplerWithoutReplacement(RandomSampler):
         slots, self._left = self._left[:batch_size], self._left[batch_size:]
         return SampleIndices(slots=slots)
 
+    @override
     def ran_out(self, batch_size: int) -> bool:
-        """Whether every frame has come, and the next sample begins a new round."""
         return len(self._left) < (batch_size if self.drop_last else 1)
 
+    @override
     def give_back(self, drawn: SampleIndices) -> None:
-        """Its frames come next."""
         self._left = np.concatenate([drawn.slots, self._left])
 
+    @override
     def extended(self, memory: BufferView, slots: Ints) -> None:
-        """Begin anew: some of what was left may be gone."""
-        self._left = self._left[:0]
+        self.empty()  # remaining frames of the round may have been overwritten
 
+    @override
     def empty(self) -> None:
-        """Begin anew."""
         self._left = self._left[:0]
 
+    @override
     def state(self) -> dict[str, npt.NDArray[Any]]:
-        """What is left of this round."""
         return {"left": self._left}
 
+    @override
     def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
-        """Go on with that round."""
         self._left = state["left"]
 
     def __repr__(self) -> str:
@@ -176,20 +179,24 @@ class SamplerWithoutReplacement(RandomSampler):
 
 
 class SliceSampler(RandomSampler):
-    """Slices of trajectories, one after another: ``batch_size`` frames in all. See `Slices`.
+    """Slices of trajectories, concatenated to ``batch_size`` frames. See `Slices`.
 
     Args:
-        num_slices: slices in a sample, each ``batch_size / num_slices`` frames long; or
-        slice_len: frames of a slice, ``batch_size / slice_len`` of which make up a sample.
-        traj_key: where the trajectories' ids are: ``("collector", "traj_ids")``, else ``"episode"``, unless given.
-        trajectory_key: the same by another name.
-        end_key: where the flags of a trajectory's last frame are; ``("next", "done")`` unless given.
-        strict_length: only trajectories that are long enough; if False, shorter ones are padded, with a mask.
-        over: what is uniform, ``"trajectories"`` or ``"windows"``.
-        cache_values: taken, and not needed: trajectories are always known.
+        num_slices: the number of slices in a sample, each of ``batch_size / num_slices`` frames. Give either this or
+            `slice_len`.
+        slice_len: the number of frames in a slice; a sample has ``batch_size / slice_len`` slices.
+        traj_key: the key of the trajectory ids; by default ``("collector", "traj_ids")`` or, if there is none,
+            ``"episode"``.
+        trajectory_key: another name for `traj_key`.
+        end_key: the key of the flags that mark a trajectory's last frame; by default ``("next", "done")``.
+        strict_length: whether to draw only from trajectories that are long enough. If False, slices of shorter ones are
+            padded, with a mask.
+        over: whether all ``"trajectories"`` or all ``"windows"`` (possible slices) are equally likely.
+        cache_values: accepted for TorchRL's sake, without effect: the trajectories are always known.
 
     Raises:
-        ValueError: unless one of `num_slices` and `slice_len` is given, and for two names of one key.
+        ValueError: unless exactly one of `num_slices` and `slice_len` is given, or if both `traj_key` and
+            `trajectory_key` are.
 
     >>> import funcollect as fc
     >>> sampler = SliceSampler(slice_len=5)
@@ -236,7 +243,7 @@ class SliceSampler(RandomSampler):
         """The slices of a sample of `batch_size` frames.
 
         Raises:
-            ValueError: for a batch size that is not a multiple of the number or length of slices.
+            ValueError: if the batch size is not a multiple of the number or the length of slices.
         """
         given = self.num_slices or self.slice_len or 0
         if given < 1 or batch_size % given:
@@ -249,8 +256,8 @@ class SliceSampler(RandomSampler):
         num_slices, slice_len = (other, given) if self.num_slices is None else (given, other)
         return Slices(num_slices=num_slices, slice_len=slice_len, strict_length=self.strict_length, over=self.over)
 
+    @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
-        """Choose the slices of one sample."""
         return self.spec(batch_size).draw(memory, random_source)
 
     def __repr__(self) -> str:
