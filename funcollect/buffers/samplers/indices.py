@@ -1,4 +1,4 @@
-"""Which frames a sample takes: single ones, or slices of trajectories."""
+"""Specifications of samples: single frames, or slices of trajectories."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CUT = (("next", "truncated"), ("next", "done"))
 
 
 class BufferView(Protocol):
-    """A ring's memory, as far as drawing goes."""
+    """The part of a ring's memory that samplers read."""
 
     @property
     def index(self) -> TrajectoryIndex | None: ...
@@ -35,13 +35,13 @@ class BufferView(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleIndices:
-    """What a sample is made of.
+    """The frames of a sample.
 
     Attributes:
-        slots: ``[N]``.
-        mask: ``[N]`` bool, False for padding; None where there is none.
-        last: the rows that end a slice before its trajectory does.
-        info: what else is known of each frame, ``[N]`` tensors by name.
+        slots: their slots ``[N]``.
+        mask: ``[N]`` bool, False for padding; None if there is none.
+        last: the rows that end a slice.
+        info: further tensors ``[N]`` by name, such as importance weights.
     """
 
     slots: Ints
@@ -55,7 +55,7 @@ class SampleIndices:
         return self.slots
 
     def finish(self, batch: Any) -> Any:
-        """Note in a gathered batch where slices end, and which rows are padding."""
+        """Mark the ends of slices and the padding in a batch that was read."""
         if self.last is not None:
             for key in _CUT:
                 _set_true(batch, key, self.last)
@@ -73,38 +73,38 @@ def _set_true(batch: TensorDictBase, key: Path, rows: Ints | slice) -> None:
 
 
 class SampleSpec(Protocol):
-    """What to sample."""
+    """A description of a sample."""
 
     def draw(self, memory: BufferView, random_source: RandomSource) -> SampleIndices:
-        """Choose the frames."""
+        """The frames of one sample."""
         ...
 
 
 def check_filled(memory: BufferView) -> None:
-    """Raise ValueError for an empty ring."""
+    """Raise ValueError if the ring is empty."""
     if not len(memory):
         raise ValueError("the buffer is empty: extend it before sampling")
 
 
 @dataclass(frozen=True)
 class Flat:
-    """Single frames, each uniform over all that are held, with replacement.
+    """Single frames, drawn uniformly with replacement.
 
     Attributes:
-        batch_size: how many.
+        batch_size: the number of frames.
     """
 
     batch_size: int
 
     def __post_init__(self) -> None:
-        """Check the size here."""
+        """Check the size."""
         check_positive("batch_size", self.batch_size)
 
     def draw(self, memory: BufferView, random_source: RandomSource) -> SampleIndices:
-        """Choose the frames.
+        """The frames of one sample.
 
         Raises:
-            ValueError: for an empty ring.
+            ValueError: if the ring is empty.
         """
         check_filled(memory)
         return SampleIndices(slots=random_source.below(len(memory), self.batch_size))
@@ -112,18 +112,18 @@ class Flat:
 
 @dataclass(frozen=True, kw_only=True)
 class Slices:
-    """Slices of trajectories: ``num_slices * slice_len`` frames, one slice after another.
+    """Slices of trajectories, concatenated to ``num_slices * slice_len`` frames.
 
-    A slice is a stretch of one trajectory, in time, without gaps. ``next.truncated`` and ``next.done`` are True on its
-    last row, in the sample only.
+    A slice consists of successive frames of one trajectory. ``next.truncated`` and ``next.done`` are True in its last
+    row, in the sample only.
 
     Attributes:
-        num_slices: how many.
-        slice_len: frames of each.
-        strict_length: only trajectories that are long enough. If False, shorter ones come whole, followed by zeros;
-            ``("collector", "mask")``, ``[N]`` bool, tells frames from padding.
-        over: what is uniform: the trajectory, then the place in it (``"trajectories"``); or the place among all places
-            at which a slice can begin (``"windows"``).
+        num_slices: the number of slices.
+        slice_len: the number of frames in a slice.
+        strict_length: whether to draw only from trajectories that are long enough. If False, shorter ones are returned
+            whole and padded with zeros; ``("collector", "mask")`` ``[N]`` bool is False for padding.
+        over: ``"trajectories"`` draws the trajectory uniformly, then the slice's first frame in it; ``"windows"`` draws
+            uniformly from all possible slices.
     """
 
     num_slices: int
@@ -132,34 +132,34 @@ class Slices:
     over: Literal["trajectories", "windows"] = "trajectories"
 
     def __post_init__(self) -> None:
-        """Check the numbers here."""
+        """Check the numbers."""
         check_positive("num_slices", self.num_slices)
         check_positive("slice_len", self.slice_len)
         check_flags(strict_length=self.strict_length)
         check_choice("over", self.over, ("trajectories", "windows"))
 
     def draw(self, memory: BufferView, random_source: RandomSource) -> SampleIndices:
-        """Choose the slices.
+        """The slices of one sample.
 
         Raises:
-            ValueError: for an empty ring, one that does not know its trajectories, and slices longer than any.
+            ValueError: if the ring is empty or has no trajectory index, or no trajectory is as long as a slice.
         """
         check_filled(memory)
         index = trajectory_index_of(memory)
         choose = self._by_trajectory if self.over == "trajectories" else self._by_window
-        trail, begin = choose(index, len(memory), random_source)
-        if not len(trail):
+        trajectory, begin = choose(index, len(memory), random_source)
+        if not len(trajectory):
             raise ValueError(too_long(self, index))
-        return self.along(index, trail, begin)
+        return self.along(index, trajectory, begin)
 
     def _by_trajectory(self, index: TrajectoryIndex, _: int, random_source: RandomSource) -> tuple[Ints, Ints]:
         first, stop, least = index.first, index.stop, self.slice_len if self.strict_length else 1
         size = len(stop)
-        trail = draw(
+        trajectory = draw(
             random_source.below, self.num_slices, size, lambda some: stop.take(some) - first.take(some) >= least
         )
-        places = np.maximum(stop.take(trail) - first.take(trail) - self.slice_len, 0) + 1
-        return trail, first.take(trail) + (random_source.uniform(len(trail)) * places).astype(np.int64)
+        places = np.maximum(stop.take(trajectory) - first.take(trajectory) - self.slice_len, 0) + 1
+        return trajectory, first.take(trajectory) + (random_source.uniform(len(trajectory)) * places).astype(np.int64)
 
     def _by_window(self, index: TrajectoryIndex, held: int, random_source: RandomSource) -> tuple[Ints, Ints]:
         slots = draw(random_source.below, self.num_slices, held, lambda some: self.begins(index, some))
@@ -167,22 +167,22 @@ class Slices:
 
     def begins(self, index: TrajectoryIndex, slots: Ints) -> npt.NDArray[np.bool_]:
         """Whether a slice can begin at the frames in `slots`."""
-        trail, begin = index.member.take(slots), index.position.take(slots)
-        fits: npt.NDArray[np.bool_] = begin + self.slice_len <= index.stop.take(trail)
-        return fits if self.strict_length else fits | (begin == index.first.take(trail))
+        trajectory, begin = index.member.take(slots), index.position.take(slots)
+        fits: npt.NDArray[np.bool_] = begin + self.slice_len <= index.stop.take(trajectory)
+        return fits if self.strict_length else fits | (begin == index.first.take(trajectory))
 
-    def along(self, index: TrajectoryIndex, trail: Ints, begin: Ints) -> SampleIndices:
-        """The slices that begin at position `begin` of `trail`, [num_slices] both."""
+    def along(self, index: TrajectoryIndex, trajectory: Ints, begin: Ints) -> SampleIndices:
+        """The slices that begin at position `begin` of `trajectory`, [num_slices] both."""
         steps = np.arange(self.slice_len)
         position = begin[:, None] + steps
         if self.strict_length:
-            slots = index.slots(trail[:, None], position).reshape(-1)
+            slots = index.slots(trajectory[:, None], position).reshape(-1)
             return SampleIndices(slots=slots, last=slice(self.slice_len - 1, None, self.slice_len))
-        stop = index.stop.take(trail)[:, None]
+        stop = index.stop.take(trajectory)[:, None]
         mask = (position < stop).reshape(-1)
-        slots = index.slots(trail[:, None], np.minimum(position, stop - 1)).reshape(-1)
+        slots = index.slots(trajectory[:, None], np.minimum(position, stop - 1)).reshape(-1)
         lengths = np.minimum(stop[:, 0] - begin, self.slice_len)
-        return SampleIndices(slots=slots, mask=mask, last=np.arange(len(trail)) * self.slice_len + lengths - 1)
+        return SampleIndices(slots=slots, mask=mask, last=np.arange(len(trajectory)) * self.slice_len + lengths - 1)
 
 
 def trajectory_index_of(memory: BufferView) -> TrajectoryIndex:
@@ -199,7 +199,7 @@ def trajectory_index_of(memory: BufferView) -> TrajectoryIndex:
 
 
 def too_long(slices: Slices, index: TrajectoryIndex) -> str:
-    """What to say where no trajectory is long enough."""
+    """The message of the error if no trajectory is long enough."""
     longest = int((index.stop - index.first).max(initial=0))
     return (
         f"slices are {slices.slice_len} frames long, the longest trajectory held has {longest}: ask for shorter ones, "

@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import override
 
 from funcollect.keys import Key, Purpose, seed_of
 
@@ -14,7 +15,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class RandomSource(Protocol):
-    """Where samplers take their randomness from."""
+    """The source of a sampler's random numbers."""
 
     def below(self, limit: int, count: int) -> Ints:
         """`count` uniform integers in ``[0, limit)``."""
@@ -25,12 +26,12 @@ class RandomSource(Protocol):
         ...
 
     def permutation(self, count: int) -> Ints:
-        """The numbers below `count` in random order."""
+        """The integers below `count` in random order."""
         ...
 
 
-class KeySource:
-    """Random numbers that are a function of a key.
+class KeySource(RandomSource):
+    """Random numbers computed from a key.
 
     >>> from funcollect.keys import key_from_seed
     >>> one, two = KeySource(key_from_seed(1)), KeySource(key_from_seed(1))
@@ -42,36 +43,36 @@ class KeySource:
         words = np.array([seed_of(key), int(Purpose.SAMPLE) << 48], np.uint64)
         self._generator = np.random.Generator(np.random.Philox(key=words))
 
+    @override
     def below(self, limit: int, count: int) -> Ints:
-        """`count` uniform integers in ``[0, limit)``."""
         return self._generator.integers(limit, size=count)
 
+    @override
     def uniform(self, count: int) -> npt.NDArray[np.float64]:
-        """`count` uniform numbers in ``[0, 1)``."""
         return self._generator.random(count)
 
+    @override
     def permutation(self, count: int) -> Ints:
-        """The numbers below `count` in random order."""
         return self._generator.permutation(count)
 
 
-class GeneratorSource:
-    """Random numbers from a Torch generator, which moves on; None for Torch's global one."""
+class GeneratorSource(RandomSource):
+    """Random numbers from a Torch generator, which advances; None means Torch's global generator."""
 
     def __init__(self, generator: torch.Generator | None) -> None:
         self._generator = generator
         self._device = "cpu" if generator is None else generator.device
 
+    @override
     def below(self, limit: int, count: int) -> Ints:
-        """`count` uniform integers in ``[0, limit)``."""
         drawn = torch.randint(limit, (count,), generator=self._generator, device=self._device)
         return drawn.numpy(force=True)
 
+    @override
     def uniform(self, count: int) -> npt.NDArray[np.float64]:
-        """`count` uniform numbers in ``[0, 1)``."""
         drawn = torch.rand(count, generator=self._generator, device=self._device, dtype=torch.float64)
         return drawn.numpy(force=True)
 
+    @override
     def permutation(self, count: int) -> Ints:
-        """The numbers below `count` in random order."""
         return torch.randperm(count, generator=self._generator, device=self._device).numpy(force=True)

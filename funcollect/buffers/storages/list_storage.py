@@ -12,18 +12,19 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 from torch.utils.data import default_collate
+from typing_extensions import override
 
-from funcollect.buffers.storages.storage import Incoming, Mask, Slots, check_size
+from funcollect.buffers.storages.storage import Incoming, Mask, Slots, Storage, check_size
 from funcollect.tree import Path as KeyPath
 
 _ITEMS = "items.pt"
 
 
-class ListStorage:
-    """Any objects, each an item; a TensorDict, or a sequence, is taken apart along its first dimension.
+class ListStorage(Storage):
+    """A list of objects of any kind. TensorDicts and sequences are split into items along their first dimension.
 
     Args:
-        max_size: items.
+        max_size: the capacity in items.
 
     >>> import numpy as np
     >>> from funcollect import ListStorage
@@ -42,12 +43,8 @@ class ListStorage:
         self._items: list[Any] = [None] * self.max_size
         self.collate: Callable[[list[Any]], Any] = _collate
 
+    @override
     def admit(self, data: Any) -> Incoming:
-        """Items, after a check that they can be counted.
-
-        Raises:
-            TypeError: for data that has no length.
-        """
         if not hasattr(data, "__len__"):
             raise TypeError(f"the data is {type(data).__name__}, expected a sequence of items: give a list of them")
         leaves: dict[KeyPath, Tensor] = {}
@@ -57,46 +54,45 @@ class ListStorage:
         tensors = isinstance(data, (TensorDictBase, Tensor))
         return Incoming((len(data),), leaves, data.clone().unbind(0) if tensors else list(data))
 
+    @override
     def allocate(self, batch: Incoming) -> None:
-        """Nothing to do: items come with their own memory."""
+        pass
 
+    @override
     def write(self, start: int, batch: Incoming, first: int, count: int) -> None:
-        """Write `count` items, from the `first` on, into the slots from `start` on."""
         self._items[start : start + count] = batch.content[first : first + count]
 
+    @override
     def settle(self, slots: Slots, following: Slots) -> None:
-        """Nothing to do: items are whole."""
+        pass
 
+    @override
     def announce(self, oldest: int, written: int) -> None:
-        """Nobody else reads."""
+        pass
 
+    @override
     def read(self, slots: Slots, mask: Mask | None = None, following: Slots | None = None) -> Any:
-        """The items in `slots`, [N], collated."""
         if mask is not None and not mask.all():
             raise ValueError("a ListStorage cannot pad slices: use LazyTensorStorage, or strict_length=True")
         return self.collate([self._items[slot] for slot in slots])
 
     def item(self, slot: int) -> Any:
-        """One item, as it was given."""
+        """One item, unchanged."""
         return self._items[slot]
 
+    @override
     def copy(self) -> ListStorage:
-        """A storage with the same items, which are not copied."""
         twin = copy.copy(self)
         twin._items = list(self._items)
         return twin
 
+    @override
     def dump(self, directory: Path, count: int) -> Any:
-        """Write the items to a file; plain ones, of tensors, numbers and strings, can be read without unpickling."""
         torch.save(self._items[:count], directory / _ITEMS)
         return None
 
+    @override
     def load(self, directory: Path, count: int, frames: Any, allow_pickle: bool) -> None:
-        """Read what `dump` wrote.
-
-        Raises:
-            ValueError: for items that only `allow_pickle` could read, since that runs code from the file.
-        """
         try:
             items = torch.load(directory / _ITEMS, weights_only=not allow_pickle)
         except pickle.UnpicklingError as error:
@@ -108,8 +104,8 @@ class ListStorage:
             raise ValueError(f"{directory / _ITEMS} does not hold a list of {count} items: it was changed")
         self._items = [*items, *[None] * (self.max_size - count)]
 
+    @override
     def empty(self) -> None:
-        """Forget every item."""
         self._items = [None] * self.max_size
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_kind
 from funcollect.buffers.storages import rows_file
@@ -18,23 +19,23 @@ from funcollect.buffers.storages.tensor_storage import LazyTensorStorage
 
 
 class LazyMemmapStorage(LazyTensorStorage):
-    """`LazyTensorStorage` in a file, so that frames may outgrow memory and other processes may read them.
+    """A `LazyTensorStorage` in a file: it can be larger than memory, and other processes can read it.
 
-    Readers (`ReplayReader`) never see part of a frame: before rows are overwritten their frames are retired, and new
-    ones are published when they are whole.
+    Readers (`ReplayReader`) never see part of a frame: frames are withdrawn before their rows are overwritten, and
+    published once they are complete.
 
     Args:
-        max_size: frames.
-        scratch_dir: where the file is made; it stays there. A temporary directory that goes with the storage, or at
-            the end of the process, unless given.
-        ndim: leading dimensions of a batch, time last.
-        device: where samples come out; the host unless given. Rows are in the file in any case.
-        compact_obs: as of `LazyTensorStorage`; what lies aside is in memory, so there are no readers.
-        existsok: write over the file of a storage that was there before.
+        max_size: the capacity in frames.
+        scratch_dir: the directory of the file, which is kept. By default a temporary directory, which is deleted with
+            the storage or at the end of the process.
+        ndim: the number of batch dimensions, time last.
+        device: the device of samples; by default the CPU. The rows are in the file in any case.
+        compact_obs: see `LazyTensorStorage`. Separately stored observations are in memory, so readers are not possible.
+        existsok: overwrite the file of an earlier storage.
 
     Raises:
-        OSError: where the disk has no room for all of `max_size`, at the first batch and not in the midst of a run.
-        FileExistsError: where the directory has a storage already.
+        OSError: if the disk has no room for `max_size` frames; raised at the first batch rather than in mid-run.
+        FileExistsError: if the directory already has a storage.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self._existsok = existsok
         self._file: rows_file.RowsFile | None = None
-        self._base = 0  # of the numbers that readers know frames by, which never start again; of slot 0
+        self._base = 0  # readers number frames without ever starting again; this is the number of slot 0
 
     def _allocate(self, layout: RowLayout, existsok: bool = False) -> Tensor:
         directory = self.scratch_dir
@@ -82,13 +83,13 @@ class LazyMemmapStorage(LazyTensorStorage):
         self._base = 0
         return rows
 
+    @override
     def announce(self, oldest: int, written: int) -> None:
-        """Tell readers that frames ``oldest … written - 1`` are whole, and no others."""
         if self._file is not None:
             self._file.announce(self._base + oldest, self._base + written)
 
+    @override
     def empty(self) -> None:
-        """Forget every frame; the keys, shapes and dtypes stay."""
         if self._file is not None:
             self._base = -(-self._file.span[1] // self.max_size) * self.max_size
             self.announce(0, 0)

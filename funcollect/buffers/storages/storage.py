@@ -1,6 +1,6 @@
-"""What the ring asks of a storage.
+"""The interface of storages.
 
-A storage knows slots, ``0 … max_size - 1``, and nothing of order: the ring above it says which slot is written next.
+A storage has the slots ``0 … max_size - 1``. It does not know the order of frames: the ring chooses the slots to write.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Incoming(NamedTuple):
-    """A batch that fits a storage."""
+    """A batch that matches the storage."""
 
-    lead: tuple[int, ...]  # its leading dimensions, time last
+    lead: tuple[int, ...]  # the batch dimensions, time last
     leaves: Mapping[KeyPath, Tensor]  # of a TensorDict or a tree
     content: Any
     layout: RowLayout | None = None
-    beside: Mapping[KeyPath, Tensor] = MappingProxyType({})  # leaves that are not part of the rows
+    beside: Mapping[KeyPath, Tensor] = MappingProxyType({})  # leaves stored outside of the rows
 
 
 class Storage(Protocol):
-    """What the ring asks of a storage.
+    """The interface of storages for a `ReplayBuffer`.
 
-    `ndim` is the number of leading dimensions that a batch brings, time last: 1 for ``[T]``, 2 for ``[P, T]``, 3 for
-    ``[W, P, T]``. `max_size` counts frames in all cases. `device` is where samples come out.
+    Attributes:
+        max_size: the capacity in frames.
+        ndim: the number of batch dimensions, time last: 1 for ``[T]``, 2 for ``[P, T]``, 3 for ``[W, P, T]``.
+        device: the device of samples.
+        compact_obs: whether next observations are read from the following frames.
     """
 
     max_size: int
@@ -45,36 +48,40 @@ class Storage(Protocol):
     compact_obs: bool
 
     def admit(self, data: Any) -> Incoming:
-        """A batch, after a check that it fits; changes nothing."""
+        """Check a batch and prepare it for `write`; the storage is unchanged.
+
+        Raises:
+            TypeError, ValueError: if it does not match the storage.
+        """
         ...
 
     def allocate(self, batch: Incoming) -> None:
-        """Make room for `max_size` frames, before the first batch is written."""
+        """Allocate memory for `max_size` frames, before the first batch is written."""
         ...
 
     def write(self, start: int, batch: Incoming, first: int, count: int) -> None:
-        """Write `count` frames of a batch, from its `first` on, into the slots from `start` on.
+        """Write `count` frames of a batch, beginning with its frame `first`, to the slots from `start` on.
 
-        Frames count in the order of time, then of lanes.
+        The frames of a batch are ordered by time, then by lane.
         """
         ...
 
     def announce(self, oldest: int, written: int) -> None:
-        """Of all frames given so far, those numbered ``oldest … written - 1`` are whole, and no others.
+        """Publish that exactly the frames with the numbers ``oldest … written - 1`` are complete.
 
-        Said before frames are overwritten and after they are written. Frame ``n`` lies in slot ``n % max_size``.
+        Called before frames are overwritten and after they were written. Frame ``n`` is in slot ``n % max_size``.
         """
         ...
 
     def read(self, slots: Slots, mask: Mask | None = None, following: Slots | None = None) -> Any:
-        """A batch of the frames in `slots`, [N], in memory of its own; zeros where `mask`, [N], is False.
+        """A copy of the frames in `slots` [N] as a batch; zeros where `mask` [N] is False.
 
-        A storage with `compact_obs` needs the slots of the frames that follow them, any where none does.
+        A storage with `compact_obs` also needs `following`, the slots of their successors (any slot if there is none).
         """
         ...
 
     def settle(self, slots: Slots, following: Slots) -> None:
-        """Frames in `slots` are followed, each in its trajectory, by those in `following`, which are new."""
+        """Record that the frames in `slots` have the new successors `following`, each in its trajectory."""
         ...
 
     def copy(self) -> Storage:
@@ -82,15 +89,19 @@ class Storage(Protocol):
         ...
 
     def dump(self, directory: Path, count: int) -> Any:
-        """Write the first `count` slots to files; returns what JSON can say of them."""
+        """Write the first `count` slots to files; return a description for JSON."""
         ...
 
     def load(self, directory: Path, count: int, frames: Any, allow_pickle: bool) -> None:
-        """Read what `dump` wrote."""
+        """Read the files of `dump`.
+
+        Raises:
+            ValueError: if they were changed, or contain objects that only `allow_pickle` could read.
+        """
         ...
 
     def empty(self) -> None:
-        """Forget every frame."""
+        """Remove all frames; keys, shapes and dtypes are kept."""
         ...
 
 

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
+from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_positive
 from funcollect.buffers.storages.next_observations import NextObservations, next_paths
 from funcollect.buffers.storages.packed_rows import RowLayout, leaves_of
-from funcollect.buffers.storages.storage import Incoming, Mask, Slots, check_size
+from funcollect.buffers.storages.storage import Incoming, Mask, Slots, Storage, check_size
 from funcollect.devices import checked_device
 from funcollect.tree import Path as KeyPath
 
@@ -21,19 +22,19 @@ _ROWS, _ASIDE = "rows.bin", "aside.npz"
 _CHUNK = 1 << 26  # bytes written or read at once
 
 
-class LazyTensorStorage:
-    """Frames as packed rows in memory, allocated at the first batch, whose keys, shapes and dtypes all others share.
+class LazyTensorStorage(Storage):
+    """Frames as packed rows in memory. The first batch fixes keys, shapes and dtypes, and memory is allocated then.
 
     Args:
-        max_size: frames.
-        ndim: leading dimensions of a batch, time last.
-        device: where the rows lie and samples come out; the host unless given.
-        compact_obs: store each observation once. The next observation of a frame is that of the frame that follows it;
-            only where none does, or it differs, is it stored too; room is kept for those of the largest batch. Samples
-            are complete all the same. On the host only.
+        max_size: the capacity in frames.
+        ndim: the number of batch dimensions, time last.
+        device: the device of rows and samples; by default the CPU.
+        compact_obs: store each observation once. The next observation of a frame is then read from its successor; it is
+            stored only if there is no successor or it differs, with room for those of the largest batch. Samples have
+            both observations in any case. Only on the CPU.
 
     Raises:
-        TypeError, ValueError: for a size or a number of dimensions below 1; for `compact_obs` on another device.
+        TypeError, ValueError: if `max_size` or `ndim` is below 1, or for `compact_obs` on another device.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -62,13 +63,8 @@ class LazyTensorStorage:
         self._rows: Tensor | None = None
         self._next: NextObservations | None = None
 
+    @override
     def admit(self, data: Any) -> Incoming:
-        """A batch, after a check that it fits; changes nothing.
-
-        Raises:
-            TypeError: for leaves that are not tensors.
-            ValueError: for too few dimensions, and for other keys, shapes or dtypes than the first batch's.
-        """
         leaves = leaves_of(data)
         lead = _lead(data, leaves, self.ndim)
         content, beside = leaves, dict[KeyPath, Tensor]()
@@ -82,8 +78,8 @@ class LazyTensorStorage:
         layout.check(content, self.ndim)
         return Incoming(lead, leaves, content, layout, beside)
 
+    @override
     def allocate(self, batch: Incoming) -> None:
-        """Make room for `max_size` frames, before the first batch is written."""
         if self.layout is None and batch.layout is not None:
             self._rows = self._allocate(batch.layout)
             self.layout = batch.layout
@@ -99,8 +95,8 @@ class LazyTensorStorage:
             raise ValueError("the storage holds nothing yet: extend it first")
         return self.layout, self._rows
 
+    @override
     def write(self, start: int, batch: Incoming, first: int, count: int) -> None:
-        """Write `count` frames of a batch, from its `first` on, into the slots from `start` on."""
         layout, rows = self._open()
         if self._next is not None:
             self._next.write(np.arange(start, start + count), batch.beside, self.ndim, first)
@@ -113,13 +109,13 @@ class LazyTensorStorage:
         layout.pack(staged, batch.content, self.ndim, first)
         target.copy_(staged, non_blocking=True)
 
+    @override
     def settle(self, slots: Slots, following: Slots) -> None:
-        """Frames in `slots` are followed, each in its trajectory, by those in `following`, which are new."""
         if self._next is not None:
             self._next.settle(slots, following)
 
+    @override
     def read(self, slots: Slots, mask: Mask | None = None, following: Slots | None = None) -> Any:
-        """A batch of the frames in `slots`, [N], in memory of its own; zeros where `mask`, [N], is False."""
         layout, rows = self._open()
         if rows.is_cpu:
             gathered = layout.gather(rows.numpy(), slots)
@@ -135,11 +131,12 @@ class LazyTensorStorage:
                 batch.set(path, leaf)
         return batch
 
+    @override
     def announce(self, oldest: int, written: int) -> None:
-        """Nobody else reads."""
+        pass
 
+    @override
     def copy(self) -> LazyTensorStorage:
-        """A storage in memory with the same frames."""
         twin = LazyTensorStorage(self.max_size, ndim=self.ndim, device=self.device, compact_obs=self.compact_obs)
         twin.layout = self.layout
         if self._rows is not None:
@@ -147,8 +144,8 @@ class LazyTensorStorage:
             twin._next = None if self._next is None else self._next.copy(twin._rows)
         return twin
 
+    @override
     def dump(self, directory: Path, count: int) -> Any:
-        """Write the first `count` slots to files; returns what JSON can say of them."""
         if self.layout is None or self._rows is None:
             return None
         header = {"rows": self.layout.to_json()}
@@ -158,12 +155,12 @@ class LazyTensorStorage:
         step = max(_CHUNK // self.layout.nbytes, 1)
         with open(directory / _ROWS, "wb") as file:
             for start in range(0, count, step):
-                # Not `tofile`, which does not say when the disk is full.
+                # `tofile` would not report a full disk.
                 file.write(self._rows[start : min(start + step, count)].numpy(force=True).data)
         return header
 
+    @override
     def load(self, directory: Path, count: int, frames: Any, allow_pickle: bool) -> None:
-        """Read what `dump` wrote."""
         if frames is None:
             return
         layout = RowLayout.from_json(frames["rows"])
@@ -182,12 +179,13 @@ class LazyTensorStorage:
             with np.load(directory / _ASIDE, allow_pickle=False) as state:
                 self._next.load({name: state[name] for name in state.files})
 
+    @override
     def empty(self) -> None:
-        """Forget every frame; the keys, shapes and dtypes stay."""
+        pass
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for frames."""
+        """The number of bytes allocated for frames."""
         aside = 0 if self._next is None else self._next.nbytes
         return aside + (0 if self._rows is None else self._rows.nbytes)
 
