@@ -14,7 +14,7 @@ from funcollect.buffers import files
 from funcollect.buffers.ring import RingMemory
 from funcollect.buffers.samplers.uniform import Sampler
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def dump(
@@ -25,7 +25,7 @@ def dump(
     def fill(fresh: Path) -> None:
         arrays = files.under("sampler", sampler.state())
         if memory.index is not None:
-            arrays |= files.under("trails", memory.index.state())
+            arrays |= files.under("trajectories", memory.index.state())
         if generator is not None:
             arrays["generator"] = generator.get_state().numpy()
         frames = memory.storage.dump(fresh, len(memory))
@@ -59,7 +59,7 @@ def load(
     memory.written = meta["written"]
     memory.storage.announce(memory.written - len(memory), memory.written)
     if memory.index is not None:
-        memory.index.load(files.of("trails", arrays))
+        memory.index.load(files.of("trajectories", arrays))
     sampler.load(files.of("sampler", arrays))
     if generator is not None and "generator" in arrays:
         generator.set_state(torch.from_numpy(np.array(arrays["generator"])))

@@ -54,9 +54,9 @@ def test_the_newest_frames_are_held_and_linked(batches, capacity, flat, looks, m
     assert held(state)["observation"].int().tolist() == observed(oracle.frames)
     index = state.memory.index
     found = {}
-    for trail in np.flatnonzero(index.stop > index.first):
-        positions = np.arange(index.first[trail], index.stop[trail])
-        rows = state.memory.storage.read(index.slots(trail, positions))["observation"].int()
+    for trajectory in np.flatnonzero(index.stop > index.first):
+        positions = np.arange(index.first[trajectory], index.stop[trajectory])
+        rows = state.memory.storage.read(index.slots(trajectory, positions))["observation"].int()
         assert (rows[:, :2] == rows[0, :2]).all()
         found[tuple(rows[0, :2].tolist())] = rows[:, 2].tolist()
     assert found == oracle.trajectories()

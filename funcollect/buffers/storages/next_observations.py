@@ -1,7 +1,7 @@
-"""Next observations that are not stored where the frame that follows holds the same bytes at its root.
+"""Stores next observations only if the following frame does not contain the same bytes as its observation.
 
-What an episode ends with, and what the newest frame of each lane led to, stand in no other frame: these lie **aside**,
-in an array that grows with the most there were.
+The last observation of an episode, and that after the newest frame of each lane, are in no other frame. These are
+stored **aside**, in an array that grows as needed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _AT_ONCE = 256  # frames compared at once
 
 
 def next_paths(leaves: Mapping[Path, Tensor]) -> list[Path]:
-    """The keys under ``next`` that have an observation of the same shape and dtype at the root.
+    """The keys under ``next`` for which the root has a key with the same shape and dtype.
 
     Raises:
-        ValueError: where there are none.
+        ValueError: if there are none.
     """
     found = [
         path
@@ -47,17 +47,17 @@ def _alike(one: Tensor | None, two: Tensor) -> bool:
 
 
 class NextObservations:
-    """The next observations of the frames in `rows`, [capacity, words], whose layout is `layout`.
+    """The next observations of the frames in a storage.
 
     Args:
-        layout: of the rows, in which the root observations are.
-        aside: of the next observations alone.
-        rows: the frames.
+        layout: the layout of the rows, which contain the root observations.
+        aside: the layout of the next observations.
+        rows: the frames [capacity, words].
     """
 
     def __init__(self, layout: RowLayout, aside: RowLayout, rows: Tensor) -> None:
         self.layout, self.aside = layout, aside
-        self.place = np.full(len(rows), -1)  # of each slot: where its next observation lies aside; -1 where it does not
+        self.place = np.full(len(rows), -1)  # by slot: the index of its next observation aside; -1 if it is not there
         self._rows = rows
         self._aside = torch.zeros(0, aside.words, dtype=torch.int64)
         self._free = np.zeros(0, np.int64)
@@ -67,11 +67,11 @@ class NextObservations:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated aside."""
+        """The number of bytes allocated aside."""
         return self._aside.nbytes
 
     def write(self, slots: Ints, leaves: Mapping[Path, Tensor], ndim: int, first: int) -> None:
-        """Lay the next observations of new frames aside; `settle` takes back what need not be there."""
+        """Store the next observations of new frames aside; `settle` removes those that are not needed."""
         self._release(slots)
         place = self._take(len(slots))
         packed = torch.empty(len(slots), self.aside.words, dtype=torch.int64)
@@ -80,7 +80,7 @@ class NextObservations:
         self.place[slots] = place
 
     def settle(self, slots: Ints, following: Ints) -> None:
-        """Of frames in `slots`, forget what the frames in `following`, which come after them, hold themselves."""
+        """Remove the next observations of frames in `slots` that equal the observations of their successors."""
         laid = self.place.take(slots) >= 0
         slots, following = slots[laid], following[laid]
         rows, aside = self.layout.records(self._rows), self.aside.records(self._aside)
@@ -109,7 +109,7 @@ class NextObservations:
         return taken
 
     def read(self, slots: Ints, following: Ints, mask: npt.NDArray[np.bool_] | None) -> dict[Path, Tensor]:
-        """The next observations of frames in `slots`, in memory of their own; zeros where `mask` is False."""
+        """Copies of the next observations of the frames in `slots`; zeros where `mask` is False."""
         place = self.place.take(slots)
         laid = place >= 0
         packed = np.zeros((len(slots), self.aside.words), np.int64)

@@ -1,7 +1,7 @@
-"""Frames packed in rows of bytes, so that a sample is one gather, and its leaves are typed views of what it gathered.
+"""Packs frames into rows of bytes, so that a sample needs one gather, and its leaves are typed views of the result.
 
-A row holds every leaf of one frame, the widest dtypes first, so that each lies aligned, and is a whole number of 64-bit
-words long. NumPy copies the bytes of a leaf as one element each, several times faster than Torch copies short rows.
+A row contains all leaves of one frame, the widest dtypes first for alignment, padded to 64-bit words. NumPy copies the
+bytes of a leaf as one element, which is several times faster than Torch's copies of short rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from funcollect.tree import Path, nest
 _WORD = 8  # bytes
 _Rebuild = Callable[[list[Tensor], int], Any]  # from leaves [N, ...] and N to a batch
 
-# Dtypes that NumPy lacks go as integers of their width.
+# Integers of the same width carry dtypes that NumPy lacks.
 _CARRIERS = {
     torch.bfloat16: torch.int16,
     torch.float8_e4m3fn: torch.uint8,
@@ -36,16 +36,16 @@ _CARRIERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class PackedLeaf:
-    """Where a leaf lies in a row."""
+    """The place of a leaf in a row."""
 
     path: Path
     shape: tuple[int, ...]  # of one frame
     dtype: torch.dtype
-    offset: int  # bytes from the row's beginning
+    offset: int  # bytes from the begin of the row
 
     @property
     def name(self) -> str:
-        """The path as a person reads it."""
+        """The path for messages."""
         return ".".join(self.path) or "the data"
 
     @cached_property
@@ -55,20 +55,20 @@ class PackedLeaf:
 
     @cached_property
     def nbytes(self) -> int:
-        """Its width."""
+        """The number of bytes."""
         return self.count * self.dtype.itemsize
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """Of one frame's values, in C order."""
+        """The strides of one frame's values in C order."""
         return tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
 
 
 def leaves_of(data: Any) -> dict[Path, Tensor]:
-    """The leaves by path of a TensorDict, or of any other tree of tensors; of a bare tensor, under an empty path.
+    """The leaves of a TensorDict or another tree of tensors, by path; a single tensor has the empty path.
 
     Raises:
-        TypeError: for a leaf that is not a tensor.
+        TypeError: if a leaf is not a tensor.
     """
     if isinstance(data, TensorDictBase):
         return _collect(data, (), {})
@@ -108,12 +108,12 @@ def _check_leaf(path: Path, leaf: Any) -> None:
 
 
 class RowLayout:
-    """How the leaves of one frame lie in a row of `words` 64-bit words.
+    """The arrangement of a frame's leaves in a row of `words` 64-bit words.
 
     Args:
         columns: the leaves, in the order of the batch.
-        item_dims: batch dimensions of one frame itself; ``()`` but for frames that are sequences.
-        rebuild: makes a batch from its leaves and its number of frames.
+        item_dims: the batch dimensions of a single frame; ``()`` unless frames are sequences.
+        rebuild: builds a batch from leaves and the number of frames.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -128,7 +128,7 @@ class RowLayout:
     def __init__(self, columns: Sequence[PackedLeaf], item_dims: tuple[int, ...], rebuild: _Rebuild) -> None:
         self.columns = tuple(columns)
         self.item_dims = item_dims
-        self.structure: Any = None  # of frames that are no TensorDicts
+        self.structure: Any = None  # of the tree, if frames are not TensorDicts
         self._rebuild = rebuild
         self._paths = {column.path for column in columns}
         end = max((column.offset + column.nbytes for column in columns), default=0)
@@ -152,9 +152,9 @@ class RowLayout:
 
     @classmethod
     def of(cls, data: Any, ndim: int, leaves: Mapping[Path, Tensor] | None = None) -> RowLayout:
-        """The layout of the frames of `data`, whose leaves have `ndim` dimensions before a frame's own.
+        """The layout of the frames of `data`, whose leaves have `ndim` batch dimensions.
 
-        Only of some `leaves`, where these are given.
+        If `leaves` are given, the layout has only these.
         """
         leaves = leaves_of(data) if leaves is None else leaves
         offset, columns = 0, {}
@@ -173,7 +173,7 @@ class RowLayout:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> RowLayout:
-        """The layout that `to_json` described."""
+        """The layout described by `to_json`."""
         columns = [
             PackedLeaf(path=tuple(path), shape=tuple(shape), dtype=getattr(torch, dtype), offset=offset)
             for path, shape, dtype, offset in saved["columns"]
@@ -182,10 +182,10 @@ class RowLayout:
         return cls(columns, item_dims, _tensordicts({column.path: column.dtype for column in columns}, item_dims))
 
     def to_json(self) -> dict[str, Any]:
-        """The layout in numbers and strings.
+        """A description of the layout in numbers and strings.
 
         Raises:
-            TypeError: for frames that are no TensorDicts, whose structure has no such form.
+            TypeError: if the frames are trees, whose structure cannot be described so.
         """
         if self.structure is not None:
             raise TypeError(f"the frames are trees {self.structure}, which have no file format: store TensorDicts")
@@ -197,14 +197,14 @@ class RowLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes per frame."""
+        """The number of bytes per frame."""
         return self.words * _WORD
 
     def check(self, leaves: Mapping[Path, Tensor], ndim: int) -> None:
         """Check that a batch has the leaves of this layout.
 
         Raises:
-            ValueError: for other keys, shapes or dtypes; names the key, both, and the mend.
+            ValueError: if keys, shapes or dtypes differ.
         """
         if leaves.keys() != self._paths:
             raise ValueError(self._other_keys(leaves))
@@ -226,9 +226,9 @@ class RowLayout:
         )
 
     def pack(self, rows: Tensor, leaves: Mapping[Path, Tensor], ndim: int, first: int = 0) -> None:
-        """Write frames into ``rows``, [N, words]: those from `first` on of ``[*B, ...]`` leaves.
+        """Write N frames of ``[*B, ...]`` leaves, beginning with frame `first`, to `rows` [N, words].
 
-        The `ndim` dimensions of ``*B`` have time last; frames count in the order of time, then of the lanes.
+        The `ndim` dimensions ``*B`` have time last. Frames are ordered by time, then by lane.
         """
         number = len(rows)
         if not rows.is_cpu:
@@ -243,12 +243,12 @@ class RowLayout:
                 records[name] = elements[first : first + number]
 
     def gather(self, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> Tensor:
-        """A copy of the rows in `slots`, ``[N, words]``; ``rows`` lie on the host."""
+        """A copy [N, words] of the `rows` in `slots`; on the CPU."""
         packed = rows.view(self.row)[:, 0].take(slots, mode="clip").view(np.int64)
         return torch.from_numpy(packed.reshape(len(slots), self.words))
 
     def numbers(self, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> dict[Path, Tensor]:
-        """What is one number per frame, of the frames in `slots`, ``[N]``; ``rows`` lie on the host."""
+        """The leaves with one number per frame, of the frames in `slots` [N]; on the CPU."""
         records = rows.view(self._typed)[:, 0]
         return {
             column.path: torch.from_numpy(records[name].take(slots, axis=0))
@@ -257,11 +257,11 @@ class RowLayout:
         }
 
     def unpack(self, rows: Tensor) -> Any:
-        """The batch in ``rows``, [N, words] int64 and contiguous: its leaves are views of them."""
+        """The batch in `rows` [N, words] int64, contiguous; its leaves are views of them."""
         return self._rebuild(self.leaves(rows), rows.shape[0])
 
     def leaves(self, rows: Tensor) -> list[Tensor]:
-        """The leaves in ``rows``, by column: views of them."""
+        """Views of the leaves in `rows`, by column."""
         if not rows.is_cpu:
             return self._views(rows)
         records = rows.numpy().view(self._typed)[:, 0]
@@ -271,7 +271,7 @@ class RowLayout:
         return leaves
 
     def records(self, rows: Tensor) -> npt.NDArray[np.void]:
-        """``rows``, [N, words] on the host, with the bytes of each column as a field (see `field`)."""
+        """The `rows` [N, words] as a structured array with the bytes of columns as fields (see `field`); on the CPU."""
         records: npt.NDArray[np.void] = rows.numpy().view(self._opaque)[:, 0]
         return records
 
@@ -302,13 +302,13 @@ def time_major(leaf: Tensor, ndim: int) -> Tensor:
 
 
 def _elements(leaf: Tensor, column: PackedLeaf, bytes_: np.dtype[np.void]) -> npt.NDArray[np.void]:
-    """The frames of a leaf, ``[*B, ...]`` and not empty, one element of bytes each: [N]."""
+    """The frames of a leaf ``[*B, ...]``, which is not empty, each as one element of bytes: [N]."""
     if column.dtype in _CARRIERS:
         leaf = leaf.view(_CARRIERS[column.dtype])
     array = leaf.numpy(force=True)
     if not array.flags.c_contiguous:
         array = array.reshape(-1, column.count)
-        if array.strides[1] == array.itemsize:  # so are the values of each frame
+        if array.strides[1] == array.itemsize:  # the values of each frame are contiguous
             return array.view(bytes_)[:, 0]
         array = np.ascontiguousarray(array)
     return np.frombuffer(array, bytes_)
@@ -320,7 +320,7 @@ def _array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 def _tensordicts(kinds: Mapping[Path, torch.dtype], item_dims: tuple[int, ...]) -> _Rebuild:
     recipe = nest({path: index for index, path in enumerate(kinds)})
-    # With a device, tensordict cannot clone floats of eight bits.
+    # tensordict cannot clone floats of eight bits if a device is set.
     placed = bool(kinds) and all(dtype.itemsize > 1 or not dtype.is_floating_point for dtype in kinds.values())
 
     def build(node: Mapping[str, Any], leaves: list[Tensor], size: torch.Size, device: Any) -> TensorDict:

@@ -1,8 +1,8 @@
-"""The file of a memory-mapped storage: a header, then its rows.
+"""The file of a memory-mapped storage: a header, then the rows.
 
-The header says in JSON what the rows are, and in two words which of them hold whole frames. So a process that finds
-the file needs nothing else to read it, also after the one that wrote it was killed. The file appears under its name
-when it is complete, by renaming.
+The header describes the rows in JSON, and two of its words give the range of complete frames. A process can read the
+file without further information, even after the writer was killed. The file is created under another name and renamed
+once it is complete.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ NAME = "rows.bin"
 
 _MAGIC = int.from_bytes(b"funcoll1", "little")
 _WORD, _PAGE = 8, 4096  # bytes
-_OLDEST, _WRITTEN = 8, 9  # words of the header that move
+_OLDEST, _WRITTEN = 8, 9  # words of the header that change
 _JSON = 16  # the word at which the JSON begins
 
 
 class RowsFile:
-    """The words of such a file, mapped.
+    """A mapped file.
 
     Attributes:
-        header: the JSON at the beginning of the file.
+        header: the JSON of the header.
         rows: ``[capacity, words]`` int64.
     """
 
@@ -43,33 +43,33 @@ class RowsFile:
 
     @property
     def oldest(self) -> int:
-        """The number of the oldest frame that is whole."""
+        """The number of the oldest complete frame."""
         return int(self._words[_OLDEST])
 
     @property
     def span(self) -> tuple[int, int]:
-        """The number of the oldest frame that is whole, and one after that of the newest."""
+        """The number of the oldest complete frame, and one past the number of the newest."""
         while True:
             written, oldest = int(self._words[_WRITTEN]), self.oldest
-            if written == self._words[_WRITTEN]:  # otherwise every frame of the span may have been retired meanwhile
+            if written == self._words[_WRITTEN]:  # else all frames of the range may have been withdrawn since
                 return oldest, written
 
     def announce(self, oldest: int, written: int) -> None:
-        """Frames ``oldest … written - 1`` are whole, and no others."""
-        self._words[_OLDEST] = oldest  # first: a frame may be overwritten only where it no longer counts
+        """Publish that exactly the frames ``oldest … written - 1`` are complete."""
+        self._words[_OLDEST] = oldest  # first, since a frame may be overwritten only once it is withdrawn
         self._words[_WRITTEN] = written
 
 
 def create(path: Path, header: Mapping[str, Any], rows: int, words: int) -> tuple[RowsFile, Tensor]:
-    """Make the file of so many rows, whose space is there; also its rows, ``[rows, words]``, as a tensor.
+    """Create a file with space for all rows; return it and its rows as a tensor ``[rows, words]``.
 
     Raises:
-        OSError: where the disk has no room.
+        OSError: if the disk has no room.
     """
     text = json.dumps({**header, "max_size": rows}).encode()
     offset = -(-(_JSON * _WORD + len(text)) // _PAGE) * _PAGE // _WORD  # words before the first row
     size = offset + rows * words
-    # A new file in the place of an old one: whoever has mapped the old one must not see it shrink, which kills.
+    # An old file is replaced, not truncated: a process that has mapped it would be killed.
     fresh = path.with_suffix(".new")
     try:
         with open(fresh, "w+b") as file:
@@ -86,11 +86,11 @@ def create(path: Path, header: Mapping[str, Any], rows: int, words: int) -> tupl
 
 
 def attach(path: Path) -> RowsFile:
-    """The file that another process writes, to be read.
+    """Open the file of another process for reading.
 
     Raises:
-        FileNotFoundError: where there is none.
-        ValueError: for a file of another kind.
+        FileNotFoundError: if there is none.
+        ValueError: if it is a file of another kind.
     """
     if not path.exists():
         raise FileNotFoundError(

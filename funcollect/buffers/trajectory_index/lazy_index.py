@@ -5,35 +5,35 @@ from __future__ import annotations
 from funcollect.buffers.trajectory_index.segments import Frames, Segments
 from funcollect.buffers.trajectory_index.trajectory_index import TrajectoryIndex
 
-_MOST_SEGMENTS = 1 << 12  # that wait: three megabytes, if each frame is a segment of its own
-_FRAMES_AT_ONCE = 1 << 14  # few enough to lie in a processor's cache
+_MOST_SEGMENTS = 1 << 12  # that are kept: three megabytes, if each frame is a segment
+_FRAMES_AT_ONCE = 1 << 14  # few enough for a processor's cache
 
 
 class LazyIndex:
-    """A `TrajectoryIndex` that is updated lazily: many extends at once, on the first lookup.
+    """A `TrajectoryIndex` that is updated on the first lookup, for many extends at once.
 
-    `extend` records segments only, which is a tenth of the work, and all of it while nobody samples slices.
+    `extend` only records segments. This is a tenth of the work, and the rest is never done if no slices are sampled.
 
     Args:
-        capacity: the ring's slots.
+        capacity: the number of slots of the ring.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._index = TrajectoryIndex(capacity)
-        self._waiting: list[Segments] = []  # not in the index yet, one entry per extend, oldest first
-        self._count = 0  # how many these are
-        self._numbers = range(0)  # of their frames
+        self._waiting: list[Segments] = []  # not yet in the index, one entry per extend, oldest first
+        self._count = 0  # the number of these segments
+        self._numbers = range(0)  # the numbers of their frames
 
     @property
     def current(self) -> TrajectoryIndex:
-        """The index, with all frames."""
+        """The index, up to date."""
         if self._waiting:
             self._update()
         return self._index
 
     def extend(self, frames: Frames, numbers: range) -> None:
-        """Add the ring's newest frames, which have these numbers; those that it does not hold are left out."""
+        """Add the newest frames, which have these numbers; frames that the ring does not store are left out."""
         segments = Segments.of(frames)
         if self._waiting and (self._waiting[0].step is None) != (segments.step is None):
             self._update()

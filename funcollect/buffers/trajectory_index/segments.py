@@ -1,4 +1,4 @@
-"""Segments: what a ring records of an extend, a few numbers for each stretch of consecutive frames."""
+"""Segments: a compact record of an extend, with a few numbers per sequence of successive frames."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class Frames:
-    """The frames of one extend, lane after lane, each lane in the order of time; all arrays are [N]."""
+    """The frames of one extend, ordered by lane, then by time; all arrays are [N]."""
 
-    number: Ints  # how many frames the ring had been given before; rises evenly within a lane
-    key: Ints  # frames that follow each other in one trajectory have equal ones
-    begins: Bools  # the first frame of its lane in this extend
-    ends: Bools | None  # no frame follows this one
-    step: Ints | None  # rises by one within a trajectory
+    number: Ints  # the number of frames written before; increases evenly within a lane
+    key: Ints  # equal for frames of one trajectory
+    begins: Bools  # whether it is the first of its lane in this extend
+    ends: Bools | None  # whether the trajectory ends with it
+    step: Ints | None  # increases by one within a trajectory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Frames that follow each other directly in one trajectory and one extend; all arrays are [S]."""
+    """Successive frames of one trajectory in one extend; all arrays are [S]."""
 
     number: Ints  # of the first frame
-    stride: Ints  # by which numbers rise from frame to frame
+    stride: Ints  # the increase of numbers from frame to frame
     length: Ints
     key: Ints
     step: Ints | None  # of the first frame
-    ended: Bools  # by its last frame
+    ended: Bools  # whether the trajectory ends with its last frame
 
     @classmethod
     def of(cls, frames: Frames) -> Segments:
-        """The segments of one extend that has frames."""
+        """The segments of one extend, which must not be empty."""
         begins = frames.begins.copy()
         begins[1:] |= frames.key[1:] != frames.key[:-1]
         if frames.ends is not None:
@@ -60,7 +60,7 @@ class Segments:
 
     @staticmethod
     def joined(parts: Sequence[Segments]) -> Segments:
-        """The segments of several extends, oldest first, which all have steps or all have none."""
+        """The segments of several extends, oldest first. Either all of them have steps, or none."""
         if len(parts) == 1:
             return parts[0]
         columns = {column.name: [getattr(part, column.name) for part in parts] for column in fields(Segments)}
@@ -74,7 +74,7 @@ class Segments:
         return Segments(**taken)
 
     def since(self, number: int) -> Segments:
-        """What is left of them without the frames before `number`."""
+        """The segments without the frames before `number`."""
         gone: Ints = (-((self.number - number) // np.maximum(self.stride, 1))).clip(0, self.length)
         if not gone.any():
             return self
@@ -87,13 +87,13 @@ class Segments:
         return left.take(left.length > 0)
 
     def in_order(self) -> Segments:
-        """By key, those of one key in the order of time."""
+        """The segments sorted by key, then by time."""
         if (self.key[1:] > self.key[:-1]).all():
             return self
         return self.take(np.lexsort((self.number, self.key)))
 
     def linked(self) -> Bools:
-        """Of segments in order: which continue where the one before stopped."""
+        """Of sorted segments: whether each continues the one before."""
         linked = np.zeros(len(self.key), np.bool_)
         last = self.number + (self.length - 1) * self.stride
         linked[1:] = (self.key[1:] == self.key[:-1]) & ~self.ended[:-1] & (self.number[1:] > last[:-1])
@@ -102,7 +102,7 @@ class Segments:
         return linked
 
     def numbers(self) -> Ints:
-        """Of all their frames, segment after segment."""
+        """The numbers of all frames, segment after segment."""
         before = self.length.cumsum() - self.length
         index = np.arange(self.length.sum())
         if (self.stride > 1).any():

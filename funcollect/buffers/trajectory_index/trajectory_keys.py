@@ -1,4 +1,4 @@
-"""What tells the trajectories of a batch apart, and which frame follows which."""
+"""The keys of a batch that link its frames to trajectories."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _STEPS: tuple[str | Path, ...] = (("collector", "step"),)
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectories:
-    """The keys by which frames are linked to trajectories.
+    """The keys that link frames to trajectories.
 
-    Within a lane, and from batch to batch, frames of one id follow each other. A trajectory ends with a frame whose end
-    flag is True, and where ``collector.step``, if a batch has it, does not rise by one. Without ids, lane ``i`` of a
-    batch goes on in lane ``i`` of the next batch.
+    Successive frames of a lane with the same id belong to one trajectory, also across batches. A trajectory ends with a
+    frame whose end flag is True, and where ``collector.step``, if the batch has it, does not increase by one. Without
+    ids, lane ``i`` of a batch continues in lane ``i`` of the next batch.
 
     Attributes:
-        traj_key: where the ids are, one number per frame: ``("collector", "traj_ids")``, else ``"episode"``, unless
-            given; lanes and end flags alone where a batch has neither.
-        end_key: where the end flags are: ``("next", "done")`` unless given.
+        traj_key: the key of the ids, one number per frame. By default ``("collector", "traj_ids")`` or, if there is
+            none, ``"episode"``. If a batch has neither, lanes and end flags determine the trajectories.
+        end_key: the key of the end flags; by default ``("next", "done")``.
     """
 
     traj_key: str | Path | None = None
@@ -46,16 +46,15 @@ class Trajectories:
         check_key("end_key", self.end_key)
 
     def frames(self, leaves: Mapping[Path, Tensor], lead: tuple[int, ...], start: int) -> Frames:
-        """The frames of a batch, lane after lane; they may be views of it.
+        """The frames of a batch, ordered by lane, then by time; the arrays may be views of the batch.
 
         Args:
-            leaves: the batch's.
-            lead: its leading dimensions ``[*B, T]``.
-            start: the number of its first frame; frames count in the order of time, then of lanes.
+            leaves: the leaves of the batch.
+            lead: its batch dimensions ``[*B, T]``.
+            start: the number of its first frame; numbers increase by time, then by lane.
 
         Raises:
-            ValueError: for a batch that lacks a key, or has more or less than one number per frame under it, or lanes
-                with the same id.
+            ValueError: if the batch lacks a key, a leaf is not one number per frame, or lanes have the same id.
         """
         ids = _column(leaves, lead, self.traj_key, _IDS)
         ends = _column(leaves, lead, self.end_key, _ENDS)
@@ -80,10 +79,10 @@ class Trajectories:
         )
 
     def check_ids(self, leaves: Mapping[Path, Tensor]) -> None:
-        """Raise ValueError for frames without ids, whose lanes are not told.
+        """Raise ValueError if the frames have no ids; a reader does not know their lanes.
 
         Args:
-            leaves: the frames'.
+            leaves: the leaves of the frames.
         """
         keys = _IDS if self.traj_key is None else (self.traj_key,)
         if all(_path(key) not in leaves for key in keys):
@@ -94,7 +93,7 @@ class Trajectories:
 
 
 def _check_apart(ids: npt.NDArray[Any], lead: tuple[int, ...]) -> None:
-    """Raise ValueError for lanes that begin an extend in a trajectory of the same id."""
+    """Raise ValueError if several lanes begin an extend with the same id."""
     if len(set(ids.tolist())) < len(ids):
         raise ValueError(
             f"lanes of the batch {list(lead)} are in trajectories of the same id, by which slices tell them apart, as "
@@ -103,7 +102,7 @@ def _check_apart(ids: npt.NDArray[Any], lead: tuple[int, ...]) -> None:
 
 
 def check_linked(data: Any) -> None:
-    """Raise TypeError for a batch in which trajectories cannot be told apart."""
+    """Raise TypeError if the data are not a TensorDict, the only form with keys for trajectories."""
     if not isinstance(data, TensorDictBase):
         raise TypeError(
             f"the data is {type(data).__name__}, expected a TensorDict, in which trajectories can be told apart: "
@@ -114,7 +113,7 @@ def check_linked(data: Any) -> None:
 def _column(
     leaves: Mapping[Path, Tensor], lead: tuple[int, ...], given: str | Path | None, usual: tuple[str | Path, ...]
 ) -> npt.NDArray[Any] | None:
-    """One number per frame, lane after lane; None where no key was given and none of the usual ones is there."""
+    """One number per frame, ordered by lane; None if no key was given and the batch has none of the usual ones."""
     for key in usual if given is None else (given,):
         leaf = leaves.get(_path(key))
         if isinstance(leaf, Tensor):
@@ -138,7 +137,7 @@ def _path(key: str | Path) -> Path:
 
 
 def _whole(column: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Ids as integers; floating ones by their bits, which are equal where they are."""
+    """Ids as integers; floating ones as their bits, since only equality matters."""
     if column.dtype.kind == "f":
         return column.astype(np.float64).view(np.int64)
     return column.astype(np.int64, copy=False)
