@@ -52,7 +52,7 @@ class SlotLists:
         return self._entries.take(self._begin.take(trajectory) + (position & mask)).astype(np.int64)
 
     def put(self, trajectory: Ints, length: Ints, position: Ints, slot: Ints) -> None:
-        """Store the slots of ``length[i]`` frames of each ``trajectory[i]``; `position` and `slot` are of all frames."""
+        """Store the slots of ``length[i]`` frames of each ``trajectory[i]``; `position` and `slot` are per frame."""
         position = position & ((1 << self._bits[trajectory]) - 1).repeat(length)
         position += self._begin[trajectory].repeat(length)
         self._entries[position] = slot
