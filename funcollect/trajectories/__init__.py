@@ -1,1 +1,1 @@
-"""What is read off batches: trajectories cut apart, and statistics of finished episodes."""
+"""Functions of batches: split trajectories, episode statistics, advantages and n-step returns."""

@@ -1,4 +1,4 @@
-"""Returns over several steps: each frame's reward and what follows it, n steps further on."""
+"""n-step returns: each frame gets the summed rewards, and the next observation, of several steps."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _REWARD = ("next", "reward")
 
 
 class MultiStep:
-    """Rewards summed over up to `n_steps` steps, and ``next`` taken from the last of these.
+    """Sums rewards over up to `n_steps` steps, and takes ``next`` from the last of them.
 
-    Of a frame at time ``t``, let ``m`` be the number of steps up to `n_steps` that its trajectory has from ``t`` on in
-    the batch. ``next.reward`` becomes the sum of ``gamma**k * next.reward[t + k]`` over ``k < m``, and everything else
-    under ``next`` is that of frame ``t + m - 1``. New keys are ``gamma``, ``[*B, T, 1]`` float32, which is
-    ``gamma**m``, ``steps_to_next_obs``, ``[*B, T, 1]`` int64, which is ``m``, and ``original_reward``. So
+    For a frame at time ``t``, let ``m`` be the number of steps that its trajectory has from ``t`` on in the batch, at
+    most `n_steps`. ``next.reward`` becomes the sum of ``gamma**k * next.reward[t + k]`` over ``k < m``. All other
+    leaves under ``next`` become those of frame ``t + m - 1``. New keys are ``gamma`` ``[*B, T, 1]`` float32, which is
+    ``gamma**m``, ``steps_to_next_obs`` ``[*B, T, 1]`` int64, which is ``m``, and ``original_reward``. So
 
         target = next.reward + gamma * value(next.observation) * ~next.terminated
 
-    is right at terminations, at truncations and at the end of a batch, where there are fewer steps. It is a collector's
-    `postproc`; `MultiStepSampler` does the same to what a buffer samples, across the borders of batches.
+    is correct at terminations, at truncations and at the end of a batch, where there are fewer steps. Pass it to a
+    collector as `postproc`. `MultiStepSampler` does the same for samples of a buffer, also across batches.
 
     Args:
-        gamma: the discount of one step, between 0 and 1.
-        n_steps: the most steps.
+        gamma: the discount per step, between 0 and 1.
+        n_steps: the largest number of steps.
 
     Raises:
-        TypeError, ValueError: for numbers outside these ranges.
+        TypeError, ValueError: if the arguments are outside these ranges.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -51,11 +51,11 @@ class MultiStep:
         self.gamma, self.n_steps = float(gamma), int(n_steps)
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
-        """A batch ``[*B, T]`` over several steps; the one given is as it was.
+        """The n-step batch of a batch ``[*B, T]``, which is not changed.
 
         Raises:
-            TypeError: for something other than a TensorDict.
-            ValueError: for a batch without frames, ``next.reward`` or ``next.done``.
+            TypeError: if the batch is not a TensorDict.
+            ValueError: if the batch has no frames, no ``next.reward`` or no ``next.done``.
         """
         check_batch(batch)
         if not batch.shape[-1]:
@@ -74,7 +74,7 @@ class MultiStep:
         return result
 
     def _steps(self, batch: TensorDictBase) -> Tensor:
-        """How many steps each frame looks ahead: ``[*B, T]`` int64, from 1 to `n_steps`."""
+        """The number of steps that each frame looks ahead: ``[*B, T]`` int64, from 1 to `n_steps`."""
         ends = require(batch, ("next", "done"), tail=(1,))[..., 0].clone()
         for changes in _changes(batch):
             ends[..., :-1] |= changes
@@ -97,7 +97,7 @@ class MultiStep:
 
 
 def _changes(batch: TensorDictBase) -> Iterator[Tensor]:
-    """Where a frame and the next one are of two trajectories, or one of them is padding: ``[*B, T - 1]`` each."""
+    """Whether two successive frames belong to different trajectories, or one is padding: ``[*B, T - 1]`` each."""
     keys: tuple[str | Path, ...] = (TRAJECTORY_IDS, "episode", MASK)
     for key in keys:
         if batch.get(key, None) is not None:

@@ -1,7 +1,7 @@
-"""Batches cut into trajectories: one padded row for each.
+"""Splits a batch into trajectories, one padded row for each.
 
-TorchRL's `split_trajectories` merges equal ids of adjacent rows and takes no more than two batch dimensions. Here a
-trajectory never leaves its row, and any number of dimensions may stand before time.
+TorchRL's `split_trajectories` merges equal ids of adjacent rows and accepts at most two batch dimensions. Here a
+trajectory never extends beyond its row, and a batch may have any number of dimensions before time.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["split_trajectories"]
 MASK = ("collector", "mask")
 TRAJECTORY_IDS = ("collector", "traj_ids")
 STEP = ("collector", "step")
-CUT = ("collector", "cut")  # frames after which `set_truncated=True` has cut a trajectory that goes on
+CUT = ("collector", "cut")  # True where `set_truncated=True` truncated a trajectory that continues
 
-# Indexed assignment knows no wide unsigned integers; it moves bits, so the signed type of the same width does.
+# Indexed assignment does not support wide unsigned integers. It only moves bits, so signed ones of the same width do.
 _ASSIGNABLE = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 _Nested = dict[str, "Tensor | _Nested"]
@@ -38,32 +38,32 @@ def split_trajectories(
     done_key: str | Path = "done",
     as_nested: bool | torch.layout = False,
 ) -> TensorDict:
-    """Cut a batch into its trajectories, one row each, zero padded at the end.
+    """Split a batch into its trajectories, one row each, padded with zeros at the end.
 
-    A trajectory is a longest stretch of equal ids within one row of the batch. It also ends after a frame with
-    ``next.done``, unless the frame after that has ``done`` at its root: a lane that stays finished was not reset, and
-    its repeated frames stay with the trajectory. The last stretch of a row is kept, finished or not.
+    A trajectory consists of successive frames of a row with equal ids. It also ends after a frame with ``next.done``,
+    unless the following frame has ``done`` at its root. Then the lane was not reset, and its repeated frames stay with
+    the trajectory. The last trajectory of a row is kept even if it has not ended.
 
     Args:
-        batch: ``[*B, T]``, time last; leaves ``[*B, T, ...]``, strided or not, on any device.
-        prefix: where ``traj_ids`` is read and ``mask`` is written; ``"collector"`` unless given, the one place where
-            `gae` and `MultiStep` look for a mask.
-        trajectory_key: where the ids are, ``[*B, T]`` integers; ``(prefix, "traj_ids")`` unless given. If the batch has
-            none there, trajectories end where ``("next", done_key)`` is set, and their numbers are written there.
-        done_key: what marks ends under ``next``, ``[*B, T, 1]`` bool.
-        as_nested: each leaf as a nested tensor of N trajectories instead of zeros and a mask: True for the strided
-            layout, or a layout (``torch.jagged``).
+        batch: ``[*B, T]``, time last, with leaves ``[*B, T, ...]`` on any device.
+        prefix: the key under which ``traj_ids`` is read and ``mask`` is written; by default ``"collector"``, where
+            `gae` and `MultiStep` expect the mask.
+        trajectory_key: the key of the ids ``[*B, T]``, integers; by default ``(prefix, "traj_ids")``. If the batch has
+            no default ids, trajectories end where ``("next", done_key)`` is set, and their numbers become the ids.
+        done_key: the key, under ``next``, of the flags ``[*B, T, 1]`` that mark the ends of trajectories.
+        as_nested: return leaves as nested tensors of N trajectories, without padding and mask. True means the strided
+            layout; a layout such as ``torch.jagged`` may be given instead.
 
     Returns:
-        ``[N, Tmax]``: the N trajectories in the order of the rows, then of time. Every leaf is ``[N, Tmax, ...]`` in
-        its own dtype; besides them stands ``("collector", "mask")``, ``[N, Tmax]`` bool: True for a frame, False for
-        padding. Unlocked, on the batch's device, and no memory is shared with `batch`.
+        ``[N, Tmax]``: the N trajectories, ordered by row, then by time. Leaves are ``[N, Tmax, ...]`` and keep their
+        dtypes. ``("collector", "mask")`` ``[N, Tmax]`` bool is False for padding. The result is unlocked, on the
+        device of the batch, and shares no memory with it.
 
     Raises:
-        TypeError: for something other than a TensorDict, leaves that are not tensors, ids that are not integers, and
-            arguments of another type.
-        ValueError: without batch dimensions, without the ids that `trajectory_key` names, with neither ids nor ends,
-            for ids of another shape, for a batch already split, and for nested tensors of no frames.
+        TypeError: if the batch is not a TensorDict, leaves are not tensors, ids are not integers, or arguments have
+            other types.
+        ValueError: if the batch has no batch dimensions or is split already, if `trajectory_key` is missing, if there
+            are neither ids nor end flags, if ids have another shape, and for nested tensors without frames.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -112,7 +112,7 @@ def _path(key: str | Path) -> Path:
 
 
 def _ids(batch: TensorDictBase, key: Path, instead: Path | None) -> Tensor | None:
-    """The ids of the batch, ``[*B, T]`` integers; None if it has none, but the key `instead`."""
+    """The ids of the batch, ``[*B, T]`` integers; None if it has none, but has the key `instead`."""
     if instead and batch.get(key, None) is None and batch.get(instead, None) is not None:
         return None
     ids = require(batch, key, tail=())
@@ -123,14 +123,14 @@ def _ids(batch: TensorDictBase, key: Path, instead: Path | None) -> Tensor | Non
 
 @dataclass(frozen=True)
 class _PaddedLayout:
-    """Where each frame of a batch goes: row `run` and column `position` of a table of the given shape."""
+    """The place of each frame: row `run` and column `position` of a table of the given shape."""
 
     run: Tensor  # [*B, T] int64
     position: Tensor  # [*B, T] int64
     shape: tuple[int, int]  # N, Tmax
 
     def place(self, leaf: Tensor) -> Tensor:
-        """The table of a leaf: ``[*B, T, ...]`` to ``[N, Tmax, ...]``."""
+        """A leaf ``[*B, T, ...]`` as a table ``[N, Tmax, ...]``."""
         table = torch.zeros(self.shape + leaf.shape[self.run.ndim :], dtype=leaf.dtype, device=leaf.device)
         dtype = _ASSIGNABLE.get(leaf.dtype)
         target, source = (table, leaf) if dtype is None else (table.view(dtype), leaf.view(dtype))
@@ -138,7 +138,7 @@ class _PaddedLayout:
         return table
 
     def nest(self, leaf: Tensor, kind: torch.layout) -> Tensor:
-        """A nested tensor of the trajectories of a leaf: ``[*B, T, ...]`` to N times ``[length, ...]``."""
+        """A leaf ``[*B, T, ...]`` as a nested tensor of N trajectories ``[length, ...]``."""
         rows = leaf.reshape(-1, *leaf.shape[self.run.ndim :]).clone()
         if kind == torch.jagged:
             return torch.nested.nested_tensor_from_jagged(rows, self.offsets)
@@ -146,7 +146,7 @@ class _PaddedLayout:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """Where each trajectory begins among all frames, and their number: ``[N + 1]`` int64."""
+        """The index of each trajectory's first frame, then the number of frames: ``[N + 1]`` int64."""
         lengths = torch.bincount(self.run.reshape(-1))
         return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
@@ -162,7 +162,7 @@ def _layout(begins: Tensor) -> _PaddedLayout:
 
 
 def _begins(batch: TensorDictBase, ids: Tensor | None, done_path: Path) -> Tensor:
-    """Which frames are the first of their trajectory: ``[*B, T]`` bool."""
+    """Whether each frame is the first of its trajectory: ``[*B, T]`` bool."""
     device = (batch.get(done_path) if ids is None else ids).device
     begins = torch.ones(batch.batch_size, dtype=torch.bool, device=device)
     begins[..., 1:] = False
@@ -176,7 +176,7 @@ def _begins(batch: TensorDictBase, ids: Tensor | None, done_path: Path) -> Tenso
 
 
 def steps_back(batch: TensorDictBase) -> Tensor:
-    """Where the next frame is no later one of the same run: ``[*B, T - 1]`` bool. Runs with equal ids may be joined."""
+    """Whether the step counter does not increase to the next frame, as between joined runs: ``[*B, T - 1]`` bool."""
     step = batch.get(STEP, None)
     if not isinstance(step, Tensor) or step.shape != batch.batch_size:
         return torch.zeros((), dtype=torch.bool)
@@ -186,7 +186,7 @@ def steps_back(batch: TensorDictBase) -> Tensor:
 
 
 def _map_leaves(function: Callable[[Tensor], Tensor], node: TensorDictBase, path: Path) -> _Nested:
-    """The leaves of a TensorDict, mapped, as a nested dict; lazily stacked ones are read as one."""
+    """Apply `function` to the leaves of a TensorDict; the result is a nested dict. Lazy stacks are read as one."""
     mapped: _Nested = {}
     for name in node.keys():  # noqa: SIM118
         value, here = node.get(name), (*path, name)
@@ -200,12 +200,7 @@ def _map_leaves(function: Callable[[Tensor], Tensor], node: TensorDictBase, path
 
 
 def check_batch(batch: TensorDictBase) -> None:
-    """Check that a batch is a TensorDict with batch dimensions.
-
-    Raises:
-        TypeError: for something else.
-        ValueError: without batch dimensions.
-    """
+    """Raise TypeError unless a batch is a TensorDict, and ValueError unless it has batch dimensions."""
     if not isinstance(batch, TensorDictBase):
         raise TypeError(f"the batch is {type(batch).__name__}, expected a TensorDict: give what rollout returned")
     if batch.batch_dims == 0:
@@ -213,10 +208,10 @@ def check_batch(batch: TensorDictBase) -> None:
 
 
 def require(batch: TensorDictBase, key: str | Path, *, tail: tuple[int, ...] | None) -> Tensor:
-    """The leaf under a key, checked to be ``[*B, T, *tail]``, or ``[*B, T, n]`` with any n where `tail` is None.
+    """The leaf under a key, which must be ``[*B, T, *tail]``, or ``[*B, T, n]`` with any n if `tail` is None.
 
     Raises:
-        ValueError: without the key, and for another shape.
+        ValueError: if the key is missing, or the leaf has another shape.
     """
     leaf = batch.get(key, None)
     if not isinstance(leaf, Tensor):

@@ -1,4 +1,4 @@
-"""Returns and lengths of the episodes that end in a batch, right across the borders of batches."""
+"""Returns and lengths of the episodes that end in a batch, including those that began in earlier ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["EpisodeStats", "OpenReturn", "episode_stats"]
 
 
 class OpenReturn(NamedTuple):
-    """What is known of a trajectory that goes on after a batch."""
+    """The part of an unfinished trajectory up to the end of a batch."""
 
     lane: int
     length: int  # frames so far
@@ -27,7 +27,7 @@ class OpenReturn(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class EpisodeStats:
-    """E finished episodes, in the order in which they ended.
+    """E finished episodes, ordered by their ends.
 
     >>> import torch
     >>> ended = dict(traj_ids=torch.tensor([0, 1]), lanes=torch.tensor([0, 1]), terminated=torch.tensor([True, False]))
@@ -39,7 +39,7 @@ class EpisodeStats:
     lengths: Tensor  # [E] int64: frames
     traj_ids: Tensor  # [E] int64
     lanes: Tensor  # [E] int64
-    terminated: Tensor  # [E] bool: ended by termination, else truncated
+    terminated: Tensor  # [E] bool: True if terminated, False if truncated
     open_returns: Mapping[int, OpenReturn] = field(default_factory=dict)  # by the id of the unfinished trajectory
 
     def __len__(self) -> int:
@@ -47,10 +47,10 @@ class EpisodeStats:
 
     @property
     def mean_return(self) -> float:
-        """The mean of `returns`; nan without episodes.
+        """The mean of `returns`; nan if there are no episodes.
 
         Raises:
-            ValueError: for several players, whose returns have no common mean.
+            ValueError: if there are several players.
         """
         if self.returns.ndim > 1:
             players = self.returns.shape[1]
@@ -59,15 +59,15 @@ class EpisodeStats:
 
     @property
     def mean_length(self) -> float:
-        """The mean of `lengths` in frames; nan without episodes."""
+        """The mean of `lengths` in frames; nan if there are no episodes."""
         return float(self.lengths.double().mean())
 
     @classmethod
     def concatenate(cls, parts: Sequence[EpisodeStats]) -> EpisodeStats:
-        """The episodes of all parts, one after another; the open trajectories are those of the last part.
+        """The concatenated episodes of all parts, with the open trajectories of the last part.
 
         Raises:
-            ValueError: for no parts.
+            ValueError: if there are no parts.
         """
         if not parts:
             raise ValueError("there is nothing to concatenate: give one EpisodeStats or more")
@@ -81,7 +81,7 @@ class EpisodeStats:
         )
 
     def select(self, index: Tensor) -> EpisodeStats:
-        """The episodes at `index`, an int64 or bool tensor, with no open trajectories."""
+        """The episodes at `index`, an int64 or bool tensor, without open trajectories."""
         names = ("returns", "lengths", "traj_ids", "lanes", "terminated")
         return EpisodeStats(**{name: getattr(self, name)[index] for name in names})
 
@@ -92,27 +92,27 @@ class EpisodeStats:
 
 
 def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -> EpisodeStats:
-    """The episodes that end in a batch, with their whole returns.
+    """Returns and lengths of the episodes that end in a batch, including their frames in earlier batches.
 
-    An episode's frames are summed in their order in float64, on from what `previous` knows of it, so the results are
-    the same bits however a run is cut into batches. An episode of which frames are missing is left out, as is a
-    trajectory cut from outside; frames of lanes that stay finished, and padding of split trajectories, do not count.
-    Several runs, such as those of a `vmap` over seeds, use the same ids, so they are taken one at a time.
+    Rewards are summed in order, in float64, beginning with the sums in `previous`. So the results do not depend on how
+    a run is cut into batches, to the bit. Episodes with missing frames are omitted, and so are trajectories truncated
+    by `set_truncated`. Repeated frames of finished lanes and padding of split trajectories do not count. Several runs,
+    such as those of a `vmap` over seeds, have the same ids; pass them one at a time.
 
     Args:
-        batch: ``[*B, T]`` by the data contract: ``next.reward`` ``[*B, T, 1]`` (or players), ``next.done`` and
-            ``next.terminated`` ``[*B, T, 1]``, ``collector.traj_ids``, ``.step`` and ``.lane`` ``[*B, T]``. Split
-            trajectories are taken as well.
-        previous: what this function returned for the batch before.
+        batch: a batch ``[*B, T]`` with ``next.reward`` ``[*B, T, 1]`` (or players), ``next.done`` and
+            ``next.terminated`` ``[*B, T, 1]``, and ``collector.traj_ids``, ``.step`` and ``.lane`` ``[*B, T]``. Split
+            trajectories are accepted.
+        previous: the result for the batch before.
 
     Returns:
-        The episodes, ordered by the time of their ending in the batch, then by row; all on the CPU. `open_returns`
-        holds the trajectories that go on after this batch, those of lanes that are not in it included.
+        The episodes, ordered by the time of their end in the batch, then by row; on the CPU. `open_returns` has the
+        trajectories that continue after this batch, including those of lanes that are not in it.
 
     Raises:
-        TypeError: for something other than a TensorDict.
-        ValueError: without batch dimensions, for missing keys or other shapes, for another number of players, and for a
-            batch of several runs.
+        TypeError: if the batch is not a TensorDict.
+        ValueError: if the batch has no batch dimensions, lacks keys, has other shapes or another number of players
+            than before, or contains several runs.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -143,7 +143,7 @@ def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -
 
 
 class _CountedFrames(NamedTuple):
-    """The F frames of a batch that count, row by row, on the CPU."""
+    """The F frames of a batch that count, ordered by row, on the CPU."""
 
     rewards: Tensor  # [F, players] float64
     done: Tensor  # [F] bool
@@ -155,18 +155,18 @@ class _CountedFrames(NamedTuple):
 
 
 class _Trajectories(NamedTuple):
-    """The G trajectories of a batch, by ascending id, as they stand at its end."""
+    """The G trajectories of a batch, sorted by id, with their sums up to its end."""
 
     traj_ids: Tensor  # [G] int64
     lanes: Tensor  # [G] int64
     lengths: Tensor  # [G] int64
     returns: Tensor  # [G, players] float64
-    whole: Tensor  # [G] bool: every frame so far is known
+    whole: Tensor  # [G] bool: no frame so far is missing
     ended: Tensor  # [G] bool
 
 
 def _read(batch: TensorDictBase) -> tuple[_CountedFrames, Tensor]:
-    """The frames that count, and the lanes of all frames, padding excepted."""
+    """The frames that count, and the lanes of all frames but padding."""
     check_batch(batch)
     time, rows = batch.batch_size[-1], batch.batch_size[:-1].numel()
     rewards = _column(batch, ("next", "reward"), None)
@@ -186,7 +186,7 @@ def _read(batch: TensorDictBase) -> tuple[_CountedFrames, Tensor]:
 
 
 def _check_one_run(batch: TensorDictBase, frames: _CountedFrames) -> None:
-    """Raise ValueError unless the frames of each lane, row after row, go from id to id and from step to step."""
+    """Raise ValueError unless ids and steps of each lane increase, row after row."""
     order = frames.lanes.argsort(stable=True)
     lanes, ids, steps = frames.lanes[order], frames.traj_ids[order], frames.steps[order]
     back = (ids[1:] < ids[:-1]) | ((ids[1:] == ids[:-1]) & (steps[1:] <= steps[:-1]))
@@ -205,14 +205,14 @@ def _column(batch: TensorDictBase, key: Path, tail: tuple[int, ...] | None) -> T
 
 
 def _flags(batch: TensorDictBase, key: Path, tail: tuple[int, ...], *, default: bool) -> Tensor:
-    """A flag of each frame, or the default for all where a batch doesn't have it."""
+    """A flag of each frame; the default if the batch does not have it."""
     if batch.get(key, None) is None:
         return torch.full((batch.batch_size.numel(),), default)
     return _column(batch, key, tail).reshape(-1).bool()
 
 
 def _trajectories(frames: _CountedFrames, opened: Mapping[int, OpenReturn]) -> tuple[_Trajectories, Tensor]:
-    """The trajectories, and which of them each frame belongs to, ``[F]`` int64."""
+    """The trajectories, and the index of each frame's trajectory ``[F]`` int64."""
     run_ids, run, sizes = torch.unique_consecutive(frames.traj_ids, return_inverse=True, return_counts=True)
     traj_ids, of_run = torch.unique(run_ids, return_inverse=True)
     of_frame, final = of_run[run], sizes.cumsum(0) - 1
@@ -231,7 +231,7 @@ def _trajectories(frames: _CountedFrames, opened: Mapping[int, OpenReturn]) -> t
 
 
 def _heads(opened: Mapping[int, OpenReturn], traj_ids: Tensor, players: int) -> tuple[Tensor, Tensor]:
-    """What went before the batch: ``[G]`` int64 frames and ``[G, players]`` float64 returns, zero where unknown."""
+    """The lengths ``[G]`` int64 and returns ``[G, players]`` float64 before the batch; zero if unknown."""
     lengths = torch.zeros_like(traj_ids)
     returns = torch.zeros((len(traj_ids), players), dtype=torch.float64)
     if not opened:
@@ -248,14 +248,14 @@ def _heads(opened: Mapping[int, OpenReturn], traj_ids: Tensor, players: int) -> 
 
 
 def _accumulate(returns: Tensor, of_frame: Tensor, rewards: Tensor) -> None:
-    """Add each frame's rewards to its trajectory's, in place: one-dimensional, Torch adds them one after another."""
+    """Add rewards to the returns in place. `index_add_` on one dimension adds them in order."""
     players = returns.shape[1]
     place = of_frame[:, None] * players + torch.arange(players)
     returns.view(-1).index_add_(0, place.reshape(-1), rewards.reshape(-1))
 
 
 def _unfinished(trajectories: _Trajectories) -> dict[int, OpenReturn]:
-    """The trajectories that go on: of each lane the newest, whose id is the highest, if it hasn't ended."""
+    """The open trajectory of each lane: the one with the highest id, unless it has ended."""
     lanes, of_trajectory = torch.unique(trajectories.lanes, return_inverse=True)
     newest = torch.zeros_like(lanes).scatter_reduce_(
         0, of_trajectory, trajectories.traj_ids, "amax", include_self=False
@@ -277,5 +277,5 @@ def _elsewhere(opened: Mapping[int, OpenReturn], lanes: Tensor) -> dict[int, Ope
 
 
 def _by_player(returns: Tensor) -> Tensor:
-    """``[E, players]`` as it is, but ``[E]`` for one player."""
+    """``[E, players]``, or ``[E]`` if there is one player."""
     return returns[:, 0] if returns.shape[1] == 1 else returns
