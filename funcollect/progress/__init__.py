@@ -1,4 +1,4 @@
-"""What a person watches while a collector runs: a progress bar, and scalars for TensorBoard."""
+"""Progress of a running collector: a progress bar, and scalars for TensorBoard."""
 
 from funcollect.progress.bar import TrackableCollector, Tracked, track
 from funcollect.progress.window import EpisodeWindow

@@ -1,4 +1,4 @@
-"""A progress bar around any collector, with scalars for TensorBoard on request."""
+"""`track`: a progress bar for any collector, and optionally scalars for TensorBoard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from funcollect.progress.scalars import Scalars, open_folder, scalars
 from funcollect.progress.window import EpisodeWindow
 from funcollect.progress.workers import WorkersSummary
 
-with warnings.catch_warnings():  # in a notebook without ipywidgets, whose lack costs nothing but the looks of the bar
+with warnings.catch_warnings():  # without ipywidgets a notebook shows a plain bar, and tqdm warns
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
@@ -27,15 +27,15 @@ __all__ = ["TrackableCollector", "Tracked", "track"]
 
 
 class TrackableCollector(Protocol):
-    """What `track` needs of a collector."""
+    """The part of a collector that `track` uses."""
 
     @property
     def total_frames(self) -> int:
-        """The frames after which it ends; negative for an endless one."""
+        """The number of frames after which it ends; negative if it never does."""
         ...
 
     def __iter__(self) -> Iterator[TensorDict]:
-        """Its batches."""
+        """The batches."""
         ...
 
 
@@ -48,32 +48,32 @@ def track(
     file: TextIO | None = None,
     log_dir: str | PathLike[str] | None = None,
 ) -> Tracked:
-    """A collector's batches, with a progress bar: frames, frames per second, episodes, mean return and length.
+    """Iterate over a collector's batches with a progress bar.
 
-    Of a collector with workers it also shows the shares of the time that the reader has waited for workers and workers
-    for the reader, how many versions of the weights a batch is behind, and how often workers were replaced and batches
-    copied; what is nought is left out.
+    The bar shows frames, frames per second, episodes, and their mean return and length. The rate includes the time
+    between batches. If a `postproc` removes the keys for episodes, only frames are shown.
 
-    The rate is that of the whole loop, what happens between two batches included. Where a `postproc` has taken the keys
-    of episodes away, only frames are shown. Breaking off closes the bar and leaves the collector as it is.
+    For a collector with workers, the bar also shows how much of the time the reader waited for workers and workers for
+    the reader, how many versions of the weights a batch is behind, and the numbers of replaced workers and copied
+    batches. Zeros are omitted.
 
-    With `log_dir`, TensorBoard gets the same over the run's frames: ``speed/frames_per_second`` of each batch, and
-    ``episode/return`` (``episode/return/0``, … for several players) and ``episode/length``, means over the episodes
-    that ended in it. Numbers of your own go beside them by `Tracked.log`.
+    With `log_dir`, TensorBoard gets ``speed/frames_per_second`` of each batch, and ``episode/return``
+    (``episode/return/0``, … for several players) and ``episode/length``, the means of the episodes that ended in the
+    batch, all by frames. Add your own scalars with `Tracked.log`.
 
     Args:
         collector: any collector.
-        window: how many of the last finished episodes the means cover, or an `EpisodeWindow` to be read meanwhile.
-        total: frames at which the bar is full; the collector's `total_frames` unless given.
+        window: the number of last episodes in the means, or an `EpisodeWindow`, which you can read during the loop.
+        total: the number of frames of a full bar; by default the collector's `total_frames`.
         disable: True hides the bar, False always shows it, None shows it on a terminal or in a notebook.
-        file: where to draw; standard error unless given.
-        log_dir: the folder of TensorBoard's event files, which is made at once; None for none.
+        file: where to draw the bar; by default standard error.
+        log_dir: the folder for TensorBoard's event files, which is created at once; None for none.
 
     Raises:
-        ImportError: for a `log_dir` without TensorBoard.
-        TypeError: for a `log_dir` that is no path.
-        OSError: for a `log_dir` that cannot be made.
-        ValueError: for a window below 1.
+        ImportError: if `log_dir` is given and TensorBoard is not installed.
+        TypeError: if an argument has another type.
+        OSError: if `log_dir` cannot be created.
+        ValueError: if the window is below 1.
 
     >>> import funcollect as fc
     >>> with fc.SyncDataCollector("CartPole-v1", None, frames_per_batch=100, total_frames=300, seed=0) as collector:
@@ -98,16 +98,16 @@ def track(
 
 
 def _in_notebook() -> bool:
-    """Whether this process is a notebook's kernel; one that starts kernels has imported parts of IPython, too."""
+    """Whether this process is a notebook's kernel. That IPython is imported is not enough: it may start kernels."""
     kernel = sys.modules.get("ipykernel.kernelapp")
     return kernel is not None and kernel.IPKernelApp.initialized()
 
 
 class Tracked:
-    """What `track` returns: batches to loop over, and a place for numbers of one's own.
+    """The result of `track`: iterate over it to get the batches.
 
-    A loop that was broken off goes on in another one over the same object. The bar and the event file are closed when a
-    loop ends, is broken off or raises.
+    After a `break`, another loop over the same object continues the run. The bar and the event file are closed whenever
+    a loop ends, breaks or raises.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Tracked:
         self._scalars: Scalars | None = None
 
     def __iter__(self) -> Iterator[TensorDict]:
-        frames = getattr(self._collector, "frames", 0)  # of a run that goes on after a break
+        frames = getattr(self._collector, "frames", 0)  # not 0 if the run continues after a break
         workers = WorkersSummary(self._collector)
         log = nullcontext() if self._log_dir is None else scalars(self._log_dir, frames)
         try:
@@ -136,23 +136,23 @@ class Tracked:
             self._scalars = None
 
     def _show(self, bar: Any, workers: WorkersSummary, frames: int) -> None:
-        """Count a batch of so many frames in."""
+        """Update the bar and the event file after a batch of `frames` frames."""
         bar.set_postfix(self._episodes.summary() | workers.shown(), refresh=False)
         if bar.total is not None:
-            bar.total = max(bar.total, bar.n + frames)  # the last batch is whole
+            bar.total = max(bar.total, bar.n + frames)  # the last batch may exceed total_frames
         bar.update(frames)
         if self._scalars is not None:
             self._scalars.add_batch(frames, self._episodes.last)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Write scalars for TensorBoard at the frames of the batch in hand; without `log_dir`, do nothing.
+        """Write scalars for TensorBoard at the current frame; without `log_dir`, do nothing.
 
         Args:
             values: numbers by name, such as ``{"loss/value": loss}``: floats, or tensors or arrays of one element.
 
         Raises:
-            RuntimeError: outside of a loop over the batches.
-            ValueError: for a value that is not one number.
+            RuntimeError: if it is called outside of a loop over the batches.
+            ValueError: if a value is not a single number.
 
         >>> import funcollect as fc, tempfile
         >>> collector = fc.SyncDataCollector("CartPole-v1", frames_per_batch=100, total_frames=300, seed=0)

@@ -1,4 +1,4 @@
-"""The one module that writes TensorBoard's event files."""
+"""Writes TensorBoard's event files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["Scalars", "scalars"]
 
 
 class Scalars:
-    """An event file that is being written, with the frame and the time of the last batch.
+    """An open event file.
 
     Args:
         writer: a `SummaryWriter`.
-        frames: of the run so far.
+        frames: the number of frames of the run so far.
     """
 
     def __init__(self, writer: Any, frames: int) -> None:
@@ -30,7 +30,7 @@ class Scalars:
         self._then = time.perf_counter()
 
     def add_batch(self, frames: int, episodes: EpisodeStats | None) -> None:
-        """Write what a batch of so many frames tells: its speed, and the means of the episodes that ended in it."""
+        """Write the speed of a batch of `frames` frames, and the means of the episodes that ended in it."""
         self.frames += frames
         now = time.perf_counter()
         self.add({"speed/frames_per_second": frames / (now - self._then)})
@@ -60,8 +60,8 @@ def _by_player(returns: list[float]) -> dict[str, float]:
 
 @contextmanager
 def scalars(log_dir: str | PathLike[str], frames: int) -> Iterator[Scalars]:
-    """An event file in a folder, for a run that goes on after so many frames; closed in the end."""
-    # What a run that is taken up again from an earlier frame had written after that is hidden.
+    """Open an event file for a run that has `frames` frames already; close it at the end."""
+    # If a run is resumed, TensorBoard hides what it had written after this frame.
     writer = _summary_writer()(fspath(log_dir), purge_step=frames + 1 if frames else None)
     try:
         yield Scalars(writer, frames)
@@ -70,17 +70,17 @@ def scalars(log_dir: str | PathLike[str], frames: int) -> Iterator[Scalars]:
 
 
 def open_folder(log_dir: str | PathLike[str]) -> None:
-    """Make the folder of an event file before the run begins.
+    """Create the folder for event files before the run begins.
 
     Raises:
-        ImportError: without TensorBoard.
-        TypeError: for what is no path.
-        OSError: where it cannot be made.
+        ImportError: if TensorBoard is not installed.
+        TypeError: if `log_dir` is not a path.
+        OSError: if it cannot be created.
     """
     _summary_writer()
     if not isinstance(log_dir, (str, PathLike)):
         raise TypeError(f"log_dir is {log_dir!r}, expected a path: pass for example log_dir='runs/first'")
-    if "://" in fspath(log_dir):  # a bucket, say, which TensorBoard knows how to write to
+    if "://" in fspath(log_dir):  # for example a bucket, which TensorBoard writes to itself
         return
     try:
         makedirs(log_dir, exist_ok=True)

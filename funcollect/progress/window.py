@@ -1,4 +1,4 @@
-"""The running summary of the episodes in a stream of batches."""
+"""Means over the last episodes of a stream of batches."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["EpisodeWindow"]
 
 
 class EpisodeWindow:
-    """The last episodes of a stream of batches, and what has been counted since its beginning.
+    """The last episodes of a stream of batches, and counts since its begin.
 
     Args:
-        size: how many of the last finished episodes the means cover.
+        size: the number of last episodes in the means.
 
     Attributes:
-        frames: frames of all batches so far, the padding of split ones excepted.
-        episodes: episodes finished so far.
-        last: the statistics of the last batch; None where it lacked what they need, as after a `postproc`.
+        frames: the number of frames so far, without the padding of split trajectories.
+        episodes: the number of finished episodes so far.
+        last: the statistics of the last batch; None if it lacks the keys for them, for example after a `postproc`.
 
     Raises:
-        ValueError: for a `size` below 1.
+        ValueError: if `size` is below 1.
     """
 
     def __init__(self, size: int = 100) -> None:
@@ -37,7 +37,7 @@ class EpisodeWindow:
         self._lengths: deque[int] = deque(maxlen=size)
 
     def add(self, batch: TensorDict) -> int:
-        """Count a batch in.
+        """Add a batch.
 
         Returns:
             The number of its frames.
@@ -58,16 +58,16 @@ class EpisodeWindow:
 
     @property
     def mean_returns(self) -> list[float]:
-        """The mean return of the episodes in the window, [players]; empty before the first episode."""
+        """The mean return of the last episodes, [players]; empty before the first episode."""
         return [sum(one) / len(one) for one in zip(*self._returns, strict=True)]
 
     @property
     def mean_length(self) -> float:
-        """The mean length in frames of the episodes in the window; nan before the first."""
+        """The mean length of the last episodes in frames; nan before the first."""
         return sum(self._lengths) / len(self._lengths) if self._lengths else float("nan")
 
     def summary(self) -> dict[str, str]:
-        """What a progress bar shows; nothing of episodes before one has been seen."""
+        """The entries of a progress bar; empty before the first episode."""
         if not self.episodes:
             return {}
         returns = "/".join(f"{value:.4g}" for value in self.mean_returns)

@@ -1,4 +1,4 @@
-"""What a progress bar tells of workers: who waits, how old the weights are, what went wrong."""
+"""The entries of a progress bar about workers: waiting times, age of weights, failures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _COUNTS = {"lag": "policy_lag", "restarts": "restarts", "copies": "copies"}
 
 
 class WorkersSummary:
-    """The workers of a collector from now on; nothing for one without workers.
+    """Watches the workers of a collector from now on; empty for a collector without workers.
 
     >>> import funcollect as fc
     >>> collector = fc.SyncDataCollector("CartPole-v1", frames_per_batch=100, total_frames=300, seed=0)
@@ -24,7 +24,7 @@ class WorkersSummary:
         self._began = time.monotonic()
 
     def shown(self) -> dict[str, str]:
-        """What there is to tell, by name: what is nought is left out."""
+        """The entries by name; zeros are omitted."""
         if not self._workers:
             return {}
         stats = self._collector.stats()

@@ -29,33 +29,32 @@ def gae(
     gamma: float = 0.99,
     lmbda: float = 0.95,
 ) -> tuple[Any, Any]:
-    """Generalised advantage estimates, and the targets that a value function is fitted to.
+    """Generalised advantage estimates, and the targets for a value function.
 
-    With ``delta = reward + gamma * next_value - value`` (no `next_value` after a termination), a frame's advantage is
-    the sum of its own and all later deltas of its trajectory, each weighted by ``gamma * lmbda`` once per step between
-    (Schulman et al., 2016, https://arxiv.org/abs/1506.02438). After a truncation `next_value`, that of the terminal
-    observation, stands for what would have followed; so it does where a trajectory is cut from outside, or goes on
-    after the batch. With ``lmbda=1`` the targets are the discounted returns to go. Padding of split trajectories, and
-    rows of lanes that stay finished, have the advantage zero.
+    Let ``delta = reward + gamma * next_value - value``, without `next_value` after a termination. The advantage of a
+    frame is the sum of its delta and all later ones of its trajectory, each weighted by ``gamma * lmbda`` to the power
+    of the steps between (Schulman et al., 2016, https://arxiv.org/abs/1506.02438). At a truncation, and at the end of
+    the batch, `next_value` stands for the missing rest of the trajectory. With ``lmbda=1`` the targets are the
+    discounted returns to go. Padding of split trajectories and repeated frames of finished lanes have the advantage 0.
 
-    Gradients flow through both results: losses that take them as constants detach them, or stop their gradients.
+    Gradients flow through both results. Detach them, or stop their gradients, for losses that need constants.
 
     Args:
-        batch: ``[*B, T]`` by the data contract: ``next.reward`` ``[*B, T, 1]`` (or players), ``next.terminated`` and
-            ``next.done`` ``[*B, T, 1]``; ``collector.traj_ids`` where there is one. Split trajectories are taken as
-            well. Or a nested dict of JAX arrays, time first and without the trailing 1, ``[T, P]`` (``[T, P, players]``
-            for several), inside `jit`, `vmap` and `grad` too.
-        value: of the observations; shaped as ``next.reward``, floating.
-        next_value: of ``next.observation``, likewise.
-        gamma: the discount of a step, in [0, 1]; for JAX also a scalar array.
-        lmbda: how far to trust rewards over values, in [0, 1]: 0 takes one step's, 1 a whole trajectory's.
+        batch: a batch ``[*B, T]`` with ``next.reward`` ``[*B, T, 1]`` (or players), ``next.terminated`` and
+            ``next.done`` ``[*B, T, 1]``, and optionally ``collector.traj_ids``. Split trajectories are accepted. So is
+            a nested dict of JAX arrays, time first and without the trailing 1, ``[T, P]`` (``[T, P, players]`` for
+            several), also inside `jit`, `vmap` and `grad`.
+        value: the values of the observations; floating, with the shape of ``next.reward``.
+        next_value: the values of ``next.observation``, likewise.
+        gamma: the discount per step, in [0, 1]; for JAX also a scalar array.
+        lmbda: the weight of later deltas, in [0, 1]: 0 uses one step, 1 the whole trajectory.
 
     Returns:
-        ``(advantage, value_target)``, both shaped as `value`; the target is ``advantage + value``.
+        ``(advantage, value_target)``, both with the shape of `value`; the target is ``advantage + value``.
 
     Raises:
-        TypeError: for a batch that is neither, values that are not floating tensors (arrays), factors not numbers.
-        ValueError: for missing keys, other shapes, and factors outside [0, 1].
+        TypeError: if the batch is neither a TensorDict nor a dict, values are not floating, or factors not numbers.
+        ValueError: if keys are missing, shapes differ, or factors are outside [0, 1].
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -76,20 +75,20 @@ def gae(
 
 
 class _AdvantageInputs(NamedTuple):
-    """What is read of a batch: tensors or JAX arrays, time first, broadcast with one another and with values."""
+    """The leaves of a batch: tensors or JAX arrays, time first, which broadcast with each other and with values."""
 
     reward: Any  # [T, ...]
     terminated: Any  # [T, ...] bool
     done: Any  # [T, ...] bool
     traj_ids: Any = None  # [T, ...] integers
-    mask: Any = None  # [T, ...] bool: frames, not padding
-    stays: Any = None  # [T, ...] bool: a lane that stays finished repeats its terminal frame
+    mask: Any = None  # [T, ...] bool: False for padding
+    stays: Any = None  # [T, ...] bool: True for repeated frames of a finished lane
 
 
 def _estimate(
     xp: Any, frames: _AdvantageInputs, value: Any, next_value: Any, gamma: Any, lmbda: Any
 ) -> tuple[Any, Any]:
-    """The advantages and targets, [T, ...] as the values; `xp` is `torch` or `jax.numpy`."""
+    """The advantages and targets [T, ...]; `xp` is `torch` or `jax.numpy`."""
     delta = frames.reward + gamma * xp.where(frames.terminated, 0.0, next_value) - value
     if frames.mask is not None:
         delta = xp.where(frames.mask, delta, 0.0)
@@ -101,7 +100,7 @@ def _estimate(
 
 
 def _ends(xp: Any, frames: _AdvantageInputs) -> Any:
-    """Which frames the next row does not go on from: [T, ...] bool."""
+    """Whether the trajectory of each frame ends with it: [T, ...] bool."""
     done, ids = frames.done, frames.traj_ids
     before_last = done[:-1] if ids is None else done[:-1] | (ids[1:] != ids[:-1])
     return xp.concatenate([before_last, xp.ones_like(done[-1:])])
