@@ -10,7 +10,7 @@ FUNCOLLECT_SCALE ?= 1
 export FUNCOLLECT_SCALE
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 
-.PHONY: demo test test-newest test-oldest test-gpu-machine tests-ray tests-1 tests-2 test-ray soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
+.PHONY: demo test test-newest test-oldest test-gpu-machine tests-ray tests-1 tests-2 test-ray test-notebooks soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -41,16 +41,21 @@ lint: $(VENV)/.test
 
 # What CI runs on two cores, in three parts at once: whatever starts Ray, which waits half of its time, and two others.
 RAY_TESTS := tests/collectors/ray tests/docs funcollect/collectors/ray_collector.py
+RAY_NOTEBOOK := notebooks/06_ray.ipynb
 FIRST_TESTS := tests/collectors tests/contracts tests/envs tests/interop
 IN_PARALLEL = $(MAKE) --no-print-directory --jobs=3 --output-sync=target
 PYTEST = $(BIN)/python -m pytest
+NBMAKE := --nbmake --nbmake-timeout=1200
 IGNORE = $(addprefix --ignore=,$(1))
 
 test: $(VENV)/.test
-	$(IN_PARALLEL) test-ray tests-2 tests-1 lint
+	$(IN_PARALLEL) test-ray tests-2 tests-1 lint test-notebooks
 
 test-ray: tests-ray
-	$(PYTEST) --nbmake --nbmake-timeout=1200 notebooks
+	$(PYTEST) $(NBMAKE) $(RAY_NOTEBOOK)
+
+test-notebooks: $(VENV)/.test
+	$(PYTEST) $(NBMAKE) --ignore=$(RAY_NOTEBOOK) notebooks
 
 tests-ray: $(VENV)/.test
 	$(PYTEST) $(RAY_TESTS)
@@ -105,7 +110,7 @@ suite-%: export FUNCOLLECT_INSTALLED_ONLY = 1
 suite-%: export CUDA_VISIBLE_DEVICES =
 suite-%: .venv-%/.done
 	.venv-$*/bin/python -m pytest
-	.venv-$*/bin/python -m pytest --nbmake --nbmake-timeout=1200 notebooks
+	.venv-$*/bin/python -m pytest $(NBMAKE) notebooks
 
 # Runs the notebooks and keeps their pictures. Coalescing leaves the last state of each progress bar.
 notebooks: NBCONVERT = $(BIN)/jupyter-nbconvert --to notebook --inplace notebooks/*.ipynb

@@ -115,16 +115,16 @@ def test_batches_stay_after_shutdown():
 def test_nothing_is_dropped_for_a_slow_reader():
     """The workers wait for the reader; each lane comes without a gap."""
     with multi(ASYNC, create_env_fn=[Plain] * 4, frames_per_batch=8) as collector:
-        batches = []
-        for _ in range(scaled(40)):
+        batches, lanes = [], set()
+        while len(batches) < scaled(40) or len(lanes) < 4:  # a busy machine may let one of them wait for long
             batches.append(next(collector).clone())
+            lanes.add(batches[-1]["collector", "lane"][0].item())
             assert all(len(record.calls) <= 2 for record in collector._pool.records)
             if len(batches) % 4 == 0:
                 wait_until(lambda: collector._pool.poll() or not any(m.calls for m in collector._pool.records))
     for rows in by_lane(batches).values():
         steps = rows["collector", "step"].tolist()
         assert steps == [i % 5 for i in range(len(steps))]
-    assert len(by_lane(batches)) == 4
 
 
 def test_a_fast_worker_does_not_wait_for_a_slow_one(tmp_path):
