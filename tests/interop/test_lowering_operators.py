@@ -14,6 +14,7 @@ from funcollect.interop.lowering import lower_module
 from funcollect.interop.lowering.registry import rules
 from funcollect.interop.lowering.table import PAGE, page
 from tests.support.lowered_modules import POLICIES
+from tests.support.lowered_numerics import TORCH
 from tests.support.lowered_operators import FAMILIES, Expressions, inputs
 from tests.support.lowering_checks import assert_equal, assert_gradients_equal, jax_inputs
 from tests.support.running import scaled
@@ -100,7 +101,8 @@ def test_no_rule_is_out_of_reach():
             module = kind(5, 6, nonlinearity=nonlinearity).eval()
             REACHED[kind, nonlinearity] = operators(lower_module(module, torch.zeros(2, 5)))
     assert set(REACHED) >= set(FAMILIES), "run the whole file"
-    assert set(rules()) - set().union(*REACHED.values()) == set()
+    removed = {"aten.cholesky.default"} if TORCH >= (2, 15) else set()
+    assert set(rules()) - set().union(*REACHED.values()) == removed
 
 
 ACTIVATIONS = [

@@ -7,6 +7,18 @@ from torch import linalg, nn
 from torch.nn import functional as F
 
 aten = torch.ops.aten
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+QUANTILES = (2, 13) <= TORCH < (2, 15)  # before, they cannot be exported; since, their ranks are float64
+
+
+def _quantiles():
+    ways = ("linear", "lower", "higher")
+    return [
+        *_of("x", *(lambda x, w=w: x.quantile(0.3, 1, interpolation=w) for w in ways)),
+        *_of("x", *(lambda x, w=w: x.quantile(0.3, interpolation=w) for w in ("midpoint", "nearest"))),
+        *_of("x", lambda x: x.nanquantile(torch.tensor([0.1, 0.8]), -1, keepdim=True), lambda x: x.quantile(0.5)),
+        *_of("x", lambda x: _tied(x.detach()).nanquantile(0.3, 1)),
+    ]
 
 
 def _of(name, *functions):
@@ -140,7 +152,8 @@ def expressions(with_module):
     ]
     factorisation = [
         *_on(_positive, lambda a, b: linalg.cholesky(a), lambda a, b: linalg.cholesky(a, upper=True)),
-        *_on(_positive, lambda a, b: tuple(linalg.cholesky_ex(a)), lambda a, b: torch.cholesky(a)),
+        *_on(_positive, lambda a, b: tuple(linalg.cholesky_ex(a))),
+        *([] if TORCH >= (2, 15) else _on(_positive, lambda a, b: torch.cholesky(a))),
         *_on(_positive, lambda a, b: linalg.eigvalsh(a), lambda a, b: _projectors(linalg.eigh(a, UPLO="U")[1])),
         *_on(_positive, lambda a, b: torch.lu_unpack(*linalg.lu_factor(a))[1], lambda a, b: torch.logdet(a)),
         *_on(_square, linalg.det, lambda a: tuple(linalg.slogdet(a)), lambda a: tuple(linalg.lu(a)), linalg.matrix_exp),
@@ -173,12 +186,10 @@ def expressions(with_module):
     selection = [
         *_of("x", torch.median, torch.nanmedian, lambda x: x.median(1), lambda x: x.nanmedian(0, keepdim=True)),
         *_of("x", lambda x: x.kthvalue(2), lambda x: x.cummax(1), lambda x: x.cummin(0), lambda x: x.aminmax(dim=1)),
-        *_of("x", *(lambda x, w=w: x.quantile(0.3, 1, interpolation=w) for w in ("linear", "lower", "higher"))),
-        *_of("x", *(lambda x, w=w: x.quantile(0.3, interpolation=w) for w in ("midpoint", "nearest"))),
-        *_of("x", lambda x: x.nanquantile(torch.tensor([0.1, 0.8]), -1, keepdim=True), lambda x: x.quantile(0.5)),
+        *(_quantiles() if QUANTILES else []),
         *_of("x", lambda x: _tied(x.detach()).cummax(1), lambda x: _tied(x.detach()).cummin(0), torch.nanmean),
         *_of("x", lambda x: _tied(x.detach()).median(1), lambda x: _tied(x.detach()).nanmedian(1)[0], torch.msort),
-        *_of("x", lambda x: _tied(x.detach()).nanmedian(), lambda x: _tied(x.detach()).nanquantile(0.3, 1)),
+        *_of("x", lambda x: _tied(x.detach()).nanmedian()),
         *_of("i", torch.median, lambda i: i.median(0)[0], lambda i: i.mode(1), lambda i: i.cummax(0)),
         *_of("x", lambda x: (x * 2).round().detach().mode(0), lambda x: x[0, 0].cummin(0), lambda x: x[0, 0].median(0)),
         *_of(
