@@ -20,21 +20,21 @@ def jax_pixels(num_envs: int) -> Any:
 
     import funcollect as fc
 
-    def shown(physics: Any) -> Any:
-        frame, count = physics
+    def shown(scene: Any) -> Any:
+        frame, count = scene
         return jnp.roll(frame, count, 0)
 
-    def begin(key: Any) -> Any:
-        physics = jax.random.randint(key, SHAPE, 0, 256, jnp.int32).astype(jnp.uint8), jnp.int32(0)
-        return physics, shown(physics)
+    def reset(key: Any, _: Any = None) -> Any:
+        scene = jax.random.randint(key, SHAPE, 0, 256, jnp.int32).astype(jnp.uint8), jnp.int32(0)
+        return scene, shown(scene)
 
-    def advance(key: Any, physics: Any, action: Any) -> Any:
-        moved = physics[0], physics[1] + 1 + action
+    def step(key: Any, scene: Any, action: Any, _: Any = None) -> Any:
+        moved = scene[0], scene[1] + 1 + action
         return moved, shown(moved), jnp.float32(1), jnp.array(False), moved[1] > LENGTH
 
     return fc.envs.from_functions(
-        begin,
-        advance,
+        reset,
+        step,
         observation_space=_SPACE,
         action_space=gymnasium.spaces.Discrete(ACTIONS),
         num_envs=num_envs,

@@ -31,9 +31,19 @@ def flat(observation: Any) -> Any:
     return jnp.concatenate(leaves, -1)
 
 
+def functions(env: Any) -> tuple[Any, Any]:
+    """The environment's two functions of one lane: reset of a key, step of a key, a state and an action."""
+    if hasattr(env, "begin"):  # of revisions before these had parameters
+        return env.begin, env.advance
+    return (
+        lambda key: env.reset(key, env.params),
+        lambda key, env_state, action: env.step(key, env_state, action, env.params),
+    )
+
+
 def sizes(env: Any) -> tuple[int, int]:
     """How many numbers a network for the environment takes and gives."""
-    start = jax.eval_shape(lambda key: env.begin(key)[1], jnp.zeros(2, jnp.uint32))
+    start = jax.eval_shape(lambda key: functions(env)[0](key)[1], jnp.zeros(2, jnp.uint32))
     batched = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype), start)
     inputs: int = jax.eval_shape(flat, batched).shape[-1]
     return inputs, int(env.action_space.n) if discrete(env) else env.action_space.shape[0]
@@ -76,12 +86,16 @@ def wide(number: Any) -> Any:
 
 
 def body(env: Any, apply: Any, num_envs: int, params: Any, carry: Any, _: None) -> Any:
-    key, physics, observation, episode, step = carry
+    key, env_state, observation, episode, step = carry
+    reset_lane, step_lane = functions(env)
     key, noise, dynamics, start = jax.random.split(key, 4)
     action, log_prob = act(params, apply, observation, noise)
-    moved = jax.vmap(env.advance)(jax.random.split(dynamics, num_envs), physics, action)
-    done = moved.terminated | moved.truncated
-    fresh, root = jax.vmap(env.begin)(jax.random.split(start, num_envs))
+    moved = jax.vmap(step_lane)(jax.random.split(dynamics, num_envs), env_state, action)
+    truncated = moved.truncated
+    if getattr(env, "max_episode_steps", None) is not None:
+        truncated |= step + 1 >= env.max_episode_steps
+    done = moved.terminated | truncated
+    fresh, root = jax.vmap(reset_lane)(jax.random.split(start, num_envs))
     lane = jnp.arange(num_envs)
     row = {
         "observation": observation,
@@ -90,13 +104,13 @@ def body(env: Any, apply: Any, num_envs: int, params: Any, carry: Any, _: None) 
         "next": moved.observation,
         "reward": moved.reward,
         "terminated": moved.terminated,
-        "truncated": moved.truncated,
+        "truncated": truncated,
         "done": done,
         "traj_ids": wide(episode * num_envs + lane),
         "step": wide(step),
     }
-    physics, observation = picked(done, (fresh, root), (moved.physics, moved.observation))
-    return (key, physics, observation, episode + done, jnp.where(done, 0, step + 1)), row
+    env_state, observation = picked(done, (fresh, root), (moved[0], moved.observation))
+    return (key, env_state, observation, episode + done, jnp.where(done, 0, step + 1)), row
 
 
 class Scan:
@@ -111,9 +125,9 @@ class Scan:
             return jax.lax.scan(partial(loop, params), carry, None, length=length)
 
         self.program = jax.jit(go)
-        physics, observation = jax.jit(jax.vmap(env.begin))(jax.random.split(jax.random.PRNGKey(0), num_envs))
+        env_state, observation = jax.jit(jax.vmap(functions(env)[0]))(jax.random.split(jax.random.PRNGKey(0), num_envs))
         zero = jnp.zeros(num_envs, jnp.int32)
-        self._carry = (jax.random.PRNGKey(1), physics, observation, zero, zero)
+        self._carry = (jax.random.PRNGKey(1), env_state, observation, zero, zero)
         self._frames = num_envs * length
 
     def lower(self) -> Any:

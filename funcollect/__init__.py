@@ -65,7 +65,8 @@ if TYPE_CHECKING:
     from funcollect.policies.tensordict_modules.tensordict_policy import tensordict_policy
     from funcollect.policies.torch_modules.torch_policy import torch_policy
     from funcollect.progress import track
-    from funcollect.specs import Env, ExplorationType, Policy
+    from funcollect.protocols import Env, Policy
+    from funcollect.specs import ExplorationType
     from funcollect.trajectories.advantages import gae
     from funcollect.trajectories.multi_step import MultiStep
     from funcollect.trajectories.split import split_trajectories
@@ -122,7 +123,8 @@ _HOMES = {
     "funcollect.core.routes": ["lower_policy"],
     "funcollect.core.state": ["CollectorState"],
     "funcollect.core.traced_step.batch": ["deliver"],
-    "funcollect.specs": ["Env", "ExplorationType", "Policy"],
+    "funcollect.protocols": ["Env", "Policy"],
+    "funcollect.specs": ["ExplorationType"],
     "funcollect.trajectories.advantages": ["gae"],
     "funcollect.trajectories.multi_step": ["MultiStep"],
     "funcollect.trajectories.split": ["split_trajectories"],

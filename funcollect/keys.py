@@ -117,24 +117,34 @@ def _mix(words: Tensor) -> Tensor:
     return words
 
 
-def lane_uniforms(key: Key, lanes: Tensor, episodes: Tensor, count: int) -> Tensor:
-    """Uniform numbers in (0, 1) with which each lane starts its episode.
+@dataclass(frozen=True)
+class LaneKeys:
+    """The randomness of P lanes at one moment: the start of an episode, or one step.
 
-    Args:
-        key: the state's key.
+    Attributes:
+        key: the run's key.
+        purpose: what is drawn for.
         lanes: [P] int64, the lanes' ids.
-        episodes: [P] int64, the episodes' numbers.
-        count: how many numbers each lane needs.
-
-    Returns:
-        [P, count] float64, on the device of `lanes`.
+        numbers: [P] int64, the episodes' numbers, or [] the number of the step.
     """
-    words = torch.full_like(lanes, _signed(fold(key, Purpose.RESET)))
-    draws = torch.arange(count, dtype=torch.int64, device=lanes.device)
-    for data in (lanes, episodes):
-        words = _mix(words + _signed(_GOLDEN) * (data + 1))
-    words = _mix(words[:, None] + _signed(_GOLDEN) * (draws + 1))
-    return (((words >> 11) & ((1 << 53) - 1)).double() + 0.5) * 2.0**-53
+
+    key: Key
+    purpose: Purpose
+    lanes: Tensor
+    numbers: Tensor
+
+    def __len__(self) -> int:
+        """P."""
+        return len(self.lanes)
+
+    def uniform(self, count: int) -> Tensor:
+        """[P, count] float64 uniform numbers in (0, 1), on the lanes' device: the same at every call."""
+        words = torch.full_like(self.lanes, _signed(fold(self.key, self.purpose)))
+        draws = torch.arange(count, dtype=torch.int64, device=words.device)
+        for data in (self.lanes, self.numbers):
+            words = _mix(words + _signed(_GOLDEN) * (data + 1))
+        words = _mix(words[:, None] + _signed(_GOLDEN) * (draws + 1))
+        return (((words >> 11) & ((1 << 53) - 1)).double() + 0.5) * 2.0**-53
 
 
 class _Thread(threading.local):

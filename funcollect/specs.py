@@ -1,4 +1,4 @@
-"""What the layers agree on: batch keys, the environment and policy protocols, spaces and shapes.
+"""What the layers agree on: batch keys, spaces and shapes.
 
 Letters in shapes are fixed throughout the library: ``T`` time, ``P`` environments in one batch, ``W`` workers,
 ``L`` lanes (``W * P``), ``*B`` whatever batch dimensions there are.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,97 +18,13 @@ from gymnasium import spaces
 from tensordict.nn import InteractionType as ExplorationType
 
 from funcollect.arguments import check_flags
-from funcollect.keys import Key, Noise
 from funcollect.tree import Path
 
-__all__ = ["ActionSpec", "Backend", "Env", "ExplorationType", "Leaf", "Policy", "Seeding", "observation_leaves"]
+__all__ = ["ActionSpec", "ExplorationType", "Leaf", "observation_leaves"]
 
-Backend = Literal["host", "torch", "jax"]
-Seeding = Literal["episode", "lane", "run"]
 Space = spaces.Space[Any]
 
 RESERVED = frozenset({"action", "action_log_prob", "collector", "done", "next", "reward", "terminated", "truncated"})
-
-
-@runtime_checkable
-class Env(Protocol):
-    """An environment, single or batched: a description from which live simulators or states are made.
-
-    `num_envs` is P, or None for an environment without a batch dimension. The spaces are those of one environment.
-    `seeding` says how finely it can be seeded: each episode, each lane once, or only the whole run.
-    A ``"host"`` environment also has ``open() -> Simulators``; a ``"torch"`` one ``reset`` and ``step`` over values.
-    """
-
-    @property
-    def backend(self) -> Backend:
-        """Which loop drives it."""
-        ...
-
-    @property
-    def num_envs(self) -> int | None:
-        """P, or None."""
-        ...
-
-    @property
-    def observation_space(self) -> Space:
-        """The observation space of one environment."""
-        ...
-
-    @property
-    def action_space(self) -> Space:
-        """The action space of one environment."""
-        ...
-
-    @property
-    def seeding(self) -> Seeding:
-        """How finely it can be seeded."""
-        ...
-
-    @property
-    def observation_leaves(self) -> tuple[Leaf, ...]:
-        """The leaves that an observation has in a batch."""
-        ...
-
-    @property
-    def action_spec(self) -> ActionSpec:
-        """How an action looks in a batch."""
-        ...
-
-
-@runtime_checkable
-class Policy(Protocol):
-    """A policy: a pure function with parameters as an argument and its recurrent state threaded through.
-
-    `noise` of an action spec says what is drawn ahead for each call, or None. The call takes ``[P, ...]`` arrays.
-    """
-
-    @property
-    def backend(self) -> Backend:
-        """Whether it reads Torch tensors or arrays for JAX."""
-        ...
-
-    @property
-    def params(self) -> Any:
-        """The policy's own current parameters."""
-        ...
-
-    def noise(self, spec: ActionSpec) -> Noise | None:
-        """What to draw ahead, per lane and step."""
-        ...
-
-    def init(self, key: Key, num_envs: int) -> Any:
-        """The state that the policy starts with: recurrent state, or the generator's."""
-        ...
-
-    def prepare(self, params: Any) -> Any:
-        """Parameters in the form that the call wants: moved, laid out, checked. None means the current ones."""
-        ...
-
-    def __call__(
-        self, params: Any, policy_state: Any, observation: Any, noise: Any, exploration_type: ExplorationType
-    ) -> tuple[Any, Mapping[str, Any]]:
-        """One action for each of P environments: the next policy state and the outputs, ``action`` among them."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,12 @@ import torch
 
 from funcollect.keys import (
     EpisodeSeeds,
+    LaneKeys,
     Noise,
     Purpose,
     draw_ahead,
     fold,
     key_from_seed,
-    lane_uniforms,
     normals,
     random_words,
     seed_of,
@@ -93,10 +93,17 @@ def test_fold_is_splitmix64() -> None:
 
 def test_lane_uniforms_are_made_of_the_words_that_fold_gives() -> None:
     lanes, episodes = torch.tensor([0, 1, 5, 2**40 + 3]), torch.tensor([0, 7, 2, 10**6])
-    drawn = lane_uniforms(KEY, lanes, episodes, 3)
+    drawn = LaneKeys(KEY, Purpose.RESET, lanes, episodes).uniform(3)
     for row, lane, episode in zip(drawn.tolist(), lanes.tolist(), episodes.tolist(), strict=True):
         words = [fold(KEY, Purpose.RESET, lane, episode, draw) for draw in range(3)]
         assert row == [((word >> 11) + 0.5) * 2.0**-53 for word in words]
+
+
+def test_lane_uniforms_of_a_step_are_those_of_its_number() -> None:
+    lanes = torch.arange(3)
+    one = LaneKeys(KEY, Purpose.DYNAMICS, lanes, torch.tensor(5)).uniform(2)
+    assert torch.equal(one, LaneKeys(KEY, Purpose.DYNAMICS, lanes, torch.full((3,), 5)).uniform(2))
+    assert not torch.equal(one, LaneKeys(KEY, Purpose.RESET, lanes, torch.tensor(5)).uniform(2))
 
 
 def test_episode_seeds_are_made_of_the_same_words() -> None:
@@ -112,8 +119,8 @@ def test_episode_seeds_fit_gymnasium_and_differ() -> None:
 
 def test_lane_uniforms_are_uniform_over_lanes_and_over_episodes() -> None:
     many = torch.arange(20_000)
-    over_lanes = lane_uniforms(KEY, many, torch.zeros_like(many), 2).numpy()
-    over_episodes = lane_uniforms(KEY, torch.zeros_like(many), many, 2).numpy()
+    over_lanes = LaneKeys(KEY, Purpose.RESET, many, torch.zeros_like(many)).uniform(2).numpy()
+    over_episodes = LaneKeys(KEY, Purpose.RESET, torch.zeros_like(many), many).uniform(2).numpy()
     assert ks_distance(over_lanes, DISTRIBUTIONS["uniform"]) < 2.2
     assert ks_distance(over_episodes, DISTRIBUTIONS["uniform"]) < 2.2
     assert abs(np.corrcoef(over_lanes.T)[0, 1]) < 4 / math.sqrt(20_000)

@@ -10,6 +10,16 @@ from torch import Tensor, nn
 Columns = dict[str, Tensor]  # each [T, P, ...]
 
 
+class _Draws:
+    """Uniform numbers from Torch's own generator, in the place of the library's keys."""
+
+    def __init__(self, lane: Tensor) -> None:
+        self._lane = lane
+
+    def uniform(self, count: int) -> Tensor:
+        return torch.rand((len(self._lane), count), dtype=torch.float64, device=self._lane.device)
+
+
 class TorchLoop:
     """`length` steps of all lanes per run, with the columns of a batch.
 
@@ -24,7 +34,7 @@ class TorchLoop:
         zeros = torch.zeros(env.num_envs, dtype=torch.int64, device=env.device)
         self._lane = torch.arange(env.num_envs, device=env.device)
         self._elapsed, self._episode = zeros, zeros.clone()
-        self._physics = self._start()
+        self._env_state, self._observation = self._start()
         self._columns: Columns = {}
 
     def run(self) -> int:
@@ -45,27 +55,28 @@ class TorchLoop:
         self._columns = {name: value.new_empty(self._length, *value.shape) for name, value in row.items()}
         return self._columns
 
-    def _start(self) -> Tensor:
-        shape = (self._env.num_envs, self._env.draws)
-        physics: Tensor = self._env.start(torch.rand(shape, dtype=torch.float64, device=self._env.device))
-        return physics
+    def _start(self) -> tuple[Tensor, Tensor]:
+        started: tuple[Tensor, Tensor] = self._env.reset(_Draws(self._lane), None)
+        return started
 
     def _step(self) -> Columns:
         """One step of all lanes, with a fresh start at hand for each, as in `scans.body`."""
         env, lanes, elapsed, episode = self._env, self._env.num_envs, self._elapsed, self._episode
-        observation = env.observe(self._physics)
+        observation = self._observation
         action, log_prob = _act(self._module, observation)
-        moved, reward, terminated = env.advance(self._physics, action)
+        moved, following, reward, terminated, *_ = env.step(None, self._env_state, action, None)
         truncated = elapsed + 1 >= env.max_episode_steps
         done = terminated | truncated
-        self._physics = torch.where(done[:, None], self._start(), moved)
+        env_state, root = self._start()
+        self._env_state = torch.where(done[:, None], env_state, moved)
+        self._observation = torch.where(done[:, None], root, following)
         self._elapsed = torch.where(done, 0, elapsed + 1)
         self._episode = episode + done
         return {
             "observation": observation,
             "action": action,
             "action_log_prob": log_prob,
-            "next": env.observe(moved),
+            "next": following,
             "reward": reward,
             "terminated": terminated,
             "truncated": truncated,

@@ -16,7 +16,8 @@ from funcollect.arguments import check_flags, check_positive
 from funcollect.core.request import OwnColumns, Request, check_ends, check_exploration
 from funcollect.devices import checked_device
 from funcollect.messages import shown
-from funcollect.specs import Env, ExplorationType
+from funcollect.protocols import Env
+from funcollect.specs import ExplorationType
 from funcollect.trajectories.split import split_trajectories
 from funcollect.tree import Path
 

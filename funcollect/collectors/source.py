@@ -12,7 +12,7 @@ from funcollect.collectors.options import Options, check_env_device
 from funcollect.envs.registry import make_env
 from funcollect.messages import shown
 from funcollect.policies.as_policy import as_policy
-from funcollect.specs import Env, Policy
+from funcollect.protocols import Env, Policy
 
 
 @dataclass(frozen=True, kw_only=True)

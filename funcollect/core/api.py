@@ -18,7 +18,8 @@ from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.keys import key_from_seed
 from funcollect.messages import shown
 from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
-from funcollect.specs import Backend, Env, ExplorationType, Policy
+from funcollect.protocols import Backend, Env, Policy
+from funcollect.specs import ExplorationType
 
 _LOOPS: dict[str, Loop] = {"host": host, "torch": tensor, "fused": fused, "crossing": crossing}
 _STATES: dict[Backend, Loop] = {"host": host, "torch": tensor, "jax": fused}  # by the kind of state

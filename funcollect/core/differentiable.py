@@ -19,12 +19,12 @@ from funcollect.core.state import CollectorState
 from funcollect.core.traced_step.batch import cast, dtypes_of, widen
 from funcollect.core.traced_step.keys import run_keys
 from funcollect.core.traced_step.step import Row, StepConfig, make_step_config, step
-from funcollect.envs.jax_envs.jax_env import JaxEnv
 from funcollect.interop.bridge import argument, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.messages import shown
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
-from funcollect.specs import ExplorationType, Policy
+from funcollect.protocols import JaxEnv, Policy
+from funcollect.specs import ExplorationType
 from funcollect.tree import Path
 
 

@@ -14,7 +14,8 @@ from funcollect.core.api import close, init, rollout
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import statistics_of
 from funcollect.errors import EnvError, EvaluationError
-from funcollect.specs import Env, ExplorationType, Policy
+from funcollect.protocols import Env, Policy
+from funcollect.specs import ExplorationType
 from funcollect.trajectories.stats import EpisodeStats, episode_stats
 from funcollect.tree import Path
 

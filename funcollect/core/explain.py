@@ -9,12 +9,12 @@ import torch
 
 from funcollect.core.api import check_pair
 from funcollect.core.routes import Route, route_of
-from funcollect.envs.host.host_env import statistics_of
+from funcollect.envs.host.host_env import seeding_of, statistics_of
 from funcollect.faulty_fusions import avoid_faulty_fusions
 from funcollect.interop.jax_setup import dispatch_note
 from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
-from funcollect.specs import Env, Policy
+from funcollect.protocols import Env, Policy
 
 _SEEDING = {
     "episode": "each episode starts from a seed of its own, so data do not depend on how a run is cut into batches",
@@ -106,16 +106,17 @@ def _forking(env: Env) -> str:
         return "states are values: a fork is the state itself"
     if kept := statistics_of(env):
         return f"not to be had: {kept}, which are no part of a state"
-    return _FORKING[env.forking]  # type: ignore[attr-defined]
+    return _FORKING[env.forking]
 
 
 def _seeding(env: Env) -> str:
     if kept := statistics_of(env):
         return (
-            f"{env.seeding}, but {kept}: data depend on every step since init, not on how a run is cut into batches; "
-            "each worker has its own statistics, and new simulators (init, a resumed collector) begin without any"
+            f"{seeding_of(env)}, but {kept}: data depend on every step since init, not on how a run is cut into "
+            "batches; each worker has its own statistics, and new simulators (init, a resumed collector) begin without "
+            "any"
         )
-    return f"{env.seeding}: {_SEEDING[env.seeding]}"
+    return f"{seeding_of(env)}: {_SEEDING[seeding_of(env)]}"
 
 
 def _lanes(env: Env) -> str:

@@ -15,7 +15,8 @@ from funcollect.keys import draw_ahead
 from funcollect.policies.actors.actor import Actor, ActorInputs
 from funcollect.policies.actors.protocol_actor import make_actor
 from funcollect.policies.random_policy import RandomStart
-from funcollect.specs import Env, ExplorationType, Policy
+from funcollect.protocols import Env, JaxEnv, Policy, TorchEnv
+from funcollect.specs import ExplorationType
 from funcollect.tree import Path
 
 OwnColumns = Mapping[Path, Tensor]
@@ -73,6 +74,12 @@ def check_ends(max_frames_per_traj: int | None, reset_when_done: bool) -> None:
         )
 
 
+def step_limit(env: TorchEnv | JaxEnv, request: Request) -> int | None:
+    """The steps after which an episode is truncated: the lower of the environment's limit and the request's."""
+    limits = [limit for limit in (env.max_episode_steps, request.max_frames_per_traj) if limit is not None]
+    return min(limits, default=None)
+
+
 def check_exploration(value: Any) -> None:
     """Raise TypeError unless `value` is an exploration type."""
     if not isinstance(value, ExplorationType):
@@ -93,7 +100,7 @@ def open_actor(env: Env, policy: Policy, state: CollectorState, request: Request
     noise = policy.noise(spec)
     drawn = None
     if noise is not None:
-        drawn = draw_ahead(noise, state.key, first_lane, state.num_lanes, state.steps, request.length)
+        drawn = draw_ahead(noise, state.key, first_lane, state.num_lanes, state.steps_made, request.length)
     actor_inputs = ActorInputs(
         observation=observation,
         params=policy.prepare(request.params),
@@ -107,9 +114,9 @@ def open_actor(env: Env, policy: Policy, state: CollectorState, request: Request
         single=env.num_envs is None,
     )
     actor = make_actor(policy, actor_inputs)
-    random_left = min(request.random_steps - state.steps, request.length)
+    random_left = min(request.random_steps - state.steps_made, request.length)
     if random_left > 0:
-        actor = RandomStart(actor, actor_inputs, state.key, first_lane, state.steps, random_left)
+        actor = RandomStart(actor, actor_inputs, state.key, first_lane, state.steps_made, random_left)
     fresh = state.step == 0
     if bool(fresh.any()):
         actor.restart(fresh.nonzero()[:, 0].tolist())

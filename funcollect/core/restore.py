@@ -17,7 +17,7 @@ from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.words import from_number
 from funcollect.keys import key_from_seed
 from funcollect.policies.torch_backed import TorchPolicyState
-from funcollect.specs import Env, Policy
+from funcollect.protocols import Env, Policy
 from funcollect.tree import NAMESPACE
 
 _LARGEST_SEED = 2**32 - 1
@@ -115,7 +115,7 @@ def _jax_array(leaf: torch.Tensor) -> Any:
 
 def _restarted(env: Env, state: CollectorState) -> CollectorState:
     if isinstance(state.env_state, SimulatorHandle):
-        state.env_state.simulation.rekey(state.key, state.episode.tolist(), state.steps)
+        state.env_state.simulation.rekey(state.key, state.episode.tolist(), state.steps_made)
     if isinstance(state.env_state, JaxEnvState):  # the starts that it holds follow from another key
         state = state.replace(env_state=state.env_state._replace(next_start_used=np.ones(state.num_lanes, bool)))
     return recover(env, state)

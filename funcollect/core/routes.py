@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import optree
 from tensordict import TensorDict
@@ -25,7 +25,8 @@ from funcollect.policies.torch_in_jax.example import example
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy, lowered_policy
 from funcollect.policies.torch_modules.settings import NO_SETTINGS
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
-from funcollect.specs import Env, ExplorationType, Policy, assemble
+from funcollect.protocols import Env, Policy
+from funcollect.specs import ExplorationType, assemble
 
 _MOST_SETTINGS = 4  # of a module's attributes for which it is lowered; one that changes them more often is called back
 
@@ -95,7 +96,7 @@ def lower_policy(policy: Policy, env: Env) -> LoweredPolicy:
     >>> arrays["action_log_prob"].shape
     (8, 4)
     """
-    check_kind("env", env, Env, "make one with funcollect.make_env")
+    check_kind("env", env, get_args(Env), "make one with funcollect.make_env")
     return lowered_for(env, policy, ExplorationType.RANDOM)
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic
 
 import numpy as np
 import numpy.typing as npt
 import optree
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from funcollect.core.read_only_dict import ReadOnlyDict
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
@@ -20,26 +22,29 @@ from funcollect.interop.jax_setup import import_jax, notice_jax, with_jax
 from funcollect.interop.words import number
 from funcollect.keys import Key, Purpose, fold, generator_state, seed_of
 from funcollect.policies.torch_backed import TorchPolicyState
-from funcollect.specs import Policy
+from funcollect.protocols import Policy
 from funcollect.tree import NAMESPACE, Path
 
-Integers = TypeVar("Integers", Tensor, npt.NDArray[np.int64])
-_STATIC = ("total_lanes", "origin", "steps", "policy_version")
-_OF_JAX = ("env_state", "policy_state")
+Integers = typing.TypeVar("Integers", Tensor, npt.NDArray[np.int64])
+Array = TypeVar("Array", default=Any)  # Tensor, or jax.Array over a JAX environment
+_STATIC = ("total_lanes", "origin")
+_OF_JAX = ("env_state", "env_params", "policy_state")
 _ORIGINS = itertools.count(1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectorState:
-    """Where a collection stands: made by `init`, threaded through `rollout`, never changed.
+class CollectorState(Generic[Array]):
+    """The state of a collection: made by `init`, threaded through `rollout`, never changed.
 
-    A pytree: a node in optree's namespace ``"funcollect"``.
+    Its arrays are Torch tensors, or JAX arrays over a JAX environment. It is a pytree, a node in optree's namespace
+    ``"funcollect"`` and in JAX, with the same leaves in both: all fields but `total_lanes` and `origin`.
 
     Attributes:
         env_state: the environment's own state; over real simulators a handle that one state at a time may use.
+        env_params: the environment's parameters, a pytree; None without any.
         observation: the current root observation by key, each [P, ...]; a dict that cannot be changed.
         policy_state: recurrent state and the like.
-        key: uint32[2]: all randomness comes from it.
+        key: uint32[2], from which all randomness follows; a NumPy array, unless the environment is written in JAX.
         lane: [P] int64, the lanes' ids over all workers.
         episode: [P] int64, which episode each lane is in.
         step: [P] int64, steps since that episode began.
@@ -48,24 +53,26 @@ class CollectorState:
         truncated: [P] bool, likewise.
         total_lanes: how many lanes there were at construction, over all workers.
         origin: the number of the environment that made it, in this process; None for a state that was unpickled.
-        steps: steps that every lane has made since `init`.
-        policy_version: which weights act: 0 at first, one more per update.
+        steps: steps that every lane has made since `init`: an int, or over JAX uint32[2], low word first; see
+            `steps_made`.
+        policy_version: which weights act, 0 at first and one more per update: an int, or over JAX int32 [].
     """
 
     env_state: Any
-    observation: Mapping[Path, Tensor]
+    observation: Mapping[Path, Array]
     policy_state: Any
-    key: Key
-    lane: Tensor
-    episode: Tensor
-    step: Tensor
-    returns: Tensor
-    terminated: Tensor
-    truncated: Tensor
+    key: Key | Array
+    lane: Array
+    episode: Array
+    step: Array
+    returns: Array
+    terminated: Array
+    truncated: Array
     total_lanes: int
     origin: int | None = None
-    steps: int = 0
-    policy_version: int = 0
+    steps: int | Array = 0
+    policy_version: int | Array = 0
+    env_params: Any = None
 
     def __post_init__(self) -> None:
         notice_jax()
@@ -75,17 +82,19 @@ class CollectorState:
     @property
     def seed(self) -> int:
         """The integer seed of the run; what `init` drew where it was given None."""
-        return seed_of(self.key)
+        return seed_of(np.asarray(self.key))
 
     @property
     def first_lane(self) -> int:
         """The id of the first of them; read without a program of JAX."""
-        return int(self.lane.tolist()[0])
+        lanes: Any = self.lane
+        return int(lanes.tolist()[0])
 
     @property
     def num_lanes(self) -> int:
         """P."""
-        return len(self.lane)
+        lanes: Any = self.lane
+        return len(lanes)
 
     @property
     def steps_made(self) -> int:
@@ -98,9 +107,10 @@ class CollectorState:
         return self.steps_made * self.num_lanes
 
     @property
-    def traj_ids(self) -> Tensor:
+    def traj_ids(self) -> Array:
         """[P] int64, the ids of the trajectories that the lanes are in."""
-        return trajectory_ids(self.lane, self.episode, self.total_lanes)
+        ids: Array = trajectory_ids(self.lane, self.episode, self.total_lanes)  # type: ignore[type-var]
+        return ids
 
     def replace(self, **changes: Any) -> CollectorState:
         """A state with some fields changed."""

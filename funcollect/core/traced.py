@@ -30,12 +30,13 @@ from funcollect.core.traced_step.step import (
 )
 from funcollect.core.traced_step.step import step as fused_step
 from funcollect.envs.jax_envs.checks import check_functions
-from funcollect.envs.jax_envs.jax_env import JaxEnv, JaxEnvState
+from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import shown
 from funcollect.policies.jax_functions.program import PROBE
 from funcollect.policies.jax_functions.traced_policy import check_traceable
-from funcollect.specs import ExplorationType, Policy
+from funcollect.protocols import JaxEnv, Policy
+from funcollect.specs import ExplorationType
 from funcollect.tree import Path, nest
 
 __all__ = ["init", "partition", "reset", "rollout", "step"]
@@ -78,9 +79,11 @@ def init(
     key, count = _raw(key), env.num_envs or 1
     lane = jnp.arange(count, dtype=jnp.int32) + first_lane
     zero, no = lane * 0, lane != lane  # not constants: they vary over a mesh as the lanes do
-    physics, observation = begin(env, run_keys(key, lane), lane, zero)
+    env_params = import_jax().tree.map(jnp.asarray, env.params)
+    current, observation = begin(env, run_keys(key, lane), lane, zero, env_params)
     state = CollectorState(
-        env_state=JaxEnvState(physics, (physics, observation), ~no if env.reset == "fresh" else no),
+        env_state=JaxEnvState(current, (current, observation), ~no if env.starts == "fresh" else no),
+        env_params=env_params,
         observation=by_path(env, observation),
         policy_state=varying(lane, without_weak_types(policy.init(key, count))),
         key=key,
@@ -212,7 +215,7 @@ def partition(state: CollectorState, axis: str) -> CollectorState:
     check_kind("state", state, CollectorState, "pass what init or rollout returned")
     check_kind("axis", axis, str, "pass the name of the mesh's axis")
     spec = import_jax().sharding.PartitionSpec
-    shared = ("key", "steps", "policy_version")
+    shared = ("env_params", "key", "steps", "policy_version")
     names = [field.name for field in fields(state) if field.name not in ("total_lanes", "origin")]
     return state.replace(**{name: spec() if name in shared else spec(axis) for name in names})
 

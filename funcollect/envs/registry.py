@@ -21,7 +21,7 @@ from funcollect.envs.jax_envs.playground_env import from_playground
 from funcollect.envs.recognise import is_envpool, is_torchrl, refuse_sb3
 from funcollect.envs.torch_envs.classic_control import TORCH_ENVS
 from funcollect.envs.torchrl_envs.adapter import from_torchrl
-from funcollect.specs import Env, Policy
+from funcollect.protocols import Env, Policy
 
 
 def make_env(env: Any, **kwargs: Any) -> Env:
@@ -79,7 +79,7 @@ def _torch_env(name: str, **kwargs: Any) -> Env:
     if name not in TORCH_ENVS:
         raise ValueError(
             f"there is no Torch environment {name!r}, expected one of {sorted(TORCH_ENVS)}: leave 'torch/' out for "
-            "Gymnasium's, or pass an instance of your own TorchEnv"
+            "Gymnasium's, or pass an instance of your own TorchEnvBase"
         )
     try:
         return TORCH_ENVS[name](**kwargs)

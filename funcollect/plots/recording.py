@@ -17,7 +17,8 @@ from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import Camera
 from funcollect.errors import EnvError
 from funcollect.plots.films import Picture, check_film, film
-from funcollect.specs import Env, ExplorationType, Policy
+from funcollect.protocols import Env, Policy
+from funcollect.specs import ExplorationType
 from funcollect.trajectories.stats import EpisodeStats, episode_stats
 
 _FPS = 30  # of an environment that names none

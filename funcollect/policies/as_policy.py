@@ -17,7 +17,7 @@ from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.tensordict_modules.hidden_states import initial_hidden_states
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
-from funcollect.specs import Env, Policy
+from funcollect.protocols import Env, Policy
 
 
 def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -> Policy:

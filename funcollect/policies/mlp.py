@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from funcollect.policies import heads
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy, torch_policy
-from funcollect.specs import Env, Space
+from funcollect.protocols import Env
+from funcollect.specs import Space
 
 __all__ = ["Flatten", "mlp"]
 

@@ -18,7 +18,7 @@ from typing import Any
 from funcollect.errors import PluginError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import shown
-from funcollect.specs import Env, Policy
+from funcollect.protocols import Env, Policy
 
 __all__ = ["GROUP", "PolicyPlugin", "find_policy", "make_policy", "offered_policies"]
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from funcollect.keys import Key, Noise, Purpose, normals, random_words, uniforms
 from funcollect.policies.actors.actor import Actor, ActorInputs, Columns
-from funcollect.specs import ActionSpec, Env, ExplorationType
+from funcollect.protocols import Env
+from funcollect.specs import ActionSpec, ExplorationType
 
 MASK_KEY = "action_mask"
 

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.specs import Policy
+from funcollect.protocols import Policy
 from funcollect.tree import NAMESPACE, flatten, nest
 
 

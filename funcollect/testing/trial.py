@@ -14,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from funcollect.arguments import check_positive
 from funcollect.core import api
 from funcollect.core.state import CollectorState
-from funcollect.specs import Env, Policy
+from funcollect.protocols import Env, Policy
 from funcollect.testing.parameters import to_tensor
 from funcollect.tree import Path
 

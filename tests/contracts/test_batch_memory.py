@@ -9,11 +9,11 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
-from funcollect.envs import TorchEnv
 from funcollect.tree import NAMESPACE
 from tests.support.cases import ENVS, POLICIES, Recurrent, make_env, pair, pairs
 from tests.support.compare import assert_same, leaves
 from tests.support.counting import make_counting
+from tests.support.torch_parts import InParts
 
 
 def third_batch(env, policy, value, advance):
@@ -60,7 +60,7 @@ def test_no_leaf_shares_memory_with_a_state_or_another_batch(name, kind, num_env
     simulation = getattr(states[-1].env_state, "simulation", None)
     held = memories([vars(state) for state in states])
     if simulation is not None:
-        held |= {array.ctypes.data for array in simulation.simulators.rows.arrays.values()}
+        held |= {array.ctypes.data for array in simulation.simulators.observation.values()}
     for batch in batches:
         assert not held & memories(batch)
         held |= memories(batch)
@@ -123,18 +123,18 @@ class Delayed(gymnasium.Env):
         return self.place, 0.0, False, False, {}
 
 
-class TorchDelayed(TorchEnv):
+class TorchDelayed(InParts):
     observation_space = action_space = BOX
     draws = 2
 
     def start(self, uniforms):
         return torch.zeros_like(uniforms).float(), torch.zeros_like(uniforms).float()
 
-    def observe(self, physics):
-        return physics[0]
+    def observe(self, place):
+        return place[0]
 
-    def advance(self, physics, action):
-        place, before = physics
+    def move(self, place, action):
+        place, before = place
         return (place * 0.5 + before, action), torch.zeros(len(action)), torch.zeros(len(action), dtype=torch.bool)
 
 

@@ -67,7 +67,7 @@ GOOD: dict[str, tuple[Callable[[], Any], dict[str, Any], set[str]]] = {
     "atari": (lambda: "ale/Breakout", {"num_envs": 2}, {"another_seed", "lanes_alone", "terminal"}),
     "jax": (lambda: "gymnax/CartPole-v1", {"num_envs": 2}, TRACED),
     "jax single": (lambda: "gymnax/Catch-bsuite", {}, TRACED | {"reset_mask"}),
-    "jax, cached resets": (lambda: "gymnax/Catch-bsuite", {"num_envs": 3, "reset": "cached"}, TRACED),
+    "jax, cached resets": (lambda: "gymnax/Catch-bsuite", {"num_envs": 3, "starts": "cached"}, TRACED),
     "jax game of two": (lambda: "pgx/tic_tac_toe", {"num_envs": 2}, TRACED | {"another_seed"}),
     "jax functions": (lambda: functions_suite().env, {}, TRACED),
     "processes": (lambda: "CartPole-v1", {"num_envs": 2, "parallel": True}, set()),

@@ -24,19 +24,19 @@ LENGTH = 12
 def spring(num_envs=3):
     """A mass on a spring, pushed by the action; its episodes are cut after seven steps."""
 
-    def begin(key):
+    def reset(key, params):
         start = jax.random.normal(key, (2,))
         return (start, jnp.int32(0)), start
 
-    def advance(key, physics, action):
-        (place, speed), count = physics
+    def step(key, before, action, params):
+        (place, speed), count = before
         speed = speed + 0.1 * (action[0] - place)
         moved = jnp.stack([place + 0.1 * speed, speed])
         return (moved, count + 1), moved, -(moved**2).sum(), jnp.array(False), count + 1 >= 7
 
     box = gymnasium.spaces.Box(-np.inf, np.inf, (2,))
     push = gymnasium.spaces.Box(-1, 1, (1,))
-    return from_functions(begin, advance, observation_space=box, action_space=push, num_envs=num_envs)
+    return from_functions(reset, step, observation_space=box, action_space=push, num_envs=num_envs)
 
 
 def module_of(inputs, outputs, kind=nn.Linear):

@@ -15,7 +15,7 @@ from funcollect.core.request import Request
 from funcollect.envs.jax_envs.gymnax_env import from_gymnax
 from funcollect.interop import to_jax
 from tests.support.compare import assert_same, bits, collect, compilations, leaves
-from tests.support.jax_counting import begin, counting, counting_policy, plain_loop
+from tests.support.jax_counting import counting, counting_policy, plain_loop, reset
 from tests.support.running import SCALE
 
 CUTS = [1, 2, 7, 64, 200]
@@ -116,29 +116,29 @@ def test_a_mask_resets_its_lanes_alone():
 
 def test_a_cached_reset_begins_every_episode_of_a_lane_alike():
     _, policy = foretold(3)
-    batch = collect(counting(3, reset="cached"), policy, 64)
+    batch = collect(counting(3, starts="cached"), policy, 64)
     assert (batch["start"] == batch["start"][:, :1]).all()
     fresh = collect(*foretold(3), 64)
     assert torch.equal(batch["start"][:, 0], fresh["start"][:, 0])
     assert len(fresh["start"].flatten(0, 1).unique(dim=0)) > 10
 
 
-@pytest.mark.parametrize("reset", ["fresh", "cached"])
-def test_a_start_is_worked_out_only_where_an_episode_needs_it(reset):
+@pytest.mark.parametrize("starts", ["fresh", "cached"])
+def test_a_start_is_worked_out_only_where_an_episode_needs_it(starts):
     """A dear reset is not paid on every step: once for all lanes, and then when a lane ends whose start is used up."""
     begun = []
 
-    def counted(key):
+    def counted(key, params):
         jax.debug.callback(lambda _: begun.append(1), key)
-        return begin(key)
+        return reset(key, params)
 
-    env = counting(3, begin=counted, reset=reset)
+    env = counting(3, reset=counted, starts=starts)
     state, batch = fc.rollout(env, counting_policy(), fc.init(env, counting_policy(), seed=5), 200)
     jax.effects_barrier()
     most = int(state.episode.max())  # of any lane
     ends = int(batch["next", "done"].any(0).sum())  # steps at which some lane ended
     assert len(begun) % 3 == 0
-    if reset == "cached":
+    if starts == "cached":
         assert len(begun) == 3
     else:
         assert most <= len(begun) // 3 - 1 <= ends < 200
@@ -273,14 +273,14 @@ def test_arrays_that_are_committed_to_a_device_compile_nothing_anew():
 def test_weak_types_compile_nothing_anew():
     """A start of a weak type, which steps make strong, as brax's do; parameters likewise."""
     env = fc.envs.from_functions(
-        lambda key: (jnp.asarray(0.0), jnp.zeros(1)),
-        lambda key, place, action: (place + jnp.float32(1), place[None], place, place > 5, False),
+        lambda key, params: (jnp.asarray(0.0), jnp.zeros(1)),
+        lambda key, place, action, params: (place + jnp.float32(1), place[None], place, place > 5, False),
         observation_space=Box(-np.inf, np.inf, (1,)),
         action_space=Discrete(2),
         num_envs=2,
     )
     policy = fc.jax_policy(lambda params, x: x * params * jnp.ones(2), jnp.asarray(1.0), head=fc.heads.categorical)
-    assert jax.eval_shape(env.begin, jax.random.PRNGKey(0))[0].weak_type
+    assert jax.eval_shape(env.reset, jax.random.PRNGKey(0), None)[0].weak_type
     assert policy.params.weak_type
     traced = fc.traced.init(env, policy, policy.params, key=jax.random.PRNGKey(0))
     for leaf in jax.tree.leaves(traced):

@@ -11,7 +11,7 @@ import funcollect as fc
 from funcollect.errors import EnvError, PolicyError
 from funcollect.specs import ActionSpec
 from tests.support.compare import assert_same, collect
-from tests.support.jax_counting import advance, begin, counting
+from tests.support.jax_counting import counting, reset, step
 
 HEADS = fc.heads
 BOX = spaces.Box(-1.0, 2.0, (2,), np.float32)
@@ -22,7 +22,9 @@ MULTI = spaces.MultiDiscrete([2, 3])
 def ignoring(space, num_envs=3, one_hot=False, **changes):
     """Counting under any action space: the action does not matter."""
     spec = ActionSpec(space, one_hot)
-    return counting(num_envs, action_spec=spec, advance=lambda key, physics, _: advance(key, physics, 0), **changes)
+    return counting(
+        num_envs, action_spec=spec, step=lambda key, place, _, params: step(key, place, 0, params), **changes
+    )
 
 
 def features(observation, count):
@@ -185,18 +187,18 @@ def test_random_actions_fill_their_space(kind):
 def masked(num_envs=3):
     space = spaces.Dict({"action_mask": spaces.MultiBinary(3), "count": spaces.Discrete(99)})
 
-    def look(physics):
-        return {"action_mask": jnp.arange(3) != physics[1] % 3, "count": physics[1]}
+    def look(place):
+        return {"action_mask": jnp.arange(3) != place[1] % 3, "count": place[1]}
 
-    def start(key):
-        physics, _ = begin(key)
-        return physics, look(physics)
+    def start(key, params):
+        place, _ = reset(key, params)
+        return place, look(place)
 
-    def move(key, physics, action):
-        moved = advance(key, physics, action)
-        return moved._replace(observation=look(moved.physics))
+    def move(*arguments):
+        moved = step(*arguments)
+        return moved._replace(observation=look(moved.env_state))
 
-    return counting(num_envs, observation_space=space, begin=start, advance=move)
+    return counting(num_envs, observation_space=space, reset=start, step=move)
 
 
 def test_random_actions_heed_a_mask():
@@ -271,11 +273,11 @@ def test_parameters_that_are_no_arrays_or_gone_are_named():
 
 
 def test_a_reward_that_is_nan_is_named():
-    def move(key, physics, action):
-        moved = advance(key, physics, action)
-        return moved._replace(reward=jnp.where(physics[1] == 1, jnp.nan, moved.reward))
+    def move(key, place, action, params):
+        moved = step(key, place, action, params)
+        return moved._replace(reward=jnp.where(place[1] == 1, jnp.nan, moved.reward))
 
-    env = counting(3, advance=move)
+    env = counting(3, step=move)
     with pytest.raises(EnvError, match=r"lane 0, step 1 of this batch: the reward is NaN"):
         collect(env, fc.random_policy(env), 7)
 

@@ -62,6 +62,15 @@ def test_optree_and_jax_reach_the_same_leaves(state: fc.CollectorState) -> None:
     assert type(jax.tree.map(lambda leaf: leaf, state).observation) is type(state.observation)
 
 
+def test_the_whole_state_has_the_same_leaves_in_optree_and_in_jax(state: fc.CollectorState) -> None:
+    leaves = optree.tree_leaves(state, namespace=fc.NAMESPACE)  # type: ignore[arg-type]
+    assert all(one is two for one, two in zip(leaves, jax.tree.leaves(state), strict=True))
+    later = state.replace(steps=state.steps + state.steps, policy_version=state.policy_version + 1)
+    for structure in (jax.tree.structure, lambda tree: optree.tree_structure(tree, namespace=fc.NAMESPACE)):
+        assert structure(state) == structure(later)  # no arrays are compared
+        assert structure(state) != structure(state.replace(total_lanes=9))
+
+
 def test_copies_are_read_only_too(state: fc.CollectorState) -> None:
     observation = {path: torch.tensor(value.tolist()) for path, value in state.observation.items()}
     kept = state.replace(observation=observation).observation

@@ -8,13 +8,14 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
+from funcollect.envs import Transition
 from funcollect.envs.jax_envs.gymnax_env import from_gymnax
-from funcollect.envs.jax_envs.jax_env import JaxEnv, Transition
+from funcollect.envs.jax_envs.jax_env import FunctionsEnv
 from funcollect.errors import EnvError, PolicyError
 from funcollect.interop import words
 from funcollect.specs import ActionSpec, observation_leaves
 from tests.support.compare import assert_same, leaves
-from tests.support.jax_counting import advance, begin, counting, counting_policy
+from tests.support.jax_counting import counting, counting_policy, reset, step
 
 KEY = jnp.array([0, 7], jnp.uint32)  # what seed=7 gives
 PLAIN, POLICY = counting(3), counting_policy()
@@ -189,22 +190,22 @@ def sliding(num_envs):
     """A point on a line: differentiable from the action to all that follows."""
     box = spaces.Box(-np.inf, np.inf, (1,), np.float32)
 
-    def first(key):
+    def first(key, params):
         place = jax.random.normal(key, (1,))
         return (place, jnp.int32(0)), place
 
-    def move(key, physics, action):
-        place, count = physics[0] + 0.1 * action, physics[1] + 1
+    def move(key, before, action, params):
+        place, count = before[0] + 0.1 * action, before[1] + 1
         return Transition((place, count), place, -(place**2).sum(), jnp.bool_(False), count >= 5, {})
 
-    return JaxEnv(
+    return FunctionsEnv(
         label="sliding",
         num_envs=num_envs,
         observation_space=box,
         action_spec=ActionSpec(box),
         observation_leaves=observation_leaves(box),
-        begin=first,
-        advance=move,
+        reset=first,
+        step=move,
     )
 
 
@@ -249,27 +250,27 @@ def test_words_hold_what_32_bits_do_not():
 
 
 def changed(**how):
-    """The counting environment with some of what `advance` returns changed."""
+    """The counting environment with some of what `step` returns changed."""
 
-    def move(key, physics, action):
-        moved = advance(key, physics, action)
+    def move(*arguments):
+        moved = step(*arguments)
         return moved._replace(**{name: change(getattr(moved, name)) for name, change in how.items()})
 
-    return counting(3, advance=move)
+    return counting(3, step=move)
 
 
 WRONG = {
-    "physics of another dtype": (
-        lambda: changed(physics=lambda physics: (physics[0], physics[1] * 1.0)),
+    "a state of another dtype": (
+        lambda: changed(env_state=lambda place: (place[0], place[1] * 1.0)),
         r"\[1\] is int32 \[\] first, then float32 \[\].*cast or pad",
     ),
-    "physics of another structure": (
-        lambda: changed(physics=lambda physics: (*physics, jnp.zeros(2))),
+    "a state of another structure": (
+        lambda: changed(env_state=lambda place: (*place, jnp.zeros(2))),
         r"\[2\] is not there first, then float32 \[2\]",
     ),
     "an observation of another shape": (
         lambda: changed(observation=lambda seen: seen | {"start": seen["start"][:1]}),
-        r"observation 'start' that advance of .* is int32 \[1\], expected int32 \[2\]",
+        r"observation 'start' that step of .* is int32 \[1\], expected int32 \[2\]",
     ),
     "an observation of another kind": (
         lambda: changed(observation=lambda seen: seen | {"count": seen["count"] / 2}),
@@ -279,21 +280,25 @@ WRONG = {
         lambda: changed(observation=lambda seen: {"start": seen["start"]}),
         r"lacks the structure of its space .*'count'",
     ),
-    "a flag that is a float": (
-        lambda: changed(terminated=lambda flag: flag * 1.0),
-        r"terminated that advance of .* is float32 \[\], expected bool \[\]",
+    "a flag with a dimension": (
+        lambda: changed(terminated=lambda flag: flag[None]),
+        r"terminated that step of .* is bool \[1\], expected bool \[\]",
     ),
     "a reward with a dimension too many": (
         lambda: changed(reward=lambda reward: jnp.ones((2, 2))),
         r"reward .* is float32 \[2, 2\], expected a number \[\] or \[players\]",
     ),
     "no transition": (
-        lambda: counting(3, advance=lambda key, physics, action: (physics, 0.0)),
-        "returned tuple, expected a Transition",
+        lambda: counting(3, step=lambda key, place, action, params: (place, 0.0)),
+        "returned 2 values, expected a Transition",
     ),
     "a start of another shape": (
-        lambda: counting(3, begin=lambda key: (begin(key)[0], jnp.zeros(3))),
-        "begin of .* lacks the structure",
+        lambda: counting(3, reset=lambda key, params: (reset(key, params)[0], jnp.zeros(3))),
+        "reset of .* lacks the structure",
+    ),
+    "a start alone": (
+        lambda: counting(3, reset=lambda key, params: jnp.zeros(3)),
+        r"reset of .* returned \w+, expected the pair \(env_state, observation\)",
     ),
 }
 

@@ -53,7 +53,7 @@ NOT_NONE: dict[str, list[Any]] = {
     "Sampler": [0, "x", fc.RandomSampler],
     "RandomSampler": [0, "x"],
     "Head": [0, "x", True],
-    "Reset": ["x", 0, True],
+    "Starts": ["x", 0, True],
     "Join": ["x", 2, True],
     "npt.DTypeLike": ["x", 5, np.int32],
     "Shard": [0, "x", (0, 1)],
@@ -213,8 +213,8 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "envs.from_envpool": lambda: {"task_id": "CartPole-v1"},
     "envs.from_functional": lambda: {"env": functional()},
     "envs.from_functions": lambda: {
-        "begin": lambda key: (key, WEIGHTS[0]),
-        "advance": lambda *_: None,
+        "reset": lambda key, params: (key, WEIGHTS[0]),
+        "step": lambda *_: None,
         "observation_space": host()[0].observation_space,
         "action_space": host()[0].action_space,
     },
@@ -224,6 +224,9 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "envs.from_navix": lambda: {"env": "Navix-Empty-5x5-v0"},
     "envs.from_pgx": lambda: {"env": "tic_tac_toe"},
     "envs.from_playground": lambda: {"env": "CartpoleBalance"},
+    "envs.ActionSpec": lambda: {"space": host()[0].action_space},
+    "envs.observation_leaves": lambda: {"space": host()[0].observation_space},
+    "envs.observation_rows": lambda: {"env": host()[0]},
     "envs.from_torchrl": lambda: {"env": torchrl_env},
     "heads.epsilon_greedy": lambda: {"epsilon": 0.1},
     "ring.Flat": lambda: {"batch_size": 4},
@@ -255,8 +258,16 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
 }
 NOT_CALLED = {
     *("CollectorState", "EpisodeStats", "Plan", "ring.RingState", "jax_ring.JaxRing", "testing.Report"),  # results
-    *("Env", "Policy", "heads.Head", "storages.Storage", "samplers.Sampler"),  # protocols
-    *("envs.TorchEnv", "envs.Transition"),  # to derive from, and to be filled by environments
+    *("Policy", "heads.Head", "storages.Storage", "samplers.Sampler"),  # protocols
+    *("envs.HostEnv", "envs.JaxEnv", "envs.Simulators", "envs.TorchEnv"),  # protocols, too
+    *(
+        "envs.HostEnvBase",
+        "envs.LaneKeys",
+        "envs.SimulatorsBase",
+        "envs.JaxEnvBase",
+        "envs.TorchEnvBase",
+        "envs.Transition",
+    ),  # for environments of the user's own
     "make_env",  # whatever describes an environment: its adapters are called by themselves
 }
 NOT_BAD = {  # callable, argument and value that are good all the same
@@ -303,7 +314,14 @@ def parameters(function: Any) -> Iterator[tuple[str, str]]:
 
 
 CASES = [
-    pytest.param(name, function, argument, value, id=f"{name}({argument}={value!r:.20})")
+    pytest.param(
+        name,
+        function,
+        argument,
+        value,
+        id=f"{name}({argument}={value!r:.20})",
+        marks=[pytest.mark.needs("torchrl")] if name == "envs.from_torchrl" else [],
+    )
     for name, function in public()
     if name in GOOD
     for argument, annotation in parameters(function)

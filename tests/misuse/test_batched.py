@@ -15,6 +15,7 @@ import funcollect as fc
 from funcollect.errors import EnvError
 from tests.support.misuse import FAULT, Misuse, Rigged, fails_then_runs, raises, refused, runs, swaps, table
 from tests.support.running import ROOT
+from tests.support.torch_parts import InParts
 
 VECTOR = "the vector environment"
 RETURNED = f"{VECTOR}: step returned"
@@ -54,7 +55,7 @@ def test_a_vector_environment_that_goes_wrong(misuse: Misuse) -> None:
     fails_then_runs(misuse.do, fc.random_policy, misuse.error, misuse.says)
 
 
-class Walk(fc.envs.TorchEnv):
+class Walk(InParts):
     """A Torch environment without a fault."""
 
     observation_space = spaces.Box(-9, 9, (2,))
@@ -64,11 +65,11 @@ class Walk(fc.envs.TorchEnv):
     def start(self, uniforms: Any) -> Any:
         return uniforms
 
-    def observe(self, physics: Any) -> Any:
-        return physics.float()
+    def observe(self, place: Any) -> Any:
+        return place.float()
 
-    def advance(self, physics: Any, action: Any) -> Any:
-        return physics, physics[:, 0], physics[:, 0] > 9
+    def move(self, place: Any, action: Any) -> Any:
+        return place, place[:, 0], place[:, 0] > 9
 
 
 def walk(what: str, method: str, change: Any, *says: str) -> Misuse:
@@ -82,10 +83,10 @@ def walk(what: str, method: str, change: Any, *says: str) -> Misuse:
     walk("a wrong shape", "observe", lambda x: x[:, :1], "'observation' of Walk", "(3, 1)", "wants", "(3, 2)", "corr"),
     walk("a wrong dtype", "observe", lambda x: x.double(), "'observation' of Walk", "float64", "float32", "correct"),
     walk("no tensor", "observe", lambda x: x.tolist(), "'observation' of Walk", "is list", "wants", "correct"),
-    walk("a wide reward", "advance", swaps(1, torch.ones(3, 1)), "reward of Walk", "(3, 1)", "(3,)", "correct"),
-    walk("a number", "advance", swaps(1, 1.0), "the reward of Walk", "is float", "(3,)", "correct advance"),
-    walk("one flag", "advance", swaps(2, torch.tensor(True)), "terminated of Walk", "()", "(3,)", "correct"),
-    walk("a float flag", "advance", swaps(2, torch.zeros(3)), "terminated of Walk", "float32", "bool", "compare"),
+    walk("a wide reward", "move", swaps(1, torch.ones(3, 1)), "reward of Walk", "(3, 1)", "(3,)", "correct"),
+    walk("a number", "move", swaps(1, 1.0), "the reward of Walk", "is float", "(3,)", "correct step"),
+    walk("one flag", "move", swaps(2, torch.tensor(True)), "terminated of Walk", "()", "(3,)", "correct"),
+    walk("a float flag", "move", swaps(2, torch.zeros(3)), "terminated of Walk", "float32", "bool", "compare"),
 )
 def test_a_torch_environment_that_goes_wrong_is_found_at_once(misuse: Misuse) -> None:
     with refused(misuse.error, misuse.says):
@@ -97,10 +98,10 @@ def test_a_torch_environment_that_lacks_a_key() -> None:
     class Nested(Walk):
         observation_space = spaces.Dict({"left": Walk.observation_space, "right": Walk.observation_space})
 
-        def observe(self, physics: Any) -> Any:
-            return {"left": physics.float()}
+        def observe(self, place: Any) -> Any:
+            return {"left": place.float()}
 
-    with refused(EnvError, ("the observation of Nested", "lacks the structure", "right", "correct observe")):
+    with refused(EnvError, ("the observation of Nested", "lacks the structure", "right", "correct the environment")):
         runs(Nested(num_envs=3))
 
 

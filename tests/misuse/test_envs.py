@@ -10,6 +10,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
 from tests.support.misuse import Misuse, Rigged, refused_then_mended, runs, table
+from tests.support.torch_parts import InParts
 
 CARTPOLE = "CartPole-v1"
 
@@ -26,22 +27,21 @@ def good() -> Any:
     return fc.make_env(CARTPOLE, num_envs=2)
 
 
-class Incomplete(fc.envs.TorchEnv):
+class Incomplete(InParts):
     observation_space = spaces.Box(-1, 1, (1,))
-    action_space = spaces.Discrete(2)
 
     def start(self, uniforms: Any) -> Any:
         return uniforms
 
-    def observe(self, physics: Any) -> Any:
-        return physics.float()
+    def observe(self, place: Any) -> Any:
+        return place.float()
 
-    def advance(self, physics: Any, action: Any) -> Any:
-        return physics, physics[:, 0], physics[:, 0] > 1
+    def move(self, place: Any, action: Any) -> Any:
+        return place, place[:, 0], place[:, 0] > 1
 
 
 class Complete(Incomplete):
-    draws = 1
+    action_space = spaces.Discrete(2)
 
 
 def twice() -> Any:
@@ -229,10 +229,10 @@ def count(value: Any) -> list[Misuse]:
         for device in ("cuda:77", "nonsense")
     ],
     Misuse(
-        "a Torch environment without draws",
+        "a Torch environment without a space",
         Incomplete,
         TypeError,
-        ("Incomplete lacks ['draws']", "expected as attributes of the class", "set them"),
+        ("Incomplete lacks ['action_space']", "expected as attributes of the class", "set them"),
         Complete,
     ),
     Misuse(

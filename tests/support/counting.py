@@ -14,8 +14,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
-from funcollect.envs import TorchEnv
-from funcollect.envs.torch_envs.torch_env import TorchEnvState, TorchStep
+from funcollect.envs import TorchEnvBase, Transition
 from tests.support.compare import leaves
 
 OBSERVATIONS = spaces.Box(0, 1e6, (3,), np.float32)
@@ -53,37 +52,28 @@ class Counting(gymnasium.Env):
         return self._observation(), reward, ended and not cut, ended and cut, {"left": self.count * 2}
 
 
-class TorchCounting(TorchEnv):
+class TorchCounting(TorchEnvBase):
     """The same in Torch: `lanes` are the keyword arguments of one `Counting` each."""
 
     observation_space = OBSERVATIONS
     action_space = ACTIONS
-    draws = 1
 
     def __init__(self, lanes, num_envs=None):
         super().__init__(num_envs)
         self.lanes = [Counting(lane, **lane_kwargs) for lane, lane_kwargs in enumerate(lanes)]
 
-    def start(self, uniforms):
-        raise AssertionError("unused: `reset` is overridden, since the expected lane and episode are its arguments")
+    def reset(self, key, params):
+        place = torch.stack([key.lanes, key.numbers, torch.zeros_like(key.lanes)], -1)
+        return place, place.float()
 
-    def advance(self, physics, action):
-        raise AssertionError("unused: `step` is overridden, since the flags depend on the lane")
-
-    def observe(self, physics):
-        return physics.float()
-
-    def reset(self, key, lanes, episodes):
-        return TorchEnvState(torch.stack([lanes, episodes, torch.zeros_like(lanes)], -1), torch.zeros_like(lanes))
-
-    def step(self, state, action):
-        lane, episode, count = state.physics.unbind(-1)
+    def step(self, key, place, action, params):
+        lane, episode, count = place.unbind(-1)
         lengths = [self.lanes[i].lengths[e % len(self.lanes[i].lengths)] for i, e in zip(lane, episode, strict=True)]
         ended = count + 1 >= torch.tensor(lengths)
         cut = torch.tensor([int(e) in self.lanes[i].truncated for i, e in zip(lane, episode, strict=True)])
-        moved = TorchEnvState(torch.stack([lane, episode, count + 1], -1), state.elapsed + 1)
+        moved = torch.stack([lane, episode, count + 1], -1)
         reward = (10 * episode + count + action / 4).float()
-        return TorchStep(moved, self.observe(moved.physics), reward, ended & ~cut, ended & cut)
+        return Transition(moved, moved.float(), reward, ended & ~cut, ended & cut)
 
 
 def make_counting(backend, *lanes, batched=True, **kwargs):

@@ -13,8 +13,8 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
-from funcollect.envs import TorchEnv
-from funcollect.envs.host.host_env import HostEnv
+from funcollect.envs.host.host_env import SimulatedEnv
+from tests.support.torch_parts import InParts
 
 BOX = spaces.Box(-4, 4, (2,), np.float32)
 
@@ -141,17 +141,23 @@ class CannotClose(Walk):
 
 
 class Proxy:
-    """Real simulators, to be got wrong; `rows` are theirs."""
+    """Real simulators, to be got wrong."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self.rows = inner.rows
+
+    @property
+    def observation(self) -> Any:
+        return self.inner.observation
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
         self.inner.reset(lanes, seeds)
 
-    def step(self, action: Any, frozen: Any = ()) -> Any:
-        return self.inner.step(action, frozen)
+    def send(self, lanes: Sequence[int], action: Any) -> None:
+        self.inner.send(lanes, action)
+
+    def receive(self) -> Any:
+        return self.inner.receive()
 
     def close(self) -> None:
         self.inner.close()
@@ -163,23 +169,16 @@ class WritesOtherRows(Proxy):
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
         super().reset(lanes, seeds)
         others = [lane for lane in range(3) if lane not in lanes]
-        self.rows.arrays[("observation",)][others] += np.float32(0.01)
+        self.observation[("observation",)][others] += np.float32(0.01)
 
 
 class ReplacesItsRows(Proxy):
     """New memory at every step, which nobody who holds the old sees."""
 
-    def step(self, action: Any, frozen: Any = ()) -> Any:
-        answer = super().step(action, frozen)
-        self.inner.rows = self.rows = _copied(self.rows)
+    def receive(self) -> Any:
+        answer = super().receive()
+        self.inner.observation = {path: array.copy() for path, array in self.observation.items()}
         return answer
-
-
-def _copied(rows: Any) -> Any:
-    fresh = type(rows)(BOX, tuple(each.leaf for each in rows.leaves), 3)
-    for path, array in fresh.arrays.items():
-        array[...] = rows.arrays[path]
-    return fresh
 
 
 class ForgetsToWrite(Proxy):
@@ -188,10 +187,10 @@ class ForgetsToWrite(Proxy):
     started = False
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
-        before = self.rows.arrays[("observation",)].copy()
+        before = self.observation[("observation",)].copy()
         super().reset(lanes, seeds)
         if self.started:
-            self.rows.arrays[("observation",)][...] = before
+            self.observation[("observation",)][...] = before
         self.started = True
 
 
@@ -213,10 +212,9 @@ class DisturbsAnother(Proxy):
 
 
 class WritesItsAction(Proxy):
-    def step(self, action: Any, frozen: Any = ()) -> Any:
-        answer = super().step(action, frozen)
+    def send(self, lanes: Sequence[int], action: Any) -> None:
+        super().send(lanes, np.array(action))
         np.asarray(action)[...] = 0
-        return answer
 
 
 class KeepsItsAction(Proxy):
@@ -224,10 +222,9 @@ class KeepsItsAction(Proxy):
 
     last: Any = None
 
-    def step(self, action: Any, frozen: Any = ()) -> Any:
-        answer = super().step(action if self.last is None else self.last, frozen)
+    def send(self, lanes: Sequence[int], action: Any) -> None:
+        super().send(lanes, action if self.last is None else self.last)
         self.last = action
-        return answer
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
         super().reset(lanes, seeds)
@@ -237,28 +234,28 @@ class KeepsItsAction(Proxy):
 class LivesInItsRows(Proxy):
     """Its place is what stands in the rows."""
 
-    def step(self, action: Any, frozen: Any = ()) -> Any:
-        for env, row in zip(self.inner._envs, self.rows.arrays[("observation",)], strict=True):
+    def receive(self) -> Any:
+        for env, row in zip(self.inner._envs, self.observation[("observation",)], strict=True):
             env.unwrapped.place = row.astype(np.float64)
-        return super().step(action, frozen)
+        return super().receive()
 
 
-def over(kind: type[Walk]) -> Callable[[], HostEnv]:
+def over(kind: type[Walk]) -> Callable[[], SimulatedEnv]:
     """Three lanes of an environment."""
     return lambda: fc.envs.from_gymnasium(kind, num_envs=3)
 
 
-def through(proxy: type[Proxy], **changes: Any) -> Callable[[], HostEnv]:
+def through(proxy: type[Proxy], **changes: Any) -> Callable[[], SimulatedEnv]:
     """Three good lanes behind a proxy."""
 
-    def make() -> HostEnv:
+    def make() -> SimulatedEnv:
         env = over(Walk)()
         return replace(env, opener=lambda: proxy(env.open()), **changes)
 
     return make
 
 
-class TorchWalk(TorchEnv):
+class TorchWalk(InParts):
     """Drifts from a random start until it is far out."""
 
     observation_space = BOX
@@ -269,32 +266,32 @@ class TorchWalk(TorchEnv):
     def start(self, uniforms: Any) -> Any:
         return uniforms * 0.2 - 0.1
 
-    def observe(self, physics: Any) -> Any:
-        return physics.float()
+    def observe(self, place: Any) -> Any:
+        return place.float()
 
-    def advance(self, physics: Any, action: Any) -> Any:
-        moved = physics * 1.1 + 0.1 * (action[:, None] - 1)
+    def move(self, place: Any, action: Any) -> Any:
+        moved = place * 1.1 + 0.1 * (action[:, None] - 1)
         return moved, torch.ones(len(moved)), moved.abs().amax(-1) > 1
 
 
 class MixesItsLanes(TorchWalk):
-    def advance(self, physics: Any, action: Any) -> Any:
-        return super().advance(physics, action + action.double().mean())
+    def move(self, place: Any, action: Any) -> Any:
+        return super().move(place, action + action.double().mean())
 
 
 class MovesInPlace(TorchWalk):
-    def advance(self, physics: Any, action: Any) -> Any:
-        moved, *answer = super().advance(physics, action)
-        return physics.copy_(moved), *answer
+    def move(self, place: Any, action: Any) -> Any:
+        moved, *answer = super().move(place, action)
+        return place.copy_(moved), *answer
 
 
 class ChangesItsDtype(TorchWalk):
-    def observe(self, physics: Any) -> Any:
-        seen = super().observe(physics)
+    def observe(self, place: Any) -> Any:
+        seen = super().observe(place)
         return seen.double() if bool((seen.abs() > 0.5).any()) else seen
 
 
 class LosesItsReward(TorchWalk):
-    def advance(self, physics: Any, action: Any) -> Any:
-        moved, reward, terminated = super().advance(physics, action)
-        return moved, reward.log() * 0 + (physics[:, 0] * 5).sqrt() * 0 + 1, terminated
+    def move(self, place: Any, action: Any) -> Any:
+        moved, reward, terminated = super().move(place, action)
+        return moved, reward.log() * 0 + (place[:, 0] * 5).sqrt() * 0 + 1, terminated

@@ -13,26 +13,27 @@ import torch
 from gymnasium import spaces
 from jax.extend.random import threefry_2x32
 
-from funcollect.envs.jax_envs.jax_env import JaxEnv, Transition
+from funcollect.envs import Transition
+from funcollect.envs.jax_envs.jax_env import FunctionsEnv
 from funcollect.keys import Purpose, key_from_seed
 from funcollect.specs import ActionSpec, observation_leaves
 
 OBSERVATIONS = spaces.Dict({"start": spaces.Box(-(2**31), 2**31 - 1, (2,), np.int32), "count": spaces.Discrete(99)})
 
 
-def observe(physics):
-    start, count = physics
+def observe(place):
+    start, count = place
     return {"start": jax.lax.bitcast_convert_type(start, jnp.int32), "count": count}
 
 
-def begin(key):
-    physics = (key, jnp.int32(0))
-    return physics, observe(physics)
+def reset(key, params):
+    place = (key, jnp.int32(0))
+    return place, observe(place)
 
 
-def advance(key, physics, action):
+def step(key, place, action, params):
     """An episode lasts 2 to 5 steps; every third one or so ends by truncation."""
-    start, count = physics
+    start, count = place
     moved = (start, count + 1)
     ended = count + 1 >= 2 + (start[1] % 4).astype(jnp.int32)
     cut = start[0] % 3 == 0
@@ -47,12 +48,11 @@ def counting(num_envs=None, **changes):
         "num_envs": num_envs,
         "observation_space": OBSERVATIONS,
         "action_spec": ActionSpec(spaces.Discrete(3)),
-        "begin": begin,
-        "advance": advance,
-        "info_keys": ("draw",),
+        "reset": reset,
+        "step": step,
     }
     fields |= changes
-    return JaxEnv(observation_leaves=observation_leaves(fields["observation_space"]), **fields)
+    return FunctionsEnv(observation_leaves=observation_leaves(fields["observation_space"]), **fields)
 
 
 def folded(key, *words):
@@ -69,14 +69,14 @@ def seeded(seed, *words):
 
 def plain_loop(env, actions, *, seed, lane=0, lanes=1, limit=None, first_step=0):
     """One lane's rows [T, ...] of a batch, by path, given the actions [T, ...] that were taken."""
-    start, advance = jax.jit(env.begin), jax.jit(env.advance)
+    start, move = jax.jit(env.reset), jax.jit(env.step)
     episode = step = 0
-    physics, observation = start(seeded(seed, Purpose.RESET, 0, lane, episode))
+    place, observation = start(seeded(seed, Purpose.RESET, 0, lane, episode), env.params)
     rows = []
     for t, action in enumerate(actions):
         key = seeded(seed, Purpose.DYNAMICS, 0, (first_step + t) >> 32, (first_step + t) & 0xFFFFFFFF, 0, lane)
-        moved = advance(key, physics, np.asarray(action, np.int32 if action.dtype.kind == "i" else None))
-        truncated = bool(moved.truncated) or step + 1 == limit
+        moved = move(key, place, np.asarray(action, np.int32 if action.dtype.kind == "i" else None), env.params)
+        truncated = bool(moved.truncated) or step + 1 in (limit, env.max_episode_steps)
         done = bool(moved.terminated) or truncated
         rows.append(
             {
@@ -94,10 +94,10 @@ def plain_loop(env, actions, *, seed, lane=0, lanes=1, limit=None, first_step=0)
                 ("collector", "policy_version"): np.int64(0),
             }
         )
-        physics, observation, step = moved.physics, moved.observation, step + 1
+        place, observation, step = moved.env_state, moved.observation, step + 1
         if done:
             episode, step = episode + 1, 0
-            physics, observation = start(seeded(seed, Purpose.RESET, 0, lane, episode))
+            place, observation = start(seeded(seed, Purpose.RESET, 0, lane, episode), env.params)
     return {path: torch.from_numpy(np.array([row[path] for row in rows])) for path in rows[0]}
 
 

@@ -224,15 +224,15 @@ def functional_suite():
     return Suite(env, start, step, 20)
 
 
-def begin(key):
+def reset(key, params):
     place = jax.random.uniform(key, (2,), minval=-1.0)
     return {"place": place, "age": jnp.int32(0)}, (place, jnp.int32(0))
 
 
-def advance(key, physics, action):
+def step(key, walk, action, params):
     """A walk that is lost far away, and that old age stops."""
-    place = physics["place"] + jnp.stack([action, -action]) + jax.random.normal(key, (2,)) * 0.3
-    age = physics["age"] + 1
+    place = walk["place"] + jnp.stack([action, -action]) + jax.random.normal(key, (2,)) * 0.3
+    age = walk["age"] + 1
     far = abs(place).max()
     return {"place": place, "age": age}, (place, age), -far, far > 4, age >= 9, {"far": far}
 
@@ -240,13 +240,13 @@ def advance(key, physics, action):
 def functions_suite(**options):
     spaces = gymnasium.spaces
     env = fc.envs.from_functions(
-        begin,
-        advance,
+        reset,
+        step,
         observation_space=spaces.Tuple([spaces.Box(-np.inf, np.inf, (2,)), spaces.Discrete(10)]),
         action_space=spaces.Discrete(3, start=-1),
         **{"num_envs": LANES, "info_keys": ["far"]} | options,
     )
-    return Suite(env, begin, lambda *given: advance(*given)[:5])
+    return Suite(env, lambda key: reset(key, None), lambda *given: step(*given, None)[:5])
 
 
 SUITES = {
@@ -270,11 +270,11 @@ SUITES = {
 def suite_and_policy(name):
     """A suite, the same one for all tests so that each program is compiled once, and random actions."""
     suite, traces = SUITES[name](), []
-    given = suite.env.advance
+    given = suite.env.step
 
     def counted(*arguments):
         traces.append(arguments)
         return given(*arguments)
 
-    suite = suite._replace(env=dataclasses.replace(suite.env, advance=counted), traces=traces)
+    suite = suite._replace(env=dataclasses.replace(suite.env, step=counted), traces=traces)
     return suite, fc.random_policy(suite.env)

@@ -10,7 +10,7 @@ from torch import Tensor
 from funcollect.core.request import Request
 from funcollect.core.state import CollectorState
 from funcollect.keys import Key
-from funcollect.specs import Policy
+from funcollect.protocols import Policy
 
 
 class Loop(Protocol):

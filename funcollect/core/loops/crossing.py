@@ -20,19 +20,19 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.core.loops.fused import FLAGS, bucket, fork, init, place_of, recover, reset, to_batch
-from funcollect.core.request import Request, open_actor
+from funcollect.core.request import Request, open_actor, step_limit
 from funcollect.core.state import CollectorState
 from funcollect.core.traced_step.batch import cast, dtypes_of, widen
 from funcollect.core.traced_step.keys import RunKeys, run_keys
 from funcollect.core.traced_step.step import Row, StepConfig, step
-from funcollect.envs.jax_envs.jax_env import JaxEnv
 from funcollect.interop.bridge import jax_view, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memory import fixed
 from funcollect.policies.actors.actor import Actor
 from funcollect.policies.actors.checks import check_apart
 from funcollect.policies.random_policy import RandomPolicy
-from funcollect.specs import ActionSpec, Policy, assemble
+from funcollect.protocols import JaxEnv, Policy
+from funcollect.specs import ActionSpec, assemble
 from funcollect.tree import Path
 
 __all__ = ["fork", "init", "recover", "reset", "run"]  # the state is that of the fused loop
@@ -73,11 +73,11 @@ class _CrossingLoop:
             env=env,
             policy=RandomPolicy(env.action_spec),  # stands in for one without a state
             answer=_given_action,
-            max_frames_per_traj=request.max_frames_per_traj,
+            limit=step_limit(env, request),
             random_steps=0,  # the actor sees to these
             reset_when_done=request.reset_when_done,
         )
-        which = (state.num_lanes, request.max_frames_per_traj, request.reset_when_done)
+        which = (state.num_lanes, config.limit, request.reset_when_done)
         capacity = bucket(request.length)
         place = place_of(state)
         begin = compiled(env, ("crossing", capacity, *which), partial(_begin, config, capacity), place=place)

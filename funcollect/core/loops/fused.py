@@ -17,7 +17,6 @@ from funcollect.core.traced_step.batch import as_batch, cast, dtypes_of, widen
 from funcollect.core.traced_step.keys import run_keys
 from funcollect.core.traced_step.step import Row, StepConfig, make_step_config, step
 from funcollect.envs.host.host_env import check_rewards
-from funcollect.envs.jax_envs.jax_env import JaxEnv
 from funcollect.interop import words
 from funcollect.interop.bridge import torch_view
 from funcollect.interop.device_memory import naming_memory
@@ -26,7 +25,7 @@ from funcollect.keys import Key
 from funcollect.policies.actors.checks import finish_columns
 from funcollect.policies.jax_functions.program import PROBE
 from funcollect.policies.random_policy import RandomPolicy
-from funcollect.specs import Policy
+from funcollect.protocols import JaxEnv, Policy
 from funcollect.tree import Path
 
 FLAGS = [("terminated",), ("truncated",), ("done",)]
@@ -87,7 +86,7 @@ def program(env: JaxEnv, policy: Policy, state: CollectorState, request: Request
     """The compiled loop: one for what is static in a request."""
     capacity = bucket(request.length)
     config = make_step_config(env, policy, state.num_lanes, request)
-    limits = (config.max_frames_per_traj, config.random_steps, config.reset_when_done)
+    limits = (config.limit, config.random_steps, config.reset_when_done)
     which = ("rollout", env, state.num_lanes, capacity, request.exploration_type, *limits)
     return compiled(policy, which, partial(_loop, config, capacity), place=place_of(state))
 
@@ -98,7 +97,7 @@ def place_of(state: CollectorState) -> Any:
     Raises:
         ValueError: for one on several, which Torch cannot read.
     """
-    place = state.lane.sharding  # type: ignore[attr-defined]  # an array of JAX here
+    place = state.lane.sharding
     if len(place.device_set) > 1:
         raise ValueError(
             f"the state lies on {len(place.device_set)} devices, expected one: call funcollect.traced.rollout in your "

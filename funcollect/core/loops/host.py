@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -15,16 +16,18 @@ from torch import Tensor
 from funcollect.core.loops.delivery import RolloutColumns, count, deliver, reset_counters
 from funcollect.core.request import Request, open_actor
 from funcollect.core.simulators.forking import fork_simulation
-from funcollect.core.simulators.simulation import Simulation, SimulatorHandle
+from funcollect.core.simulators.simulation import FinishedLanes, Simulation, SimulatorHandle
 from funcollect.core.state import CollectorState, all_lanes, first_state, policy_start
-from funcollect.envs.host.host_env import Column, HostEnv, Outcome, check_outcome, check_rewards
-from funcollect.envs.host.rows import Array, Rows
+from funcollect.envs.host.host_env import check_outcome, check_rewards
 from funcollect.errors import EnvError
 from funcollect.keys import Key
 from funcollect.messages import shown
 from funcollect.policies.actors.actor import Actor
-from funcollect.specs import Policy
+from funcollect.protocols import Column, HostEnv, Outcome, Policy
+from funcollect.specs import assemble
 from funcollect.tree import Path
+
+Array = npt.NDArray[Any]
 
 
 def init(env: HostEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
@@ -60,13 +63,13 @@ def recover(env: HostEnv, state: CollectorState) -> CollectorState:
 
 def _begin_episodes(state: CollectorState, lanes: Tensor, *, stale: bool) -> CollectorState:
     simulation: Simulation = state.env_state.claim(stale=stale)
-    simulation.simulators.rows.set(state.observation)
+    simulation.show(state.observation)
     simulation.restart(lanes.nonzero()[:, 0].tolist())
     simulation.action_log.ages = torch.where(lanes, 0, simulation.action_log.ages)
     return state.replace(
         env_state=simulation.release(),
         observation=simulation.observation(),
-        steps=max(simulation.steps, state.steps),
+        steps=max(simulation.steps, state.steps_made),
         **reset_counters(state, lanes, torch.tensor(simulation.episodes)),
     )
 
@@ -82,13 +85,14 @@ def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -
     """`funcollect.rollout`."""
     handle: SimulatorHandle = state.env_state
     handle.check()
-    rows = handle.simulation.simulators.rows
+    rows = handle.simulation.simulators.observation
     recording = Recording(rows, request, env.info_keys)
-    observation = rows.torch_observation if policy.backend == "torch" else rows.observation
+    views = {path: torch.from_numpy(row) for path, row in rows.items()} if policy.backend == "torch" else rows
+    observation = assemble(env.observation_space, views)
     actor = open_actor(env, policy, state, request, observation)  # bad arguments are said before the state is used
     simulation = handle.claim()
-    simulation.steps = state.steps + request.length
-    rows.set(state.observation)
+    simulation.steps = state.steps_made + request.length
+    simulation.show(state.observation)
     with actor.running():
         _loop(simulation, actor, recording, state, request)
         policy_state, outputs = actor.finish()
@@ -108,18 +112,24 @@ def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -
 
 
 def _loop(simulation: Simulation, actor: Actor, recording: Recording, state: CollectorState, request: Request) -> None:
-    act, step, reward = actor.act, simulation.simulators.step, recording.reward
+    act, reward = actor.act, recording.reward
+    send, receive, every = simulation.simulators.send, simulation.simulators.receive, range(state.num_lanes)
     limit = Limit(state.step, request.max_frames_per_traj) if request.max_frames_per_traj else None
-    frozen = set((state.terminated | state.truncated).nonzero()[:, 0].tolist())
+    finished = None
+    if not request.reset_when_done:
+        finished = FinishedLanes(simulation, (state.terminated | state.truncated).nonzero()[:, 0].tolist())
     for t in range(request.length):
         for store, row in recording.roots:
             store[t] = row
         action = act(t)
-        if frozen:
-            recording.restore(t, list(frozen))
-        outcome = step(action, frozen)
-        if limit is not None:
-            outcome = limit.apply(outcome, frozen)
+        if finished is None:
+            send(every, action)
+            _, outcome = receive()
+            if limit is not None:
+                outcome = limit.apply(outcome)
+        else:
+            recording.restore(t, list(finished.lanes))
+            outcome = finished.step(action)
         for store, row in recording.nexts:
             store[t] = row
         numbers, terminated, truncated, info = outcome
@@ -131,13 +141,17 @@ def _loop(simulation: Simulation, actor: Actor, recording: Recording, state: Col
         if info:
             recording.inform(info)
         if over:
-            ended = recording.end(t, outcome)
-            if request.reset_when_done:
-                simulation.restart(ended)
-                actor.restart(ended)
-            else:
-                frozen.update(ended)
+            _end(recording.end(t, outcome), simulation, actor, finished)
     check_outcome(outcome)  # what an environment answers wrongly, it answers so in the last step, too
+
+
+def _end(lanes: list[int], simulation: Simulation, actor: Actor, finished: FinishedLanes | None) -> None:
+    """These lanes begin another episode, or stay finished."""
+    if finished is not None:
+        finished.add(lanes)
+        return
+    simulation.restart(lanes)
+    actor.restart(lanes)
 
 
 def _bad(outcome: Outcome) -> EnvError:
@@ -156,14 +170,12 @@ class Limit:
         self._step = step.tolist()
         self._limit = limit
 
-    def apply(self, outcome: Outcome, frozen: set[int]) -> Outcome:
+    def apply(self, outcome: Outcome) -> Outcome:
         """The outcome, with lanes truncated that reach the limit."""
         reward, terminated, cut, info = outcome
         truncated = list(cut)
         try:
             for lane, over in enumerate(terminated):
-                if lane in frozen:
-                    continue
                 self._step[lane] += 1
                 truncated[lane] = bool(truncated[lane]) or self._step[lane] >= self._limit
                 if over or truncated[lane]:
@@ -181,10 +193,10 @@ class Recording:
         reward: [T, P] float32.
     """
 
-    def __init__(self, rows: Rows, request: Request, info_keys: Sequence[str]) -> None:
-        self._paths = list(rows.arrays)
-        self.roots = [self._pair(request, path, row) for path, row in rows.arrays.items()]
-        self.nexts = [self._pair(request, ("next", *path), row) for path, row in rows.arrays.items()]
+    def __init__(self, rows: Mapping[Path, Array], request: Request, info_keys: Sequence[str]) -> None:
+        self._paths = list(rows)
+        self.roots = [self._pair(request, path, row) for path, row in rows.items()]
+        self.nexts = [self._pair(request, ("next", *path), row) for path, row in rows.items()]
         shape = (request.length, len(self.roots[0][1]))
         self._lanes = range(shape[1])
         self.reward = np.empty(shape, np.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,13 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.core.loops.delivery import RolloutColumns, count, deliver, reset_counters
-from funcollect.core.request import Request, open_actor
+from funcollect.core.request import Request, open_actor, step_limit
 from funcollect.core.state import CollectorState, all_lanes, first_state, policy_start
-from funcollect.envs.torch_envs.torch_env import TorchEnv, TorchEnvState, TorchStep
 from funcollect.errors import EnvError
 from funcollect.interop.memory import aligned, fixed
-from funcollect.keys import Key
-from funcollect.specs import Policy, assemble, disassemble
+from funcollect.keys import Key, LaneKeys, Purpose
+from funcollect.protocols import Policy, TorchEnv, Transition
+from funcollect.specs import assemble, disassemble
 from funcollect.tree import Path, select
 
 
@@ -25,20 +26,27 @@ def init(env: TorchEnv, policy: Policy, key: Key, first_lane: int, total_lanes: 
     count = env.num_envs or 1
     policy_state = policy_start(policy, key, count, first_lane)
     lane = torch.arange(first_lane, first_lane + count, device=env.device)
-    env_state = env.reset(key, lane, torch.zeros_like(lane))
-    observation = root_of(env, env_state)
+    env_state, observation = _begin(env, key, lane, torch.zeros_like(lane), env.params)
     check_root(env, observation, count)
-    parts = {"env_state": env_state, "observation": observation, "policy_state": policy_state}
-    return first_state(env, key=key, lane=lane, total_lanes=total_lanes, **parts)
+    return first_state(
+        env,
+        key=key,
+        lane=lane,
+        total_lanes=total_lanes,
+        env_state=env_state,
+        env_params=env.params,
+        observation=observation,
+        policy_state=policy_state,
+    )
 
 
 def reset(env: TorchEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
     """`funcollect.reset` of the lanes of a mask [P]."""
     episode = state.episode + lanes
-    fresh = env.reset(state.key, state.lane, episode)
+    fresh, root = _begin(env, state.key, state.lane, episode, state.env_params)
     return state.replace(
         env_state=select(lanes, fresh, state.env_state),
-        observation=select(lanes, root_of(env, fresh), dict(state.observation)),
+        observation=select(lanes, root, dict(state.observation)),
         **reset_counters(state, lanes, episode),
     )
 
@@ -53,9 +61,14 @@ def fork(env: TorchEnv, state: CollectorState) -> CollectorState:
     return state
 
 
-def root_of(env: TorchEnv, env_state: TorchEnvState) -> dict[Path, Tensor]:
-    """The observation of an environment's state, by key."""
-    return _by_path(env, env.observe(env_state.physics))
+def _begin(env: TorchEnv, key: Key, lane: Tensor, episode: Tensor, params: Any) -> tuple[Any, dict[Path, Tensor]]:
+    """State and observation of all lanes at the start of their episodes [P], a function of key, lane and episode."""
+    begun = env.reset(LaneKeys(key, Purpose.RESET, lane, episode), params)
+    if not isinstance(begun, tuple) or len(begun) != 2:
+        raise EnvError(
+            f"reset of {env} returned {type(begun).__name__}, expected the pair (env_state, observation): return both"
+        )
+    return begun[0], _by_path(env, begun[1])
 
 
 def _by_path(env: TorchEnv, observation: Any) -> dict[Path, Tensor]:
@@ -65,7 +78,7 @@ def _by_path(env: TorchEnv, observation: Any) -> dict[Path, Tensor]:
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise EnvError(
             f"the observation of {env} is {type(observation).__name__} and lacks the structure of its space "
-            f"{env.observation_space} ({error!r}): correct observe or the space"
+            f"{env.observation_space} ({error!r}): correct the environment or the space"
         ) from error
 
 
@@ -78,18 +91,25 @@ def check_root(env: TorchEnv, root: dict[Path, Tensor], num_lanes: int) -> None:
             got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise EnvError(
                 f"observation {leaf.name!r} of {env} is {got}, its space wants "
-                f"{dtype} {wanted}: correct observe or the space"
+                f"{dtype} {wanted}: correct the environment or the space"
             )
 
 
-def check_step(env: TorchEnv, answer: TorchStep, num_lanes: int) -> None:
-    """Raise EnvError unless what `advance` gave is [P], the flag bool, and the observation as `check_root` wants it."""
-    for name, value in (("reward", answer.reward), ("terminated", answer.terminated)):
+def check_step(env: TorchEnv, answer: Any, num_lanes: int) -> None:
+    """Raise EnvError unless `step` returned reward and flags [P], the flags bool, and a right observation."""
+    if not isinstance(answer, Transition):
+        raise EnvError(
+            f"step of {env} returned {type(answer).__name__}, expected a Transition: return "
+            "funcollect.envs.Transition(env_state, observation, reward, terminated, truncated)"
+        )
+    flags = {"terminated": answer.terminated, "truncated": answer.truncated}
+    for name, value in {"reward": answer.reward, **flags}.items():
         if not isinstance(value, Tensor) or value.shape != (num_lanes,):
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise EnvError(f"the {name} of {env} is {got}, expected a tensor of shape ({num_lanes},): correct advance")
-    if answer.terminated.dtype != torch.bool:
-        raise EnvError(f"terminated of {env} is {answer.terminated.dtype}, expected torch.bool: compare in advance")
+            raise EnvError(f"the {name} of {env} is {got}, expected a tensor of shape ({num_lanes},): correct step")
+    for name, flag in flags.items():
+        if flag.dtype != torch.bool:
+            raise EnvError(f"{name} of {env} is {flag.dtype}, expected torch.bool: compare in step")
     check_root(env, _by_path(env, answer.observation), num_lanes)
 
 
@@ -112,7 +132,7 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
         env_state=loop.env_state,
         observation={path: root.clone() for path, root in loop.root.items()},
         policy_state=policy_state,
-        steps=state.steps + request.length,
+        steps=state.steps_made + request.length,
         **counters.after,
     )
     return after, deliver(state, columns, counters, batched=env.num_envs is not None)
@@ -125,11 +145,13 @@ class _TensorLoop:
         self._env = env
         self._state = state
         self._request = request
-        self.env_state: TorchEnvState = state.env_state
+        self.env_state: Any = state.env_state
         self.root = {path: fixed(value) for path, value in state.observation.items()}
         self._episode = state.episode.to(env.device)
         self._lane = state.lane.to(env.device)
         self._step = state.step.to(env.device)
+        self._limit = step_limit(env, request)
+        self._steps = torch.tensor(state.steps_made, device=env.device)
         self._frozen = (state.terminated | state.truncated).to(env.device)
         shape = (request.length, state.num_lanes)
         self._roots = {path: request.column(path, value) for path, value in self.root.items()}
@@ -137,6 +159,7 @@ class _TensorLoop:
         self._reward = torch.empty(shape, device=env.device)
         self._terminated = torch.empty(shape, dtype=torch.bool, device=env.device)
         self._truncated = torch.empty_like(self._terminated)
+        self._info: dict[str, Tensor] = {}
 
     def observation(self, backend: str) -> Any:
         """What the policy reads at each step: the same memory throughout; on the CPU, JAX reads NumPy arrays faster."""
@@ -153,7 +176,8 @@ class _TensorLoop:
     def step(self, t: int, action: Tensor) -> Tensor | None:
         """Step all lanes; the mask [P] of those that began another episode, or None."""
         with torch.no_grad():
-            answer = self._env.step(self.env_state, action)
+            key = LaneKeys(self._state.key, Purpose.DYNAMICS, self._lane, self._steps + t)
+            answer = self._env.step(key, self.env_state, action, self._state.env_params)
             if t == 0:
                 check_step(self._env, answer, self._state.num_lanes)
             answer = self._limited(answer)
@@ -166,25 +190,32 @@ class _TensorLoop:
             self._reward[t] = answer.reward
             self._terminated[t] = answer.terminated
             self._truncated[t] = answer.truncated
-            self.env_state = answer.state
+            if answer.info:
+                self._inform(t, answer.info)
+            self.env_state = answer.env_state
             return self._restarted(answer) if self._request.reset_when_done else None
 
-    def _limited(self, answer: TorchStep) -> TorchStep:
-        limit = self._request.max_frames_per_traj
-        if limit is None:
+    def _inform(self, t: int, info: Mapping[str, Tensor]) -> None:
+        for name, value in info.items():
+            if t == 0:
+                self._info[name] = value.new_empty(self._request.length, *value.shape)
+            self._info[name][t] = value
+
+    def _limited(self, answer: Transition) -> Transition:
+        if self._limit is None:
             return answer
         self._step = self._step + 1
-        truncated = answer.truncated | (self._step >= limit)
+        truncated = answer.truncated | (self._step >= self._limit)
         self._step = torch.where(answer.terminated | truncated, 0, self._step)
         return answer._replace(truncated=truncated)
 
-    def _thawed(self, t: int, answer: TorchStep, observed: list[Tensor]) -> tuple[TorchStep, list[Tensor]]:
+    def _thawed(self, t: int, answer: Transition, observed: list[Tensor]) -> tuple[Transition, list[Tensor]]:
         """Finished lanes repeat what they were, without reward."""
         frozen = self._frozen
         terminated = self._terminated[t - 1] if t else self._state.terminated.to(frozen.device)
         truncated = self._truncated[t - 1] if t else self._state.truncated.to(frozen.device)
         answer = answer._replace(
-            state=select(frozen, self.env_state, answer.state),
+            env_state=select(frozen, self.env_state, answer.env_state),
             reward=torch.where(frozen, 0.0, answer.reward),
             terminated=torch.where(frozen, terminated, answer.terminated),
             truncated=torch.where(frozen, truncated, answer.truncated),
@@ -194,14 +225,15 @@ class _TensorLoop:
         self._frozen = frozen | answer.terminated | answer.truncated
         return answer, observed
 
-    def _restarted(self, answer: TorchStep) -> Tensor | None:
+    def _restarted(self, answer: Transition) -> Tensor | None:
         done: Tensor = answer.terminated | answer.truncated
         if self._env.device.type == "cpu" and not bool(done.any()):
             return None
         self._episode = self._episode + done
-        fresh = self._env.reset(self._state.key, self._lane, self._episode)
+        state = self._state
+        fresh, root = _begin(self._env, state.key, self._lane, self._episode, state.env_params)
         self.env_state = select(done, fresh, self.env_state)
-        for path, value in root_of(self._env, fresh).items():
+        for path, value in root.items():
             self.root[path].copy_(select(done, value, self.root[path]))
         return done
 
@@ -214,7 +246,7 @@ class _TensorLoop:
             reward=self._reward,
             terminated=self._terminated,
             truncated=self._truncated,
-            info={},
+            info={(name,): column for name, column in self._info.items()},
         )
 
 

@@ -6,10 +6,11 @@ from typing import cast
 
 import torch
 
-from funcollect.core.simulators.simulation import Simulation, SimulatorHandle
+from funcollect.core.simulators.simulation import FinishedLanes, Simulation, SimulatorHandle
 from funcollect.core.state import CollectorState
-from funcollect.envs.host.host_env import SnapshotSimulators, statistics_of
+from funcollect.envs.host.host_env import statistics_of
 from funcollect.errors import ReplayError
+from funcollect.protocols import SnapshotSimulators
 
 
 def fork_simulation(source: Simulation, state: CollectorState) -> SimulatorHandle:
@@ -59,14 +60,14 @@ def _replay(copy: Simulation, source: Simulation, state: CollectorState) -> None
     length = len(actions)
     copy.episodes = [episode - 1 for episode in state.episode.tolist()]
     copy.restart(range(len(ages)))
-    frozen: set[int] = set()
+    finished = FinishedLanes(copy, ())
     for t in range(length):
         if late := [lane for lane, age in enumerate(ages) if t and age == length - t]:
             _again(copy, late)
-        _, terminated, truncated, _ = copy.simulators.step(actions[t], frozen)
+        _, terminated, truncated, _ = finished.step(actions[t])
         ended = [lane for lane in range(len(ages)) if terminated[lane] or truncated[lane]]
         early = [lane for lane in ended if ages[lane] < length - t]
-        frozen.update(lane for lane in ended if lane not in early)
+        finished.add(lane for lane in ended if lane not in early)
         if early:
             _again(copy, early)
     if begun := [lane for lane, age in enumerate(ages) if age == 0 and length]:

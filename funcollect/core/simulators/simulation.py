@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcollect.envs.host.host_env import HostEnv, Simulators
 from funcollect.errors import ClosedError, StaleStateError
 from funcollect.keys import EpisodeSeeds, Key
+from funcollect.protocols import HostEnv, Outcome, Simulators
+from funcollect.tree import Path
 
 _LONGEST_LOG = 1 << 20  # steps; a longer episode cannot be forked
 
@@ -74,6 +75,7 @@ class Simulation:
         self.closed = False
         self.rekey(key, [-1] * len(self.lanes), 0)
         self.action_log = ActionLog(len(self.lanes), _LONGEST_LOG if env.forking == "replay" else 0)
+        self.last_outcome: Outcome = ((), (), (), ())  # of lanes that stay finished, for `FinishedLanes`
         self._finalizer = weakref.finalize(self, self.simulators.close)
 
     def __reduce__(self) -> Any:
@@ -113,10 +115,16 @@ class Simulation:
         self.episodes, self.steps = list(source.episodes), source.steps
         self._unseeded = set(source._unseeded)
         self.action_log = source.action_log.copy()
+        self.last_outcome = source.last_outcome
 
-    def observation(self) -> dict[tuple[str, ...], Tensor]:
+    def observation(self) -> dict[Path, Tensor]:
         """A copy of the current root observation."""
-        return {path: torch.from_numpy(array.copy()) for path, array in self.simulators.rows.arrays.items()}
+        return {path: torch.from_numpy(array.copy()) for path, array in self.simulators.observation.items()}
+
+    def show(self, observation: Mapping[Path, Tensor]) -> None:
+        """Write a state's root observation into the memory that the policy reads."""
+        for path, array in self.simulators.observation.items():
+            array[...] = observation[path].numpy()
 
     def release(self) -> SimulatorHandle:
         """The handle of the next state."""
@@ -127,6 +135,45 @@ class Simulation:
         """Free the simulators, once."""
         self.closed = True
         self._finalizer()
+
+
+class FinishedLanes:
+    """Steps simulators of which some lanes stay finished: these repeat their last flags and infos, without reward."""
+
+    def __init__(self, simulation: Simulation, lanes: Iterable[int]) -> None:
+        self._simulation = simulation
+        self._every = range(len(simulation.lanes))
+        self.lanes: set[int] = set()
+        self.add(lanes)
+
+    def add(self, lanes: Iterable[int]) -> None:
+        """These lanes are finished from now on."""
+        self.lanes.update(lanes)
+        self._live = [lane for lane in self._every if lane not in self.lanes]
+
+    def step(self, action: Any) -> Outcome:
+        """The outcome of all lanes, of a step of those that are not finished; `action` is [P, ...]."""
+        simulation, live = self._simulation, self._live
+        if self.lanes:
+            reward, *others = ([*column] for column in _columns(simulation.last_outcome))
+            for lane in self.lanes:
+                reward[lane] = 0.0
+            if live:
+                simulation.simulators.send(live, action[live])
+                lanes, outcome = simulation.simulators.receive()
+                for column, values in zip((reward, *others), _columns(outcome), strict=True):
+                    for lane, value in zip(lanes, values, strict=True):
+                        column[lane] = value
+            simulation.last_outcome = reward, others[0], others[1], others[2:]
+        else:
+            simulation.simulators.send(self._every, action)
+            _, simulation.last_outcome = simulation.simulators.receive()
+        return simulation.last_outcome
+
+
+def _columns(outcome: Outcome) -> Iterable[Any]:
+    reward, terminated, truncated, info = outcome
+    return reward, terminated, truncated, *info
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from funcollect.arguments import check_kind, check_optional_positive
 from funcollect.core.traced_step.step import Row
-from funcollect.envs.jax_envs.jax_env import JaxEnv
 from funcollect.interop import words
 from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import import_jax
+from funcollect.protocols import JaxEnv
 from funcollect.tree import Path, flatten, to_tensordict
 
 Dtypes = dict[Path, torch.dtype]

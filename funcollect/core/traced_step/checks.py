@@ -48,7 +48,7 @@ def check_one_run(state: CollectorState) -> None:
 
 def check_live(state: CollectorState) -> None:
     """Raise ValueError for a state whose memory a compiled function was given."""
-    if any(leaf.is_deleted() for leaf in import_jax().tree.leaves(state.env_state.physics)):
+    if any(leaf.is_deleted() for leaf in import_jax().tree.leaves(state.env_state.current)):
         raise ValueError(
             "the state was donated or deleted, expected a live one: go on with the state that the function which took "
             "it returned, or leave the state out of its donate_argnums"

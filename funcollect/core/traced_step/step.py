@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from funcollect.core.request import Request
+from funcollect.core.request import Request, step_limit
 from funcollect.core.traced_step.checks import check_next_state, check_policy_state, check_starts
 from funcollect.core.traced_step.keys import RunKeys, dynamics_keys, start_keys, step_key
-from funcollect.envs.jax_envs.jax_env import JaxEnv, JaxEnvState, Transition
+from funcollect.envs.jax_envs.jax_env import JaxEnvState, reset_lane, step_lane
 from funcollect.interop import words
 from funcollect.interop.jax_setup import import_jax, strong
 from funcollect.policies.actors.checks import check_apart
 from funcollect.policies.jax_functions.traced_policy import TracedCall, match_log_prob, traced_policy, traced_random
-from funcollect.specs import Policy, assemble, disassemble
+from funcollect.protocols import JaxEnv, Policy, Transition
+from funcollect.specs import assemble, disassemble
 from funcollect.tree import Path
 
 Traced = Any  # a CollectorState of JAX arrays
@@ -29,7 +31,7 @@ class StepConfig:
     env: JaxEnv
     policy: Policy
     answer: TracedCall  # the policy's traced step
-    max_frames_per_traj: int | None
+    limit: int | None  # steps after which an episode is truncated
     random_steps: int
     reset_when_done: bool
 
@@ -40,7 +42,7 @@ def make_step_config(env: JaxEnv, policy: Policy, num_lanes: int, request: Reque
         env=env,
         policy=policy,
         answer=traced_policy(policy, env.action_spec, num_lanes, request.exploration_type),
-        max_frames_per_traj=request.max_frames_per_traj,
+        limit=step_limit(env, request),
         random_steps=min(request.random_steps, 2**32 - 1),
         reset_when_done=request.reset_when_done,
     )
@@ -51,7 +53,7 @@ def step(config: StepConfig, params: Any, state: Traced, keys: RunKeys) -> tuple
     env = config.env
     policy_state, outputs = _act(config, params, state, keys)
     check_apart([(name,) for name in outputs], state.observation)
-    moved = _limited(_advance(env, state, outputs["action"], keys), state, config.max_frames_per_traj)
+    moved = _limited(_move(env, state, outputs["action"], keys), state, config.limit)
     frozen = None if config.reset_when_done else state.terminated | state.truncated
     if frozen is not None:
         moved = _frozen(env, state, moved, frozen)
@@ -111,11 +113,11 @@ def _random_start(
     return acted
 
 
-def _advance(env: JaxEnv, state: Traced, action: Any, keys: RunKeys) -> Transition:
-    jax = import_jax()
+def _move(env: JaxEnv, state: Traced, action: Any, keys: RunKeys) -> Transition:
+    move = import_jax().vmap(partial(step_lane, env), (0, 0, 0, None))
     by_lane = dynamics_keys(keys, state.lane, state.steps)
-    moved: Transition = jax.vmap(env.advance)(by_lane, state.env_state.physics, action)
-    return moved._replace(physics=without_weak_types(moved.physics), reward=moved.reward.astype(jax.numpy.float32))
+    moved: Transition = move(by_lane, state.env_state.current, action, state.env_params)
+    return moved._replace(env_state=without_weak_types(moved.env_state))
 
 
 def _limited(moved: Transition, state: Traced, limit: int | None) -> Transition:
@@ -128,7 +130,7 @@ def _frozen(env: JaxEnv, state: Traced, moved: Transition, frozen: Any) -> Trans
     """Finished lanes repeat what they were, without reward."""
     jnp = import_jax().numpy
     before = Transition(
-        physics=state.env_state.physics,
+        env_state=state.env_state.current,
         observation=assemble(env.observation_space, state.observation),
         reward=jnp.zeros_like(moved.reward),
         terminated=state.terminated,
@@ -150,7 +152,7 @@ def _next(
 ) -> Traced:
     lived = state.step < _MOST_STEPS if frozen is None else ~frozen & (state.step < _MOST_STEPS)
     after = state.replace(
-        env_state=state.env_state._replace(physics=moved.physics),
+        env_state=state.env_state._replace(current=moved.env_state),
         observation=nexts,
         policy_state=policy_state,
         step=state.step + lived,
@@ -166,21 +168,21 @@ def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
     """The lanes of `mask` [P] begin another episode."""
     jax = import_jax()
     jnp = jax.numpy
-    physics, (starts, roots), next_start_used = state.env_state
+    current, (starts, roots), next_start_used = state.env_state
     refill = (mask & next_start_used).any()
 
     def start_anew() -> tuple[Any, Any]:
         # The sum stands in here: outside of the branch, XLA makes a step of few lanes take half as long again.
-        return begin(env, keys, state.lane, state.episode + 1)
+        return begin(env, keys, state.lane, state.episode + 1, state.env_params)
 
     try:
         starts, roots = jax.lax.cond(refill, start_anew, lambda: (starts, roots))
     except TypeError as error:
         check_starts((starts, roots), jax.eval_shape(start_anew), error)
         raise
-    next_start_used = (next_start_used & ~refill) | (mask & (env.reset == "fresh"))
+    next_start_used = (next_start_used & ~refill) | (mask & (env.starts == "fresh"))
     return state.replace(
-        env_state=JaxEnvState(where_lanes(mask, starts, physics), (starts, roots), next_start_used),
+        env_state=JaxEnvState(where_lanes(mask, starts, current), (starts, roots), next_start_used),
         observation=where_lanes(mask, by_path(env, roots), dict(state.observation)),
         episode=state.episode + mask,
         step=jnp.where(mask, 0, state.step),
@@ -190,11 +192,13 @@ def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
     )
 
 
-def begin(env: JaxEnv, keys: RunKeys, lane: Any, episode: Any) -> tuple[Any, Any]:
-    """Physics and observation [P, ...] at the start of each lane's episode: a function of key, lane and episode."""
-    which = episode if env.reset == "fresh" else episode * 0
-    physics, observation = import_jax().vmap(env.begin)(start_keys(keys, lane, which))
-    begun: tuple[Any, Any] = varying(lane, (without_weak_types(physics), observation))
+def begin(env: JaxEnv, keys: RunKeys, lane: Any, episode: Any, params: Any) -> tuple[Any, Any]:
+    """State and observation [P, ...] at the start of each lane's episode: a function of key, lane and episode."""
+    which = episode if env.starts == "fresh" else episode * 0
+    env_state, observation = import_jax().vmap(partial(reset_lane, env), (0, None))(
+        start_keys(keys, lane, which), params
+    )
+    begun: tuple[Any, Any] = varying(lane, (without_weak_types(env_state), observation))
     return begun
 
 

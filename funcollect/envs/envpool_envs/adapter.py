@@ -15,7 +15,7 @@ from gymnasium import spaces
 from funcollect.arguments import check_keys, check_not_given, check_num_envs, check_positive
 from funcollect.envs.envpool_envs.lanes import EnvPoolLanes
 from funcollect.envs.host.extras import import_extra
-from funcollect.envs.host.host_env import HostEnv
+from funcollect.envs.host.host_env import SimulatedEnv
 from funcollect.envs.host.rows import Rows
 from funcollect.specs import ActionSpec, Space, observation_leaves
 
@@ -40,7 +40,7 @@ def from_envpool(
     dtype: npt.DTypeLike | None = None,
     one_hot: bool = False,
     **kwargs: Any,
-) -> HostEnv:
+) -> SimulatedEnv:
     """A host environment over EnvPool, seeded by run: the pool is built with one seed for each lane, once.
 
     Lanes that are done are reset in the same step, as everywhere here; EnvPool alone would do that in the next one.
@@ -62,7 +62,7 @@ def from_envpool(
         TypeError: for a pool that is built already, and a keyword argument that the task does not take.
 
     >>> from_envpool("CartPole-v1", num_envs=8)
-    HostEnv('envpool/CartPole-v1', num_envs=8)
+    SimulatedEnv('envpool/CartPole-v1', num_envs=8)
     """
     if not isinstance(task_id, str):
         raise TypeError(
@@ -81,7 +81,7 @@ def from_envpool(
     space, action_spec = _quietly(lambda: (_widened(spec.observation_space), ActionSpec(spec.action_space, one_hot)))
     leaves = observation_leaves(space, dtype)
     build = partial(_pool_of, envpool, task_id, config)
-    return HostEnv(
+    return SimulatedEnv(
         label=f"envpool/{task_id}",
         num_envs=num_envs,
         observation_space=space,

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
-from funcollect.envs.host.host_env import ONWARD, Outcome, batch_decoder
+from funcollect.envs.host.host_env import ONWARD, SimulatorsBase, batch_decoder
 from funcollect.envs.host.rows import Rows
 from funcollect.errors import EnvError
+from funcollect.protocols import Outcome
 from funcollect.specs import ActionSpec
 
 Array = npt.NDArray[Any]
 
 
-class EnvPoolLanes:
+class EnvPoolLanes(SimulatorsBase):
     """A pool in synchronous mode, whose answers come in the order of the indices that are sent.
 
     Its own reset, at the step after an episode's end, never comes about: a lane that is done is reset by its index
@@ -36,10 +38,12 @@ class EnvPoolLanes:
         self._pool: Any = None
         self._decode = batch_decoder(spec)
         self._info_keys = info_keys
-        self._last: list[Array] = []  # reward, terminated, truncated and the infos, each [P, ...]
-        self.rows = rows
+        self._rows = rows
+        self._num_envs = len(rows.leaves[0].array)
+        self.observation = rows.arrays
 
-    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
+    @override
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
         """Start an episode in each of `lanes`; with seeds, which all lanes get together, in a new pool."""
         if not lanes:
             return
@@ -52,29 +56,14 @@ class EnvPoolLanes:
             observation, _ = self._pool.reset(index)
         except Exception as error:
             raise EnvError(f"lanes {list(lanes)}: EnvPool's reset raised {error!r}: {ONWARD}") from error
-        self.rows.write_batch(observation, index)
+        self._rows.write_batch(observation, index)
 
-    def step(self, action: Any, frozen: Collection[int] = ()) -> Outcome:
-        """Step every lane but the frozen ones, which repeat their last answer without reward."""
-        actions = self._decode(action)
-        if frozen:
-            self._step_others(actions, frozen)
-        else:
-            observation, *self._last = self._call(actions)
-            self.rows.write_batch(observation)
-        reward, terminated, truncated, *infos = self._last
+    @override
+    def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
+        index = None if len(lanes) == self._num_envs else np.array(lanes, np.int32)
+        observation, reward, terminated, truncated, *infos = self._call(self._decode(action), index)
+        self._rows.write_batch(observation, index)
         return reward, terminated.tolist(), truncated.tolist(), infos
-
-    def _step_others(self, actions: Array, frozen: Collection[int]) -> None:
-        index = np.array([lane for lane in range(len(actions)) if lane not in frozen], np.int32)
-        last = [np.copy(values) for values in self._last]
-        last[0][:] = 0
-        if len(index):
-            observation, *answer = self._call(actions[index], index)
-            self.rows.write_batch(observation, index)
-            for values, part in zip(last, answer, strict=True):
-                values[index] = part
-        self._last = last
 
     def _call(self, actions: Array, index: Array | None = None) -> list[Any]:
         """Observation, reward, terminated, truncated and the infos."""
@@ -84,8 +73,8 @@ class EnvPoolLanes:
             raise EnvError(f"EnvPool's step raised {error!r}: {ONWARD}") from error
         return [observation, reward, terminated, truncated, *(info[key] for key in self._info_keys)]
 
+    @override
     def close(self) -> None:
-        """Free the pool, if one was built."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None

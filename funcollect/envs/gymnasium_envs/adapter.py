@@ -25,8 +25,9 @@ from funcollect.envs.gymnasium_envs.making import (
 )
 from funcollect.envs.gymnasium_envs.vector_lanes import VectorLanes, check_autoreset
 from funcollect.envs.gymnasium_envs.worker_processes import open_processes
-from funcollect.envs.host.host_env import Forking, HostEnv, Simulators
+from funcollect.envs.host.host_env import SimulatedEnv
 from funcollect.envs.recognise import running_statistics
+from funcollect.protocols import Forking, Simulators
 from funcollect.specs import ActionSpec, Leaf, observation_leaves
 
 Opener = Callable[[tuple[Leaf, ...], ActionSpec, tuple[str, ...]], Simulators]
@@ -41,7 +42,7 @@ def from_gymnasium(
     dtype: npt.DTypeLike | None = None,
     one_hot: bool = False,
     **kwargs: Any,
-) -> HostEnv:
+) -> SimulatedEnv:
     """A host environment over Gymnasium's.
 
     Each episode is seeded. Atari games (ale-py's, under any wrappers) are seeded once per lane instead, since a seeded
@@ -66,7 +67,7 @@ def from_gymnasium(
         TypeError: for anything else as `env`, and for spaces without arrays of fixed size.
 
     >>> from_gymnasium("CartPole-v1", num_envs=8)
-    HostEnv('CartPole-v1', num_envs=8)
+    SimulatedEnv('CartPole-v1', num_envs=8)
     """
     check_keys("info_keys", info_keys, "x_position")
     check_flags(parallel=parallel, one_hot=one_hot)
@@ -81,8 +82,8 @@ def from_gymnasium(
 
 
 def _in_process(
-    sources: list[EnvSource], kwargs: dict[str, Any], num_envs: int | None, describe: Callable[..., HostEnv]
-) -> HostEnv:
+    sources: list[EnvSource], kwargs: dict[str, Any], num_envs: int | None, describe: Callable[..., SimulatedEnv]
+) -> SimulatedEnv:
     factories = [factory_of(source, kwargs) for source in sources]
     made = factories[0] if isinstance(factories[0], Made) else Made(factories[0](), factories[0])
     factories[0], first = made, made.env
@@ -99,8 +100,8 @@ def _in_process(
 
 
 def _parallel(
-    sources: list[EnvSource], kwargs: dict[str, Any], num_envs: int | None, describe: Callable[..., HostEnv]
-) -> HostEnv:
+    sources: list[EnvSource], kwargs: dict[str, Any], num_envs: int | None, describe: Callable[..., SimulatedEnv]
+) -> SimulatedEnv:
     build = partial(open_processes, [worker_factory_of(source, kwargs) for source in sources])
     first = factory_of(sources[0], kwargs)()
     check_lane(0, first, first)
@@ -114,7 +115,7 @@ def _parallel(
     )
 
 
-def _vector(env: VectorEnv[Any, Any, Any], describe: Callable[..., HostEnv]) -> HostEnv:
+def _vector(env: VectorEnv[Any, Any, Any], describe: Callable[..., SimulatedEnv]) -> SimulatedEnv:
     check_autoreset(env)
     rebuild = partial(_rebuild_vector, env)
     made = Made(env, rebuild)
@@ -131,7 +132,7 @@ def _described(
     info_keys: tuple[str, ...],
     dtype: npt.DTypeLike | None,
     one_hot: bool,
-) -> HostEnv:
+) -> SimulatedEnv:
     """The host environment of which `env` shows the spaces: one lane, or a vector environment."""
     vector = isinstance(env, VectorEnv)
     space = env.single_observation_space if vector else env.observation_space
@@ -140,7 +141,7 @@ def _described(
     statistics = running_statistics(env)
     if info_keys and any(leaf.path[0] == "info" for leaf in leaves):
         raise ValueError("the observation key 'info' collides with info_keys: rename it, or leave info_keys out")
-    return HostEnv(
+    return SimulatedEnv(
         label=_label(env) + where,
         num_envs=num_envs,
         observation_space=space,

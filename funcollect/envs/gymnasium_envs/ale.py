@@ -13,7 +13,7 @@ from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, TimeLi
 from funcollect.arguments import check_count, check_flags, check_not_given, check_number, check_positive
 from funcollect.envs.gymnasium_envs.adapter import from_gymnasium
 from funcollect.envs.host.extras import import_extra
-from funcollect.envs.host.host_env import HostEnv
+from funcollect.envs.host.host_env import SimulatedEnv
 
 _OURS = {
     "frameskip": "its name here is frame_skip",
@@ -39,7 +39,7 @@ def from_ale(
     one_hot: bool = False,
     parallel: bool = False,
     **kwargs: Any,
-) -> HostEnv:
+) -> SimulatedEnv:
     """A host environment over an Atari game, seeded by lane: a seeded reset loads the game anew, which takes 90 ms.
 
     Observations are ``[stack, screen_size, screen_size]`` uint8, in colour with a last dimension of 3. Rewards are the
@@ -70,7 +70,7 @@ def from_ale(
 
     >>> env = from_ale("Pong", num_envs=4)
     >>> env, env.observation_space.shape, env.seeding
-    (HostEnv('ALE/Pong-v5', num_envs=4), (4, 84, 84), 'lane')
+    (SimulatedEnv('ALE/Pong-v5', num_envs=4), (4, 84, 84), 'lane')
     """
     check_not_given("an Atari game", kwargs, _OURS)
     import_extra("cv2", "opencv-python-headless", "envs")

@@ -189,5 +189,5 @@ class AtariLanes(Lanes):
 
     def restore(self, snapshot: list[_History]) -> None:
         """Bring each lane to where the snapshot was taken."""
-        self._answers = [game.follow(history) for game, history in zip(self._games, snapshot, strict=True)]
-        self.rows.write([answer[0] for answer in self._answers])
+        answers = [game.follow(history) for game, history in zip(self._games, snapshot, strict=True)]
+        self._rows.write([answer[0] for answer in answers])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import gymnasium
+from typing_extensions import override
 
-from funcollect.envs.host.host_env import ONWARD, Camera, Outcome, decoder
+from funcollect.envs.host.host_env import ONWARD, Camera, SimulatorsBase, decoder
 from funcollect.envs.host.rows import Rows
 from funcollect.errors import EnvError
 from funcollect.messages import shown
+from funcollect.protocols import Outcome
 from funcollect.specs import ActionSpec, Leaf, Space
 
 GymEnv = gymnasium.Env[Any, Any]
@@ -47,7 +49,7 @@ class Lane(Protocol):
         ...
 
 
-class Lanes:
+class Lanes(SimulatorsBase):
     """One Gymnasium environment per lane, stepped one after the other."""
 
     def __init__(
@@ -60,12 +62,12 @@ class Lanes:
         self._decode = decoder(spec)
         self._space = spec.space
         self._info_keys = info_keys
-        self._answers: list[Any] = []
-        self.rows = Rows(envs[0].observation_space, leaves, len(envs))
+        self._rows = Rows(envs[0].observation_space, leaves, len(envs))
+        self.observation = self._rows.arrays
 
-    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
-        """Start an episode in each of `lanes`."""
-        resets, write = self._resets, self.rows.write_lane
+    @override
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
+        resets, write = self._resets, self._rows.write_lane
         for lane, seed in zip(lanes, seeds, strict=True):
             try:
                 answer = resets[lane](seed=seed)
@@ -78,12 +80,13 @@ class Lanes:
                 )
             write(lane, answer[0])
 
-    def step(self, action: Any, frozen: Collection[int] = ()) -> Outcome:
-        """Step every lane but the frozen ones, which repeat their last answer without reward."""
-        if self._alone is not None and not frozen:
+    @override
+    def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
+        if self._alone is not None:
             return self._step_alone(self._alone, action)
         actions = self._decode(action)
-        steps = self._thawed(frozen) if frozen else self._steps
+        everyone = len(lanes) == len(self._steps)
+        steps = self._steps if everyone else [self._steps[lane] for lane in lanes]
         answers: list[Any] = []
         append = answers.append
         try:
@@ -91,10 +94,13 @@ class Lanes:
                 append(step(lane_action))
             observation, reward, terminated, truncated, info = zip(*answers, strict=True)
         except Exception as error:
-            raise _located(error, answers, actions, self._space) from error
-        self._answers = answers
-        self.rows.write(observation)
-        return reward, terminated, truncated, self._pick(info) if self._info_keys else ()
+            raise _located(error, lanes, answers, actions, self._space) from error
+        if everyone:
+            self._rows.write(observation)
+        else:
+            for lane, seen in zip(lanes, observation, strict=True):
+                self._rows.write_lane(lane, seen)
+        return reward, terminated, truncated, self._pick(lanes, info) if self._info_keys else ()
 
     def _step_alone(self, step: Callable[[Any], Any], action: Any) -> Outcome:
         """One lane needs no loop: at this size a step's cost is its calls."""
@@ -104,30 +110,23 @@ class Lanes:
             answers.append(step(only))
             observation, reward, terminated, truncated, info = answers[0]
         except Exception as error:
-            raise _located(error, answers, [only], self._space) from error
-        self._answers = answers
-        self.rows.write_lane(0, observation)
-        picked = self._pick((info,)) if self._info_keys else ()
+            raise _located(error, (0,), answers, [only], self._space) from error
+        self._rows.write_lane(0, observation)
+        picked = self._pick((0,), (info,)) if self._info_keys else ()
         return (reward,), (terminated,), (truncated,), picked
 
-    def _thawed(self, frozen: Collection[int]) -> list[Callable[[Any], Any]]:
-        def repeat(lane: int) -> Callable[[Any], Any]:
-            observation, _, *rest = self._answers[lane]
-            return lambda _: (observation, 0.0, *rest)
-
-        return [repeat(lane) if lane in frozen else step for lane, step in enumerate(self._steps)]
-
-    def _pick(self, infos: Sequence[Any]) -> list[tuple[Any, ...]]:
+    def _pick(self, lanes: Sequence[int], infos: Sequence[Any]) -> list[tuple[Any, ...]]:
         try:
             return [tuple(info[key] for info in infos) for key in self._info_keys]
         except (KeyError, TypeError) as error:
-            raise _no_info(self._info_keys, infos) from error
+            raise _no_info(self._info_keys, lanes, infos) from error
 
     def camera(self, lane: int) -> Camera:
         """How an environment shows itself."""
         env = self._envs[lane]
         return Camera(env.unwrapped.render_mode, (env.unwrapped.metadata or {}).get("render_fps"), env.render)
 
+    @override
     def close(self) -> None:
         """Close every environment, then raise EnvError for the first one that could not be."""
         failed: list[tuple[int, Exception]] = []
@@ -140,8 +139,8 @@ class Lanes:
             raise EnvError(f"lane {lane}: close raised {reason!r}: correct that; the others are closed") from reason
 
 
-def _no_info(keys: Sequence[str], infos: Sequence[Any]) -> EnvError:
-    for lane, info in enumerate(infos):
+def _no_info(keys: Sequence[str], lanes: Sequence[int], infos: Sequence[Any]) -> EnvError:
+    for lane, info in zip(lanes, infos, strict=True):
         if not isinstance(info, Mapping):
             return EnvError(f"lane {lane}: step returned the info {shown(info)}, expected a dict: return one")
         if missing := [key for key in keys if key not in info]:
@@ -152,14 +151,13 @@ def _no_info(keys: Sequence[str], infos: Sequence[Any]) -> EnvError:
     return EnvError(f"the infos {shown(infos)} cannot be read: return dicts")
 
 
-def _located(error: Exception, answers: Sequence[Any], actions: Any, space: Space) -> EnvError:
-    for lane, answer in enumerate(answers):
+def _located(error: Exception, lanes: Sequence[int], answers: Sequence[Any], actions: Any, space: Space) -> EnvError:
+    for lane, answer in zip(lanes, answers, strict=False):
         if not isinstance(answer, (tuple, list)) or len(answer) != 5:
             return EnvError(
                 f"lane {lane}: step returned {shown(answer)}, expected the five values "
                 "(observation, reward, terminated, truncated, info): use Gymnasium's step API"
             )
-    lane = len(answers)
-    action = actions[lane]
+    lane, action = lanes[len(answers)], actions[len(answers)]
     outside = "" if space.contains(action) else f" (the action is not in {space}: look at the policy)"
     return EnvError(f"lane {lane}: step({action!r}) raised {error!r}{outside}: {ONWARD}")

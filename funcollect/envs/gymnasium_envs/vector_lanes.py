@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
+from typing_extensions import override
 
 from funcollect.envs.gymnasium_envs.worker_processes import close_processes, death_of, end_processes
-from funcollect.envs.host.host_env import ONWARD, Outcome, batch_decoder
+from funcollect.envs.host.host_env import ONWARD, SimulatorsBase, batch_decoder
 from funcollect.envs.host.rows import Rows
 from funcollect.errors import EnvError
 from funcollect.messages import shown
+from funcollect.protocols import Outcome
 from funcollect.specs import ActionSpec, Leaf
 
 
@@ -39,7 +41,7 @@ def _without_autoreset(env: VectorEnv[Any, Any, Any]) -> str:
     return f"build {type(env).__name__} with that argument, or pass the list of its functions"
 
 
-class VectorLanes:
+class VectorLanes(SimulatorsBase):
     """A vector environment stepped as a whole and reset by masks."""
 
     def __init__(
@@ -58,11 +60,11 @@ class VectorLanes:
         self._started = False
         self._decode = batch_decoder(spec)
         self._ended: npt.NDArray[np.bool_] = np.zeros(env.num_envs, bool)
-        self._flags = np.zeros((2, env.num_envs), bool)
-        self.rows = Rows(env.single_observation_space, leaves, env.num_envs)
+        self._rows = Rows(env.single_observation_space, leaves, env.num_envs)
+        self.observation = self._rows.arrays
 
-    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
-        """Start an episode in each of `lanes`."""
+    @override
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
         if not lanes:
             return  # Gymnasium takes no empty mask
         count = self._env.num_envs
@@ -76,7 +78,6 @@ class VectorLanes:
             self._env = self._rebuild()
         partial = self._started and not mask.all()
         self._broken_off = True
-        before = [rows.array.copy() for rows in self.rows.leaves]
         try:
             answer: Any = self._env.reset(seed=by_lane, options={"reset_mask": mask} if partial else None)  # type: ignore[arg-type]
         except Exception as error:
@@ -89,29 +90,41 @@ class VectorLanes:
         self._started = True
         self._ended[mask] = False
         self._broken_off = False
-        self.rows.write_batch(answer[0])
-        for rows, old in zip(self.rows.leaves, before, strict=True):
-            rows.array[~mask] = old[~mask]
+        self._write(answer[0], lanes)
 
-    def step(self, action: Any, frozen: Collection[int] = ()) -> Outcome:
-        """Step every lane; what the frozen ones do is hidden, and they repeat their last flags without reward."""
-        still = list(frozen)
-        before = [rows.array[still] for rows in self.rows.leaves]
+    @override
+    def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
+        """The environment steps all of its lanes; what the others do is not shown."""
+        actions = self._decode(action)
+        still = [] if len(lanes) == self._env.num_envs else sorted({*range(self._env.num_envs)} - {*lanes})
+        if still:
+            some, actions = actions, np.repeat(actions[:1], self._env.num_envs, 0)
+            actions[list(lanes)] = some
         self._broken_off = True
         try:
             self._restart(still)
-            observation, *answer, info = self._env.step(self._decode(action))
+            observation, *answer, info = self._env.step(actions)
         except Exception as error:
             raise self._said("the vector environment: step", error) from error
         self._broken_off = False
         outcome = self._checked(answer)
         self._ended = np.any(outcome[1:] > 0, axis=0)
-        self.rows.write_batch(observation)
-        for rows, old in zip(self.rows.leaves, before, strict=True):
-            rows.array[still] = old
-        outcome[:, still] = self._frozen_flags(still)
-        self._flags = outcome[1:] > 0
-        return outcome[0].tolist(), self._flags[0].tolist(), self._flags[1].tolist(), self._pick(info)
+        self._write(observation, lanes)
+        picked = self._pick(info)
+        if still:
+            outcome = outcome[:, list(lanes)]
+            picked = [tuple(values[lane] for lane in lanes) for values in picked]
+        flags = outcome[1:] > 0
+        return outcome[0].tolist(), flags[0].tolist(), flags[1].tolist(), picked
+
+    def _write(self, observation: Any, lanes: Sequence[int]) -> None:
+        """Write the rows of these lanes."""
+        others = np.ones(self._env.num_envs, bool)
+        others[list(lanes)] = False
+        before = [rows.array[others] for rows in self._rows.leaves]
+        self._rows.write_batch(observation)
+        for rows, old in zip(self._rows.leaves, before, strict=True):
+            rows.array[others] = old
 
     def _said(self, call: str, error: Exception) -> EnvError:
         return EnvError(f"{death_of(self._env, error) or f'{call} raised {error!r}'}: {ONWARD}")
@@ -129,11 +142,8 @@ class VectorLanes:
             )
         return outcome
 
-    def _frozen_flags(self, still: list[int]) -> npt.NDArray[np.float64]:
-        return np.stack([np.zeros(len(still)), *self._flags[:, still]])
-
     def _restart(self, still: list[int]) -> None:
-        """A vector environment steps all lanes, so a frozen lane that has ended is started again unseen."""
+        """A vector environment steps all lanes, so a lane that has ended is started again, unseen."""
         mask = np.zeros(self._env.num_envs, bool)
         mask[still] = self._ended[still]
         if mask.any():
@@ -151,8 +161,8 @@ class VectorLanes:
             picked.append(tuple(info[key]))
         return picked
 
+    @override
     def close(self) -> None:
-        """Close the vector environment."""
         if not isinstance(self._env, AsyncVectorEnv):
             self._env.close()
         elif self._broken_off:

@@ -1,30 +1,25 @@
-"""Environments that live in simulators on the host: what a loop needs of them.
-
-A host environment is a description; `open` makes simulators, which are mutable and belong to one collector state.
-"""
+"""Environments whose simulators are Python objects, and checks of what these return."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from funcollect.envs.host.rows import Rows
+from funcollect.arguments import check_kind
+from funcollect.envs.base import EnvBase
 from funcollect.errors import EnvError
+from funcollect.interop.memory import aligned
 from funcollect.messages import shown
-from funcollect.specs import ActionSpec, Leaf, Seeding, Space
+from funcollect.protocols import Column, Env, Forking, HostEnv, Outcome, Seeding, Simulators
+from funcollect.specs import ActionSpec, Leaf, Space
+from funcollect.tree import Path
 
-Forking = Literal["replay", "snapshot", "none"]
 ONWARD = "correct that, or begin new episodes with funcollect.recover(env, state), as a collector does by itself"
-
-
-# What one step of all P lanes gave beside the observations: reward [P], terminated [P] bool, truncated [P] bool and,
-# per info key, [P, ...]. A plain tuple, since one is made at every step.
-Column = Sequence[Any] | npt.NDArray[Any]
-Outcome = tuple[Column, Column, Column, Sequence[Column]]
 
 
 class Camera(NamedTuple):
@@ -71,39 +66,81 @@ def check_rewards(rewards: npt.NDArray[np.float32]) -> None:
         )
 
 
-class Simulators(Protocol):
-    """P live simulators, and the rows in which their current observations stand."""
+class HostEnvBase(EnvBase, ABC):
+    """Subclass this with `open`, which makes the simulators (`funcollect.protocols.Simulators`).
 
-    rows: Rows
+    Attributes:
+        observation_space, action_space: Gymnasium spaces of one environment.
+        seeding: whether each episode can be seeded, each lane once, or only the whole run.
+        forking: how `fork` copies it: ``"replay"`` of episodes from their seeds, ``"snapshot"``, or ``"none"``.
+        info_keys: the keys of the infos that `receive` returns, in their order.
 
-    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
-        """Start an episode in each of `lanes`."""
-        ...
+    Args:
+        num_envs: P, or None for a single environment without a batch dimension.
 
-    def step(self, action: Any, frozen: Collection[int] = ()) -> Outcome:
-        """Step every lane but the frozen ones, whose rows stay as they are. `action` is [P, ...]."""
-        ...
+    Raises:
+        ValueError: for a `num_envs` below 1.
+        TypeError: for a subclass without spaces.
+    """
 
-    def close(self) -> None:
+    backend: Literal["host"] = "host"
+    seeding: Seeding = "episode"
+    forking: Forking = "replay"
+    info_keys: tuple[str, ...] = ()
+    running_statistics: tuple[str, ...] = ()
+
+    @abstractmethod
+    def open(self) -> Simulators:
+        """Live simulators, not reset yet."""
+
+
+def observation_rows(env: Env) -> dict[Path, npt.NDArray[Any]]:
+    """Zeros for the current observations of all lanes, by key, each [P, ...] and aligned to 64 bytes.
+
+    Raises:
+        TypeError: for something that is no environment.
+    """
+    check_kind("env", env, get_args(Env), "pass the environment of the simulators")
+    return {leaf.path: aligned((env.num_envs or 1, *leaf.shape), leaf.dtype) for leaf in env.observation_leaves}
+
+
+class SimulatorsBase(ABC):
+    """Subclass this with `reset` and `step` for simulators that work in this process.
+
+    Attributes:
+        observation: the current observations by key, each [P, ...], zeros at first: both methods write into it.
+    """
+
+    observation: Mapping[Path, npt.NDArray[Any]]
+    _sent: tuple[Sequence[int], Any] = ((), None)
+
+    def __init__(self, env: HostEnv) -> None:
+        self.observation = observation_rows(env)
+
+    @abstractmethod
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
+        """Start an episode in each of these k lanes, from its seed if it is not None."""
+
+    @abstractmethod
+    def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
+        """Step these k lanes with the actions [k, ...]: reward, terminated, truncated and the infos, each [k, ...]."""
+
+    def send(self, lanes: Sequence[int], action: Any, /) -> None:
+        """Keep the actions for `receive`, which does the work."""
+        self._sent = lanes, action
+
+    def receive(self) -> tuple[Sequence[int], Outcome]:
+        """Step the lanes that were sent."""
+        lanes, action = self._sent
+        return lanes, self.step(lanes, action)
+
+    def close(self) -> None:  # noqa: B027  (there may be nothing to free)
         """Free the simulators."""
-        ...
-
-
-class SnapshotSimulators(Simulators, Protocol):
-    """Simulators that can say where they stand, generators included, and others of the same environment go there."""
-
-    def snapshot(self) -> Any:
-        """All that the next steps depend on; later steps do not change it."""
-        ...
-
-    def restore(self, snapshot: Any) -> None:
-        """Go to where `snapshot` was taken, rows included, on these or on other simulators."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostEnv:
-    """A host environment (see `funcollect.Env`).
+class SimulatedEnv:
+    """A host environment; what every adapter returns.
 
     Attributes:
         label: how it is called in messages.
@@ -141,7 +178,12 @@ class HostEnv:
         return f"HostEnv({self.label!r}{lanes})"
 
 
-def statistics_of(env: Any) -> str:
+def seeding_of(env: Env) -> Seeding:
+    """Whether each episode can be seeded, each lane once, or only the whole run."""
+    return env.seeding if env.backend == "host" else "episode"
+
+
+def statistics_of(env: Env) -> str:
     """The clause that explains why `env` is neither evaluated nor forked; empty unless it has running statistics."""
     names = env.running_statistics if isinstance(env, HostEnv) else ()
     return (

@@ -11,12 +11,10 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from funcollect.errors import EnvError
 from funcollect.interop.memory import aligned
-from funcollect.specs import Leaf, Space, assemble, disassemble
-from funcollect.tree import Path
+from funcollect.specs import Leaf, Space, disassemble
 
 Array = npt.NDArray[Any]
 
@@ -105,6 +103,7 @@ class Rows:
     """The current observation of all lanes, leaf by leaf.
 
     Attributes:
+        arrays: [P, ...] per leaf: always the same memory.
         write: writes every lane's observation, given as a sequence.
         write_lane: writes one lane's.
     """
@@ -112,24 +111,10 @@ class Rows:
     def __init__(self, space: Space, leaves: tuple[Leaf, ...], num_envs: int) -> None:
         self.space = space
         self.leaves = tuple(LeafRows(leaf, num_envs) for leaf in leaves)
+        self.arrays = {rows.leaf.path: rows.array for rows in self.leaves}
         plain = len(self.leaves) == 1 and leaves[0].path == ("observation",)
         self.write: Callable[[Sequence[Any]], None] = self.leaves[0].write if plain else self._write
         self.write_lane: Callable[[int, Any], None] = self.leaves[0].write_lane if plain else self._write_lane
-
-    @property
-    def arrays(self) -> dict[Path, Array]:
-        """[P, ...] per leaf: always the same memory."""
-        return {rows.leaf.path: rows.array for rows in self.leaves}
-
-    @property
-    def observation(self) -> Any:
-        """What a NumPy or JAX policy reads: the arrays in the space's structure."""
-        return assemble(self.space, self.arrays)
-
-    @property
-    def torch_observation(self) -> Any:
-        """What a Torch policy reads: tensors over the same memory, in the space's structure."""
-        return assemble(self.space, {path: torch.from_numpy(array) for path, array in self.arrays.items()})
 
     def _write(self, observations: Sequence[Any]) -> None:
         parts = zip(*(self._parts(lane, observation) for lane, observation in enumerate(observations)), strict=True)
@@ -144,11 +129,6 @@ class Rows:
         """Write a vector environment's observation, whose leaves are [P, ...], or [k, ...] for k of the `lanes`."""
         for rows, values in zip(self.leaves, self._parts(None, observations), strict=True):
             rows.write_batch(values, lanes)
-
-    def set(self, observation: Mapping[Path, torch.Tensor]) -> None:
-        """Take over a state's root observation."""
-        for rows in self.leaves:
-            rows.array[...] = observation[rows.leaf.path].numpy()
 
     def _parts(self, lane: int | None, observation: Any) -> list[Any]:
         try:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from funcollect.arguments import check_positive
-from funcollect.envs.jax_envs.jax_env import JaxEnv, Reset, Transition, jax_env
+from funcollect.envs.jax_envs.jax_env import FunctionsEnv, jax_env
 from funcollect.envs.jax_envs.spaces import box, space_like
-from funcollect.envs.jax_envs.suite import check_instance, check_known, check_no_keywords, not_installed
-from funcollect.interop.jax_setup import import_jax
+from funcollect.envs.jax_envs.suite import Suite, check_instance, first_observation
+from funcollect.protocols import Starts, Transition
 
 _TRAINING = ("AutoResetWrapper", "EpisodeWrapper", "EvalWrapper", "VmapWrapper")  # in brax's and playground's names
 
@@ -20,18 +20,17 @@ def from_brax(
     num_envs: int | None = None,
     episode_length: int = 1000,
     info_keys: Sequence[str] = (),
-    reset: Reset = "fresh",
+    starts: Starts = "fresh",
     **kwargs: Any,
-) -> JaxEnv:
+) -> FunctionsEnv:
     """A JAX environment over a raw brax one, without its training wrappers.
 
     Args:
         env: an id such as ``"ant"``, or an instance without wrappers that batch, count or reset.
         num_envs: P; None for a single environment without a batch dimension.
         episode_length: steps after which an episode is truncated.
-        info_keys: what of the state's `metrics` a batch records under ``next.info``.
-        reset: ``"cached"`` starts every episode of a lane as its first one, as brax's own autoreset does: no reset is
-            paid after `init`, and each lane sees one start only.
+        info_keys: the keys of the state's `metrics` that a batch records under ``next.info``.
+        starts: ``"cached"`` starts every episode of a lane as its first one, as brax's own autoreset does.
         **kwargs: for `brax.envs.get_environment`, such as `backend`.
 
     Raises:
@@ -41,50 +40,45 @@ def from_brax(
     >>> from_brax("inverted_pendulum", num_envs=64)
     JaxEnv('brax/inverted_pendulum', num_envs=64)
     """
-    import_jax()
     check_positive("episode_length", episode_length, 1000)
-    if not isinstance(env, str):
-        check_no_keywords("brax", kwargs)
-    raw = _make(env, kwargs) if isinstance(env, str) else env
+    label, raw = _SUITE.make(env, kwargs)
     return over_states(
-        f"brax/{env if isinstance(env, str) else type(env).__name__}",
+        label,
         raw,
         num_envs=num_envs,
         max_episode_steps=episode_length,
         info_keys=info_keys,
-        reset=reset,
+        starts=starts,
     )
 
 
-def _make(name: str, kwargs: dict[str, Any]) -> Any:
-    try:
-        from brax import envs
-    except ImportError as error:
-        raise not_installed("brax") from error
-    check_known("brax", name, envs._envs)
-    return envs.get_environment(name, **kwargs)
+def _load() -> tuple[Iterable[str], Callable[..., Any]]:
+    from brax import envs
+
+    return envs._envs, envs.get_environment
 
 
-def over_states(label: str, raw: Any, **options: Any) -> JaxEnv:
+_SUITE = Suite("brax", _load, ())
+
+
+def over_states(label: str, raw: Any, **options: Any) -> FunctionsEnv:
     """An environment whose ``reset(key)`` and ``step(state, action)`` give states with `obs`, `reward` and `done`."""
     check_instance(label.partition("/")[0], raw, "reset", "step", "action_size")
     _refuse_wrappers(label, raw)
 
-    def begin(key: Any) -> tuple[Any, Any]:
+    def reset(key: Any, _: Any) -> tuple[Any, Any]:
         state = raw.reset(key)
         return state, state.obs
 
-    def advance(key: Any, physics: Any, action: Any) -> Transition:
-        state = raw.step(physics, action)
+    def step(_: Any, env_state: Any, action: Any, __: Any) -> Transition:
+        state = raw.step(env_state, action)
         return Transition(state, state.obs, state.reward, state.done > 0, False, state.metrics)
 
-    jax = import_jax()
-    _, observation = jax.eval_shape(begin, jax.numpy.zeros(2, "uint32"))
     return jax_env(
         label,
-        begin,
-        advance,
-        observation_space=space_like(observation),
+        reset,
+        step,
+        observation_space=space_like(first_observation(reset)),
         action_space=box((raw.action_size,), "float32", -1.0, 1.0),
         **options,
     )

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from funcollect.envs.jax_envs.jax_env import JaxEnv, Transition
+from funcollect.envs.jax_envs.jax_env import reset_lane, step_lane
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax
+from funcollect.protocols import JaxEnv
 from funcollect.specs import disassemble
 
 
 def check_functions(env: JaxEnv) -> tuple[int, ...]:
-    """The shape of a reward, once `begin` and `advance` are seen to agree with one another and with the spaces.
+    """The shape of a reward, once `reset` and `step` are seen to agree with one another and with the spaces.
 
     Raises:
         EnvError: where they do not.
@@ -21,21 +23,20 @@ def check_functions(env: JaxEnv) -> tuple[int, ...]:
     jax = import_jax()
     key = jax.ShapeDtypeStruct((2,), np.uint32)
     dtype = jax.dtypes.canonicalize_dtype(np.int64 if env.action_spec.one_hot else env.action_space.dtype)
-    physics, root = jax.eval_shape(env.begin, key)
-    moved = jax.eval_shape(env.advance, key, physics, jax.ShapeDtypeStruct(env.action_spec.shape, dtype))
-    if not isinstance(moved, Transition):
-        raise EnvError(f"advance of {env!r} returned {type(moved).__name__}, expected a Transition: return one")
-    if difference := differing(physics, moved.physics):
+    begun = jax.eval_shape(partial(reset_lane, env), key, env.params)
+    action = jax.ShapeDtypeStruct(env.action_spec.shape, dtype)
+    moved = jax.eval_shape(partial(step_lane, env), key, begun[0], action, env.params)
+    if difference := differing(begun[0], moved.env_state):
         raise EnvError(
-            f"the physics of {env!r} change between begin and advance: {difference}; a compiled loop wants the same "
-            "structure, shapes and dtypes at every step: cast or pad them"
+            f"the state of {env!r} changes between reset and step: {difference}; a compiled loop wants the same "
+            "structure, shapes and dtypes at every step: cast or pad it"
         )
-    _check_observation(env, "begin", root)
-    _check_observation(env, "advance", moved.observation)
+    _check_observation(env, "reset", begun[1])
+    _check_observation(env, "step", moved.observation)
     for name in ("terminated", "truncated"):
-        _check_leaf(f"{name} that advance of {env!r} returned", getattr(moved, name), "bool []", (), np.dtype(bool))
+        _check_leaf(f"{name} that step of {env!r} returned", getattr(moved, name), "bool []", (), np.dtype(bool))
     reward: tuple[int, ...] = tuple(getattr(moved.reward, "shape", ()))
-    what = f"reward that advance of {env!r} returned"
+    what = f"reward that step of {env!r} returned"
     _check_leaf(what, moved.reward, "a number [] or [players]", reward[:1], np.dtype(np.float64))
     return reward
 

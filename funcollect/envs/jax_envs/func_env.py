@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from funcollect.envs.jax_envs.functions import from_functions
-from funcollect.envs.jax_envs.jax_env import JaxEnv, Reset, Transition
+from funcollect.envs.jax_envs.jax_env import FunctionsEnv
 from funcollect.envs.jax_envs.suite import check_instance
+from funcollect.protocols import Starts, Transition
 
 
 def from_functional(
@@ -18,8 +19,8 @@ def from_functional(
     max_episode_steps: int | None = None,
     one_hot: bool = False,
     info_keys: Sequence[str] = (),
-    reset: Reset = "fresh",
-) -> JaxEnv:
+    starts: Starts = "fresh",
+) -> FunctionsEnv:
     """A JAX environment over a `FuncEnv`, whose `terminal` is a termination; it knows no truncation of its own.
 
     As in Gymnasium's own wrapper, one key serves all functions of a step.
@@ -28,10 +29,10 @@ def from_functional(
         env: a `FuncEnv` instance, whose functions JAX can trace.
         params: the last argument of its functions; left out, so that their own default holds, unless given.
         num_envs: P; None for a single environment without a batch dimension.
-        max_episode_steps: steps after which an episode is truncated; None: never.
+        max_episode_steps: steps after which an episode is truncated; None for no limit.
         one_hot: discrete actions as one-hot rows, TorchRL's encoding.
-        info_keys: what of `transition_info` a batch records under ``next.info``.
-        reset: ``"cached"`` starts every episode of a lane as its first one: less work, and less variety.
+        info_keys: the keys of `transition_info` that a batch records under ``next.info``.
+        starts: ``"cached"`` starts every episode of a lane as its first one: less work, and less variety.
 
     Raises:
         TypeError: for something that is no `FuncEnv`, or whose functions do not fit its spaces.
@@ -43,30 +44,30 @@ def from_functional(
     check_instance("Gymnasium's FuncEnv", env, "initial", "transition", "terminal")
     last = () if params is None else (params,)
 
-    def begin(key: Any) -> tuple[Any, Any]:
+    def reset(key: Any, _: Any) -> tuple[Any, Any]:
         state = env.initial(key, *last)
         return state, env.observation(state, key, *last)
 
-    def advance(key: Any, physics: Any, action: Any) -> Transition:
-        state = env.transition(physics, action, key, *last)
+    def step(key: Any, env_state: Any, action: Any, _: Any) -> Transition:
+        state = env.transition(env_state, action, key, *last)
         return Transition(
-            physics=state,
+            env_state=state,
             observation=env.observation(state, key, *last),
-            reward=env.reward(physics, action, state, key, *last),
+            reward=env.reward(env_state, action, state, key, *last),
             terminated=env.terminal(state, key, *last),
             truncated=False,
-            info=env.transition_info(physics, action, state, *last),
+            info=env.transition_info(env_state, action, state, *last),
         )
 
     return from_functions(
-        begin,
-        advance,
+        reset,
+        step,
         observation_space=env.observation_space,
         action_space=env.action_space,
         num_envs=num_envs,
         max_episode_steps=max_episode_steps,
         one_hot=one_hot,
         info_keys=info_keys,
-        reset=reset,
+        starts=starts,
         name=type(env).__name__,
     )

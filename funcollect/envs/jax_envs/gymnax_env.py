@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
-from funcollect.envs.jax_envs.jax_env import JaxEnv, Reset, Transition, jax_env
+from funcollect.envs.jax_envs.jax_env import FunctionsEnv, jax_env
 from funcollect.envs.jax_envs.spaces import box
-from funcollect.envs.jax_envs.suite import check_instance, check_known, check_no_keywords, not_installed
-from funcollect.interop.jax_setup import import_jax
+from funcollect.envs.jax_envs.suite import Suite, first_observation
+from funcollect.protocols import Starts, Transition
 from funcollect.specs import Space
 
 
@@ -22,9 +22,9 @@ def from_gymnax(
     num_envs: int | None = None,
     one_hot: bool = False,
     info_keys: Sequence[str] = (),
-    reset: Reset = "fresh",
+    starts: Starts = "fresh",
     **kwargs: Any,
-) -> JaxEnv:
+) -> FunctionsEnv:
     """A JAX environment over gymnax's, without its autoreset; its time limit truncates.
 
     Args:
@@ -32,8 +32,8 @@ def from_gymnax(
         params: the environment's parameters; its defaults unless given.
         num_envs: P; None for a single environment without a batch dimension.
         one_hot: discrete actions as one-hot rows, TorchRL's encoding.
-        info_keys: what of gymnax's `info` a batch records under ``next.info``, such as ``"discount"``.
-        reset: ``"cached"`` starts every episode of a lane as its first one: less work, and less variety.
+        info_keys: the keys of gymnax's `info`, such as ``"discount"``, that a batch records under ``next.info``.
+        starts: ``"cached"`` starts every episode of a lane as its first one: less work, and less variety.
         **kwargs: for `gymnax.make`.
 
     Raises:
@@ -43,56 +43,54 @@ def from_gymnax(
     >>> from_gymnax("CartPole-v1", num_envs=64)
     JaxEnv('gymnax/CartPole-v1', num_envs=64)
     """
-    jax = import_jax()
-    if not isinstance(env, str):
-        check_no_keywords("gymnax", kwargs)
-    raw = _make(env, kwargs) if isinstance(env, str) else env
-    check_instance("gymnax", raw, "reset_env", "step_env")
+    _, raw = _SUITE.make(env, kwargs)
     params = raw.default_params if params is None else params
-    advance = _advance if hasattr(raw, "is_truncated") else _advance_old
+    step_raw = _step if hasattr(raw, "is_truncated") else _step_old
 
-    def begin(key: Any) -> tuple[Any, Any]:
-        observation, physics = raw.reset_env(key, params)
-        return physics, observation
+    def reset(key: Any, _: Any) -> tuple[Any, Any]:
+        observation, env_state = raw.reset_env(key, params)
+        return env_state, observation
 
-    _, observation = jax.eval_shape(begin, jax.numpy.zeros(2, "uint32"))
+    def step(key: Any, env_state: Any, action: Any, _: Any) -> Transition:
+        return step_raw(raw, params, key, env_state, action)
+
     return jax_env(
         f"gymnax/{raw.name}",
-        begin,
-        advance=lambda key, physics, action: advance(raw, params, key, physics, action),
-        observation_space=_space(raw.observation_space(params), observation),
+        reset,
+        step,
+        observation_space=_space(raw.observation_space(params), first_observation(reset)),
         action_space=_space(raw.action_space(params)),
         num_envs=num_envs,
         one_hot=one_hot,
         info_keys=info_keys,
-        reset=reset,
+        starts=starts,
     )
 
 
-def _make(name: str, kwargs: dict[str, Any]) -> Any:
-    try:
-        import gymnax
-    except ImportError as error:
-        raise not_installed("gymnax") from error
-    check_known("gymnax", name, gymnax.registered_envs)
-    return gymnax.make(name, **kwargs)[0]
+def _load() -> tuple[Iterable[str], Callable[..., Any]]:
+    import gymnax
+
+    return gymnax.registered_envs, lambda name, **kwargs: gymnax.make(name, **kwargs)[0]
 
 
-def _advance(raw: Any, params: Any, key: Any, physics: Any, action: Any) -> Transition:
-    observation, physics, reward, terminated, info = raw.step_env(key, physics, action, params)
-    return Transition(physics, observation, reward, terminated, raw.is_truncated(physics, params), info)
+_SUITE = Suite("gymnax", _load, ("reset_env", "step_env"))
 
 
-def _advance_old(raw: Any, params: Any, key: Any, physics: Any, action: Any) -> Transition:
+def _step(raw: Any, params: Any, key: Any, env_state: Any, action: Any) -> Transition:
+    observation, after, reward, terminated, info = raw.step_env(key, env_state, action, params)
+    return Transition(after, observation, reward, terminated, raw.is_truncated(after, params), info)
+
+
+def _step_old(raw: Any, params: Any, key: Any, env_state: Any, action: Any) -> Transition:
     """0.0.x counts the time limit among the ends: what ends without it is a termination.
 
     The same step is traced twice, which the compiler makes one: some environments keep the end in their state, so it
     cannot be asked for afterwards.
     """
     endless = params.replace(max_steps_in_episode=np.iinfo(np.int32).max)
-    terminated = raw.step_env(key, physics, action, endless)[3]
-    observation, physics, reward, _, info = raw.step_env(key, physics, action, params)
-    return Transition(physics, observation, reward, terminated, physics.time >= params.max_steps_in_episode, info)
+    terminated = raw.step_env(key, env_state, action, endless)[3]
+    observation, after, reward, _, info = raw.step_env(key, env_state, action, params)
+    return Transition(after, observation, reward, terminated, after.time >= params.max_steps_in_episode, info)
 
 
 def _space(given: Any, delivered: Any = None) -> Space:

@@ -2,59 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from funcollect.arguments import check_choice, check_keys, check_num_envs, check_optional_positive
+from funcollect.envs.base import EnvBase
 from funcollect.envs.jax_envs.spaces import as_delivered
+from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax
-from funcollect.specs import ActionSpec, Leaf, Seeding, Space, observation_leaves
+from funcollect.protocols import JaxEnv, Starts, Transition
+from funcollect.specs import ActionSpec, Leaf, Space, observation_leaves
 
-_NO_INFO: Mapping[str, Any] = {}
-
-
-class Transition(NamedTuple):
-    """What one step of one lane gives, before any reset."""
-
-    physics: Any  # a pytree: what the environment is at
-    observation: Any  # in the structure of the observation space
-    reward: Any  # [] float32, or [players]
-    terminated: Any  # [] bool
-    truncated: Any  # [] bool
-    info: Mapping[str, Any] = _NO_INFO  # arrays
+Reset = Callable[[Any, Any], tuple[Any, Any]]  # (uint32[2] key, params) -> (env_state, observation)
+Step = Callable[[Any, Any, Any, Any], Transition]  # (uint32[2] key, env_state, action, params) -> Transition
 
 
-Begin = Callable[[Any], tuple[Any, Any]]  # uint32[2] key -> (physics, observation)
-Advance = Callable[[Any, Any, Any], Any]  # (uint32[2] key, physics, action) -> Transition, or a tuple of its fields
-Reset = Literal["fresh", "cached"]
+class JaxEnvBase(EnvBase, ABC):
+    """Subclass this with `reset` and `step`, both pure functions of one lane that JAX can trace.
+
+    Attributes:
+        observation_space, action_space: Gymnasium spaces of one environment.
+        max_episode_steps: the loop truncates an episode after this many steps; None for no limit.
+        starts: ``"cached"`` starts every episode of a lane as its first one.
+        params: what `reset` and `step` get as their last argument: a pytree of arrays, or None.
+
+    Args:
+        num_envs: P, or None for a single environment without a batch dimension.
+
+    Raises:
+        ValueError: for a `num_envs` below 1.
+        TypeError: for a subclass without spaces.
+    """
+
+    backend: Literal["jax"] = "jax"
+    max_episode_steps: int | None = None
+    starts: Starts = "fresh"
+    params: Any = None
+
+    @abstractmethod
+    def reset(self, key: Any, params: Any, /) -> tuple[Any, Any]:
+        """The state, any pytree, and the observation at the start of an episode; `key` is uint32[2]."""
+
+    @abstractmethod
+    def step(self, key: Any, env_state: Any, action: Any, params: Any, /) -> Transition:
+        """One step, which does not reset."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class JaxEnv:
-    """A JAX environment (see `funcollect.Env`): a description, all of whose state is a value.
+class FunctionsEnv:
+    """A JAX environment made of two functions; what every adapter returns."""
 
-    Attributes:
-        label: how it is called in messages.
-        begin: the start of an episode, from a key of its own.
-        advance: one step of the raw environment, which does not reset itself.
-        info_keys: the keys of `info` that a batch records under ``next.info``.
-        reset: ``"fresh"``, or ``"cached"``: every episode of a lane starts as its first one did.
-    """
-
-    label: str
+    label: str  # its name in messages
     num_envs: int | None
     observation_space: Space
     action_spec: ActionSpec
     observation_leaves: tuple[Leaf, ...]
-    begin: Begin
-    advance: Callable[[Any, Any, Any], Transition]
-    info_keys: tuple[str, ...] = ()
-    reset: Reset = "fresh"
-    seeding: Seeding = "episode"
-    backend: Literal["jax"] = field(default="jax", init=False)
+    reset: Reset
+    step: Step
+    starts: Starts = "fresh"
+    max_episode_steps: int | None = None
+    params: Any = None
+    backend: Literal["jax"] = "jax"
 
     @property
     def action_space(self) -> Space:
@@ -73,101 +85,114 @@ class JaxEnvState(NamedTuple):
     for all lanes at once, when a lane ends whose own has been used.
     """
 
-    physics: Any  # a pytree [P, ...]
-    next_start: tuple[Any, Any]  # physics and observation [P, ...] at the start of each lane's next episode
+    current: Any  # the environment's own state, a pytree [P, ...]
+    next_start: tuple[Any, Any]  # state and observation [P, ...] at the start of each lane's next episode
     next_start_used: Any  # [P] bool: the next start has been used
 
 
 def jax_env(
     label: str,
-    begin: Begin,
-    advance: Advance,
+    reset: Reset,
+    step: Callable[..., Any],
     *,
     observation_space: Space,
     action_space: Space,
     num_envs: int | None = None,
     one_hot: bool = False,
     info_keys: Sequence[str] = (),
-    reset: Reset = "fresh",
+    starts: Starts = "fresh",
     max_episode_steps: int | None = None,
-) -> JaxEnv:
-    """What every adapter ends with: its two functions, as the fused loop wants them.
+    params: Any = None,
+) -> FunctionsEnv:
+    """An environment over two functions of one lane, with checked options.
 
     Args:
-        label: how the environment is called in messages.
-        begin: the start of an episode.
-        advance: one step, with an action as `action_space` has it.
+        label: its name in messages.
+        reset: the start of an episode.
+        step: one step: a Transition, or a tuple of its fields.
         observation_space: of one environment, with dtypes of 64 bits or those that JAX has.
         action_space: of one environment.
-        num_envs: P; None for a single environment without a batch dimension.
-        one_hot: discrete actions as one-hot rows, TorchRL's encoding.
-        info_keys: what of `info` a batch records.
-        reset: ``"fresh"`` or ``"cached"``.
-        max_episode_steps: steps after which an episode is truncated, beside what `advance` says.
+        num_envs: P, or None.
+        one_hot: discrete actions as one-hot rows.
+        info_keys: the keys of `info` that a batch records.
+        starts: ``"fresh"`` or ``"cached"``.
+        max_episode_steps: steps after which an episode is truncated, or None.
+        params: the last argument of both functions.
 
     Raises:
-        ValueError: for a `num_envs`, `reset`, `max_episode_steps` or key of an observation that cannot be.
+        ValueError: for a `num_envs`, `starts`, `max_episode_steps` or key of an observation that cannot be.
         TypeError: for a space that has no fixed-size arrays.
     """
     check_num_envs(num_envs)
     check_optional_positive("max_episode_steps", max_episode_steps)
     check_keys("info_keys", info_keys, "discount")
-    check_choice("reset", reset, get_args(Reset))
+    check_choice("starts", starts, get_args(Starts))
     observed = as_delivered(observation_space)
-    spec = ActionSpec(action_space, one_hot)
-    if max_episode_steps is not None:
-        begin, advance = _limited(begin, advance, max_episode_steps)
-    keys = tuple(info_keys)
-    return JaxEnv(
+    return FunctionsEnv(
         label=label,
         num_envs=num_envs,
         observation_space=observed,
-        action_spec=spec,
+        action_spec=ActionSpec(action_space, one_hot),
         observation_leaves=observation_leaves(observed),
-        begin=begin,
-        advance=_recorded(label, advance, spec, keys),
-        info_keys=keys,
         reset=reset,
+        step=_with_infos(label, step, tuple(info_keys)),
+        starts=starts,
+        max_episode_steps=max_episode_steps,
+        params=params,
     )
 
 
-def _limited(begin: Begin, advance: Advance, max_episode_steps: int) -> tuple[Begin, Advance]:
-    """With the steps of the episode counted beside the physics."""
+def _with_infos(label: str, step: Callable[..., Any], info_keys: tuple[str, ...]) -> Step:
+    """A step whose result holds the part of `info` that is recorded."""
 
-    def started(key: Any) -> tuple[Any, Any]:
-        physics, observation = begin(key)
-        return (physics, import_jax().numpy.int32(0)), observation
-
-    def counted(key: Any, physics: Any, action: Any) -> Transition:
-        inner, elapsed = physics
-        moved = Transition(*advance(key, inner, action))
-        truncated = moved.truncated | (elapsed + 1 >= max_episode_steps)
-        return moved._replace(physics=(moved.physics, elapsed + 1), truncated=truncated)
-
-    return started, counted
-
-
-def _recorded(
-    label: str, advance: Advance, spec: ActionSpec, info_keys: tuple[str, ...]
-) -> Callable[[Any, Any, Any], Transition]:
-    """With actions as the space has them, flags as bool, and the part of `info` that is recorded."""
-
-    def recorded(key: Any, physics: Any, action: Any) -> Transition:
-        jnp = import_jax().numpy
-        moved = Transition(*advance(key, physics, _from_one_hot(spec, action) if spec.one_hot else action))
+    def recorded(key: Any, env_state: Any, action: Any, params: Any) -> Transition:
+        answer = step(key, env_state, action, params)
+        if not isinstance(answer, tuple) or len(answer) not in (5, 6):
+            raise TypeError(
+                f"{label}: step returned {_kind(answer)}, expected (env_state, observation, reward, terminated, "
+                "truncated), and info if there is any: return these"
+            )
+        moved = Transition(*answer)
         if missing := [name for name in info_keys if name not in moved.info]:
             raise ValueError(f"{label} has no info {missing}, expected some of {sorted(moved.info)}: mend info_keys")
-        return moved._replace(
-            reward=jnp.asarray(moved.reward, jnp.float32),
-            terminated=jnp.asarray(moved.terminated, bool),
-            truncated=jnp.asarray(moved.truncated, bool),
-            info={name: moved.info[name] for name in info_keys},
-        )
+        return moved._replace(info={name: moved.info[name] for name in info_keys})
 
     return recorded
 
 
+def reset_lane(env: JaxEnv, key: Any, params: Any) -> tuple[Any, Any]:
+    """The state and the observation at the start of an episode of one lane, traced."""
+    begun = env.reset(key, params)
+    if not isinstance(begun, tuple) or len(begun) != 2:
+        raise EnvError(
+            f"reset of {env!r} returned {_kind(begun)}, expected the pair (env_state, observation): return both"
+        )
+    return begun
+
+
+def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -> Transition:
+    """One traced step of one lane, with an action as a batch holds it, and the dtypes that a batch has."""
+    jnp = import_jax().numpy
+    moved = env.step(key, env_state, _from_one_hot(env.action_spec, action), params)
+    if not isinstance(moved, Transition):
+        raise EnvError(
+            f"step of {env!r} returned {_kind(moved)}, expected a Transition: return "
+            "funcollect.envs.Transition(env_state, observation, reward, terminated, truncated)"
+        )
+    return moved._replace(
+        reward=jnp.asarray(moved.reward, jnp.float32),
+        terminated=jnp.asarray(moved.terminated, bool),
+        truncated=jnp.asarray(moved.truncated, bool),
+    )
+
+
+def _kind(given: Any) -> str:
+    return f"{len(given)} values" if type(given) is tuple else type(given).__name__
+
+
 def _from_one_hot(spec: ActionSpec, action: Any) -> Any:
+    if not spec.one_hot:
+        return action
     jnp = import_jax().numpy
     parts = jnp.split(action, np.cumsum(spec.categories)[:-1], -1)
     chosen = jnp.stack([part.argmax(-1) for part in parts], -1).reshape(spec.space.shape or ())

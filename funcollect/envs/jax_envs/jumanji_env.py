@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
-from funcollect.envs.jax_envs.jax_env import JaxEnv, Reset, Transition, jax_env
+from funcollect.envs.jax_envs.jax_env import FunctionsEnv, jax_env
 from funcollect.envs.jax_envs.spaces import box
-from funcollect.envs.jax_envs.suite import check_instance, check_known, check_no_keywords, not_installed
-from funcollect.interop.jax_setup import import_jax
+from funcollect.envs.jax_envs.suite import Suite
 from funcollect.messages import shown
+from funcollect.protocols import Starts, Transition
 from funcollect.specs import Space
 
 
@@ -22,9 +22,9 @@ def from_jumanji(
     num_envs: int | None = None,
     one_hot: bool = False,
     info_keys: Sequence[str] = (),
-    reset: Reset = "fresh",
+    starts: Starts = "fresh",
     **kwargs: Any,
-) -> JaxEnv:
+) -> FunctionsEnv:
     """A JAX environment over jumanji's; a last step whose discount is not zero is a truncation.
 
     Named tuples become dicts. Where there are several agents, their rewards are ``next.reward`` [*B, T, agents]. Many
@@ -34,9 +34,9 @@ def from_jumanji(
         env: an id such as ``"Snake-v1"``, or an instance without autoreset.
         num_envs: P; None for a single environment without a batch dimension.
         one_hot: discrete actions as one-hot rows, TorchRL's encoding.
-        info_keys: what of the time step's `extras` a batch records under ``next.info``.
-        reset: ``"cached"`` starts every episode of a lane as its first one. The state holds the key, so all that is
-            random inside the episode repeats, too.
+        info_keys: the keys of the time step's `extras` that a batch records under ``next.info``.
+        starts: ``"cached"`` starts every episode of a lane as its first one. The state holds the key, so everything
+            random in the episode repeats, too.
         **kwargs: for `jumanji.make`.
 
     Raises:
@@ -47,43 +47,39 @@ def from_jumanji(
     >>> from_jumanji("Snake-v1", num_envs=64)
     JaxEnv('jumanji/Snake-v1', num_envs=64)
     """
-    import_jax()
-    if not isinstance(env, str):
-        check_no_keywords("jumanji", kwargs)
-    raw = _make(env, kwargs) if isinstance(env, str) else env
-    check_instance("jumanji", raw, "observation_spec", "action_spec", "reset", "step")
+    label, raw = _SUITE.make(env, kwargs)
     observed = _space(raw.observation_spec)
 
-    def begin(key: Any) -> tuple[Any, Any]:
+    def reset(key: Any, _: Any) -> tuple[Any, Any]:
         state, timestep = raw.reset(key)
         return state, _plain(observed, timestep.observation)
 
-    def advance(key: Any, physics: Any, action: Any) -> Transition:
-        state, timestep = raw.step(physics, action)
+    def step(_: Any, env_state: Any, action: Any, __: Any) -> Transition:
+        state, timestep = raw.step(env_state, action)
         over, ended = timestep.last(), (timestep.discount == 0).all()
         observation = _plain(observed, timestep.observation)
         return Transition(state, observation, timestep.reward, over & ended, over & ~ended, timestep.extras)
 
     return jax_env(
-        f"jumanji/{env if isinstance(env, str) else type(env).__name__}",
-        begin,
-        advance,
+        label,
+        reset,
+        step,
         observation_space=observed,
         action_space=_space(raw.action_spec),
         num_envs=num_envs,
         one_hot=one_hot,
         info_keys=info_keys,
-        reset=reset,
+        starts=starts,
     )
 
 
-def _make(name: str, kwargs: dict[str, Any]) -> Any:
-    try:
-        from jumanji import registration
-    except ImportError as error:
-        raise not_installed("jumanji") from error
-    check_known("jumanji", name, registration.registered_environments())
-    return registration.make(name, **kwargs)
+def _load() -> tuple[Iterable[str], Callable[..., Any]]:
+    from jumanji import registration
+
+    return registration.registered_environments(), registration.make
+
+
+_SUITE = Suite("jumanji", _load, ("observation_spec", "action_spec", "reset", "step"))
 
 
 def _plain(space: Space, observation: Any) -> Any:

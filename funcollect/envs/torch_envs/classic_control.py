@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from funcollect.envs.torch_envs.torch_env import TorchEnv
+from funcollect.envs.torch_envs.torch_env import TorchEnvBase
+from funcollect.keys import LaneKeys
+from funcollect.protocols import Transition
 
 
 def symmetric_box(*bounds: float) -> spaces.Box:
@@ -22,7 +25,7 @@ def symmetric_box(*bounds: float) -> spaces.Box:
     return spaces.Box(-high, high)
 
 
-class CartPole(TorchEnv):
+class CartPole(TorchEnvBase):
     """Balance a pole on a cart: `CartPole-v1`, all lanes at once.
 
     The observation [P, 4] float32 is position, velocity, angle (radians) and angular velocity; action 1 pushes right.
@@ -31,7 +34,6 @@ class CartPole(TorchEnv):
 
     max_position = 2.4
     max_angle = 12 * 2 * math.pi / 360  # radians
-    draws = 4
     max_episode_steps = 500
     action_space = spaces.Discrete(2)
     observation_space = symmetric_box(max_position * 2, np.inf, max_angle * 2, np.inf)
@@ -43,17 +45,14 @@ class CartPole(TorchEnv):
     force = 10.0
     time_step = 0.02  # seconds
 
-    def start(self, uniforms: Tensor) -> Tensor:
-        """Every coordinate uniform in (-0.05, 0.05)."""
-        return uniforms * 0.1 - 0.05
+    def reset(self, key: LaneKeys, params: Any, /) -> tuple[Tensor, Tensor]:
+        """Every coordinate uniform in (-0.05, 0.05): [P, 4] float64."""
+        coordinates = key.uniform(4) * 0.1 - 0.05
+        return coordinates, coordinates.float()
 
-    def observe(self, physics: Tensor) -> Tensor:
-        """[P, 4] float32."""
-        return physics.float()
-
-    def advance(self, physics: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def step(self, key: LaneKeys, env_state: Tensor, action: Tensor, params: Any, /) -> Transition:
         """One Euler step."""
-        position, velocity, angle, spin = physics.unbind(-1)
+        position, velocity, angle, spin = env_state.unbind(-1)
         force = torch.where(action == 1, self.force, -self.force).double()
         cosine, sine = angle.cos(), angle.sin()
         moment = self.pole_mass * self.half_length
@@ -63,12 +62,13 @@ class CartPole(TorchEnv):
         )
         acceleration = push - moment * spin_rate * cosine / self.total_mass
         rates = torch.stack((velocity, acceleration, spin, spin_rate), -1)
-        moved = physics + self.time_step * rates
+        moved = env_state + self.time_step * rates
         fallen = (moved[:, 0].abs() > self.max_position) | (moved[:, 2].abs() > self.max_angle)
-        return moved, torch.ones_like(position, dtype=torch.float32), fallen
+        reward = torch.ones_like(position, dtype=torch.float32)
+        return Transition(moved, moved.float(), reward, terminated=fallen, truncated=torch.zeros_like(fallen))
 
 
-class Pendulum(TorchEnv):
+class Pendulum(TorchEnvBase):
     """Swing a pendulum up: `Pendulum-v1`, all lanes at once.
 
     The observation [P, 3] float32 is the cosine and sine of the angle and the angular velocity; the action [P, 1] is a
@@ -77,7 +77,6 @@ class Pendulum(TorchEnv):
 
     max_speed = 8.0
     max_torque = 2.0
-    draws = 2
     max_episode_steps = 200
     action_space = spaces.Box(-max_torque, max_torque, (1,))
     observation_space = symmetric_box(1.0, 1.0, max_speed)
@@ -85,25 +84,28 @@ class Pendulum(TorchEnv):
     gravity = 10.0
     time_step = 0.05  # seconds
 
-    def start(self, uniforms: Tensor) -> Tensor:
-        """The angle uniform in (-pi, pi), the angular velocity in (-1, 1)."""
-        return (2 * uniforms - 1) * torch.tensor([math.pi, 1.0], dtype=uniforms.dtype, device=uniforms.device)
+    def reset(self, key: LaneKeys, params: Any, /) -> tuple[Tensor, Tensor]:
+        """The angle uniform in (-pi, pi), the angular velocity in (-1, 1): [P, 2] float64."""
+        uniform = key.uniform(2)
+        swing = (2 * uniform - 1) * torch.tensor([math.pi, 1.0], dtype=uniform.dtype, device=uniform.device)
+        return swing, self._observe(swing)
 
-    def observe(self, physics: Tensor) -> Tensor:
-        """[P, 3] float32."""
-        angle, speed = physics.unbind(-1)
-        return torch.stack((angle.cos(), angle.sin(), speed), -1).float()
-
-    def advance(self, physics: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def step(self, key: LaneKeys, env_state: Tensor, action: Tensor, params: Any, /) -> Transition:
         """One semi-implicit Euler step. The torque's own terms are float32, as in Gymnasium."""
-        angle, speed = physics.unbind(-1)
+        angle, speed = env_state.unbind(-1)
         torque = action[:, 0].clamp(-self.max_torque, self.max_torque)
         upright = torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
         cost = upright.square() + 0.1 * speed.square() + (0.001 * torque.square()).double()
         rate = 3 * self.gravity / 2 * angle.sin() + (3.0 * torque).double()
         faster = (speed + rate * self.time_step).clamp(-self.max_speed, self.max_speed)
         moved = torch.stack((angle + faster * self.time_step, faster), -1)
-        return moved, (-cost).float(), torch.zeros_like(angle, dtype=torch.bool)
+        never = torch.zeros_like(angle, dtype=torch.bool)
+        return Transition(moved, self._observe(moved), (-cost).float(), terminated=never, truncated=never)
+
+    @staticmethod
+    def _observe(swing: Tensor) -> Tensor:
+        angle, speed = swing.unbind(-1)
+        return torch.stack((angle.cos(), angle.sin(), speed), -1).float()
 
 
-TORCH_ENVS: dict[str, Callable[..., TorchEnv]] = {"CartPole-v1": CartPole, "Pendulum-v1": Pendulum}
+TORCH_ENVS: dict[str, Callable[..., TorchEnvBase]] = {"CartPole-v1": CartPole, "Pendulum-v1": Pendulum}

@@ -12,20 +12,22 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import override
 
-from funcollect.envs.host.host_env import ONWARD, HostEnv, Outcome, Simulators
+from funcollect.envs.host.host_env import ONWARD, SimulatedEnv, SimulatorsBase
 from funcollect.envs.host.rows import Rows
 from funcollect.envs.recognise import is_torchrl, running_statistics
 from funcollect.envs.torchrl_envs.processes import close_env, end_workers, workers_of
 from funcollect.envs.torchrl_envs.specs import TorchRLLayout, layout_of
 from funcollect.errors import EnvError
 from funcollect.keys import generator_state, torch_generator
+from funcollect.protocols import Outcome, Simulators
 from funcollect.specs import Leaf, observation_leaves
 from funcollect.tree import Path, key_of, to_tensordict
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class TorchRLEnv(HostEnv):
+class TorchRLEnv(SimulatedEnv):
     """A host environment over TorchRL's.
 
     Attributes:
@@ -59,7 +61,7 @@ def from_torchrl(env: Any, *, dtype: npt.DTypeLike | None = None, **kwargs: Any)
 
     >>> from torchrl.envs import GymEnv, SerialEnv
     >>> from_torchrl(lambda: SerialEnv(2, lambda: GymEnv("CartPole-v1")))
-    HostEnv('SerialEnv', num_envs=2)
+    SimulatedEnv('SerialEnv', num_envs=2)
     """
     if given := sorted(kwargs.keys() & {"num_envs", "parallel", "info_keys", "one_hot"}):
         raise TypeError(
@@ -138,7 +140,7 @@ def _no_grad() -> contextlib.AbstractContextManager[Any]:
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
-class TorchRLLanes:
+class TorchRLLanes(SimulatorsBase):
     """An environment of TorchRL's, stepped as a whole.
 
     Its TensorDict goes on from step to step with every key, so that transforms find what they left there. An
@@ -157,11 +159,12 @@ class TorchRLLanes:
         self._broken_off = False  # whether a call of the environment did not end
         self._root: TensorDictBase | None = None
         self._restarted = [False] * self._num_envs  # whether a lane's next episode has begun in _root already
-        self._flags: tuple[list[bool], list[bool]] = ([], [])
-        self.rows = Rows(layout.observation_space, leaves, self._num_envs)
-        self._reads = [(rows, key_of(rows.leaf.path)) for rows in self.rows.leaves]
+        rows = Rows(layout.observation_space, leaves, self._num_envs)
+        self._reads = [(leaf_rows, key_of(leaf_rows.leaf.path)) for leaf_rows in rows.leaves]
+        self.observation = rows.arrays
 
-    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
+    @override
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
         """Start an episode in each of `lanes`; a seed for the first of them seeds the whole environment."""
         if not lanes:
             return
@@ -211,32 +214,30 @@ class TorchRLLanes:
         self._restarted = [False] * self._num_envs
         return EnvError(f"{type(self._env).__name__}: {what} raised {error!r}: {ONWARD}")
 
-    def step(self, action: Any, frozen: Collection[int] = ()) -> Outcome:
-        """Step every lane; what the frozen ones do is hidden, and they repeat their last flags without reward."""
-        if len(frozen) == self._num_envs:
-            return [0.0] * self._num_envs, *self._flags, ()
+    @override
+    def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
+        """The environment steps all of its lanes; what the others do is not shown."""
+        everyone = len(lanes) == self._num_envs
         self._broken_off = True
         try:
             with _no_grad(), torch_generator(self._generator):
-                after = self._advanced(self._encoded(action))
+                after = self._advanced(self._encoded(lanes, action))
         except Exception as error:
             raise self._failed("step", error) from error
         self._broken_off = False
         reward = self._column(after, self._layout.reward_key)
         terminated, truncated = self._fates(after)
-        mask = None
-        if frozen:
-            mask = ~self._mask(frozen)
-            for lane in frozen:
-                reward[lane] = 0.0
-                terminated[lane], truncated[lane] = (flags[lane] for flags in self._flags)
-        self._flags = (terminated, truncated)
-        self._write(after, mask)
+        self._write(after, None if everyone else self._mask(lanes))
+        if not everyone:
+            reward, terminated, truncated = ([each[lane] for lane in lanes] for each in (reward, terminated, truncated))
         return reward, terminated, truncated, ()
 
-    def _encoded(self, action: Any) -> Tensor:
+    def _encoded(self, lanes: Sequence[int], action: Any) -> Tensor:
         """The action as the environment reads it, in memory of its own."""
         tensor = action if isinstance(action, Tensor) else torch.tensor(np.asarray(action))
+        if len(lanes) < self._num_envs:  # the other lanes step, too
+            some, tensor = tensor, tensor[:1].repeat_interleave(self._num_envs, 0)
+            tensor[list(lanes)] = some
         own = tensor if self._batched else tensor[0]
         return own.to(self._env.device or tensor.device, self._layout.action_dtype, copy=True)
 
@@ -280,6 +281,7 @@ class TorchRLLanes:
                 rows.write_batch(values)
                 rows.array[~mask] = before
 
+    @override
     def close(self) -> None:
         """Close the environment, and the processes of a `ParallelEnv`."""
         close_env(self._env, broken_off=self._broken_off, threads=self._threads)

@@ -12,7 +12,7 @@ from torch import Tensor
 from funcollect.errors import PolicyError
 from funcollect.policies.actors.actor import Actor, ActorInputs, Columns, Recorder, lane_mask, split_answer
 from funcollect.policies.actors.checks import check_action, finish_columns
-from funcollect.specs import Policy
+from funcollect.protocols import Policy
 from funcollect.tree import select
 
 

@@ -17,7 +17,8 @@ from funcollect.policies.actors.actor import split_answer
 from funcollect.policies.actors.checks import check_action, check_rows
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy, jax_noise
 from funcollect.policies.random_policy import MASK_KEY, RandomPolicy
-from funcollect.specs import ActionSpec, ExplorationType, Policy
+from funcollect.protocols import Policy
+from funcollect.specs import ActionSpec, ExplorationType
 
 TracedCall = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]  # params, policy_state, observation, key
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, get_args
 
 from gymnasium.envs.registration import EnvSpec
 
 from funcollect.arguments import check_count, check_kind
+from funcollect.envs.base import EnvBase
 from funcollect.envs.registry import make_env
-from funcollect.envs.torch_envs.torch_env import TorchEnv
 from funcollect.policies.random_policy import RandomPolicy
-from funcollect.specs import Env
+from funcollect.protocols import Env
 from funcollect.testing import pair_checks
 from funcollect.testing.envs import env_checks, env_resets, env_runs
 from funcollect.testing.report import Check, Report, run_checks
@@ -51,7 +51,7 @@ def check_env(env: Any, *, steps: int = 100, seed: int = 0, single: Env | None =
         steps: T of a run; episodes should end within it, or what happens at ends is not seen.
         seed: of the runs.
         single: the same environment with ``num_envs=1``, with which the lanes of a batch are compared; made where `env`
-            is an id, a factory or a `TorchEnv`.
+            is an id, a factory, or an instance of one of the base classes.
         **kwargs: for `make_env`, such as ``num_envs=3``: some checks need two lanes.
 
     Returns:
@@ -67,7 +67,7 @@ def check_env(env: Any, *, steps: int = 100, seed: int = 0, single: Env | None =
     """
     check_steps(steps)
     check_count("seed", seed)
-    check_kind("single", single, (Env, type(None)), "make it with funcollect.make_env(…, num_envs=1)")
+    check_kind("single", single, (*get_args(Env), type(None)), "make it with funcollect.make_env(…, num_envs=1)")
     made = make_env(env, **kwargs)
     trial = Trial(
         env=made,
@@ -81,8 +81,10 @@ def check_env(env: Any, *, steps: int = 100, seed: int = 0, single: Env | None =
 
 def _single(env: Any, made: Env, kwargs: dict[str, Any]) -> Env | None:
     """The environment with one lane, where it is known how to make it."""
-    if isinstance(made, TorchEnv):
+    if isinstance(made, EnvBase):
         alone = copy.copy(made)
+        for name in vars(made).keys() & {"_compiled", "_origin"}:  # what belongs to this very environment
+            delattr(alone, name)
         alone.num_envs = 1
         return alone
     if isinstance(env, (str, EnvSpec)) or (callable(env) and "num_envs" in kwargs):

@@ -9,7 +9,9 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from funcollect.specs import ActionSpec, Backend, Env, Seeding, Space, disassemble, observation_leaves
+from funcollect.envs.host.host_env import seeding_of
+from funcollect.protocols import Backend, Env, Seeding
+from funcollect.specs import ActionSpec, Space, disassemble, observation_leaves
 from funcollect.testing.compare import first_row, shown, spot
 from funcollect.testing.contract import expect_chained, expect_counters, expect_flags, expect_layout
 from funcollect.testing.report import fail
@@ -21,9 +23,9 @@ _STEPS_ALONE = 8
 def describes(trial: Trial) -> None:
     """The description is whole: backend, seeding, lanes, spaces and the leaves that follow from them."""
     env: Env = trial.env
-    for name, known in (("backend", get_args(Backend)), ("seeding", get_args(Seeding))):
-        if getattr(env, name) not in known:
-            raise fail(name, expected=f"one of {known}", got=repr(getattr(env, name)), mend="set it to one of these")
+    for name, value, known in (("backend", env.backend, Backend), ("seeding", seeding_of(env), Seeding)):
+        if value not in get_args(known):
+            raise fail(name, expected=f"one of {get_args(known)}", got=repr(value), mend="set it to one of these")
     if env.num_envs is not None and (isinstance(env.num_envs, bool) or env.num_envs < 1):
         raise fail("num_envs", expected="a positive int or None", got=env.num_envs, mend="count the environments")
     wanted = [(leaf.path, leaf.shape) for leaf in observation_leaves(env.observation_space)]

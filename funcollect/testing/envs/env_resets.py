@@ -10,6 +10,7 @@ from torch import Tensor
 from funcollect.core import api
 from funcollect.core.restore import resume, saved_leaves
 from funcollect.core.state import CollectorState
+from funcollect.envs.host.host_env import seeding_of
 from funcollect.keys import key_from_seed
 from funcollect.testing.compare import bits_differ, expect_equal, first_row, shown, spot
 from funcollect.testing.parameters import to_tensor
@@ -70,7 +71,7 @@ def resets(trial: Trial) -> str | None:
     limit = None if trial.done[:, :-1].any() else max(1, trial.steps // 4)
     batch = trial.batch if limit is None else trial.run(trial.steps, max_frames_per_traj=limit)
     _expect_moved_on(trial, batch)
-    if trial.env.seeding == "episode":
+    if seeding_of(trial.env) == "episode":
         _expect_seeded(trial, batch)
     return f"no episode ended within {trial.steps} steps: they were cut after {limit}" if limit else None
 
@@ -157,7 +158,7 @@ def reset_mask(trial: Trial) -> None:
         after = api.reset(trial.env, state, mask)
         _expect_masked(state, after, mask)
         _, batch = trial.go_on(after, third)
-    if trial.env.seeding == "run":
+    if seeding_of(trial.env) == "run":
         return  # lanes may share one generator
     expect_equal(
         batch[~mask],

@@ -9,8 +9,9 @@ from torch import Tensor
 from funcollect.core import api
 from funcollect.core.explain import explain
 from funcollect.core.state import CollectorState
+from funcollect.envs.host.host_env import seeding_of
 from funcollect.errors import ReplayError, StaleStateError
-from funcollect.specs import Env
+from funcollect.protocols import Env
 from funcollect.testing.compare import bits_differ, expect_equal, first_row, numbers_differ, shown, spot
 from funcollect.testing.envs.stub_policies import OverwritingPolicy, Replay
 from funcollect.testing.report import NotApplicableError, fail
@@ -21,8 +22,8 @@ _FEW = 20  # steps over which rounding stays small
 
 def lanes_alone(trial: Trial) -> None:
     """Each lane of a batch is the same as by itself, without neighbours."""
-    if trial.lanes < 2 or trial.env.seeding != "episode":
-        raise NotApplicableError("there is one lane" if trial.lanes < 2 else f"seeding is {trial.env.seeding!r}")
+    if trial.lanes < 2 or seeding_of(trial.env) != "episode":
+        raise NotApplicableError("there is one lane" if trial.lanes < 2 else f"seeding is {seeding_of(trial.env)!r}")
     if trial.single is None:
         raise NotApplicableError("pass an id, or single=: the same environment with num_envs=1")
     _expect_torch_drives(trial)
@@ -64,7 +65,7 @@ def fork(trial: Trial) -> None:
         try:
             twin = api.fork(trial.env, state)
         except ReplayError as error:
-            if trial.env.seeding != "episode" and trial.env.backend == "host":
+            if seeding_of(trial.env) != "episode" and trial.env.backend == "host":
                 raise NotApplicableError(explain(trial.env, trial.policy).forking) from error
             raise
         try:

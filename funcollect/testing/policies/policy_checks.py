@@ -16,7 +16,8 @@ from funcollect.keys import key_from_seed
 from funcollect.policies.actors.checks import check_action
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
 from funcollect.policies.random_policy import RandomPolicy
-from funcollect.specs import ExplorationType, Policy
+from funcollect.protocols import Policy
+from funcollect.specs import ExplorationType
 from funcollect.testing.compare import bits_differ, expect_equal, first_row, numbers_differ, shown
 from funcollect.testing.parameters import own_weights, to_tensor
 from funcollect.testing.policies.queries import PolicyOutput, PolicyTrial, recurrent_of

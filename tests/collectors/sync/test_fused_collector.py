@@ -104,7 +104,7 @@ def test_seeds():
 
 
 def test_a_cached_start_follows_the_seed():
-    env = counting(3, reset="cached")
+    env = counting(3, starts="cached")
     collector, other = make(env=env, seed=3), make(env=env, seed=9)
     other.set_seed(3)
     assert_same(next(other), next(collector))

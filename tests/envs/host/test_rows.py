@@ -9,7 +9,7 @@ from gymnasium import spaces
 
 from funcollect.envs.host.rows import Rows, aligned
 from funcollect.errors import EnvError
-from funcollect.specs import observation_leaves
+from funcollect.specs import assemble, observation_leaves
 
 BOX = spaces.Box(-9, 9, (3,))
 BYTES = spaces.Box(0, 255, (2,), np.uint8)
@@ -45,7 +45,8 @@ def test_every_leaf_is_aligned_and_stays_where_it_is() -> None:
 
 def test_the_policy_reads_the_same_memory_in_the_structure_of_the_space() -> None:
     rows = make_rows(BOTH, 2)
-    arrays, tensors = rows.observation, rows.torch_observation
+    arrays = assemble(BOTH, rows.arrays)
+    tensors = assemble(BOTH, {path: torch.from_numpy(array) for path, array in rows.arrays.items()})
     rows.write_lane(1, {"box": np.full(3, 2.0), "inner": {"bytes": np.array([7, 8], np.uint8), "count": 5}})
     assert arrays["box"].tolist() == [[0, 0, 0], [2, 2, 2]]
     assert tensors["inner"]["bytes"].tolist() == [[0, 0], [7, 8]]
@@ -154,11 +155,3 @@ def test_a_vector_environments_batch_is_written_at_once() -> None:
     assert rows.arrays["inner", "count"].tolist() == [5, 6]
     with pytest.raises(EnvError, match=r"'box' of the vector environment has shape \(1, 3\).*\(2, 3\)"):
         rows.write_batch({"box": np.ones((1, 3)), "inner": {"bytes": np.zeros((2, 2)), "count": np.zeros(2)}})
-
-
-def test_set_takes_over_a_root_observation() -> None:
-    rows = make_rows(BOX, 2)
-    root = {("observation",): torch.arange(6.0).reshape(2, 3)}
-    rows.set(root)
-    root["observation",].zero_()
-    assert only(rows).tolist() == [[0, 1, 2], [3, 4, 5]]

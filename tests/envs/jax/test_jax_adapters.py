@@ -16,10 +16,11 @@ from gymnasium.envs.phys2d.cartpole import CartPoleFunctional, CartPoleParams
 
 import funcollect as fc
 from funcollect import envs
+from funcollect.envs.jax_envs.jax_env import reset_lane, step_lane
 from funcollect.errors import EnvError
 from funcollect.specs import disassemble
 from tests.support.compare import assert_same
-from tests.support.jax_suites import advance, begin, functions_suite
+from tests.support.jax_suites import functions_suite, reset, step
 
 IDS = {
     "gymnax": ("gymnax/CartPole-v1", "gymnax/cartpol-v1", "'CartPole-v1'"),
@@ -35,13 +36,15 @@ IDS = {
 def test_ids(suite, monkeypatch):
     known, unknown, near = IDS[suite]
     env = fc.make_env(known, num_envs=3)
-    assert (repr(env), env.backend, env.seeding) == (f"JaxEnv({known!r}, num_envs=3)", "jax", "episode")
+    assert (repr(env), env.backend) == (f"JaxEnv({known!r}, num_envs=3)", "jax")
     with pytest.raises(ValueError, match=f"has no environment .*did you mean .*{near}"):
         fc.make_env(unknown)
     for name in [name for name in sys.modules if name == suite or name.startswith(f"{suite}.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, suite, None)
-    with pytest.raises(ImportError, match=rf"{suite} is not installed: pip install funcollect\[jax-envs\]"):
+    with pytest.raises(
+        ImportError, match=rf"{suite.removeprefix('mujoco_')} is not installed: pip install funcollect\[jax-envs\]"
+    ):
         fc.make_env(known)
 
 
@@ -63,12 +66,12 @@ def test_a_suites_own_instance_is_pointed_to_its_adapter():
 
 
 def delivered(env):
-    """What begin and advance give, without running them: arrays by shape and dtype."""
+    """What reset and step return, without running them: arrays by shape and dtype."""
     action = jnp.zeros(env.action_spec.shape, jax.dtypes.canonicalize_dtype(env.action_space.dtype))
 
     def both(key):
-        physics, observation = env.begin(key)
-        return observation, env.advance(key, physics, action)
+        env_state, observation = reset_lane(env, key, None)
+        return observation, step_lane(env, key, env_state, action, None)
 
     return jax.eval_shape(both, jnp.zeros(2, jnp.uint32))
 
@@ -127,16 +130,16 @@ def test_a_mask_is_honoured():
     assert not batch["action_mask"].all()
 
 
-@pytest.mark.parametrize("reset", ["fresh", "cached"])
-def test_cached_resets_begin_each_episode_alike(reset):
-    suite = functions_suite(reset=reset)
+@pytest.mark.parametrize("starts", ["fresh", "cached"])
+def test_cached_starts_begin_each_episode_alike(starts):
+    suite = functions_suite(starts=starts)
     _, batch = rollout(suite.env)
-    starts = batch["observation", "0"][batch["collector", "step"] == 0]
+    begun = batch["observation", "0"][batch["collector", "step"] == 0]
     lanes = batch["collector", "lane"][batch["collector", "step"] == 0]
     for lane in lanes.unique():
-        own = starts[lanes == lane]
+        own = begun[lanes == lane]
         assert len(own) >= 3
-        assert len(own.unique(dim=0)) == (1 if reset == "cached" else len(own))
+        assert len(own.unique(dim=0)) == (1 if starts == "cached" else len(own))
 
 
 def test_one_hot_actions_are_the_same_actions():
@@ -168,12 +171,12 @@ def test_functional_takes_params():
 
 
 def test_with_64_bits_an_observation_may_be_wider_than_its_space():
-    def step(key, place, action):
+    def step(key, place, action, params):
         return place + 0.1, place + 0.1, place[0], place[0] > 9, False
 
     with jax.enable_x64(True):
         env = envs.from_functions(
-            lambda key: (jnp.zeros(2), jnp.zeros(2)),
+            lambda key, params: (jnp.zeros(2), jnp.zeros(2)),
             step,
             observation_space=spaces.Box(-np.inf, np.inf, (2,)),
             action_space=spaces.Discrete(2),
@@ -181,7 +184,7 @@ def test_with_64_bits_an_observation_may_be_wider_than_its_space():
         )
         policy = fc.random_policy(env)
         state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
-    assert state.env_state.physics.dtype == np.float64
+    assert state.env_state.current.dtype == np.float64
     assert batch["observation"].dtype == batch["next", "reward"].dtype == torch.float32
     assert batch["action"].dtype == batch["collector", "traj_ids"].dtype == torch.int64
 
@@ -208,7 +211,7 @@ def test_what_is_no_environment_is_refused(adapter):
         ({"num_envs": 0}, "num_envs is 0, expected a positive int"),
         ({"num_envs": True}, "num_envs is True, expected a positive int"),
         ({"max_episode_steps": 0}, "max_episode_steps is 0, expected at least 1"),
-        ({"reset": "cache"}, "reset is 'cache', expected one of .'cached', 'fresh'."),
+        ({"starts": "cache"}, "starts is 'cache', expected one of .'cached', 'fresh'."),
     ],
 )
 def test_options_are_checked(options, message):
@@ -217,35 +220,35 @@ def test_options_are_checked(options, message):
 
 
 def changed(**changes):
-    """`advance` with some of what it gives changed."""
-    names = ["physics", "observation", "reward", "terminated", "truncated"]
+    """`step` with some of what it returns changed."""
+    names = ["env_state", "observation", "reward", "terminated", "truncated"]
 
-    def other(key, physics, action):
-        given = dict(zip(names, advance(key, physics, action), strict=False))
+    def other(*arguments):
+        given = dict(zip(names, step(*arguments), strict=False))
         return tuple((given | {name: change(given[name]) for name, change in changes.items()}).values())
 
     return other
 
 
 @pytest.mark.parametrize(
-    ("start", "step", "message"),
+    ("start", "move", "message"),
     [
-        (lambda key: begin(key)[0], advance, "begin gives dict, expected a pair"),
-        (begin, lambda *given: advance(*given)[:4], "advance gives 4 values, expected"),
-        (lambda key: (begin(key)[0], jnp.zeros(2)), advance, "observation that begin of .* lacks the structure"),
-        (begin, changed(observation=lambda o: (o[0][None], o[1])), r"'observation.0' that advance .* \[1, 2\]"),
-        (begin, changed(observation=lambda o: (o[0], o[1] + 0.5)), r"'observation.1' .* is float32 \[\], expected"),
-        (begin, changed(physics=lambda p: p | {"more": 1}), "'more'.* is not there first, then int"),
-        (begin, changed(physics=lambda p: p | {"age": p["age"] + 0.5}), r"int32 \[\] first, then float32 \[\]"),
-        (begin, changed(reward=lambda r: r[None, None]), r"reward .* is float32 \[1, 1\], expected a number"),
-        (begin, changed(truncated=lambda t: t[None]), r"truncated .* is bool \[1\], expected bool \[\]"),
+        (lambda *given: reset(*given)[0], step, "reset of .* returned dict, expected the pair"),
+        (reset, lambda *given: step(*given)[:4], "step returned 4 values, expected"),
+        (lambda *given: (reset(*given)[0], jnp.zeros(2)), step, "observation that reset of .* lacks the structure"),
+        (reset, changed(observation=lambda o: (o[0][None], o[1])), r"'observation.0' that step .* \[1, 2\]"),
+        (reset, changed(observation=lambda o: (o[0], o[1] + 0.5)), r"'observation.1' .* is float32 \[\], expected"),
+        (reset, changed(env_state=lambda p: p | {"more": 1}), "'more'.* is not there first, then int"),
+        (reset, changed(env_state=lambda p: p | {"age": p["age"] + 0.5}), r"int32 \[\] first, then float32 \[\]"),
+        (reset, changed(reward=lambda r: r[None, None]), r"reward .* is float32 \[1, 1\], expected a number"),
+        (reset, changed(truncated=lambda t: t[None]), r"truncated .* is bool \[1\], expected bool \[\]"),
     ],
 )
-def test_functions_are_checked(start, step, message):
+def test_functions_are_checked(start, move, message):
     with pytest.raises((TypeError, EnvError), match=message) as caught:
         envs.from_functions(
             start,
-            step,
+            move,
             observation_space=spaces.Tuple([spaces.Box(-np.inf, np.inf, (2,)), spaces.Discrete(10)]),
             action_space=spaces.Discrete(3, start=-1),
             name="walk",

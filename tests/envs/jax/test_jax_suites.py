@@ -46,10 +46,9 @@ class RawLane:
         self.state, self.observation, reward, terminated, truncated = self.step(key, self.state, action)
         return reward, bool(terminated), bool(truncated) or self.elapsed == self.suite.limit
 
-    def synchronise(self, physics):
-        """From the library's state, without its count of steps, so that rounding does not add up."""
-        own = jax.tree.map(lambda leaf: leaf[self.lane], physics)
-        own = own[0] if self.suite.limit else own
+    def synchronise(self, states):
+        """From the library's state, so that rounding does not add up."""
+        own = jax.tree.map(lambda leaf: leaf[self.lane], states)
         assert jax.tree.structure(own) == jax.tree.structure(self.state)
         self.state = own
 
@@ -68,11 +67,11 @@ def test_a_rollout_is_the_raw_suites_own(name):
     raws = [RawLane(suite, start, step, jnp.asarray(state.key), lane) for lane in range(LANES)]
     seen = {"terminated": 0, "truncated": 0}
     for t in range(scaled(80)):
-        physics = state.env_state.physics
+        states = state.env_state.current
         state, batch = fc.step(suite.env, policy, state)
         for raw in raws:
             check_observation(suite.env, batch, raw)
-            raw.synchronise(physics)
+            raw.synchronise(states)
             reward, terminated, truncated = raw.move(t, jnp.asarray(batch["action"][raw.lane].numpy()))
             check_observation(suite.env, batch, raw, "next")
             assert_close(batch["next", "reward"][raw.lane].squeeze(), reward, "reward")

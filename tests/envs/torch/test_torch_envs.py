@@ -12,25 +12,34 @@ from gymnasium import spaces
 from torch import Tensor
 
 import funcollect as fc
-from funcollect.envs import CartPole, Pendulum, TorchEnv
-from funcollect.envs.torch_envs.torch_env import TorchEnvState
-from funcollect.keys import key_from_seed
+from funcollect.envs import CartPole, Pendulum, TorchEnvBase
+from funcollect.keys import LaneKeys, Purpose, key_from_seed
 from tests.support.compare import assert_same
+from tests.support.torch_parts import InParts
 
 LANES = 6
 BOTH = [("CartPole-v1", CartPole), ("Pendulum-v1", Pendulum)]
 both = pytest.mark.parametrize(("name", "make"), BOTH, ids=[name for name, _ in BOTH])
 
 
-def start(env: TorchEnv, lanes: int = LANES, seed: int = 0, episode: int = 0) -> TorchEnvState:
-    return env.reset(key_from_seed(seed), torch.arange(lanes), torch.full((lanes,), episode))
+def keys(lanes: list[int], episodes: list[int], seed: int = 0) -> LaneKeys:
+    return LaneKeys(key_from_seed(seed), Purpose.RESET, torch.tensor(lanes), torch.tensor(episodes))
 
 
-def peer(name: str, physics: Tensor) -> Any:
+def start(env: TorchEnvBase, lanes: int = LANES, seed: int = 0, episode: int = 0) -> Tensor:
+    state: Tensor = env.reset(keys(list(range(lanes)), [episode] * lanes, seed), None)[0]
+    return state
+
+
+def step(env: TorchEnvBase, state: Tensor, action: Tensor) -> Any:
+    return env.step(keys([0] * len(state), [0] * len(state)), state, action, None)
+
+
+def peer(name: str, state: Tensor) -> Any:
     """Gymnasium's environment at the same point."""
     env = gymnasium.make(name, disable_env_checker=True)
     env.reset(seed=0)
-    env.unwrapped.state = physics.numpy().copy()
+    env.unwrapped.state = state.numpy().copy()
     return env
 
 
@@ -38,16 +47,16 @@ def to_gymnasium(action: Tensor) -> Any:
     return int(action) if action.dtype == torch.int64 else action.numpy()
 
 
-def random_actions(env: TorchEnv, count: int) -> Tensor:
+def random_actions(env: TorchEnvBase, count: int) -> Tensor:
     generator = torch.Generator().manual_seed(3)
     if isinstance(env, CartPole):
         return torch.randint(2, (count, LANES), generator=generator)
     return torch.randn(count, LANES, 1, generator=generator) * 2  # some beyond the bounds, where it is clipped
 
 
-def balance(physics: Tensor) -> Tensor:
+def balance(state: Tensor) -> Tensor:
     """Keeps a pole up for hundreds of steps."""
-    return (physics[:, 2] + 0.3 * physics[:, 3] + 0.05 * physics[:, 1] > 0).long()
+    return (state[:, 2] + 0.3 * state[:, 3] + 0.05 * state[:, 1] > 0).long()
 
 
 @both
@@ -56,19 +65,17 @@ def test_every_step_is_gymnasiums_step(name: str, make: Any) -> None:
     env = make(LANES)
     state, fallen = start(env), 0
     for action in random_actions(env, 60):
-        peers = [peer(name, physics) for physics in state.physics]
-        answer = env.step(state, action)
+        peers = [peer(name, row) for row in state]
+        answer = step(env, state, action)
         for lane, other in enumerate(peers):
             observation, reward, terminated, _, _ = other.step(to_gymnasium(action[lane]))
             wanted = torch.from_numpy(np.asarray(other.unwrapped.state, np.float64))
-            torch.testing.assert_close(answer.state.physics[lane], wanted, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(answer.env_state[lane], wanted, rtol=1e-12, atol=1e-14)
             torch.testing.assert_close(answer.observation[lane], torch.from_numpy(observation), rtol=2e-7, atol=1e-9)
             assert float(answer.reward[lane]) == pytest.approx(float(reward), rel=2e-7)
             assert bool(answer.terminated[lane]) == terminated
         fallen += int(answer.terminated.sum())
-        fresh = start(env, episode=fallen)
-        keep = ~answer.terminated[:, None]
-        state = answer.state._replace(physics=torch.where(keep, answer.state.physics, fresh.physics))
+        state = torch.where(answer.terminated[:, None], start(env, episode=fallen), answer.env_state)
     assert fallen > 3 or name == "Pendulum-v1"
 
 
@@ -76,28 +83,27 @@ def test_every_step_is_gymnasiums_step(name: str, make: Any) -> None:
 def test_a_free_run_stays_with_gymnasiums(name: str, make: Any) -> None:
     env, actions = make(LANES), random_actions(make(LANES), 200)
     state = start(env)
-    peers = [peer(name, physics) for physics in state.physics]
+    peers = [peer(name, row) for row in state]
     for t in range(200):
-        action = balance(state.physics) if name == "CartPole-v1" else actions[t]
-        answer = env.step(state, action)
+        action = balance(state) if name == "CartPole-v1" else actions[t]
+        answer = step(env, state, action)
         for lane, other in enumerate(peers):
-            observation, reward, terminated, truncated, _ = other.step(to_gymnasium(action[lane]))
+            observation, reward, terminated, *_ = other.step(to_gymnasium(action[lane]))
             torch.testing.assert_close(answer.observation[lane], torch.from_numpy(observation), rtol=1e-6, atol=1e-6)
             assert float(answer.reward[lane]) == pytest.approx(float(reward), rel=1e-6, abs=1e-6)
-            assert (bool(answer.terminated[lane]), bool(answer.truncated[lane])) == (terminated, truncated)
+            assert not answer.terminated[lane]
             assert not terminated
-        state = answer.state
-    assert bool(answer.truncated.all()) == (name == "Pendulum-v1")
+        state = answer.env_state
 
 
 def test_cart_poles_fall_at_the_same_step() -> None:
     env = CartPole(LANES)
     state, ended = start(env), torch.zeros(LANES, dtype=torch.long)
-    peers = [peer("CartPole-v1", physics) for physics in state.physics]
+    peers = [peer("CartPole-v1", row) for row in state]
     lengths = [sum(1 for _ in iter(lambda other=other: other.step(1)[2], True)) + 1 for other in peers]
     for t in range(1, 30):
-        answer = env.step(state, torch.ones(LANES, dtype=torch.long))
-        state = answer.state
+        answer = step(env, state, torch.ones(LANES, dtype=torch.long))
+        state = answer.env_state
         ended = torch.where((ended == 0) & answer.terminated, t, ended)
     assert ended.tolist() == lengths
     assert len(set(lengths)) > 1
@@ -107,10 +113,9 @@ def test_cart_poles_fall_at_the_same_step() -> None:
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_a_cart_pole_terminates_beyond_its_bounds_and_not_at_them(bound: str, sign: float) -> None:
     column, limit = (0, CartPole.max_position) if bound == "position" else (2, CartPole.max_angle)
-    physics = torch.zeros(2, 4, dtype=torch.float64)
-    physics[0, column], physics[1, column] = sign * limit, sign * math.nextafter(limit, 9)
-    state = TorchEnvState(physics, torch.zeros(2, dtype=torch.int64))
-    assert CartPole(2).step(state, torch.zeros(2).long()).terminated.tolist() == [False, True]
+    state = torch.zeros(2, 4, dtype=torch.float64)
+    state[0, column], state[1, column] = sign * limit, sign * math.nextafter(limit, 9)
+    assert step(CartPole(2), state, torch.zeros(2).long()).terminated.tolist() == [False, True]
 
 
 @both
@@ -143,16 +148,16 @@ def test_states_are_values_that_nothing_writes(name: str, make: Any) -> None:
 
 @both
 def test_resets_are_a_function_of_key_lane_and_episode(name: str, make: Any) -> None:
-    env, key = make(4), key_from_seed(7)
-    many = env.reset(key, torch.tensor([5, 0, 9, 5]), torch.tensor([2, 0, 1, 3])).physics
+    env = make(4)
+    many = env.reset(keys([5, 0, 9, 5], [2, 0, 1, 3], seed=7), None)[0]
     for row, lane, episode in zip(many, (5, 0, 9, 5), (2, 0, 1, 3), strict=True):
-        assert torch.equal(make().reset(key, torch.tensor([lane]), torch.tensor([episode])).physics[0], row)
+        assert torch.equal(make().reset(keys([lane], [episode], seed=7), None)[0][0], row)
     assert len({tuple(row) for row in many.tolist()}) == 4
-    assert not torch.equal(env.reset(key_from_seed(8), torch.tensor([5]), torch.tensor([2])).physics[0], many[0])
+    assert not torch.equal(env.reset(keys([5], [2], seed=8), None)[0][0], many[0])
 
 
 def test_starts_have_gymnasiums_distribution() -> None:
-    poles, pendulums = start(CartPole(), 4000).physics, start(Pendulum(), 4000).physics
+    poles, pendulums = start(CartPole(), 4000), start(Pendulum(), 4000)
     for column, bound in [(poles[:, i], 0.05) for i in range(4)] + [(pendulums[:, 0], math.pi), (pendulums[:, 1], 1)]:
         assert column.abs().max() < bound
         assert column.abs().max() > 0.99 * bound
@@ -168,22 +173,21 @@ def test_spaces_are_gymnasiums(name: str, make: Any) -> None:
     assert repr(make(3)) == f"{make.__name__}(num_envs=3)"
 
 
-class Grid(TorchEnv):
+class Grid(InParts):
     """A walk whose observation is a Dict: the place, and how often each side was chosen."""
 
     observation_space = spaces.Dict(place=spaces.Box(-99, 99, (1,)), counts=spaces.Dict(left=spaces.Discrete(99)))
     action_space = spaces.Discrete(2)
-    draws = 1
     max_episode_steps = 5
 
     def start(self, uniforms: Tensor) -> Any:
         return {"place": (uniforms * 10).round(), "left": torch.zeros(len(uniforms), dtype=torch.long)}
 
-    def observe(self, physics: Any) -> Any:
-        return {"place": physics["place"].float(), "counts": {"left": physics["left"]}}
+    def observe(self, place: Any) -> Any:
+        return {"place": place["place"].float(), "counts": {"left": place["left"]}}
 
-    def advance(self, physics: Any, action: Tensor) -> tuple[Any, Tensor, Tensor]:
-        moved = {"place": physics["place"] + 2 * action[:, None] - 1, "left": physics["left"] + (1 - action)}
+    def move(self, place: Any, action: Tensor) -> tuple[Any, Tensor, Tensor]:
+        moved = {"place": place["place"] + 2 * action[:, None] - 1, "left": place["left"] + (1 - action)}
         return moved, moved["place"][:, 0].float(), moved["left"] >= 4
 
 
@@ -202,15 +206,15 @@ def test_a_subclass_with_a_dict_observation(num_envs: int | None) -> None:
     assert torch.equal(batch["next", "truncated"][..., 0], step == 4)
 
 
-def broken(**methods: Any) -> type[TorchEnv]:
+def broken(**methods: Any) -> type[InParts]:
     return type("Broken", (Grid,), methods)
 
 
-def advance(change: Any) -> Any:
-    return lambda self, physics, action: change(*Grid.advance(self, physics, action))
+def moves(change: Any) -> Any:
+    return lambda self, place, action: change(*Grid.move(self, place, action))
 
 
-BROKEN: dict[str, tuple[type[TorchEnv], str]] = {
+BROKEN: dict[str, tuple[type[InParts], str]] = {
     "observation shape": (
         broken(observe=lambda self, p: {"place": p["place"][:, 0].float(), "counts": {"left": p["left"]}}),
         r"'place'.*\(3,\).*\(3, 1\)",
@@ -220,10 +224,10 @@ BROKEN: dict[str, tuple[type[TorchEnv], str]] = {
         r"'place'.*float64.*float32",
     ),
     "observation structure": (broken(observe=lambda self, p: {"place": p["place"].float()}), "counts"),
-    "reward shape": (broken(advance=advance(lambda p, r, t: (p, r[:, None], t))), r"reward.*\(3, 1\).*3"),
-    "reward for all": (broken(advance=advance(lambda p, r, t: (p, r.sum(), t))), r"reward.*\(\).*3"),
-    "flag dtype": (broken(advance=advance(lambda p, r, t: (p, r, t.float()))), r"terminated.*float32.*bool"),
-    "flag shape": (broken(advance=advance(lambda p, r, t: (p, r, t[:, None]))), r"terminated.*\(3, 1\).*3"),
+    "reward shape": (broken(move=moves(lambda p, r, t: (p, r[:, None], t))), r"reward.*\(3, 1\).*3"),
+    "reward for all": (broken(move=moves(lambda p, r, t: (p, r.sum(), t))), r"reward.*\(\).*3"),
+    "flag dtype": (broken(move=moves(lambda p, r, t: (p, r, t.float()))), r"terminated.*float32.*bool"),
+    "flag shape": (broken(move=moves(lambda p, r, t: (p, r, t[:, None]))), r"terminated.*\(3, 1\).*3"),
 }
 
 
@@ -236,8 +240,10 @@ def test_a_subclass_that_breaks_its_contract_is_named(case: str) -> None:
 
 
 def test_a_subclass_without_its_parts_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"advance|abstract"):
-        type("Bare", (TorchEnv,), {"start": Grid.start, "observe": Grid.observe})(3)
+    with pytest.raises(TypeError, match=r"abstract.* step"):
+        type("Bare", (TorchEnvBase,), {"reset": Grid.reset})(3)
+    with pytest.raises(TypeError, match=r"Bare lacks .'observation_space', 'action_space'."):
+        type("Bare", (TorchEnvBase,), {"reset": Grid.reset, "step": Grid.step})(3)
     for wrong in (0, -1, True, 2.0):
         with pytest.raises(ValueError, match="expected a positive int"):
             Grid(wrong)

@@ -1,0 +1,49 @@
+"""What the base classes for environments of your own share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from funcollect.arguments import check_num_envs
+from funcollect.specs import ActionSpec, Leaf, Space, observation_leaves
+
+if TYPE_CHECKING:  # a cached property does not fit a protocol's property for pyright
+    cached_property = property
+else:
+    from functools import cached_property
+
+
+class EnvBase:
+    """Members of an environment that follow from its two spaces.
+
+    Args:
+        num_envs: P, or None for a single environment without a batch dimension, unless the class sets it.
+
+    Raises:
+        ValueError: for a `num_envs` below 1.
+        TypeError: for a subclass without spaces.
+    """
+
+    observation_space: Space
+    action_space: Space
+    num_envs: int | None = None
+
+    def __init__(self, num_envs: int | None = None) -> None:
+        check_num_envs(num_envs)
+        if missing := [name for name in ("observation_space", "action_space") if not hasattr(self, name)]:
+            raise TypeError(f"{type(self).__name__} lacks {missing}, expected as attributes of the class: set them")
+        if num_envs is not None:
+            self.num_envs = num_envs
+
+    @cached_property
+    def observation_leaves(self) -> tuple[Leaf, ...]:
+        """The leaves of an observation in a batch."""
+        return observation_leaves(self.observation_space)
+
+    @cached_property
+    def action_spec(self) -> ActionSpec:
+        """How an action looks in a batch."""
+        return ActionSpec(self.action_space)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'' if self.num_envs is None else f'num_envs={self.num_envs}'})"

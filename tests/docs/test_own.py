@@ -1,0 +1,45 @@
+"""Environments of the documents: short, and accepted by strict type checkers."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.running import ROOT
+
+PAGES = ["your_own_environment"]
+CLASSES = {"your_own_environment": [["JaxWalk"], ["TorchWalk"], ["HostWalk", "Walkers"]]}
+CHECKERS = {
+    "mypy": ["mypy", "--strict"],
+    "pyright": ["pyright", "--pythonpath", sys.executable],
+}
+
+
+def program(page):
+    blocks = (ROOT / "docs" / f"{page}.md").read_text().split("```python\n")[1:]
+    return "\n\n".join(block.split("```")[0] for block in blocks)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_takes_at_most_15_lines(page):
+    source = program(page)
+    lines = {
+        node.name: [line for line in ast.get_source_segment(source, node).splitlines() if line.strip()]
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef)
+    }
+    for names in CLASSES[page]:
+        assert sum(len(lines.pop(name)) for name in names) <= 15, names
+    assert not lines
+
+
+@pytest.mark.parametrize("checker", CHECKERS)
+@pytest.mark.parametrize("page", PAGES)
+def test_strict_type_checkers_accept_it(page, checker, tmp_path):
+    file = tmp_path / f"{page}.py"
+    file.write_text("# pyright: strict\n" + program(page))
+    done = subprocess.run(
+        [sys.executable, "-m", *CHECKERS[checker], str(file)], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,140 @@
+"""Environments of a user's own: by the base classes, by members alone, and with parameters."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from gymnasium import spaces
+
+import funcollect as fc
+from funcollect.envs import ActionSpec, Transition, observation_leaves
+from tests.support.compare import assert_same
+from tests.support.jax_counting import counting, counting_policy
+
+LINE, PUSH = spaces.Box(-99.0, 99.0, (1,)), spaces.Discrete(2)
+
+
+class JaxWalk(fc.envs.JaxEnvBase):
+    observation_space, action_space = LINE, PUSH
+    max_episode_steps = 6
+    params = (2.0,)
+
+    def reset(self, key: Any, params: Any, /) -> Any:
+        place = jax.random.uniform(key, (1,)) + params[0]
+        return place, place
+
+    def step(self, key: Any, place: Any, action: Any, params: Any, /) -> Transition:
+        place = place + params[0] * (2 * action - 1)
+        return Transition(place, place, place[0], place[0] > 50.0, False, {"length": params[0]})
+
+
+class TorchWalk(fc.envs.TorchEnvBase):
+    observation_space, action_space = LINE, PUSH
+    max_episode_steps = 6
+    params = (torch.tensor(2.0),)
+
+    def reset(self, key: Any, params: Any, /) -> Any:
+        place = key.uniform(1).float() + params[0]
+        return place, place
+
+    def step(self, key: Any, place: Any, action: Any, params: Any, /) -> Transition:
+        place = place + params[0] * (2 * action[:, None] - 1)
+        ended = place[:, 0] > 50
+        info = {"length": params[0].expand(len(key)), "noise": key.uniform(1)[:, 0]}
+        return Transition(place, place, place[:, 0], ended, torch.zeros_like(ended), info)
+
+
+BOTH = pytest.mark.parametrize("kind", [JaxWalk, TorchWalk])
+
+
+def collected(env: Any, state: Any = None, length: int = 20, **changes: Any) -> Any:
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0) if state is None else state
+    return fc.rollout(env, policy, state.replace(**changes), length)
+
+
+@BOTH
+def test_parameters_are_values_of_the_state(kind: Any) -> None:
+    env = kind(3)
+    state, batch = collected(env)
+    (length,) = jax.tree.leaves(state.env_params)
+    assert float(length) == 2
+    moved = (batch["next", "observation"] - batch["observation"]).abs()
+    assert moved.allclose(torch.tensor(2.0), atol=1e-5)
+    assert (batch["next", "info", "length"] == 2).all()
+    _, wider = collected(env, state, env_params=(length * 4,))
+    assert (wider["next", "observation"] - wider["observation"]).abs().allclose(torch.tensor(8.0), atol=1e-5)
+
+
+@BOTH
+def test_the_limit_truncates_in_the_loop(kind: Any) -> None:
+    _, batch = collected(kind(3))
+    assert (batch["next", "truncated"][..., 0] == (batch["collector", "step"] == 5)).all()
+    assert not batch["next", "terminated"].any()
+    env = kind(3)
+    env.max_episode_steps = None
+    assert not collected(env)[1]["next", "done"].any()
+
+
+def test_a_request_may_cut_earlier_than_the_environment() -> None:
+    env = TorchWalk(2)
+    policy = fc.random_policy(env)
+    batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 12, max_frames_per_traj=4)[1]
+    assert (batch["next", "truncated"][..., 0] == (batch["collector", "step"] == 3)).all()
+
+
+def test_steps_of_a_torch_environment_draw_by_lane_and_step() -> None:
+    _, first = collected(TorchWalk(3), length=8)
+    _, whole = collected(TorchWalk(3), length=16)
+    noise = whole["next", "info", "noise"]
+    assert torch.equal(noise[:, :8], first["next", "info", "noise"])
+    assert len(noise.unique()) == noise.numel()
+    assert torch.equal(collected(TorchWalk(1), length=16)[1]["next", "info", "noise"][0], noise[0])
+
+
+class OnlyMembers:
+    """The counting environment, without any base class."""
+
+    backend: Literal["jax"] = "jax"
+    num_envs = 3
+    inner = counting(3)
+    observation_space = inner.observation_space
+    action_space = spaces.Discrete(3)
+    observation_leaves = observation_leaves(observation_space)
+    action_spec = ActionSpec(action_space)
+    starts: Literal["fresh"] = "fresh"
+    max_episode_steps = None
+    params = None
+
+    def reset(self, key: Any, params: Any, /) -> Any:
+        return self.inner.reset(key, params)
+
+    def step(self, key: Any, env_state: Any, action: Any, params: Any, /) -> Transition:
+        return self.inner.step(key, env_state, action, params)
+
+
+def test_an_environment_needs_no_base_class() -> None:
+    env, policy = OnlyMembers(), counting_policy()
+    assert isinstance(env, fc.envs.JaxEnv)
+    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=3), 30)
+    known = counting(3)
+    assert_same(fc.rollout(known, policy, fc.init(known, policy, seed=3), 30)[1], batch)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a start alone": ({"reset": lambda self, key, params: jnp.zeros(1)}, r"reset of .* expected the pair"),
+    "a tuple": ({"step": lambda self, *given: (given[1], given[1], 0.0)}, "3 values, expected a Transition: return"),
+    "no space": ({"action_space": None}, "NoneType"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_mistakes_are_named(case: str) -> None:
+    members, message = WRONG[case]
+    env = type("Walk", (JaxWalk,), members)(2)
+    with pytest.raises((TypeError, fc.EnvError), match=message):
+        collected(env)
