@@ -57,15 +57,17 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from funcollect.interop.lowering import lower
+    from funcollect.keys import Noise
     from funcollect.plots.recording import record
     from funcollect.policies import heads
+    from funcollect.policies.base import PolicyBase
     from funcollect.policies.jax_functions.jax_policy import jax_policy
     from funcollect.policies.plugins import make_policy
     from funcollect.policies.random_policy import random_policy
     from funcollect.policies.tensordict_modules.tensordict_policy import tensordict_policy
     from funcollect.policies.torch_modules.torch_policy import torch_policy
     from funcollect.progress import track
-    from funcollect.protocols import Env, Policy
+    from funcollect.protocols import Env, Exploration, Policy
     from funcollect.specs import ExplorationType
     from funcollect.trajectories.advantages import gae
     from funcollect.trajectories.multi_step import MultiStep
@@ -112,6 +114,7 @@ _HOMES = {
     "funcollect.plots.recording": ["record"],
     "funcollect.policies.jax_functions.jax_policy": ["jax_policy"],
     "funcollect.policies.tensordict_modules.tensordict_policy": ["tensordict_policy"],
+    "funcollect.policies.base": ["PolicyBase"],
     "funcollect.policies.plugins": ["make_policy"],
     "funcollect.policies.random_policy": ["random_policy"],
     "funcollect.policies.torch_modules.torch_policy": ["torch_policy"],
@@ -123,7 +126,8 @@ _HOMES = {
     "funcollect.core.routes": ["lower_policy"],
     "funcollect.core.state": ["CollectorState"],
     "funcollect.core.traced_step.batch": ["deliver"],
-    "funcollect.protocols": ["Env", "Policy"],
+    "funcollect.keys": ["Noise"],
+    "funcollect.protocols": ["Env", "Exploration", "Policy"],
     "funcollect.specs": ["ExplorationType"],
     "funcollect.trajectories.advantages": ["gae"],
     "funcollect.trajectories.multi_step": ["MultiStep"],
@@ -160,6 +164,7 @@ __all__ = [
     "EnvError",
     "EpisodeStats",
     "EvaluationError",
+    "Exploration",
     "ExplorationType",
     "FuncollectError",
     "LazyMemmapStorage",
@@ -172,9 +177,11 @@ __all__ = [
     "MultiSyncCollector",
     "MultiSyncDataCollector",
     "MultiaSyncDataCollector",
+    "Noise",
     "Plan",
     "PluginError",
     "Policy",
+    "PolicyBase",
     "PolicyError",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",

@@ -125,13 +125,13 @@ class LaneKeys:
         key: the run's key.
         purpose: what is drawn for.
         lanes: [P] int64, the lanes' ids.
-        numbers: [P] int64, the episodes' numbers, or [] the number of the step.
+        numbers: [P] int64, the episodes' numbers, or the number of the step.
     """
 
     key: Key
     purpose: Purpose
     lanes: Tensor
-    numbers: Tensor
+    numbers: Tensor | int
 
     def __len__(self) -> int:
         """P."""
@@ -141,8 +141,11 @@ class LaneKeys:
         """[P, count] float64 uniform numbers in (0, 1), on the lanes' device: the same at every call."""
         words = torch.full_like(self.lanes, _signed(fold(self.key, self.purpose)))
         draws = torch.arange(count, dtype=torch.int64, device=words.device)
-        for data in (self.lanes, self.numbers):
-            words = _mix(words + _signed(_GOLDEN) * (data + 1))
+        words = _mix(words + _signed(_GOLDEN) * (self.lanes + 1))
+        if isinstance(self.numbers, int):
+            words = _mix(words + _signed(_GOLDEN * (self.numbers + 1) & _MASK))
+        else:
+            words = _mix(words + _signed(_GOLDEN) * (self.numbers + 1))
         words = _mix(words[:, None] + _signed(_GOLDEN) * (draws + 1))
         return (((words >> 11) & ((1 << 53) - 1)).double() + 0.5) * 2.0**-53
 

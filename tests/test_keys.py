@@ -101,9 +101,10 @@ def test_lane_uniforms_are_made_of_the_words_that_fold_gives() -> None:
 
 def test_lane_uniforms_of_a_step_are_those_of_its_number() -> None:
     lanes = torch.arange(3)
-    one = LaneKeys(KEY, Purpose.DYNAMICS, lanes, torch.tensor(5)).uniform(2)
-    assert torch.equal(one, LaneKeys(KEY, Purpose.DYNAMICS, lanes, torch.full((3,), 5)).uniform(2))
-    assert not torch.equal(one, LaneKeys(KEY, Purpose.RESET, lanes, torch.tensor(5)).uniform(2))
+    for number in (0, 5, 2**40 + 1, 2**62):
+        one = LaneKeys(KEY, Purpose.DYNAMICS, lanes, number).uniform(2)
+        assert torch.equal(one, LaneKeys(KEY, Purpose.DYNAMICS, lanes, torch.full((3,), number)).uniform(2))
+        assert not torch.equal(one, LaneKeys(KEY, Purpose.RESET, lanes, number).uniform(2))
 
 
 def test_episode_seeds_are_made_of_the_same_words() -> None:

@@ -17,8 +17,10 @@ from funcollect.core.traced_step.checks import check_live, check_one_run, check_
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.keys import key_from_seed
 from funcollect.messages import shown
+from funcollect.policies.base import check_policy
+from funcollect.policies.torch_backed import TorchBacked
 from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
-from funcollect.protocols import Backend, Env, Policy
+from funcollect.protocols import Backend, Env, Policy, is_env
 from funcollect.specs import ExplorationType
 
 _LOOPS: dict[str, Loop] = {"host": host, "torch": tensor, "fused": fused, "crossing": crossing}
@@ -58,31 +60,15 @@ def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, t
 
 def check_pair(env: Any, policy: Any) -> None:
     """Raise unless `env` is an environment, `policy` a policy, and the one suits the other."""
-    if not isinstance(env, Env):
-        swapped = " (the policy is one: env comes first)" if isinstance(policy, Env) else ""
+    if not is_env(env):
+        swapped = " (the policy is one: env comes first)" if is_env(policy) else ""
         raise TypeError(f"env is {type(env).__name__}, expected an Env{swapped}: make one with funcollect.make_env")
     check_policy(policy)
     if env.backend not in (backends := get_args(Backend)):
         raise TypeError(f"env has the backend {env.backend!r}, expected one of {sorted(backends)}")
-    if taken := {leaf.path[0] for leaf in env.observation_leaves} & set(getattr(policy, "out_names", ())):
-        raise ValueError(f"the policy's outputs {sorted(taken)} collide with the environment's keys: rename them")
-    if hasattr(policy, "check"):
-        policy.check(env.action_spec)
-    if getattr(policy, "compiler", None) is not None:
+    policy.check(env.action_spec)
+    if isinstance(policy, TorchBacked) and policy.compiler is not None:
         route_of(env, policy)  # a way that is demanded is there, or an error here
-
-
-def _kind(given: Any) -> str:
-    return f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
-
-
-def check_policy(policy: Any) -> None:
-    """Raise TypeError unless `policy` is a policy."""
-    if isinstance(policy, type) or not all(hasattr(policy, name) for name in ("backend", "noise", "init", "prepare")):
-        raise TypeError(
-            f"policy is {_kind(policy)}, expected a Policy: wrap a module with funcollect.torch_policy, "
-            "a JAX function with funcollect.jax_policy"
-        )
 
 
 def rollout(
@@ -236,7 +222,7 @@ def check_state(env: Env, state: CollectorState, function: str) -> None:
             f"state is {type(state).__name__}, expected a CollectorState: pass what init or rollout returned (after "
             "env and policy)"
         )
-    if not hasattr(env, "observation_leaves"):
+    if not is_env(env):
         raise TypeError(f"env is {type(env).__name__}, expected an Env: pass the env that the state was made with")
     check_untraced(function, state.lane)
     if isinstance(state.env_state, JaxEnvState):

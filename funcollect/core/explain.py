@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
-
-import torch
 
 from funcollect.core.api import check_pair
 from funcollect.core.routes import Route, route_of
 from funcollect.envs.host.host_env import seeding_of, statistics_of
 from funcollect.faulty_fusions import avoid_faulty_fusions
 from funcollect.interop.jax_setup import dispatch_note
+from funcollect.policies.jax_functions.function_policy import FunctionPolicy
+from funcollect.policies.torch_backed import TorchBacked
 from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
+from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.protocols import Env, Policy
 
 _SEEDING = {
@@ -124,9 +124,9 @@ def _lanes(env: Env) -> str:
 
 
 def _describe(policy: Policy) -> str:
-    head = getattr(policy, "head", None)
+    head = policy.head if isinstance(policy, TorchPolicy | FunctionPolicy) else None
     name = type(policy).__name__ if head is None else f"{type(policy).__name__} with the head {head.name}"
-    compiler = getattr(policy, "compiler", None)
+    compiler = policy.compiler if isinstance(policy, TorchBacked) else None
     return f"{name} ({policy.backend}{f', compiled by {compiler}' if compiler else ''})"
 
 
@@ -141,7 +141,7 @@ def _why(env: Env, route: Route) -> str:
         return f"{where}; the policy is one call per step for all lanes"
     if isinstance(route.policy, LoweredPolicy):
         where += "; the policy's module is lowered to JAX"
-    if getattr(env, "device", None) not in (None, torch.device("cpu")):
+    if env.backend == "torch" and env.device.type != "cpu":
         return f"{where}; the policy is one jitted call per step, DLPack each way"
     return f"{where}; the policy is one jitted call per step, its outputs read back as one array; {dispatch_note()}"
 
@@ -177,14 +177,15 @@ def _copies(env: Env, route: Route) -> str:
         return f"each observation to where the module reads it, and its answer into the loop; {columns}"
     if route.loop == "fused":
         return f"nothing: {columns}"
-    run_device: Any = getattr(policy, "run_device", None)
-    place = getattr(env, "device", None) or "cpu"
+    source = policy if isinstance(policy, TorchBacked) else None
+    run_device = source.run_device if source else None
+    place = env.device if env.backend == "torch" else "cpu"
     parts = ["each observation once, into the batch"]
     if route.loop == "crossing":
         parts = ["each observation into the columns, and to where the policy reads it; each action to the environment"]
     if run_device is not None and str(run_device) != str(place):
         parts.append(f"each observation to {run_device} and each action back, at every step")
-    if getattr(policy, "device", None) is not None:
+    if source and source.device is not None:
         parts.append("parameters to the policy's device, at every rollout, where they are elsewhere")
     else:
         parts.append("no parameters")

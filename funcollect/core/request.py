@@ -12,10 +12,8 @@ from torch import Tensor
 from funcollect.arguments import check_count, check_flags, check_positive
 from funcollect.core.state import CollectorState
 from funcollect.keys import draw_ahead
-from funcollect.policies.actors.actor import Actor, ActorInputs
-from funcollect.policies.actors.protocol_actor import make_actor
 from funcollect.policies.random_policy import RandomStart
-from funcollect.protocols import Env, JaxEnv, Policy, TorchEnv
+from funcollect.protocols import Actor, ActorInputs, Env, Exploration, JaxEnv, Policy, TorchEnv
 from funcollect.specs import ExplorationType
 from funcollect.tree import Path
 
@@ -107,13 +105,13 @@ def open_actor(env: Env, policy: Policy, state: CollectorState, request: Request
         policy_state=state.policy_state,
         initial_state=_initial_state(policy, state),
         noise=drawn,
-        exploration_type=request.exploration_type,
+        exploration=Exploration(request.exploration_type),
         spec=spec,
         num_envs=state.num_lanes,
         length=request.length,
         single=env.num_envs is None,
     )
-    actor = make_actor(policy, actor_inputs)
+    actor = policy.actor(actor_inputs)
     random_left = min(request.random_steps - state.steps_made, request.length)
     if random_left > 0:
         actor = RandomStart(actor, actor_inputs, state.key, first_lane, state.steps_made, random_left)

@@ -58,7 +58,7 @@ def route_of(env: Env, policy: Policy, exploration_type: ExplorationType = Explo
     Raises:
         LoweringError: for a policy that demands a way (``compile=``) which is not to be had.
     """
-    asked = getattr(policy, "compiler", None)
+    asked = policy.compiler if isinstance(policy, TorchBacked) else None
     if env.backend != "jax":
         if asked == "callback":
             raise LoweringError(

@@ -123,11 +123,11 @@ class CollectorState(Generic[Array]):
 
 def origin_of(env: Any) -> int:
     """The number of an environment in this process."""
-    known: int | None = getattr(env, "_origin", None)
-    if known is None:
-        known = next(_ORIGINS)
-        object.__setattr__(env, "_origin", known)  # environments may be frozen
-    return known
+    attributes: dict[str, Any] = vars(env)  # written directly, since environments may be frozen
+    if "_origin" not in attributes:
+        attributes["_origin"] = next(_ORIGINS)
+    origin: int = attributes["_origin"]
+    return origin
 
 
 def check_origin(env: Any, state: CollectorState) -> None:

@@ -222,7 +222,7 @@ def partition(state: CollectorState, axis: str) -> CollectorState:
 
 def _step(config: StepConfig, params: Any, state: CollectorState, keys: RunKeys) -> tuple[CollectorState, Batch]:
     after, row = fused_step(config, params, state, keys)
-    places: dict[Path, Path] = {(".".join(path),): path for path in getattr(config.policy, "nested", ())}
+    places: dict[Path, Path] = {(".".join(path),): path for path in config.policy.nested}
     return after, nest({places.get(path, path): value for path, value in row.items() if path != (PROBE,)})
 
 

@@ -21,7 +21,7 @@ from funcollect.envs.jax_envs.playground_env import from_playground
 from funcollect.envs.recognise import is_envpool, is_torchrl, refuse_sb3
 from funcollect.envs.torch_envs.classic_control import TORCH_ENVS
 from funcollect.envs.torchrl_envs.adapter import from_torchrl
-from funcollect.protocols import Env, Policy
+from funcollect.protocols import Env, is_env, is_policy
 
 
 def make_env(env: Any, **kwargs: Any) -> Env:
@@ -47,9 +47,9 @@ def make_env(env: Any, **kwargs: Any) -> Env:
         return from_torchrl(env, **kwargs)
     if is_envpool(env):
         return from_envpool(env, **kwargs)
-    if isinstance(env, Policy):
+    if is_policy(env):
         raise TypeError(f"env is the policy {type(env).__name__}, expected an environment: it comes before the policy")
-    if isinstance(env, Env):
+    if is_env(env):
         if kwargs:
             raise ValueError(f"{', '.join(kwargs)} cannot be given with {env!r}, which is made already: leave it out")
         return env

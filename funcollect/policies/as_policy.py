@@ -17,7 +17,7 @@ from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.tensordict_modules.hidden_states import initial_hidden_states
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
-from funcollect.protocols import Env, Policy
+from funcollect.protocols import Env, Policy, is_policy
 
 
 def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -> Policy:
@@ -45,7 +45,7 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
         moved = place is not None and policy.run_device not in (None, place)
         parts = (policy.module, policy.head, policy.initial_state, place, policy.compiler, policy.keys)
         return TorchPolicy(*parts) if moved else policy
-    if isinstance(policy, Policy):
+    if is_policy(policy):
         return policy
     if not callable(policy):
         raise TypeError(

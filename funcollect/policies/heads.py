@@ -236,6 +236,14 @@ class _TanhNormal(_Normal):
         return self._total(self._density(xp, parameters, raw) - slope, spec)
 
 
+def chosen_by(head: Head, xp: Any, answer: Any, noise: Any, spec: ActionSpec) -> dict[str, Any]:
+    """A head's action and, where it defines one, its log-probability; `noise` is None for the mode."""
+    parameters = head.parse(xp, answer, spec)
+    action = head.sample(xp, parameters, noise, spec)
+    log_prob = head.log_prob(xp, parameters, action, noise, spec)
+    return {"action": action} if log_prob is None else {"action": action, "action_log_prob": log_prob}
+
+
 def check_head(head: Any) -> None:
     """Raise TypeError unless `head` is a head or None."""
     if head is not None and (isinstance(head, type) or not hasattr(head, "log_prob")):

@@ -18,7 +18,7 @@ from typing import Any
 from funcollect.errors import PluginError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import shown
-from funcollect.protocols import Env, Policy
+from funcollect.protocols import Env, Policy, is_env, is_policy
 
 __all__ = ["GROUP", "PolicyPlugin", "find_policy", "make_policy", "offered_policies"]
 
@@ -174,7 +174,7 @@ class PolicyPlugin:
 
     def make(self, env: Env, /, **options: Any) -> Policy:
         """The policy for an environment: see `make_policy`."""
-        if not isinstance(env, Env):
+        if not is_env(env):
             raise TypeError(f"env is {type(env).__name__}, expected an Env: make one with funcollect.make_env")
         factory = self.load()
         self._check_options(factory, options)
@@ -182,7 +182,7 @@ class PolicyPlugin:
             policy = factory(env, **options)
         except (Exception, SystemExit) as error:
             raise self._broken(f"cannot be made for {env!r}: {_told(error)}") from error
-        if isinstance(policy, type) or not isinstance(policy, Policy):
+        if not is_policy(policy):
             kind = f"the class {policy.__name__}" if isinstance(policy, type) else type(policy).__name__
             raise self._broken(
                 f"is {kind} as its factory returns it, expected a Policy: the factory should wrap it with "

@@ -12,11 +12,12 @@ import numpy.typing as npt
 import torch
 from gymnasium import spaces
 from torch import Tensor
+from typing_extensions import override
 
 from funcollect.keys import Key, Noise, Purpose, normals, random_words, uniforms
-from funcollect.policies.actors.actor import Actor, ActorInputs, Columns
-from funcollect.protocols import Env
-from funcollect.specs import ActionSpec, ExplorationType
+from funcollect.policies.base import PolicyBase
+from funcollect.protocols import Actor, ActorInputs, Columns, Env, Exploration, is_env
+from funcollect.specs import ActionSpec
 
 MASK_KEY = "action_mask"
 
@@ -38,12 +39,12 @@ def random_policy(env: Env) -> RandomPolicy:
     >>> batch["action"].shape
     torch.Size([2, 4, 1])
     """
-    if not isinstance(env, Env):
+    if not is_env(env):
         raise TypeError(f"env is {type(env).__name__}, expected an Env: make one with funcollect.make_env")
     return RandomPolicy(env.action_spec)
 
 
-class RandomPolicy:
+class RandomPolicy(PolicyBase):
     """See `random_policy`."""
 
     backend: Literal["torch"] = "torch"
@@ -52,14 +53,13 @@ class RandomPolicy:
     def __init__(self, spec: ActionSpec) -> None:
         self.spec = spec
 
-    def noise(self, spec: ActionSpec) -> Noise | None:
+    @override
+    def noise(self, spec: ActionSpec, /) -> Noise | None:
         """One uniform number per choice or component."""
         return Noise(kind="uniform", shape=_draw_shape(spec))
 
-    def init(self, key: Key, num_envs: int) -> None:
-        """There is no state."""
-
-    def prepare(self, params: Any) -> None:
+    @override
+    def prepare(self, params: Any, /) -> None:
         """There are no parameters.
 
         Raises:
@@ -68,15 +68,23 @@ class RandomPolicy:
         if params is not None:
             raise ValueError("params were given to a random policy, which has none: leave them out")
 
+    @override
     def __call__(
-        self, params: Any, policy_state: Any, observation: Any, noise: Any, exploration_type: ExplorationType
+        self,
+        params: Any,
+        policy_state: Any,
+        observation: Any,
+        noise: Any,
+        spec: ActionSpec,
+        exploration: Exploration,
+        /,
     ) -> tuple[None, Mapping[str, Any]]:
-        """Actions from uniform `noise`, whatever the exploration type."""
+        """Actions from uniform `noise`, whatever the exploration."""
         return None, {"action": draw_actions(self.spec, noise, action_mask(observation, self.spec))}
 
-    def actor(self, actor_inputs: ActorInputs) -> RandomActor:
-        """The policy at work in a rollout."""
-        return RandomActor(actor_inputs)
+    @override
+    def actor(self, inputs: ActorInputs, /) -> RandomActor:
+        return RandomActor(inputs)
 
 
 class RandomActor:

@@ -7,8 +7,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from funcollect.messages import shown
+from funcollect.policies.base import PolicyBase
 from funcollect.policies.torch_modules.binding import Binding
 from funcollect.policies.torch_modules.settings import Settings, SettingsCache
 
@@ -44,7 +46,7 @@ def replaced(policy: Any, subject: Any) -> Any:
     return policy
 
 
-class TorchBacked:
+class TorchBacked(PolicyBase):
     """What the policies over a Torch module, or over a plain function, share: parameters, device, checkpoints.
 
     Args:
@@ -53,6 +55,7 @@ class TorchBacked:
     """
 
     backend: Literal["torch"] = "torch"
+    compiler: Compiler | None = None  # the way of running that is demanded
 
     def __init__(self, module: Callable[..., Any], device: torch.device | None = None) -> None:
         self.device = device
@@ -89,13 +92,18 @@ class TorchBacked:
         """The module's current parameters and buffers, a TensorDict; None for a function."""
         return self._binding.params if self._binding else None
 
-    def prepare(self, params: Any) -> dict[str, Tensor] | None:
+    @override
+    def prepare(self, params: Any, /) -> dict[str, Tensor] | None:
         """Parameters by name, checked; None stands for the module's own, read at each rollout."""
         if self._binding:
             return self._binding.prepare(params)
         if params is not None:
             raise ValueError("params were given to a policy that is a plain function: pass a torch.nn.Module")
         return None
+
+    @override
+    def remembers(self, policy_state: TorchPolicyState, /) -> bool:
+        return policy_state.recurrent is not None
 
     def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
         """The callable over these parameters."""

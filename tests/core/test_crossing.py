@@ -24,7 +24,7 @@ def cartpole():
     return from_gymnax("CartPole-v1", num_envs=3)
 
 
-class ByHand:
+class ByHand(fc.PolicyBase):
     """A policy of the protocol alone, with a state of its own."""
 
     backend = "torch"
@@ -39,7 +39,7 @@ class ByHand:
     def prepare(self, params):
         return params
 
-    def __call__(self, params, policy_state, observation, noise, exploration_type):
+    def __call__(self, params, policy_state, observation, noise, spec, exploration):
         return policy_state + 1, {"action": (observation[:, 2] > 0).long(), "count": policy_state}
 
 

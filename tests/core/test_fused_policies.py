@@ -121,7 +121,7 @@ def test_extras_of_every_dtype_are_recorded_as_they_are():
         assert torch.equal(batch[name], wide.to(getattr(torch, name))), name
 
 
-class Alternating:
+class Alternating(fc.PolicyBase):
     """A policy by the protocol alone: it answers with the parity of its own count."""
 
     backend = "jax"
@@ -136,8 +136,8 @@ class Alternating:
     def prepare(self, params):
         return self.params if params is None else params
 
-    def __call__(self, params, policy_state, observation, noise, exploration_type):
-        mode = exploration_type is fc.ExplorationType.MODE
+    def __call__(self, params, policy_state, observation, noise, spec, exploration):
+        mode = exploration.type is fc.ExplorationType.MODE
         extras = {"mode": jnp.full(policy_state.shape, mode)}
         return policy_state + 1, {"action": params + policy_state % 2, **extras}
 

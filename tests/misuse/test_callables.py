@@ -77,7 +77,7 @@ def test_in_keys_that_the_environment_lacks() -> None:
         next(collector)
 
 
-class Plain:
+class Plain(fc.PolicyBase):
     """The protocol and nothing else; `answers` one after the other, the last one from then on."""
 
     backend = "torch"
@@ -95,7 +95,7 @@ class Plain:
     def prepare(self, params: Any) -> None:
         return None
 
-    def __call__(self, params: Any, state: Any, observation: Any, noise: Any, exploration_type: Any) -> Any:
+    def __call__(self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Any) -> Any:
         return None, self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
 

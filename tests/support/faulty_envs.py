@@ -213,7 +213,7 @@ class DisturbsAnother(Proxy):
 
 class WritesItsAction(Proxy):
     def send(self, lanes: Sequence[int], action: Any) -> None:
-        super().send(lanes, np.array(action))
+        super().send(lanes, np.asarray(action).copy())
         np.asarray(action)[...] = 0
 
 

@@ -29,7 +29,7 @@ def choosing(*layers: nn.Module) -> Callable[[], Any]:
     return lambda: fc.torch_policy(nn.Sequential(*layers), head=fc.heads.categorical)
 
 
-class Plain:
+class Plain(fc.PolicyBase):
     """A good policy by the bare protocol: pushes away from where it stands, or draws."""
 
     backend = "torch"
@@ -47,9 +47,9 @@ class Plain:
     def scores(self, params: Any, observation: Tensor) -> Tensor:
         return torch.stack([-observation[:, 0], observation[:, 1] * 0, observation[:, 0]], -1)
 
-    def __call__(self, params: Any, state: Any, observation: Any, noise: Any, exploration_type: Any) -> Any:
+    def __call__(self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Any) -> Any:
         scores = self.scores(params, observation)
-        random = exploration_type is fc.ExplorationType.RANDOM
+        random = exploration.type is fc.ExplorationType.RANDOM
         return state, {"action": (scores + noise if random else scores).argmax(-1), "scores": scores}
 
 
@@ -68,7 +68,7 @@ class AnswersFloats(Plain):
 class SaysMoreAtRandom(Plain):
     def __call__(self, *args: Any) -> Any:
         state, outputs = super().__call__(*args)
-        return state, outputs | ({"noise": args[3]} if args[4] is fc.ExplorationType.RANDOM else {})
+        return state, outputs | ({"noise": args[3]} if args[5].type is fc.ExplorationType.RANDOM else {})
 
 
 class Explodes(nn.Module):
@@ -110,8 +110,8 @@ class StartsAnyhow(Plain):
     def init(self, key: Any, num_envs: int) -> Any:
         return torch.from_numpy(np.random.default_rng().normal(size=(num_envs, 1)))
 
-    def __call__(self, params: Any, state: Any, observation: Any, noise: Any, exploration_type: Any) -> Any:
-        return super().__call__(params, state, observation, noise + state * torch.tensor([9, 0, -9]), exploration_type)
+    def __call__(self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Any) -> Any:
+        return super().__call__(params, state, observation, noise + state * torch.tensor([9, 0, -9]), spec, exploration)
 
 
 class Acting:
@@ -205,8 +205,8 @@ def hesitant() -> TorchPolicy:
 class DrawsRegardless(Plain):
     """Heeds no exploration type."""
 
-    def __call__(self, params: Any, state: Any, observation: Any, noise: Any, exploration_type: Any) -> Any:
-        return super().__call__(params, state, observation, noise, fc.ExplorationType.RANDOM)
+    def __call__(self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Any) -> Any:
+        return super().__call__(params, state, observation, noise, spec, fc.Exploration())
 
 
 class Unnormalised(type(categorical)):  # type: ignore[misc]

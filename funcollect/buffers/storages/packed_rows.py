@@ -328,7 +328,9 @@ def _tensordicts(kinds: Mapping[Path, torch.dtype], item_dims: tuple[int, ...]) 
             name: leaves[value] if isinstance(value, int) else build(value, leaves, size, device)
             for name, value in node.items()
         }
-        return TensorDict._new_unsafe(filled, batch_size=size, device=device)
+        built = TensorDict._new_unsafe(filled, batch_size=size)
+        built._device = device  # as an argument it costs as much as all the rest
+        return built
 
     def rebuild(leaves: list[Tensor], number: int) -> TensorDict:
         return build(recipe, leaves, torch.Size((number, *item_dims)), leaves[0].device if placed else None)

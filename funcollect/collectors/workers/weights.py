@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from funcollect.collectors.workers.pool import WorkerPool
 from funcollect.collectors.workers.transport import Call, WeightStore
-from funcollect.policies.torch_backed import TorchBacked, replaced
+from funcollect.policies.torch_backed import replaced
 from funcollect.policies.torch_modules.sending import PolicyChanges, unpack
+from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +51,7 @@ class Weights:
     def __init__(self, pool: WorkerPool, weight_store: WeightStore, policy: Any) -> None:
         self._pool = pool
         self._weight_store = weight_store
-        self._policy = TorchBacked(policy) if isinstance(policy, nn.Module) else policy
+        self._policy = TorchPolicy(policy, None, None, None) if isinstance(policy, nn.Module) else policy
         self._changes = PolicyChanges(self._policy)
         self.version = 0
         self.own = True

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import optree
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -28,10 +27,9 @@ from funcollect.core.traced_step.step import Row, StepConfig, step
 from funcollect.interop.bridge import jax_view, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memory import fixed
-from funcollect.policies.actors.actor import Actor
 from funcollect.policies.actors.checks import check_apart
 from funcollect.policies.random_policy import RandomPolicy
-from funcollect.protocols import JaxEnv, Policy
+from funcollect.protocols import Actor, JaxEnv, Policy
 from funcollect.specs import ActionSpec, assemble
 from funcollect.tree import Path
 
@@ -42,8 +40,7 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
     """`funcollect.rollout`."""
     loop = _CrossingLoop(env, state, request)
     actor = open_actor(env, policy, _on_host(state), request, loop.observation)
-    recurrent = getattr(state.policy_state, "recurrent", state.policy_state)
-    remembers = bool(optree.tree_leaves(recurrent)) or getattr(policy, "remembers", False)
+    remembers = policy.remembers(state.policy_state)
     with actor.running():
         for t in range(request.length):
             loop.step(t, actor.act(t))

@@ -22,8 +22,6 @@ from funcollect.interop.bridge import torch_view
 from funcollect.interop.device_memory import naming_memory
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.keys import Key
-from funcollect.policies.actors.checks import finish_columns
-from funcollect.policies.jax_functions.program import PROBE
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.protocols import JaxEnv, Policy
 from funcollect.tree import Path
@@ -136,11 +134,7 @@ def _loop(config: StepConfig, capacity: int, params: Any, state: CollectorState,
 def batch_of(env: JaxEnv, policy: Policy, state: CollectorState, leaves: dict[Path, Tensor]) -> TensorDict:
     """The batch of columns [T, P, ...], checked."""
     names = [path for path in leaves if len(path) == 1 and path not in FLAGS and path not in state.observation]
-    chosen = getattr(policy, "head", None) is not None
-    columns: dict[Path, Tensor] = {path: leaves.pop(path) for path in names}
-    outputs = finish_columns(columns, env.action_spec, chosen=chosen, ties=getattr(policy, "ties", False))
-    outputs.pop((PROBE,), None)
-    return to_batch(env, leaves, outputs)
+    return to_batch(env, leaves, policy.finish({path: leaves.pop(path) for path in names}, env.action_spec))
 
 
 def to_batch(env: JaxEnv, leaves: dict[Path, Tensor], outputs: dict[Path, Tensor]) -> TensorDict:

@@ -22,8 +22,7 @@ from funcollect.envs.host.host_env import check_outcome, check_rewards
 from funcollect.errors import EnvError
 from funcollect.keys import Key
 from funcollect.messages import shown
-from funcollect.policies.actors.actor import Actor
-from funcollect.protocols import Column, HostEnv, Outcome, Policy
+from funcollect.protocols import Actor, Column, HostEnv, Outcome, Policy
 from funcollect.specs import assemble
 from funcollect.tree import Path
 

@@ -151,7 +151,7 @@ class _TensorLoop:
         self._lane = state.lane.to(env.device)
         self._step = state.step.to(env.device)
         self._limit = step_limit(env, request)
-        self._steps = torch.tensor(state.steps_made, device=env.device)
+        self._steps = state.steps_made
         self._frozen = (state.terminated | state.truncated).to(env.device)
         shape = (request.length, state.num_lanes)
         self._roots = {path: request.column(path, value) for path, value in self.root.items()}

@@ -81,9 +81,24 @@ class Lanes(SimulatorsBase):
             write(lane, answer[0])
 
     @override
+    def receive(self) -> tuple[Sequence[int], Outcome]:
+        """One lane is stepped right here: at this size a step's cost is its calls."""
+        lanes, action = self._sent
+        if self._alone is None:
+            return lanes, self.step(lanes, action)
+        (only,) = self._decode(action)
+        answers: list[Any] = []
+        try:
+            answers.append(self._alone(only))
+            observation, reward, terminated, truncated, info = answers[0]
+        except Exception as error:
+            raise _located(error, lanes, answers, [only], self._space) from error
+        self._rows.write_lane(0, observation)
+        picked = self._pick(lanes, (info,)) if self._info_keys else ()
+        return lanes, ((reward,), (terminated,), (truncated,), picked)
+
+    @override
     def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
-        if self._alone is not None:
-            return self._step_alone(self._alone, action)
         actions = self._decode(action)
         everyone = len(lanes) == len(self._steps)
         steps = self._steps if everyone else [self._steps[lane] for lane in lanes]
@@ -101,19 +116,6 @@ class Lanes(SimulatorsBase):
             for lane, seen in zip(lanes, observation, strict=True):
                 self._rows.write_lane(lane, seen)
         return reward, terminated, truncated, self._pick(lanes, info) if self._info_keys else ()
-
-    def _step_alone(self, step: Callable[[Any], Any], action: Any) -> Outcome:
-        """One lane needs no loop: at this size a step's cost is its calls."""
-        (only,) = self._decode(action)
-        answers: list[Any] = []
-        try:
-            answers.append(step(only))
-            observation, reward, terminated, truncated, info = answers[0]
-        except Exception as error:
-            raise _located(error, (0,), answers, [only], self._space) from error
-        self._rows.write_lane(0, observation)
-        picked = self._pick((0,), (info,)) if self._info_keys else ()
-        return (reward,), (terminated,), (truncated,), picked
 
     def _pick(self, lanes: Sequence[int], infos: Sequence[Any]) -> list[tuple[Any, ...]]:
         try:

@@ -6,10 +6,8 @@ checks for NaN) happens once, over the stacked outputs of all steps, in `Actor.f
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import optree
 import torch
@@ -17,63 +15,10 @@ from torch import Tensor
 
 from funcollect.errors import PolicyError
 from funcollect.policies.heads import Head
-from funcollect.specs import RESERVED, ActionSpec, ExplorationType
-from funcollect.tree import NAMESPACE, Path
-
-Columns = dict[Path, Tensor]  # each [T, P, ...]
+from funcollect.specs import RESERVED
+from funcollect.tree import NAMESPACE
 
 _HELD_STEPS = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActorInputs:
-    """Everything that a policy is given for one rollout.
-
-    Attributes:
-        observation: what the policy reads at each step: always the same arrays [P, ...], in the space's structure.
-        params: prepared parameters.
-        policy_state: the state to start from.
-        initial_state: the state of a lane at the start of an episode.
-        noise: [T, P, ...], or None.
-        spec: how an action looks.
-        single: whether the environment has no batch dimension; P is 1 then.
-    """
-
-    observation: Any
-    params: Any
-    policy_state: Any
-    initial_state: Any
-    noise: Tensor | None
-    exploration_type: ExplorationType
-    spec: ActionSpec
-    num_envs: int
-    length: int
-    single: bool = False
-
-    @property
-    def stochastic(self) -> bool:
-        """Whether a head samples; otherwise it takes the mode."""
-        return self.exploration_type is ExplorationType.RANDOM
-
-
-class Actor(Protocol):
-    """A policy at work."""
-
-    def running(self) -> contextlib.AbstractContextManager[Any]:
-        """The context in which `act` and `finish` are called."""
-        ...
-
-    def act(self, t: int) -> Any:
-        """The action [P, ...] for the observation that stands in `ActorInputs.observation` now."""
-        ...
-
-    def restart(self, lanes: Sequence[int] | Tensor) -> None:
-        """These lanes, listed or a mask [P], begin an episode before the next `act`: forget their recurrent state."""
-        ...
-
-    def finish(self) -> tuple[Any, Columns]:
-        """The policy's next state, and its outputs of all steps."""
-        ...
 
 
 def split_answer(answer: Any, head: Head | None) -> tuple[Any, Mapping[str, Any]]:

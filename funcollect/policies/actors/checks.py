@@ -12,7 +12,7 @@ from torch import Tensor
 
 from funcollect.errors import PolicyError
 from funcollect.messages import clipped
-from funcollect.policies.actors.actor import Columns
+from funcollect.protocols import Columns
 from funcollect.specs import ActionSpec
 from funcollect.tree import Path
 

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from funcollect.errors import PolicyError
-from funcollect.policies.actors.actor import Actor, ActorInputs, Columns, Recorder, lane_mask, split_answer
+from funcollect.policies.actors.actor import Recorder, lane_mask, split_answer
 from funcollect.policies.actors.checks import check_action, finish_columns
-from funcollect.protocols import Policy
+from funcollect.protocols import ActorInputs, Columns
 from funcollect.tree import select
 
 
-def make_actor(policy: Policy, actor_inputs: ActorInputs) -> Actor:
-    """The policy bound to one rollout: its own actor where it has one."""
-    own = getattr(policy, "actor", None)
-    return ProtocolActor(policy, actor_inputs) if own is None else own(actor_inputs)
-
-
 class ProtocolActor:
-    """Calls the policy itself at every step. Leaves of its state are [P, ...]."""
+    """Calls a function like a policy at every step. Leaves of the policy's state are [P, ...]."""
 
-    def __init__(self, policy: Policy, actor_inputs: ActorInputs) -> None:
+    def __init__(self, policy: Callable[..., Any], actor_inputs: ActorInputs) -> None:
         self._policy = policy
         self._actor_inputs = actor_inputs
         self._state = actor_inputs.policy_state
@@ -41,7 +35,12 @@ class ProtocolActor:
         actor_inputs = self._actor_inputs
         noise = None if actor_inputs.noise is None else actor_inputs.noise[t]
         self._state, outputs = self._policy(
-            actor_inputs.params, self._state, actor_inputs.observation, noise, actor_inputs.exploration_type
+            actor_inputs.params,
+            self._state,
+            actor_inputs.observation,
+            noise,
+            actor_inputs.spec,
+            actor_inputs.exploration,
         )
         action, extras = split_answer(outputs, None)
         check_action(action, actor_inputs.spec, actor_inputs.num_envs)

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from funcollect.interop.bridge import jax_view, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
-from funcollect.policies.actors.actor import ActorInputs, Columns, Recorder, lane_mask
-from funcollect.policies.actors.checks import check_action, finish_columns
-from funcollect.policies.jax_functions.program import PROBE, select_program
+from funcollect.policies.actors.actor import Recorder, lane_mask
+from funcollect.policies.actors.checks import check_action
+from funcollect.policies.jax_functions.program import select_program
+from funcollect.protocols import ActorInputs, Columns
 from funcollect.specs import ActionSpec
 
 _NARROW = {torch.int64: torch.int32, torch.float64: torch.float32}  # JAX's own dtypes, unless 64 bits are on
@@ -38,8 +39,7 @@ class DeviceActor:
         self._actor_inputs = actor_inputs
         which = ("device step", id(actor_inputs.spec), actor_inputs.stochastic)
         self._step = compiled(policy, which, partial(_step, policy, actor_inputs.spec, actor_inputs.stochastic))
-        self._chosen = policy.head is not None
-        self._ties = policy.ties
+        self._finish = policy.finish
         self._recurrent = actor_inputs.policy_state
         self._sources, self._structure = jax.tree.flatten(actor_inputs.observation)
         self._run_device = self._sources[0].device
@@ -78,9 +78,7 @@ class DeviceActor:
     def finish(self) -> tuple[Any, Columns]:
         """The next policy state and every output, [T, P, ...]."""
         columns: Columns = dict(zip(((name,) for name in self._names), self._recorder.columns(), strict=True))
-        columns = finish_columns(columns, self._actor_inputs.spec, chosen=self._chosen, ties=self._ties)
-        columns.pop((PROBE,), None)
-        return self._recurrent, columns
+        return self._recurrent, self._finish(columns, self._actor_inputs.spec)
 
 
 def _step(

@@ -10,19 +10,22 @@ from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
+from typing_extensions import override
 
 from funcollect.interop.jax_setup import import_jax
 from funcollect.keys import Key, Noise
-from funcollect.policies.actors.actor import Actor, ActorInputs, Columns, lane_mask, split_answer
+from funcollect.policies.actors.actor import lane_mask, split_answer
 from funcollect.policies.actors.checks import check_recurrent, finish_columns
+from funcollect.policies.base import PolicyBase
 from funcollect.policies.heads import Head
 from funcollect.policies.jax_functions.device_actor import DeviceActor
 from funcollect.policies.jax_functions.program import PROBE, StepProgram, select_program
 from funcollect.policies.numerics import jax_numerics
+from funcollect.protocols import Actor, ActorInputs, Columns, Exploration
 from funcollect.specs import ActionSpec, ExplorationType
 
 
-class FunctionPolicy:
+class FunctionPolicy(PolicyBase):
     """What policies over a traced function share: its call, its head, its recurrent state; parameters are theirs.
 
     Args:
@@ -42,18 +45,20 @@ class FunctionPolicy:
         self.takes_key = "key" in inspect.signature(apply).parameters
         self._programs: dict[Any, tuple[ActionSpec, StepProgram]] = {}
 
-    def check(self, spec: ActionSpec) -> None:
-        """Raise ValueError where the head does not suit the action space."""
+    @override
+    def check(self, spec: ActionSpec, /) -> None:
         if self.head is not None:
             self.head.check(spec)
 
-    def noise(self, spec: ActionSpec) -> Noise | None:
+    @override
+    def noise(self, spec: ActionSpec, /) -> Noise | None:
         """A key where the function takes one, else what the head samples with."""
         if self.takes_key:
             return Noise(kind="key")
         return self.head.noise(spec) if self.head else None
 
-    def init(self, key: Key, num_envs: int) -> Any:
+    @override
+    def init(self, key: Key, num_envs: int, /) -> Any:
         """The initial recurrent state for each lane, or None."""
         jax = import_jax()
 
@@ -63,16 +68,24 @@ class FunctionPolicy:
 
         return None if self.initial_state is None else jax.tree.map(expand, self.initial_state)
 
+    @override
     def __call__(
-        self, params: Any, policy_state: Any, observation: Any, noise: Any, exploration_type: ExplorationType
+        self,
+        params: Any,
+        policy_state: Any,
+        observation: Any,
+        noise: Any,
+        spec: ActionSpec,
+        exploration: Exploration,
+        /,
     ) -> tuple[Any, Mapping[str, Any]]:
-        """One step by itself: see `funcollect.Policy`. Heads need the action space, so a loop uses `actor`."""
-        if self.head is not None:
-            raise TypeError("a policy with a head acts through funcollect.step, which knows the action space")
-        return self.answer(None, True, params, policy_state, observation, noise)
+        stochastic = exploration.type is ExplorationType.RANDOM
+        policy_state, outputs = self.answer(spec, stochastic, params, policy_state, observation, noise)
+        outputs.pop(PROBE, None)
+        return policy_state, outputs
 
     def answer(
-        self, spec: ActionSpec | None, stochastic: bool, params: Any, policy_state: Any, observation: Any, noise: Any
+        self, spec: ActionSpec, stochastic: bool, params: Any, policy_state: Any, observation: Any, noise: Any
     ) -> tuple[Any, dict[str, Any]]:
         """One traced step: the next policy state and the outputs."""
         extra = {}
@@ -85,7 +98,7 @@ class FunctionPolicy:
             answer, policy_state = answer
         inner, extras = split_answer(answer, self.head)
         outputs = dict(extras)
-        if self.head is None or spec is None:
+        if self.head is None:
             return policy_state, {"action": inner, **outputs}
         xp = jax_numerics()
         parameters = self.head.parse(xp, inner, spec)
@@ -110,10 +123,17 @@ class FunctionPolicy:
             )
         return self._programs[which][1]
 
-    def actor(self, actor_inputs: ActorInputs) -> Actor:
-        """The policy at work in a rollout: over rows on the host, or over tensors where they are."""
-        on_device = isinstance(import_jax().tree.leaves(actor_inputs.observation)[0], Tensor)
-        return DeviceActor(self, actor_inputs) if on_device else JaxActor(self, actor_inputs)
+    @override
+    def actor(self, inputs: ActorInputs, /) -> Actor:
+        """Over rows on the host, or over tensors where they are."""
+        on_device = isinstance(import_jax().tree.leaves(inputs.observation)[0], Tensor)
+        return DeviceActor(self, inputs) if on_device else JaxActor(self, inputs)
+
+    @override
+    def finish(self, columns: Columns, spec: ActionSpec, /) -> Columns:
+        columns = finish_columns(columns, spec, chosen=self.head is not None, ties=self.ties)
+        columns.pop((PROBE,), None)
+        return columns
 
 
 def jax_noise(noise: Noise | None, key: Any, num_envs: int) -> Any:
@@ -132,8 +152,7 @@ class JaxActor:
         self._actor_inputs = actor_inputs
         self._step = program.step
         self._plain = program.plain
-        self._chosen = policy.head is not None
-        self._ties = policy.ties
+        self._finish = policy.finish
         self._params = program.params(actor_inputs.params)
         self._recurrent = actor_inputs.policy_state
         self._inputs, self._others, _ = program.inputs(actor_inputs)
@@ -168,6 +187,4 @@ class JaxActor:
     def finish(self) -> tuple[Any, Columns]:
         """The next policy state and every output, [T, P, ...]."""
         columns: Columns = {(field.name,): field.column(self._words) for field in self._fields}
-        columns = finish_columns(columns, self._actor_inputs.spec, chosen=self._chosen, ties=self._ties)
-        columns.pop((PROBE,), None)
-        return self._recurrent, columns
+        return self._recurrent, self._finish(columns, self._actor_inputs.spec)

@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
-from funcollect.policies.actors.actor import ActorInputs
 from funcollect.policies.actors.checks import check_action
 from funcollect.policies.jax_functions.packing import PackedInputs, PackedVector, layout, pack
+from funcollect.protocols import ActorInputs
 
 TracedCall = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]  # params, policy_state, observation, noise
 

@@ -17,7 +17,7 @@ from funcollect.policies.actors.actor import split_answer
 from funcollect.policies.actors.checks import check_action, check_rows
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy, jax_noise
 from funcollect.policies.random_policy import MASK_KEY, RandomPolicy
-from funcollect.protocols import Policy
+from funcollect.protocols import Exploration, Policy, is_policy
 from funcollect.specs import ActionSpec, ExplorationType
 
 TracedCall = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]  # params, policy_state, observation, key
@@ -25,13 +25,13 @@ TracedCall = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]  # param
 
 def is_traceable(policy: Policy) -> bool:
     """Whether `traced_policy` takes it."""
-    return isinstance(policy, RandomPolicy) or getattr(policy, "backend", None) == "jax"
+    return isinstance(policy, RandomPolicy) or policy.backend == "jax"
 
 
 def check_traceable(policy: Any) -> None:
     """Raise TypeError for a policy that is neither random nor one that JAX can trace."""
-    if not isinstance(policy, RandomPolicy) and not is_traceable(policy):
-        kind = f"a {policy.backend} policy" if hasattr(policy, "backend") else "no policy"
+    if not is_policy(policy) or not is_traceable(policy):
+        kind = f"a {policy.backend} policy" if is_policy(policy) else "no policy"
         raise TypeError(
             f"{type(policy).__name__} is {kind}, expected one that JAX can trace: pass "
             "funcollect.lower_policy(policy, env), or use funcollect.jax_policy or funcollect.random_policy"
@@ -55,7 +55,7 @@ def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_t
         if isinstance(policy, FunctionPolicy):
             policy_state, outputs = policy.answer(spec, stochastic, params, policy_state, observation, drawn)
         else:
-            policy_state, given = policy(params, policy_state, observation, drawn, exploration_type)
+            policy_state, given = policy(params, policy_state, observation, drawn, spec, Exploration(exploration_type))
             action, extras = split_answer(given, None)
             outputs = {"action": action, **extras}
         check_action(outputs["action"], spec, num_envs)

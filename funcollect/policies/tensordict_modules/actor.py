@@ -12,7 +12,7 @@ from torch import Tensor
 
 from funcollect.errors import PolicyError
 from funcollect.keys import torch_generator
-from funcollect.policies.actors.actor import ActorInputs, Columns, Recorder, lane_mask
+from funcollect.policies.actors.actor import Recorder, lane_mask
 from funcollect.policies.actors.checks import check_action, check_tensor, finish_columns
 from funcollect.policies.tensordict_modules.calling import (
     batched,
@@ -26,6 +26,7 @@ from funcollect.policies.tensordict_modules.calling import (
 from funcollect.policies.tensordict_modules.hidden_states import INIT
 from funcollect.policies.tensordict_modules.parts import EquivalenceCheck, Part, Values, plain_parts
 from funcollect.policies.torch_backed import TorchPolicyState
+from funcollect.protocols import ActorInputs, Columns
 from funcollect.specs import RESERVED
 from funcollect.tree import Path, key_of, select
 
@@ -95,7 +96,7 @@ class TensorDictActor:
         """No gradients, the asked interaction type, and the global generator running from the policy's state."""
         with (
             torch.no_grad(),
-            set_interaction_type(self._actor_inputs.exploration_type),
+            set_interaction_type(self._actor_inputs.exploration.type),
             torch_generator(self._generator),
         ):
             yield

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from tensordict.nn import set_interaction_type
 from torch import Tensor
+from typing_extensions import override
 
 from funcollect.devices import checked_device
-from funcollect.keys import Key, Noise, Purpose, fold, generator_state, torch_generator
-from funcollect.policies.actors.actor import ActorInputs
+from funcollect.keys import Key, Purpose, fold, generator_state, torch_generator
 from funcollect.policies.tensordict_modules.actor import TensorDictActor
 from funcollect.policies.tensordict_modules.calling import by_path, check_hidden, may_be_read, outputs_of, run_module
 from funcollect.policies.tensordict_modules.hidden_states import (
@@ -22,6 +22,7 @@ from funcollect.policies.tensordict_modules.hidden_states import (
     written_by,
 )
 from funcollect.policies.torch_backed import Compiler, TorchBacked, TorchPolicyState, check_callable, check_compiler
+from funcollect.protocols import ActorInputs, Exploration
 from funcollect.specs import ActionSpec, ExplorationType
 from funcollect.tree import Path, nest
 
@@ -101,9 +102,8 @@ class TensorDictPolicy(TorchBacked):
         """Whether the module reads ``is_init``."""
         return INIT in paths(getattr(self.module, "in_keys", None))
 
-    @property
-    def remembers(self) -> bool:
-        """Whether a step may depend on those before it, so that the policy has to be told of new episodes."""
+    @override
+    def remembers(self, policy_state: Any, /) -> bool:
         return bool(self.hidden_states) or self.reads_init or reads_what_it_wrote(self.module)
 
     def inputs_of(self, observation: Any, recurrent: Any) -> tuple[dict[Path, Any], set[Path]]:
@@ -111,21 +111,22 @@ class TensorDictPolicy(TorchBacked):
         seen, hidden = by_path(observation), recurrent or {}
         return seen | hidden, {*seen, *(path for path in hidden if self.written.get(path) != path)}
 
-    def noise(self, spec: ActionSpec) -> Noise | None:
-        """None: the module draws its own."""
-
-    def init(self, key: Key, num_envs: int) -> TorchPolicyState:
+    @override
+    def init(self, key: Key, num_envs: int, /) -> TorchPolicyState:
         """The hidden states of each lane, and a generator seeded from the key."""
         hidden = {path: leaf.expand(num_envs, *leaf.shape).clone() for path, leaf in self.hidden_states.items()}
         return TorchPolicyState(hidden or None, generator_state(fold(key, Purpose.GENERATOR)))
 
+    @override
     def __call__(
         self,
         params: Any,
         policy_state: TorchPolicyState,
         observation: Any,
         noise: Any,
-        exploration_type: ExplorationType,
+        spec: ActionSpec,
+        exploration: Exploration,
+        /,
     ) -> tuple[TorchPolicyState, Mapping[str, Any]]:
         """One step by itself, no trajectory's first: see `funcollect.Policy`."""
         generator = policy_state.generator.clone()
@@ -133,7 +134,7 @@ class TensorDictPolicy(TorchBacked):
         if self.reads_init and INIT not in inputs:
             inputs[INIT] = torch.zeros(next(iter(inputs.values())).shape[0], 1, dtype=torch.bool)
         inputs |= policy_state.carried or {}
-        with torch.no_grad(), set_interaction_type(exploration_type), torch_generator(generator):
+        with torch.no_grad(), set_interaction_type(exploration.type), torch_generator(generator):
             outputs = outputs_of(run_module(self.bound(params), inputs, self.device), {*read, INIT})
         hidden = {path: outputs[after] for path, after in self.written.items()}
         carried = (
@@ -175,11 +176,11 @@ class TensorDictPolicy(TorchBacked):
         check_hidden(outputs, {path: inputs[path] for path in self.hidden_states}, self.written)
         return nest(outputs)
 
-    def actor(self, actor_inputs: ActorInputs) -> TensorDictActor:
-        """The policy at work in a rollout."""
+    @override
+    def actor(self, inputs: ActorInputs, /) -> TensorDictActor:
         return TensorDictActor(
-            actor_inputs,
-            self.bound(actor_inputs.params),
+            inputs,
+            self.bound(inputs.params),
             self.device,
             reads_init=self.reads_init,
             written=self.written,

@@ -10,25 +10,19 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from funcollect.arguments import check_arrays
 from funcollect.devices import checked_device
 from funcollect.errors import PolicyError
 from funcollect.keys import Key, Noise, Purpose, fold, generator_state, torch_generator
-from funcollect.policies.actors.actor import (
-    ActorInputs,
-    Columns,
-    NoiseRow,
-    Recorder,
-    lane_mask,
-    memory_of,
-    split_answer,
-)
+from funcollect.policies.actors.actor import NoiseRow, Recorder, lane_mask, memory_of, split_answer
 from funcollect.policies.actors.checks import check_action, check_recurrent, check_tensor, finish_columns
-from funcollect.policies.heads import Head, check_head
+from funcollect.policies.heads import Head, check_head, chosen_by
 from funcollect.policies.numerics import TORCH
 from funcollect.policies.torch_backed import Compiler, TorchBacked, TorchPolicyState, check_callable, check_compiler
 from funcollect.policies.torch_modules.compiled import CompiledCall
+from funcollect.protocols import ActorInputs, Columns, Exploration
 from funcollect.specs import ActionSpec, ExplorationType
 from funcollect.tree import select
 
@@ -114,39 +108,43 @@ class TorchPolicy(TorchBacked):
         """The context in which the module is called."""
         return contextlib.nullcontext() if self._compiled is None else self._compiled.watching_hooks()
 
-    def check(self, spec: ActionSpec) -> None:
-        """Raise ValueError where the head does not suit the action space."""
+    @override
+    def check(self, spec: ActionSpec, /) -> None:
         if self.head is not None:
             self.head.check(spec)
 
-    def noise(self, spec: ActionSpec) -> Noise | None:
+    @override
+    def noise(self, spec: ActionSpec, /) -> Noise | None:
         """What the head samples with."""
         return self.head.noise(spec) if self.head else None
 
-    def init(self, key: Key, num_envs: int) -> TorchPolicyState:
+    @override
+    def init(self, key: Key, num_envs: int, /) -> TorchPolicyState:
         """The initial recurrent state for each lane, and a generator seeded from the key."""
         recurrent = lanes_of(self.initial_state, num_envs, self.device)
         return TorchPolicyState(recurrent, generator_state(fold(key, Purpose.GENERATOR)))
 
+    @override
     def __call__(
         self,
         params: Any,
         policy_state: TorchPolicyState,
         observation: Any,
         noise: Any,
-        exploration_type: ExplorationType,
+        spec: ActionSpec,
+        exploration: Exploration,
+        /,
     ) -> tuple[TorchPolicyState, Mapping[str, Any]]:
-        """One step by itself: see `funcollect.Policy`. Heads need the action space, so a loop uses `actor`."""
-        if self.head is not None:
-            raise TypeError("a policy with a head acts through funcollect.step, which knows the action space")
         generator = policy_state.generator.clone()
         with torch.no_grad(), torch_generator(generator):
             answer = self.call_module(
-                self.bound(params), observation, _copied(policy_state.recurrent), exploration_type
+                self.bound(params), observation, _copied(policy_state.recurrent), exploration.type
             )
-        answer, recurrent = (answer, None) if policy_state.recurrent is None else answer
-        action, extras = split_answer(answer, None)
-        return TorchPolicyState(recurrent, generator), {"action": action, **extras}
+            answer, recurrent = (answer, None) if policy_state.recurrent is None else answer
+            inner, extras = split_answer(answer, self.head)
+            noise = noise if exploration.type is ExplorationType.RANDOM else None
+            chosen = {"action": inner} if self.head is None else chosen_by(self.head, TORCH, inner, noise, spec)
+        return TorchPolicyState(recurrent, generator), {**chosen, **extras}
 
     def initial_carry(self, observation: Any) -> Any:
         """The recurrent state of one environment at the start of an episode; None if there is none."""
@@ -169,9 +167,9 @@ class TorchPolicy(TorchBacked):
         """What `module`, this policy's own bound to parameters, answers."""
         return module(*self.arguments(observation, recurrent))
 
-    def actor(self, actor_inputs: ActorInputs) -> TorchActor:
-        """The policy at work in a rollout."""
-        return TorchActor(self, actor_inputs)
+    @override
+    def actor(self, inputs: ActorInputs, /) -> TorchActor:
+        return TorchActor(self, inputs)
 
 
 def lanes_of(initial: Any, num_lanes: int, device: torch.device | None) -> Any:

@@ -7,14 +7,17 @@ from typing import Any, Literal
 
 import optree
 from torch import Tensor
+from typing_extensions import override
 
-from funcollect.keys import Key, Noise
+from funcollect.keys import Noise
+from funcollect.policies.base import PolicyBase
 from funcollect.policies.random_policy import RandomPolicy
-from funcollect.specs import ActionSpec, ExplorationType
+from funcollect.protocols import Exploration
+from funcollect.specs import ActionSpec
 from funcollect.tree import NAMESPACE
 
 
-class OverwritingPolicy:
+class OverwritingPolicy(PolicyBase):
     """Acts at random, keeps a copy of each action, and then writes zeros over the observation it was given."""
 
     backend: Literal["torch"] = "torch"
@@ -24,28 +27,30 @@ class OverwritingPolicy:
         self._inner = RandomPolicy(spec)
         self.actions: list[Tensor] = []  # [P, ...] each, as they were answered
 
-    def noise(self, spec: ActionSpec) -> Noise | None:
-        """What random actions take."""
+    @override
+    def noise(self, spec: ActionSpec, /) -> Noise | None:
         return self._inner.noise(spec)
 
-    def init(self, key: Key, num_envs: int) -> None:
-        """There is no state."""
-
-    def prepare(self, params: Any) -> None:
-        """There are no parameters."""
-
+    @override
     def __call__(
-        self, params: Any, policy_state: Any, observation: Any, noise: Any, exploration_type: ExplorationType
+        self,
+        params: Any,
+        policy_state: Any,
+        observation: Any,
+        noise: Any,
+        spec: ActionSpec,
+        exploration: Exploration,
+        /,
     ) -> tuple[None, Mapping[str, Any]]:
         """A random action; the observation is gone afterwards."""
-        _, outputs = self._inner(params, policy_state, observation, noise, exploration_type)
+        _, outputs = self._inner(params, policy_state, observation, noise, spec, exploration)
         self.actions.append(outputs["action"].clone())
         for leaf in optree.tree_leaves(observation, namespace=NAMESPACE):
             leaf.zero_()
         return None, outputs
 
 
-class Replay:
+class Replay(PolicyBase):
     """Answers with given actions [T, P, ...], one after the other: good for one run."""
 
     backend: Literal["torch"] = "torch"
@@ -54,17 +59,16 @@ class Replay:
     def __init__(self, actions: Tensor) -> None:
         self._actions = iter(actions)
 
-    def noise(self, spec: ActionSpec) -> Noise | None:
-        """None is needed."""
-
-    def init(self, key: Key, num_envs: int) -> None:
-        """There is no state."""
-
-    def prepare(self, params: Any) -> None:
-        """There are no parameters."""
-
+    @override
     def __call__(
-        self, params: Any, policy_state: Any, observation: Any, noise: Any, exploration_type: ExplorationType
+        self,
+        params: Any,
+        policy_state: Any,
+        observation: Any,
+        noise: Any,
+        spec: ActionSpec,
+        exploration: Exploration,
+        /,
     ) -> tuple[None, Mapping[str, Any]]:
         """The next action."""
         return None, {"action": next(self._actions)}

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from funcollect.interop.memory import aligned
 from funcollect.keys import Key, draw_ahead, key_from_seed
-from funcollect.policies.actors.actor import ActorInputs, Columns
-from funcollect.policies.actors.protocol_actor import make_actor
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.torch_backed import TorchPolicyState
+from funcollect.protocols import ActorInputs, Columns, Exploration
 from funcollect.specs import ExplorationType, assemble
 from funcollect.testing.trial import Trial
 from funcollect.tree import Path, to_tensordict
@@ -105,7 +104,7 @@ class Query:
     def run(self) -> PolicyOutput:
         """The policy's answer."""
         memory = {path: _fixed(rows) for path, rows in self.rows.items()}
-        actor = make_actor(self.trial.policy, self._actor_inputs(memory))
+        actor = self.trial.policy.actor(self._actor_inputs(memory))
         with actor.running():
             for t in range(self.steps):
                 if t == self.steps - 1:
@@ -128,7 +127,7 @@ class Query:
             policy_state=initial if self.policy_state is None else self.policy_state,
             initial_state=initial,
             noise=self._noise(),
-            exploration_type=self.exploration_type,
+            exploration=Exploration(self.exploration_type),
             spec=trial.env.action_spec,
             num_envs=trial.count,
             length=self.steps,

@@ -1,22 +1,18 @@
-"""What the loops ask of environments and of policies, as protocols: any class with these members will do.
-
-Shapes: ``P`` environments in one batch; ``T`` steps.
-"""
+"""What the loops ask of environments; ``P`` is their number in one batch."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from funcollect.keys import Key, LaneKeys, Noise
-from funcollect.specs import ActionSpec, ExplorationType, Leaf, Space
+from funcollect.keys import LaneKeys
+from funcollect.specs import ActionSpec, Leaf, Space
 from funcollect.tree import Path
-
-__all__ = ["Backend", "Env", "HostEnv", "JaxEnv", "Policy", "Simulators", "TorchEnv", "Transition"]
 
 Backend = Literal["host", "torch", "jax"]
 Seeding = Literal["episode", "lane", "run"]
@@ -215,39 +211,13 @@ class JaxEnv(EnvDescription, Protocol):
 
 
 Env = HostEnv | TorchEnv | JaxEnv
+_KNOWN: weakref.WeakSet[type] = weakref.WeakSet()
 
 
-@runtime_checkable
-class Policy(Protocol):
-    """A policy: a pure function with parameters as an argument and its recurrent state threaded through.
-
-    `noise` of an action spec says what is drawn ahead for each call, or None. The call takes ``[P, ...]`` arrays.
-    """
-
-    @property
-    def backend(self) -> Backend:
-        """Whether it reads Torch tensors or arrays for JAX."""
-        ...
-
-    @property
-    def params(self) -> Any:
-        """The policy's own current parameters."""
-        ...
-
-    def noise(self, spec: ActionSpec) -> Noise | None:
-        """What to draw ahead, per lane and step."""
-        ...
-
-    def init(self, key: Key, num_envs: int) -> Any:
-        """The state that the policy starts with: recurrent state, or the generator's."""
-        ...
-
-    def prepare(self, params: Any) -> Any:
-        """Parameters in the form that the call wants: moved, laid out, checked. None means the current ones."""
-        ...
-
-    def __call__(
-        self, params: Any, policy_state: Any, observation: Any, noise: Any, exploration_type: ExplorationType
-    ) -> tuple[Any, Mapping[str, Any]]:
-        """One action for each of P environments: the next policy state and the outputs, ``action`` among them."""
-        ...
+def is_env(value: Any) -> TypeGuard[Env]:
+    """Whether it has the members of an environment; looked up once for each class, since the lookup reads them all."""
+    if type(value) not in _KNOWN:
+        if isinstance(value, type) or not isinstance(value, Env):
+            return False
+        _KNOWN.add(type(value))
+    return True

@@ -1,0 +1,90 @@
+"""Base class of policies."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import optree
+
+from funcollect.keys import Key, Noise
+from funcollect.policies.actors.checks import finish_columns
+from funcollect.policies.actors.protocol_actor import ProtocolActor
+from funcollect.protocols import Actor, ActorInputs, Columns, Exploration, is_policy
+from funcollect.specs import ActionSpec
+from funcollect.tree import NAMESPACE, Path
+
+
+class PolicyBase(ABC):
+    """Subclass this with `backend` (``"torch"`` or ``"jax"``), `params` and `__call__`, a pure function.
+
+    The other members of `funcollect.Policy` have defaults: no parameters to prepare, no noise, no state.
+
+    >>> import torch, funcollect as fc
+    >>> class Lean(fc.PolicyBase):
+    ...     backend, params = "torch", None
+    ...     def __call__(self, params, policy_state, observation, noise, spec, exploration):
+    ...         return policy_state, {"action": (observation[:, 2] > 0).long()}
+    >>> env = fc.make_env("CartPole-v1", num_envs=2)
+    >>> state, batch = fc.rollout(env, Lean(), fc.init(env, Lean(), seed=0), 8)
+    >>> batch["action"].shape
+    torch.Size([2, 8])
+    """
+
+    nested: Sequence[Path] = ()
+
+    def check(self, spec: ActionSpec, /) -> None:  # noqa: B027  (every space suits)
+        """Raise ValueError for an action space that does not suit."""
+
+    def noise(self, spec: ActionSpec, /) -> Noise | None:
+        """What to draw ahead for each lane and step, or None."""
+        return None
+
+    def init(self, key: Key, num_envs: int, /) -> Any:
+        """The state with which the policy starts; its leaves are [P, ...]."""
+        return None
+
+    def prepare(self, params: Any, /) -> Any:
+        """Parameters in the form that the call takes."""
+        return params
+
+    def remembers(self, policy_state: Any, /) -> bool:
+        """Whether a step may depend on those before it."""
+        return bool(optree.tree_leaves(policy_state, namespace=NAMESPACE))
+
+    def actor(self, inputs: ActorInputs, /) -> Actor:
+        """The policy bound to one rollout."""
+        return ProtocolActor(self, inputs)
+
+    def finish(self, columns: Columns, spec: ActionSpec, /) -> Columns:
+        """The outputs of a rollout, checked, with the dtypes that a batch has."""
+        return finish_columns(columns, spec)
+
+    @abstractmethod
+    def __call__(
+        self,
+        params: Any,
+        policy_state: Any,
+        observation: Any,
+        noise: Any,
+        spec: ActionSpec,
+        exploration: Exploration,
+        /,
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """One action for each of P environments: the next policy state and the outputs (see `funcollect.Policy`)."""
+
+
+def check_policy(policy: Any) -> None:
+    """Raise TypeError unless `policy` is a policy."""
+    if not is_policy(policy):
+        kind = f"the class {policy.__name__}" if isinstance(policy, type) else type(policy).__name__
+        public = [name for name in vars(PolicyBase) if not name.startswith("_")]
+        missing = [name for name in public if not hasattr(policy, name)]
+        begun = hasattr(policy, "prepare") or hasattr(policy, "backend")
+        mend = (
+            f"it lacks {missing}, which funcollect.PolicyBase has: derive from that"
+            if begun and not isinstance(policy, type)
+            else "wrap a module with funcollect.torch_policy, a JAX function with funcollect.jax_policy"
+        )
+        raise TypeError(f"policy is {kind}, expected a Policy: {mend}")

@@ -1,0 +1,42 @@
+"""What the loops ask of environments and of policies: any class with these members will do."""
+
+from funcollect.protocols.environments import (
+    Backend,
+    Column,
+    Env,
+    Forking,
+    HostEnv,
+    JaxEnv,
+    Outcome,
+    Seeding,
+    Simulators,
+    SnapshotSimulators,
+    Starts,
+    TorchEnv,
+    Transition,
+    is_env,
+)
+from funcollect.protocols.policies import Actor, ActorInputs, Columns, Exploration, Policy, is_policy
+
+__all__ = [
+    "Actor",
+    "ActorInputs",
+    "Backend",
+    "Column",
+    "Columns",
+    "Env",
+    "Exploration",
+    "Forking",
+    "HostEnv",
+    "JaxEnv",
+    "Outcome",
+    "Policy",
+    "Seeding",
+    "Simulators",
+    "SnapshotSimulators",
+    "Starts",
+    "TorchEnv",
+    "Transition",
+    "is_env",
+    "is_policy",
+]

@@ -1,0 +1,99 @@
+"""Every shipped policy can be called as `fc.Policy` says, and one of a user's own needs little."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+
+import funcollect as fc
+from funcollect.keys import draw_ahead
+from funcollect.specs import assemble
+
+LANES = 3
+
+
+def linear(outputs: int = 2) -> torch.nn.Linear:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return torch.nn.Linear(4, outputs)
+
+
+def in_jax(head: Any) -> fc.Policy:
+    return fc.jax_policy(lambda params, x: x @ params, jnp.eye(4)[:, :2], head=head)
+
+
+def tensordict(env: fc.Env) -> fc.Policy:
+    return fc.tensordict_policy(TensorDictModule(lambda x: (x[:, 2] > 0).long(), ["observation"], ["action"]))
+
+
+SHIPPED: dict[str, Callable[[fc.Env], fc.Policy]] = {
+    "random": fc.random_policy,
+    "torch": lambda env: fc.torch_policy(lambda x: (x[:, 2] > 0).long()),
+    "tensordict": tensordict,
+    "mlp": lambda env: fc.make_policy("mlp", env),
+    **{f"torch, {head.name}": lambda env, head=head: fc.torch_policy(linear(), head=head)
+       for head in (fc.heads.categorical, fc.heads.greedy, fc.heads.epsilon_greedy(0.5))},
+    **{f"jax, {head.name}": lambda env, head=head: in_jax(head)
+       for head in (fc.heads.categorical, fc.heads.greedy, fc.heads.epsilon_greedy(0.5))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", [fc.ExplorationType.RANDOM, fc.ExplorationType.DETERMINISTIC])
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_call_answers_as_a_step_does(name: str, way: fc.ExplorationType) -> None:
+    env = fc.make_env("CartPole-v1", num_envs=LANES)
+    policy = SHIPPED[name](env)
+    state = fc.init(env, policy, seed=4)
+    wanted = policy.noise(env.action_spec)
+    noise = None if wanted is None else draw_ahead(wanted, state.key, 0, LANES, 0, 1)[0]
+    observation: Any = assemble(env.observation_space, state.observation)
+    if policy.backend == "jax":
+        observation, noise = observation.numpy(), None if noise is None else noise.numpy()
+    before = state.policy_state
+    _, outputs = policy(policy.prepare(None), before, observation, noise, env.action_spec, fc.Exploration(way))
+    _, batch = fc.step(env, policy, state, exploration_type=way)
+    assert set(outputs) <= set(batch.keys())
+    np.testing.assert_array_equal(np.asarray(outputs["action"]), batch["action"])
+    if "action_log_prob" in outputs:
+        np.testing.assert_allclose(np.asarray(outputs["action_log_prob"]), batch["action_log_prob"], rtol=1e-5)
+
+
+class Lean(fc.PolicyBase):
+    backend = "torch"
+    params = None
+
+    def __call__(
+        self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Any, /
+    ) -> tuple[Any, dict[str, Any]]:
+        return state, {"action": (observation[:, 2] > 0).long()}
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
+def test_a_policy_of_ones_own_needs_a_call_alone(name: str) -> None:
+    env = fc.make_env(name, num_envs=LANES)
+    assert isinstance(Lean(), fc.Policy)
+    _, batch = fc.rollout(env, Lean(), fc.init(env, Lean(), seed=0), 10)
+    assert torch.equal(batch["action"], (batch["observation"][..., 2] > 0).long())
+
+
+class Bare:
+    """What was a policy before there was a base class."""
+
+    backend = "torch"
+    params = None
+    noise = init = prepare = lambda self, *_: None
+    __call__ = Lean.__call__
+
+
+def test_what_a_policy_lacks_is_named() -> None:
+    env = fc.make_env("CartPole-v1")
+    with pytest.raises(TypeError, match=r"lacks .'nested', .*'actor', 'finish'., which funcollect.PolicyBase"):
+        fc.init(env, Bare(), seed=0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="the class Lean, expected a Policy: wrap a module with"):
+        fc.init(env, Lean, seed=0)  # type: ignore[arg-type]
