@@ -4,6 +4,7 @@ import importlib.util
 import os
 import signal
 import warnings
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -27,6 +28,13 @@ settings.load_profile("any_machine")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 
 os.environ |= RAY  # before Ray is imported
+
+
+def pytest_configure(config):
+    """Ray before 2.60 leaves its own processes and files for the garbage collector, which warns of them."""
+    if importlib.util.find_spec("ray") and tuple(map(int, version("ray").split(".")[:2])) < (2, 60):
+        for message in (r"subprocess \d+ is still running", "unclosed file .*/dev/null"):
+            config.addinivalue_line("filterwarnings", f"ignore:{message}:ResourceWarning")
 
 
 @pytest.fixture(scope="module")
