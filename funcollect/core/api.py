@@ -1,4 +1,4 @@
-"""The functional core: state in, state out."""
+"""The functional core: each function takes a state and returns the next one."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _STATES: dict[Backend, Loop] = {"host": host, "torch": tensor, "jax": fused}  # 
 
 
 def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:
-    """The first state of a collection: environments built and reset, policy state made.
+    """Build and reset the environments, and return the first state of a collection.
 
     Args:
         env: an environment (see `make_env`).
         policy: a policy (see `torch_policy`, `jax_policy`, `random_policy`).
-        seed: an int in [0, 2**64), from which all randomness follows; None draws one, which ``state.seed`` tells.
+        seed: an int in [0, 2**64), from which all randomness follows. None draws one; ``state.seed`` holds it.
 
     Raises:
-        TypeError: for something that is no environment or no policy.
+        TypeError: if `env` is no environment or `policy` no policy.
         ValueError: for a seed out of range, or a policy that does not suit the environment's spaces.
-        EnvError: where an environment does not reset.
+        EnvError: if an environment does not reset.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
@@ -53,13 +53,13 @@ def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:
 
 
 def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, total_lanes: int) -> CollectorState:
-    """`init`, for a checked pair, of the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`."""
+    """Do what `init` does for a checked pair, for the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`."""
     check_untraced("init", seed)
     return _STATES[env.backend].init(env, policy, key_from_seed(seed), first_lane, total_lanes)
 
 
 def check_pair(env: Any, policy: Any) -> None:
-    """Raise unless `env` is an environment, `policy` a policy, and the one suits the other."""
+    """Raise unless `env` is an environment, `policy` is a policy, and they suit each other."""
     if not is_env(env):
         swapped = " (the policy is one: env comes first)" if is_env(policy) else ""
         raise TypeError(f"env is {type(env).__name__}, expected an Env{swapped}: make one with funcollect.make_env")
@@ -68,7 +68,7 @@ def check_pair(env: Any, policy: Any) -> None:
         raise TypeError(f"env has the backend {env.backend!r}, expected one of {sorted(backends)}")
     policy.check(env.action_spec)
     if isinstance(policy, TorchBacked) and policy.compiler is not None:
-        route_of(env, policy)  # a way that is demanded is there, or an error here
+        route_of(env, policy)  # raises now if the way that `compile` demands cannot be had
 
 
 def rollout(
@@ -81,15 +81,15 @@ def rollout(
     exploration_type: ExplorationType = ExplorationType.RANDOM,
     max_frames_per_traj: int | None = None,
 ) -> tuple[CollectorState, TensorDict]:
-    """`length` steps of every lane, each lane reset where its episode ends.
+    """Run `length` steps of every lane, and reset each lane whose episode ends.
 
     Args:
         env: the environment with which `state` was made.
         policy: the policy with which `state` was made.
-        state: where to go on. Over real simulators a state is good for one use; see `fork`.
+        state: the state to continue from. Over simulators a state can be used once; see `fork`.
         length: T.
-        params: parameters to act with; None for the policy's own, as they are now.
-        exploration_type: whether heads sample or act deterministically.
+        params: the parameters to act with; None for the policy's own, as they are now.
+        exploration_type: whether the policy samples or acts deterministically.
         max_frames_per_traj: steps after which a trajectory is truncated; None for no limit.
 
     Returns:
@@ -98,7 +98,7 @@ def rollout(
 
     Raises:
         StaleStateError: if the state has been superseded by a later one.
-        EnvError: for an environment that raises or breaks its own spaces; names the lane.
+        EnvError: if an environment raises or breaks its own spaces; the message names the lane.
         PolicyError: for an action of the wrong shape or dtype, or NaN.
     """
     request = Request(
@@ -110,7 +110,7 @@ def rollout(
 def run(
     env: Env, policy: Policy, state: CollectorState, request: Request, function: str = "rollout"
 ) -> tuple[CollectorState, TensorDict]:
-    """`rollout` with every option; `function` is what the user has called."""
+    """Do what `rollout` does, with every option. `function` is the name of the function that the user called."""
     check_policy(policy)
     check_state(env, state, function)
     check_untraced(function, policy.params if policy.backend == "jax" and request.params is None else request.params)
@@ -129,18 +129,18 @@ def step(
     params: Any = None,
     exploration_type: ExplorationType = ExplorationType.RANDOM,
 ) -> tuple[CollectorState, TensorDict]:
-    """One step of every lane: a rollout of length 1 without its time dimension. Arguments and errors as there."""
+    """Run one step of every lane: a rollout of length 1 without the time dimension, with its arguments and errors."""
     request = Request(length=1, params=params, exploration_type=exploration_type)
     state, batch = run(env, policy, state, request, "step")
     return state, batch[..., 0].lock_()
 
 
 def reset(env: Env, state: CollectorState, mask: Tensor | None = None) -> CollectorState:
-    """A state in which the lanes of `mask`, or all of them, begin another episode under a new trajectory id.
+    """Return a state in which the lanes of `mask`, or all lanes, begin another episode under a new trajectory id.
 
     Args:
         env: the environment with which `state` was made.
-        state: where to go on. Over real simulators a state is good for one use; see `fork` and `recover`.
+        state: the state to continue from. Over simulators a state can be used once; see `fork` and `recover`.
         mask: [P] bool; None for all lanes.
 
     Raises:
@@ -153,10 +153,10 @@ def reset(env: Env, state: CollectorState, mask: Tensor | None = None) -> Collec
 
 
 def recover(env: Env, state: CollectorState) -> CollectorState:
-    """A state in which all lanes begin another episode, also from a stale state: the way back after an exception.
+    """Return a state in which all lanes begin another episode, also from a stale state, such as after an exception.
 
-    Over real simulators, trajectory ids go on from the highest ones that were used, whichever state is given. States
-    over JAX and Torch environments are values and never stale: for them this is `reset`.
+    Over simulators, trajectory ids continue from the highest ones used, whichever state is given. States over JAX and
+    Torch environments are values and never stale: for them this is `reset`.
 
     Args:
         env: the environment with which `state` was made.
@@ -192,14 +192,14 @@ def _checked_mask(mask: Tensor | None, state: CollectorState) -> Tensor:
 
 
 def fork(env: Env, state: CollectorState) -> CollectorState:
-    """An independent copy of a state, which goes its own way from here; `state` stays good.
+    """Return an independent copy of a state. `state` can still be used.
 
-    Over real simulators the environment is rebuilt, and the episode replayed from its seed and actions, or the whole
-    state of the simulator put into it where it gives one (ALE).
+    Over simulators the environment is rebuilt and the episode is replayed from its seed and actions. Simulators that
+    support it (ALE) are copied by a snapshot instead.
 
     Raises:
-        ReplayError: for an environment that allows neither (EnvPool, ALE in processes of its own), and where the
-            new simulator does not show the same observation.
+        ReplayError: for an environment that supports neither (EnvPool, ALE in processes of its own), and if the new
+            simulator does not return the same observation.
         StaleStateError: if the state has been superseded by a later one.
         ValueError: for an environment instance that cannot be rebuilt.
     """
@@ -208,7 +208,7 @@ def fork(env: Env, state: CollectorState) -> CollectorState:
 
 
 def close(state: CollectorState) -> None:
-    """Free the simulators behind a state now, rather than when it is collected. Does nothing for values."""
+    """Free the simulators of a state now, rather than when Python collects it. Does nothing for other states."""
     if not isinstance(state, CollectorState):
         raise TypeError(f"state is {type(state).__name__}, expected a CollectorState: pass what rollout returned")
     if isinstance(state.env_state, SimulatorHandle):

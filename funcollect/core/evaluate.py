@@ -1,4 +1,4 @@
-"""How good a policy is: whole episodes, none left out for being long."""
+"""Evaluation of a policy by whole episodes, without favouring short ones."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ def evaluate(
     max_frames: int = 10_000_000,
     exploration_type: ExplorationType = ExplorationType.DETERMINISTIC,
 ) -> EpisodeStats:
-    """Statistics of exactly `episodes` whole episodes, on simulators of their own.
+    """Return the statistics of exactly `episodes` whole episodes, run on new simulators.
 
-    Each lane contributes its first episodes, the earlier lanes one more where the number does not divide: not the first
-    ones to finish, which would favour short episodes.
+    Each lane contributes its first episodes; if the number does not divide, earlier lanes contribute one more. Taking
+    the first episodes to finish instead would favour short ones.
 
     Args:
-        env: the environment; an instance that backs a state already is rebuilt from its spec.
+        env: the environment; an instance that is in use by a state is rebuilt from its spec.
         policy: the policy.
-        episodes: how many, over all lanes.
+        episodes: their number, over all lanes.
         seed: an int; the same seed gives the same statistics. None draws one.
-        params: parameters to act with; None for the policy's own.
+        params: the parameters to act with; None for the policy's own.
         max_frames: frames over all lanes after which the evaluation gives up.
         exploration_type: deterministic unless given.
 
-    Warns if the first episode, begun again from its seed, begins otherwise: the environment keeps something from
-    episode to episode, which new simulators lack.
+    Warns if the first episode begins differently when it is begun again from its seed. The environment then keeps
+    something from episode to episode, which new simulators lack.
 
     Raises:
-        EvaluationError: if `max_frames` did not suffice, and for an environment whose wrappers normalise by running
+        EvaluationError: if `max_frames` is not enough, and for an environment whose wrappers normalise by running
             statistics (Gymnasium's `NormalizeObservation`, TorchRL's `VecNorm`): the simulators of an evaluation would
             begin without any.
 

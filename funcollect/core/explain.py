@@ -1,4 +1,4 @@
-"""What will run, and why: for a person to read before the run."""
+"""A description of what will run, and why, to read before the run."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ _FUSED_NOISE = "drawn at each step by JAX's own generator, from the state's key,
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How an environment and a policy run together; `str` gives one line per field.
+    """How an environment and a policy run together; `str` shows one line per field.
 
     Attributes:
-        env, policy: what was given.
-        loop: which loop runs.
-        why: what decides that.
-        copies: what is copied on the way.
+        env, policy: the arguments.
+        loop: the name of the loop that runs.
+        why: the reason.
+        copies: what is copied, and when.
         seeding: how the environment is seeded, and what that guarantees.
         noise: where the policy's randomness comes from.
         forking: how `fork` copies a state.
-        caution: a fault of the installed jaxlib and its mend; not printed if there is none or JAX is not used.
+        caution: a fault of the installed jaxlib and its remedy; empty if there is none or JAX is not used.
     """
 
     env: str
@@ -71,10 +71,10 @@ class Plan:
 
 
 def explain(env: Env, policy: Policy) -> Plan:
-    """Which loop runs for this pair and why, what is copied, how it is seeded.
+    """Report which loop runs for this pair and why, what is copied, and how it is seeded.
 
     Raises:
-        TypeError: for something that is no environment or no policy.
+        TypeError: if `env` is no environment or `policy` no policy.
         ValueError: for a policy that does not suit the environment's spaces.
 
     >>> import funcollect as fc

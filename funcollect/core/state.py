@@ -1,4 +1,4 @@
-"""The collector state: everything that a rollout remembers, as one immutable value."""
+"""The collector state: everything that the next rollout depends on, in one immutable value."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class CollectorState(Generic[Array]):
         episode: [P] int64, which episode each lane is in.
         step: [P] int64, steps since that episode began.
         returns: [P] float64, the sum of the episode's rewards so far; [P, players] for several players.
-        terminated: [P] bool, set only where a finished lane is kept finished.
+        terminated: [P] bool, set only for finished lanes that are kept finished.
         truncated: [P] bool, likewise.
-        total_lanes: how many lanes there were at construction, over all workers.
-        origin: the number of the environment that made it, in this process; None for a state that was unpickled.
+        total_lanes: the number of lanes over all workers.
+        origin: the number of the environment in this process; None after unpickling.
         steps: steps that every lane has made since `init`: an int, or over JAX uint32[2], low word first; see
             `steps_made`.
         policy_version: which weights act, 0 at first and one more per update: an int, or over JAX int32 [].
@@ -81,12 +81,12 @@ class CollectorState(Generic[Array]):
 
     @property
     def seed(self) -> int:
-        """The integer seed of the run; what `init` drew where it was given None."""
+        """The integer seed of the run: the argument of `init`, or what it drew."""
         return seed_of(np.asarray(self.key))
 
     @property
     def first_lane(self) -> int:
-        """The id of the first of them; read without a program of JAX."""
+        """The id of the first lane, read without running a JAX program."""
         lanes: Any = self.lane
         return int(lanes.tolist()[0])
 
@@ -113,16 +113,16 @@ class CollectorState(Generic[Array]):
         return ids
 
     def replace(self, **changes: Any) -> CollectorState:
-        """A state with some fields changed."""
+        """Return a state with some fields changed."""
         return replace(self, **changes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """In another process environments have other numbers."""
+        """Drop the environment's number, which has no meaning in another process."""
         return {**vars(self), "origin": None}
 
 
 def origin_of(env: Any) -> int:
-    """The number of an environment in this process."""
+    """Return the number of an environment in this process."""
     attributes: dict[str, Any] = vars(env)  # written directly, since environments may be frozen
     if "_origin" not in attributes:
         attributes["_origin"] = next(_ORIGINS)
@@ -141,20 +141,20 @@ def check_origin(env: Any, state: CollectorState) -> None:
 
 
 def trajectory_ids(lane: Integers, episode: Integers, total_lanes: int) -> Integers:
-    """Ids unique over all lanes and episodes; with one lane they count 0, 1, 2 and on."""
+    """Return ids that are unique over all lanes and episodes; with one lane they are 0, 1, 2, ..."""
     first = ((lane // total_lanes) << 40) + lane % total_lanes
     return first + episode * total_lanes
 
 
 def first_state(env: Any, *, key: Key, lane: Tensor, total_lanes: int, **parts: Any) -> CollectorState:
-    """The state of lanes [P] that all begin their first episode, over tensors on the device of `lane`.
+    """Return the state of lanes [P] that begin their first episode, with tensors on the device of `lane`.
 
     Args:
         env: the environment.
         key: of the run.
         lane: the lanes' ids.
-        total_lanes: how many lanes there are over all workers.
-        **parts: the other fields without a count: `env_state`, `observation` and `policy_state`.
+        total_lanes: the number of lanes over all workers.
+        **parts: the remaining fields.
     """
     zeros = partial(torch.zeros, len(lane), device=lane.device)
     return CollectorState(
@@ -172,17 +172,17 @@ def first_state(env: Any, *, key: Key, lane: Tensor, total_lanes: int, **parts: 
 
 
 def all_lanes(state: CollectorState) -> Tensor:
-    """The mask [P] of all lanes, where the state is; on the CPU for a state over JAX."""
+    """Return the mask [P] of all lanes, on the state's device; on the CPU for a state over JAX."""
     return torch.ones(state.num_lanes, dtype=torch.bool, device=device_of(state))
 
 
 def device_of(state: CollectorState) -> torch.device:
-    """Where masks of lanes lie: with a state over tensors, else on the CPU."""
+    """Return the device of masks of lanes: that of the state, or the CPU for a state over JAX."""
     return state.lane.device if isinstance(state.lane, Tensor) else torch.device("cpu")
 
 
 def _flatten(state: CollectorState) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...]]:
-    """Over a JAX environment, its state and the policy's are nodes of JAX, of which optree gets the leaves."""
+    """Flatten a state. Over a JAX environment, the suite's own nodes are known to JAX only, so JAX flattens them."""
     names = tuple(field.name for field in fields(state) if field.name not in _STATIC)
     static = tuple(getattr(state, name) for name in _STATIC)
     children = {name: getattr(state, name) for name in names}
@@ -218,10 +218,10 @@ with_jax(_register)
 
 
 def policy_start(policy: Policy, key: Key, num_envs: int, first_lane: int, steps: int = 0) -> Any:
-    """The policy's state for the lanes from `first_lane` on, after so many steps of theirs.
+    """Return the policy's state for the lanes from `first_lane` on, after `steps` steps.
 
-    A module that draws from Torch's generator gets other numbers in other lanes, and in a worker that takes another's
-    place at a later step; everything else that is random depends on lanes and steps anyway.
+    A module that draws from Torch's generator gets different numbers in different lanes, and in a worker that replaces
+    another one at a later step. All other randomness depends on lanes and steps anyway.
     """
     policy_state = policy.init(key, num_envs)
     if not isinstance(policy_state, TorchPolicyState) or first_lane == steps == 0:

@@ -17,23 +17,23 @@ class Loop(Protocol):
     """The five functions of each of these modules; `env` is of the kind that the loop drives."""
 
     def init(self, env: Any, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
-        """The first state of the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`."""
+        """Return the first state of the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`."""
         ...
 
     def reset(self, env: Any, state: CollectorState, lanes: Tensor) -> CollectorState:
-        """The lanes of the mask [P] begin another episode."""
+        """Begin another episode in the lanes of the mask [P]."""
         ...
 
     def recover(self, env: Any, state: CollectorState) -> CollectorState:
-        """All lanes begin another episode, also from a stale state."""
+        """Begin another episode in all lanes, also from a stale state."""
         ...
 
     def fork(self, env: Any, state: CollectorState) -> CollectorState:
-        """An independent copy of the state."""
+        """Return an independent copy of the state."""
         ...
 
     def run(
         self, env: Any, policy: Policy, state: CollectorState, request: Request
     ) -> tuple[CollectorState, TensorDict]:
-        """The next state and the batch of a rollout."""
+        """Return the next state and the batch of a rollout."""
         ...

@@ -1,10 +1,11 @@
 """The loop over a JAX environment with a policy that runs in Torch: one compiled call per step, DLPack between.
 
 The environment's state and the columns stay in JAX and are updated in place: they are donated at each step, so they are
-exported only after the last one. What a step shows the policy is an array of its own, read into memory that stays.
+exported only after the last one. Each step returns the observation as a separate array, which is copied to the fixed
+memory that the policy reads.
 
-On an accelerator nothing here waits for the device. DLPack orders a reader after the writer; a step's observation and
-its action are held until the next step is under way, which is ordered after their last use.
+On an accelerator nothing here waits for the device: DLPack orders a reader after the writer. A step's observation and
+action are kept alive until the next step has been started, which is ordered after their last use.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
 
 
 def _on_host(state: CollectorState) -> CollectorState:
-    """The same state as a Torch policy's actor reads it: an integer count, a NumPy key, tensors."""
+    """Return the state as a Torch policy's actor reads it: with an integer count, a NumPy key and tensors."""
     return state.replace(
         key=np.asarray(state.key),
         lane=torch_view(state.lane).cpu(),
@@ -68,10 +69,10 @@ class _CrossingLoop:
     def __init__(self, env: JaxEnv, state: CollectorState, request: Request) -> None:
         config = StepConfig(
             env=env,
-            policy=RandomPolicy(env.action_spec),  # stands in for one without a state
+            policy=RandomPolicy(env.action_spec),  # any policy without a state
             answer=_given_action,
             limit=step_limit(env, request),
-            random_steps=0,  # the actor sees to these
+            random_steps=0,  # the actor handles these
             reset_when_done=request.reset_when_done,
         )
         which = (state.num_lanes, config.limit, request.reset_when_done)
@@ -104,7 +105,7 @@ class _CrossingLoop:
         self._held = (root, crossed)
 
     def restart(self, actor: Actor) -> None:
-        """Tell the actor which lanes began another episode."""
+        """Report to the actor the lanes that began another episode."""
         fresh = torch_view(self._fresh)
         if not self._on_cpu or bool(fresh.any()):
             actor.restart(fresh)
@@ -115,19 +116,19 @@ class _CrossingLoop:
 
 
 def _given_action(action: Any, policy_state: Any, observation: Any, key: Any) -> tuple[Any, dict[str, Any]]:
-    """The policy of the traced step: its parameters are the action that Torch chose."""
+    """Act as the policy of the traced step: its parameters are the action that Torch chose."""
     return policy_state, {"action": action}
 
 
 def _row(config: StepConfig, action: Any, state: CollectorState, keys: RunKeys) -> tuple[CollectorState, Row]:
     after, recorded = step(config, action, state, keys)
     recorded = widen(recorded, dtypes=dtypes_of(config.env), total_lanes=state.total_lanes)
-    dropped = [("action",), *(FLAGS if config.reset_when_done else [])]  # the actor records what the policy answered
+    dropped = [("action",), *(FLAGS if config.reset_when_done else [])]  # the actor records the policy's outputs
     return after, {path: value for path, value in recorded.items() if path not in dropped}
 
 
 def _begin(config: StepConfig, capacity: int, state: CollectorState) -> tuple[CollectorState, Row, RunKeys]:
-    """A copy of the state, which may be donated, empty columns, and the keys of the run."""
+    """Return a copy of the state, which may be donated, empty columns, and the keys of the run."""
     jax = import_jax()
     jnp = jax.numpy
     spec = config.env.action_spec
@@ -139,7 +140,7 @@ def _begin(config: StepConfig, capacity: int, state: CollectorState) -> tuple[Co
 
 
 def _advance(config: StepConfig, state: CollectorState, columns: Row, keys: RunKeys, t: Any, action: Any) -> Any:
-    """The next state, the columns with the step in row `t`, the next root, and which lanes are at its beginning."""
+    """Return the next state, the columns with row `t`, the next observation, and which lanes begin an episode."""
     write = import_jax().lax.dynamic_update_index_in_dim
     after, row = _row(config, action.astype(_jax_dtype(config.env.action_spec)), state, keys)
     columns = {path: write(column, row[path], t, 0) for path, column in columns.items()}
@@ -152,10 +153,10 @@ def _jax_dtype(spec: ActionSpec) -> Any:
 
 
 def _crosser(spec: ActionSpec, device: Any) -> Callable[[Any], Any]:
-    """What brings an action [P, ...] to the environment's device.
+    """Return a function that brings an action [P, ...] to the environment's device.
 
-    On the CPU a NumPy view, as an argument of the compiled call, is the cheapest way; the call has read it by the time
-    its observation is there.
+    On the CPU, passing a NumPy view to the compiled call is cheapest. The call has read it before its observation is
+    available.
     """
     if device.platform == "cpu":
         return lambda action: torch.as_tensor(action).detach().cpu().to(spec.dtype).numpy()

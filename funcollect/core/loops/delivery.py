@@ -1,4 +1,4 @@
-"""From a loop's columns to a batch: counters worked out for all steps at once, keys named, time put last."""
+"""Batches from the columns that a loop recorded: counters are computed for all steps at once, and time comes last."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutColumns:
-    """What a loop records of T steps, time-major."""
+    """The columns that a loop records over T steps, time first."""
 
     observation: dict[Path, Tensor]  # each [T, P, ...]
     next_observation: dict[Path, Tensor]  # each [T, P, ...], before any reset
@@ -33,9 +33,9 @@ class RolloutColumns:
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """Where each row stands in its trajectory, and where the lanes stand after the last one.
+    """The position of each row in its trajectory, and the counters of the lanes after the last row.
 
-    A tensor's call costs as much as a step of a small environment, so leaves of one kind are made side by side.
+    One call into Torch costs as much as a step of a small environment, so columns of one kind share one tensor.
     """
 
     numbers: Tensor  # [4, P, T] int64: trajectory id, step, lane, policy version
@@ -45,13 +45,13 @@ class Counters:
 
 
 def count(state: CollectorState, columns: RolloutColumns, age: Tensor, *, reset_when_done: bool) -> Counters:
-    """The counters of a rollout that began in `state`, worked out on the host.
+    """Compute, on the host, the counters of a rollout that began in `state`.
 
     Args:
-        state: where the rollout began.
-        columns: what it recorded.
+        state: the state before the rollout.
+        columns: the columns of the rollout.
         age: [P], steps of the loop since each lane's reset, at the rollout's start.
-        reset_when_done: whether a done lane began another episode, or stayed as it was.
+        reset_when_done: whether a finished lane began another episode or stayed as it was.
     """
     length, num_lanes = columns.terminated.shape
     numbers = np.empty((4, num_lanes, length), np.int64)
@@ -74,7 +74,7 @@ def count(state: CollectorState, columns: RolloutColumns, age: Tensor, *, reset_
 def _resets(
     state: CollectorState, numbers: Array, flags: Array, reward: Tensor, age: Array
 ) -> tuple[dict[str, Array], Array]:
-    """Every done lane began another episode: an episode's rows lie side by side, lane after lane."""
+    """Compute the counters if every finished lane began another episode. An episode's rows are adjacent."""
     done = flags[5]
     num_lanes, length = done.shape
     begins = np.empty(done.size, bool)
@@ -84,7 +84,7 @@ def _resets(
     lane = start // length
     first = (start == lane * length).nonzero()[0]  # [P], each lane's first episode among them
     number = state.episode.cpu().numpy()[lane] + np.arange(len(start)) - first[lane]
-    origin = start.copy()  # where its step 0 lies
+    origin = start.copy()  # the row of its step 0
     origin[first] -= state.step.cpu().numpy()
     rows = np.diff(start, append=done.size)
     ids = trajectory_ids(state.lane.cpu().numpy()[lane], number, state.total_lanes)
@@ -106,7 +106,7 @@ def _resets(
 def _freezes(
     state: CollectorState, numbers: Array, flags: Array, reward: Tensor, age: Array
 ) -> tuple[dict[str, Array], Array]:
-    """Finished lanes keep their counters, and their rows show the flags at the root."""
+    """Compute the counters if finished lanes stay finished. Their rows have the flags at the root as well."""
     flags[0, :, 0], flags[1, :, 0] = state.terminated.cpu().numpy(), state.truncated.cpu().numpy()
     flags[:2, :, 1:] = flags[3:5, :, :-1]
     np.logical_or(flags[0], flags[1], out=flags[2])
@@ -126,7 +126,7 @@ def _freezes(
 
 
 def reset_counters(state: CollectorState, lanes: Tensor, episode: Tensor) -> dict[str, Tensor]:
-    """The counters after the lanes of the mask [P] began another episode; `episode` [P] are the new numbers."""
+    """Return the counters after the lanes of the mask [P] began the episodes with the numbers `episode` [P]."""
     wide = lanes.reshape(-1, *[1] * (state.returns.ndim - 1))
     return {
         "episode": episode,
@@ -138,7 +138,7 @@ def reset_counters(state: CollectorState, lanes: Tensor, episode: Tensor) -> dic
 
 
 def _open_returns(state: CollectorState, reward: Tensor, start: Array) -> Array:
-    """The rewards since the row `start` [P], summed in order: no cut of a run shows in the sum."""
+    """Sum the rewards since the row `start` [P] in order, so that the sum does not depend on how a run is cut."""
     rewards = reward.cpu().numpy()
     before = state.returns.cpu().numpy()
     wide = start.reshape(start.shape + (1,) * (rewards.ndim - 2))
@@ -151,7 +151,7 @@ def _open_returns(state: CollectorState, reward: Tensor, start: Array) -> Array:
 
 
 def deliver(state: CollectorState, columns: RolloutColumns, counters: Counters, *, batched: bool) -> TensorDict:
-    """The batch of a rollout that began in `state`: [P, T], or [T] without a batch dimension, locked.
+    """Return the batch of a rollout that began in `state`: [P, T], or [T] without a batch dimension, locked.
 
     Raises:
         PolicyError: for an output of the policy under the key of an observation.

@@ -69,9 +69,9 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
 
 
 def bucket(length: int) -> int:
-    """The rows that are reserved for `length`: lengths within an eighth share a compiled program.
+    """Return the number of rows to reserve for `length`. Lengths within an eighth share a compiled program.
 
-    There are at least two: XLA turns a write into a single row into a copy, and may then round the step otherwise.
+    It is at least two: XLA turns a write into a single row into a copy, and may then round the step differently.
 
     >>> [bucket(length) for length in (1, 7, 64, 100, 2000)]
     [2, 7, 64, 104, 2048]
@@ -81,7 +81,7 @@ def bucket(length: int) -> int:
 
 
 def program(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Callable[..., Any]:
-    """The compiled loop: one for what is static in a request."""
+    """Return the compiled loop for the static part of a request."""
     capacity = bucket(request.length)
     config = make_step_config(env, policy, state.num_lanes, request)
     limits = (config.limit, config.random_steps, config.reset_when_done)
@@ -90,10 +90,10 @@ def program(env: JaxEnv, policy: Policy, state: CollectorState, request: Request
 
 
 def place_of(state: CollectorState) -> Any:
-    """The sharding of a state, all of which lies on one device.
+    """Return the sharding of a state that lies on one device.
 
     Raises:
-        ValueError: for one on several, which Torch cannot read.
+        ValueError: for a state on several devices, which Torch cannot read.
     """
     place = state.lane.sharding
     if len(place.device_set) > 1:
@@ -105,7 +105,7 @@ def place_of(state: CollectorState) -> Any:
 
 
 def _loop(config: StepConfig, capacity: int, params: Any, state: CollectorState, length: Any) -> Any:
-    """The trip count is traced: XLA treats a loop of one step otherwise, and would round it otherwise."""
+    """Trace the loop. The trip count is traced, since XLA would round a loop of one step differently."""
     jax = import_jax()
     jnp = jax.numpy
 
@@ -132,13 +132,13 @@ def _loop(config: StepConfig, capacity: int, params: Any, state: CollectorState,
 
 
 def batch_of(env: JaxEnv, policy: Policy, state: CollectorState, leaves: dict[Path, Tensor]) -> TensorDict:
-    """The batch of columns [T, P, ...], checked."""
+    """Return the batch of columns [T, P, ...], checked."""
     names = [path for path in leaves if len(path) == 1 and path not in FLAGS and path not in state.observation]
     return to_batch(env, leaves, policy.finish({path: leaves.pop(path) for path in names}, env.action_spec))
 
 
 def to_batch(env: JaxEnv, leaves: dict[Path, Tensor], outputs: dict[Path, Tensor]) -> TensorDict:
-    """The batch of an environment's columns [T, P, ...], whose rewards are checked, and a policy's checked ones."""
+    """Return the batch of an environment's columns [T, P, ...] and a policy's outputs; the rewards are checked here."""
     reward = leaves["next", "reward"].detach()
     if math.isnan(reward.sum().item()):  # or a sum of both infinities
         check_rewards(reward.reshape(*reward.shape[:2], -1).sum(-1).cpu().numpy())

@@ -1,4 +1,4 @@
-"""What is checked of the state that a fused loop takes: that it is whole, and its policy's."""
+"""Checks of the state that a fused loop takes: that it is alive, and belongs to the policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from funcollect.interop.jax_setup import import_jax
 
 
 def check_untraced(function: str, values: Any) -> None:
-    """Raise TypeError inside a transformation of JAX: if it traces one of these values, or anything at all."""
+    """Raise TypeError inside a JAX transformation, whether it traces one of these values or only others."""
     if "jax" in sys.modules and (not _untraced()() or any(map(_is_traced, import_jax().tree.leaves(values)))):
         raise TypeError(
             f"funcollect.{function} got values that JAX traces, expected arrays: inside jit, vmap, grad or scan call "
@@ -47,7 +47,7 @@ def check_one_run(state: CollectorState) -> None:
 
 
 def check_live(state: CollectorState) -> None:
-    """Raise ValueError for a state whose memory a compiled function was given."""
+    """Raise ValueError for a state whose memory was donated to a compiled function."""
     if any(leaf.is_deleted() for leaf in import_jax().tree.leaves(state.env_state.current)):
         raise ValueError(
             "the state was donated or deleted, expected a live one: go on with the state that the function which took "
@@ -56,7 +56,7 @@ def check_live(state: CollectorState) -> None:
 
 
 def check_policy_state(wanted: Any, given: Any) -> None:
-    """Raise ValueError for a policy state that is of another policy."""
+    """Raise ValueError for a state of another policy."""
     if difference := differing(wanted, given):
         raise ValueError(
             f"the state holds the policy state of another policy: {difference}: pass the policy that the state was "
@@ -65,7 +65,7 @@ def check_policy_state(wanted: Any, given: Any) -> None:
 
 
 def check_starts(held: Any, begun: Any, cause: Exception) -> None:
-    """Raise ValueError for a state in which episodes start with other dtypes or shapes than now."""
+    """Raise ValueError for a state whose episodes start with other dtypes or shapes than they do now."""
     if difference := differing(held, begun):
         raise ValueError(
             f"the state does not fit the environment as JAX traces it now: {difference}; jax_enable_x64 may have been "

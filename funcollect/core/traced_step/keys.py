@@ -1,7 +1,6 @@
-"""Randomness in traced code: every key follows from the run's, by what it is for, the lane, and the episode or step.
+"""Randomness in traced code: each key follows from the run's key, its purpose, the lane, and the episode or step.
 
-A hash is a loop of its own, which XLA does not move out of a loop around it: what is fixed for a run is worked out
-before it.
+A hash is a loop, which XLA does not move out of an enclosing loop: keys that are fixed for a run are computed before.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from funcollect.keys import Purpose
 
 
 class RunKeys(NamedTuple):
-    """What does not change in a run; each [2] uint32."""
+    """The keys that do not change during a run; each [2] uint32."""
 
     noise: Any  # of the lanes from the first one's id on: shards of one run draw different noise
     random_action: Any  # the same
@@ -22,7 +21,7 @@ class RunKeys(NamedTuple):
 
 
 def run_keys(key: Any, lane: Any) -> RunKeys:
-    """The keys of a run with the key [2] in the lanes [P]."""
+    """Return the keys of a run from its key [2] and its lanes [P]."""
     return RunKeys(
         noise=folded(key, Purpose.NOISE, lane[0]),
         random_action=folded(key, Purpose.RANDOM_ACTION, lane[0]),
@@ -32,22 +31,22 @@ def run_keys(key: Any, lane: Any) -> RunKeys:
 
 
 def step_key(key: Any, steps: Any) -> Any:
-    """One of the run's keys at the step with this number, high word last [2]."""
+    """Return one of the run's keys for the step with the number `steps` [2], low word first."""
     return folded(key, steps[1], steps[0])
 
 
 def dynamics_keys(keys: RunKeys, lane: Any, steps: Any) -> Any:
-    """The keys [P, 2] with which the lanes [P] advance at a step."""
+    """Return the keys [P, 2] for a step of the lanes [P]."""
     return import_jax().vmap(folded, (None, None, 0))(step_key(keys.dynamics, steps), 0, lane)
 
 
 def start_keys(keys: RunKeys, lane: Any, episode: Any) -> Any:
-    """The keys [P, 2] with which the lanes [P] begin their episodes [P]."""
+    """Return the keys [P, 2] for the starts of the lanes' [P] episodes [P]."""
     return import_jax().vmap(folded, (None, 0, 0))(keys.starts, lane, episode)
 
 
 def folded(key: Any, one: Any, two: Any) -> Any:
-    """The key [2] that follows from a key and two words: one hash, where folding them in singly would take two."""
+    """Return the key [2] that follows from a key and two words, with one hash; folding them in one by one takes two."""
     from jax.extend.random import threefry_2x32
 
     jnp = import_jax().numpy

@@ -26,7 +26,7 @@ _MOST_STEPS = 2**31 - 1  # of one trajectory: step counters saturate here
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """What is fixed while a loop is compiled; the fields of a `Request` mean what they mean there."""
+    """The values that are fixed when a loop is compiled; see `Request`."""
 
     env: JaxEnv
     policy: Policy
@@ -37,7 +37,7 @@ class StepConfig:
 
 
 def make_step_config(env: JaxEnv, policy: Policy, num_lanes: int, request: Request) -> StepConfig:
-    """The configuration that follows from a request; `params` and `length` are no part of it."""
+    """Return the configuration for a request, of which `params` and `length` are no part."""
     return StepConfig(
         env=env,
         policy=policy,
@@ -49,7 +49,7 @@ def make_step_config(env: JaxEnv, policy: Policy, num_lanes: int, request: Reque
 
 
 def step(config: StepConfig, params: Any, state: Traced, keys: RunKeys) -> tuple[Traced, Row]:
-    """The next state, and what the step recorded; `keys` are those of the state's run."""
+    """Return the next state and the recorded row; `keys` are those of the state's run."""
     env = config.env
     policy_state, outputs = _act(config, params, state, keys)
     check_apart([(name,) for name in outputs], state.observation)
@@ -98,7 +98,7 @@ def _act(config: StepConfig, params: Any, state: Traced, keys: RunKeys) -> tuple
 def _random_start(
     config: StepConfig, state: Traced, keys: RunKeys, observation: Any, outputs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Random actions while the run is young; the policy runs all the same, so every batch has the same keys."""
+    """Replace the actions by random ones in the first `random_steps` steps. The policy still runs, for its outputs."""
 
     def randomly() -> dict[str, Any]:
         key = step_key(keys.random_action, state.steps)
@@ -127,7 +127,7 @@ def _limited(moved: Transition, state: Traced, limit: int | None) -> Transition:
 
 
 def _frozen(env: JaxEnv, state: Traced, moved: Transition, frozen: Any) -> Transition:
-    """Finished lanes repeat what they were, without reward."""
+    """Return the transition in which finished lanes repeat their last state, without reward."""
     jnp = import_jax().numpy
     before = Transition(
         env_state=state.env_state.current,
@@ -165,14 +165,14 @@ def _next(
 
 
 def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
-    """The lanes of `mask` [P] begin another episode."""
+    """Return the state in which the lanes of `mask` [P] begin another episode."""
     jax = import_jax()
     jnp = jax.numpy
     current, (starts, roots), next_start_used = state.env_state
     refill = (mask & next_start_used).any()
 
     def start_anew() -> tuple[Any, Any]:
-        # The sum stands in here: outside of the branch, XLA makes a step of few lanes take half as long again.
+        # The sum belongs inside the branch: outside of it, XLA makes a step of few lanes take half as long again.
         return begin(env, keys, state.lane, state.episode + 1, state.env_params)
 
     try:
@@ -193,7 +193,7 @@ def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
 
 
 def begin(env: JaxEnv, keys: RunKeys, lane: Any, episode: Any, params: Any) -> tuple[Any, Any]:
-    """State and observation [P, ...] at the start of each lane's episode: a function of key, lane and episode."""
+    """Return state and observation [P, ...] at the start of the episodes: a function of key, lane and episode."""
     which = episode if env.starts == "fresh" else episode * 0
     env_state, observation = import_jax().vmap(partial(reset_lane, env), (0, None))(
         start_keys(keys, lane, which), params
@@ -203,20 +203,20 @@ def begin(env: JaxEnv, keys: RunKeys, lane: Any, episode: Any, params: Any) -> t
 
 
 def varying(lane: Any, tree: Any) -> Any:
-    """A pytree whose leaves depend on `lane`: constants would not vary over the mesh of a `shard_map`, as a loop wants.
+    """Return the pytree with leaves that depend on `lane`: in a `shard_map`, a loop rejects constants.
 
-    XLA drops the choice between equals; JAX's own function for it has another name in each of its versions.
+    XLA removes the choice between equals. JAX's own function for this has a different name in each version.
     """
     return where_lanes(lane == lane, tree, tree)
 
 
 def without_weak_types(tree: Any) -> Any:
-    """Without weak types, which can differ between a start and a step."""
+    """Return the pytree without weak types, which can differ between a start and a step."""
     return import_jax().tree.map(strong, tree)
 
 
 def where_lanes(mask: Any, chosen: Any, other: Any) -> Any:
-    """A pytree with the lanes of `mask` [P] taken from `chosen`, the rest from `other`."""
+    """Return a pytree with the lanes of `mask` [P] taken from `chosen` and the others from `other`."""
     jax = import_jax()
 
     def pick(one: Any, two: Any) -> Any:
@@ -226,7 +226,7 @@ def where_lanes(mask: Any, chosen: Any, other: Any) -> Any:
 
 
 def by_path(env: JaxEnv, observation: Any) -> dict[Path, Any]:
-    """An observation's leaves by their keys in a batch, in the dtypes that a batch has, as far as JAX has them."""
+    """Return an observation's leaves by their keys in a batch, in the batch's dtypes, or their 32-bit ones in JAX."""
     canonical = import_jax().dtypes.canonicalize_dtype
     leaves = zip(env.observation_leaves, disassemble(env.observation_space, observation), strict=True)
     return {leaf.path: value.astype(canonical(leaf.dtype)) for leaf, value in leaves}
