@@ -8,7 +8,13 @@ from torch.nn import functional as F
 
 aten = torch.ops.aten
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+WINDOW = torch.hann_window(4)
 QUANTILES = (2, 13) <= TORCH < (2, 15)  # before, they cannot be exported; since, their ranks are float64
+
+
+def _extremes(x):
+    """Torch has had its derivative since 2.13."""
+    return (x if TORCH >= (2, 13) else x.detach()).aminmax(dim=1)
 
 
 def _quantiles():
@@ -148,7 +154,7 @@ def expressions(with_module):
         *_on(_signal, lambda z: fft.hfft2(z, norm="ortho"), lambda z: _pairs(fft.ifft2(z))),
         *_on(_signal, lambda z: fft.irfft(z, n=9), lambda z: _pairs(fft.fft(z, n=5)), lambda z: fft.irfft(z, n=20) * 3),
         lambda g: g["x"] + fft.fftfreq(6, 0.5) + fft.rfftfreq(10),
-        *_of("sequence", lambda s: _pairs(torch.stft(s[:, 0], 4, 2, window=torch.hann_window(4), return_complex=True))),
+        *_of("sequence", lambda s: _pairs(torch.stft(s[:, 0], 4, 2, window=WINDOW, return_complex=True))),
     ]
     factorisation = [
         *_on(_positive, lambda a, b: linalg.cholesky(a), lambda a, b: linalg.cholesky(a, upper=True)),
@@ -185,7 +191,7 @@ def expressions(with_module):
     ]
     selection = [
         *_of("x", torch.median, torch.nanmedian, lambda x: x.median(1), lambda x: x.nanmedian(0, keepdim=True)),
-        *_of("x", lambda x: x.kthvalue(2), lambda x: x.cummax(1), lambda x: x.cummin(0), lambda x: x.aminmax(dim=1)),
+        *_of("x", lambda x: x.kthvalue(2), lambda x: x.cummax(1), lambda x: x.cummin(0), _extremes),
         *(_quantiles() if QUANTILES else []),
         *_of("x", lambda x: _tied(x.detach()).cummax(1), lambda x: _tied(x.detach()).cummin(0), torch.nanmean),
         *_of("x", lambda x: _tied(x.detach()).median(1), lambda x: _tied(x.detach()).nanmedian(1)[0], torch.msort),
