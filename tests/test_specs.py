@@ -8,6 +8,7 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
+from funcollect.envs.host.host_env import seeding_of
 from funcollect.specs import ActionSpec, assemble, disassemble, observation_leaves
 
 BOX = spaces.Box(-1, 1, (3,))
@@ -144,7 +145,7 @@ def test_environments_follow_the_protocol(name: str, num_envs: int | None) -> No
     env = fc.make_env(name, num_envs=num_envs)
     assert isinstance(env, fc.Env)
     assert env.num_envs == num_envs
-    assert env.seeding == "episode"
+    assert seeding_of(env) == "episode"
     assert env.backend == ("torch" if name.startswith("torch/") else "host")
     assert env.observation_leaves == observation_leaves(env.observation_space)
     assert env.action_spec.space == env.action_space

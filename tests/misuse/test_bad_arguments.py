@@ -260,14 +260,8 @@ NOT_CALLED = {
     *("CollectorState", "EpisodeStats", "Plan", "ring.RingState", "jax_ring.JaxRing", "testing.Report"),  # results
     *("Policy", "heads.Head", "storages.Storage", "samplers.Sampler"),  # protocols
     *("envs.HostEnv", "envs.JaxEnv", "envs.Simulators", "envs.TorchEnv"),  # protocols, too
-    *(
-        "envs.HostEnvBase",
-        "envs.LaneKeys",
-        "envs.SimulatorsBase",
-        "envs.JaxEnvBase",
-        "envs.TorchEnvBase",
-        "envs.Transition",
-    ),  # for environments of the user's own
+    *("PolicyBase", "envs.HostEnvBase", "envs.JaxEnvBase", "envs.SimulatorsBase", "envs.TorchEnvBase"),  # base classes
+    *("Exploration", "Noise", "envs.LaneKeys", "envs.Transition"),  # plain values
     "make_env",  # whatever describes an environment: its adapters are called by themselves
 }
 NOT_BAD = {  # callable, argument and value that are good all the same

@@ -62,7 +62,7 @@ def from_envpool(
         TypeError: for a pool that is built already, and a keyword argument that the task does not take.
 
     >>> from_envpool("CartPole-v1", num_envs=8)
-    SimulatedEnv('envpool/CartPole-v1', num_envs=8)
+    HostEnv('envpool/CartPole-v1', num_envs=8)
     """
     if not isinstance(task_id, str):
         raise TypeError(

@@ -67,7 +67,7 @@ def from_gymnasium(
         TypeError: for anything else as `env`, and for spaces without arrays of fixed size.
 
     >>> from_gymnasium("CartPole-v1", num_envs=8)
-    SimulatedEnv('CartPole-v1', num_envs=8)
+    HostEnv('CartPole-v1', num_envs=8)
     """
     check_keys("info_keys", info_keys, "x_position")
     check_flags(parallel=parallel, one_hot=one_hot)

@@ -70,7 +70,7 @@ def from_ale(
 
     >>> env = from_ale("Pong", num_envs=4)
     >>> env, env.observation_space.shape, env.seeding
-    (SimulatedEnv('ALE/Pong-v5', num_envs=4), (4, 84, 84), 'lane')
+    (HostEnv('ALE/Pong-v5', num_envs=4), (4, 84, 84), 'lane')
     """
     check_not_given("an Atari game", kwargs, _OURS)
     import_extra("cv2", "opencv-python-headless", "envs")

@@ -61,7 +61,7 @@ def from_torchrl(env: Any, *, dtype: npt.DTypeLike | None = None, **kwargs: Any)
 
     >>> from torchrl.envs import GymEnv, SerialEnv
     >>> from_torchrl(lambda: SerialEnv(2, lambda: GymEnv("CartPole-v1")))
-    SimulatedEnv('SerialEnv', num_envs=2)
+    HostEnv('SerialEnv', num_envs=2)
     """
     if given := sorted(kwargs.keys() & {"num_envs", "parallel", "info_keys", "one_hot"}):
         raise TypeError(
