@@ -24,7 +24,7 @@ class Exploration(NamedTuple):
 
     Attributes:
         type: whether it samples, or acts deterministically.
-        values: what may change during a run without compiling anew, such as ``epsilon``: numbers, or arrays [].
+        values: numbers or arrays [] that may change during a run, such as ``epsilon``; a change compiles nothing.
     """
 
     type: ExplorationType = ExplorationType.RANDOM

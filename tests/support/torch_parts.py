@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -16,14 +17,14 @@ class InParts(TorchEnvBase):
 
     draws = 1
 
-    def start(self, uniforms: Tensor) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def start(self, uniforms: Tensor) -> Any: ...
 
-    def observe(self, place: Any) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def observe(self, place: Any) -> Any: ...
 
-    def move(self, place: Any, action: Tensor) -> tuple[Any, Any, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def move(self, place: Any, action: Tensor) -> tuple[Any, Any, Any]: ...
 
     def reset(self, key: LaneKeys, params: Any, /) -> tuple[Any, Any]:
         place = self.start(key.uniform(self.draws))
