@@ -1,4 +1,4 @@
-"""A thread that fills a buffer from a collector while its caller does something else."""
+"""Fills a buffer from a collector in a thread, while the caller does something else."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 
 
 class BufferFiller:
-    """``buffer.extend(batch)`` for every batch, in a thread.
+    """Calls ``buffer.extend(batch)`` for every batch, in a thread.
 
-    It holds on to the collector only while it waits for a batch, so that one which nobody refers to is collected.
+    The thread refers to the collector only while it waits for a batch, so that a collector that nobody else refers to
+    is freed.
 
     Args:
         collector: an iterator over batches.
-        buffer: whatever has `extend`.
+        buffer: any object with a method `extend`.
 
     Raises:
-        TypeError: for a buffer without it.
+        TypeError: for a buffer without that method.
     """
 
     def __init__(self, collector: Iterator[Any], buffer: Any) -> None:
@@ -44,7 +45,7 @@ class BufferFiller:
                 batch = next(collector)
                 del collector
                 self._extend(batch)
-                del batch  # which would keep its memory while the next one is waited for
+                del batch  # its memory should not be held while the next one is collected
         except StopIteration:
             pass
         except BaseException as error:
@@ -65,7 +66,7 @@ class BufferFiller:
 
     @property
     def at_work(self) -> bool:
-        """Whether it fills the buffer now."""
+        """Whether the buffer is being filled now."""
         return self._thread.is_alive() and not self._resting
 
     @property
@@ -74,21 +75,21 @@ class BufferFiller:
         return threading.current_thread() is self._thread
 
     def pause(self) -> None:
-        """Return once the batch under way is in the buffer and no other is begun."""
+        """Block until the batch under way is in the buffer; no other one is begun."""
         with self._condition:
             self._paused = True
             while not self._resting:
                 self._condition.wait()
 
     def resume(self) -> None:
-        """Go on."""
+        """Continue after `pause`."""
         with self._condition:
             self._paused = False
             self._resting = not self._thread.is_alive()
             self._condition.notify_all()
 
     def stop(self) -> None:
-        """Begin no other batch; what the collector raises from now on is not told."""
+        """Begin no other batch, and ignore the collector's exceptions from now on."""
         with self._condition:
             self._stopped = True
             self._condition.notify_all()
@@ -97,8 +98,8 @@ class BufferFiller:
         """Wait for the thread's end."""
         self._thread.join()
 
-    def tell(self) -> None:
-        """Raise what ended it, once."""
+    def raise_error(self) -> None:
+        """Raise the exception that ended the thread, once."""
         error, self._error = self._error, None
         if error is not None:
             raise error

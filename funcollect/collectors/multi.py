@@ -1,35 +1,127 @@
-"""`MultiSyncDataCollector` and `MultiaSyncDataCollector`: collection by several workers."""
+"""`MultiSyncDataCollector` and `MultiaSyncDataCollector`: collection by several worker processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Unpack, get_args
+from typing import Any, get_args
 
-from funcollect.collectors.options import Keywords
-from funcollect.collectors.runner import Shard
+from tensordict import TensorDictBase
+from typing_extensions import override
+
+from funcollect.arguments import check_flags, check_kind
+from funcollect.collectors.collector import collector
+from funcollect.collectors.options import Device, Options, options_of
+from funcollect.collectors.runner import ALONE, Shard
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.batch_layout import Join
 from funcollect.collectors.workers.gathering import AsyncGathering, Gathering, SyncGathering
-from funcollect.collectors.workers.jobs import shares
+from funcollect.collectors.workers.jobs import columns_of, environments, job_of, rows, shares, want_accelerators
+from funcollect.collectors.workers.run import WorkerRun
+from funcollect.collectors.workers.serial import SerialTransport
+from funcollect.collectors.workers.transport import Transport
+from funcollect.collectors.workers.worker import Job
+from funcollect.keys import key_from_seed, seed_of
 from funcollect.messages import shown
 
 
-class SyncKeywords(Keywords, total=False):
-    """What `MultiSyncDataCollector` hands on."""
+@collector
+class ProcessCollector(WorkerCollector):
+    """The base class of collectors whose workers are processes on this machine.
 
-    num_workers: int | None
-    policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None
-    create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
-    seed: int | None
-    shard: Shard
+    The processes begin with the collector's construction. They run one thread each and JAX on the CPU, unless the
+    keywords say otherwise. Batches lie in shared memory, which is written again once no view of a batch lives; a reader
+    that keeps every batch gets copies after the first few.
+
+    Args:
+        num_workers: W, if `create_env_fn` is one for all.
+        storing_device: where batches are delivered.
+        update_at_each_batch: send the policy's weights to the workers before each batch.
+        shard: which lanes are its own, if it is a part of a larger run.
+        in_process: run the workers in this process, one after another, for a debugger.
+
+    Attributes:
+        num_workers: W.
+
+    Raises:
+        TypeError, ValueError: for a bad argument, before any worker starts.
+        WorkerError: if a worker cannot be built.
+    """
+
+    num_workers: int | None = None
+    storing_device: Device = None
+    update_at_each_batch: bool = False
+    shard: Shard = ALONE
+    in_process: bool = False
+
+    _eager = False  # whether workers take new weights before the rollouts that they were sent earlier
+
+    def _start(
+        self,
+        made: Sequence[Any],
+        frames_per_batch: int,
+        shares: Sequence[int],
+        open_gathering: Callable[[WorkerRun], Gathering],
+    ) -> None:
+        """Check the keywords and start the workers.
+
+        Args:
+            made: what each worker builds its environment from.
+            frames_per_batch: of the collector's batches.
+            shares: the frames of each worker's rollout.
+            open_gathering: makes the gathering of the run.
+        """
+        check_flags(in_process=self.in_process)
+        check_kind("shard", self.shard, Shard, "pass for example Shard(index=0, count=2)")
+        self._check(self._options(frames_per_batch))
+        self.storing_device, self.num_workers = self.options.storing_device, len(made)
+        self.seed = seed_of(key_from_seed(self.seed))
+        columns = columns_of(self) | {"create_env_fn": made, "frames_per_batch": shares}
+        jobs = [
+            job_of(row, policy=self.policy, seed=self.seed, shard=self.shard.within(worker, len(made)))
+            for worker, row in enumerate(rows(len(made), columns))
+        ]
+        self._launch(jobs, self._open_transport(jobs), open_gathering)
+
+    def _options(self, frames_per_batch: int) -> Options:
+        """The checked options, without lists of devices: each worker checks its own device."""
+        if isinstance(self.storing_device, (list, tuple)):
+            raise TypeError(
+                f"storing_device is {self.storing_device!r}, expected one device, on which a batch of several workers "
+                "lies: pass one; RayCollector takes a list"
+            )
+        devices = {name: getattr(self, name) for name in ("device", "env_device", "policy_device")}
+        shared = {name: None if isinstance(given, (list, tuple)) else given for name, given in devices.items()}
+        if isinstance(given := self.device, (list, tuple)) and given and all(each == given[0] for each in given):
+            shared["device"] = given[0]  # the default of storing_device
+        return options_of(self, frames_per_batch=frames_per_batch, **shared)
+
+    def _open_transport(self, jobs: Sequence[Job]) -> Transport:
+        if self.in_process:
+            return SerialTransport()
+        from funcollect.collectors.processes.transport import ProcessTransport  # which needs Linux
+
+        return ProcessTransport(num_threads=self.num_threads, accelerators=want_accelerators(jobs), eager=self._eager)
+
+    @override
+    def _gather(self) -> TensorDictBase:
+        self._check_at_rest()
+        if self.update_at_each_batch and self._batches:
+            self.update_policy_weights_()
+        return self.rollout()
 
 
-class MultiSyncDataCollector(WorkerCollector):
-    """Batches of one rollout of every worker, which are begun together (see `WorkerCollector`).
+@collector
+class MultiSyncDataCollector(ProcessCollector):
+    """Batches of one rollout of every worker, which are begun together.
 
     Batches are ``[W, P, T]``, ``T = ceil(ceil(frames_per_batch / W) / P)``, and ``[W, T]`` for single environments.
-    Rows follow the lanes.
+    Rows follow the lanes: worker ``w`` of ``W`` with ``P`` environments owns the lanes ``w * P`` to ``w * P + P - 1``.
+
+    Workers are processes that begin with the construction. A worker that dies, raises, or does not answer within
+    `timeout` ends the run with `WorkerError`, or is replaced with ``on_failure="restart"``. Batches lie in shared
+    memory, which is written again once no view of a batch lives; a reader that keeps every batch gets copies after the
+    first few.
 
     Args:
         frames_per_batch: of all workers together, in equal shares; or a list with the frames of each.
@@ -47,48 +139,54 @@ class MultiSyncDataCollector(WorkerCollector):
     >>> collector.shutdown()
     """
 
-    def __init__(
-        self,
-        create_env_fn: Any,
-        policy: Any = None,
-        *,
-        frames_per_batch: int | Sequence[int],
-        cat_results: Join = "stack",
-        prefetch: bool = False,
-        **keywords: Unpack[SyncKeywords],
-    ) -> None:
-        if cat_results not in get_args(Join) or isinstance(cat_results, bool):
-            raise ValueError(f"cat_results is {cat_results!r}, expected 'stack', 0 or -1: pass one of them")
-        if not isinstance(prefetch, bool):
-            raise TypeError(f"prefetch is {shown(prefetch)}, expected a bool: pass True or False")
-        self.cat_results, self.prefetch = cat_results, prefetch
-        super().__init__(create_env_fn, policy, frames_per_batch=frames_per_batch, **keywords)
+    frames_per_batch: int | Sequence[int]
+    cat_results: Join = "stack"
+    prefetch: bool = False
 
-    def _shared(self, frames_per_batch: int | Sequence[int], count: int) -> tuple[int, list[int]]:
-        frames = shares(frames_per_batch, count)
-        return sum(frames) if isinstance(frames_per_batch, Sequence) else frames_per_batch, frames
-
-    def _open_gathering(self) -> Gathering:
-        if len({*self._lengths}) > 1 and (self.cat_results == "stack" or (self.cat_results == 0 and self.num_envs)):
-            raise ValueError(
-                f"the workers' rollouts have {self._lengths} steps, which cat_results={self.cat_results!r} cannot put "
-                "together: pass cat_results=-1, or equal frames"
-            )
-        open_assembler = partial(self._make_assembler, join=self.cat_results)
-        return SyncGathering(self._pool, self._pool.workers, open_assembler, self._weights, prefetch=self.prefetch)
+    def __post_init__(self) -> None:
+        """Check the keywords and start the workers."""
+        if self.cat_results not in get_args(Join) or isinstance(self.cat_results, bool):
+            raise ValueError(f"cat_results is {self.cat_results!r}, expected 'stack', 0 or -1: pass one of them")
+        if not isinstance(self.prefetch, bool):
+            raise TypeError(f"prefetch is {shown(self.prefetch)}, expected a bool: pass True or False")
+        made = environments(self.create_env_fn, self.num_workers)
+        frames = shares(self.frames_per_batch, len(made))
+        whole = sum(frames) if isinstance(self.frames_per_batch, Sequence) else self.frames_per_batch
+        self.frames_per_batch = whole
+        self._start(made, whole, frames, partial(_open_sync, join=self.cat_results, prefetch=self.prefetch))
 
     @property
+    @override
     def frames_of_batch(self) -> int:
-        """The frames that every batch has: `frames_per_batch`, rounded up to whole steps of all lanes."""
-        return sum(self._lengths) * (self.num_envs or 1)
+        return sum(self.run.frames)
 
 
-class MultiaSyncDataCollector(WorkerCollector):
-    """Batches of one rollout of one worker, first come first served (see `WorkerCollector`).
+def _open_sync(run: WorkerRun, join: Join, *, prefetch: bool) -> Gathering:
+    lengths = [info.length for info in run.infos.values()]
+    if len({*lengths}) > 1 and (join == "stack" or (join == 0 and run.info.num_envs)):
+        raise ValueError(
+            f"the workers' rollouts have {lengths} steps, which cat_results={join!r} cannot put together: pass "
+            "cat_results=-1, or equal frames"
+        )
+    return SyncGathering(run.pool, run.weights, partial(run.assembler, join=join), prefetch=prefetch)
 
-    Batches are ``[P, T]``, ``T = ceil(frames_per_batch / P)``, and ``[T]`` for single environments; the lanes tell
-    whose they are. One worker's batches come in order. A worker goes on while the reader is busy, with up to two
-    batches ready; new weights act from its next rollout on.
+
+@collector
+class MultiaSyncDataCollector(ProcessCollector):
+    """Batches of one rollout of one worker, in the order of their arrival.
+
+    Batches are ``[P, T]``, ``T = ceil(frames_per_batch / P)``, and ``[T]`` for single environments; their lanes show
+    which worker collected them: worker ``w`` of ``W`` owns the lanes ``w * P`` to ``w * P + P - 1``. The batches of one
+    worker come in order. A worker continues while the reader is busy, with up to two batches ready; new weights act
+    from its next rollout on.
+
+    Workers are processes that begin with the construction. A worker that dies, raises, or does not answer within
+    `timeout` ends the run with `WorkerError`, or is replaced with ``on_failure="restart"``. Batches lie in shared
+    memory, which is written again once no view of a batch lives; a reader that keeps every batch gets copies after the
+    first few.
+
+    Args:
+        frames_per_batch: of each worker's rollout.
 
     >>> import funcollect as fc
     >>> collector = MultiaSyncDataCollector(
@@ -99,20 +197,25 @@ class MultiaSyncDataCollector(WorkerCollector):
     >>> collector.shutdown()
     """
 
+    frames_per_batch: int
+
     _eager = True
 
-    def _shared(self, frames_per_batch: int | Sequence[int], count: int) -> tuple[int, list[int]]:
-        if isinstance(frames_per_batch, Sequence):
-            raise TypeError(f"frames_per_batch is {shown(frames_per_batch)}, expected an int: that of each rollout")
-        return frames_per_batch, [frames_per_batch] * count
-
-    def _open_gathering(self) -> Gathering:
-        return AsyncGathering(self._pool, self._pool.workers, partial(self._make_assembler, join=None), self._weights)
+    def __post_init__(self) -> None:
+        """Check the keywords and start the workers."""
+        if isinstance(frames := self.frames_per_batch, Sequence):
+            raise TypeError(f"frames_per_batch is {shown(frames)}, expected an int: that of each rollout")
+        made = environments(self.create_env_fn, self.num_workers)
+        self._start(made, frames, [frames] * len(made), _open_async)
 
     @property
+    @override
     def frames_of_batch(self) -> int:
-        """The frames that every batch has: `frames_per_batch`, rounded up to whole steps of a worker's lanes."""
-        return self._lengths[0] * (self.num_envs or 1)
+        return self.run.frames[0]
+
+
+def _open_async(run: WorkerRun) -> Gathering:
+    return AsyncGathering(run.pool, run.weights, partial(run.assembler, join=None))
 
 
 # Their names in TorchRL since 0.14.

@@ -1,11 +1,11 @@
-"""A collector's keywords, checked once where they are given."""
+"""The keywords that collectors share: declared, documented and checked once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict, get_args
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -26,20 +26,27 @@ Device = torch.device | str | None
 OnFailure = Literal["raise", "restart"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What all collectors are given.
+@dataclass(kw_only=True, eq=False, repr=False)
+class RunOptions:
+    """The keywords of every collector.
 
-    Raises:
-        TypeError, ValueError: for a value out of its range, naming the keyword.
+    Args:
+        total_frames: frames after which the iteration ends, with a whole last batch; -1 for no end. A frame is one step
+            of one environment.
+        max_frames_per_traj: steps after which a trajectory is truncated; None or negative for no limit.
+        init_random_frames: frames at the start of the run with random actions, rounded up to whole batches. The policy
+            runs all the same.
+        reset_at_each_iter: begin every batch with new episodes.
+        split_trajs: deliver `split_trajectories` of each batch.
+        postproc: applied to each batch, after splitting.
+        exploration_type: whether heads sample or act deterministically.
+        reset_when_done: False keeps a finished lane finished until `reset`.
+        set_truncated: mark the last frame of each lane in a batch as truncated, so that nothing is bootstrapped across
+            batches. The episode continues; ``("collector", "cut")`` is True at these frames, which `episode_stats` and
+            `track` read.
     """
 
-    frames_per_batch: int
     total_frames: int = -1
-    device: Device = None
-    storing_device: Device = None
-    env_device: Device = None
-    policy_device: Device = None
     max_frames_per_traj: int | None = None
     init_random_frames: int | None = None
     reset_at_each_iter: bool = False
@@ -47,8 +54,23 @@ class Options:
     postproc: Postproc | None = None
     exploration_type: ExplorationType = ExplorationType.RANDOM
     reset_when_done: bool = True
-    update_at_each_batch: bool = False
     set_truncated: bool = False
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Options(RunOptions):
+    """The keywords of one runner, checked.
+
+    Raises:
+        TypeError, ValueError: for a value out of its range, naming the keyword.
+    """
+
+    frames_per_batch: int
+    device: Device = None
+    storing_device: Device = None
+    env_device: Device = None
+    policy_device: Device = None
+    update_at_each_batch: bool = False
     env_device_given: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -77,18 +99,18 @@ class Options:
         if self.postproc is not None and not callable(self.postproc):
             raise TypeError(f"postproc is {shown(self.postproc)}, expected a function from batch to batch: pass one")
         check_ends(self.max_frames_per_traj, self.reset_when_done)
-        object.__setattr__(self, "env_device_given", self.env_device is not None)
+        self.env_device_given = self.env_device is not None
         for name in ("storing_device", "env_device", "policy_device"):
             given = getattr(self, name)
             device = checked_device(self.device) if given is None else checked_device(given, name)
-            object.__setattr__(self, name, device)
+            setattr(self, name, device)
 
     def length(self, env: Env) -> int:
         """T: the steps of a batch."""
         return math.ceil(self.frames_per_batch / (env.num_envs or 1))
 
     def request(self, length: int, params: Any, lanes: int, columns: OwnColumns) -> Request:
-        """One batch's rollout of `length` steps; `lanes` are those of the whole run."""
+        """The request for one batch: a rollout of `length` steps. `lanes` counts the lanes of the whole run."""
         limit = self.max_frames_per_traj
         return Request(
             length=length,
@@ -101,7 +123,7 @@ class Options:
         )
 
     def finish(self, batch: TensorDictBase) -> TensorDictBase:
-        """What the caller gets: moved, split, post-processed, without keys that begin with an underscore."""
+        """The batch for the caller: moved, split, post-processed, without keys that begin with an underscore."""
         if self.storing_device is not None and batch.device != self.storing_device:
             batch = batch.to(self.storing_device)
         if self.split_trajs:
@@ -114,75 +136,31 @@ class Options:
         return batch.exclude(*hidden, inplace=True) if hidden else batch
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerOptions(Options):
-    """What collectors that have workers are given besides."""
-
-    num_threads: int = 1
-    timeout: float = 60.0
-    start_timeout: float = 300.0
-    on_failure: OnFailure = "raise"
-    in_process: bool = False
-
-    def __post_init__(self) -> None:
-        """Check every field."""
-        super().__post_init__()
-        check_flags(in_process=self.in_process)
-        check_positive("num_threads", self.num_threads)
-        for name in ("timeout", "start_timeout"):
-            seconds = getattr(self, name)
-            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-                raise ValueError(f"{name} is {seconds!r}, expected seconds, more than 0: pass for example {name}=60")
-        if self.on_failure not in get_args(OnFailure):
-            raise ValueError(
-                f"on_failure is {self.on_failure!r}, expected 'raise' (a worker's failure ends the run) or 'restart' "
-                "(a new worker replaces it): pass one of them"
-            )
+def options_of(collector: RunOptions, **own: Any) -> Options:
+    """The checked options of a collector: its keywords, and `own` in place of those that it does not have."""
+    names = {each.name for each in fields(Options) if each.init} & {*vars(collector)}
+    return Options(**{name: getattr(collector, name) for name in names} | own)
 
 
-class Keywords(TypedDict, total=False):
-    """The keywords whose defaults stand in `WorkerOptions`."""
+def check_failure_keywords(num_threads: Any, timeout: Any, start_timeout: Any, on_failure: Any) -> None:
+    """Check what collectors with workers are given about threads, waiting and failures.
 
-    total_frames: int
-    device: Device | Sequence[Device]
-    storing_device: Device
-    env_device: Device | Sequence[Device]
-    policy_device: Device | Sequence[Device]
-    max_frames_per_traj: int | None
-    init_random_frames: int | None
-    reset_at_each_iter: bool
-    split_trajs: bool
-    postproc: Postproc | None
-    exploration_type: ExplorationType
-    reset_when_done: bool
-    update_at_each_batch: bool
-    set_truncated: bool
-    num_threads: int
-    timeout: float
-    start_timeout: float
-    on_failure: OnFailure
-    in_process: bool
-
-
-_ELSEWHERE = {
-    "backend": "the class says it: SyncDataCollector, MultiSyncDataCollector, MultiaSyncDataCollector or RayCollector",
-    "num_collectors": "MultiSyncDataCollector and MultiaSyncDataCollector have num_workers=, RayCollector has this one",
-    "sync": "MultiSyncDataCollector collects so, MultiaSyncDataCollector does not; RayCollector has this argument",
-}  # of TorchRL's `Collector`, which chooses another class by them
-
-
-def check_known(keywords: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise TypeError for a keyword that is not among those `known`."""
-    if not (unknown := sorted(keywords.keys() - known)):
-        return
-    if here := [f"{name} ({_ELSEWHERE[name]})" for name in unknown if name in _ELSEWHERE]:
-        raise TypeError(f"this collector has no argument {', '.join(here)}")
-    some = ", ".join(sorted(known))
-    raise TypeError(f"the keywords {unknown} are unknown, expected some of {some}: check the spelling")
+    Raises:
+        TypeError, ValueError: for a value out of its range, naming the keyword.
+    """
+    check_positive("num_threads", num_threads)
+    for name, seconds in (("timeout", timeout), ("start_timeout", start_timeout)):
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+            raise ValueError(f"{name} is {seconds!r}, expected seconds, more than 0: pass for example {name}=60")
+    if on_failure not in get_args(OnFailure):
+        raise ValueError(
+            f"on_failure is {on_failure!r}, expected 'raise' (a worker's failure ends the run) or 'restart' (a new "
+            "worker replaces it): pass one of them"
+        )
 
 
 def _hidden(batch: TensorDictBase, prefix: Path = ()) -> list[Path]:
-    """The keys that begin with an underscore; ``batch.keys(True)`` would cost more than the rest of a hand-over."""
+    """The keys that begin with an underscore. ``batch.keys(True)`` would cost more than the rest of a delivery."""
     found = []
     for name, value in batch.items():
         if name.startswith("_"):
@@ -193,7 +171,7 @@ def _hidden(batch: TensorDictBase, prefix: Path = ()) -> list[Path]:
 
 
 def check_env_device(env: Env, given: Device) -> None:
-    """Raise ValueError where `env_device` asks for another device than the environment's own."""
+    """Raise ValueError if `env_device` is not the device on which the environment runs."""
     if given is None:
         return
     own = getattr(env, "device", torch.device("cpu"))

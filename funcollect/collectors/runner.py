@@ -1,4 +1,4 @@
-"""An environment, a policy and the state between two batches: what a collector runs, here or in a worker."""
+"""The environment, the policy and the state that a collector runs, in its own process or in a worker."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _SAVED = (
 
 @dataclass(frozen=True)
 class Shard:
-    """Which lanes are a runner's own: worker `index` of `count` has ``index * P`` to ``index * P + P - 1``.
+    """The lanes that a runner owns: worker `index` of `count` has ``index * P`` to ``index * P + P - 1``.
 
-    Workers that join a run later have an index of `count` or more.
+    Workers that are added to a run later have an index of `count` or more.
     """
 
     index: int = 0
@@ -53,24 +53,28 @@ ALONE = Shard()
 
 
 def given_weights(params: Any, policy_or_weights: Any, policy: Any) -> Any:
-    """The parameters that a call names; None for the policy's own, also if that is what is named."""
+    """The parameters that a call passes; None for the policy's own, also if the policy itself is passed."""
     given = policy_or_weights if params is None else params
     return None if given is policy or given is getattr(policy, "module", policy) else given
 
 
 class Runner:
-    """Lanes at work, one rollout after another.
+    """Collects one rollout after another.
 
     After an exception, or Ctrl-C, the next rollout begins new episodes under new trajectory ids.
 
     Attributes:
-        env, policy: as they were built.
-        params: what the policy acts with; None for its own.
-        state: where the lanes stand.
-        lanes: of the whole run.
+        env: the environment.
+        policy: the policy.
+        params: the parameters that the policy acts with; None for its own.
+        state: the collector state between two rollouts.
+        lanes: the number of lanes in the whole run.
         length: T, the steps of a batch.
-        frames: collected so far.
+        frames: the frames collected so far.
+        seed: of the run; the one that was drawn if None was given.
     """
+
+    seed: int | None
 
     def __init__(self, source: RunnerSpec, options: Options, *, seed: int | None, shard: Shard = ALONE) -> None:
         check_kind("shard", shard, Shard, "pass for example Shard(index=0, count=2)")
@@ -81,6 +85,7 @@ class Runner:
         api.check_pair(self.env, self.policy)
         first_lane = shard.index * (self.env.num_envs or 1)
         self.state = api.init_lanes(self.env, self.policy, seed=seed, first_lane=first_lane, total_lanes=self.lanes)
+        self.seed = self.state.seed
         self.length = options.length(self.env)
         self.frames = 0
         self._batches = 0
@@ -88,22 +93,17 @@ class Runner:
         self._interrupted = False
         self._closed = False
 
-    @property
-    def seed(self) -> int:
-        """The seed of the run; what was drawn where None was given."""
-        return self.state.seed
-
     def begin_batch(self) -> None:
-        """What the keywords want done before a batch of the run."""
+        """Reset, or count new weights, if the keywords ask for that before each batch."""
         if self.options.reset_at_each_iter and self._batches:
             self.reset()
         if self.options.update_at_each_batch and self._batches:
             self.update_policy_weights_(self.params)
 
     def rollout(self) -> TensorDictBase:
-        """One batch as the core returns it, whether or not the run has ended: not split, not post-processed.
+        """One batch as the core returns it, even if the run has ended: not split, not post-processed.
 
-        Its frames count from here on, also where a `postproc` that raises loses the batch.
+        Its frames are counted, even if a `postproc` raises afterwards and the batch is lost.
         """
         return self.record(NOWHERE)
 
@@ -135,7 +135,7 @@ class Runner:
         try:
             self.state = api.recover(self.env, self.state) if again else api.reset(self.env, self.state, mask)
         except (TypeError, ValueError):
-            raise  # a bad mask, said before the state is used
+            raise  # for a bad mask; the state has not been used
         except BaseException:
             self._interrupted = True
             raise
@@ -145,10 +145,11 @@ class Runner:
         """Begin new episodes, seeded by `seed`: before the first batch, as if the collector had been built with it.
 
         Returns:
-            The seed for the next collector, as TorchRL works it out; `seed` itself for `static_seed`.
+            The seed for the next collector, by TorchRL's rule; `seed` itself for `static_seed`.
         """
         self._check_open()
         self.state = reseed(self.env, self.policy, self.state, seed)
+        self.seed = self.state.seed
         self._interrupted = False
         return seed if static_seed else next_seed(seed, self.state.num_lanes)
 
@@ -156,7 +157,7 @@ class Runner:
         """Act with `params` from the next batch on; None for the policy's own, which are read anew at each batch.
 
         Args:
-            params: what the policy takes as parameters, or a module like its own; the policy's own module for None.
+            params: the policy's parameters, or a module like its own; the policy's own module means None.
             policy_or_weights: `params`, by TorchRL's name for it.
 
         Raises:
@@ -169,9 +170,9 @@ class Runner:
         self.count_as(params, int(self.state.policy_version) + 1)
 
     def count_as(self, params: Any, version: int) -> None:
-        """Act with `params`, which the policy takes, and call them this version."""
+        """Act with prepared `params`, under this version number."""
         self.params = params
-        own = self.state.policy_version  # over JAX environments an array, which it has to stay
+        own = self.state.policy_version  # an array over JAX environments, and it has to stay one
         self.state = self.state.replace(policy_version=own + (version - int(own)))
 
     def replace_policy(self, subject: Any) -> None:
@@ -180,13 +181,13 @@ class Runner:
         self.params = None
 
     def go_on(self, *, steps: int, episode: int) -> None:
-        """Begin new episodes as if so many steps had been made and, in every lane, the episodes up to this one."""
+        """Begin new episodes as if every lane had made `steps` steps and begun the episodes up to `episode`."""
         self.state = go_on(self.env, self.policy, self.state, steps=steps, episode=episode)
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs: weights, key, counters. Episodes in flight begin anew after loading.
 
-        Tensors, numbers and strings only: `torch.load` reads it with ``weights_only=True``.
+        It holds tensors, numbers and strings only, so that `torch.load` reads it with ``weights_only=True``.
         """
         weights = getattr(self.policy, "state_dict", None)
         return {
@@ -199,7 +200,7 @@ class Runner:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`: the same weights, key and counts; new episodes under ids not used before.
+        """Continue from a `state_dict`: the same weights, key and counts; new episodes under ids not used before.
 
         Weights that were the policy's own at saving are written into the policy; others become `params`.
 
@@ -215,6 +216,7 @@ class Runner:
         if weights is not None:
             self.policy.prepare(weights)
         self.state = resume(self.env, self.state, state_dict)
+        self.seed = self.state.seed
         self.params = None if state_dict["own_weights"] else weights
         if weights is not None and self.params is None:
             self.policy.load(weights)  # type: ignore[attr-defined]
@@ -233,7 +235,7 @@ class Runner:
         }
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Free the simulators; nothing can be collected afterwards. Does nothing the second time."""
+        """Free the simulators. Does nothing the second time."""
         self._closed = True
         api.close(self.state)
 

@@ -1,4 +1,4 @@
-"""Where a collector's environment and policy come from: as they were given, checked, built where they run."""
+"""The description of a collector's environment and policy, from which they are built where they run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RunnerSpec:
     """An environment and a policy before they are built.
 
     Raises:
-        TypeError, ValueError: for a policy beside a factory of one, or arguments that are no dict.
+        TypeError, ValueError: for a policy together with a factory, or environment arguments that are no dict.
     """
 
     create_env_fn: Any
@@ -47,7 +47,7 @@ class RunnerSpec:
             )
 
     def build(self, options: Options) -> tuple[Env, Policy]:
-        """Both, made and suiting the devices that `options` name."""
+        """Build both, on the devices that `options` name."""
         policy = self._policy()
         env = make_env(self.create_env_fn, **(self.create_env_kwargs or {}))
         # `device` may name an accelerator for the policy while simulators stay on the host; `env_device` may not.

@@ -264,8 +264,9 @@ NOT_CALLED = {
     *("Exploration", "Noise", "envs.LaneKeys", "envs.Transition"),  # plain values
     "make_env",  # whatever describes an environment: its adapters are called by themselves
 }
+NO_LIMIT = ("max_frames_per_traj", "init_random_frames")
 NOT_BAD = {  # callable, argument and value that are good all the same
-    *((name, argument, "-1") for name in ("Collector",) for argument in ("max_frames_per_traj", "init_random_frames")),
+    *((f"{kind}Collector", argument, "-1") for kind in ("", "MultiSync", "MultiAsync", "Ray") for argument in NO_LIMIT),
     ("RayCollector", "reset_at_each_iter", "0"),  # TorchRL's documents pass -False
 }
 

@@ -56,9 +56,9 @@ CASES = {
     "a keyword of TorchRL's": (
         {"trust_policy": True},
         TypeError,
-        r"\['trust_policy'\] are unknown, expected some of device, env_device, exploration_type, init_random_frames",
+        r"\['trust_policy'\] are unknown, expected some of collector_class, collector_kwargs, create_env_fn",
     ),
-    "in_process": ({"in_process": True}, ValueError, "MultiSyncDataCollector has it"),
+    "in_process": ({"in_process": True}, TypeError, r"no argument in_process \(MultiSyncDataCollector has it\)"),
 }
 
 

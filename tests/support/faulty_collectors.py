@@ -43,7 +43,7 @@ class CountsSteps(Good):
 class RoundsDown(Good):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        object.__setattr__(self.options, "frames_per_batch", self.options.frames_per_batch + 2)
+        self.frames_per_batch += 2
 
 
 class DropsARollout(Good):

@@ -45,7 +45,7 @@ class HangClock:
 
     def monotonic(self):
         if self.collector is not None and self._begun.exists():
-            self._run(self.collector._pool)
+            self._run(self.collector.run.pool)
         return self._now
 
     def _run(self, pool):

@@ -1,4 +1,4 @@
-"""What runs in a Ray actor: a worker, or a collector with workers of its own, that answers calls."""
+"""The class of the Ray actors: each holds a worker, or a collector with workers of its own, and answers calls."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import numpy as np
 from tensordict import TensorDictBase
+from typing_extensions import override
 
 from funcollect.collectors.cluster.jobs import RayJob
 from funcollect.collectors.cluster.nested_worker import NestedWorker
@@ -27,16 +28,17 @@ from funcollect.core.request import OwnColumns
 
 
 class ActorSetup(NamedTuple):
-    """What an actor takes over from the collector's process, and how it is to run."""
+    """The settings of an actor's process."""
 
     path: list[str]
     num_threads: int
-    accelerators: bool  # whether JAX may see any
+    accelerators: bool  # whether JAX may see accelerators
 
 
 class ClassWorker(Worker):
-    """A worker whose runner is of the user's own class, which may collect in its own way."""
+    """A worker whose runner may be of the user's own class, which collects in its own way."""
 
+    @override
     def _rollout(self, columns: OwnColumns) -> TensorDictBase:
         if type(self._runner) is SyncDataCollector:
             return super()._rollout(columns)
@@ -50,11 +52,11 @@ def built(job: RayJob) -> Worker | NestedWorker:
         return ClassWorker(job)
     collector = job.collector()
     assert isinstance(collector, WorkerCollector)
-    return NestedWorker(job, collector)
+    return NestedWorker(job.progress, collector)
 
 
 class RayWorker:
-    """The actor. Ray calls `do` in the order in which it was sent, `hurry` and `stack` from threads of their own."""
+    """The actor. Ray runs `do` in the order of the calls, `hurry` and `stack` in threads of their own."""
 
     def __init__(self, setup: ActorSetup) -> None:
         sys.path.extend(path for path in setup.path if path not in sys.path)
@@ -67,24 +69,24 @@ class RayWorker:
         self._urgent: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
 
     def do(self, name: str, *args: Any) -> Any:
-        """What came of a call: the answer, or a `Failure`."""
+        """The answer to a call, or a `Failure`."""
         with self._one_at_a_time:
             self._do_urgent()
             return self._answer(name, args)
 
     def hurry(self, name: str, *args: Any) -> Any:
-        """The same before the next of the calls that wait, once the rollout under way has ended."""
+        """The answer to a call that goes before the waiting ones, once the rollout under way has ended."""
         self._built.wait()
-        told: Future[Any] = Future()
-        self._urgent.append((told, lambda: self._answer(name, args)))
+        answer: Future[Any] = Future()
+        self._urgent.append((answer, lambda: self._answer(name, args)))
         with self._one_at_a_time:
             self._do_urgent()
-        return told.result()
+        return answer.result()
 
     def _do_urgent(self) -> None:
         while self._urgent:
-            told, act = self._urgent.popleft()
-            told.set_result(act())
+            answer, act = self._urgent.popleft()
+            answer.set_result(act())
 
     def _answer(self, name: str, args: tuple[Any, ...]) -> Any:
         try:
@@ -124,7 +126,7 @@ class RayWorker:
         return f"node {ray.util.get_node_ip_address()} ({context.get_node_id()[:12]}), process {os.getpid()}"
 
     def stack(self) -> str:
-        """What every thread does now."""
+        """The Python stack of every thread."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames().items()
         parts = [f"Thread {names.get(number)}:\n{''.join(traceback.format_stack(frame))}" for number, frame in frames]

@@ -1,4 +1,4 @@
-"""Ray, imported when it is first needed; a cluster to work on, and whether it has room."""
+"""Imports Ray, opens a session on a cluster, and checks whether the cluster has room."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from funcollect.errors import WorkerError
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a library tells nobody of its use unless it is told to
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a library reports its use only if its user wants that
 try:
     import ray as _ray
 except ImportError as error:
@@ -25,13 +25,13 @@ _QUIET = {"include_dashboard": False, "logging_level": "warning"}
 
 
 class RaySession:
-    """A use of Ray in this process: what the first one has started, the last one ends.
+    """One use of Ray in this process. The first session may start Ray; the last one then shuts it down.
 
     Args:
-        config: for `ray.init`; None: a cluster that is there is found, else one is started on this machine.
+        config: for `ray.init`; None uses a running cluster, or else starts one on this machine.
 
     Raises:
-        ValueError: for a config where Ray runs in this process under another one.
+        ValueError: for a config if Ray runs in this process already, with another one.
     """
 
     _lock = threading.Lock()

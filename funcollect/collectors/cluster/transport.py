@@ -9,12 +9,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from funcollect.collectors.cluster.actor import ActorSetup, RayWorker
 from funcollect.collectors.cluster.batch_assembler import MemoryPool, RayAssembler
-from funcollect.collectors.cluster.packed_batch import PackedBatch, PackedLayout, packed
+from funcollect.collectors.cluster.packed_batch import PackedBatch, packed
 from funcollect.collectors.cluster.resources import RaySession, check_room, ray, resources
-from funcollect.collectors.workers.transport import WITH_WEIGHTS, Answer, Call, WorkerExited, WorkerGroup, WorkerHandle
+from funcollect.collectors.workers.batch_layout import PackedLayout
+from funcollect.collectors.workers.transport import (
+    WITH_WEIGHTS,
+    Answer,
+    Call,
+    Transport,
+    WeightStore,
+    WorkerExited,
+    WorkerGroup,
+    WorkerHandle,
+)
 
 _GROUPS = {"hurry": 1, "look": 1}  # threads of an actor besides the one that works
 _TO_CLOSE = 2.0  # seconds that actors have to close their environments
@@ -22,12 +33,12 @@ _TO_TELL = 1.0  # seconds within which an actor shows its Python stack
 _TO_FETCH = 30.0  # seconds within which an object that is there can be read
 
 
-class RayHandle:
-    """The way to one actor.
+class RayHandle(WorkerHandle):
+    """The connection to one actor.
 
     Args:
         actor: its handle.
-        job: what it is to do.
+        job: the packed job.
         config: the options that it was made with.
         eager: whether it takes new weights before the rollouts that it was sent earlier.
     """
@@ -37,17 +48,17 @@ class RayHandle:
         self._job = job
         self._config = config
         self._eager = eager
-        self._sent: deque[tuple[Any, int]] = deque()  # what will be answered in order
-        self._hurried: deque[tuple[Any, int]] = deque()  # and what goes before it
-        self.there: set[Any] = set()  # of their references those of which Ray has said that they can be read
-        self._collects = 0  # rollouts that it has been sent for
+        self._sent: deque[tuple[Any, int]] = deque()  # calls that will be answered in order
+        self._hurried: deque[tuple[Any, int]] = deque()  # calls that are answered before those
+        self.there: set[Any] = set()  # the references to answers that Ray reports as readable
+        self._collects = 0  # rollouts that were asked for and have not arrived
         self._packed_layout: PackedLayout | None = None
         self._node_ref = actor.node.options(concurrency_group="look").remote()
         self._gone = ""
 
     @property
+    @override
     def label(self) -> str:
-        """The actor and its node."""
         return f"actor {self._actor._actor_id.hex()[:12]} on {self._node() or 'no node yet'}"
 
     def _node(self) -> str:
@@ -59,8 +70,8 @@ class RayHandle:
             return ""
         return node
 
+    @override
     def send(self, call: Call) -> None:
-        """Have it do this after what it was sent before."""
         if self.gone:
             self._gone = self.gone
             return
@@ -76,15 +87,15 @@ class RayHandle:
 
     @property
     def gone(self) -> str:
-        """Why it will not answer any more; empty while it may."""
+        """Why the actor will not answer any more; empty while it may."""
         return self._gone or ("" if ray.is_initialized() else _NO_RAY)
 
     def heads(self) -> list[Any]:
-        """The references of which one is there as soon as there is something to receive."""
+        """The references to the next answers. One of them is readable once there is something to receive."""
         return [queue[0][0] for queue in (self._hurried, self._sent) if queue]
 
+    @override
     def receive(self) -> Answer | WorkerExited | None:
-        """The next of its answers, whose arrays are those of the object store."""
         if self.gone:
             return WorkerExited(self.gone)
         for queue in (self._hurried, self._sent):
@@ -106,8 +117,8 @@ class RayHandle:
             value = (PackedBatch(self._packed_layout, packed_batch.memory), *value[1:])
         return Answer(number, value)
 
+    @override
     def where(self) -> str:
-        """Its Python stack; what it waits for, where it has no node yet."""
         if self.gone:
             return ""
         if not self._node():
@@ -122,11 +133,11 @@ class RayHandle:
         return stack
 
     def say_close(self) -> Any:
-        """Have it close its environment: the reference of its answer; None where it is gone."""
+        """Ask it to close its environment; the reference to its answer, None if it has ended."""
         return None if self.gone else self._actor.do.remote("close")
 
+    @override
     def kill(self) -> None:
-        """End it at once, whatever it does. Does nothing the second time."""
         self._sent.clear()
         self._hurried.clear()
         if ray.is_initialized():
@@ -138,45 +149,42 @@ _NO_RAY = "is out of reach: Ray was shut down in this process"
 
 
 def reason_of(error: BaseException) -> str:
-    """An error of Ray in a line: what it says of the cause, without its list of what may be behind it."""
+    """An error of Ray in one line, without its list of common causes."""
     lines = [line.strip() for line in str(error).splitlines() if ": " not in line[:24] or line.startswith("The actor")]
     told, _, _ = " ".join(lines).partition(" Some common causes")
     return f"was lost ({type(error).__name__}: {told[:400]})"
 
 
-class RayWeightStore:
-    """See `funcollect.collectors.workers.transport.WeightStore`: weights are objects, which each node fetches once."""
+class RayWeightStore(WeightStore):
+    """Weights as objects of Ray's store, which each node fetches once."""
 
     def __init__(self) -> None:
         self._slots: dict[int, tuple[PackedLayout | None, Any]] = {}
         self._next = 0
 
+    @override
     def put(self, weights: Mapping[str, Tensor], taken: set[int]) -> int:
-        """Make an object of them, and let go of those that nobody will ask for any more."""
         self._slots = {slot: held for slot, held in self._slots.items() if slot in taken}
         self._next += 1
         packed_layout, memory = packed({(name,): weight for name, weight in weights.items()})
         self._slots[self._next] = packed_layout, ray.put(memory)
         return self._next
 
+    @override
     def call(self, worker: int, slot: int, version: int, policy: bytes | None) -> Call:
-        """A message with a reference to them, which Ray resolves on the actor's node."""
         return Call(worker, "fetch", (version, policy, *self._slots[slot]))
 
+    @override
     def encode_params(self, params: Any) -> Any:
-        """A reference to them."""
         return None if params is None else ray.put(params)
 
-    def restarted(self, worker: int) -> None:
-        """Nothing is remembered."""
-
+    @override
     def close(self) -> None:
-        """Let go of them."""
         self._slots.clear()
 
 
-class RayTransport:
-    """See `funcollect.collectors.workers.transport.Transport`.
+class RayTransport(Transport):
+    """Starts workers as actors of a Ray cluster.
 
     Args:
         configs: of each actor, the options that Ray takes.
@@ -185,8 +193,6 @@ class RayTransport:
         accelerators: whether JAX in an actor may see any.
         eager: whether actors take new weights before the rollouts that they were sent earlier.
     """
-
-    patient = True
 
     def __init__(
         self,
@@ -209,27 +215,27 @@ class RayTransport:
         self._memory_pool = MemoryPool()
 
     def expect(self, configs: Sequence[Mapping[str, Any]], first: int, present: Sequence[int]) -> None:
-        """Let the next workers have actors with these options.
+        """Set the options of the next workers' actors.
 
         Args:
-            configs: what Ray takes.
-            first: the index of the first of them.
+            configs: the options, one dict per worker.
+            first: the index of the first of these workers.
             present: the workers that are at work.
 
         Raises:
-            WorkerError: where the cluster has no place for them beside these.
+            WorkerError: if the cluster has no room for them beside the present workers.
         """
         check_room(configs, first, [self._configs[worker] for worker in present])
         self._configs |= dict(enumerate(configs, first))
 
+    @override
     def start(self, worker: int, job: bytes) -> RayHandle:
-        """A handle to a new actor, which has no node yet."""
         config = self._configs[worker]
         kind = ray.remote(**config, max_restarts=0, max_task_retries=0, concurrency_groups=_GROUPS)(RayWorker)
         return RayHandle(kind.remote(ActorSetup([*sys.path], *self._setup)), job, config, eager=self._eager)
 
+    @override
     def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:
-        """Those that have an answer, or whose actor is gone: asked of Ray for all at once."""
         own = {worker: handle for worker, handle in handles.items() if isinstance(handle, RayHandle)}
         if gone := [worker for worker, handle in own.items() if handle.gone]:
             return gone
@@ -242,8 +248,8 @@ class RayTransport:
             own[heads[ref]].there.add(ref)
         return dict.fromkeys(heads[ref] for ref in there)
 
+    @override
     def close(self, handles: Sequence[WorkerHandle]) -> None:
-        """Let the actors close their environments; kill those that take too long."""
         own = [handle for handle in handles if isinstance(handle, RayHandle)]
         told = [ref for handle in own if (ref := handle.say_close()) is not None]
         if told:
@@ -251,15 +257,15 @@ class RayTransport:
         for handle in own:
             handle.kill()
 
+    @override
     def leave(self) -> None:
-        """End what this process has started of Ray, unless another collector uses it."""
         self._session.release()
 
+    @override
     def assembler(self, submit: Callable[[Call], Call], group: WorkerGroup) -> RayAssembler:
-        """An assembler for these actors."""
         alone = group.join is None  # a stack has a size of its own, whose memory goes with its assembler
         return RayAssembler(submit, group, self._memory_pool if alone else MemoryPool())
 
+    @override
     def weight_store(self, workers: int) -> RayWeightStore:
-        """A weight store."""
         return RayWeightStore()

@@ -1,7 +1,7 @@
-"""Whole messages between two processes, with file descriptors, over a pair of sockets.
+"""Messages with file descriptors between two processes, over a pair of sockets.
 
-A message comes whole or not at all, whatever happens to its sender. One that is too large for a packet lies in
-anonymous memory, whose descriptor travels in its place.
+A message arrives complete or not at all, even if its sender is killed. A message that is too large for a packet lies in
+anonymous memory, whose descriptor is sent instead.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ def pair() -> tuple[Channel, socket.socket]:
 
 
 class Channel:
-    """One end.
+    """One end of the connection.
 
     Args:
-        sock: of the kind `pair` makes.
+        sock: one of the sockets that `pair` makes.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
 
     def fileno(self) -> int:
-        """Readable when a message is there, or the other end is closed."""
+        """The descriptor that is readable when a message has arrived, or the other end is closed."""
         return self._socket.fileno()
 
     def send(self, message: Any, fds: Sequence[int] = (), *, plain: bool = False) -> None:
-        """Send an object; `plain` ones hold nothing but numbers, strings and tuples, which pickle faster.
+        """Send an object. A `plain` one holds only numbers, strings and tuples, and is pickled faster.
 
         Raises:
-            OSError: where the other end is closed.
+            OSError: if the other end is closed.
         """
         data = pickle.dumps(message, -1) if plain else cloudpickle.dumps(message, -1)
         if len(data) <= _PACKET:
@@ -68,10 +68,10 @@ class Channel:
             self._socket.send(packet)
 
     def receive(self, *, wait: bool = True) -> tuple[Any, list[int]] | None:
-        """The next object and the descriptors that came with it, which are the caller's; None where there is none yet.
+        """The next object and its descriptors, which the caller has to close; None if there is no message yet.
 
         Raises:
-            EOFError: where the other end is closed and all has been read.
+            EOFError: if the other end is closed and everything has been read.
         """
         try:
             data, fds = receive_packet(self._socket, _PACKET, 0 if wait else _AT_ONCE)
@@ -93,7 +93,7 @@ class Channel:
 
 
 def receive_packet(sock: socket.socket, size: int, flags: int = 0) -> tuple[bytes, list[int]]:
-    """A packet and its descriptors, which no program inherits. `socket.recv_fds` forgets the flags."""
+    """A packet and its descriptors, which child programs do not inherit. `socket.recv_fds` ignores the flags."""
     data, ancillary, _, _ = sock.recvmsg(size, _ROOM, flags | _NOT_INHERITED)
     if not ancillary:
         return data, []

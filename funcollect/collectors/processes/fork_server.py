@@ -1,7 +1,7 @@
 """The process from which worker processes are forked: everything heavy is imported here, once.
 
-It is started as a program of its own, with no thread but one, so a fork of it is safe where one of the collector's
-process is not. It forks when it is asked to, tells what became of its children, and ends with the collector's process.
+It is started as a program of its own with a single thread, so forking it is safe, unlike forking the collector's
+process. It forks on request, reports the end of its children, and ends with the collector's process.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from funcollect.collectors.processes.channel import receive_packet
 from funcollect.collectors.processes.lifeline import die_with_parent
 
 _SET_CHILD_SUBREAPER = 36  # of prctl(2)
-STATUS = struct.Struct("q")  # what is told of a process: its number as it begins, its wait status when it is gone
+STATUS = struct.Struct("q")  # a report on a process: first its id, later its wait status
 
 
 def main(control: int, alive: int) -> None:
-    """Serve the socket `control` until its other end is closed, at the latest when that of the pipe `alive` is."""
+    """Serve the socket `control` until its other end, or that of the pipe `alive`, is closed."""
     die_with_parent(alive)
-    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what a killed worker had started is reaped here
+    ctypes.CDLL(None).prctl(
+        _SET_CHILD_SUBREAPER, 1, 0, 0, 0
+    )  # processes that a killed worker had started are reaped here
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
@@ -34,7 +36,7 @@ def main(control: int, alive: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     _import_everything()
     sock = socket.socket(fileno=control)
-    children: dict[int, int] = {}  # their numbers, and where to tell of their end
+    children: dict[int, int] = {}  # by process id: the descriptor for reports
     waiting = select.poll()
     for fd in (control, woken):
         waiting.register(fd, select.POLLIN)
@@ -51,7 +53,7 @@ def main(control: int, alive: int) -> None:
 
 
 def _fork(children: dict[int, int], fds: list[int], own: tuple[int, ...]) -> None:
-    """Make a worker of all descriptors but the first, where its number is told; `own` are not for it."""
+    """Fork a worker. The first descriptor is for reports, the others are the worker's; it closes the server's `own`."""
     status, *others = fds
     pid = os.fork()
     if not pid:
@@ -61,13 +63,13 @@ def _fork(children: dict[int, int], fds: list[int], own: tuple[int, ...]) -> Non
             os.close(fd)
         _become_worker(others)
     children[pid] = status
-    _tell(status, pid)
+    _report(status, pid)
     for fd in others:
         os.close(fd)
 
 
-def _tell(status: int, number: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody asks any more
+def _report(status: int, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the collector has closed its end
         os.write(status, STATUS.pack(number))
 
 
@@ -79,7 +81,7 @@ def _import_everything() -> None:
 
 
 def _reap(children: dict[int, int]) -> None:
-    """Take note of every process that has ended; tell of those that were asked for."""
+    """Reap every process that has ended, and report the end of workers."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -88,12 +90,12 @@ def _reap(children: dict[int, int]) -> None:
         if not pid:
             return
         if (fd := children.pop(pid, None)) is not None:
-            _tell(fd, status)
+            _report(fd, status)
             os.close(fd)
 
 
 def _become_worker(fds: list[int]) -> None:
-    """Go on as a worker; in a fresh interpreter where an import has started threads, which a fork does not survive."""
+    """Become a worker; in a fresh interpreter if an import has started threads, which do not survive a fork."""
     code = 1
     try:
         if len(os.listdir(f"/proc/{os.getppid()}/task")) > 1:
@@ -111,5 +113,5 @@ def _become_worker(fds: list[int]) -> None:
 
 
 def program(module: str, call: str) -> str:
-    """What Python is to run with ``-c``: a call of a module beside this one, found where this process finds it."""
+    """Code for ``python -c``: a call of a module in this folder, with this process's import path."""
     return f"import sys; sys.path[:] = {sys.path!r}; from funcollect.collectors.processes.{module} import main; {call}"

@@ -1,4 +1,4 @@
-"""The server of worker processes that this process has: started when it is first needed, shared by all collectors."""
+"""Starts worker processes through one fork server, which is started on first use and shared by all collectors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # a s
 
 
 class _Server:
-    """The running server, and the socket over which it is asked."""
+    """The running server, and the socket for requests to it."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
@@ -47,13 +47,13 @@ _SERVERS: list[_Server] = []  # none or one
 
 
 def launch(fds: Sequence[int]) -> None:
-    """Have a worker process begin with these descriptors: for its status, then what the worker's `main` takes."""
+    """Start a worker process with these descriptors: one for its status, then those of the worker's `main`."""
     with _LOCK:
         if not _SERVERS:
             _SERVERS.append(_Server())
         try:
             _SERVERS[0].launch(fds)
-        except (BrokenPipeError, ConnectionResetError):  # somebody has killed it
+        except (BrokenPipeError, ConnectionResetError):  # it was killed
             _SERVERS.pop().close()
             _SERVERS.append(_Server())
             _SERVERS[0].launch(fds)
@@ -65,9 +65,4 @@ def _close() -> None:
         _SERVERS.pop().close()
 
 
-def _forget() -> None:
-    """In a process that was forked from the server's owner: it has no server yet."""
-    _close()
-
-
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_close)  # a forked process starts a server of its own

@@ -1,4 +1,4 @@
-"""A process that does not outlive another one, whatever either of them does."""
+"""Ends a process together with another one, whatever either of them does."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import signal
 
 
 def die_with_parent(alive: int) -> None:
-    """Have the kernel kill this process, and those that it starts, once the other end of the pipe `alive` is closed.
+    """Let the kernel kill this process, and those that it starts, once the other end of the pipe `alive` is closed.
 
-    It does so even if they are stopped, or hang with the GIL held. The process leads a session of its own from here on.
+    This works even if they are stopped, or hang while they hold the GIL. The process becomes a session leader.
     """
     os.setsid()
     fcntl.fcntl(alive, fcntl.F_SETOWN, -os.getpgrp())

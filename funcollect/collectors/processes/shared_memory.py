@@ -1,4 +1,4 @@
-"""Anonymous shared memory: without a name, so nothing of it is left anywhere, and with its space allocated."""
+"""Anonymous shared memory: without a name, so nothing of it is left behind, and with its pages allocated."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MAPPING = mmap.MAP_SHARED | mmap.MAP_POPULATE  # a page's first touch would cost
 
 
 def shared_memory(size: int) -> int:
-    """The file descriptor of so many bytes, which are there: without its space a process would die as it writes.
+    """The descriptor of `size` bytes whose pages are allocated: otherwise a process could be killed when it writes.
 
     Raises:
-        MemoryError: where there is no space.
+        MemoryError: if there is not enough memory.
     """
     fd = os.memfd_create("funcollect")
     try:
@@ -28,6 +28,6 @@ def shared_memory(size: int) -> int:
 
 
 def mapped(fd: int, count: int, size: int) -> list[Memory]:
-    """`count` pieces of shared memory of `size` bytes each, which stays mapped as long as one of them lives."""
+    """`count` pieces of shared memory of `size` bytes each. The memory stays mapped as long as one of them lives."""
     whole = mmap.mmap(fd, count * size, flags=MAPPING)
     return [np.frombuffer(whole, np.uint8, size, place * size) for place in range(count)]

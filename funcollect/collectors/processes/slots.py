@@ -8,21 +8,22 @@ from collections.abc import Callable, Sequence
 
 import torch
 from tensordict import TensorDict
+from typing_extensions import override
 
 from funcollect.collectors.processes.shared_memory import mapped, shared_memory
 from funcollect.collectors.workers.batch_layout import BatchColumn, BatchLayout, Memory
-from funcollect.collectors.workers.transport import Call, PendingBatch, WorkerGroup
+from funcollect.collectors.workers.transport import BatchAssembler, Call, PendingBatch, WorkerGroup
 from funcollect.errors import WorkerError
 from funcollect.tree import aliased, nest
 
-_SLOTS = 3  # one that the reader looks at, one that is ready, one that is written
+_SLOTS = 3  # one that the reader holds, one that is ready, one that is being written
 
 
 class BatchSlot:
-    """A piece of memory for one batch, which is the reader's until no view of it lives.
+    """A piece of memory for one batch. It belongs to the reader as long as a view of it lives.
 
-    Each batch is made of aliases of the same tensors. So all that a reader may keep, slices, arrays or a graph of
-    autograd, refers to one storage, whose references tell whether anything of it lives.
+    Each batch is made of aliases of the same tensors. So everything that a reader may keep (slices, arrays, an autograd
+    graph) refers to one storage, and the reference counts of that storage show whether any of it lives.
     """
 
     def __init__(self, layout: BatchLayout, memory: Memory) -> None:
@@ -31,15 +32,15 @@ class BatchSlot:
         self._open()
 
     def _open(self) -> None:
-        leaves, batch_size = self._layout.batch(self._memory)
-        self._leaves, self._size = nest(leaves), torch.Size(batch_size)
+        leaves = self._layout.packed.leaves(self._memory)
+        self._leaves, self._size = nest(leaves), torch.Size(self._layout.packed.batch_size)
         self._first = next(iter(leaves.values()))
         self._address = self._first.data_ptr()
         self._storage = self._first.untyped_storage()
         self._own = self._references()
 
     def _references(self) -> tuple[int, int]:
-        """To the storage: of tensors and arrays, and of Python."""
+        """The reference counts of the storage: from tensors and arrays, and from Python."""
         return torch._C._storage_Use_Count(self._storage._cdata), sys.getrefcount(self._storage)
 
     @property
@@ -48,7 +49,7 @@ class BatchSlot:
         return self._references() != self._own
 
     def batch(self) -> TensorDict:
-        """The batch that stands in it."""
+        """The batch that is in the slot."""
         if self._first.data_ptr() != self._address:  # `share_memory_` has given the storage other memory
             self._open()
         return aliased(self._leaves, self._size)
@@ -66,27 +67,25 @@ class SharedSlots:
         return self._slots[slot]
 
     def close(self) -> None:
-        """Let go of the memory; batches keep what they show."""
+        """Release the memory; batches keep theirs."""
         os.close(self.fd)
 
 
-class SlotAssembler:
-    """See `funcollect.collectors.workers.transport.BatchAssembler`.
+class SlotAssembler(BatchAssembler):
+    """Workers write into slots of shared memory, and a batch is a view of its slot.
 
-    The layout follows from the first rollouts, which their workers keep until they are told of the slots.
+    The layout follows from the first rollouts. The workers keep these until they have attached the slots.
     """
 
     def __init__(self, submit: Callable[[Call], Call], group: WorkerGroup) -> None:
-        self._submit = submit
-        self._group = group
+        super().__init__(submit, group)
         self._slots: SharedSlots | None = None
         self._lent: set[int] = set()
         self._written: set[int] = set()
-        self.copies = 0
 
     @property
     def lent(self) -> set[int]:
-        """The slots of which the reader holds views."""
+        """The slots that the reader holds views of."""
         self._lent = {slot for slot in self._lent if self._slots is not None and self._slots[slot].lent}
         return self._lent
 
@@ -94,12 +93,12 @@ class SlotAssembler:
         taken = self.lent | self._written
         return [slot for slot in range(_SLOTS) if slot not in taken]
 
+    @override
     def room(self) -> bool:
-        """Whether another batch may be begun; before there are slots, only one."""
-        return bool(self._free()) and (self._slots is not None or not self._written)
+        return bool(self._free()) and (self._slots is not None or not self._written)  # only one before there are slots
 
+    @override
     def begin(self) -> PendingBatch:
-        """Have every worker of the group collect one rollout into a slot of its batch."""
         slot = self._free()[0]
         self._written.add(slot)
         return PendingBatch([self._collect(worker, slot) for worker in self._group.workers], slot)
@@ -107,14 +106,14 @@ class SlotAssembler:
     def _collect(self, worker: int, slot: int) -> Call:
         return self._submit(Call(worker, "collect", (slot,)))
 
+    @override
     def complete(self, pending: PendingBatch) -> bool:
-        """Whether every part lies in its slot; where not, its worker is told of the slots, or collects again."""
         if all(call.value is not None and call.value[0] is None for call in pending.calls):
             return True
         if self._slots is None:
             self._slots = self._allocated([call.value[0] for call in pending.calls])
         for part, call in enumerate(pending.calls):
-            if call.value is None:  # it was replaced before it could write
+            if call.value is None:  # its worker was replaced before it could write
                 pending.calls[part] = self._collect(call.worker, pending.slot)
             elif call.value[0] is not None:
                 pending.calls[part] = self._submit(self._attach(part))
@@ -144,8 +143,8 @@ class SlotAssembler:
         assert self._slots is not None
         return Call(self._group.workers[part], "attach", (self._slots.layout, part, _SLOTS), (self._slots.fd,))
 
+    @override
     def deliver(self, pending: PendingBatch) -> TensorDict:
-        """The batch: views of its slot, or a copy where the reader looks at all others."""
         assert self._slots is not None
         batch = self._slots[pending.slot].batch()
         if len(self.lent) < _SLOTS - 1:
@@ -156,12 +155,12 @@ class SlotAssembler:
         self._written.discard(pending.slot)
         return batch
 
+    @override
     def restarted(self, worker: int) -> Sequence[Call]:
-        """What a new worker has to know."""
         return [] if self._slots is None else [self._attach(list(self._group.workers).index(worker))]
 
+    @override
     def close(self) -> None:
-        """Let go of the memory."""
         if self._slots is not None:
             self._slots.close()
             self._slots = None

@@ -12,28 +12,28 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from funcollect.collectors.processes.channel import pair
 from funcollect.collectors.processes.fork_server import STATUS
 from funcollect.collectors.processes.launcher import launch
 from funcollect.collectors.processes.slots import SlotAssembler
 from funcollect.collectors.processes.weight_slots import SharedWeightStore
 from funcollect.collectors.processes.worker_process import ProcessSetup
-from funcollect.collectors.workers.transport import Answer, Call, WorkerExited, WorkerGroup, WorkerHandle
+from funcollect.collectors.workers.transport import Answer, Call, Transport, WorkerExited, WorkerGroup, WorkerHandle
 from funcollect.collectors.workers.worker import RolloutReport
 
-_TO_CLOSE = 1.0  # seconds that workers have to close their environments: Ctrl-C is to end a script within two
+_TO_CLOSE = 1.0  # seconds that workers have to close their environments: Ctrl-C should end a script within two
 _TO_DIE = 5.0  # seconds until a killed process is gone
 _TO_TELL = 1.0  # seconds within which a process shows its Python stack
 
 
-class ProcessHandle:
-    """The way to one process.
+class ProcessHandle(WorkerHandle):
+    """The connection to one worker process.
 
-    The collector's process holds one end of a pipe; once that is closed, by this process or with it, the kernel kills
-    the worker and what it has started.
+    The collector's process holds one end of a pipe. Once that end is closed, explicitly or because the collector's
+    process has ended, the kernel kills the worker and every process that it has started.
     """
-
-    label = ""
 
     def __init__(self, setup: ProcessSetup, job: bytes) -> None:
         self._job = job
@@ -43,7 +43,7 @@ class ProcessHandle:
         self._status = status
         self._stack = os.memfd_create("stack")
         self._pid = 0
-        self._ended: int | None = None  # its wait status; -1 where nobody tells
+        self._ended: int | None = None  # its wait status; -1 if nobody reports one
         self._owner = os.getpid()
         self._open = True
         _HANDLES.add(self)
@@ -57,26 +57,26 @@ class ProcessHandle:
 
     @property
     def pid(self) -> int:
-        """The process's number; 0 where none has begun."""
+        """The process id; 0 if none has begun."""
         while not self._pid and self._ended is None:
             self._hear(_TO_DIE)
         return self._pid
 
     def filenos(self) -> tuple[int, ...]:
-        """What is readable when something has happened."""
+        """The descriptors that become readable when the worker has answered or ended."""
         return (self._channel.fileno(), self._status) if self._open else ()
 
+    @override
     def send(self, call: Call) -> None:
-        """Have it do this after what it was sent before."""
         name, args = ("build", (self._job,)) if call.name == "describe" else (call.name, call.args)
         self._send((call.number, name, args), call.fds, plain=name == "collect")
 
     def _send(self, message: Any, fds: Sequence[int] = (), *, plain: bool = False) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is gone: `receive` tells
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, which `receive` reports
             self._channel.send(message, fds, plain=plain)
 
+    @override
     def receive(self) -> Answer | WorkerExited | None:
-        """The next of its answers."""
         if not self._open:
             return WorkerExited("was ended")
         try:
@@ -92,14 +92,14 @@ class ProcessHandle:
         return None if self._ended is None else WorkerExited(self._how())
 
     def _has_ended(self, timeout: float) -> bool:
-        """Whether the process is gone, within so many seconds."""
+        """Whether the process has ended; waits for its end, at most `timeout` seconds."""
         until = time.monotonic() + timeout
         while self._ended is None and self._hear(max(until - time.monotonic(), 0)):
             pass
         return self._ended is not None
 
     def _hear(self, timeout: float) -> bool:
-        """Read what the server tells next of the process; False where it tells nothing within so many seconds."""
+        """Read the fork server's next report on the process; False if none comes within `timeout` seconds."""
         readable = select.poll()
         readable.register(self._status, select.POLLIN)
         if not readable.poll(timeout * 1000):
@@ -115,14 +115,14 @@ class ProcessHandle:
 
     def _how(self) -> str:
         if self._ended is None or self._ended < 0:
-            return "is gone, and so is the process that would tell why"
+            return "has ended, and so has the process that would report why"
         if os.WIFSIGNALED(self._ended):
             name = signal.Signals(os.WTERMSIG(self._ended)).name
             return f"was killed by {name}" + (", perhaps for lack of memory" if name == "SIGKILL" else "")
         return f"ended with exit code {os.WEXITSTATUS(self._ended)}"
 
+    @override
     def where(self) -> str:
-        """Its Python stack."""
         if not self._pid or self._has_ended(0):
             return ""
         try:
@@ -136,7 +136,7 @@ class ProcessHandle:
         return self._dumped()
 
     def _dumped(self) -> str:
-        """What the process writes about itself: all of it, once it has stopped growing."""
+        """The stack that the process writes, once it has stopped growing."""
         until = time.monotonic() + _TO_TELL
         size = 0
         while time.monotonic() < until:
@@ -147,17 +147,17 @@ class ProcessHandle:
         return os.pread(self._stack, size, 0).decode(errors="replace") or "(it shows no Python stack)"
 
     def say_close(self) -> None:
-        """Have it close its environment and end."""
+        """Ask it to close its environment and end."""
         if self._open and os.getpid() == self._owner:
             self._send((-1, "close", ()))
 
     def ended_by(self, until: float) -> None:
-        """Wait for its end, but not longer than `until`."""
+        """Wait for its end, until the time `until` at most."""
         if self._open:
             self._has_ended(max(until - time.monotonic(), 0))
 
+    @override
     def kill(self) -> None:
-        """End it at once, whatever it does; it is gone afterwards. Does nothing the second time."""
         if not self._open:
             return
         os.close(self._life)
@@ -169,16 +169,14 @@ class ProcessHandle:
         self._channel.close()
 
 
-class ProcessTransport:
-    """See `funcollect.collectors.workers.transport.Transport`.
+class ProcessTransport(Transport):
+    """Starts workers as processes, whose rollouts lie in shared memory.
 
     Args:
         num_threads: of each worker.
         accelerators: whether JAX in a worker may see any.
         eager: whether workers take new weights before the rollouts that they were sent earlier.
     """
-
-    patient = True
 
     def __init__(self, *, num_threads: int, accelerators: bool, eager: bool) -> None:
         if not hasattr(os, "memfd_create"):
@@ -188,12 +186,12 @@ class ProcessTransport:
             )
         self._setup = (num_threads, accelerators, eager)
 
+    @override
     def start(self, worker: int, job: bytes) -> ProcessHandle:
-        """A handle to a new process."""
         return ProcessHandle(ProcessSetup(sys.path.copy(), os.getcwd(), dict(os.environ), *self._setup), job)
 
+    @override
     def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:
-        """All of them, once one has an answer or its process is gone: to look is as cheap as to ask who has."""
         if timeout:
             readable = select.poll()
             for handle in handles.values():
@@ -201,10 +199,10 @@ class ProcessTransport:
                 for fd in handle.filenos():
                     readable.register(fd, select.POLLIN)
             readable.poll(timeout * 1000)
-        return handles
+        return handles  # all of them: looking at each is as cheap as asking which of them has an answer
 
+    @override
     def close(self, handles: Sequence[WorkerHandle]) -> None:
-        """Let the processes close their environments; kill those that take too long."""
         own = [handle for handle in handles if isinstance(handle, ProcessHandle)]
         for handle in own:
             handle.say_close()
@@ -214,15 +212,12 @@ class ProcessTransport:
         for handle in own:
             handle.kill()
 
-    def leave(self) -> None:
-        """Nothing is held."""
-
+    @override
     def assembler(self, submit: Callable[[Call], Call], group: WorkerGroup) -> SlotAssembler:
-        """Slots of shared memory for these workers."""
         return SlotAssembler(submit, group)
 
+    @override
     def weight_store(self, workers: int) -> SharedWeightStore:
-        """Shared memory for the weights of so many workers."""
         return SharedWeightStore(workers)
 
 
@@ -230,7 +225,7 @@ _HANDLES: weakref.WeakSet[ProcessHandle] = weakref.WeakSet()
 
 
 def _let_go() -> None:
-    """In a process that was forked from the collector's: the workers' lives hang on that one alone."""
+    """Close the handles in a process that was forked from the collector's: only that one keeps the workers alive."""
     for handle in list(_HANDLES):
         handle.kill()
 

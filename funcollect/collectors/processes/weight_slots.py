@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
+from typing_extensions import override
 
 from funcollect.collectors.processes.shared_memory import mapped, shared_memory
 from funcollect.collectors.workers.batch_layout import BatchColumn, BatchLayout
-from funcollect.collectors.workers.transport import Call
+from funcollect.collectors.workers.transport import Call, WeightStore
 
 
 class _Slots(NamedTuple):
@@ -22,8 +23,8 @@ class _Slots(NamedTuple):
     rows: list[dict[str, Tensor]]
 
 
-class SharedWeightStore:
-    """See `funcollect.collectors.workers.transport.WeightStore`.
+class SharedWeightStore(WeightStore):
+    """Weights in slots of shared memory: as many as can be in use, and one to write.
 
     The layout is that of the latest weights. When they have other names or shapes, they get new slots.
 
@@ -36,8 +37,8 @@ class SharedWeightStore:
         self._slots: list[_Slots] = []  # the latest last, and those before that somebody may still read
         self._attached: dict[int, int] = {}  # by worker: the first of the slots that it has
 
+    @override
     def put(self, weights: Mapping[str, Tensor], taken: set[int]) -> int | None:
-        """Copy them into a slot that is not among `taken`; return the slot, or None if all are taken."""
         if not self._slots or not _fit(weights, self._slots[-1].rows[0]):
             self._open(weights)
         self._close_before({self._slots[-1].first, *map(self._first_of, taken)})
@@ -67,24 +68,20 @@ class SharedWeightStore:
                 os.close(each.fd)
         self._slots = [each for each in self._slots if each.first in kept]
 
+    @override
     def call(self, worker: int, slot: int, version: int, policy: bytes | None) -> Call:
-        """A message that names the slot to read; the first one about these slots brings their memory."""
         first = self._first_of(slot)
         slots = next(each for each in self._slots if each.first == first)
         fds = () if self._attached.get(worker) == first else (slots.fd,)
         self._attached[worker] = first
         return Call(worker, "fetch", (slot - first, version, policy, slots.layout, self._count), fds)
 
-    def encode_params(self, params: Any) -> Any:
-        """They go as they are."""
-        return params
-
+    @override
     def restarted(self, worker: int) -> None:
-        """Send the memory again with the next call: another process has replaced this worker."""
-        self._attached.pop(worker, None)
+        self._attached.pop(worker, None)  # so that the next call brings the memory again
 
+    @override
     def close(self) -> None:
-        """Let go of the memory."""
         self._close_before(set())
 
 

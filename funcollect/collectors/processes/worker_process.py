@@ -1,4 +1,4 @@
-"""A worker in a process of its own: rollouts go into slots of shared memory, small messages say so."""
+"""The worker process: it answers calls by messages, and writes rollouts into slots of shared memory."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from funcollect.tree import Path
 
 
 class ProcessSetup(NamedTuple):
-    """What a process takes over from the collector's, and how it is to run."""
+    """The settings of a worker's process, most of them copied from the collector's process."""
 
     path: list[str]
     folder: str
     environ: dict[str, str]
     num_threads: int
-    accelerators: bool  # whether JAX may see any
-    eager: bool  # whether to take new weights before what was sent earlier
+    accelerators: bool  # whether JAX may see accelerators
+    eager: bool  # whether calls with new weights go before earlier calls
 
 
 def main(fds: Sequence[int]) -> None:
-    """Work for the collector at the other end of the first descriptor, as long as the second's is open."""
+    """Serve the collector at the other end of the first descriptor, as long as the pipe of the second one is open."""
     channel, alive, stack = fds
     die_with_parent(alive)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Jupyter sends it to all processes
@@ -50,7 +50,7 @@ def main(fds: Sequence[int]) -> None:
 
 
 def serve(channel: Channel) -> None:
-    """Answer calls until told to close."""
+    """Answer calls until one of them is to close."""
     setup, _ = channel.receive() or (None, None)
     assert isinstance(setup, ProcessSetup)
     _prepare(setup)
@@ -59,7 +59,7 @@ def serve(channel: Channel) -> None:
         while served.answer():
             pass
     except (EOFError, OSError):
-        pass  # the collector's process is gone
+        pass  # the collector's process has ended
     sys.stdout.flush()
     sys.stderr.flush()
 
@@ -73,7 +73,7 @@ def _prepare(setup: ProcessSetup) -> None:
 
 
 class ServedWorker:
-    """A worker, the memory it shares, and the calls that wait."""
+    """A worker, its shared memory, and the waiting calls."""
 
     def __init__(self, channel: Channel, *, eager: bool) -> None:
         self._channel = channel
@@ -86,7 +86,7 @@ class ServedWorker:
         self._weights: list[Mapping[str, Tensor]] = []
 
     def answer(self) -> bool:
-        """Do what comes next and tell what came of it; False once that was to close."""
+        """Answer the next call; False if it was to close."""
         number, name, args, fds = self._next()
         if name == "close":
             if self._worker is not None:
@@ -134,7 +134,7 @@ class ServedWorker:
                 return getattr(self._worker, name)(*args)
 
     def _collect(self, slot: int) -> tuple[tuple[BatchColumn, ...] | None, RolloutReport]:
-        """A rollout into a slot; as long as there are none, what has to lie in one."""
+        """Write a rollout into a slot; if there are none yet, keep it and return the columns that a slot needs."""
         assert self._worker is not None
         columns = self._slots[slot] if self._slots else NOWHERE
         batch, report = self._worker.collect(columns)
@@ -145,7 +145,7 @@ class ServedWorker:
         return None, report
 
     def _attach(self, layout: BatchLayout, part: int, count: int, *, fd: int) -> tuple[None, RolloutReport] | None:
-        """Take slots into use, and put the rollout there that waits for one: None where none does."""
+        """Attach the slots, and write the rollout that was kept for one; None if none was kept."""
         self._slots = [layout.part(memory, part) for memory in mapped(fd, count, layout.size)]
         if self._held is None:
             return None
@@ -156,7 +156,7 @@ class ServedWorker:
     def _fetch(
         self, slot: int, version: int, policy: bytes | None, layout: BatchLayout, count: int, *, fds: list[int]
     ) -> None:
-        """Take over weights; their memory comes with the first ones, and with the first ones of other shapes."""
+        """Copy weights. The first call, and the first one after a change of shapes, brings their memory."""
         assert self._worker is not None
         if fds:
             memories = [layout.part(memory, 0) for memory in mapped(fds[0], count, layout.size)]

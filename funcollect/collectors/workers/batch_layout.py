@@ -1,4 +1,4 @@
-"""How the leaves of a batch lie in one piece of memory, and how the rollouts of several workers make one batch."""
+"""Lays out the leaves of a batch in one piece of memory, and joins the rollouts of several workers to one batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from funcollect.tree import Path, flatten, to_tensordict
+from funcollect.tree import Path, aliased, flatten, nest, to_tensordict
 
 Join = Literal["stack", 0, -1]
 Memory = npt.NDArray[np.uint8]
@@ -40,6 +40,11 @@ class LeafView(NamedTuple):
     offset: int
 
 
+def aligned(size: int) -> int:
+    """A size in bytes, rounded up so that what follows is aligned."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
 def turned(leaf: Tensor, single: bool) -> Tensor:
     """A leaf [P, T, ...] of a batch, or [T, ...] of a `single` environment's, as a column [T, P, ...]."""
     return leaf.unsqueeze(1) if single else leaf.transpose(0, 1)
@@ -52,16 +57,16 @@ def columns_of(batch: TensorDictBase, single: bool) -> tuple[BatchColumn, ...]:
 
 
 def store(batch: TensorDictBase, columns: Mapping[Path, Tensor], single: bool) -> None:
-    """Copy what of a worker's batch does not lie in `columns` already.
+    """Copy a worker's batch into `columns`; leaves that lie there already are left alone.
 
     Raises:
-        ValueError: for a batch with other keys or shapes than the first one, or a dtype that would lose something.
+        ValueError: for a batch with other keys or shapes than the first one, or a dtype that would lose precision.
     """
     copy_into(columns, {path: turned(leaf, single) for path, leaf in flatten(batch).items()})
 
 
 def copy_into(columns: Mapping[Path, Tensor], leaves: Mapping[Path, Tensor]) -> None:
-    """Copy leaves to columns of the same paths, shapes and dtypes, where they do not lie there already."""
+    """Copy leaves into columns of the same paths, shapes and dtypes, unless they lie there already."""
     if leaves.keys() != columns.keys():
         differing = sorted(".".join(path) for path in leaves.keys() ^ columns.keys())
         raise ValueError(f"the keys {differing} are not in every batch: record the same ones in all")
@@ -78,13 +83,55 @@ def copy_into(columns: Mapping[Path, Tensor], leaves: Mapping[Path, Tensor]) -> 
 
 
 @dataclass(frozen=True)
-class BatchLayout:
-    """The parts of a group of workers in one memory, such that the batch is a view of it wherever that can be.
+class PackedLayout:
+    """How leaves lie in one piece of memory.
 
     Attributes:
-        columns: of each worker.
+        views: one per leaf.
+        batch_size: of the batch that the leaves make.
+        size: of the memory in bytes, a multiple of every leaf's alignment.
+    """
+
+    views: tuple[LeafView, ...]
+    batch_size: tuple[int, ...]
+    size: int
+
+    @classmethod
+    def packed(cls, leaves: Mapping[Path, Tensor], batch_size: tuple[int, ...] = ()) -> PackedLayout:
+        """One leaf after another, each contiguous."""
+        views, size = [], 0
+        for path, leaf in leaves.items():
+            strides = torch.empty(leaf.shape, device="meta").stride()
+            views.append(LeafView(path, leaf.dtype, tuple(leaf.shape), strides, size // leaf.dtype.itemsize))
+            size += aligned(leaf.numel() * leaf.dtype.itemsize)
+        return cls(tuple(views), batch_size, size)
+
+    def leaves(self, memory: Memory, count: int | None = None) -> dict[Path, Tensor]:
+        """The leaves by path, views of `memory`; with `count`, of as many batches one after another: [count, ...]."""
+        flat = torch.from_numpy(memory)
+        typed = {dtype: flat.view(dtype) for dtype in {view.dtype for view in self.views}}
+        lead = () if count is None else (count,)
+        return {
+            view.path: typed[view.dtype].as_strided(
+                (*lead, *view.size), (*[self.size // view.dtype.itemsize for _ in lead], *view.stride), view.offset
+            )
+            for view in self.views
+        }
+
+    def batch(self, memory: Memory, count: int | None = None) -> Any:
+        """The batch, whose leaves keep `memory` alive; with `count`, as many packed batches, stacked."""
+        lead = () if count is None else (count,)
+        return aliased(nest(self.leaves(memory, count)), torch.Size((*lead, *self.batch_size)))
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Places the rollouts of a group of workers in one memory, so that the batch is a view of it if possible.
+
+    Attributes:
+        columns: the leaves of each worker's rollout.
         lengths: T of each worker.
-        join: how the parts make a batch; None for one part alone.
+        join: how the rollouts make a batch; None for one rollout alone.
         single: whether the environments have no batch dimension.
     """
 
@@ -103,16 +150,16 @@ class BatchLayout:
         ends = [0]
         for _, dtype, row in self.columns:
             size = sum(self.lengths) * math.prod(row) * dtype.itemsize
-            ends.append(ends[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+            ends.append(ends[-1] + aligned(size))
         return tuple(ends)
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The size of the memory in bytes."""
         return self._offsets[-1]
 
     def _whole(self, memory: Memory) -> dict[Path, Tensor]:
-        """Every column of all parts: [T, W, P, ...], or [sum of T, P, ...]."""
+        """Every column of all workers: [T, W, P, ...], or [sum of T, P, ...]."""
         steps = sum(self.lengths)
         workers = len(self.lengths)
         lead = (steps // workers, workers) if self._side_by_side else (steps,)
@@ -132,14 +179,15 @@ class BatchLayout:
         return {path: column[first : first + self.lengths[index]] for path, column in whole.items()}
 
     @cached_property
-    def _views(self) -> tuple[tuple[LeafView, ...], tuple[int, ...]]:
+    def packed(self) -> PackedLayout:
+        """The layout of the batch that the rollouts make."""
         leaves = {path: self._joined(column) for path, column in self._whole(np.zeros(self.size, np.uint8)).items()}
         starts = dict(zip((column.path for column in self.columns), self._offsets, strict=False))
         views = tuple(
             LeafView(path, leaf.dtype, tuple(leaf.shape), leaf.stride(), starts[path] // leaf.dtype.itemsize)
             for path, leaf in leaves.items()
         )
-        return views, tuple(leaves["next", "done"].shape[:-1])
+        return PackedLayout(views, tuple(leaves["next", "done"].shape[:-1]), self.size)
 
     def _joined(self, column: Tensor) -> Tensor:
         if self._side_by_side:
@@ -149,15 +197,9 @@ class BatchLayout:
             return column.squeeze(2) if self.single else column.transpose(1, 2)
         return column.squeeze(1) if self.single else column.transpose(0, 1)
 
-    def batch(self, memory: Memory) -> tuple[dict[Path, Tensor], tuple[int, ...]]:
-        """The batch that stands in memory: its leaves, all of one storage, which holds on to `memory`; its size."""
-        views, batch_size = self._views
-        flat = torch.from_numpy(memory)
-        return {view.path: flat.view(view.dtype).as_strided(*view[2:]) for view in views}, batch_size
-
 
 def joined(parts: Sequence[TensorDictBase], join: Join | None) -> Any:
-    """The batch of several workers' own ones, in new memory; of one worker's the batch itself."""
+    """Join several workers' batches in new memory; the batch of one worker is returned as it is."""
     if join is None:
         (batch,) = parts
         return batch

@@ -1,12 +1,13 @@
-"""Batches gathered from workers: of all of them together, or of each as it comes; over any transport."""
+"""Gathers batches from workers, over any transport: one of all workers together, or of each as it arrives."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from tensordict import TensorDict
+from typing_extensions import override
 
 from funcollect.collectors.workers.pool import WorkerPool
 from funcollect.collectors.workers.transport import BatchAssembler, Call, PendingBatch
@@ -14,82 +15,81 @@ from funcollect.collectors.workers.weights import Weights
 
 _AHEAD = 2  # batches that an asynchronous worker may have begun, or have ready, beyond the one the reader holds
 
-
 OpenAssembler = Callable[[Sequence[int]], BatchAssembler]
 
 
-class Gathering(Protocol):
+class Gathering(ABC):
     """Where batches come from.
 
+    Args:
+        pool: the workers.
+        weights: sent to the workers before they collect.
+        open_assembler: makes the assembler of a group of workers.
+
     Attributes:
-        version: of the weights in the last batch; the oldest, where workers had different ones.
-        workers: whose rollouts the last batch has.
+        version: of the weights in the last batch; the oldest, if workers had different ones.
+        workers: those whose rollouts are in the last batch.
     """
 
     version: int
     workers: Sequence[int]
 
-    @property
-    def copies(self) -> int:
-        """Batches that were handed over as copies."""
-        ...
+    def __init__(self, pool: WorkerPool, weights: Weights, open_assembler: OpenAssembler) -> None:
+        self._pool = pool
+        self._weights = weights
+        self._open_assembler = open_assembler
+        self.version, self.workers = 0, ()
+        self.set_workers(pool.workers)
 
+    @property
+    @abstractmethod
+    def copies(self) -> int:
+        """Batches that were delivered as copies."""
+
+    @abstractmethod
     def next(self, *, more: bool) -> TensorDict:
         """The next batch; `more` says whether another one will be wanted."""
-        ...
 
+    @abstractmethod
     def discard(self) -> None:
-        """Drop the batches that have been begun and not handed over."""
-        ...
+        """Drop the batches that have been begun and not delivered."""
 
-    def set_workers(self, workers: Sequence[int], open_assembler: OpenAssembler) -> None:
-        """Let these workers collect from here on. What has been begun is whole afterwards, and is delivered."""
-        ...
+    @abstractmethod
+    def set_workers(self, workers: Sequence[int]) -> None:
+        """Collect from these workers from now on. Batches that have been begun are completed, and delivered."""
 
+    @abstractmethod
     def restarted(self, worker: int) -> Sequence[Call]:
-        """What a worker that has been replaced has to be told first."""
-        ...
+        """The calls that the new process of a replaced worker needs first."""
 
+    @abstractmethod
     def close(self) -> None:
-        """Let go of the memory."""
-        ...
+        """Release the memory."""
 
 
-class SyncGathering:
+class SyncGathering(Gathering):
     """One rollout of every worker makes a batch.
 
-    Args:
-        workers: all of them.
-        open_assembler: makes the assembler of a group.
-        prefetch: begin the next batch as one is handed over. It is then one update of the weights behind.
+    An exception (Ctrl-C, for example) loses nothing: the batch that was waited for is the next one.
 
-    An exception (Ctrl-C, say) loses nothing: the batch that was waited for is the next one.
+    Args:
+        prefetch: begin the next batch when one is delivered. It then lags one update of the weights behind.
     """
 
     def __init__(
-        self,
-        pool: WorkerPool,
-        workers: Sequence[int],
-        open_assembler: OpenAssembler,
-        weights: Weights,
-        *,
-        prefetch: bool,
+        self, pool: WorkerPool, weights: Weights, open_assembler: OpenAssembler, *, prefetch: bool = False
     ) -> None:
-        self._pool = pool
-        self.workers = workers
-        self._assembler = open_assembler(workers)
-        self._weights = weights
         self._prefetch = prefetch
         self._under_way: tuple[BatchAssembler, PendingBatch] | None = None
-        self.version = 0
+        super().__init__(pool, weights, open_assembler)
 
     @property
+    @override
     def copies(self) -> int:
-        """Batches that were handed over as copies."""
         return self._assembler.copies
 
+    @override
     def next(self, *, more: bool) -> TensorDict:
-        """The next batch."""
         assembler, pending = self._under_way or self._begin()
         wait_until_complete(self._pool, assembler, pending)
         batch = assembler.deliver(pending)
@@ -100,8 +100,8 @@ class SyncGathering:
             self._begin()
         return batch
 
+    @override
     def discard(self) -> None:
-        """Drop the batch that has been begun."""
         if self._under_way is not None:
             self.next(more=False)
 
@@ -110,50 +110,40 @@ class SyncGathering:
         self._under_way = self._assembler, self._assembler.begin()
         return self._under_way
 
-    def set_workers(self, workers: Sequence[int], open_assembler: OpenAssembler) -> None:
-        """Let these workers collect from the next batch on that is begun."""
+    @override
+    def set_workers(self, workers: Sequence[int]) -> None:
         if self._under_way is not None:
             wait_until_complete(self._pool, *self._under_way)
-        self._assembler = open_assembler(workers)
+        self._assembler = self._open_assembler(workers)
 
+    @override
     def restarted(self, worker: int) -> Sequence[Call]:
-        """What a worker that has been replaced has to be told first."""
         return [*self._assembler.restarted(worker), *self._weights.restarted(worker)]
 
+    @override
     def close(self) -> None:
-        """Let go of the memory."""
         self._assembler.close()
 
 
-class AsyncGathering:
-    """Each worker's rollouts are batches, handed over in the order in which they came.
+class AsyncGathering(Gathering):
+    """Each worker's rollouts are batches, delivered in the order of their arrival.
 
-    A worker goes on while its batches wait for the reader, up to two of them; none is ever dropped.
-
-    Args:
-        workers: all of them.
-        open_assembler: makes the assembler of one worker.
+    A worker continues while its batches wait for the reader, up to two of them; none is ever dropped.
     """
 
-    def __init__(
-        self, pool: WorkerPool, workers: Sequence[int], open_assembler: OpenAssembler, weights: Weights
-    ) -> None:
-        self._pool = pool
-        self._weights = weights
-        self._assemblers: dict[int, BatchAssembler] = {}  # also of workers that left: they may have batches in line
+    def __init__(self, pool: WorkerPool, weights: Weights, open_assembler: OpenAssembler) -> None:
+        self._assemblers: dict[int, BatchAssembler] = {}  # also of removed workers, whose batches may still wait
         self._under_way: dict[int, deque[PendingBatch]] = {}
         self._arrived: deque[tuple[int, PendingBatch]] = deque()
-        self.version = 0
-        self.workers: Sequence[int] = ()
-        self.set_workers(workers, open_assembler)
+        super().__init__(pool, weights, open_assembler)
 
     @property
+    @override
     def copies(self) -> int:
-        """Batches that were handed over as copies."""
         return sum(assembler.copies for assembler in self._assemblers.values())
 
+    @override
     def next(self, *, more: bool) -> TensorDict:
-        """The next batch."""
         if not self._arrived:
             self._pool.poll()
             self._go_on()
@@ -167,8 +157,8 @@ class AsyncGathering:
         self._go_on()
         return batch
 
+    @override
     def discard(self) -> None:
-        """Drop the batches that have been begun and not handed over."""
         for worker, under_way in self._under_way.items():
             while under_way:
                 wait_until_complete(self._pool, self._assemblers[worker], under_way[0])
@@ -178,7 +168,7 @@ class AsyncGathering:
             self._assemblers[worker].deliver(pending)
 
     def _go_on(self) -> None:
-        """Put what has arrived in line, and give every worker something to do."""
+        """Queue the batches that have arrived, and keep every worker busy."""
         self._weights.send()
         for worker, under_way in self._under_way.items():
             assembler = self._assemblers[worker]
@@ -189,34 +179,34 @@ class AsyncGathering:
                 while len(under_way) + ready < _AHEAD and assembler.room():
                     under_way.append(assembler.begin())
 
-    def set_workers(self, workers: Sequence[int], open_assembler: OpenAssembler) -> None:
-        """Let these workers collect from here on; those that leave end what they have begun."""
+    @override
+    def set_workers(self, workers: Sequence[int]) -> None:
         for worker in self._under_way.keys() - {*workers}:
             for pending in self._under_way.pop(worker):
                 wait_until_complete(self._pool, self._assemblers[worker], pending)
                 self._arrived.append((worker, pending))
         for worker in workers:
             if worker not in self._assemblers:
-                self._assemblers[worker], self._under_way[worker] = open_assembler([worker]), deque()
+                self._assemblers[worker], self._under_way[worker] = self._open_assembler([worker]), deque()
 
+    @override
     def restarted(self, worker: int) -> Sequence[Call]:
-        """What a worker that has been replaced has to be told first."""
         return [*self._assemblers[worker].restarted(worker), *self._weights.restarted(worker)]
 
+    @override
     def close(self) -> None:
-        """Let go of the memory."""
         for assembler in self._assemblers.values():
             assembler.close()
 
 
 def wait_until_complete(pool: WorkerPool, assembler: BatchAssembler, pending: PendingBatch) -> None:
-    """Wait until a batch is whole."""
+    """Wait until a batch is complete."""
     pool.finish(pending.calls)
     while not assembler.complete(pending):
         pool.finish(pending.calls)
 
 
 def version_of(pending: PendingBatch) -> int:
-    """The oldest weights in a batch."""
+    """The version of the oldest weights in a batch."""
     versions: list[int] = [call.value[-1].version for call in pending.calls]
     return min(versions)

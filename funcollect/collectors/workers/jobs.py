@@ -1,10 +1,10 @@
-"""From a collector's arguments to what each of its workers is to do."""
+"""From a collector's arguments to the jobs of its workers: one row of arguments per worker."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -15,46 +15,25 @@ import torch
 from gymnasium.vector import VectorEnv
 from torch import Tensor
 
-from funcollect.arguments import check_kind, check_positive
-from funcollect.collectors.options import Keywords, Options, WorkerOptions, check_known
-from funcollect.collectors.runner import ALONE, Shard
+from funcollect.arguments import check_positive
+from funcollect.collectors.options import Options
+from funcollect.collectors.runner import Shard
 from funcollect.collectors.source import RunnerSpec
 from funcollect.collectors.workers.worker import Job, WorkerInfo
 from funcollect.envs.recognise import is_torchrl
 from funcollect.errors import WorkerError
 from funcollect.messages import clipped, shown
 
-_OF_THE_READER = ("total_frames", "storing_device", "split_trajs", "postproc", "update_at_each_batch")
-_OF_WORKERS = ("device", "env_device", "policy_device")
-
-
-def worker_options(
-    frames: int, keywords: Mapping[str, Any], known: Collection[str] = Keywords.__annotations__
-) -> WorkerOptions:
-    """The collector's own keywords, which are among those `known`: without those that list a device for each worker.
-
-    Raises:
-        TypeError, ValueError: for an unknown keyword, or a value out of its range.
-    """
-    check_known(keywords, known)
-    if isinstance(keywords.get("storing_device"), (list, tuple)):
-        raise TypeError(
-            f"storing_device is {keywords['storing_device']!r}, expected one device, on which a batch of several "
-            "workers lies: pass one; RayCollector takes a list"
-        )
-    listed = {name: keywords[name] for name in _OF_WORKERS if isinstance(keywords.get(name), (list, tuple))}
-    own = {name: value for name, value in keywords.items() if name not in listed}
-    devices = list(listed.get("device", ())) if known is Keywords.__annotations__ else []  # over Ray each has its own
-    if devices and all(device == devices[0] for device in devices):
-        own["device"] = devices[0]  # which fills storing_device
-    return WorkerOptions(frames_per_batch=frames, **own)
+_OF_THE_READER = {"total_frames", "storing_device", "split_trajs", "postproc", "update_at_each_batch"}
+_OF_OPTIONS = {each.name for each in fields(Options) if each.init} - _OF_THE_READER
+_OF_SOURCE = {each.name for each in fields(RunnerSpec)} - {"policy"}
 
 
 def environments(create_env_fn: Any, num_workers: int | None) -> list[Any]:
-    """What each worker's environment is made from.
+    """What each worker builds its environment from: one entry per worker.
 
     Raises:
-        TypeError: for one environment without a number of workers, or a number that is none.
+        TypeError: for one environment without a number of workers, or a number of another type.
         ValueError: for a list of another length, an empty one, or a live environment that cannot be built again for
             several workers.
     """
@@ -76,12 +55,12 @@ def environments(create_env_fn: Any, num_workers: int | None) -> list[Any]:
 
 
 def one_each(environments: Sequence[Any]) -> list[Any]:
-    """What each worker builds its environment from, also if one live environment was given for several workers.
+    """The same entries, where a live environment that is given to several workers is built anew in each.
 
-    Those of TorchRL are sent to each worker by value. One of Gymnasium's is made again from its spec.
+    TorchRL's environments are sent to each worker by value. Gymnasium's are made again from their spec.
 
     Raises:
-        ValueError: for a live environment of several workers that cannot be built again.
+        ValueError: for such an environment that cannot be built again.
     """
     live = [env for env in environments if isinstance(env, (gymnasium.Env, VectorEnv)) or is_torchrl(env)]
     shared = {number for number, count in Counter(map(id, live)).items() if count > 1}
@@ -107,71 +86,50 @@ def _again(env: Any) -> Any:
     )
 
 
-def each(name: str, given: Any, count: int) -> list[Any]:
-    """One value for each worker, from a list of them or from one for all.
+def columns_of(collector: Any) -> dict[str, Any]:
+    """The keywords of a collector that its workers need; some are lists with a value for each worker."""
+    return {name: value for name, value in vars(collector).items() if name in _OF_OPTIONS | _OF_SOURCE}
+
+
+def rows(count: int, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One dict of arguments per worker. A column is a list with a value for each worker, or one value for all.
 
     Raises:
         ValueError: for a list of another length.
     """
-    if not isinstance(given, (list, tuple)):
-        return [given] * count
-    if len(given) != count:
-        raise ValueError(f"{name} has {len(given)} entries for {count} workers: pass one for each, or one for all")
-    return list(given)
-
-
-def make_jobs(
-    create_env_fn: Sequence[Any],
-    create_env_kwargs: Mapping[str, Any] | Sequence[Any] | None,
-    policy: Any,
-    policy_factory: Callable[[], Any] | Sequence[Any] | None,
-    frames: Sequence[int],
-    keywords: Mapping[str, Any],
-    seed: int,
-    shard: Shard = ALONE,
-) -> list[Job]:
-    """One job per worker; `frames` says how many frames each collects for a batch, `shard` which lanes are theirs.
-
-    Raises:
-        TypeError, ValueError: for arguments that no worker would take.
-    """
-    check_kind("shard", shard, Shard, "pass for example Shard(index=0, count=2)")
-    count = len(create_env_fn)
-    names = {field.name for field in fields(Options)} - set(_OF_THE_READER)
-    columns = {name: each(name, value, count) for name, value in keywords.items() if name in names}
-    kwargs, factories = (
-        each("create_env_kwargs", create_env_kwargs, count),
-        each("policy_factory", policy_factory, count),
-    )
+    for name, given in columns.items():
+        if isinstance(given, (list, tuple)) and len(given) != count:
+            raise ValueError(f"{name} has {len(given)} entries for {count} workers: pass one for each, or one for all")
     return [
-        Job(
-            source=RunnerSpec(
-                create_env_fn=create_env_fn[worker],
-                create_env_kwargs=kwargs[worker],
-                policy=policy,
-                policy_factory=factories[worker],
-            ),
-            options=Options(
-                frames_per_batch=frames[worker], **{name: values[worker] for name, values in columns.items()}
-            ),
-            seed=seed,
-            shard=shard.within(worker, count),
-        )
+        {name: given[worker] if isinstance(given, (list, tuple)) else given for name, given in columns.items()}
         for worker in range(count)
     ]
 
 
+def job_of(row: Mapping[str, Any], *, policy: Any, seed: int, shard: Shard) -> Job:
+    """The job of one worker, from its row of arguments. Those that no worker needs are left out.
+
+    Raises:
+        TypeError, ValueError: for an argument that a worker would not take.
+    """
+    return Job(
+        source=RunnerSpec(**{name: row[name] for name in row.keys() & _OF_SOURCE}, policy=policy),
+        options=Options(**{name: row[name] for name in row.keys() & _OF_OPTIONS}),
+        seed=seed,
+        shard=shard,
+    )
+
+
 def shares(frames_per_batch: int | Sequence[int], count: int) -> list[int]:
-    """The frames of each worker in a batch of all: equal shares, rounded up, or as they are listed."""
-    listed = isinstance(frames_per_batch, (list, tuple))
-    frames = each("frames_per_batch", frames_per_batch, count)
+    """The frames of each worker in a batch of all workers: equal shares, rounded up, or as listed."""
+    frames: list[int] = [row["frames_per_batch"] for row in rows(count, {"frames_per_batch": frames_per_batch})]
     for share in frames:
         check_positive("frames_per_batch", share)
-    return frames if listed else [math.ceil(share / count) for share in frames]
+    return frames if isinstance(frames_per_batch, (list, tuple)) else [math.ceil(share / count) for share in frames]
 
 
 def masks_of(mask: Tensor | None, lanes: Sequence[int]) -> Sequence[Tensor | None]:
-    """Each worker's part of a mask over all lanes, of which the workers have so many.
+    """Each worker's part of a mask over all lanes; `lanes` counts those of each worker.
 
     Raises:
         ValueError: for a mask of another shape or dtype.
@@ -186,13 +144,13 @@ def masks_of(mask: Tensor | None, lanes: Sequence[int]) -> Sequence[Tensor | Non
 
 
 def want_accelerators(jobs: Sequence[Job]) -> bool:
-    """Whether an environment or a policy is to be on another device than the CPU."""
+    """Whether an environment or a policy belongs on another device than the CPU."""
     devices = [device for job in jobs for device in (job.options.env_device, job.options.policy_device)]
     return any(device is not None and str(device) != "cpu" for device in devices)
 
 
 def check_alike(infos: Mapping[int, WorkerInfo]) -> None:
-    """Raise WorkerError unless the workers' environments suit one batch: equal spaces, as many lanes."""
+    """Raise WorkerError unless the workers' environments fit into one batch: equal spaces, as many lanes."""
     first = infos[0]
     for worker, info in infos.items():
         for name in ("num_envs", "leaves", "action"):

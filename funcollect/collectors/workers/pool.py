@@ -1,4 +1,4 @@
-"""The workers of a collector: their calls, their deaths and hangs, over any transport."""
+"""The workers of a collector, over any transport: their calls and answers, deaths and hangs, and replacement."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from funcollect.collectors.workers.worker import START, Failure, Job, Progress, 
 from funcollect.errors import WorkerError
 from funcollect.interop.hidden_main import send_main_by_value
 
-_SLICE = 0.05  # seconds that one wait lasts at most: another thread may have read the answer
+_SLICE = 0.05  # seconds of one wait at most: another thread may have read the answer meanwhile
 _FAILURES_IN_A_ROW = 5  # of one worker, without a rollout in between
 _BACKOFF = 0.1  # seconds before the second restart in a row, doubled at each
 
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """How long a worker may take, and what then.
+    """How long a worker may take, and what happens if it takes longer or fails.
 
     Attributes:
         timeout: seconds of the reader's waiting within which a call has to be answered.
@@ -39,17 +39,17 @@ class FailurePolicy:
 
 @dataclass
 class WorkerRecord:
-    """A worker as the collector sees it."""
+    """What the collector knows about a worker."""
 
     job: Job
     handle: WorkerHandle
-    calls: deque[Call] = field(default_factory=deque)  # not answered yet, oldest first
-    first: Sequence[Call] = ()  # those with which it took another's place
+    calls: deque[Call] = field(default_factory=deque)  # unanswered, oldest first
+    first: Sequence[Call] = ()  # those that a replacement was sent first
     progress: Progress = START
     rollouts: int = 0  # of this process
     failures: int = 0  # in a row
     waited: float = 0.0  # seconds since its last answer
-    newcomer: bool = False  # not built yet, while the others are at work
+    newcomer: bool = False  # started beside workers that are at work, and not built yet
     retired: bool = False
     busy: float = 0.0  # seconds spent collecting
     idle: float = 0.0  # seconds between two rollouts
@@ -61,23 +61,30 @@ class WorkerPool:
     Args:
         jobs: one per worker.
         failure_policy: how long a worker may take, and what happens when it fails.
+        prepare: the calls that the new process of a replaced worker needs first.
 
     Attributes:
-        restarts: workers that were replaced, those of workers included.
-        lost: frames of rollouts that were broken off with their worker.
+        restarts: workers that were replaced, including workers of workers.
+        lost: frames of the rollouts that ended with their worker.
         waited: seconds that the reader has waited for workers.
 
     Raises:
-        WorkerError: from every method that reads answers, for a worker that failed; all of them are gone then.
+        WorkerError: from every method that reads answers, if a worker failed. All workers are ended then.
     """
 
-    def __init__(self, transport: Transport, jobs: Sequence[Job], failure_policy: FailurePolicy) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        jobs: Sequence[Job],
+        failure_policy: FailurePolicy,
+        prepare: Callable[[int], Sequence[Call]],
+    ) -> None:
         self._transport = transport
         self._failure_policy = failure_policy
         self.lock = threading.RLock()
         self.restarts = self.lost = 0
         self.waited = 0.0
-        self.prepare: Callable[[int], Sequence[Call]] = lambda worker: ()  # for a worker that has been replaced
+        self._prepare = prepare
         self.closed = self._started = False
         self._checked = time.monotonic()
         send_main_by_value()
@@ -92,18 +99,18 @@ class WorkerPool:
 
     @property
     def workers(self) -> list[int]:
-        """The indices of those at work."""
+        """The indices of the workers at work."""
         return [worker for worker, record in enumerate(self.records) if not record.retired]
 
     def add(self, job: Job) -> int:
-        """Start another worker; its index. Until it is admitted, its failure is only its own calls' error."""
+        """Start another worker; return its index. Until it is admitted, its failure ends its own calls only."""
         with self.lock:
             worker = len(self.records)
             self.records.append(WorkerRecord(job, self._transport.start(worker, job.pack()), newcomer=True))
         return worker
 
     def retire(self, worker: int) -> None:
-        """End a worker for good; what it has not answered is dropped."""
+        """End a worker without replacing it; its unanswered calls are dropped."""
         with self.lock:
             record = self.records[worker]
             record.retired = True
@@ -111,11 +118,11 @@ class WorkerPool:
             self._transport.close([record.handle])
 
     def call(self, worker: int, name: str, *args: Any) -> Call:
-        """Have a worker do something."""
+        """Send a worker a call."""
         return self.submit(Call(worker, name, args))
 
     def submit(self, call: Call) -> Call:
-        """Send a call on its way."""
+        """Send a call."""
         with self.lock:
             record = self.records[call.worker]
             if not record.calls:
@@ -125,21 +132,21 @@ class WorkerPool:
         return call
 
     def call_all(self, name: str, *args: Any) -> list[Any]:
-        """Have every worker do the same; their answers."""
+        """Send every worker the same call; return their answers."""
         return self.finish([self.call(worker, name, *args) for worker in self.workers])
 
     def begin(self) -> None:
-        """From here on workers that fail may be replaced, and waiting counts: all of them have been built."""
+        """All workers have been built: from now on those that fail may be replaced, and waiting is counted."""
         self._started, self.waited = True, 0.0
         self.admit(self.workers)
 
     def admit(self, workers: Sequence[int]) -> None:
-        """These have been built."""
+        """Let newcomers take part: they have been built."""
         for worker in workers:
             self.records[worker].newcomer = False
 
     def go_on_from(self, seed: int, all_progress: Sequence[Progress] | None = None) -> None:
-        """Where a worker begins that takes another's place: the run's seed, and how far each worker has come."""
+        """Set what replacements continue from: the run's seed, and the progress of each worker."""
         with self.lock:
             records = [record for record in self.records if not record.retired]
             for record in records:
@@ -148,7 +155,7 @@ class WorkerPool:
                 record.progress = progress
 
     def finish(self, calls: Sequence[Call]) -> list[Any]:
-        """Wait for the answers to these calls; an error that one of them met is raised."""
+        """Wait for the answers to these calls, and return them; raise the error of a call that failed."""
         while not all(call.done for call in calls):
             self.wait()
         for call in calls:
@@ -157,7 +164,7 @@ class WorkerPool:
         return [call.value for call in calls]
 
     def wait(self) -> None:
-        """Read the answers that are there; wait a little where there is none."""
+        """Read the answers that have arrived; if there is none, wait for one for a short time."""
         if self.poll():
             return
         began = time.monotonic()
@@ -170,7 +177,7 @@ class WorkerPool:
         return {worker: record.handle for worker, record in enumerate(self.records) if record.calls}
 
     def poll(self, ready: Iterable[int] | None = None) -> bool:
-        """Read the answers that are there, or of those among them who are `ready`: whether there was one."""
+        """Read the answers that have arrived, or those of the workers `ready`; return whether there was one."""
         with self.lock:
             try:
                 workers = self._transport.ready(self._asked, 0) if ready is None else ready
@@ -179,7 +186,7 @@ class WorkerPool:
                     self._look_for_hangs()
                 return read > 0
             except BaseException as error:
-                self.close()  # an answer may be lost between its reading and its call
+                self.close()  # an answer may have been read and not yet assigned to its call
                 if isinstance(error, OSError):
                     raise WorkerError(
                         f"the connection to a worker broke ({error!r}): build another collector"
@@ -187,7 +194,7 @@ class WorkerPool:
                 raise
 
     def _read(self, worker: int) -> bool:
-        """Read one answer of a worker: whether there was one. One at a time, so that none gets ahead of the others."""
+        """Read one answer of a worker; return whether there was one. Only one, so that no worker gets ahead."""
         record = self.records[worker]
         if not record.calls or (answer := record.handle.receive()) is None:
             return False
@@ -226,7 +233,7 @@ class WorkerPool:
             if not record.calls:
                 continue
             limit = self._failure_policy.timeout if record.rollouts else self._failure_policy.start_timeout
-            record.waited += min(since, limit / 2)  # while the reader was away, a worker may have been, too
+            record.waited += min(since, limit / 2)  # if this process was suspended, its workers may have been, too
             if record.waited > limit:
                 where = record.handle.where()
                 doing = f"has not answered {record.calls[0].name!r} for {limit:g} seconds"
@@ -236,7 +243,7 @@ class WorkerPool:
     def _fail(
         self, worker: int, what: str, lane: int | None = None, traceback: str = "", cause: bytes | None = None
     ) -> None:
-        """Replace a worker, or end them all and raise."""
+        """Replace a worker that failed, or end all workers and raise."""
         record = self.records[worker]
         record.failures += 1
         record.handle.kill()
@@ -249,7 +256,7 @@ class WorkerPool:
         where += f" ({record.handle.label})" if record.handle.label else ""
         mend = "look at its traceback" if traceback else "look at what it wrote on standard error"
         again = f" {record.failures} times in a row" if restart and record.failures > 1 else ""
-        rest = "the others go on" if record.newcomer else "all workers are gone, so build another collector"
+        rest = "the others continue" if record.newcomer else "all workers were ended, so build another collector"
         error = WorkerError(f"{where}: {what}{again}: {mend}; {rest}", worker, lane, traceback)
         error.__cause__ = _loaded(cause)
         if not record.newcomer:
@@ -260,7 +267,7 @@ class WorkerPool:
         self.retire(worker)
 
     def _replace(self, worker: int) -> None:
-        """Another process that goes on from where the lost one's answers end, with all that it did not answer."""
+        """Start another worker, which continues after the lost one's last answer, and send it the unanswered calls."""
         record = self.records[worker]
         if record.failures > 1:
             time.sleep(_BACKOFF * 2 ** (record.failures - 2))
@@ -275,7 +282,7 @@ class WorkerPool:
         record.handle = self._transport.start(worker, job.pack())
         record.calls.clear()
         record.rollouts, record.waited = 0, 0.0
-        record.first = [Call(worker, "describe"), *self.prepare(worker)]
+        record.first = [Call(worker, "describe"), *self._prepare(worker)]
         for call in [*record.first, *pending]:
             if not call.done:
                 self.submit(call)

@@ -1,4 +1,4 @@
-"""The protocol of a transport: handles to workers, each of which answers its calls in the order they were sent.
+"""The base classes of a transport: handles to workers, each of which answers its calls in the order they were sent.
 
 A `Transport` starts workers and reports when one has answered. A `BatchAssembler` decides where the workers of a group
 write their rollouts, and makes batches of them. A `WeightStore` holds weights until every worker has copied them.
@@ -8,16 +8,17 @@ There are three implementations: serial, processes with shared memory, and Ray a
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.collectors.workers.batch_layout import Join
 
-WITH_WEIGHTS = ("fetch", "adopt", "take_params")  # the calls that bring a worker new ones
+WITH_WEIGHTS = ("fetch", "adopt", "take_params")  # the calls that bring new weights
 
 
 class WorkerGroup(NamedTuple):
@@ -37,7 +38,7 @@ class Answer(NamedTuple):
 
 
 class WorkerExited(NamedTuple):
-    """A worker that will not answer any more, and why."""
+    """The answer of a worker that has ended, and why it has."""
 
     reason: str
 
@@ -69,29 +70,29 @@ class Call:
         self.done, self.value, self.error = True, value, error
 
 
-class WorkerHandle(Protocol):
+class WorkerHandle(ABC):
     """Sends calls to one worker, and receives its answers."""
 
     @property
     def label(self) -> str:
-        """What and where the worker is, for a message; empty where its index says all."""
-        ...
+        """The kind and place of the worker, for error messages; empty if its index says enough."""
+        return ""
 
+    @abstractmethod
     def send(self, call: Call) -> None:
-        """Have it do this after what it was sent before. Never waits for the worker, never raises for its death."""
-        ...
+        """Queue a call after those that were sent before. Never waits for the worker, never raises if it has died."""
 
+    @abstractmethod
     def receive(self) -> Answer | WorkerExited | None:
-        """The next of its answers; None where there is none yet."""
-        ...
+        """The worker's next answer; None if there is none yet."""
 
     def where(self) -> str:
-        """Where it hangs, in words: a Python stack, if it can be had."""
-        ...
+        """Where the worker hangs: its Python stack, if it can be had."""
+        return ""
 
+    @abstractmethod
     def kill(self) -> None:
-        """End it at once, whatever it does."""
-        ...
+        """End the worker at once, whatever it does. Does nothing the second time."""
 
 
 @dataclass(eq=False)
@@ -102,85 +103,97 @@ class PendingBatch:
     slot: int = 0
 
 
-class BatchAssembler(Protocol):
-    """Decides where the workers of a group write their rollouts, and makes one batch of them."""
+class BatchAssembler(ABC):
+    """Decides where the workers of a group write their rollouts, and makes one batch of them.
 
-    copies: int  # batches that were handed over as copies, since the reader held every slot
+    Args:
+        submit: sends a call to its worker.
+        group: the workers.
+
+    Attributes:
+        copies: batches that were delivered as copies, since the reader held views of every slot.
+    """
+
+    def __init__(self, submit: Callable[[Call], Call], group: WorkerGroup) -> None:
+        self._submit = submit
+        self._group = group
+        self.copies = 0
 
     def room(self) -> bool:
         """Whether another batch may be begun."""
-        ...
+        return True
 
     def begin(self) -> PendingBatch:
-        """Have every worker of the group collect one rollout."""
-        ...
+        """Make every worker of the group collect one rollout."""
+        return PendingBatch([self._submit(Call(worker, "collect")) for worker in self._group.workers])
 
     def complete(self, pending: PendingBatch) -> bool:
-        """Whether a batch is whole whose calls are all done; where not, it has other calls afterwards."""
-        ...
+        """Whether a batch is complete once its calls are done; if not, `pending` has other calls afterwards."""
+        return True
 
+    @abstractmethod
     def deliver(self, pending: PendingBatch) -> TensorDict:
-        """The batch, unlocked and the caller's own."""
-        ...
+        """The batch, unlocked, for the caller to keep."""
 
     def restarted(self, worker: int) -> Sequence[Call]:
-        """What a worker of the group has to be told before it is sent the calls that it has not answered."""
-        ...
+        """The calls that a new process of this worker needs before the unanswered ones."""
+        return ()
 
-    def close(self) -> None:
-        """Let go of the memory; batches keep what they show."""
-        ...
+    def close(self) -> None:  # noqa: B027 - most hold none
+        """Release the memory; batches that were delivered keep theirs."""
 
 
-class WeightStore(Protocol):
+class WeightStore(ABC):
     """Holds weights until every worker has copied them."""
 
+    @abstractmethod
     def put(self, weights: Mapping[str, Tensor], taken: set[int]) -> int | None:
         """Write the weights into a slot that is not among `taken`; return the slot, or None if all are taken."""
-        ...
 
+    @abstractmethod
     def call(self, worker: int, slot: int, version: int, policy: bytes | None) -> Call:
-        """The call that makes a worker copy the weights in `slot`, for the packed `policy` if that is another."""
-        ...
+        """The call that makes a worker copy the weights in `slot`, together with the packed `policy` if it changed."""
 
     def encode_params(self, params: Any) -> Any:
         """What a call holds in place of `params`, for parameters that are not named weights."""
-        ...
+        return params
 
-    def restarted(self, worker: int) -> None:
+    def restarted(self, worker: int) -> None:  # noqa: B027 - most remember none
         """Forget which calls this worker was sent: another process has replaced it."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
-        """Let go of the memory."""
-        ...
+        """Release the memory."""
 
 
-class Transport(Protocol):
-    """Where workers live."""
+class Transport(ABC):
+    """Starts workers, and reports which of them have answered.
 
-    patient: bool  # whether to wait for a worker costs time: then one that takes too long hangs
+    Attributes:
+        patient: whether waiting for a worker takes time. If so, a worker that takes too long counts as hung.
+    """
 
+    patient = True
+
+    @abstractmethod
     def start(self, worker: int, job: bytes) -> WorkerHandle:
         """A handle to a new worker that builds itself from `job`; its first answer is to the call ``"describe"``."""
-        ...
 
+    @abstractmethod
     def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:
         """The keys of the handles that may have an answer; waits for the first one, at most `timeout` seconds."""
-        ...
 
+    @abstractmethod
     def close(self, handles: Sequence[WorkerHandle]) -> None:
-        """End the workers: politely, then at once."""
-        ...
+        """Let the workers close their environments, then end them."""
 
-    def leave(self) -> None:
-        """Let go of what the workers have run on, once all of them have ended."""
-        ...
+    def leave(self) -> None:  # noqa: B027 - most need nothing
+        """Release what the workers ran on, once all of them have ended."""
 
+    @abstractmethod
     def assembler(self, submit: Callable[[Call], Call], group: WorkerGroup) -> BatchAssembler:
         """An assembler for these workers; `submit` sends a call."""
-        ...
 
+    @abstractmethod
     def weight_store(self, workers: int) -> WeightStore:
         """A store for the weights of so many workers."""
-        ...

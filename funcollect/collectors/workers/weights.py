@@ -1,4 +1,4 @@
-"""Weights on their way to the workers: each gets the latest ones, whole, and none waits for another."""
+"""Sends weights to the workers: each gets the latest version, complete, and none waits for another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WeightsVersion:
         number: the policy's version.
         slot: of the weight store.
         params: what travels in the call; None for the policy's own.
-        loaded: whether these were the policy's own weights when they were saved, and are to be that again.
+        loaded: whether `params` are weights from a state dict that were the policy's own when they were saved.
         policy: the policy's module or function, packed, if it has changed since the workers were built.
     """
 
@@ -35,17 +35,19 @@ class WeightsVersion:
 
 
 class Weights:
-    """What each worker acts with, and is to act with.
+    """The weights that each worker acts with, and those that it will act with.
 
-    A worker copies weights before it acts with them, and is told of later ones only then. So a tight loop of updates
-    needs no more slots than one per worker, one for the latest and one to write, and no one waits.
+    A worker copies weights before it acts with them, and gets later ones only after that. So a tight loop of updates
+    needs one slot per worker, one for the latest version and one to write, and nobody waits.
 
     Args:
-        policy: whose parameters they are: a `Policy` or a module; None where the workers build their own.
+        pool: the workers.
+        weight_store: holds the weights until the workers have copied them.
+        policy: the owner of the parameters, a `Policy` or a module; None if the workers build their own.
 
     Attributes:
         version: of the latest update.
-        own: whether that was the policy's own weights.
+        own: whether the latest update had the policy's own weights.
     """
 
     def __init__(self, pool: WorkerPool, weight_store: WeightStore, policy: Any) -> None:
@@ -55,7 +57,7 @@ class Weights:
         self._changes = PolicyChanges(self._policy)
         self.version = 0
         self.own = True
-        self._refusal: BaseException | None = None  # a worker's; it keeps the weights before
+        self._refusal: BaseException | None = None  # by a worker, which keeps its former weights
         self._latest: WeightsVersion | None = None
         count = len(pool.records)
         self._wanted: list[WeightsVersion | None] = [None] * count
@@ -63,7 +65,7 @@ class Weights:
         self._taken: list[WeightsVersion | None] = [None] * count
 
     def update(self, params: Any, workers: Sequence[int]) -> None:
-        """Have these workers act with `params` as they are now, or for None with the policy's own.
+        """Make these workers act with a copy of `params`, or for None of the policy's own.
 
         Raises:
             TypeError: for a policy that has changed into one that cannot be sent.
@@ -83,7 +85,7 @@ class Weights:
             for worker in workers:
                 self._wanted[worker] = version
         self.send()
-        if slot is None and (params is not None or policy is not None):  # only the workers can tell whether it fits
+        if slot is None and (params is not None or policy is not None):  # only the workers can check whether it fits
             while any(self._under_way[worker] is not None for worker in workers):
                 self._pool.wait()
                 self.send()
@@ -92,7 +94,7 @@ class Weights:
                 raise refusal
 
     def _named(self, params: Any) -> Mapping[str, Tensor] | None:
-        """The weights by name; None where the policy has none of its own here."""
+        """The weights by name; None if the policy has none in this process."""
         if not hasattr(self._policy, "load"):
             return None
         if params is not None:
@@ -105,7 +107,7 @@ class Weights:
         return slot
 
     def _slots_in_use(self, workers: Sequence[int]) -> set[int]:
-        """Those that may still be read, once these workers want others."""
+        """The slots that may still be read once these workers want another one."""
         wanted = [version for worker, version in enumerate(self._wanted) if worker not in workers]
         under_way = [each[0] for each in self._under_way if each is not None and not each[1].done]
         some = len(workers) < len(self._pool.workers)
@@ -113,7 +115,7 @@ class Weights:
         return {version.slot for version in kept if version is not None and version.slot is not None}
 
     def send(self) -> None:
-        """Tell every worker of the latest weights that has taken the ones before."""
+        """Send the latest weights to every worker that has copied the ones before."""
         with self._pool.lock:
             for worker, wanted in enumerate(self._wanted):
                 sent = self._under_way[worker]
@@ -139,7 +141,7 @@ class Weights:
         return Call(worker, name, (version.params, version.number, version.policy))
 
     def join(self, worker: int) -> None:
-        """Have a worker that comes after the others act with the latest weights, too."""
+        """Make a worker that was added act with the latest weights, too."""
         with self._pool.lock:
             for column in (self._wanted, self._under_way, self._taken):
                 column.extend([None] * (worker + 1 - len(column)))
@@ -160,10 +162,10 @@ class Weights:
                 self.send()
 
     def restarted(self, worker: int) -> Sequence[Call]:
-        """What a worker that has been replaced is told first: the latest weights."""
+        """The calls that the new process of a replaced worker needs first: those with the latest weights."""
         self._weight_store.restarted(worker)
         if (sent := self._under_way[worker]) is not None:
-            sent[1].resolve()  # nobody will answer it
+            sent[1].resolve()  # the worker that would have answered it has ended
         wanted = self._wanted[worker]
         if wanted is None:
             return ()
@@ -172,13 +174,13 @@ class Weights:
         return (call,)
 
     def _replace(self, policy: bytes | None) -> None:
-        """Go on with the policy that somebody else has packed; None for the one that is there."""
+        """Continue with a packed policy from the larger run; None for the present one."""
         if policy is not None:
             self._policy = replaced(self._policy, unpack(policy))
             self._changes = PolicyChanges(self._policy, policy)
 
     def go_on_from(self, version: int, saved: Mapping[int, Mapping[str, Any]], *, own: bool) -> None:
-        """Take over what was saved of every worker, and what they have loaded; all that they were told is done."""
+        """Continue from the states that the workers have loaded. No call with weights is under way then."""
         self.version, self.own = version, own
         here = hasattr(self._policy, "load")
         self._under_way = [None] * len(self._wanted)
@@ -203,13 +205,13 @@ class Weights:
             return WeightsVersion(number, self._write(weights, [worker]), policy=self._changes.sent)
 
     def publish(self, params: Any, version: int, policy: bytes | None = None) -> None:
-        """`update` for all workers, under a number of somebody else's."""
+        """`update` for all workers, under the larger run's version number."""
         self._replace(policy)
         self.version = version - 1
         self.update(params, self._pool.workers)
 
     def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None = None) -> None:
-        """Have all workers act with these as the policy's own, under a number of somebody else's."""
+        """Make all workers act with these as the policy's own weights, under the larger run's version number."""
         self._replace(policy)
         if hasattr(self._policy, "load"):
             self._policy.load(weights)

@@ -1,10 +1,11 @@
-"""One worker: the lanes that it owns, and what it is asked for. Every transport runs this."""
+"""One worker: the lanes that it owns, and the calls that it answers. Every transport runs this."""
 
 from __future__ import annotations
 
 import re
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import cloudpickle
 import numpy as np
 from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import override
 
 from funcollect.collectors.options import Options
 from funcollect.collectors.runner import Runner, Shard
@@ -25,7 +27,7 @@ from funcollect.specs import ActionSpec, Leaf
 
 
 class Progress(NamedTuple):
-    """How far a worker has come, which a worker that takes its place goes on from."""
+    """How far a worker has come; its replacement continues from there."""
 
     steps: int = 0  # of every lane
     episode: int = -1  # the highest number of an episode that has begun
@@ -38,7 +40,7 @@ _SAVED = ("workers", "frames", "iter", "policy_version", "own_weights")
 
 
 def progress_of(state_dict: Mapping[str, Any]) -> Progress:
-    """Where a worker stands that has loaded this."""
+    """The progress of a worker that has loaded this state."""
     runners = runners_of(state_dict)
     episode = max(int(each["episode"].max()) for each in runners)
     steps = max(each["steps"] for each in runners)
@@ -46,10 +48,10 @@ def progress_of(state_dict: Mapping[str, Any]) -> Progress:
 
 
 def saved_workers(state_dict: Any, count: int) -> list[Mapping[str, Any]]:
-    """The states of so many workers in that of their collector.
+    """The states of `count` workers, from the state of their collector.
 
     Raises:
-        TypeError, ValueError: for what is none of as many workers.
+        TypeError, ValueError: if it is no such state, or one of another number of workers.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict is {type(state_dict).__name__}, expected a dict: pass what state_dict gave")
@@ -62,18 +64,20 @@ def saved_workers(state_dict: Any, count: int) -> list[Mapping[str, Any]]:
 
 
 def runners_of(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The states of a worker's runners: its own one, or those of the workers that it has itself."""
+    """The states of a worker's runners: of its own, or of the workers that it has itself."""
     workers: Mapping[str, Mapping[str, Any]] | None = state_dict.get("workers")
     return [state_dict] if workers is None else [workers[name] for name in sorted(workers, key=int)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What makes a worker; travels by cloudpickle.
+    """Everything that a worker is built from; sent by cloudpickle.
 
     Attributes:
+        source: makes the environment and the policy.
+        options: the keywords.
         seed: of the run, the same for all workers.
-        shard: which lanes are its own.
+        shard: the lanes that it owns.
         progress: where it continues from.
     """
 
@@ -84,11 +88,11 @@ class Job:
     progress: Progress = START
 
     def runner(self) -> Runner:
-        """The lanes themselves."""
+        """Build the runner."""
         return Runner(self.source, self.options, seed=self.seed, shard=self.shard)
 
     def pack(self) -> bytes:
-        """As bytes, by value: functions of a notebook or a script, too.
+        """The job as bytes. Functions are sent by value, also those of a notebook or a script.
 
         Raises:
             TypeError: for an environment or a policy that cannot be sent.
@@ -104,7 +108,7 @@ class Job:
 
 
 class WorkerInfo(NamedTuple):
-    """What a worker reports of itself once it has been built."""
+    """The description of a worker that has been built."""
 
     num_envs: int | None
     length: int  # T
@@ -116,7 +120,7 @@ class WorkerInfo(NamedTuple):
 
 
 class RolloutReport(NamedTuple):
-    """What a worker reports with each rollout."""
+    """The figures that come with each rollout."""
 
     progress: Progress
     version: int  # of the weights that acted
@@ -145,26 +149,22 @@ class Failure(NamedTuple):
     cause: bytes | None  # the exception itself, pickled, where it can be
 
 
-class Worker:
-    """A runner at the disposal of a collector. Each public method answers one call."""
+class WorkerBase(ABC):
+    """Lanes at the disposal of a collector. Each public method answers one call.
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._policy: bytes | None = None  # packed, where another one came than the job's
-        self._runner = job.runner()
-        self._batches, self._frames = job.progress.batches, job.progress.frames
-        if job.progress.batches:
-            self.go_on(job.progress)
+    Args:
+        progress: where it continues from.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._batches, self._frames = progress.batches, progress.frames
+        if progress.batches:
+            self.go_on(progress)
         self._ended = time.monotonic()
 
+    @abstractmethod
     def describe(self) -> WorkerInfo:
         """What the collector has to know."""
-        env = self._runner.env
-        lanes = env.num_envs or 1
-        frames = self._runner.length * lanes
-        return WorkerInfo(
-            env.num_envs, self._runner.length, env.observation_leaves, env.action_spec, repr(env), lanes, frames
-        )
 
     def collect(self, columns: OwnColumns = NOWHERE) -> tuple[TensorDictBase, RolloutReport]:
         """One rollout, recorded into `columns` as far as they fit."""
@@ -174,32 +174,100 @@ class Worker:
         self._ended = time.monotonic()
         self._batches += 1
         self._frames += batch.numel()
-        state = self._runner.state
-        progress = Progress(state.steps_made, int(np.asarray(state.episode).max()), self._batches, self._frames)
-        return batch, RolloutReport(progress, int(state.policy_version), self._ended - began, idle)
+        return batch, self._report(self._ended - began, idle)
 
+    @abstractmethod
     def _rollout(self, columns: OwnColumns) -> TensorDictBase:
-        self._runner.begin_batch()
-        return self._runner.record(columns)
+        """One rollout."""
 
+    @abstractmethod
+    def _report(self, seconds: float, idle: float) -> RolloutReport:
+        """The report on the last rollout."""
+
+    @abstractmethod
     def go_on(self, progress: Progress) -> None:
-        """Begin new episodes as if this worker had come so far."""
-        self._runner.go_on(steps=progress.steps, episode=progress.episode)
+        """Begin new episodes as if the lanes had come so far."""
 
+    @abstractmethod
     def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None = None) -> None:
-        """Copy weights, named as the policy's `state_dict` names them; act with them from now on.
+        """Copy weights, named as the policy's `state_dict` names them, and act with them from now on.
 
         Args:
             weights: the weights.
             version: their number.
             policy: the policy's module or function, packed, if it has changed.
         """
+
+    @abstractmethod
+    def take_params(self, params: Any, version: int, policy: bytes | None = None) -> None:
+        """Act with `params` from now on; None for the policy's own."""
+
+    @abstractmethod
+    def reset(self, mask: Tensor | None) -> None:
+        """Begin new episodes in the lanes of `mask` [L], or in all."""
+
+    @abstractmethod
+    def set_seed(self, seed: int) -> None:
+        """Begin new episodes, seeded by `seed`."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        self._batches, self._frames = state_dict["iter"], state_dict["frames"]
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the simulators."""
+
+    @abstractmethod
+    def failure(self, error: BaseException) -> Failure:
+        """An exception that was raised here, as the collector gets it."""
+
+
+class Worker(WorkerBase):
+    """A runner at the disposal of a collector."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._policy: bytes | None = None  # packed, if another one than the job's was sent
+        self._runner = job.runner()
+        super().__init__(job.progress)
+
+    @override
+    def describe(self) -> WorkerInfo:
+        env = self._runner.env
+        lanes = env.num_envs or 1
+        frames = self._runner.length * lanes
+        return WorkerInfo(
+            env.num_envs, self._runner.length, env.observation_leaves, env.action_spec, repr(env), lanes, frames
+        )
+
+    @override
+    def _rollout(self, columns: OwnColumns) -> TensorDictBase:
+        self._runner.begin_batch()
+        return self._runner.record(columns)
+
+    @override
+    def _report(self, seconds: float, idle: float) -> RolloutReport:
+        state = self._runner.state
+        progress = Progress(state.steps_made, int(np.asarray(state.episode).max()), self._batches, self._frames)
+        return RolloutReport(progress, int(state.policy_version), seconds, idle)
+
+    @override
+    def go_on(self, progress: Progress) -> None:
+        self._runner.go_on(steps=progress.steps, episode=progress.episode)
+
+    @override
+    def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None = None) -> None:
         self._replace(policy)
         self._runner.policy.load(dict(weights))  # type: ignore[attr-defined]
         self._runner.count_as(None, version)
 
+    @override
     def take_params(self, params: Any, version: int, policy: bytes | None = None) -> None:
-        """Act with `params` from now on; None for the policy's own."""
         self._replace(policy)
         if params is not None:
             self._runner.policy.prepare(params)
@@ -210,33 +278,34 @@ class Worker:
             self._runner.replace_policy(unpack(policy))
             self._policy = policy
 
+    @override
     def reset(self, mask: Tensor | None) -> None:
-        """Begin new episodes in the lanes of `mask` [P], or in all."""
         self._runner.reset(mask)
 
+    @override
     def set_seed(self, seed: int) -> None:
-        """Begin new episodes, seeded by `seed`."""
         self._runner.set_seed(seed)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs."""
         return self._runner.state_dict()
 
+    @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`."""
         self._runner.load_state_dict(state_dict)
+        super().load_state_dict(state_dict)
 
+    @override
     def close(self) -> None:
-        """Free the simulators."""
         self._runner.shutdown()
 
+    @override
     def failure(self, error: BaseException) -> Failure:
-        """How the collector is told of an exception that was raised here."""
         return failure_of(error, self._job.shard.index * (self._runner.env.num_envs or 1))
 
 
 def failure_of(error: BaseException, first_lane: int | None = None) -> Failure:
-    """An exception as it travels. A lane that an `EnvError` names is counted over all workers."""
+    """An exception as it is sent. The lane that an `EnvError` names is counted over all workers."""
     try:
         cause: bytes | None = cloudpickle.dumps(error)
     except Exception:

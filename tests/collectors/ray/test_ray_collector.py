@@ -166,7 +166,7 @@ def test_collectors_come_and_go():
         while 2 not in by_lane(batches):
             batches.append(next(collector).clone())
         assert versions(batches[-1]) == {1}
-        with pytest.raises(fc.WorkerError, match=r"worker 3 \(actor .* on node .*stumbled.*the others go on"):
+        with pytest.raises(fc.WorkerError, match=r"worker 3 \(actor .* on node .*stumbled.*the others continue"):
             collector.add_collectors([BadInit])
         with pytest.raises(fc.WorkerError, match=r"no place for collector 4.*asked for \[1 x \(90 CPU\)\]"):
             collector.add_collectors(Plain, remote_configs={"num_cpus": 90})
@@ -218,7 +218,7 @@ def test_newcomers_have_the_seed_that_was_set_and_devices_of_their_own():
         first = {}
         while first.keys() != {0, 1, 2}:
             batch = next(collector)
-            first.setdefault(*collector._gathering.workers, batch)
+            first.setdefault(*collector.run.gathering.workers, batch)
     assert [first[worker].device for worker in range(3)] == [torch.device("cpu"), torch.device("meta"), None]
     with fc.SyncDataCollector("CartPole-v1", make(), frames_per_batch=10, seed=7, shard=Shard(2, 2)) as collector:
         assert_same(first[2], next(collector))
@@ -261,7 +261,7 @@ def resident(process):
 def test_memory_stays_flat(ray_cluster):
     """More goes through the object store than it holds; neither it nor a process keeps any."""
     with ray_collector([Wide], frames_per_batch=8) as collector:
-        processes = [os.getpid(), int(collector._pool.records[0].handle.label.split()[-1])]
+        processes = [os.getpid(), int(collector.run.pool.records[0].handle.label.split()[-1])]
         batches = scaled(200)
         for index, _ in enumerate(itertools.islice(collector, batches)):
             if index == batches // 10:

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.usefixtures("ray_cluster"), FORKS_OF_RAY]
 
 def pid_of(collector, worker):
     """Of an actor, once it lives."""
-    handle = collector._pool.records[worker].handle
+    handle = collector.run.pool.records[worker].handle
     wait_until(lambda: not handle.label.endswith("on no node yet"))
     return int(handle.label.split()[-1])
 
@@ -143,7 +143,7 @@ from tests.support.faulty_workers import *
 kwargs = dict(frames_per_batch=16, timeout=1e6, start_timeout=1e6, collector_class=fc.MultiSyncDataCollector)
 collector = fc.RayCollector([lambda: Failing(hold_the_gil, at=40)], **kwargs)
 next(collector)
-print(*[record.handle.label.split()[-1] for record in collector._pool.records], flush=True)
+print(*[record.handle.label.split()[-1] for record in collector.run.pool.records], flush=True)
 while True:
     next(collector)
 """

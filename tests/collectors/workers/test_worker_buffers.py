@@ -91,7 +91,7 @@ def test_a_workers_failure_surfaces_in_the_caller():
     buffer = Buffer()
     collector.start(buffer)
     buffer.wait_for(1)
-    os.kill(collector._pool.records[1].handle.pid, signal.SIGKILL)
+    os.kill(collector.run.pool.records[1].handle.pid, signal.SIGKILL)
     with pytest.raises(fc.errors.WorkerError, match="worker 1"):
         collector.join()
     with pytest.raises(fc.errors.ClosedError):

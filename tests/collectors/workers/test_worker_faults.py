@@ -150,7 +150,7 @@ def test_processes_of_an_environment_go_with_their_worker(act):
     assert len(others) >= 2
     if act == "kill":
         os.kill(worker, signal.SIGSTOP)
-        collector._pool.records[0].handle.kill()
+        collector.run.pool.records[0].handle.kill()
     collector.shutdown()
     assert gone(worker)
     wait_until(lambda: all(map(gone, others)))
@@ -170,7 +170,7 @@ def test_random_kills_of_one_run(kind):
             collector.update_policy_weights_()
             count = int(torch.randint(1, 6, (), generator=generator))
             batches += [next(collector).clone() for _ in range(count)]
-            victim = collector._pool.records[int(torch.randint(2, (), generator=generator))].handle
+            victim = collector.run.pool.records[int(torch.randint(2, (), generator=generator))].handle
             os.kill(victim.pid, signal.SIGKILL)
             while collector.stats()["restarts"] == kill:
                 batches.append(next(collector).clone())
@@ -211,7 +211,7 @@ envs = [lambda act=act: Failing(act, at=40) for act in (hold_the_gil, stop, slee
 while True:
     collector = fc.MultiSyncDataCollector(envs, None, frames_per_batch=16, seed=0, timeout=1e6, start_timeout=1e6)
     next(collector)
-    print(*[record.handle.pid for record in collector._pool.records], flush=True)
+    print(*[record.handle.pid for record in collector.run.pool.records], flush=True)
     try:
         while True:
             next(collector)

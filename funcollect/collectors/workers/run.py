@@ -1,0 +1,215 @@
+"""The workers of one run, their weights, and the batches gathered from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from funcollect.collectors.workers.batch_layout import Join
+from funcollect.collectors.workers.gathering import Gathering
+from funcollect.collectors.workers.jobs import check_alike, masks_of
+from funcollect.collectors.workers.pool import FailurePolicy, WorkerPool
+from funcollect.collectors.workers.transport import BatchAssembler, Call, Transport, WorkerGroup
+from funcollect.collectors.workers.weights import Weights
+from funcollect.collectors.workers.worker import Job, Progress, WorkerInfo, progress_of, runners_of, saved_workers
+from funcollect.keys import seed_of
+
+
+class WorkerRun:
+    """What every collector with workers holds, and every worker that has workers itself.
+
+    It does not refer to its collector, so that a collector that nobody uses any more can end it.
+
+    Args:
+        jobs: one per worker.
+        transport: starts the workers.
+        failure_policy: how long a worker may take, and what happens when it fails.
+        policy: whose parameters the workers act with; None if they build their own.
+        open_gathering: makes the gathering, once the workers have described themselves.
+
+    Attributes:
+        pool: the workers.
+        infos: the description of each worker, by its index.
+        weights: those that the workers act with.
+        gathering: where batches come from.
+        seed: of the run.
+
+    Raises:
+        WorkerError: if a worker cannot be built. None of them is left then.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        transport: Transport,
+        failure_policy: FailurePolicy,
+        policy: Any,
+        open_gathering: Callable[[WorkerRun], Gathering],
+    ) -> None:
+        self._transport = transport
+        self.seed = jobs[0].seed
+        self.pool = WorkerPool(transport, jobs, failure_policy, self._prepare)
+        self._weight_store = transport.weight_store(len(jobs))
+        self._gathering: Gathering | None = None
+        try:
+            self.infos: dict[int, WorkerInfo] = dict(enumerate(self.pool.call_all("describe")))
+            check_alike(self.infos)
+            self.pool.begin()
+            self.weights = Weights(self.pool, self._weight_store, policy)
+            self._gathering = open_gathering(self)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def gathering(self) -> Gathering:
+        """Where batches come from."""
+        assert self._gathering is not None
+        return self._gathering
+
+    def _prepare(self, worker: int) -> Sequence[Call]:
+        return self.gathering.restarted(worker)
+
+    def close(self) -> None:
+        """End the workers and release the memory; batches stay. Does nothing the second time."""
+        self.pool.close()
+        self._weight_store.close()
+        if self._gathering is not None:
+            self._gathering.close()
+
+    @property
+    def workers(self) -> list[int]:
+        """The indices of the workers at work."""
+        return self.pool.workers
+
+    @property
+    def info(self) -> WorkerInfo:
+        """The description of the first worker; all have equal spaces and as many environments."""
+        return self.infos[0]
+
+    @property
+    def lanes(self) -> list[int]:
+        """The number of lanes of each worker at work."""
+        return [self.infos[worker].lanes for worker in self.workers]
+
+    @property
+    def frames(self) -> list[int]:
+        """The frames in one rollout of each worker at work."""
+        return [self.infos[worker].frames for worker in self.workers]
+
+    def assembler(self, workers: Sequence[int], join: Join | None) -> BatchAssembler:
+        """What makes batches of these workers' rollouts."""
+        lengths = tuple(self.infos[worker].length for worker in workers)
+        group = WorkerGroup(workers, lengths, join, self.info.num_envs is None)
+        return self._transport.assembler(self.pool.submit, group)
+
+    def reset(self, mask: Tensor | None) -> None:
+        """Begin new episodes in the lanes of `mask` [L], or in all.
+
+        Raises:
+            ValueError: for a mask of another shape or dtype.
+        """
+        self._call_each("reset", masks_of(mask, self.lanes))
+
+    def set_seed(self, seed: int) -> None:
+        """Begin new episodes, seeded by `seed`."""
+        self.pool.call_all("set_seed", seed)
+        self.pool.go_on_from(seed)
+        self.seed = seed
+
+    def go_on(self, progress: Progress) -> None:
+        """Begin new episodes as if every worker had come so far."""
+        self.pool.call_all("go_on", progress)
+        self.pool.go_on_from(self.seed, [progress] * len(self.workers))
+
+    def update(self, params: Any, workers: Sequence[int] | None = None) -> None:
+        """Make these workers, or all, act with `params`, or for None with the policy's own.
+
+        Raises:
+            ValueError: for parameters that do not fit the policy, or a worker that is not at work.
+        """
+        workers = self.workers if workers is None else workers
+        self.check_workers(workers)
+        self.weights.update(params, workers)
+
+    def check_workers(self, workers: Sequence[int]) -> None:
+        """Raise ValueError for a worker that is not at work."""
+        if wrong := [worker for worker in workers if worker not in self.workers]:
+            raise ValueError(f"worker_ids holds {wrong}, expected numbers of {self.workers}: pass those")
+
+    def add(self, jobs: Sequence[Job], check: Callable[[WorkerInfo], None]) -> list[int]:
+        """Start workers beside the others. If one of them fails, the others continue as before.
+
+        Args:
+            jobs: one per new worker.
+            check: raises if a new worker does not suit the run.
+
+        Returns:
+            Their indices.
+        """
+        workers = [self.pool.add(job) for job in jobs]
+        try:
+            calls = [self.pool.call(worker, "describe") for worker in workers]
+            infos: dict[int, WorkerInfo] = dict(zip(workers, self.pool.finish(calls), strict=True))
+            check_alike({0: self.info, **infos})
+            for info in infos.values():
+                check(info)
+        except BaseException:
+            for worker in {*workers} & {*self.workers}:
+                self.pool.retire(worker)
+            raise
+        self.pool.admit(workers)
+        self.infos |= infos
+        for worker in workers:
+            self.weights.join(worker)
+        self.gathering.set_workers(self.workers)
+        return workers
+
+    def remove(self, workers: Sequence[int]) -> None:
+        """End these workers. The batches that they have begun are delivered."""
+        self.gathering.set_workers([worker for worker in self.workers if worker not in workers])
+        for worker in workers:
+            self.pool.retire(worker)
+            self.weights.leave(worker)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of the workers, and which weights they act with."""
+        self.weights.flush()
+        saved = self.pool.call_all("state_dict")
+        return {
+            "workers": {str(worker): each for worker, each in enumerate(saved)},
+            "policy_version": self.weights.version,
+            "own_weights": self.weights.own,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`; batches that the workers have ready are dropped.
+
+        Raises:
+            TypeError, ValueError: if it is no such state, or one of another number of workers.
+        """
+        saved = saved_workers(state_dict, len(self.workers))
+        self.gathering.discard()
+        self._call_each("load_state_dict", saved)
+        runners = {worker: runners_of(each)[0] for worker, each in zip(self.workers, saved, strict=True)}
+        self.seed = seed_of(runners_of(saved[0])[0]["key"].numpy())
+        self.pool.go_on_from(self.seed, [progress_of(each) for each in saved])
+        self.weights.go_on_from(state_dict["policy_version"], runners, own=state_dict["own_weights"])
+
+    def _call_each(self, name: str, arguments: Sequence[Any]) -> None:
+        """Call a method of every worker, each with its own argument."""
+        calls = [self.pool.call(worker, name, each) for worker, each in zip(self.workers, arguments, strict=True)]
+        self.pool.finish(calls)
+
+    def stats(self) -> dict[str, float]:
+        """Counts over all workers."""
+        return {
+            "policy_version": self.weights.version,
+            "reader_waited": self.pool.waited,
+            "workers_waited": sum(record.idle for record in self.pool.records),
+            "restarts": self.pool.restarts,
+            "lost_frames": self.pool.lost,
+            "copies": self.gathering.copies,
+        }

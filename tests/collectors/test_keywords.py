@@ -1,0 +1,46 @@
+"""The keywords of collectors: one table, which `help`, editors and type checkers show."""
+
+import inspect
+import re
+
+import pytest
+
+import funcollect as fc
+
+COLLECTORS = (fc.SyncDataCollector, fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector, fc.RayCollector)
+
+
+@pytest.mark.parametrize("kind", COLLECTORS)
+def test_help_describes_every_keyword_once_with_type_and_default(kind):
+    parameters = inspect.signature(kind).parameters
+    section = re.search(r"^Args:\n((?: +.*\n|\n)*)", kind.__doc__, re.M)[1]
+    assert sorted(re.findall(r"^    (\w+): \S", section, re.M)) == sorted(parameters)
+    assert all(each.annotation is not each.empty for each in parameters.values())
+    required = {name for name, each in parameters.items() if each.default is each.empty}
+    assert required == {"create_env_fn", "frames_per_batch"}
+    assert {name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD} == {
+        "create_env_fn",
+        "policy",
+    }
+
+
+@pytest.mark.parametrize("kind", COLLECTORS)
+def test_an_unknown_keyword_is_named_also_below_a_class_of_ones_own(kind):
+    class Own(kind):
+        def __init__(self, *args, extra=0, **keywords):
+            super().__init__(*args, **keywords)
+            self.extra = extra
+
+    for each in (kind, Own):
+        with pytest.raises(TypeError, match=r"\['frames_per_bach'\] are unknown, expected some of .*frames_per_batch"):
+            each("CartPole-v1", frames_per_batch=10, frames_per_bach=10)
+
+
+def test_keywords_are_attributes_with_the_values_in_use():
+    with fc.MultiSyncDataCollector(
+        "CartPole-v1", num_workers=2, frames_per_batch=[3, 5], cat_results=-1, in_process=True, device="cpu"
+    ) as collector:
+        assert (collector.frames_per_batch, collector.num_workers, collector.cat_results) == (8, 2, -1)
+        assert str(collector.storing_device) == "cpu"
+        assert isinstance(collector.seed, int)
+        assert not collector.split_trajs
