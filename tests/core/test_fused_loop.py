@@ -69,7 +69,8 @@ def test_cartpole_equals_the_plain_loop_within_an_episode(num_envs):
 
 
 @pytest.mark.parametrize(
-    ("make", "num_envs"), product((cartpole, foretold), NUM_ENVS) if SCALE > 1 else [(cartpole, None), (foretold, 3)]
+    ("make", "num_envs"),
+    list(product((cartpole, foretold), NUM_ENVS)) if SCALE > 1 else [(cartpole, None), (foretold, 3)],
 )
 def test_a_cut_of_the_run_does_not_show(make, num_envs):
     env, policy = make(num_envs)
