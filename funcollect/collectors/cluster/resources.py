@@ -42,7 +42,7 @@ class RaySession:
         with RaySession._lock:
             self._counted = True
             if not ray.is_initialized():
-                with warnings.catch_warnings():  # JAX's, of forks that go on; Ray's become other programs at once
+                with warnings.catch_warnings():  # JAX warns of forks; those of Ray become other programs at once
                     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
                     ray.init(**_QUIET | dict(config or {}))
                 RaySession._count, RaySession._config = 0, config
@@ -77,7 +77,7 @@ def demand(config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def resources(configs: Sequence[Mapping[str, Any]]) -> str:
-    """What actors with these options ask for and what the cluster has, in words."""
+    """A text that says what actors with these options ask for, and what the cluster has."""
     counts = Counter(_words(demand(config)) for config in configs)
     asked = "; ".join(f"{count} x ({words})" for words, count in counts.items())
     nodes = "; ".join(f"{node['NodeManagerAddress']} has {_words(node['Resources'])}" for node in _alive())
@@ -85,16 +85,16 @@ def resources(configs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def check_room(configs: Sequence[Mapping[str, Any]], first: int, taken: Sequence[Mapping[str, Any]] = ()) -> None:
-    """Raise WorkerError where the cluster's nodes, were they idle but for the actors `taken`, lack the resources.
+    """Raise WorkerError if the cluster is too small for these actors beside those that are `taken`.
 
-    What is refused fits nowhere, however Ray places it. What is not refused may have to wait for others all the same.
+    What is refused fits nowhere, however Ray places it. What is not refused may still have to wait for other jobs.
     """
     wanted = [_units(demand(config)) for config in (*taken, *configs)]
     refused = _left_over(wanted, [_units(node["Resources"]) for node in _alive()])
     if newcomers := [index for index in refused if index >= len(taken)]:
         worker = first + min(newcomers) - len(taken)
         raise WorkerError(
-            f"the cluster has no place for collector {worker} of {first + len(configs)}: {resources(configs)}: use "
+            f"the cluster has no room for collector {worker} of {first + len(configs)}: {resources(configs)}: use "
             "fewer collectors, ask for less by remote_configs, or let the cluster grow before "
             "(ray.autoscaler.sdk.request_resources)",
             worker,
@@ -102,7 +102,7 @@ def check_room(configs: Sequence[Mapping[str, Any]], first: int, taken: Sequence
 
 
 def _left_over(wanted: Sequence[Counter[str]], nodes: Sequence[Counter[str]]) -> Iterator[int]:
-    """The indices of demands beyond what the nodes hold of any kind together, and of each kind and larger ones."""
+    """The indices of demands that exceed what all nodes hold of a resource, or the number of nodes that fit them."""
     for name in {name for asked in wanted for name in asked}:
         room = sum(node[name] for node in nodes)
         sums = itertools.accumulate(asked[name] for asked in wanted)
@@ -113,7 +113,7 @@ def _left_over(wanted: Sequence[Counter[str]], nodes: Sequence[Counter[str]]) ->
 
 
 def _units(amounts: Mapping[str, float]) -> Counter[str]:
-    """Resources in the units in which Ray counts them, so that ten tenths are one."""
+    """Resources in Ray's integer units, so that ten tenths are one."""
     return +Counter({name: round(amount * 10_000) for name, amount in amounts.items()})
 
 

@@ -29,7 +29,7 @@ from funcollect.collectors.workers.transport import (
 
 _GROUPS = {"hurry": 1, "look": 1}  # threads of an actor besides the one that works
 _TO_CLOSE = 2.0  # seconds that actors have to close their environments
-_TO_TELL = 1.0  # seconds within which an actor shows its Python stack
+_TO_REPORT = 1.0  # seconds within which an actor shows its Python stack
 _TO_FETCH = 30.0  # seconds within which an object that is there can be read
 
 
@@ -124,7 +124,7 @@ class RayHandle(WorkerHandle):
         if not self._node():
             return f"(it has not begun: {resources([self._config])})"
         ref = self._actor.stack.options(concurrency_group="look").remote()
-        if not ray.wait([ref], timeout=_TO_TELL)[0]:
+        if not ray.wait([ref], timeout=_TO_REPORT)[0]:
             return "(it shows no Python stack: its process is stopped, or its interpreter is held)"
         try:
             stack: str = ray.get(ref)
@@ -151,8 +151,8 @@ _NO_RAY = "is out of reach: Ray was shut down in this process"
 def reason_of(error: BaseException) -> str:
     """An error of Ray in one line, without its list of common causes."""
     lines = [line.strip() for line in str(error).splitlines() if ": " not in line[:24] or line.startswith("The actor")]
-    told, _, _ = " ".join(lines).partition(" Some common causes")
-    return f"was lost ({type(error).__name__}: {told[:400]})"
+    cause, _, _ = " ".join(lines).partition(" Some common causes")
+    return f"was lost ({type(error).__name__}: {cause[:400]})"
 
 
 class RayWeightStore(WeightStore):
@@ -251,9 +251,9 @@ class RayTransport(Transport):
     @override
     def close(self, handles: Sequence[WorkerHandle]) -> None:
         own = [handle for handle in handles if isinstance(handle, RayHandle)]
-        told = [ref for handle in own if (ref := handle.say_close()) is not None]
-        if told:
-            ray.wait(told, num_returns=len(told), timeout=_TO_CLOSE)
+        answers = [ref for handle in own if (ref := handle.say_close()) is not None]
+        if answers:
+            ray.wait(answers, num_returns=len(answers), timeout=_TO_CLOSE)
         for handle in own:
             handle.kill()
 

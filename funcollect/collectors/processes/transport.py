@@ -25,7 +25,7 @@ from funcollect.collectors.workers.worker import RolloutReport
 
 _TO_CLOSE = 1.0  # seconds that workers have to close their environments: Ctrl-C should end a script within two
 _TO_DIE = 5.0  # seconds until a killed process is gone
-_TO_TELL = 1.0  # seconds within which a process shows its Python stack
+_TO_REPORT = 1.0  # seconds within which a process shows its Python stack
 
 
 class ProcessHandle(WorkerHandle):
@@ -38,7 +38,7 @@ class ProcessHandle(WorkerHandle):
     def __init__(self, setup: ProcessSetup, job: bytes) -> None:
         self._job = job
         self._channel, theirs = pair()
-        status, told = os.pipe()
+        status, reports = os.pipe()
         alive, self._life = os.pipe()
         self._status = status
         self._stack = os.memfd_create("stack")
@@ -48,9 +48,9 @@ class ProcessHandle(WorkerHandle):
         self._open = True
         _HANDLES.add(self)
         try:
-            launch([told, theirs.fileno(), alive, self._stack])
+            launch([reports, theirs.fileno(), alive, self._stack])
         finally:
-            for fd in (told, alive):
+            for fd in (reports, alive):
                 os.close(fd)
             theirs.close()
         self._send(setup)
@@ -104,13 +104,13 @@ class ProcessHandle(WorkerHandle):
         readable.register(self._status, select.POLLIN)
         if not readable.poll(timeout * 1000):
             return False
-        told = os.read(self._status, STATUS.size)
-        if not told:
+        report = os.read(self._status, STATUS.size)
+        if not report:
             self._ended = -1
         elif not self._pid:
-            (self._pid,) = STATUS.unpack(told)
+            (self._pid,) = STATUS.unpack(report)
         else:
-            (self._ended,) = STATUS.unpack(told)
+            (self._ended,) = STATUS.unpack(report)
         return True
 
     def _how(self) -> str:
@@ -137,7 +137,7 @@ class ProcessHandle(WorkerHandle):
 
     def _dumped(self) -> str:
         """The stack that the process writes, once it has stopped growing."""
-        until = time.monotonic() + _TO_TELL
+        until = time.monotonic() + _TO_REPORT
         size = 0
         while time.monotonic() < until:
             self._has_ended(0.02)

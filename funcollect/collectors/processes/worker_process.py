@@ -43,7 +43,7 @@ def main(fds: Sequence[int]) -> None:
     channel, alive, stack = fds
     die_with_parent(alive)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Jupyter sends it to all processes
-    with contextlib.suppress(OSError):  # where it is not allowed
+    with contextlib.suppress(OSError):  # it may not be allowed
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # woken by the reader, it does not take its core
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     serve(Channel(socket.socket(fileno=channel)))

@@ -55,7 +55,7 @@ def environments(create_env_fn: Any, num_workers: int | None) -> list[Any]:
 
 
 def one_each(environments: Sequence[Any]) -> list[Any]:
-    """The same entries, where a live environment that is given to several workers is built anew in each.
+    """The same entries, except that a live environment that several workers share is built anew in each.
 
     TorchRL's environments are sent to each worker by value. Gymnasium's are made again from their spec.
 

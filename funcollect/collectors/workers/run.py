@@ -120,7 +120,7 @@ class WorkerRun:
         self.seed = seed
 
     def go_on(self, progress: Progress) -> None:
-        """Begin new episodes as if every worker had come so far."""
+        """Begin new episodes as if every worker had made this progress."""
         self.pool.call_all("go_on", progress)
         self.pool.go_on_from(self.seed, [progress] * len(self.workers))
 

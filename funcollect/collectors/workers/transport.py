@@ -1,7 +1,7 @@
 """The base classes of a transport: handles to workers, each of which answers its calls in the order they were sent.
 
 A `Transport` starts workers and reports when one has answered. A `BatchAssembler` decides where the workers of a group
-write their rollouts, and makes batches of them. A `WeightStore` holds weights until every worker has copied them.
+write their rollouts, and makes batches of these. A `WeightStore` holds weights until every worker has copied them.
 There are three implementations: serial, processes with shared memory, and Ray actors with Ray's object store.
 """
 
@@ -45,15 +45,15 @@ class WorkerExited(NamedTuple):
 
 @dataclass(eq=False)
 class Call:
-    """A call of a worker, and its result.
+    """A call to a worker, and its result.
 
     Attributes:
         worker: the index.
         name: what is called.
         args: its arguments.
-        fds: file descriptors that go with it, where a transport has them.
-        number: which of all calls it is.
-        done: whether `value` or `error` stands.
+        fds: file descriptors that are sent with it, if a transport has them.
+        number: identifies the call.
+        done: whether `value` or `error` is set.
     """
 
     worker: int

@@ -126,7 +126,7 @@ class RolloutReport(NamedTuple):
     version: int  # of the weights that acted
     seconds: float  # spent collecting
     idle: float  # seconds between the last rollout and this one
-    restarts: int = 0  # of its own workers since then, where it has some
+    restarts: int = 0  # of its own workers since then, if it has some
     lost: int = 0  # frames with them
 
     def packed(self) -> tuple[Any, ...]:
@@ -146,7 +146,7 @@ class Failure(NamedTuple):
     message: str
     traceback: str
     lane: int | None
-    cause: bytes | None  # the exception itself, pickled, where it can be
+    cause: bytes | None  # the exception itself, pickled, if that is possible
 
 
 class WorkerBase(ABC):
@@ -186,7 +186,7 @@ class WorkerBase(ABC):
 
     @abstractmethod
     def go_on(self, progress: Progress) -> None:
-        """Begin new episodes as if the lanes had come so far."""
+        """Begin new episodes as if the lanes had made this progress."""
 
     @abstractmethod
     def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None = None) -> None:

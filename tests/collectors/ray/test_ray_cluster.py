@@ -39,11 +39,11 @@ def test_what_may_fit_is_not_refused(name, monkeypatch):
 @pytest.mark.parametrize("name", NO_ROOM)
 def test_the_first_that_fits_nowhere_is_told(name, monkeypatch):
     nodes, configs, worker = NO_ROOM[name]
-    with pytest.raises(fc.WorkerError, match=f"no place for collector {worker} of 3") as raised:
+    with pytest.raises(fc.WorkerError, match=f"no room for collector {worker} of 3") as raised:
         check_room(monkeypatch, nodes, configs, 0)
     assert raised.value.worker == worker
 
 
 def test_actors_that_are_there_count(monkeypatch):
-    with pytest.raises(fc.WorkerError, match=r"no place for collector 1 of 2: asked for .*here has 4 CPU"):
+    with pytest.raises(fc.WorkerError, match=r"no room for collector 1 of 2: asked for .*here has 4 CPU"):
         check_room(monkeypatch, [{"CPU": 4}], [{"num_cpus": 1}], 1, [{"num_cpus": 4}])

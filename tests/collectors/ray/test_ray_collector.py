@@ -168,7 +168,7 @@ def test_collectors_come_and_go():
         assert versions(batches[-1]) == {1}
         with pytest.raises(fc.WorkerError, match=r"worker 3 \(actor .* on node .*stumbled.*the others continue"):
             collector.add_collectors([BadInit])
-        with pytest.raises(fc.WorkerError, match=r"no place for collector 4.*asked for \[1 x \(90 CPU\)\]"):
+        with pytest.raises(fc.WorkerError, match=r"no room for collector 4.*asked for \[1 x \(90 CPU\)\]"):
             collector.add_collectors(Plain, remote_configs={"num_cpus": 90})
         collector.remove_collectors(0)
         batches += [next(collector).clone() for _ in range(6)]  # what was in line, two batches of each

@@ -30,7 +30,7 @@ def pid_of(collector, worker):
 
 def test_too_few_resources_are_told_at_once():
     asked = (
-        r"no place for collector 2 of 3: asked for \[3 x \(4 CPU\)\]; the cluster: \[.* has 8 CPU.*\], of which free: 8"
+        r"no room for collector 2 of 3: asked for \[3 x \(4 CPU\)\]; the cluster: \[.* has 8 CPU.*\], of which free: 8"
     )
     with pytest.raises(fc.WorkerError, match=asked):
         ray_collector(Plain, frames_per_batch=10, num_collectors=3, remote_configs={"num_cpus": 4})
@@ -66,7 +66,7 @@ def test_an_exception_and_a_hang_come_with_their_traceback(act, shown, tmp_path,
     clock = HangClock(begun, shown)
     monkeypatch.setattr(pool, "time", clock)
     if act is sleep_forever:
-        monkeypatch.setattr(ray_transport, "_TO_TELL", FOREVER)
+        monkeypatch.setattr(ray_transport, "_TO_REPORT", FOREVER)
     made = [Plain, functools.partial(Failing, act, at=20, once=str(begun))]
     with ray_collector(made, frames_per_batch=16, timeout=1.0) as collector:
         clock.collector = None if act is stumble else collector

@@ -44,7 +44,7 @@ def hang_clock(monkeypatch, begun, shown):
     """Give the collector of this test a `HangClock`, and its workers all the time to show their stacks."""
     clock = HangClock(begun, shown)
     monkeypatch.setattr(pool, "time", clock)
-    monkeypatch.setattr(transport, "_TO_TELL", FOREVER)
+    monkeypatch.setattr(transport, "_TO_REPORT", FOREVER)
     return clock
 
 
