@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Self, TypeVar, dataclass_transform, get_type_hints
 
 from tensordict import TensorDictBase
 
@@ -31,6 +31,7 @@ def collector(cls: type[_Collector]) -> type[_Collector]:
     dataclass(kw_only=True, eq=False, repr=False)(cls)
     plain = cls.__init__
     known = inspect.signature(plain).parameters.keys() - {"self"}
+    plain.__annotations__ |= {name: hint for name, hint in get_type_hints(cls).items() if name in known}
 
     @wraps(plain)
     def init(self: Any, *args: Any, **keywords: Any) -> None:
