@@ -1,8 +1,14 @@
-"""Writes and reads dumps of a buffer: frames, trajectory index, sampler and generator."""
+"""Writes and reads dumps of a buffer: frames, trajectory index, sampler and generator.
+
+Each dump is written to a directory of its own, next to the previous one. It becomes current when a small file that
+names it is renamed, so an interrupted dump leaves the previous one intact. The files contain no code.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,28 +16,64 @@ from typing import Any
 import numpy as np
 import torch
 
-from funcollect.buffers import files
+from funcollect.buffers.arrays import Arrays
 from funcollect.buffers.ring import RingMemory
 from funcollect.buffers.samplers.uniform import Sampler
 
 _FORMAT = 2
+_POINTER, _META, _ARRAYS = "current", "meta.json", "arrays.npz"
 
 
 def dump(
     directory: str | os.PathLike[str], memory: RingMemory, sampler: Sampler, generator: torch.Generator | None
 ) -> None:
-    """Write all state that determines the next samples."""
+    """Write all state that determines the next samples, and make this dump the current one."""
+    root = Path(directory)
+    root.mkdir(parents=True, exist_ok=True)
+    former = _current(root)
+    fresh = root / f"v{int(former.name[1:]) + 1 if former else 0}"
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir()
+    try:
+        _write(fresh, memory, sampler, generator)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
+    for path in (*fresh.iterdir(), fresh):
+        _sync(path)
+    pointer = root / f"{_POINTER}.new"
+    pointer.write_text(fresh.name)
+    _sync(pointer)
+    pointer.replace(root / _POINTER)
+    _sync(root)
+    for other in root.glob("v*"):
+        if other != fresh and other.name[1:].isdigit():  # the previous dump, and the remains of interrupted ones
+            shutil.rmtree(other, ignore_errors=True)
 
-    def fill(fresh: Path) -> None:
-        arrays = files.under("sampler", sampler.state())
-        if memory.index is not None:
-            arrays |= files.under("trajectories", memory.index.state())
-        if generator is not None:
-            arrays["generator"] = generator.get_state().numpy()
-        frames = memory.storage.dump(fresh, len(memory))
-        files.put(fresh, {**_kind(memory, sampler), "written": memory.written, "frames": frames}, arrays)
 
-    files.write(directory, fill)
+def _write(directory: Path, memory: RingMemory, sampler: Sampler, generator: torch.Generator | None) -> None:
+    arrays = {f"sampler.{name}": array for name, array in sampler.state().items()}
+    if memory.index is not None:
+        arrays |= {f"trajectories.{name}": array for name, array in memory.index.state().items()}
+    if generator is not None:
+        arrays["generator"] = generator.get_state().numpy()
+    frames = memory.storage.dump(directory, len(memory))
+    meta = {**_kind(memory, sampler), "written": memory.written, "frames": frames}
+    (directory / _META).write_text(json.dumps(meta, indent=1))
+    np.savez(directory / _ARRAYS, allow_pickle=False, **arrays)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _current(root: Path) -> Path | None:
+    pointer = root / _POINTER
+    return root / pointer.read_text() if pointer.exists() else None
 
 
 def load(
@@ -41,45 +83,44 @@ def load(
     generator: torch.Generator | None,
     allow_pickle: bool,
 ) -> None:
-    """Read a dump into the parts of a buffer that was built with the same arguments.
-
-    Raises:
-        FileNotFoundError: if there is no complete dump.
-        ValueError: if the dumped buffer was built with other arguments.
-    """
-    found = files.current(directory)
-    meta, arrays = files.get(found)
+    """Read the current dump into the parts of a buffer that was built with the same arguments."""
+    if (found := _current(Path(directory))) is None:
+        raise FileNotFoundError(f"{directory} has no complete dump of a buffer: pass the directory given to dumps")
+    meta = json.loads((found / _META).read_text())
     for name, mine in _kind(memory, sampler).items():
         if meta[name] != mine:
             raise ValueError(
                 f"{name} of the dump is {meta[name]}, of this buffer {mine}: build the buffer like the one that was "
                 "dumped before loading"
             )
+    with np.load(found / _ARRAYS, allow_pickle=False) as saved:
+        arrays = dict(saved)
     memory.storage.load(found, min(meta["written"], memory.capacity), meta["frames"], allow_pickle)
     memory.written = meta["written"]
     memory.storage.announce(memory.written - len(memory), memory.written)
     if memory.index is not None:
-        memory.index.load(files.of("trajectories", arrays))
-    sampler.load(files.of("sampler", arrays))
+        memory.index.load(_under("trajectories.", arrays))
+    sampler.load(_under("sampler.", arrays))
     if generator is not None and "generator" in arrays:
-        generator.set_state(torch.from_numpy(np.array(arrays["generator"])))
+        generator.set_state(torch.from_numpy(arrays["generator"]))
+
+
+def _under(prefix: str, arrays: Arrays) -> Arrays:
+    """The arrays whose names have this prefix, without it."""
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
 def _kind(memory: RingMemory, sampler: Sampler) -> dict[str, Any]:
     """The properties in which the dumped buffer and the loading one must agree, as JSON."""
-    linked = memory.trajectories
-    keys = None if linked is None else {name: _as_json(key) for name, key in asdict(linked).items()}
-    storage = "list" if type(memory.storage).__name__ == "ListStorage" else "rows"
+    linked, keys = memory.trajectories, None
+    if linked is not None:
+        keys = {name: list(key) if isinstance(key, tuple) else key for name, key in asdict(linked).items()}
     return {
         "format": _FORMAT,
-        "storage": storage,
+        "storage": "list" if type(memory.storage).__name__ == "ListStorage" else "rows",
         "max_size": memory.capacity,
         "ndim": memory.storage.ndim,
         "compact_obs": memory.storage.compact_obs,
         "sampler": type(sampler).__name__,
         "trajectories": keys,
     }
-
-
-def _as_json(key: Any) -> Any:
-    return list(key) if isinstance(key, tuple) else key

@@ -1,8 +1,8 @@
 """A ring of frames: functions that store the newest `capacity` frames of any lanes and workers, and sample them.
 
-There are three functions over an explicit state: ``state = init(capacity)``,
-``state, indices = extend(state, batch)`` and ``batch = sample(state, key, spec)``. `extend` writes the memory in place,
-so it makes earlier states invalid: using one raises `StaleStateError`. `snapshot` makes an independent copy.
+The functions have an explicit state: ``state = init(capacity)``, ``state, indices = extend(state, batch)`` and
+``batch = sample(state, key, spec)``. `extend` writes the memory in place, so it makes earlier states invalid: using one
+raises `StaleStateError`. `snapshot` makes an independent copy.
 
 The oldest frames are overwritten first. A batch ``[P, T]`` counts as T steps of P frames each, so all lanes lose their
 oldest steps first. Frames of one trajectory are linked across batches (`Trajectories`), so slices are contiguous even
@@ -17,17 +17,16 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from funcollect.arguments import check_kind, check_positive
+from funcollect.buffers.arrays import Bools, Ints
 from funcollect.buffers.samplers.indices import Flat, SampleIndices, SampleSpec, Slices
 from funcollect.buffers.samplers.randomness import KeySource
 from funcollect.buffers.storages.storage import Incoming, Storage
 from funcollect.buffers.storages.tensor_storage import LazyTensorStorage
-from funcollect.buffers.trajectory_index.lazy_index import LazyIndex
-from funcollect.buffers.trajectory_index.trajectory_index import TrajectoryIndex
+from funcollect.buffers.trajectory_index.trajectory_index import LazyIndex, TrajectoryIndex
 from funcollect.buffers.trajectory_index.trajectory_keys import Trajectories, check_linked
 from funcollect.errors import StaleStateError
 from funcollect.interrupts import Uninterrupted
@@ -58,11 +57,8 @@ class RingMemory:
         """The trajectory index, up to date; None if the ring has none."""
         return None if self._lazy_index is None else self._lazy_index.current
 
-    def extend(self, data: Any) -> npt.NDArray[np.int64]:
-        """Write a batch; return the slots of its frames, time first, with -1 for frames that were not stored.
-
-        The slots have the shape of the batch's `lead`.
-        """
+    def extend(self, data: Any) -> Ints:
+        """Write a batch ``[*B, T]``; return the slots of its frames [T, *B], with -1 for those that were not stored."""
         batch = self.storage.admit(data)
         *lanes, steps = batch.lead
         count = math.prod(batch.lead)
@@ -83,18 +79,15 @@ class RingMemory:
         slots = np.arange(begin, begin + count)
         slots[self.capacity - begin :] %= self.capacity
         if self.storage.compact_obs:
-            self._settle(slots[skipped:])
+            assert self.index is not None
+            stored = slots[skipped:]
+            before = self.index.preceding(stored)
+            linked = before != stored
+            self.storage.settle(before[linked], stored[linked])
         slots[:skipped] = -1
         return slots.reshape(steps, *lanes)
 
-    def _settle(self, slots: npt.NDArray[np.int64]) -> None:
-        """Pass to a storage with `compact_obs` the predecessors of the new frames in `slots`."""
-        assert self.index is not None
-        before = self.index.preceding(slots)
-        linked = before != slots
-        self.storage.settle(before[linked], slots[linked])
-
-    def read(self, slots: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_] | None = None) -> Any:
+    def read(self, slots: Ints, mask: Bools | None = None) -> Any:
         """The frames in `slots` [N] as a batch; zeros where `mask` is False."""
         if self.index is None or not self.storage.compact_obs:
             return self.storage.read(slots, mask)
@@ -131,11 +124,7 @@ class RingState:
 
 
 def check_current(state: RingState) -> RingMemory:
-    """The memory of a state.
-
-    Raises:
-        StaleStateError: if the ring has been extended since.
-    """
+    """The memory of a state; StaleStateError if the ring has been extended since."""
     check_kind("state", state, RingState, "pass what ring.init or ring.extend returned")
     if state.version != state.memory.version:
         raise StaleStateError(
@@ -229,7 +218,7 @@ def sample(state: RingState, key: Key, spec: SampleSpec) -> Any:
 
 
 def gather(memory: RingMemory, drawn: SampleIndices) -> Any:
-    """The frames at the drawn indices."""
+    """The frames of a sample, as a batch."""
     return drawn.finish(memory.read(drawn.slots, drawn.mask))
 
 

@@ -81,16 +81,16 @@ def split_trajectories(
     check_key("prefix", prefix)
     check_key("trajectory_key", trajectory_key)
     check_key("done_key", () if done_key is None else done_key)
-    home = ("collector",) if prefix is None else _path(prefix)
+    home = ("collector",) if prefix is None else as_path(prefix)
     mask_key, ids_key = (*home, MASK[-1]), (*home, TRAJECTORY_IDS[-1])
     if trajectory_key is not None:
-        ids_key = _path(trajectory_key)
-    done_path = ("next", *_path(done_key))
+        ids_key = as_path(trajectory_key)
+    done_path = ("next", *as_path(done_key))
     if not isinstance(as_nested, (bool, torch.layout)):
         raise TypeError(f"as_nested is {as_nested!r}, expected a bool or a torch.layout")
     if batch.get(mask_key, None) is not None:
         raise ValueError(
-            f"the batch has {_readable(mask_key)} already: it is split; give the batch that it was split from"
+            f"the batch has {readable(mask_key)} already: it is split; give the batch that it was split from"
         )
     ids = _ids(batch, ids_key, None if trajectory_key else done_path)
     begins = _begins(batch, ids, done_path)
@@ -107,7 +107,8 @@ def split_trajectories(
     return result
 
 
-def _path(key: str | Path) -> Path:
+def as_path(key: str | Path) -> Path:
+    """A key as the tuple of its parts."""
     return (key,) if isinstance(key, str) else key
 
 
@@ -117,7 +118,7 @@ def _ids(batch: TensorDictBase, key: Path, instead: Path | None) -> Tensor | Non
         return None
     ids = require(batch, key, tail=())
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
-        raise TypeError(f"{_readable(key)} is {ids.dtype}, expected integers: one id per trajectory")
+        raise TypeError(f"{readable(key)} is {ids.dtype}, expected integers: one id per trajectory")
     return ids
 
 
@@ -192,7 +193,7 @@ def _map_leaves(function: Callable[[Tensor], Tensor], node: TensorDictBase, path
         value, here = node.get(name), (*path, name)
         if is_non_tensor(value) or not (is_tensor_collection(value) or isinstance(value, Tensor)):
             raise TypeError(
-                f"{_readable(here)} is {type(value).__name__}, expected a tensor: only tensors have a padding; "
+                f"{readable(here)} is {type(value).__name__}, expected a tensor: only tensors have a padding; "
                 f"leave it out with batch.exclude({here!r})"
             )
         mapped[name] = _map_leaves(function, value, here) if is_tensor_collection(value) else function(value)
@@ -215,17 +216,18 @@ def require(batch: TensorDictBase, key: str | Path, *, tail: tuple[int, ...] | N
     """
     leaf = batch.get(key, None)
     if not isinstance(leaf, Tensor):
-        present = sorted(_readable(path) for path in batch.keys(include_nested=True, leaves_only=True))
-        raise ValueError(f"the batch has no tensor {_readable(key)}, which is needed here; it has {present}")
+        present = sorted(readable(path) for path in batch.keys(include_nested=True, leaves_only=True))
+        raise ValueError(f"the batch has no tensor {readable(key)}, which is needed here; it has {present}")
     expected = [*batch.batch_size, *(leaf.shape[-1:] if tail is None else tail)]
     if list(leaf.shape) != expected:
         wanted = [*batch.batch_size, "n"] if tail is None else expected
         raise ValueError(
-            f"{_readable(key)} has shape {list(leaf.shape)}, the batch wants [{', '.join(map(str, wanted))}]: "
+            f"{readable(key)} has shape {list(leaf.shape)}, the batch wants [{', '.join(map(str, wanted))}]: "
             "time is the last batch dimension"
         )
     return leaf
 
 
-def _readable(key: str | Path) -> str:
+def readable(key: str | Path) -> str:
+    """A key for messages: its parts, joined by dots."""
     return key if isinstance(key, str) else ".".join(key)

@@ -245,8 +245,8 @@ def tensors():
 
 
 BAD = {
-    "capacity": (lambda: fc.LazyTensorStorage(0), ValueError, "max_size is 0, expected 1 <="),
-    "capacity type": (lambda: fc.ListStorage(1.5), TypeError, "max_size is 1.5, expected the frames to hold"),
+    "capacity": (lambda: fc.LazyTensorStorage(0), ValueError, "max_size is 0, expected at least 1"),
+    "capacity type": (lambda: fc.ListStorage(1.5), TypeError, "max_size is 1.5, expected a positive int"),
     "ring capacity": (lambda: fc.ring.init(-3), ValueError, "storage is -3"),
     "ring storage": (lambda: fc.ring.init("memory"), TypeError, "storage is 'memory', expected a positive int"),
     "ndim": (lambda: fc.LazyTensorStorage(5, ndim=0), ValueError, "ndim is 0"),

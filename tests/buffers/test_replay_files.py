@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 import funcollect as fc
-from funcollect.buffers import files
+from funcollect.buffers import dumping
 from tests.support.compare import assert_same
 from tests.support.streams_of_frames import batch_of, frames_of
 
@@ -90,11 +90,11 @@ class Cut(BaseException):
 
 
 def test_a_dump_cut_off_leaves_the_former_one_whole(tmp_path, monkeypatch):
-    buffer, sync = plain(), files._sync
+    buffer, sync = plain(), dumping._sync
     buffer.extend(numbers(4))
     buffer.dumps(tmp_path)
     buffer.extend(numbers(4, 4))
-    monkeypatch.setattr(files.shutil, "rmtree", lambda *_, **__: None)  # as nobody cleans up after a process killed
+    monkeypatch.setattr(dumping.shutil, "rmtree", lambda *_, **__: None)  # as nobody cleans up after a process killed
     points = 0
     while True:
         calls = iter(range(points))
@@ -104,10 +104,10 @@ def test_a_dump_cut_off_leaves_the_former_one_whole(tmp_path, monkeypatch):
                 raise Cut
             sync(path)
 
-        monkeypatch.setattr(files, "_sync", cut)
+        monkeypatch.setattr(dumping, "_sync", cut)
         try:
             with monkeypatch.context() as patched:
-                patched.setattr(files.Path, "mkdir", lambda path, **_: files.os.makedirs(path, exist_ok=True))
+                patched.setattr(dumping.Path, "mkdir", lambda path, **_: dumping.os.makedirs(path, exist_ok=True))
                 buffer.dumps(tmp_path)
         except Cut:
             renamed = points == 5  # all but the last sync, that of the directory, lie before the renaming
@@ -253,7 +253,7 @@ def test_buffers_of_another_kind(other, message, tmp_path):
 
 def test_trees_have_no_file_format_and_nothing_is_nothing(tmp_path):
     buffer = plain()
-    with pytest.raises(FileNotFoundError, match="has no whole dump of a buffer"):
+    with pytest.raises(FileNotFoundError, match="has no complete dump of a buffer"):
         buffer.loads(tmp_path)
     buffer.dumps(tmp_path)
     plain().loads(tmp_path)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import funcollect as fc
-from funcollect.buffers.trajectory_index import lazy_index
+from funcollect.buffers.trajectory_index import trajectory_index
 from funcollect.keys import key_from_seed
 from tests.support.compare import assert_same
 from tests.support.running import scaled
@@ -47,8 +47,8 @@ def observed(frames):
 @given(streams(), st.integers(1, 80), st.booleans(), st.sets(st.integers(0, 20)), st.sampled_from([1, 7, 1000]))
 def test_the_newest_frames_are_held_and_linked(batches, capacity, flat, looks, most):
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(lazy_index, "_MOST_SEGMENTS", 3 * most)
-        patched.setattr(lazy_index, "_FRAMES_AT_ONCE", most)
+        patched.setattr(trajectory_index, "_MOST_SEGMENTS", 3 * most)
+        patched.setattr(trajectory_index, "_FRAMES_AT_ONCE", most)
         state, oracle = ring_of(batches, capacity, flat, looks)
         assert state.memory.index is not None
     assert held(state)["observation"].int().tolist() == observed(oracle.frames)
@@ -56,7 +56,7 @@ def test_the_newest_frames_are_held_and_linked(batches, capacity, flat, looks, m
     found = {}
     for trajectory in np.flatnonzero(index.stop > index.first):
         positions = np.arange(index.first[trajectory], index.stop[trajectory])
-        rows = state.memory.storage.read(index.slots(trajectory, positions))["observation"].int()
+        rows = state.memory.storage.read(index.slot_lists.get(trajectory, positions))["observation"].int()
         assert (rows[:, :2] == rows[0, :2]).all()
         found[tuple(rows[0, :2].tolist())] = rows[:, 2].tolist()
     assert found == oracle.trajectories()

@@ -78,12 +78,12 @@ def test_the_one_is_not_the_other(over):
 def test_a_biased_sampler_is_found_out(monkeypatch):
     """One that looks at two candidates in 40 draws of 100, and prefers the later one."""
 
-    def biased(choose, count, size, valid):
+    def biased(random_source, count, size, valid):
         good = np.flatnonzero(valid(np.arange(size)))
-        one, two = choose(len(good), count), choose(len(good), count)
-        return good[np.where(choose(100, count) < 40, np.maximum(one, two), one)]
+        one, two = random_source.below(len(good), count), random_source.below(len(good), count)
+        return good[np.where(random_source.below(100, count) < 40, np.maximum(one, two), one)]
 
-    monkeypatch.setattr(indices, "draw", biased)
+    monkeypatch.setattr(indices, "_draw", biased)
     state = ring_of()
     for over in ("trajectories", "windows"):
         assert disagrees(state, over, True, chances_of(state, over, True))

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import override
 
 from funcollect.arguments import check_choice, check_flags, check_positive
+from funcollect.buffers.arrays import Bools, Ints
 from funcollect.buffers.samplers.randomness import RandomSource
-from funcollect.buffers.trajectory_index.trajectory_index import TrajectoryIndex, draw
+from funcollect.buffers.trajectory_index.trajectory_index import TrajectoryIndex
 from funcollect.trajectories.split import MASK
-from funcollect.tree import Path
 
 __all__ = ["Flat", "SampleIndices", "SampleSpec", "Slices"]
 
-Ints = npt.NDArray[np.int64]
 _CUT = (("next", "truncated"), ("next", "done"))
 
 
@@ -35,19 +33,12 @@ class BufferView(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleIndices:
-    """The frames of a sample.
+    """The frames of a sample of N rows."""
 
-    Attributes:
-        slots: their slots ``[N]``.
-        mask: ``[N]`` bool, False for padding; None if there is none.
-        last: the rows that end a slice.
-        info: further tensors ``[N]`` by name, such as importance weights.
-    """
-
-    slots: Ints
-    mask: npt.NDArray[np.bool_] | None = None
-    last: Ints | slice | None = None
-    info: Mapping[str, Tensor] = field(default_factory=dict)
+    slots: Ints  # [N]
+    mask: Bools | None = None  # [N]: False for padding; None if there is none
+    last: Ints | slice | None = None  # the rows that end a slice
+    info: Mapping[str, Tensor] = field(default_factory=dict)  # [N] by name, such as importance weights
 
     @property
     def index(self) -> Ints:
@@ -57,26 +48,27 @@ class SampleIndices:
     def finish(self, batch: Any) -> Any:
         """Mark the ends of slices and the padding in a batch that was read."""
         if self.last is not None:
+            rows = self.last if isinstance(self.last, slice) else torch.from_numpy(self.last)
             for key in _CUT:
-                _set_true(batch, key, self.last)
+                flags = batch.get(key, None)
+                if flags is None:
+                    flags = torch.zeros(*batch.batch_size, 1, dtype=torch.bool, device=batch.device)
+                    batch.set(key, flags)
+                flags[rows] = True
         if self.mask is not None:
             batch.set(MASK, torch.from_numpy(self.mask).to(batch.device))
         return batch
-
-
-def _set_true(batch: TensorDictBase, key: Path, rows: Ints | slice) -> None:
-    flags = batch.get(key, None)
-    if flags is None:
-        flags = torch.zeros(*batch.batch_size, 1, dtype=torch.bool, device=batch.device)
-        batch.set(key, flags)
-    flags[rows if isinstance(rows, slice) else torch.from_numpy(rows)] = True
 
 
 class SampleSpec(Protocol):
     """A description of a sample."""
 
     def draw(self, memory: BufferView, random_source: RandomSource) -> SampleIndices:
-        """The frames of one sample."""
+        """Draw the frames of one sample.
+
+        Raises:
+            ValueError: if the ring is empty, or cannot have such a sample.
+        """
         ...
 
 
@@ -87,7 +79,7 @@ def check_filled(memory: BufferView) -> None:
 
 
 @dataclass(frozen=True)
-class Flat:
+class Flat(SampleSpec):
     """Single frames, drawn uniformly with replacement.
 
     Attributes:
@@ -97,21 +89,16 @@ class Flat:
     batch_size: int
 
     def __post_init__(self) -> None:
-        """Check the size."""
         check_positive("batch_size", self.batch_size)
 
+    @override
     def draw(self, memory: BufferView, random_source: RandomSource) -> SampleIndices:
-        """The frames of one sample.
-
-        Raises:
-            ValueError: if the ring is empty.
-        """
         check_filled(memory)
         return SampleIndices(slots=random_source.below(len(memory), self.batch_size))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slices:
+class Slices(SampleSpec):
     """Slices of trajectories, concatenated to ``num_slices * slice_len`` frames.
 
     A slice consists of successive frames of one trajectory. ``next.truncated`` and ``next.done`` are True in its last
@@ -132,18 +119,13 @@ class Slices:
     over: Literal["trajectories", "windows"] = "trajectories"
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         check_positive("num_slices", self.num_slices)
         check_positive("slice_len", self.slice_len)
         check_flags(strict_length=self.strict_length)
         check_choice("over", self.over, ("trajectories", "windows"))
 
+    @override
     def draw(self, memory: BufferView, random_source: RandomSource) -> SampleIndices:
-        """The slices of one sample.
-
-        Raises:
-            ValueError: if the ring is empty or has no trajectory index, or no trajectory is as long as a slice.
-        """
         check_filled(memory)
         index = trajectory_index_of(memory)
         choose = self._by_trajectory if self.over == "trajectories" else self._by_window
@@ -155,20 +137,20 @@ class Slices:
     def _by_trajectory(self, index: TrajectoryIndex, _: int, random_source: RandomSource) -> tuple[Ints, Ints]:
         first, stop, least = index.first, index.stop, self.slice_len if self.strict_length else 1
         size = len(stop)
-        trajectory = draw(
-            random_source.below, self.num_slices, size, lambda some: stop.take(some) - first.take(some) >= least
+        trajectory = _draw(
+            random_source, self.num_slices, size, lambda some: stop.take(some) - first.take(some) >= least
         )
         places = np.maximum(stop.take(trajectory) - first.take(trajectory) - self.slice_len, 0) + 1
         return trajectory, first.take(trajectory) + (random_source.uniform(len(trajectory)) * places).astype(np.int64)
 
     def _by_window(self, index: TrajectoryIndex, held: int, random_source: RandomSource) -> tuple[Ints, Ints]:
-        slots = draw(random_source.below, self.num_slices, held, lambda some: self.begins(index, some))
+        slots = _draw(random_source, self.num_slices, held, lambda some: self.begins(index, some))
         return index.member.take(slots).astype(np.int64), index.position.take(slots)
 
-    def begins(self, index: TrajectoryIndex, slots: Ints) -> npt.NDArray[np.bool_]:
+    def begins(self, index: TrajectoryIndex, slots: Ints) -> Bools:
         """Whether a slice can begin at the frames in `slots`."""
         trajectory, begin = index.member.take(slots), index.position.take(slots)
-        fits: npt.NDArray[np.bool_] = begin + self.slice_len <= index.stop.take(trajectory)
+        fits: Bools = begin + self.slice_len <= index.stop.take(trajectory)
         return fits if self.strict_length else fits | (begin == index.first.take(trajectory))
 
     def along(self, index: TrajectoryIndex, trajectory: Ints, begin: Ints) -> SampleIndices:
@@ -176,21 +158,32 @@ class Slices:
         steps = np.arange(self.slice_len)
         position = begin[:, None] + steps
         if self.strict_length:
-            slots = index.slots(trajectory[:, None], position).reshape(-1)
+            slots = index.slot_lists.get(trajectory[:, None], position).reshape(-1)
             return SampleIndices(slots=slots, last=slice(self.slice_len - 1, None, self.slice_len))
         stop = index.stop.take(trajectory)[:, None]
         mask = (position < stop).reshape(-1)
-        slots = index.slots(trajectory[:, None], np.minimum(position, stop - 1)).reshape(-1)
+        slots = index.slot_lists.get(trajectory[:, None], np.minimum(position, stop - 1)).reshape(-1)
         lengths = np.minimum(stop[:, 0] - begin, self.slice_len)
         return SampleIndices(slots=slots, mask=mask, last=np.arange(len(trajectory)) * self.slice_len + lengths - 1)
 
 
-def trajectory_index_of(memory: BufferView) -> TrajectoryIndex:
-    """The trajectory index of a ring.
+def _draw(random_source: RandomSource, count: int, size: int, valid: Callable[[Ints], Bools]) -> Ints:
+    """Draw `count` of the numbers below `size` for which `valid` is True, uniformly; none if there are no such numbers.
 
-    Raises:
-        ValueError: if the ring has none.
+    Random tries come first. Only if too few of them are valid, all numbers are examined.
     """
+    tried = random_source.below(size, 4 * count)
+    drawn = tried[valid(tried)][:count]
+    if len(drawn) == count:
+        return drawn
+    everything = np.flatnonzero(valid(np.arange(size)))
+    if not len(everything):
+        return everything
+    return np.concatenate([drawn, everything[random_source.below(len(everything), count - len(drawn))]])
+
+
+def trajectory_index_of(memory: BufferView) -> TrajectoryIndex:
+    """The trajectory index of a ring; ValueError if it has none."""
     if memory.index is None:
         raise ValueError(
             "this ring does not know which frames follow each other: make it with trajectories=ring.Trajectories()"

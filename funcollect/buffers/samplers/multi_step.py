@@ -1,4 +1,4 @@
-"""Single frames with returns over several steps, which are looked up as they are sampled."""
+"""Samples single frames with n-step returns, which are computed when a frame is sampled."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
-from funcollect.buffers.samplers.indices import (
-    BufferView,
-    Ints,
-    SampleIndices,
-    Slices,
-    check_filled,
-    trajectory_index_of,
-)
+from funcollect.buffers.arrays import Ints
+from funcollect.buffers.samplers.indices import BufferView, SampleIndices, Slices, check_filled, trajectory_index_of
 from funcollect.buffers.samplers.randomness import RandomSource
 from funcollect.buffers.samplers.uniform import RandomSampler
 from funcollect.buffers.trajectory_index.trajectory_keys import Trajectories
@@ -28,17 +23,17 @@ __all__ = ["MultiStepSampler"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Lookahead(SampleIndices):
-    """Frames, each with those that follow it: ``slots`` is ``[N * n_steps]``."""
+    """N frames, each with those that follow it: ``slots`` is ``[N * n_steps]``."""
 
     returns: MultiStep
 
     @property
+    @override
     def index(self) -> Ints:
-        """The frames themselves: ``[N]``."""
         return self.slots[:: self.returns.n_steps]
 
+    @override
     def finish(self, batch: Any) -> Any:
-        """The first frame of each, with its returns."""
         table = batch.reshape(-1, self.returns.n_steps)
         had = table.get("collector", None)
         if had is not None:
@@ -49,18 +44,18 @@ class _Lookahead(SampleIndices):
 
 
 class MultiStepSampler(RandomSampler):
-    """Single frames, uniform over all that are held, as `MultiStep` makes them of the trajectories in the buffer.
+    """Single frames, drawn uniformly with replacement, with the n-step returns and next observations of `MultiStep`.
 
-    Steps are looked up across the borders of batches, up to the newest that the buffer holds of a trajectory.
+    They are computed from the trajectories in the buffer, also across batches, up to the newest frame of each.
 
     Args:
-        gamma: the discount of one step.
-        n_steps: the most steps.
-        traj_key: as of `SliceSampler`.
-        end_key: as of `SliceSampler`.
+        gamma: see `MultiStep`.
+        n_steps: see `MultiStep`.
+        traj_key: see `SliceSampler`.
+        end_key: see `SliceSampler`.
 
     Raises:
-        TypeError, ValueError: for a bad discount or number of steps.
+        TypeError, ValueError: see `MultiStep`.
 
     >>> import funcollect as fc
     >>> sampler = MultiStepSampler(gamma=0.9, n_steps=3)
@@ -78,8 +73,8 @@ class MultiStepSampler(RandomSampler):
         self.returns = MultiStep(gamma, n_steps)
         self.trajectories = Trajectories(traj_key=traj_key, end_key=end_key)
 
+    @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
-        """Choose the frames of one sample, and look up those that follow."""
         check_filled(memory)
         index, slots = trajectory_index_of(memory), random_source.below(len(memory), batch_size)
         spec = Slices(num_slices=batch_size, slice_len=self.returns.n_steps, strict_length=False)

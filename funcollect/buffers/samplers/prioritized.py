@@ -11,10 +11,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_number, check_positive
+from funcollect.buffers.arrays import Arrays, Floats, Ints
 from funcollect.buffers.samplers.indices import (
     BufferView,
     SampleIndices,
-    Slices,
     check_filled,
     too_long,
     trajectory_index_of,
@@ -26,9 +26,6 @@ from funcollect.messages import shown
 from funcollect.tree import Path
 
 __all__ = ["PrioritizedSampler", "PrioritizedSliceSampler"]
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 
 class PrioritizedSampler(RandomSampler):
@@ -84,28 +81,18 @@ class PrioritizedSampler(RandomSampler):
         self._priorities.put(held, self._weights(np.full(len(held), self._highest)))
 
     @override
-    def state(self) -> dict[str, npt.NDArray[Any]]:
+    def state(self) -> Arrays:
         return {"weights": self._priorities.get(np.arange(self.max_capacity)), "highest": np.array(self._highest)}
 
     @override
-    def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
+    def load(self, state: Arrays) -> None:
         self.empty()
         weights = state["weights"][: self.max_capacity]  # there are no frames beyond
         self._priorities.put(np.arange(len(weights)), weights)
         self._highest = float(state["highest"])
 
     def update_priority(self, memory: BufferView, index: Any, priority: Any) -> None:
-        """Set the priorities of the frames in these slots.
-
-        Args:
-            memory: the buffer's ring.
-            index: ``[N]`` slots. If a slot is repeated, its last priority counts.
-            priority: ``[N]`` numbers, or one for all; finite and not negative.
-
-        Raises:
-            TypeError: if the slots are not integers, or the priorities not numbers.
-            ValueError: for empty slots, for other shapes, and for priorities that are negative or not finite.
-        """
+        """See `ReplayBuffer.update_priority`; `memory` is the buffer's ring."""
         slots = _numbers("index", index, "iu").astype(np.int64)
         given = _numbers("priority", priority, "fiub").astype(np.float64)
         if len(given) not in (1, len(slots)):
@@ -115,7 +102,7 @@ class PrioritizedSampler(RandomSampler):
         if len(slots) and not 0 <= slots.min() <= slots.max() < len(memory):
             raise ValueError(
                 f"index holds slots from {slots.min()} to {slots.max()}, the buffer has frames in 0 … "
-                f'{len(memory) - 1}: give those that extend or info["index"] named'
+                f'{len(memory) - 1}: give slots that extend returned, or those in info["index"]'
             )
         if not np.isfinite(given).all() or (given < 0).any():
             raise ValueError(
@@ -164,17 +151,8 @@ def _numbers(name: str, values: Any, kinds: str) -> npt.NDArray[Any]:
 class PrioritizedSliceSampler(PrioritizedSampler):
     """Slices of trajectories. Their first frames are drawn by priority from those at which a slice can begin.
 
-    Args:
-        max_capacity: see `PrioritizedSampler`.
-        alpha: see `PrioritizedSampler`.
-        beta: see `PrioritizedSampler`. All frames of a slice have the weight of its first frame.
-        eps: see `PrioritizedSampler`.
-        num_slices: see `SliceSampler`.
-        slice_len: see `SliceSampler`.
-        traj_key: see `SliceSampler`.
-        trajectory_key: see `SliceSampler`.
-        end_key: see `SliceSampler`.
-        strict_length: see `SliceSampler`.
+    The arguments are those of `PrioritizedSampler` and `SliceSampler`. In ``info["priority_weight"]``, all frames of a
+    slice have the weight of its first frame.
 
     Raises:
         TypeError, ValueError: see `PrioritizedSampler` and `SliceSampler`.
@@ -213,22 +191,21 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         tried = self._priorities.find(random_source.uniform(4 * spec.num_slices))
         slots = tried[spec.begins(index, tried)][: spec.num_slices]
         if missing := spec.num_slices - len(slots):
-            slots = np.concatenate([slots, self._look_through(memory, spec, random_source, missing)])
+            begins = np.flatnonzero(spec.begins(index, np.arange(len(memory))))
+            if not len(begins):
+                raise ValueError(too_long(spec, index))
+            slots = np.concatenate([slots, self._among(begins, random_source.uniform(missing))])
         drawn = spec.along(index, index.member.take(slots).astype(np.int64), index.position.take(slots))
         weight = self._corrections(slots).repeat_interleave(spec.slice_len)
         return SampleIndices(slots=drawn.slots, mask=drawn.mask, last=drawn.last, info={"priority_weight": weight})
 
-    def _look_through(self, memory: BufferView, spec: Slices, random_source: RandomSource, count: int) -> Ints:
-        """`count` first frames, drawn by priority from all at which a slice can begin."""
-        index = trajectory_index_of(memory)
-        valid = np.flatnonzero(spec.begins(index, np.arange(len(memory))))
-        if not len(valid):
-            raise ValueError(too_long(spec, index))
-        upto = self._priorities.get(valid).cumsum()
+    def _among(self, slots: Ints, places: Floats) -> Ints:
+        """Those of `slots` at the given places in ``[0, 1)``, if their weights are laid end to end on that interval."""
+        upto = self._priorities.get(slots).cumsum()
         if not upto[-1] > 0:
             raise ValueError("every frame at which a slice can begin has priority 0: give some frame a positive one")
-        places = np.minimum(random_source.uniform(count) * upto[-1], np.nextafter(upto[-1], 0.0))
-        chosen: Ints = valid[np.searchsorted(upto, places, side="right")]
+        places = np.minimum(places * upto[-1], np.nextafter(upto[-1], 0.0))
+        chosen: Ints = slots[np.searchsorted(upto, places, side="right")]
         return chosen
 
     def __repr__(self) -> str:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from typing_extensions import override
 
+from funcollect.buffers.arrays import Floats, Ints
 from funcollect.keys import Key, Purpose, seed_of
-
-Ints = npt.NDArray[np.int64]
 
 
 class RandomSource(Protocol):
@@ -21,7 +19,7 @@ class RandomSource(Protocol):
         """`count` uniform integers in ``[0, limit)``."""
         ...
 
-    def uniform(self, count: int) -> npt.NDArray[np.float64]:
+    def uniform(self, count: int) -> Floats:
         """`count` uniform numbers in ``[0, 1)``."""
         ...
 
@@ -48,7 +46,7 @@ class KeySource(RandomSource):
         return self._generator.integers(limit, size=count)
 
     @override
-    def uniform(self, count: int) -> npt.NDArray[np.float64]:
+    def uniform(self, count: int) -> Floats:
         return self._generator.random(count)
 
     @override
@@ -69,7 +67,7 @@ class GeneratorSource(RandomSource):
         return drawn.numpy(force=True)
 
     @override
-    def uniform(self, count: int) -> npt.NDArray[np.float64]:
+    def uniform(self, count: int) -> Floats:
         drawn = torch.rand(count, generator=self._generator, device=self._device, dtype=torch.float64)
         return drawn.numpy(force=True)
 

@@ -1,25 +1,20 @@
-"""Draws in proportion to priorities, and the least of them, from a tree whose nodes have 16 children each.
+"""Draws slots in proportion to their priorities, by a tree whose nodes have 16 children each.
 
-Wide nodes make few levels, and every level is a handful of NumPy calls for all draws together. A node holds the running
-sums of its children, so that a draw adds nothing up.
+Wide nodes make few levels, and each level costs a few NumPy calls for all draws together. A node stores the running
+sums of its children, so that a draw need not add anything.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+from funcollect.buffers.arrays import Floats, Ints
 
 _CHILDREN = 16
 
 
 class SumTree:
-    """A weight for each slot, not negative; a slot without one has 0, and is never drawn.
-
-    Args:
-        capacity: slots.
+    """A weight of at least 0 for each of `capacity` slots. Weights are 0 at first, and a slot of weight 0 is not drawn.
 
     >>> priorities = SumTree(100)
     >>> priorities.put(np.array([3, 40]), np.array([1.0, 3.0]))
@@ -30,11 +25,10 @@ class SumTree:
     """
 
     def __init__(self, capacity: int) -> None:
-        # By level, the slots' own first, for each node: its children's weights, the running sums of these with a 0 in
-        # front, and the least weights above 0 among them.
-        self._weights: list[Floats] = []  # [nodes, 16]
-        self._upto: list[Floats] = []  # [nodes, 17]
-        self._least: list[Floats] = []  # [nodes, 16]
+        # Each list has one array per level. The children of the nodes in the first level are the slots.
+        self._weights: list[Floats] = []  # [nodes, 16]: the weights of the children
+        self._upto: list[Floats] = []  # [nodes, 17]: 0 and the running sums of these weights
+        self._least: list[Floats] = []  # [nodes, 16]: the least positive weight below each child; else infinite
         nodes = capacity
         while not self._weights or nodes > 1:
             nodes = -(-nodes // _CHILDREN)
@@ -43,7 +37,7 @@ class SumTree:
             self._least.append(np.full((nodes, _CHILDREN), np.inf))
 
     def put(self, slots: Ints, weights: Floats) -> None:
-        """Set the weights of slots; of a slot given twice, the last."""
+        """Set the weights of slots; if a slot is repeated, its last weight counts."""
         self._weights[0].reshape(-1)[slots] = weights
         self._least[0].reshape(-1)[slots] = np.where(weights > 0, weights, np.inf)
         node = np.unique(slots // _CHILDREN)
@@ -66,16 +60,16 @@ class SumTree:
 
     @property
     def least(self) -> float:
-        """The least weight that is not 0; infinite where all are."""
+        """The least positive weight; infinite if there is none."""
         return float(self._least[-1].min())
 
     def find(self, places: Floats) -> Ints:
-        """The slots at these places, in ``[0, 1)``, of all weights laid end to end."""
+        """The slots at the given places in ``[0, 1)``, if all weights are laid end to end on that interval."""
         rest = places * self.total
         node = np.zeros(len(places), np.int64)
         for upto in reversed(self._upto):
             rows = upto.take(node, axis=0)
-            # Rounding must not carry a place past the end of its node: there lies a slot of another weight, or of none.
+            # Rounding must not move a place past the end of its node, where the next slot may have the weight 0.
             rest = np.minimum(rest, np.nextafter(rows[:, -1], 0.0))
             child = (rows[:, 1:] > rest[:, None]).argmax(axis=1)
             rest = rest - rows.reshape(-1).take(np.arange(len(rows)) * (_CHILDREN + 1) + child)
@@ -84,7 +78,7 @@ class SumTree:
 
 
 def _distinct(ascending: Ints) -> Ints:
-    """Each of some numbers in ascending order once."""
+    """Ascending numbers without repetitions."""
     first = np.ones(len(ascending), np.bool_)
     first[1:] = ascending[1:] != ascending[:-1]
     return ascending[first]

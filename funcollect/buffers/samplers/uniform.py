@@ -1,14 +1,14 @@
-"""Samplers choose the frames of a sample. They hold no frames, only what their kind needs to choose."""
+"""The interface of samplers, which choose the frames of a sample, and samplers that draw uniformly."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
-import numpy.typing as npt
 from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_key, check_optional_positive, check_positive
+from funcollect.buffers.arrays import Arrays, Ints
 from funcollect.buffers.samplers.indices import BufferView, Flat, SampleIndices, Slices, check_filled
 from funcollect.buffers.samplers.randomness import RandomSource
 from funcollect.buffers.trajectory_index.trajectory_keys import Trajectories
@@ -16,57 +16,53 @@ from funcollect.tree import Path
 
 __all__ = ["RandomSampler", "Sampler", "SamplerWithoutReplacement", "SliceSampler"]
 
-Ints = npt.NDArray[np.int64]
-
 
 class Sampler(Protocol):
     """The interface of samplers for a `ReplayBuffer`.
+
+    A class that derives from this one must define `draw`. The other methods have defaults for samplers without state.
 
     Attributes:
         trajectories: the keys that link frames; None for a sampler of single frames.
     """
 
-    trajectories: Trajectories | None
+    trajectories: Trajectories | None = None
 
     def fit(self, capacity: int) -> None:
-        """Raise ValueError if it cannot be used with a storage of this many frames."""
-        ...
+        """Raise ValueError if the sampler cannot be used with a storage of `capacity` frames."""
+        return
 
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
-        """The frames of one sample."""
+        """Choose the frames of one sample."""
         ...
 
     def ran_out(self, batch_size: int) -> bool:
         """Whether every frame was returned once, so that the next sample begins a new round."""
-        ...
+        return False
 
     def give_back(self, drawn: SampleIndices) -> None:
         """Undo the last `draw`: its frames were not returned to the caller."""
-        ...
+        return
 
     def extended(self, memory: BufferView, slots: Ints) -> None:
         """Update after frames were written to `slots` ``[*B, T]``; -1 marks frames that were not stored."""
-        ...
+        return
 
     def empty(self) -> None:
         """Reset after the buffer was emptied."""
-        ...
+        return
 
-    def state(self) -> dict[str, npt.NDArray[Any]]:
+    def state(self) -> Arrays:
         """The sampler's state, as arrays by name."""
-        ...
+        return {}
 
-    def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
+    def load(self, state: Arrays) -> None:
         """Restore what `state` returned."""
-        ...
+        return
 
 
 def wanted_size(given: int | None, usual: int | None) -> int:
-    """The number of frames in a sample: `given` by the call, else the `usual` one.
-
-    Raises:
-        TypeError, ValueError: if there is none, or it is not a positive int.
-    """
+    """The number of frames in a sample, checked: `given` by the call, else the `usual` one."""
     wanted = usual if given is None else given
     if wanted is None:
         raise ValueError("no batch_size is given, neither here nor to the buffer: pass for example batch_size=256")
@@ -84,39 +80,9 @@ class RandomSampler(Sampler):
     tensor([5, 5, 5, 5])
     """
 
-    trajectories: Trajectories | None = None
-
-    @override
-    def fit(self, capacity: int) -> None:
-        pass
-
     @override
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
         return Flat(batch_size).draw(memory, random_source)
-
-    @override
-    def ran_out(self, batch_size: int) -> bool:
-        return False
-
-    @override
-    def give_back(self, drawn: SampleIndices) -> None:
-        pass
-
-    @override
-    def extended(self, memory: BufferView, slots: Ints) -> None:
-        pass
-
-    @override
-    def empty(self) -> None:
-        pass
-
-    @override
-    def state(self) -> dict[str, npt.NDArray[Any]]:
-        return {}
-
-    @override
-    def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
-        pass
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -125,11 +91,11 @@ class RandomSampler(Sampler):
 class SamplerWithoutReplacement(RandomSampler):
     """Every frame once per round, in random order. Each `extend` begins a new round.
 
-    Args:
-        drop_last: leave out the last frames of a round if they do not fill a batch; else the last batch is shorter.
-        shuffle: whether the order is random; if False, it is that of the slots.
-
     Iteration over the buffer ends after one round.
+
+    Args:
+        drop_last: omit the last frames of a round if they do not fill a batch; else the last batch is shorter.
+        shuffle: whether the order is random; if False, it is that of the slots.
     """
 
     def __init__(self, *, drop_last: bool = False, shuffle: bool = True) -> None:
@@ -167,11 +133,11 @@ class SamplerWithoutReplacement(RandomSampler):
         self._left = self._left[:0]
 
     @override
-    def state(self) -> dict[str, npt.NDArray[Any]]:
+    def state(self) -> Arrays:
         return {"left": self._left}
 
     @override
-    def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
+    def load(self, state: Arrays) -> None:
         self._left = state["left"]
 
     def __repr__(self) -> str:
@@ -192,7 +158,7 @@ class SliceSampler(RandomSampler):
         strict_length: whether to draw only from trajectories that are long enough. If False, slices of shorter ones are
             padded, with a mask.
         over: whether all ``"trajectories"`` or all ``"windows"`` (possible slices) are equally likely.
-        cache_values: accepted for TorchRL's sake, without effect: the trajectories are always known.
+        cache_values: accepted as by TorchRL, without effect: the trajectories are always known.
 
     Raises:
         ValueError: unless exactly one of `num_slices` and `slice_len` is given, or if both `traj_key` and
@@ -240,11 +206,7 @@ class SliceSampler(RandomSampler):
         self.spec(num_slices or slice_len or 0)  # checks the numbers here
 
     def spec(self, batch_size: int) -> Slices:
-        """The slices of a sample of `batch_size` frames.
-
-        Raises:
-            ValueError: if the batch size is not a multiple of the number or the length of slices.
-        """
+        """The slices of a sample; ValueError if their number or length does not divide `batch_size`."""
         given = self.num_slices or self.slice_len or 0
         if given < 1 or batch_size % given:
             name = "num_slices" if self.slice_len is None else "slice_len"

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from typing_extensions import override
 
-from funcollect.buffers.storages.storage import Incoming, Mask, Slots, Storage, check_size
+from funcollect.buffers.arrays import Bools, Ints
+from funcollect.buffers.storages.storage import Incoming, Storage, check_size
 from funcollect.tree import Path as KeyPath
 
 _ITEMS = "items.pt"
@@ -37,7 +38,7 @@ class ListStorage(Storage):
     compact_obs = False
 
     def __init__(self, max_size: int) -> None:
-        check_size(self, max_size)
+        check_size(max_size)
         self.max_size, self.ndim = int(max_size), 1
         self.device = torch.device("cpu")
         self._items: list[Any] = [None] * self.max_size
@@ -55,23 +56,11 @@ class ListStorage(Storage):
         return Incoming((len(data),), leaves, data.clone().unbind(0) if tensors else list(data))
 
     @override
-    def allocate(self, batch: Incoming) -> None:
-        pass
-
-    @override
     def write(self, start: int, batch: Incoming, first: int, count: int) -> None:
         self._items[start : start + count] = batch.content[first : first + count]
 
     @override
-    def settle(self, slots: Slots, following: Slots) -> None:
-        pass
-
-    @override
-    def announce(self, oldest: int, written: int) -> None:
-        pass
-
-    @override
-    def read(self, slots: Slots, mask: Mask | None = None, following: Slots | None = None) -> Any:
+    def read(self, slots: Ints, mask: Bools | None = None, following: Ints | None = None) -> Any:
         if mask is not None and not mask.all():
             raise ValueError("a ListStorage cannot pad slices: use LazyTensorStorage, or strict_length=True")
         return self.collate([self._items[slot] for slot in slots])

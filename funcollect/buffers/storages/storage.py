@@ -10,16 +10,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from funcollect.arguments import check_positive
+from funcollect.buffers.arrays import Bools, Ints
 from funcollect.buffers.storages.packed_rows import RowLayout
 from funcollect.tree import Path as KeyPath
-
-Slots = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
 
 
 class Incoming(NamedTuple):
@@ -34,6 +31,8 @@ class Incoming(NamedTuple):
 
 class Storage(Protocol):
     """The interface of storages for a `ReplayBuffer`.
+
+    The methods `allocate`, `announce`, `settle` and `empty` have defaults that do nothing.
 
     Attributes:
         max_size: the capacity in frames.
@@ -57,7 +56,7 @@ class Storage(Protocol):
 
     def allocate(self, batch: Incoming) -> None:
         """Allocate memory for `max_size` frames, before the first batch is written."""
-        ...
+        return
 
     def write(self, start: int, batch: Incoming, first: int, count: int) -> None:
         """Write `count` frames of a batch, beginning with its frame `first`, to the slots from `start` on.
@@ -71,18 +70,18 @@ class Storage(Protocol):
 
         Called before frames are overwritten and after they were written. Frame ``n`` is in slot ``n % max_size``.
         """
-        ...
+        return
 
-    def read(self, slots: Slots, mask: Mask | None = None, following: Slots | None = None) -> Any:
+    def read(self, slots: Ints, mask: Bools | None = None, following: Ints | None = None) -> Any:
         """A copy of the frames in `slots` [N] as a batch; zeros where `mask` [N] is False.
 
         A storage with `compact_obs` also needs `following`, the slots of their successors (any slot if there is none).
         """
         ...
 
-    def settle(self, slots: Slots, following: Slots) -> None:
+    def settle(self, slots: Ints, following: Ints) -> None:
         """Record that the frames in `slots` have the new successors `following`, each in its trajectory."""
-        ...
+        return
 
     def copy(self) -> Storage:
         """A storage in memory with the same frames."""
@@ -102,15 +101,11 @@ class Storage(Protocol):
 
     def empty(self) -> None:
         """Remove all frames; keys, shapes and dtypes are kept."""
-        ...
+        return
 
 
-def check_size(storage: Any, max_size: Any) -> None:
+def check_size(max_size: Any) -> None:
     """Raise unless `max_size` is a number of frames that a storage can hold."""
-    name = type(storage).__name__
-    if isinstance(max_size, bool) or not isinstance(max_size, (int, np.integer)):
-        raise TypeError(f"max_size is {max_size!r}, expected the frames to hold: pass for example {name}(100_000)")
-    if not 1 <= max_size < 2**31:
-        raise ValueError(
-            f"max_size is {max_size}, expected 1 <= max_size < 2**31 frames: pass for example {name}(100_000)"
-        )
+    check_positive("max_size", max_size, example=100_000)
+    if max_size >= 2**31:
+        raise ValueError(f"max_size is {max_size}, expected less than 2**31 frames: pass for example max_size=100000")

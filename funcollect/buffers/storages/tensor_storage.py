@@ -12,9 +12,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_positive
+from funcollect.buffers.arrays import Bools, Ints
 from funcollect.buffers.storages.next_observations import NextObservations, next_paths
 from funcollect.buffers.storages.packed_rows import RowLayout, leaves_of
-from funcollect.buffers.storages.storage import Incoming, Mask, Slots, Storage, check_size
+from funcollect.buffers.storages.storage import Incoming, Storage, check_size
 from funcollect.devices import checked_device
 from funcollect.tree import Path as KeyPath
 
@@ -51,7 +52,7 @@ class LazyTensorStorage(Storage):
     def __init__(
         self, max_size: int, *, ndim: int = 1, device: torch.device | str | None = None, compact_obs: bool = False
     ) -> None:
-        check_size(self, max_size)
+        check_size(max_size)
         check_flags(compact_obs=compact_obs)
         if compact_obs and torch.device(device or "cpu").type != "cpu":
             raise ValueError(f"compact_obs is for storages on the host, device is {device}: leave one of them out")
@@ -110,12 +111,12 @@ class LazyTensorStorage(Storage):
         target.copy_(staged, non_blocking=True)
 
     @override
-    def settle(self, slots: Slots, following: Slots) -> None:
+    def settle(self, slots: Ints, following: Ints) -> None:
         if self._next is not None:
             self._next.settle(slots, following)
 
     @override
-    def read(self, slots: Slots, mask: Mask | None = None, following: Slots | None = None) -> Any:
+    def read(self, slots: Ints, mask: Bools | None = None, following: Ints | None = None) -> Any:
         layout, rows = self._open()
         if rows.is_cpu:
             gathered = layout.gather(rows.numpy(), slots)
@@ -130,10 +131,6 @@ class LazyTensorStorage(Storage):
             for path, leaf in self._next.read(slots, following, mask).items():
                 batch.set(path, leaf)
         return batch
-
-    @override
-    def announce(self, oldest: int, written: int) -> None:
-        pass
 
     @override
     def copy(self) -> LazyTensorStorage:
@@ -178,10 +175,6 @@ class LazyTensorStorage(Storage):
             self._next = NextObservations(layout, RowLayout.from_json(frames["aside"]), self._rows)
             with np.load(directory / _ASIDE, allow_pickle=False) as state:
                 self._next.load({name: state[name] for name in state.files})
-
-    @override
-    def empty(self) -> None:
-        pass
 
     @property
     def nbytes(self) -> int:

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+from funcollect.buffers.arrays import Bools, Ints
 
 
-@dataclass(frozen=True, kw_only=True)
-class Frames:
+class Frames(NamedTuple):
     """The frames of one extend, ordered by lane, then by time; all arrays are [N]."""
 
     number: Ints  # the number of frames written before; increases evenly within a lane
     key: Ints  # equal for frames of one trajectory
-    begins: Bools  # whether it is the first of its lane in this extend
-    ends: Bools | None  # whether the trajectory ends with it
+    begins: Bools  # whether the frame is the first of its lane in this extend
+    ends: Bools | None  # whether the trajectory ends with the frame
     step: Ints | None  # increases by one within a trajectory
 
 
-@dataclass(frozen=True, kw_only=True)
-class Segments:
+class Segments(NamedTuple):
     """Successive frames of one trajectory in one extend; all arrays are [S]."""
 
     number: Ints  # of the first frame
@@ -33,7 +28,7 @@ class Segments:
     length: Ints
     key: Ints
     step: Ints | None  # of the first frame
-    ended: Bools  # whether the trajectory ends with its last frame
+    ended: Bools  # whether the trajectory ends with the segment's last frame
 
     @classmethod
     def of(cls, frames: Frames) -> Segments:
@@ -63,23 +58,19 @@ class Segments:
         """The segments of several extends, oldest first. Either all of them have steps, or none."""
         if len(parts) == 1:
             return parts[0]
-        columns = {column.name: [getattr(part, column.name) for part in parts] for column in fields(Segments)}
-        joined: Any = {name: None if some[0] is None else np.concatenate(some) for name, some in columns.items()}
-        return Segments(**joined)
+        columns = zip(*parts, strict=True)
+        return Segments._make(None if some[0] is None else np.concatenate(some) for some in columns)
 
     def take(self, index: Ints | Bools) -> Segments:
-        """Some of the segments."""
-        columns = {column.name: getattr(self, column.name) for column in fields(Segments)}
-        taken: Any = {name: None if some is None else some[index] for name, some in columns.items()}
-        return Segments(**taken)
+        """The segments at `index`."""
+        return Segments._make(None if column is None else column[index] for column in self)
 
     def since(self, number: int) -> Segments:
         """The segments without the frames before `number`."""
         gone: Ints = (-((self.number - number) // np.maximum(self.stride, 1))).clip(0, self.length)
         if not gone.any():
             return self
-        left = replace(
-            self,
+        left = self._replace(
             number=self.number + gone * self.stride,
             length=self.length - gone,
             step=None if self.step is None else self.step + gone,
@@ -93,7 +84,7 @@ class Segments:
         return self.take(np.lexsort((self.number, self.key)))
 
     def linked(self) -> Bools:
-        """Of sorted segments: whether each continues the one before."""
+        """Whether each segment continues the one before it: [S]. The segments must be sorted."""
         linked = np.zeros(len(self.key), np.bool_)
         last = self.number + (self.length - 1) * self.stride
         linked[1:] = (self.key[1:] == self.key[:-1]) & ~self.ended[:-1] & (self.number[1:] > last[:-1])

@@ -6,12 +6,9 @@ larger one. Free blocks are used again for lists of the same size.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
+from funcollect.buffers.arrays import Arrays, Ints
 
 _SMALLEST = 4  # 2**4 entries
 
@@ -26,7 +23,7 @@ class SlotLists:
         self._bits = np.zeros(0, np.int64)  # by trajectory: its block has 2**bits entries; 0 if it has none
         self._idle: dict[int, Ints] = {}  # the begins of free blocks of 2**bits entries, by bits
 
-    def state(self) -> dict[str, npt.NDArray[Any]]:
+    def state(self) -> Arrays:
         """All arrays by name."""
         return {
             "entries": self._entries[: self._used],
@@ -35,7 +32,7 @@ class SlotLists:
             **{f"idle{bits}": begin for bits, begin in self._idle.items()},
         }
 
-    def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
+    def load(self, state: Arrays) -> None:
         """Restore what `state` returned."""
         self._entries, self._begin, self._bits = state["entries"], state["begin"], state["bits"]
         self._used = len(self._entries)

@@ -1,29 +1,23 @@
 """An index on the CPU from trajectories to the slots of their frames in a ring.
 
 The frames of a trajectory have consecutive positions and leave the ring in that order. So the index stores a range of
-positions per trajectory, and the slot of each position. `TrajectoryIndex.slots` finds the frame at a position in one
-look-up, even if the batches of many workers were interleaved. The successor of the frame at ``p`` is at ``p + 1``.
-Trajectories without frames in the ring are dropped, and their numbers are used again.
+positions per trajectory, and the slot of each position. `SlotLists.get` finds the frame at a position in one look-up,
+even if the batches of many workers were interleaved. The successor of the frame at ``p`` is at ``p + 1``. Trajectories
+without frames in the ring are dropped, and their numbers are used again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-from funcollect.buffers.trajectory_index.segments import Segments
+from funcollect.buffers.arrays import Arrays, Bools, Ints
+from funcollect.buffers.trajectory_index.segments import Frames, Segments
 from funcollect.buffers.trajectory_index.slot_lists import SlotLists
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+_MOST_SEGMENTS = 1 << 12  # that are kept: three megabytes, if each frame is a segment
+_FRAMES_AT_ONCE = 1 << 14  # few enough for a processor's cache
 
-
-_STATE = (
-    "member", "position", "first", "stop", "_free", "_open_key", "_open_trajectory", "_next_step",
-)  # fmt: skip
+_STATE = ("member", "position", "first", "stop", "_free", "_open_key", "_open_trajectory", "_next_step")
 
 
 class TrajectoryIndex:
@@ -35,16 +29,15 @@ class TrajectoryIndex:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.member = np.zeros(capacity, np.int32)  # the number of the trajectory of the frame in each slot
-        self.position = np.zeros(capacity, np.int64)
+        self.member = np.zeros(capacity, np.int32)  # by slot: the number of the frame's trajectory
+        self.position = np.zeros(capacity, np.int64)  # by slot: the frame's position in its trajectory
         self.slot_lists = SlotLists()
-        self.first = np.zeros(0, np.int64)  # the position of the oldest frame of each trajectory
-        self.stop = np.zeros(0, np.int64)  # one past the position of the newest
+        self.first = np.zeros(0, np.int64)  # by trajectory: the position of its oldest frame
+        self.stop = np.zeros(0, np.int64)  # by trajectory: one past the position of its newest frame
+        self._next_step = np.zeros(0, np.int64)  # by trajectory: the step of a frame that would continue it
         self._free = np.zeros(0, np.int64)  # numbers that no trajectory has
-        # Trajectories that may continue, sorted by key, and the step of the frame that would continue each.
-        self._open_key = np.zeros(0, np.int64)
-        self._open_trajectory = np.zeros(0, np.int64)
-        self._next_step = np.zeros(0, np.int64)  # by trajectory
+        self._open_key = np.zeros(0, np.int64)  # the keys of trajectories that may continue, ascending
+        self._open_trajectory = np.zeros(0, np.int64)  # the numbers of these trajectories
 
     def retire(self, numbers: range) -> None:
         """Remove the oldest frames of the ring, which have these numbers."""
@@ -54,7 +47,7 @@ class TrajectoryIndex:
         trajectories, after = self.member.take(slots), self.position.take(slots) + 1
         lasts = np.flatnonzero(np.append(trajectories[1:] != trajectories[:-1], True))
         trajectories, after = trajectories[lasts], after[lasts]
-        self.first[trajectories] = after  # of several assignments to a trajectory, the last counts
+        self.first[trajectories] = after  # if a trajectory is repeated, its last assignment counts
         emptied = trajectories[after == self.stop.take(trajectories)].astype(np.int64)
         if len(emptied):
             self.slot_lists.give_back(emptied)
@@ -68,28 +61,24 @@ class TrajectoryIndex:
         segments = segments.in_order()
         linked = segments.linked()
         found, going_on = self._find_open(segments)
-        heads = np.flatnonzero(~linked)  # the first of successive segments of one trajectory
-        group = np.cumsum(~linked) - 1
+        # A group consists of successive segments of one trajectory, from a head to a tail.
+        heads, group = np.flatnonzero(~linked), np.cumsum(~linked) - 1
+        tails = np.append(heads[1:] - 1, len(group) - 1)
         trajectories = found[heads]
         fresh = ~going_on[heads]
         trajectories[fresh] = self._new(int(np.count_nonzero(fresh)))
         before = np.cumsum(segments.length) - segments.length
-        start = self.stop[trajectories][group] + before - before[heads][group]  # the position of each first frame
-        tails = np.append(heads[1:] - 1, len(group) - 1)
+        start = self.stop[trajectories][group] + before - before[heads][group]  # the position of each segment's start
         self.stop[trajectories] = start[tails] + segments.length[tails]
         self.slot_lists.reserve(trajectories, self.first[trajectories], self.stop[trajectories], start[heads])
-        self._place(segments, trajectories[group], start, before)
+        member = trajectories[group]
+        slots = slots_of(segments.numbers(), self.capacity)
+        position = np.arange(len(slots)) + (start - before).repeat(segments.length)
+        self.slot_lists.put(member, segments.length, position, slots)
+        self.member[slots], self.position[slots] = member.repeat(segments.length), position
         if segments.step is not None:
             self._next_step[trajectories] = segments.step[tails] + segments.length[tails]
         self._reopen(segments.key[tails], trajectories, segments.ended[tails])
-
-    def _place(self, segments: Segments, trajectory: Ints, start: Ints, before: Ints) -> None:
-        """Store slots, trajectories and positions of all frames; each segment begins at position `start`."""
-        slots = slots_of(segments.numbers(), self.capacity)
-        position = np.arange(len(slots)) + (start - before).repeat(segments.length)
-        self.slot_lists.put(trajectory, segments.length, position, slots)
-        self.member[slots] = trajectory.repeat(segments.length)
-        self.position[slots] = position
 
     def _find_open(self, segments: Segments) -> tuple[Ints, Bools]:
         """The open trajectory with each segment's key [S], and whether the segment continues it [S]."""
@@ -104,7 +93,7 @@ class TrajectoryIndex:
         return trajectory, going_on
 
     def _reopen(self, key: Ints, trajectory: Ints, ended: Bools) -> None:
-        """For each of the ascending keys, replace the open trajectory by the last of these, unless that has ended."""
+        """Replace the open trajectories of the ascending keys by the last one of each key, unless that has ended."""
         stays = ~ended
         stays[:-1] &= key[1:] != key[:-1]
         others = key[np.searchsorted(key, self._open_key).clip(max=len(key) - 1)] != self._open_key
@@ -129,30 +118,26 @@ class TrajectoryIndex:
     def following(self, slots: Ints) -> Ints:
         """The slots of the frames' successors; a frame's own slot if it has none."""
         trajectory, position = self.member.take(slots).astype(np.int64), self.position.take(slots)
-        return self.slots(trajectory, np.minimum(position + 1, self.stop.take(trajectory) - 1))
+        return self.slot_lists.get(trajectory, np.minimum(position + 1, self.stop.take(trajectory) - 1))
 
     def preceding(self, slots: Ints) -> Ints:
         """The slots of the frames' predecessors; a frame's own slot if it has none."""
         trajectory, position = self.member.take(slots).astype(np.int64), self.position.take(slots)
-        return self.slots(trajectory, np.maximum(position - 1, self.first.take(trajectory)))
+        return self.slot_lists.get(trajectory, np.maximum(position - 1, self.first.take(trajectory)))
 
-    def state(self) -> dict[str, npt.NDArray[Any]]:
-        """All arrays by name."""
+    def state(self) -> Arrays:
+        """The state of the index, as arrays by name."""
         return {name: getattr(self, name) for name in _STATE} | self.slot_lists.state()
 
-    def load(self, state: dict[str, npt.NDArray[Any]]) -> None:
+    def load(self, state: Arrays) -> None:
         """Restore what `state` returned."""
         for name in _STATE:
             setattr(self, name, state[name])
         self.slot_lists.load(state)
 
-    def slots(self, trajectory: Ints, position: Ints) -> Ints:
-        """The slots of the frames at `position` of `trajectory`; the arguments broadcast."""
-        return self.slot_lists.get(trajectory, position)
-
 
 def slots_of(numbers: Ints, capacity: int) -> Ints:
-    """``numbers % capacity`` of numbers less than `capacity` apart; several times faster than a division of each."""
+    """``numbers % capacity``, for numbers less than `capacity` apart; several times faster than a division of each."""
     if not len(numbers):
         return numbers
     slots: Ints = numbers - numbers.min() // capacity * capacity
@@ -160,22 +145,49 @@ def slots_of(numbers: Ints, capacity: int) -> Ints:
     return slots
 
 
-def draw(choose: Callable[[int, int], Ints], count: int, size: int, valid: Callable[[Ints], Bools]) -> Ints:
-    """`count` independent uniform draws from the valid candidates among ``0 … size - 1``; none if none is valid.
+class LazyIndex:
+    """A `TrajectoryIndex` that is updated on the first lookup, for many extends at once.
 
-    Random tries come first. Only if too few of them are valid, all candidates are examined.
-
-    Args:
-        choose: ``choose(n, k)`` returns k uniform integers below n.
-        count: the number of draws.
-        size: the number of candidates.
-        valid: returns for an array of candidates which of them may be drawn.
+    `extend` only records segments. This is a tenth of the work, and the rest is never done if no slices are sampled.
     """
-    tried = choose(size, 4 * count)
-    drawn = tried[valid(tried)][:count]
-    if len(drawn) == count:
-        return drawn
-    everything = np.flatnonzero(valid(np.arange(size)))
-    if not len(everything):
-        return everything
-    return np.concatenate([drawn, everything[choose(len(everything), count - len(drawn))]])
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._index = TrajectoryIndex(capacity)
+        self._waiting: list[Segments] = []  # not yet in the index, one entry per extend, oldest first
+        self._count = 0  # the number of these segments
+        self._numbers = range(0)  # the numbers of their frames
+
+    @property
+    def current(self) -> TrajectoryIndex:
+        """The index, up to date."""
+        if self._waiting:
+            self._update()
+        return self._index
+
+    def extend(self, frames: Frames, numbers: range) -> None:
+        """Add the newest frames, which have these numbers; frames that the ring does not store are omitted."""
+        segments = Segments.of(frames)
+        if self._waiting and (self._waiting[0].step is None) != (segments.step is None):
+            self._update()
+        start = self._numbers.start if self._waiting else numbers.start
+        self._waiting.append(segments)
+        self._numbers = range(start, numbers.stop)
+        self._count += len(segments.key)
+        if self._count > _MOST_SEGMENTS:
+            self._update()
+
+    def _update(self) -> None:
+        start, oldest = self._numbers.start, self._numbers.stop - self.capacity
+        self._index.retire(range(max(start - self.capacity, 0), min(oldest, start)))
+        some: list[Segments] = []
+        frames = 0
+        for segments in self._waiting:
+            some.append(segments.since(oldest))
+            frames += int(some[-1].length.sum())
+            if frames > _FRAMES_AT_ONCE:
+                self._index.extend(Segments.joined(some))
+                some, frames = [], 0
+        if frames:
+            self._index.extend(Segments.joined(some))
+        self._waiting, self._count = [], 0

@@ -13,15 +13,17 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.arguments import check_key
+from funcollect.buffers.arrays import Ints
 from funcollect.buffers.trajectory_index.segments import Frames
-from funcollect.trajectories.split import TRAJECTORY_IDS
+from funcollect.trajectories.split import STEP, TRAJECTORY_IDS, as_path, readable
 from funcollect.tree import Path
 
 __all__ = ["Trajectories"]
 
-_IDS: tuple[str | Path, ...] = (TRAJECTORY_IDS, "episode")
-_ENDS: tuple[str | Path, ...] = (("next", "done"),)
-_STEPS: tuple[str | Path, ...] = (("collector", "step"),)
+# By default, the first of these that a batch has.
+_IDS: tuple[Path, ...] = (TRAJECTORY_IDS, ("episode",))
+_ENDS: tuple[Path, ...] = (("next", "done"),)
+_STEPS: tuple[Path, ...] = (STEP,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,28 +48,26 @@ class Trajectories:
         check_key("end_key", self.end_key)
 
     def frames(self, leaves: Mapping[Path, Tensor], lead: tuple[int, ...], start: int) -> Frames:
-        """The frames of a batch, ordered by lane, then by time; the arrays may be views of the batch.
+        """The frames of a batch ``[*lead]``, ordered by lane, then by time; the arrays may be views of the batch.
 
-        Args:
-            leaves: the leaves of the batch.
-            lead: its batch dimensions ``[*B, T]``.
-            start: the number of its first frame; numbers increase by time, then by lane.
-
-        Raises:
-            ValueError: if the batch lacks a key, a leaf is not one number per frame, or lanes have the same id.
+        They are numbered from `start` on, by time, then by lane. Raises ValueError if the batch lacks a key, if a leaf
+        is not one number per frame, or if lanes have the same id.
         """
         ids = _column(leaves, lead, self.traj_key, _IDS)
         ends = _column(leaves, lead, self.end_key, _ENDS)
         if ids is None and ends is None:
             raise ValueError(
-                f"the batch has neither {_readable(_IDS[0])}, {_IDS[1]} nor next.done, by which slices tell "
+                f"the batch has neither {', '.join(map(readable, _IDS))} nor next.done, by which slices tell "
                 f"trajectories apart; it has {_keys(leaves)}: name a key with traj_key= or end_key="
             )
         step = _column(leaves, lead, None, _STEPS)
         steps, count = lead[-1], math.prod(lead)
         lanes = count // steps
-        if ids is not None and lanes > 1:
-            _check_apart(ids[::steps], lead)
+        if ids is not None and lanes > 1 and len(set(ids[::steps].tolist())) < lanes:
+            raise ValueError(
+                f"lanes of the batch {list(lead)} have the same trajectory id, as the runs of a vmap over seeds have, "
+                "so slices cannot tell them apart: store each run in a buffer of its own, or make the ids differ"
+            )
         begins = np.zeros(count, np.bool_)
         begins[::steps] = True
         return Frames(
@@ -79,73 +79,52 @@ class Trajectories:
         )
 
     def check_ids(self, leaves: Mapping[Path, Tensor]) -> None:
-        """Raise ValueError if the frames have no ids; a reader does not know their lanes.
-
-        Args:
-            leaves: the leaves of the frames.
-        """
-        keys = _IDS if self.traj_key is None else (self.traj_key,)
-        if all(_path(key) not in leaves for key in keys):
+        """Raise ValueError if the frames have no ids: a reader cannot use lanes instead, which it does not know."""
+        paths = _IDS if self.traj_key is None else (as_path(self.traj_key),)
+        if leaves.keys().isdisjoint(paths):
             raise ValueError(
-                f"the frames have no {' or '.join(map(_readable, keys))}, by which a reader tells trajectories apart; "
+                f"the frames have no {' or '.join(map(readable, paths))}, by which a reader tells trajectories apart; "
                 f"they have {_keys(leaves)}: name the ids with traj_key="
             )
-
-
-def _check_apart(ids: npt.NDArray[Any], lead: tuple[int, ...]) -> None:
-    """Raise ValueError if several lanes begin an extend with the same id."""
-    if len(set(ids.tolist())) < len(ids):
-        raise ValueError(
-            f"lanes of the batch {list(lead)} are in trajectories of the same id, by which slices tell them apart, as "
-            "those of a vmap over seeds are: store each run in a buffer of its own, or make the ids differ"
-        )
 
 
 def check_linked(data: Any) -> None:
     """Raise TypeError if the data are not a TensorDict, the only form with keys for trajectories."""
     if not isinstance(data, TensorDictBase):
         raise TypeError(
-            f"the data is {type(data).__name__}, expected a TensorDict, in which trajectories can be told apart: "
-            "extend with one, or sample with a RandomSampler"
+            f"the data is {type(data).__name__}, expected a TensorDict, whose keys tell trajectories apart: extend "
+            "with one, or sample with a RandomSampler"
         )
 
 
 def _column(
-    leaves: Mapping[Path, Tensor], lead: tuple[int, ...], given: str | Path | None, usual: tuple[str | Path, ...]
+    leaves: Mapping[Path, Tensor], lead: tuple[int, ...], given: str | Path | None, usual: tuple[Path, ...]
 ) -> npt.NDArray[Any] | None:
     """One number per frame, ordered by lane; None if no key was given and the batch has none of the usual ones."""
-    for key in usual if given is None else (given,):
-        leaf = leaves.get(_path(key))
+    for path in usual if given is None else (as_path(given),):
+        leaf = leaves.get(path)
         if isinstance(leaf, Tensor):
             if leaf.shape not in (lead, (*lead, 1)):
                 dims = leaf.ndim - (leaf.shape[-1:] == (1,))
                 raise ValueError(
-                    f"{_readable(key)} has shape {list(leaf.shape)}, expected one number per frame, {list(lead)}: give "
+                    f"{readable(path)} has shape {list(leaf.shape)}, expected one number per frame, {list(lead)}: give "
                     f"the storage as many dimensions as the batch has, ndim={dims}, or name another key"
                 )
             return leaf.numpy(force=True).reshape(-1)
     if given is not None:
         raise ValueError(
-            f"the batch has no tensor {_readable(given)}, by which slices tell trajectories apart; it has "
+            f"the batch has no tensor {readable(given)}, by which slices tell trajectories apart; it has "
             f"{_keys(leaves)}: name one of these"
         )
     return None
 
 
-def _path(key: str | Path) -> Path:
-    return (key,) if isinstance(key, str) else key
-
-
-def _whole(column: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+def _whole(column: npt.NDArray[Any]) -> Ints:
     """Ids as integers; floating ones as their bits, since only equality matters."""
     if column.dtype.kind == "f":
         return column.astype(np.float64).view(np.int64)
     return column.astype(np.int64, copy=False)
 
 
-def _readable(key: str | Path) -> str:
-    return key if isinstance(key, str) else ".".join(key)
-
-
 def _keys(leaves: Mapping[Path, Tensor]) -> list[str]:
-    return sorted(map(_readable, leaves))
+    return sorted(map(readable, leaves))

@@ -1,0 +1,13 @@
+"""Types of NumPy arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
+Arrays = dict[str, npt.NDArray[Any]]  # by name, as they are dumped
