@@ -14,7 +14,6 @@ from funcollect.interop.jax_setup import import_jax
 
 __all__ = ["JaxRing", "extend", "held", "init", "sample", "sample_slices"]
 
-_CUT = ("truncated", "done")
 _TRIES = 4
 
 
@@ -34,7 +33,7 @@ def init(example: Any, *, steps: int, lanes: int | None = None) -> JaxRing:
         example: a pytree of arrays, or of shapes and dtypes, ``[T, L, ...]``, like the batches for `extend`; for
             example the result of `jax.eval_shape` on `funcollect.traced.rollout`.
         steps: the capacity in steps of each lane.
-        lanes: L, which the example must have; by default it is taken from there.
+        lanes: L, which the example must have; by default that of the example.
 
     Raises:
         ValueError: if the example has no leaves, or its arrays are not ``[T, L, ...]`` with the same L.
@@ -69,11 +68,7 @@ def init(example: Any, *, steps: int, lanes: int | None = None) -> JaxRing:
 def held(ring: JaxRing) -> Any:
     """The number of steps of each lane in the ring, int32."""
     _check_ring(ring)
-    return import_jax().numpy.minimum(ring.written, _steps(ring))
-
-
-def _steps(ring: JaxRing) -> int:
-    return int(ring.begin.shape[0])
+    return import_jax().numpy.minimum(ring.written, len(ring.begin))
 
 
 def extend(ring: JaxRing, batch: Any) -> JaxRing:
@@ -81,7 +76,7 @@ def extend(ring: JaxRing, batch: Any) -> JaxRing:
 
     Args:
         ring: the ring; it may be donated.
-        batch: a pytree like the example, ``[T, L, ...]`` with any T. Of a batch longer than the ring, the end is kept.
+        batch: a pytree like the example, ``[T, L, ...]`` with any T. If it is longer than the ring, its end is kept.
 
     Raises:
         ValueError: if its structure, shapes or dtypes differ from the example.
@@ -89,7 +84,7 @@ def extend(ring: JaxRing, batch: Any) -> JaxRing:
     _check_ring(ring)
     jax = import_jax()
     length = _check(ring, batch)
-    steps = _steps(ring)
+    steps = len(ring.begin)
     number = ring.written + jax.numpy.arange(length, dtype="int32")
     begin, going = _begins(ring, batch, number)
     skipped = max(length - steps, 0)
@@ -177,7 +172,7 @@ def sample_slices(ring: JaxRing, key: Any, *, num_slices: int, slice_len: int) -
     end, found = _draw_ends(ring, key, num_slices, slice_len)
     back = (jax.numpy.arange(slice_len)[:, None] - (slice_len - 1)) * lanes
     slices = _take(ring.data, (end + back) % (steps * lanes))
-    cut = {name: slices["next"][name].at[-1].set(True) for name in _CUT if name in slices["next"]}
+    cut = {name: slices["next"][name].at[-1].set(True) for name in ("truncated", "done") if name in slices["next"]}
     return {**slices, "next": {**slices["next"], **cut}}, found
 
 
@@ -190,19 +185,19 @@ def _draw_ends(ring: JaxRing, key: Any, count: int, slice_len: int) -> tuple[Any
     ends = _is_end(ring, frames, slice_len)
     tried = frames[ends.argmax(axis=0), jnp.arange(count)]
 
-    def look_through() -> tuple[Any, Any]:
+    def search() -> tuple[Any, Any]:
         upto = _is_end(ring, jnp.arange(ring.begin.size), slice_len).cumsum()
         which = jax.random.randint(two, (count,), 0, jnp.maximum(upto[-1], 1))
         return jnp.searchsorted(upto, which, side="right").astype("int32") % ring.begin.size, upto[-1] > 0
 
-    end, found = jax.lax.cond(ends.any(axis=0).all(), lambda: (tried, jnp.array(True)), look_through)
+    end, found = jax.lax.cond(ends.any(axis=0).all(), lambda: (tried, jnp.array(True)), search)
     return end, found
 
 
 def _is_end(ring: JaxRing, frame: Any, slice_len: int) -> Any:
     """Whether the frame at the index ``row * L + lane`` and those before it form a slice of one trajectory."""
     row, newest = frame // ring.begin.shape[1], ring.written - 1
-    number = newest - (newest - row) % _steps(ring)
+    number = newest - (newest - row) % len(ring.begin)
     first = number - slice_len + 1
     oldest = ring.written - held(ring)
     return (row < ring.written) & (first >= _take(ring.begin, frame)) & (first >= oldest)
@@ -218,12 +213,12 @@ def _check(ring: JaxRing, batch: Any) -> int:
     mine, structure = jax.tree_util.tree_flatten_with_path(ring.data)
     leaves, other = jax.tree.flatten(batch)
     if structure != other:
-        raise ValueError(f"the batch has the structure {other}, the ring {structure}: give what its example was like")
+        raise ValueError(f"the batch has the structure {other}, the ring {structure}: give batches like its example")
     for (path, memory), leaf in zip(mine, leaves, strict=True):
         if leaf.shape[1:] != memory.shape[1:] or leaf.dtype != memory.dtype or leaf.shape[0] != leaves[0].shape[0]:
             wanted = [leaves[0].shape[0], *memory.shape[1:]]
             raise ValueError(
                 f"{jax.tree_util.keystr(path)} has shape {list(leaf.shape)} and dtype {leaf.dtype}, the ring takes "
-                f"{wanted} {memory.dtype}: give what its example was like"
+                f"{wanted} {memory.dtype}: give batches like its example"
             )
     return int(leaves[0].shape[0])

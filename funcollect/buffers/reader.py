@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from funcollect.arguments import check_kind, check_optional_positive
+from funcollect.buffers.arrays import Bools, Ints
 from funcollect.buffers.samplers.indices import SampleIndices
 from funcollect.buffers.samplers.randomness import GeneratorSource
 from funcollect.buffers.samplers.uniform import RandomSampler, SliceSampler, wanted_size
@@ -25,9 +25,6 @@ from funcollect.buffers.trajectory_index.trajectory_keys import Trajectories
 from funcollect.messages import shown
 
 __all__ = ["ReplayReader"]
-
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 
 class ReplayReader:
@@ -108,7 +105,7 @@ class ReplayReader:
         return _Chosen(replace(drawn, slots=slots), numbers.reshape(-1, length))
 
     def __iter__(self) -> Iterator[Any]:
-        """Samples without end."""
+        """Endless samples."""
         while True:
             yield self.sample()
 
@@ -119,10 +116,7 @@ class ReplayReader:
 class FileView:
     """The frames ``oldest … written - 1`` of a growing file, from which a sampler draws.
 
-    Args:
-        file: the storage's file.
-        layout: the layout of its rows.
-        trajectories: how frames are linked; None if only single frames are sampled.
+    Without `trajectories`, it has no index, and only single frames can be sampled.
     """
 
     def __init__(self, file: RowsFile, layout: RowLayout, trajectories: Trajectories | None) -> None:
@@ -135,11 +129,7 @@ class FileView:
         return max(self.written - self.oldest, 0)
 
     def follow(self) -> None:
-        """Add the frames written since the last call to the index.
-
-        Raises:
-            ValueError: if slices are sampled and the frames have no trajectory ids.
-        """
+        """Add the frames written since the last call to the index; ValueError if they have no trajectory ids."""
         if self.index is None or self._trajectories is None:
             self.oldest, self.written = self._file.span
             return
@@ -162,32 +152,25 @@ class FileView:
         trajectories.check_ids(columns)
         frames = trajectories.frames(columns, (len(numbers),), int(numbers[0]))
         order = frames.key.argsort(kind="stable")
-        number, key = numbers[order], frames.key[order]
-        begins = np.append(True, key[1:] != key[:-1])
-        gap = np.diff(number)
-        begins[2:] |= gap[1:] != gap[:-1]  # where numbers do not rise evenly
-        return Frames(
-            number=number,
-            key=key,
-            begins=begins,
-            ends=None if frames.ends is None else frames.ends[order],
-            step=None if frames.step is None else frames.step[order],
-        )
+        frames = Frames._make(None if column is None else column[order] for column in frames)
+        begins = np.append(True, frames.key[1:] != frames.key[:-1])
+        gap = np.diff(frames.number)
+        begins[2:] |= gap[1:] != gap[:-1]  # where numbers do not increase evenly
+        return frames._replace(begins=begins)
 
     def place(self, drawn: Ints) -> tuple[Ints, Ints]:
-        """The slots and the numbers of drawn frames. With an index these are slots, else distances from the oldest."""
+        """The slots and numbers of `drawn` frames, which are slots, or without an index, distances from the oldest."""
         if self.index is None:
             numbers = self.oldest + drawn
             return numbers % self.capacity, numbers
         return drawn, self.oldest + (drawn - self.oldest) % self.capacity
 
 
-@dataclass(frozen=True)
-class _Chosen:
+class _Chosen(NamedTuple):
     """The frames of a sample, before they are read."""
 
     drawn: SampleIndices
-    numbers: Ints  # [slices, slice_len], of the frames
+    numbers: Ints  # [slices, slice_len]: the numbers of the frames
 
     def gone(self, oldest: int) -> Bools:
         """Which slices contain frames that were overwritten: [slices]."""

@@ -7,8 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import optree
@@ -28,6 +27,8 @@ from funcollect.messages import shown
 
 __all__ = ["ReplayBuffer"]
 
+_Sample = tuple[Any, dict[str, Any]]  # the batch, and its info
+
 
 class ReplayBuffer:
     """Stores the newest frames, up to the capacity of its storage, and returns random batches of them.
@@ -38,7 +39,7 @@ class ReplayBuffer:
         writer: only ``"round robin"`` or None, which mean the same: new frames replace the oldest.
         transform: applied to data before it is stored.
         batch_size: the number of frames in a sample.
-        prefetch: the number of samples that threads prepare ahead. They are discarded if the buffer changes, so that a
+        prefetch: the number of samples that threads prepare ahead. They are discarded if the buffer changes, so a
             sample is never out of date.
         generator: the source of randomness; by default Torch's global generator.
         collate_fn: turns a list of items into a batch; only for a `ListStorage`.
@@ -67,9 +68,21 @@ class ReplayBuffer:
         generator: torch.Generator | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        _check(storage, sampler, writer, batch_size, prefetch, generator, transform, collate_fn)
         self.storage: Storage = ListStorage(1_000) if storage is None else storage
         self.sampler: Sampler = RandomSampler() if sampler is None else sampler
+        _check_part("storage", self.storage, "admit", "funcollect.LazyTensorStorage(100_000)")
+        _check_part("sampler", self.sampler, "draw", "funcollect.SliceSampler(slice_len=8)")
+        check_kind(
+            "generator", generator, (torch.Generator, type(None)), "pass for example torch.Generator().manual_seed(0)"
+        )
+        if writer not in (None, "round robin"):
+            raise ValueError(f'writer is {writer!r}, expected "round robin", the only one there is: leave it out')
+        check_optional_positive("batch_size", batch_size)
+        for name, function in {"transform": transform, "collate_fn": collate_fn}.items():
+            if function is not None:
+                check_function(name, function, "a function of a batch")
+        if prefetch is not None:
+            check_count("prefetch", prefetch)
         self.sampler.fit(self.storage.max_size)
         self.transform, self.batch_size, self.generator = transform, batch_size, generator
         if collate_fn is not None:
@@ -136,21 +149,20 @@ class ReplayBuffer:
             ValueError: for empty slots, and for priorities that are negative, infinite or NaN.
         """
         if not isinstance(self.sampler, PrioritizedSampler):
-            raise TypeError(f"{self.sampler} knows no priorities: build the buffer with sampler=PrioritizedSampler(…)")
+            raise TypeError(f"{self.sampler} has no priorities: build the buffer with sampler=PrioritizedSampler(…)")
         with self._lock, Uninterrupted():
             self.sampler.update_priority(self.state.memory, index, priority)
             self._ahead.clear()
 
-    def _make(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
+    def _make(self, batch_size: int) -> _Sample:
         with self._lock:
-            drawn = self.sampler.draw(self.state.memory, batch_size, self._random_source)
-            return self._gather(drawn)
+            return self._gather(self.sampler.draw(self.state.memory, batch_size, self._random_source))
 
-    def _gather(self, drawn: SampleIndices) -> tuple[Any, dict[str, Any]]:
+    def _gather(self, drawn: SampleIndices) -> _Sample:
         batch = ring.gather(self.state.memory, drawn)
         return batch, {"index": torch.from_numpy(drawn.index), **drawn.info}
 
-    def _made_ahead(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
+    def _made_ahead(self, batch_size: int) -> _Sample:
         """The oldest prepared sample that is still up to date."""
         while True:
             with self._lock:
@@ -163,12 +175,12 @@ class ReplayBuffer:
                 return made
 
     def _order(self, batch_size: int) -> _PrefetchedSample:
-        # Drawn here, so that the generator is used in the caller's order; gathered in a thread.
+        """Draw a sample, so that the generator is used in the order of the calls, and let a thread gather it."""
         assert self._pool is not None
         drawn = self.sampler.draw(self.state.memory, batch_size, self._random_source)
         return _PrefetchedSample(batch_size, drawn, self._pool.submit(self._gather_of, self.state, drawn))
 
-    def _gather_of(self, state: ring.RingState, drawn: SampleIndices) -> tuple[Any, dict[str, Any]] | None:
+    def _gather_of(self, state: ring.RingState, drawn: SampleIndices) -> _Sample | None:
         """The frames drawn from a state, or None if the buffer has changed since."""
         with self._lock:
             return self._gather(drawn) if state is self.state else None
@@ -179,7 +191,7 @@ class ReplayBuffer:
             self.sampler.give_back(self._ahead.pop().drawn)
 
     def __iter__(self) -> Iterator[Any]:
-        """Samples without end; with a `SamplerWithoutReplacement`, until every frame was returned once."""
+        """Endless samples; with a `SamplerWithoutReplacement`, until every frame was returned once."""
         size = wanted_size(None, self.batch_size)
         if isinstance(self.sampler, SamplerWithoutReplacement):
             with self._lock:
@@ -252,13 +264,12 @@ class ReplayBuffer:
         )
 
 
-@dataclass(frozen=True)
-class _PrefetchedSample:
+class _PrefetchedSample(NamedTuple):
     """A sample that a thread is preparing."""
 
     batch_size: int
     drawn: SampleIndices
-    future: Future[tuple[Any, dict[str, Any]] | None]
+    future: Future[_Sample | None]
 
 
 def _map(function: Callable[[Any], Any], data: Any) -> Any:
@@ -268,35 +279,7 @@ def _map(function: Callable[[Any], Any], data: Any) -> Any:
     return optree.tree_map(function, data)
 
 
-def _check(
-    storage: Any,
-    sampler: Any,
-    writer: Any,
-    batch_size: Any,
-    prefetch: Any,
-    generator: Any,
-    transform: Any,
-    collate_fn: Any,
-) -> None:
-    if storage is not None and (isinstance(storage, type) or not hasattr(storage, "admit")):
-        raise TypeError(
-            f"storage is {type(storage).__name__}, expected a storage of funcollect: pass for example "
-            "funcollect.LazyTensorStorage(100_000)"
-        )
-    if sampler is not None and (isinstance(sampler, type) or not hasattr(sampler, "draw")):
-        raise TypeError(
-            f"sampler is {type(sampler).__name__}, expected a sampler of funcollect: pass for example "
-            "funcollect.SliceSampler(slice_len=8)"
-        )
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(
-            f"generator is {generator!r}, expected a Torch generator: pass for example torch.Generator().manual_seed(0)"
-        )
-    if writer not in (None, "round robin"):
-        raise ValueError(f'writer is {writer!r}, expected "round robin", the only one there is: leave it out')
-    check_optional_positive("batch_size", batch_size)
-    for name, function in {"transform": transform, "collate_fn": collate_fn}.items():
-        if function is not None:
-            check_function(name, function, "a function of a batch")
-    if prefetch is not None:
-        check_count("prefetch", prefetch)
+def _check_part(name: str, part: Any, method: str, example: str) -> None:
+    """Raise TypeError unless a storage or sampler has the method that characterises it."""
+    if isinstance(part, type) or not hasattr(part, method):
+        raise TypeError(f"{name} is {type(part).__name__}, expected a {name} of funcollect: pass for example {example}")

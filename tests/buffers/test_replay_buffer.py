@@ -280,7 +280,7 @@ BAD = {
         lambda: tensors().extend([numbers(1)[0]]), TypeError, r"0 is TensorDict, expected a tensor: .* torch\.stack"),
     "arrays": (lambda: tensors().extend(np.ones(3)), TypeError, "the data is ndarray, expected a TensorDict, a tensor"),
     "tensorclass": (lambda: tensors().extend(Picture(torch.ones(3), batch_size=[3])), TypeError, r"to_tensordict\(\)"),
-    "generator": (lambda: fc.ReplayBuffer(generator=5), TypeError, "generator is 5, expected a Torch generator"),
+    "generator": (lambda: fc.ReplayBuffer(generator=5), TypeError, "generator is 5, expected Generator or NoneType"),
     "device": (lambda: fc.LazyTensorStorage(5, device="cuda:99"), ValueError, "device is 'cuda:99', expected a device"),
     "no items": (lambda: fc.ReplayBuffer().extend(5), TypeError, "expected a sequence of items"),
 }  # fmt: skip

@@ -148,5 +148,5 @@ def test_bad_input(case):
 
 
 def test_other_samplers_know_no_priorities():
-    with pytest.raises(TypeError, match=r"RandomSampler\(\) knows no priorities"):
+    with pytest.raises(TypeError, match=r"RandomSampler\(\) has no priorities"):
         fc.ReplayBuffer().update_priority([0], 1.0)

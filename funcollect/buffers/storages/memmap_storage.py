@@ -19,16 +19,13 @@ from funcollect.buffers.storages.tensor_storage import LazyTensorStorage
 
 
 class LazyMemmapStorage(LazyTensorStorage):
-    """A `LazyTensorStorage` in a file: it can be larger than memory, and other processes can read it.
-
-    Readers (`ReplayReader`) never see part of a frame: frames are withdrawn before their rows are overwritten, and
-    published once they are complete.
+    """A `LazyTensorStorage` in a file: it can be larger than memory, and other processes can read it (`ReplayReader`).
 
     Args:
         max_size: the capacity in frames.
         scratch_dir: the directory of the file, which is kept. By default a temporary directory, which is deleted with
             the storage or at the end of the process.
-        ndim: the number of batch dimensions, time last.
+        ndim: see `LazyTensorStorage`.
         device: the device of samples; by default the CPU. The rows are in the file in any case.
         compact_obs: see `LazyTensorStorage`. Separately stored observations are in memory, so readers are not possible.
         existsok: overwrite the file of an earlier storage.
@@ -50,13 +47,11 @@ class LazyMemmapStorage(LazyTensorStorage):
     ) -> None:
         super().__init__(max_size, ndim=ndim, device=device, compact_obs=compact_obs)
         check_flags(existsok=existsok)
-        check_kind(
-            "scratch_dir", scratch_dir, (str, os.PathLike, type(None)), "pass a directory, or None for a new one"
-        )
+        check_kind("scratch_dir", scratch_dir, (str, os.PathLike, type(None)), "pass a directory, or None")
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self._existsok = existsok
         self._file: rows_file.RowsFile | None = None
-        self._base = 0  # readers number frames without ever starting again; this is the number of slot 0
+        self._base = 0  # the number of the first frame after `empty`: for readers, numbers only increase
 
     def _allocate(self, layout: RowLayout, existsok: bool = False) -> Tensor:
         directory = self.scratch_dir
@@ -67,10 +62,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         if path.exists() and not (existsok or self._existsok):
             raise FileExistsError(f"{path} exists: give another scratch_dir, or existsok=True to write over it")
         path.parent.mkdir(parents=True, exist_ok=True)
-        header = {
-            "rows": None if layout.structure is not None else layout.to_json(),
-            "compact_obs": self.compact_obs,
-        }
+        described = layout.to_json() if layout.structure is None else None
+        header = {"rows": described, "compact_obs": self.compact_obs}
         try:
             self._file, rows = rows_file.create(path, header, self.max_size, layout.words)
         except OSError as error:

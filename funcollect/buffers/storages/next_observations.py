@@ -7,43 +7,37 @@ stored **aside**, in an array that grows as needed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from funcollect.buffers.arrays import Arrays, Bools, Ints
 from funcollect.buffers.storages.packed_rows import RowLayout
 from funcollect.specs import RESERVED
 from funcollect.tree import Path
-
-Ints = npt.NDArray[np.int64]
 
 _AT_ONCE = 256  # frames compared at once
 
 
 def next_paths(leaves: Mapping[Path, Tensor]) -> list[Path]:
-    """The keys under ``next`` for which the root has a key with the same shape and dtype.
+    """The keys under ``next`` for which the root has a leaf of the same shape and dtype, of which there must be one."""
 
-    Raises:
-        ValueError: if there are none.
-    """
+    def alike(one: Tensor | None, two: Tensor) -> bool:
+        return one is not None and one.shape == two.shape and one.dtype == two.dtype
+
     found = [
         path
         for path, leaf in leaves.items()
-        if path[0] == "next" and path[1:2] and path[1] not in RESERVED and _alike(leaves.get(path[1:]), leaf)
+        if path[0] == "next" and path[1:2] and path[1] not in RESERVED and alike(leaves.get(path[1:]), leaf)
     ]
     if not found:
         raise ValueError(
             "the batch has no next observation beside one of the same shape and dtype at its root, which compact_obs "
-            f"would leave out; it has {sorted('.'.join(path) for path in leaves)}: leave compact_obs out"
+            f"would not store; it has {sorted('.'.join(path) for path in leaves)}: leave compact_obs out"
         )
     return found
-
-
-def _alike(one: Tensor | None, two: Tensor) -> bool:
-    return one is not None and one.shape == two.shape and one.dtype == two.dtype
 
 
 class NextObservations:
@@ -108,7 +102,7 @@ class NextObservations:
         taken, self._free = self._free[cut:], self._free[:cut]
         return taken
 
-    def read(self, slots: Ints, following: Ints, mask: npt.NDArray[np.bool_] | None) -> dict[Path, Tensor]:
+    def read(self, slots: Ints, following: Ints, mask: Bools | None) -> dict[Path, Tensor]:
         """Copies of the next observations of the frames in `slots`; zeros where `mask` is False."""
         place = self.place.take(slots)
         laid = place >= 0
@@ -122,16 +116,16 @@ class NextObservations:
         return dict(zip([c.path for c in self.aside.columns], self.aside.leaves(torch.from_numpy(packed)), strict=True))
 
     def copy(self, rows: Tensor) -> NextObservations:
-        """The same over a copy of the rows."""
+        """A copy, for a copy of the rows."""
         twin = NextObservations(self.layout, self.aside, rows)
         twin.load(self.state())
         return twin
 
-    def state(self) -> dict[str, npt.NDArray[Any]]:
-        """Everything, as arrays by name."""
+    def state(self) -> Arrays:
+        """The stored next observations, as arrays by name."""
         return {"place": self.place.copy(), "aside": self._aside.numpy().copy(), "free": self._free.copy()}
 
-    def load(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+    def load(self, state: Arrays) -> None:
         """Restore what `state` returned."""
         self.place, self._free = state["place"], state["free"]
         self._aside = torch.from_numpy(state["aside"])

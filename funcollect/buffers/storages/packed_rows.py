@@ -19,10 +19,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
 
+from funcollect.buffers.arrays import Ints
 from funcollect.tree import Path, nest
 
 _WORD = 8  # bytes
-_Rebuild = Callable[[list[Tensor], int], Any]  # from leaves [N, ...] and N to a batch
 
 # Integers of the same width carry dtypes that NumPy lacks.
 _CARRIERS = {
@@ -34,19 +34,14 @@ _CARRIERS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PackedLeaf:
     """The place of a leaf in a row."""
 
     path: Path
     shape: tuple[int, ...]  # of one frame
     dtype: torch.dtype
-    offset: int  # bytes from the begin of the row
-
-    @property
-    def name(self) -> str:
-        """The path for messages."""
-        return ".".join(self.path) or "the data"
+    offset: int  # bytes from the beginning of the row
 
     @cached_property
     def count(self) -> int:
@@ -65,11 +60,7 @@ class PackedLeaf:
 
 
 def leaves_of(data: Any) -> dict[Path, Tensor]:
-    """The leaves of a TensorDict or another tree of tensors, by path; a single tensor has the empty path.
-
-    Raises:
-        TypeError: if a leaf is not a tensor.
-    """
+    """The leaves of a TensorDict or another tree of tensors, by path; TypeError if a leaf is not a tensor."""
     if isinstance(data, TensorDictBase):
         return _collect(data, (), {})
     paths, leaves, _ = optree.tree_flatten_with_path(data)
@@ -104,7 +95,11 @@ def _check_leaf(path: Path, leaf: Any) -> None:
     else:
         wanted = "a tensor"
         mend = f"leave it out (batch.exclude({path!r})), make a tensor of it, or store it in a ListStorage"
-    raise TypeError(f"{'.'.join(path) or 'the data'} is {type(leaf).__name__}, expected {wanted}: {mend}")
+    raise TypeError(f"{_name(path)} is {type(leaf).__name__}, expected {wanted}: {mend}")
+
+
+def _name(path: Path) -> str:
+    return ".".join(path) or "the data"
 
 
 class RowLayout:
@@ -113,7 +108,7 @@ class RowLayout:
     Args:
         columns: the leaves, in the order of the batch.
         item_dims: the batch dimensions of a single frame; ``()`` unless frames are sequences.
-        rebuild: builds a batch from leaves and the number of frames.
+        structure: the structure of a frame that is a tree; None for TensorDicts.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -125,15 +120,17 @@ class RowLayout:
     tensor([0, 1])
     """
 
-    def __init__(self, columns: Sequence[PackedLeaf], item_dims: tuple[int, ...], rebuild: _Rebuild) -> None:
-        self.columns = tuple(columns)
-        self.item_dims = item_dims
-        self.structure: Any = None  # of the tree, if frames are not TensorDicts
-        self._rebuild = rebuild
+    def __init__(self, columns: Sequence[PackedLeaf], item_dims: tuple[int, ...] = (), structure: Any = None) -> None:
+        self.columns, self.item_dims, self.structure = tuple(columns), item_dims, structure
+        if structure is None:
+            self._rebuild = _tensordicts(self.columns, item_dims)
+        else:
+            self._rebuild = lambda leaves, _: optree.tree_unflatten(structure, leaves)
         self._paths = {column.path for column in columns}
         end = max((column.offset + column.nbytes for column in columns), default=0)
         widest = max([_WORD, *(column.dtype.itemsize for column in columns)])
-        self.words = max(-(-end // widest), 1) * widest // _WORD
+        self.nbytes = max(-(-end // widest), 1) * widest
+        self.words = self.nbytes // _WORD
         self._names = [str(index) for index in range(len(columns))]
         self._bytes = [np.dtype(f"V{column.nbytes}") for column in columns]
         self._typed = self._struct([(_array_dtype(column.dtype), column.shape) for column in columns])
@@ -152,41 +149,28 @@ class RowLayout:
 
     @classmethod
     def of(cls, data: Any, ndim: int, leaves: Mapping[Path, Tensor] | None = None) -> RowLayout:
-        """The layout of the frames of `data`, whose leaves have `ndim` batch dimensions.
-
-        If `leaves` are given, the layout has only these.
-        """
+        """The layout of `leaves`, by default all of `data`, which have `ndim` batch dimensions."""
         leaves = leaves_of(data) if leaves is None else leaves
         offset, columns = 0, {}
         for path, leaf in sorted(leaves.items(), key=lambda pair: (-pair[1].dtype.itemsize, str(pair[1].dtype))):
-            columns[path] = PackedLeaf(path=path, shape=tuple(leaf.shape[ndim:]), dtype=leaf.dtype, offset=offset)
+            columns[path] = PackedLeaf(path, tuple(leaf.shape[ndim:]), leaf.dtype, offset)
             offset += columns[path].nbytes
-        item_dims = tuple(data.batch_size[ndim:]) if isinstance(data, TensorDictBase) else ()
-        rebuild = (
-            _tensordicts({path: leaf.dtype for path, leaf in leaves.items()}, item_dims)
-            if isinstance(data, TensorDictBase)
-            else _trees(data)
-        )
-        layout = cls([columns[path] for path in leaves], item_dims, rebuild)
-        layout.structure = None if isinstance(data, TensorDictBase) else optree.tree_structure(data)
-        return layout
+        ordered = [columns[path] for path in leaves]
+        if isinstance(data, TensorDictBase):
+            return cls(ordered, tuple(data.batch_size[ndim:]))
+        return cls(ordered, structure=optree.tree_structure(data))
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> RowLayout:
         """The layout described by `to_json`."""
         columns = [
-            PackedLeaf(path=tuple(path), shape=tuple(shape), dtype=getattr(torch, dtype), offset=offset)
+            PackedLeaf(tuple(path), tuple(shape), getattr(torch, dtype), offset)
             for path, shape, dtype, offset in saved["columns"]
         ]
-        item_dims = tuple(saved["item_dims"])
-        return cls(columns, item_dims, _tensordicts({column.path: column.dtype for column in columns}, item_dims))
+        return cls(columns, tuple(saved["item_dims"]))
 
     def to_json(self) -> dict[str, Any]:
-        """A description of the layout in numbers and strings.
-
-        Raises:
-            TypeError: if the frames are trees, whose structure cannot be described so.
-        """
+        """A description in numbers and strings; TypeError for the structure of a tree, which has none."""
         if self.structure is not None:
             raise TypeError(f"the frames are trees {self.structure}, which have no file format: store TensorDicts")
         columns = [
@@ -195,35 +179,23 @@ class RowLayout:
         ]
         return {"columns": columns, "item_dims": self.item_dims}
 
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes per frame."""
-        return self.words * _WORD
-
     def check(self, leaves: Mapping[Path, Tensor], ndim: int) -> None:
-        """Check that a batch has the leaves of this layout.
-
-        Raises:
-            ValueError: if keys, shapes or dtypes differ.
-        """
+        """Raise ValueError if the keys, shapes or dtypes of a batch differ from this layout."""
         if leaves.keys() != self._paths:
-            raise ValueError(self._other_keys(leaves))
+            lacks = sorted(".".join(path) for path in self._paths - leaves.keys())
+            extra = sorted(".".join(path) for path in leaves.keys() - self._paths)
+            raise ValueError(
+                f"the batch lacks {lacks} and has {extra} besides the keys that the storage holds, which are those of "
+                "its first batch: select the same keys for every batch"
+            )
         for column in self.columns:
             leaf = leaves[column.path]
             if leaf.shape[ndim:] != column.shape or leaf.dtype != column.dtype:
-                got = f"{list(leaf.shape[ndim:])} {leaf.dtype}"
                 raise ValueError(
-                    f"{column.name} is {got} in each frame, the storage holds {list(column.shape)} {column.dtype}, as "
-                    "the first batch had it: convert it before extending, or store it in a buffer of its own"
+                    f"{_name(column.path)} is {list(leaf.shape[ndim:])} {leaf.dtype} in each frame, the storage holds "
+                    f"{list(column.shape)} {column.dtype}, as the first batch had it: convert it before extending, or "
+                    "store it in a buffer of its own"
                 )
-
-    def _other_keys(self, leaves: Mapping[Path, Tensor]) -> str:
-        lacks = sorted(".".join(path) for path in self._paths - leaves.keys())
-        extra = sorted(".".join(path) for path in leaves.keys() - self._paths)
-        return (
-            f"the batch lacks {lacks} and has {extra} besides the keys that the storage holds, which are those of its "
-            "first batch: select the same keys for every batch"
-        )
 
     def pack(self, rows: Tensor, leaves: Mapping[Path, Tensor], ndim: int, first: int = 0) -> None:
         """Write N frames of ``[*B, ...]`` leaves, beginning with frame `first`, to `rows` [N, words].
@@ -242,12 +214,12 @@ class RowLayout:
                 elements = _elements(time_major(leaves[column.path], ndim), column, bytes_)
                 records[name] = elements[first : first + number]
 
-    def gather(self, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> Tensor:
+    def gather(self, rows: Ints, slots: Ints) -> Tensor:
         """A copy [N, words] of the `rows` in `slots`; on the CPU."""
         packed = rows.view(self.row)[:, 0].take(slots, mode="clip").view(np.int64)
         return torch.from_numpy(packed.reshape(len(slots), self.words))
 
-    def numbers(self, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> dict[Path, Tensor]:
+    def numbers(self, rows: Ints, slots: Ints) -> dict[Path, Tensor]:
         """The leaves with one number per frame, of the frames in `slots` [N]; on the CPU."""
         records = rows.view(self._typed)[:, 0]
         return {
@@ -318,10 +290,11 @@ def _array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return torch.empty(0, dtype=_CARRIERS.get(dtype, dtype)).numpy().dtype
 
 
-def _tensordicts(kinds: Mapping[Path, torch.dtype], item_dims: tuple[int, ...]) -> _Rebuild:
-    recipe = nest({path: index for index, path in enumerate(kinds)})
+def _tensordicts(columns: Sequence[PackedLeaf], item_dims: tuple[int, ...]) -> Callable[[list[Tensor], int], Any]:
+    """A function from the leaves [N, ...] of columns, and N, to a TensorDict."""
+    recipe = nest({column.path: index for index, column in enumerate(columns)})
     # tensordict cannot clone floats of eight bits if a device is set.
-    placed = bool(kinds) and all(dtype.itemsize > 1 or not dtype.is_floating_point for dtype in kinds.values())
+    placed = columns and all(column.dtype.itemsize > 1 or not column.dtype.is_floating_point for column in columns)
 
     def build(node: Mapping[str, Any], leaves: list[Tensor], size: torch.Size, device: Any) -> TensorDict:
         filled = {
@@ -336,8 +309,3 @@ def _tensordicts(kinds: Mapping[Path, torch.dtype], item_dims: tuple[int, ...]) 
         return build(recipe, leaves, torch.Size((number, *item_dims)), leaves[0].device if placed else None)
 
     return rebuild
-
-
-def _trees(data: Any) -> _Rebuild:
-    structure = optree.tree_structure(data)
-    return lambda leaves, number: optree.tree_unflatten(structure, leaves)

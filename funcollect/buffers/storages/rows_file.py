@@ -1,8 +1,8 @@
 """The file of a memory-mapped storage: a header, then the rows.
 
 The header describes the rows in JSON, and two of its words give the range of complete frames. A process can read the
-file without further information, even after the writer was killed. The file is created under another name and renamed
-once it is complete.
+file without further information, even after the writer was killed. A reader never gets part of a frame: frames are
+withdrawn before their rows are overwritten, and published once they are complete.
 """
 
 from __future__ import annotations
@@ -14,31 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Ints = npt.NDArray[np.int64]
+from funcollect.buffers.arrays import Ints
 
 NAME = "rows.bin"
 
 _MAGIC = int.from_bytes(b"funcoll1", "little")
 _WORD, _PAGE = 8, 4096  # bytes
-_OLDEST, _WRITTEN = 8, 9  # words of the header that change
+_OLDEST, _WRITTEN = 8, 9  # the words of the header that change
 _JSON = 16  # the word at which the JSON begins
 
 
 class RowsFile:
-    """A mapped file.
-
-    Attributes:
-        header: the JSON of the header.
-        rows: ``[capacity, words]`` int64.
-    """
+    """A mapped file."""
 
     def __init__(self, words: Ints) -> None:
         self.header: dict[str, Any] = json.loads(words[_JSON:].view(np.uint8)[: words[2]].tobytes())
-        self.rows = words[words[1] :].reshape(self.header["max_size"], -1)
+        self.rows = words[words[1] :].reshape(self.header["max_size"], -1)  # [capacity, words] int64
         self._words = words
 
     @property
@@ -61,15 +55,12 @@ class RowsFile:
 
 
 def create(path: Path, header: Mapping[str, Any], rows: int, words: int) -> tuple[RowsFile, Tensor]:
-    """Create a file with space for all rows; return it and its rows as a tensor ``[rows, words]``.
-
-    Raises:
-        OSError: if the disk has no room.
-    """
+    """Create a file with space for all rows; return it and its rows as a tensor ``[rows, words]``."""
     text = json.dumps({**header, "max_size": rows}).encode()
     offset = -(-(_JSON * _WORD + len(text)) // _PAGE) * _PAGE // _WORD  # words before the first row
     size = offset + rows * words
-    # An old file is replaced, not truncated: a process that has mapped it would be killed.
+    # The file gets its name once it is complete. An old file is replaced, not truncated: a process that has mapped it
+    # would be killed.
     fresh = path.with_suffix(".new")
     try:
         with open(fresh, "w+b") as file:
@@ -86,12 +77,7 @@ def create(path: Path, header: Mapping[str, Any], rows: int, words: int) -> tupl
 
 
 def attach(path: Path) -> RowsFile:
-    """Open the file of another process for reading.
-
-    Raises:
-        FileNotFoundError: if there is none.
-        ValueError: if it is a file of another kind.
-    """
+    """Open the file of another process for reading."""
     if not path.exists():
         raise FileNotFoundError(
             f"{path.parent} has no frames of a LazyMemmapStorage: give its scratch_dir, after the first extend"

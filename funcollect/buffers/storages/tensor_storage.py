@@ -30,9 +30,9 @@ class LazyTensorStorage(Storage):
         max_size: the capacity in frames.
         ndim: the number of batch dimensions, time last.
         device: the device of rows and samples; by default the CPU.
-        compact_obs: store each observation once. The next observation of a frame is then read from its successor; it is
-            stored only if there is no successor or it differs, with room for those of the largest batch. Samples have
-            both observations in any case. Only on the CPU.
+        compact_obs: store each observation once. The next observation of a frame is then read from its successor. It is
+            stored only if the successor is missing or differs, in memory that has room for those of the largest batch.
+            Samples have both observations in any case. Only on the CPU.
 
     Raises:
         TypeError, ValueError: if `max_size` or `ndim` is below 1, or for `compact_obs` on another device.
@@ -55,7 +55,7 @@ class LazyTensorStorage(Storage):
         check_size(max_size)
         check_flags(compact_obs=compact_obs)
         if compact_obs and torch.device(device or "cpu").type != "cpu":
-            raise ValueError(f"compact_obs is for storages on the host, device is {device}: leave one of them out")
+            raise ValueError(f"compact_obs is for storages on the host, device is {device}: omit one of them")
         check_positive("ndim", ndim)
         self.max_size, self.ndim = int(max_size), int(ndim)
         self.device = checked_device(device) or torch.device("cpu")
@@ -93,7 +93,7 @@ class LazyTensorStorage(Storage):
 
     def _open(self) -> tuple[RowLayout, Tensor]:
         if self.layout is None or self._rows is None:
-            raise ValueError("the storage holds nothing yet: extend it first")
+            raise ValueError("the storage has no frames yet: extend it first")
         return self.layout, self._rows
 
     @override
@@ -193,15 +193,13 @@ def _lead(data: Any, leaves: Any, ndim: int) -> tuple[int, ...]:
     if isinstance(data, TensorDictBase):
         shape = tuple(data.batch_size)
     else:
-        shapes = [tuple(leaf.shape[:ndim]) for leaf in leaves.values()]
-        shape = shapes[0] if all(other == shapes[0] for other in shapes) else ()
+        shapes = {tuple(leaf.shape[:ndim]) for leaf in leaves.values()}
+        shape = shapes.pop() if len(shapes) == 1 else ()
     if len(shape) < ndim:
+        mend = "stack single frames, or give them to add"
+        if shape:
+            mend = f"build it with ndim={len(shape)}, or reshape the batch"
         raise ValueError(
-            f"the batch has batch dimensions {list(shape)}, the storage takes {ndim} (ndim={ndim}), time last: "
-            + (
-                f"build it with ndim={len(shape)}, or reshape the batch"
-                if shape
-                else "stack single frames, or give them to add"
-            )
+            f"the batch has batch dimensions {list(shape)}, the storage takes {ndim} (ndim={ndim}), time last: {mend}"
         )
     return shape[:ndim]
