@@ -24,11 +24,8 @@ _FORMAT = 2
 _POINTER, _META, _ARRAYS = "current", "meta.json", "arrays.npz"
 
 
-def dump(
-    directory: str | os.PathLike[str], memory: RingMemory, sampler: Sampler, generator: torch.Generator | None
-) -> None:
-    """Write all state that determines the next samples, and make this dump the current one."""
-    root = Path(directory)
+def dump(root: Path, memory: RingMemory, sampler: Sampler, generator: torch.Generator | None) -> None:
+    """Write all state that determines the next samples, and make this dump the current one of the directory `root`."""
     root.mkdir(parents=True, exist_ok=True)
     former = _current(root)
     fresh = root / f"v{int(former.name[1:]) + 1 if former else 0}"
@@ -77,15 +74,11 @@ def _current(root: Path) -> Path | None:
 
 
 def load(
-    directory: str | os.PathLike[str],
-    memory: RingMemory,
-    sampler: Sampler,
-    generator: torch.Generator | None,
-    allow_pickle: bool,
+    root: Path, memory: RingMemory, sampler: Sampler, generator: torch.Generator | None, allow_pickle: bool
 ) -> None:
     """Read the current dump into the parts of a buffer that was built with the same arguments."""
-    if (found := _current(Path(directory))) is None:
-        raise FileNotFoundError(f"{directory} has no complete dump of a buffer: pass the directory given to dumps")
+    if (found := _current(root)) is None:
+        raise FileNotFoundError(f"{root} has no complete dump of a buffer: pass the directory given to dumps")
     meta = json.loads((found / _META).read_text())
     for name, mine in _kind(memory, sampler).items():
         if meta[name] != mine:

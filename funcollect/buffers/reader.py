@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ __all__ = ["ReplayReader"]
 
 
 class ReplayReader:
-    """Samples from the `LazyMemmapStorage` of another process, while that writes or after it was killed.
+    """Samples from the `LazyMemmapStorage` of another process, while that process writes or after it was killed.
 
     A sample never contains part of a frame: frames that were overwritten while they were read are drawn again. Each
     sample is drawn from the frames that are stored at that moment. Slices follow trajectories by the frames' ids, as in
@@ -67,7 +67,12 @@ class ReplayReader:
         check_optional_positive("batch_size", batch_size)
         check_kind("generator", generator, (torch.Generator, type(None)), "pass a torch.Generator")
         self.sampler = RandomSampler() if sampler is None else sampler
-        _check_sampler(self.sampler)
+        over_trajectories = type(self.sampler) is SliceSampler and self.sampler.over == "trajectories"
+        if type(self.sampler) is not RandomSampler and not over_trajectories:
+            raise TypeError(
+                f"the reader's sampler is {shown(sampler)}, expected a RandomSampler, or a SliceSampler over "
+                "trajectories: the others need to be notified of each extend"
+            )
         self.directory, self.batch_size = Path(directory), batch_size
         self._file = rows_file.attach(self.directory / rows_file.NAME)
         self._layout = _layout(self._file.header)
@@ -79,30 +84,25 @@ class ReplayReader:
         return max(written - oldest, 0)
 
     def sample(self, batch_size: int | None = None) -> Any:
-        """A random batch of frames, copied.
-
-        Args:
-            batch_size: the number of frames; by default that of the reader.
-
-        Raises:
-            ValueError: if there is no batch size, if the buffer is empty, or if no trajectory is as long as a slice.
-        """
+        """A random batch of frames, copied; see `ReplayBuffer.sample`."""
         wanted = wanted_size(batch_size, self.batch_size)
-        chosen = self._choose(wanted)
-        gathered = self._layout.gather(self._file.rows, chosen.drawn.slots)
-        while (gone := chosen.gone(self._file.oldest)).any():
-            chosen = chosen.mended(self._choose(wanted), gone)
-            gathered = self._layout.gather(self._file.rows, chosen.drawn.slots)
-        if chosen.drawn.mask is not None:
-            gathered[torch.from_numpy(~chosen.drawn.mask)] = 0
-        return chosen.drawn.finish(self._layout.unpack(gathered))
+        drawn, numbers = self._draw(wanted)
+        gathered = self._layout.gather(self._file.rows, drawn.slots)
+        while (gone := np.any(numbers < self._file.oldest, axis=1)).any():
+            other, others = self._draw(wanted)
+            drawn, numbers = _mended(drawn, other, gone), np.where(gone[:, None], others, numbers)
+            gathered = self._layout.gather(self._file.rows, drawn.slots)
+        if drawn.mask is not None:
+            gathered[torch.from_numpy(~drawn.mask)] = 0
+        return drawn.finish(self._layout.unpack(gathered))
 
-    def _choose(self, batch_size: int) -> _Chosen:
+    def _draw(self, batch_size: int) -> tuple[SampleIndices, Ints]:
+        """A sample, and the numbers of its frames [slices, slice_len]; single frames are slices of length 1."""
         self._view.follow()
         drawn = self.sampler.draw(self._view, batch_size, self._random_source)
         slots, numbers = self._view.place(drawn.slots)
         length = self.sampler.spec(batch_size).slice_len if isinstance(self.sampler, SliceSampler) else 1
-        return _Chosen(replace(drawn, slots=slots), numbers.reshape(-1, length))
+        return replace(drawn, slots=slots), numbers.reshape(-1, length)
 
     def __iter__(self) -> Iterator[Any]:
         """Endless samples."""
@@ -166,27 +166,14 @@ class FileView:
         return drawn, self.oldest + (drawn - self.oldest) % self.capacity
 
 
-class _Chosen(NamedTuple):
-    """The frames of a sample, before they are read."""
-
-    drawn: SampleIndices
-    numbers: Ints  # [slices, slice_len]: the numbers of the frames
-
-    def gone(self, oldest: int) -> Bools:
-        """Which slices contain frames that were overwritten: [slices]."""
-        found: Bools = np.any(self.numbers < oldest, axis=1)
-        return found
-
-    def mended(self, other: _Chosen, gone: Bools) -> _Chosen:
-        """A copy in which the slices marked by `gone` are replaced by those of `other`."""
-        rows = gone.repeat(self.numbers.shape[1])
-        mine, new = self.drawn, other.drawn
-        mask = None if mine.mask is None or new.mask is None else np.where(rows, new.mask, mine.mask)
-        last = mine.last
-        if isinstance(last, np.ndarray) and isinstance(new.last, np.ndarray):
-            last = np.where(gone, new.last, last)
-        drawn = replace(mine, slots=np.where(rows, new.slots, mine.slots), mask=mask, last=last)
-        return _Chosen(drawn, np.where(gone[:, None], other.numbers, self.numbers))
+def _mended(drawn: SampleIndices, other: SampleIndices, gone: Bools) -> SampleIndices:
+    """A sample in which the slices marked by `gone` [slices] are replaced by those of another sample."""
+    rows, mask, last = gone.repeat(len(drawn.slots) // len(gone)), drawn.mask, drawn.last
+    if mask is not None and other.mask is not None:
+        mask = np.where(rows, other.mask, mask)
+    if isinstance(last, np.ndarray) and isinstance(other.last, np.ndarray):
+        last = np.where(gone, other.last, last)
+    return replace(drawn, slots=np.where(rows, other.slots, drawn.slots), mask=mask, last=last)
 
 
 def _layout(header: dict[str, Any]) -> RowLayout:
@@ -197,12 +184,3 @@ def _layout(header: dict[str, Any]) -> RowLayout:
     if header["rows"] is None:
         raise TypeError("the storage holds trees, whose structure is not in its file: store TensorDicts for readers")
     return RowLayout.from_json(header["rows"])
-
-
-def _check_sampler(sampler: Any) -> None:
-    if type(sampler) is RandomSampler or (type(sampler) is SliceSampler and sampler.over == "trajectories"):
-        return
-    raise TypeError(
-        f"the reader's sampler is {shown(sampler)}, expected a RandomSampler, or a SliceSampler over trajectories: the "
-        "others need to be notified of each extend"
-    )

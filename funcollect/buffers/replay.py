@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -134,7 +135,7 @@ class ReplayBuffer:
             ValueError: if there is no batch size, if the buffer is empty, or if no trajectory is as long as a slice.
         """
         wanted = wanted_size(batch_size, self.batch_size)
-        made = self._make(wanted) if self._pool is None else self._made_ahead(wanted)
+        made = self._make(wanted) if self._pool is None else self._made_ahead(wanted, self._pool)
         return made if return_info else made[0]
 
     def update_priority(self, index: Any, priority: Any) -> None:
@@ -162,23 +163,20 @@ class ReplayBuffer:
         batch = ring.gather(self.state.memory, drawn)
         return batch, {"index": torch.from_numpy(drawn.index), **drawn.info}
 
-    def _made_ahead(self, batch_size: int) -> _Sample:
+    def _made_ahead(self, batch_size: int, pool: ThreadPoolExecutor) -> _Sample:
         """The oldest prepared sample that is still up to date."""
         while True:
             with self._lock:
                 if any(ahead.batch_size != batch_size for ahead in self._ahead):
                     self._give_back()
                 while len(self._ahead) <= self._prefetch and not (self._ahead and self.sampler.ran_out(batch_size)):
-                    self._ahead.append(self._order(batch_size))
+                    # The sample is drawn here, so that the generator is used in the order of the calls.
+                    drawn = self.sampler.draw(self.state.memory, batch_size, self._random_source)
+                    future = pool.submit(self._gather_of, self.state, drawn)
+                    self._ahead.append(_PrefetchedSample(batch_size, drawn, future))
                 first = self._ahead.popleft()
             if (made := first.future.result()) is not None:
                 return made
-
-    def _order(self, batch_size: int) -> _PrefetchedSample:
-        """Draw a sample, so that the generator is used in the order of the calls, and let a thread gather it."""
-        assert self._pool is not None
-        drawn = self.sampler.draw(self.state.memory, batch_size, self._random_source)
-        return _PrefetchedSample(batch_size, drawn, self._pool.submit(self._gather_of, self.state, drawn))
 
     def _gather_of(self, state: ring.RingState, drawn: SampleIndices) -> _Sample | None:
         """The frames drawn from a state, or None if the buffer has changed since."""
@@ -237,7 +235,7 @@ class ReplayBuffer:
         check_kind("path", path, (str, os.PathLike), "pass a directory")
         with self._lock:
             self._give_back()
-            dumping.dump(path, self.state.memory, self.sampler, self.generator)
+            dumping.dump(Path(path), self.state.memory, self.sampler, self.generator)
 
     def loads(self, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
         """Restore a dump: the next samples are those that the dumped buffer would have returned.
@@ -255,7 +253,7 @@ class ReplayBuffer:
         with self._lock:
             self._ahead.clear()
             fresh = ring.init(self.storage, trajectories=self.sampler.trajectories)
-            dumping.load(path, fresh.memory, self.sampler, self.generator, allow_pickle)
+            dumping.load(Path(path), fresh.memory, self.sampler, self.generator, allow_pickle)
             self.state = fresh
 
     def __repr__(self) -> str:

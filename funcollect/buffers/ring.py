@@ -104,15 +104,10 @@ class RingMemory:
 
 @dataclass(frozen=True)
 class RingState:
-    """A ring at one version; `len` is the number of its frames.
+    """A ring at one version; `len` is the number of its frames."""
 
-    Attributes:
-        memory: the frames and the index, shared by all states of the ring.
-        version: the number of `extend` calls that led to this state.
-    """
-
-    memory: RingMemory
-    version: int = 0
+    memory: RingMemory  # the frames and the index, shared by all states of the ring
+    version: int = 0  # the number of `extend` calls that led to this state
 
     def __len__(self) -> int:
         return len(check_current(self))

@@ -17,25 +17,21 @@ from funcollect.tree import flatten
 __all__ = ["gae"]
 
 _NEEDED = {"reward": ("next", "reward"), "terminated": ("next", "terminated"), "done": ("next", "done")}
-_EPISODE = ("collector", "episode")  # of each lane: what traced rollouts have in place of ids
+_EPISODE = ("collector", "episode")  # traced rollouts have these numbers per lane instead of ids
 _OPTIONAL = {"traj_ids": TRAJECTORY_IDS, "mask": MASK, "stays": ("done",)}
 
 
 def gae(
-    batch: TensorDictBase | Mapping[str, Any],
-    value: Any,
-    next_value: Any,
-    *,
-    gamma: float = 0.99,
-    lmbda: float = 0.95,
+    batch: TensorDictBase | Mapping[str, Any], value: Any, next_value: Any, *, gamma: float = 0.99, lmbda: float = 0.95
 ) -> tuple[Any, Any]:
     """Generalised advantage estimates, and the targets for a value function.
 
     Let ``delta = reward + gamma * next_value - value``, without `next_value` after a termination. The advantage of a
-    frame is the sum of its delta and all later ones of its trajectory, each weighted by ``gamma * lmbda`` to the power
-    of the steps between (Schulman et al., 2016, https://arxiv.org/abs/1506.02438). At a truncation, and at the end of
-    the batch, `next_value` stands for the missing rest of the trajectory. With ``lmbda=1`` the targets are the
-    discounted returns to go. Padding of split trajectories and repeated frames of finished lanes have the advantage 0.
+    frame is the sum of its delta and all later ones of its trajectory, each weighted by ``(gamma * lmbda)**k``, where
+    ``k`` is the number of steps between them (Schulman et al., 2016, https://arxiv.org/abs/1506.02438). At a
+    truncation, and at the end of the batch, `next_value` stands for the missing rest of the trajectory. With
+    ``lmbda=1`` the targets are the discounted returns to go. Padding of split trajectories and repeated frames of
+    finished lanes have the advantage 0.
 
     Gradients flow through both results. Detach them, or stop their gradients, for losses that need constants.
 
@@ -109,13 +105,9 @@ def _ends(xp: Any, frames: _AdvantageInputs) -> Any:
 def _discounted_sums(xp: Any, values: Any, discount: Any) -> Any:
     """``sums[t] = values[t] + discount[t] * sums[t + 1]``, in log2(T) rounds of whole arrays instead of T steps.
 
-    Each round adds every odd row into the even one before it, which leaves the same problem of half the length.
-    Nothing is divided by products of discounts, so long trajectories keep their precision.
-
-    Args:
-        xp: `torch` or `jax.numpy`.
-        values: [T, ...].
-        discount: [T, ...], zero in the last row.
+    Each round adds every odd row to the even one before it, which leaves the same problem of half the length. Nothing
+    is divided by products of discounts, so long trajectories keep their precision. `values` and `discount` are
+    [T, ...], and the last row of `discount` is 0.
     """
     length = len(values)
     if length <= 1:
@@ -132,13 +124,12 @@ def _discounted_sums(xp: Any, values: Any, discount: Any) -> Any:
 def _read_torch(batch: TensorDictBase, value: Any, next_value: Any) -> tuple[_AdvantageInputs, Tensor, Tensor]:
     """The frames of a TensorDict and their values, each leaf ``[T, *B, n]``."""
     check_batch(batch)
-    columns = {}
+    columns = {"reward": require(batch, _NEEDED["reward"], tail=None)}
     for name, path in (_NEEDED | _OPTIONAL).items():
-        if name in _OPTIONAL and batch.get(path, None) is None:
-            continue
-        tail = None if name == "reward" else () if name in ("traj_ids", "mask") else (1,)
-        leaf = require(batch, path, tail=tail)
-        columns[name] = leaf[..., None] if tail == () else leaf
+        if name != "reward" and (name in _NEEDED or batch.get(path, None) is not None):
+            per_frame = name in ("traj_ids", "mask")
+            leaf = require(batch, path, tail=() if per_frame else (1,))
+            columns[name] = leaf[..., None] if per_frame else leaf
     for name, values in (("value", value), ("next_value", next_value)):
         if not isinstance(values, Tensor):
             raise TypeError(f"{name} is {type(values).__name__}, expected a tensor, as a TensorDict's leaves are")
@@ -177,10 +168,10 @@ def _read_jax(batch: Mapping[str, Any], value: Any, next_value: Any) -> tuple[_A
 
 def _check_values(name: str, values: Any, floating: bool, shape: tuple[int, ...]) -> None:
     if not floating:
-        raise TypeError(f"{name} is {values.dtype}, expected a floating dtype: give what the value function answered")
+        raise TypeError(f"{name} is {values.dtype}, expected a floating dtype: pass the result of the value function")
     if tuple(values.shape) == tuple(shape):
         return
-    mend = f"it wants {name}[..., None]" if tuple(values.shape) == tuple(shape[:-1]) else "one value for each reward"
+    mend = f"pass {name}[..., None]" if tuple(values.shape) == tuple(shape[:-1]) else "pass one value for each reward"
     raise ValueError(f"{name} has shape {list(values.shape)}, expected {list(shape)} as next.reward: {mend}")
 
 

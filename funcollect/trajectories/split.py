@@ -82,21 +82,18 @@ def split_trajectories(
     check_key("trajectory_key", trajectory_key)
     check_key("done_key", () if done_key is None else done_key)
     home = ("collector",) if prefix is None else as_path(prefix)
-    mask_key, ids_key = (*home, MASK[-1]), (*home, TRAJECTORY_IDS[-1])
-    if trajectory_key is not None:
-        ids_key = as_path(trajectory_key)
+    mask_key = (*home, MASK[-1])
+    ids_key = (*home, TRAJECTORY_IDS[-1]) if trajectory_key is None else as_path(trajectory_key)
     done_path = ("next", *as_path(done_key))
     if not isinstance(as_nested, (bool, torch.layout)):
-        raise TypeError(f"as_nested is {as_nested!r}, expected a bool or a torch.layout")
+        raise TypeError(f"as_nested is {as_nested!r}, expected a bool or a torch.layout: pass True for nested tensors")
     if batch.get(mask_key, None) is not None:
-        raise ValueError(
-            f"the batch has {readable(mask_key)} already: it is split; give the batch that it was split from"
-        )
+        raise ValueError(f"the batch has {readable(mask_key)}, so it is split already: pass the one it was split from")
     ids = _ids(batch, ids_key, None if trajectory_key else done_path)
     begins = _begins(batch, ids, done_path)
     layout = _layout(begins)
     if as_nested and not begins.numel():
-        raise ValueError("the batch has no frames, expected some: nested tensors need a first trajectory")
+        raise ValueError("the batch has no frames, expected at least one: nested tensors cannot be empty")
     place = partial(layout.nest, kind=torch.strided if as_nested is True else as_nested) if as_nested else layout.place
     shape = (layout.shape[0], -1) if as_nested else layout.shape
     result = TensorDict(_map_leaves(place, batch, ()), shape[:1] if as_nested is torch.jagged else shape, batch.device)
@@ -113,7 +110,7 @@ def as_path(key: str | Path) -> Path:
 
 
 def _ids(batch: TensorDictBase, key: Path, instead: Path | None) -> Tensor | None:
-    """The ids of the batch, ``[*B, T]`` integers; None if it has none, but has the key `instead`."""
+    """The ids of the batch, ``[*B, T]`` integers; None if it lacks them and has the key `instead`."""
     if instead and batch.get(key, None) is None and batch.get(instead, None) is not None:
         return None
     ids = require(batch, key, tail=())
@@ -164,9 +161,10 @@ def _layout(begins: Tensor) -> _PaddedLayout:
 
 def _begins(batch: TensorDictBase, ids: Tensor | None, done_path: Path) -> Tensor:
     """Whether each frame is the first of its trajectory: ``[*B, T]`` bool."""
-    device = (batch.get(done_path) if ids is None else ids).device
-    begins = torch.ones(batch.batch_size, dtype=torch.bool, device=device)
-    begins[..., 1:] = False
+    begins = torch.zeros(
+        batch.batch_size, dtype=torch.bool, device=(batch.get(done_path) if ids is None else ids).device
+    )
+    begins[..., :1] = True
     if batch.get(done_path, None) is not None:
         begins[..., 1:] = require(batch, done_path, tail=(1,))[..., :-1, 0]
         if batch.get(done_path[1:], None) is not None:
@@ -177,17 +175,17 @@ def _begins(batch: TensorDictBase, ids: Tensor | None, done_path: Path) -> Tenso
 
 
 def steps_back(batch: TensorDictBase) -> Tensor:
-    """Whether the step counter does not increase to the next frame, as between joined runs: ``[*B, T - 1]`` bool."""
+    """Whether the step counter fails to increase to the next frame, as between joined runs: ``[*B, T - 1]`` bool."""
     step = batch.get(STEP, None)
     if not isinstance(step, Tensor) or step.shape != batch.batch_size:
         return torch.zeros((), dtype=torch.bool)
     back = step[..., 1:] <= step[..., :-1]
-    finished = batch.get("done", None)  # a lane that stays finished does not step
+    finished = batch.get("done", None)  # the counter of a finished lane does not increase
     return back if finished is None else back & ~require(batch, "done", tail=(1,))[..., 1:, 0]
 
 
 def _map_leaves(function: Callable[[Tensor], Tensor], node: TensorDictBase, path: Path) -> _Nested:
-    """Apply `function` to the leaves of a TensorDict; the result is a nested dict. Lazy stacks are read as one."""
+    """Apply `function` to the leaves of a TensorDict, also of a lazy stack; the result is a nested dict."""
     mapped: _Nested = {}
     for name in node.keys():  # noqa: SIM118
         value, here = node.get(name), (*path, name)
@@ -203,17 +201,13 @@ def _map_leaves(function: Callable[[Tensor], Tensor], node: TensorDictBase, path
 def check_batch(batch: TensorDictBase) -> None:
     """Raise TypeError unless a batch is a TensorDict, and ValueError unless it has batch dimensions."""
     if not isinstance(batch, TensorDictBase):
-        raise TypeError(f"the batch is {type(batch).__name__}, expected a TensorDict: give what rollout returned")
+        raise TypeError(f"the batch is {type(batch).__name__}, expected a TensorDict: pass the batch of a rollout")
     if batch.batch_dims == 0:
         raise ValueError("the batch has no batch dimensions, expected [*B, T], time last: set its batch_size")
 
 
 def require(batch: TensorDictBase, key: str | Path, *, tail: tuple[int, ...] | None) -> Tensor:
-    """The leaf under a key, which must be ``[*B, T, *tail]``, or ``[*B, T, n]`` with any n if `tail` is None.
-
-    Raises:
-        ValueError: if the key is missing, or the leaf has another shape.
-    """
+    """The leaf under a key, which must be ``[*B, T, *tail]``, or ``[*B, T, n]`` with any n if `tail` is None."""
     leaf = batch.get(key, None)
     if not isinstance(leaf, Tensor):
         present = sorted(readable(path) for path in batch.keys(include_nested=True, leaves_only=True))

@@ -11,10 +11,12 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.arguments import check_kind
-from funcollect.trajectories.split import CUT, MASK, check_batch, require
+from funcollect.trajectories.split import CUT, MASK, STEP, TRAJECTORY_IDS, check_batch, require
 from funcollect.tree import Path
 
 __all__ = ["EpisodeStats", "OpenReturn", "episode_stats"]
+
+_PER_EPISODE = ("returns", "lengths", "traj_ids", "lanes", "terminated")
 
 
 class OpenReturn(NamedTuple):
@@ -71,19 +73,12 @@ class EpisodeStats:
         """
         if not parts:
             raise ValueError("there is nothing to concatenate: give one EpisodeStats or more")
-        return cls(
-            returns=torch.cat([part.returns for part in parts]),
-            lengths=torch.cat([part.lengths for part in parts]),
-            traj_ids=torch.cat([part.traj_ids for part in parts]),
-            lanes=torch.cat([part.lanes for part in parts]),
-            terminated=torch.cat([part.terminated for part in parts]),
-            open_returns=parts[-1].open_returns,
-        )
+        joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in _PER_EPISODE}
+        return cls(**joined, open_returns=parts[-1].open_returns)
 
     def select(self, index: Tensor) -> EpisodeStats:
         """The episodes at `index`, an int64 or bool tensor, without open trajectories."""
-        names = ("returns", "lengths", "traj_ids", "lanes", "terminated")
-        return EpisodeStats(**{name: getattr(self, name)[index] for name in names})
+        return EpisodeStats(**{name: getattr(self, name)[index] for name in _PER_EPISODE})
 
     def __repr__(self) -> str:
         mean = f"mean return {self.mean_return:.6g}" if self.returns.ndim == 1 else f"{self.returns.shape[1]} players"
@@ -129,6 +124,8 @@ def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -
     check_kind("previous", previous, (EpisodeStats, type(None)), "pass what the last call returned")
     opened = {} if previous is None else previous.open_returns
     trajectories, of_frame = _trajectories(frames, opened)
+    present = set(lanes.tolist())
+    elsewhere = {traj_id: head for traj_id, head in opened.items() if head.lane not in present}
     ends = frames.done.nonzero()[:, 0]
     ends = ends[trajectories.whole[of_frame[ends]]]
     ends = ends[frames.order[ends].argsort()]
@@ -138,7 +135,7 @@ def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -
         traj_ids=frames.traj_ids[ends],
         lanes=frames.lanes[ends],
         terminated=frames.terminated[ends],
-        open_returns=_elsewhere(opened, lanes) | _unfinished(trajectories),
+        open_returns=elsewhere | _unfinished(trajectories),
     )
 
 
@@ -166,21 +163,21 @@ class _Trajectories(NamedTuple):
 
 
 def _read(batch: TensorDictBase) -> tuple[_CountedFrames, Tensor]:
-    """The frames that count, and the lanes of all frames but padding."""
+    """The frames that count, and the lanes of all frames except padding."""
     check_batch(batch)
     time, rows = batch.batch_size[-1], batch.batch_size[:-1].numel()
-    rewards = _column(batch, ("next", "reward"), None)
+    rewards = require(batch, ("next", "reward"), tail=None).detach().cpu()
     columns = _CountedFrames(
         rewards=rewards.reshape(rows * time, rewards.shape[-1]).double(),
-        done=_column(batch, ("next", "done"), (1,)).reshape(-1).bool() & ~_flags(batch, CUT, (), default=False),
-        terminated=_column(batch, ("next", "terminated"), (1,)).reshape(-1).bool(),
-        traj_ids=_column(batch, ("collector", "traj_ids"), ()).reshape(-1).long(),
-        steps=_column(batch, ("collector", "step"), ()).reshape(-1).long(),
-        lanes=_column(batch, ("collector", "lane"), ()).reshape(-1).long(),
+        done=_column(batch, ("next", "done"), (1,)).bool() & ~_column(batch, CUT, (), default=False).bool(),
+        terminated=_column(batch, ("next", "terminated"), (1,)).bool(),
+        traj_ids=_column(batch, TRAJECTORY_IDS, ()).long(),
+        steps=_column(batch, STEP, ()).long(),
+        lanes=_column(batch, ("collector", "lane"), ()).long(),
         order=torch.arange(rows * time).reshape(time, rows).T.reshape(-1),
     )
-    real = _flags(batch, MASK, (), default=True)
-    counted = real & ~_flags(batch, ("done",), (1,), default=False)
+    real = _column(batch, MASK, (), default=True).bool()
+    counted = real & ~_column(batch, ("done",), (1,), default=False).bool()
     frames = columns if counted.all() else _CountedFrames(*(column[counted] for column in columns))
     return frames, torch.unique(columns.lanes[real])
 
@@ -192,23 +189,18 @@ def _check_one_run(batch: TensorDictBase, frames: _CountedFrames) -> None:
     back = (ids[1:] < ids[:-1]) | ((ids[1:] == ids[:-1]) & (steps[1:] <= steps[:-1]))
     back &= lanes[1:] == lanes[:-1]
     if back.any():
-        lane = int(lanes[1:][back][0])
-        shape = list(batch.batch_size)
+        lane, shape = int(lanes[1:][back][0]), list(batch.batch_size)
         raise ValueError(
-            f"the batch {shape} holds several runs, since frames of lane {lane} stand in it twice or out of order, "
+            f"the batch {shape} holds several runs, since frames of lane {lane} are in it twice or out of order, "
             "expected one run: take the runs one at a time, [episode_stats(run) for run in batch.unbind(0)]"
         )
 
 
-def _column(batch: TensorDictBase, key: Path, tail: tuple[int, ...] | None) -> Tensor:
-    return require(batch, key, tail=tail).detach().cpu()
-
-
-def _flags(batch: TensorDictBase, key: Path, tail: tuple[int, ...], *, default: bool) -> Tensor:
-    """A flag of each frame; the default if the batch does not have it."""
-    if batch.get(key, None) is None:
+def _column(batch: TensorDictBase, key: Path, tail: tuple[int, ...], *, default: bool | None = None) -> Tensor:
+    """One number per frame, ordered by row: [rows * T]; the default, if there is one, if the batch lacks the key."""
+    if default is not None and batch.get(key, None) is None:
         return torch.full((batch.batch_size.numel(),), default)
-    return _column(batch, key, tail).reshape(-1).bool()
+    return require(batch, key, tail=tail).detach().cpu().reshape(-1)
 
 
 def _trajectories(frames: _CountedFrames, opened: Mapping[int, OpenReturn]) -> tuple[_Trajectories, Tensor]:
@@ -218,7 +210,10 @@ def _trajectories(frames: _CountedFrames, opened: Mapping[int, OpenReturn]) -> t
     of_frame, final = of_run[run], sizes.cumsum(0) - 1
     lengths, returns = _heads(opened, traj_ids, frames.rewards.shape[1])
     lengths.index_add_(0, of_run, sizes)
-    _accumulate(returns, of_frame, frames.rewards)
+    # `index_add_` adds in order if there is one dimension.
+    players = returns.shape[1]
+    place = of_frame[:, None] * players + torch.arange(players)
+    returns.view(-1).index_add_(0, place.reshape(-1), frames.rewards.reshape(-1))
     last = torch.zeros_like(traj_ids).scatter_reduce_(0, of_run, frames.steps[final], "amax", include_self=False)
     return _Trajectories(
         traj_ids=traj_ids,
@@ -247,13 +242,6 @@ def _heads(opened: Mapping[int, OpenReturn], traj_ids: Tensor, players: int) -> 
     return lengths, returns
 
 
-def _accumulate(returns: Tensor, of_frame: Tensor, rewards: Tensor) -> None:
-    """Add rewards to the returns in place. `index_add_` on one dimension adds them in order."""
-    players = returns.shape[1]
-    place = of_frame[:, None] * players + torch.arange(players)
-    returns.view(-1).index_add_(0, place.reshape(-1), rewards.reshape(-1))
-
-
 def _unfinished(trajectories: _Trajectories) -> dict[int, OpenReturn]:
     """The open trajectory of each lane: the one with the highest id, unless it has ended."""
     lanes, of_trajectory = torch.unique(trajectories.lanes, return_inverse=True)
@@ -270,12 +258,6 @@ def _unfinished(trajectories: _Trajectories) -> dict[int, OpenReturn]:
     return dict(zip(trajectories.traj_ids[goes_on].tolist(), map(OpenReturn._make, heads), strict=True))
 
 
-def _elsewhere(opened: Mapping[int, OpenReturn], lanes: Tensor) -> dict[int, OpenReturn]:
-    """The open trajectories of lanes that are not among `lanes`."""
-    present = set(lanes.tolist())
-    return {traj_id: head for traj_id, head in opened.items() if head.lane not in present}
-
-
 def _by_player(returns: Tensor) -> Tensor:
-    """``[E, players]``, or ``[E]`` if there is one player."""
+    """Returns ``[E, players]``, or ``[E]`` if there is one player."""
     return returns[:, 0] if returns.shape[1] == 1 else returns

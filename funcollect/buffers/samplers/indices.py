@@ -80,11 +80,7 @@ def check_filled(memory: BufferView) -> None:
 
 @dataclass(frozen=True)
 class Flat(SampleSpec):
-    """Single frames, drawn uniformly with replacement.
-
-    Attributes:
-        batch_size: the number of frames.
-    """
+    """`batch_size` single frames, drawn uniformly with replacement."""
 
     batch_size: int
 
@@ -128,24 +124,24 @@ class Slices(SampleSpec):
     def draw(self, memory: BufferView, random_source: RandomSource) -> SampleIndices:
         check_filled(memory)
         index = trajectory_index_of(memory)
-        choose = self._by_trajectory if self.over == "trajectories" else self._by_window
-        trajectory, begin = choose(index, len(memory), random_source)
+        if self.over == "trajectories":
+            trajectory, begin = self._by_trajectory(index, random_source)
+        else:
+            slots = _draw(random_source, self.num_slices, len(memory), lambda some: self.begins(index, some))
+            trajectory, begin = index.member.take(slots).astype(np.int64), index.position.take(slots)
         if not len(trajectory):
             raise ValueError(too_long(self, index))
         return self.along(index, trajectory, begin)
 
-    def _by_trajectory(self, index: TrajectoryIndex, _: int, random_source: RandomSource) -> tuple[Ints, Ints]:
+    def _by_trajectory(self, index: TrajectoryIndex, random_source: RandomSource) -> tuple[Ints, Ints]:
         first, stop, least = index.first, index.stop, self.slice_len if self.strict_length else 1
-        size = len(stop)
-        trajectory = _draw(
-            random_source, self.num_slices, size, lambda some: stop.take(some) - first.take(some) >= least
-        )
+
+        def long_enough(trajectory: Ints) -> Bools:
+            return stop.take(trajectory) - first.take(trajectory) >= least
+
+        trajectory = _draw(random_source, self.num_slices, len(stop), long_enough)
         places = np.maximum(stop.take(trajectory) - first.take(trajectory) - self.slice_len, 0) + 1
         return trajectory, first.take(trajectory) + (random_source.uniform(len(trajectory)) * places).astype(np.int64)
-
-    def _by_window(self, index: TrajectoryIndex, held: int, random_source: RandomSource) -> tuple[Ints, Ints]:
-        slots = _draw(random_source, self.num_slices, held, lambda some: self.begins(index, some))
-        return index.member.take(slots).astype(np.int64), index.position.take(slots)
 
     def begins(self, index: TrajectoryIndex, slots: Ints) -> Bools:
         """Whether a slice can begin at the frames in `slots`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,13 +29,7 @@ class RandomSource(Protocol):
 
 
 class KeySource(RandomSource):
-    """Random numbers computed from a key.
-
-    >>> from funcollect.keys import key_from_seed
-    >>> one, two = KeySource(key_from_seed(1)), KeySource(key_from_seed(1))
-    >>> one.below(1000, 3).tolist() == two.below(1000, 3).tolist()
-    True
-    """
+    """Random numbers that are a function of a key."""
 
     def __init__(self, key: Key) -> None:
         words = np.array([seed_of(key), int(Purpose.SAMPLE) << 48], np.uint64)
@@ -58,19 +52,19 @@ class GeneratorSource(RandomSource):
     """Random numbers from a Torch generator, which advances; None means Torch's global generator."""
 
     def __init__(self, generator: torch.Generator | None) -> None:
-        self._generator = generator
-        self._device = "cpu" if generator is None else generator.device
+        self._source: dict[str, Any] = {
+            "generator": generator,
+            "device": "cpu" if generator is None else generator.device,
+        }
 
     @override
     def below(self, limit: int, count: int) -> Ints:
-        drawn = torch.randint(limit, (count,), generator=self._generator, device=self._device)
-        return drawn.numpy(force=True)
+        return torch.randint(limit, (count,), **self._source).numpy(force=True)
 
     @override
     def uniform(self, count: int) -> Floats:
-        drawn = torch.rand(count, generator=self._generator, device=self._device, dtype=torch.float64)
-        return drawn.numpy(force=True)
+        return torch.rand(count, dtype=torch.float64, **self._source).numpy(force=True)
 
     @override
     def permutation(self, count: int) -> Ints:
-        return torch.randperm(count, generator=self._generator, device=self._device).numpy(force=True)
+        return torch.randperm(count, **self._source).numpy(force=True)

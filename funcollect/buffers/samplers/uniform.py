@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 import numpy as np
 from typing_extensions import override
 
-from funcollect.arguments import check_flags, check_key, check_optional_positive, check_positive
+from funcollect.arguments import check_flags, check_key, check_positive
 from funcollect.buffers.arrays import Arrays, Ints
 from funcollect.buffers.samplers.indices import BufferView, Flat, SampleIndices, Slices, check_filled
 from funcollect.buffers.samplers.randomness import RandomSource
@@ -21,12 +21,9 @@ class Sampler(Protocol):
     """The interface of samplers for a `ReplayBuffer`.
 
     A class that derives from this one must define `draw`. The other methods have defaults for samplers without state.
-
-    Attributes:
-        trajectories: the keys that link frames; None for a sampler of single frames.
     """
 
-    trajectories: Trajectories | None = None
+    trajectories: Trajectories | None = None  # the keys that link frames; None for a sampler of single frames
 
     def fit(self, capacity: int) -> None:
         """Raise ValueError if the sampler cannot be used with a storage of `capacity` frames."""
@@ -151,12 +148,10 @@ class SliceSampler(RandomSampler):
         num_slices: the number of slices in a sample, each of ``batch_size / num_slices`` frames. Give either this or
             `slice_len`.
         slice_len: the number of frames in a slice; a sample has ``batch_size / slice_len`` slices.
-        traj_key: the key of the trajectory ids; by default ``("collector", "traj_ids")`` or, if there is none,
-            ``"episode"``.
+        traj_key: the key of the trajectory ids, see `Trajectories`.
         trajectory_key: another name for `traj_key`.
-        end_key: the key of the flags that mark a trajectory's last frame; by default ``("next", "done")``.
-        strict_length: whether to draw only from trajectories that are long enough. If False, slices of shorter ones are
-            padded, with a mask.
+        end_key: the key of the end flags, see `Trajectories`.
+        strict_length: whether to draw only from trajectories that are long enough, or to pad shorter ones.
         over: whether all ``"trajectories"`` or all ``"windows"`` (possible slices) are equally likely.
         cache_values: accepted as by TorchRL, without effect: the trajectories are always known.
 
@@ -197,22 +192,26 @@ class SliceSampler(RandomSampler):
         if traj_key is not None and trajectory_key is not None:
             raise ValueError("traj_key and trajectory_key are two names of one key, expected one: leave one out")
         check_key("trajectory_key", trajectory_key)
-        check_flags(strict_length=strict_length, cache_values=cache_values)
-        check_optional_positive("num_slices", num_slices)
-        check_optional_positive("slice_len", slice_len)
+        check_flags(cache_values=cache_values)
         self.trajectories = Trajectories(traj_key=trajectory_key if traj_key is None else traj_key, end_key=end_key)
         self.num_slices, self.slice_len = num_slices, slice_len
         self.strict_length, self.over = strict_length, over
-        self.spec(num_slices or slice_len or 0)  # checks the numbers here
+        # Checks the arguments. The one of the two numbers that is not given follows from the batch size.
+        Slices(
+            num_slices=1 if num_slices is None else num_slices,
+            slice_len=1 if slice_len is None else slice_len,
+            strict_length=strict_length,
+            over=over,
+        )
 
     def spec(self, batch_size: int) -> Slices:
         """The slices of a sample; ValueError if their number or length does not divide `batch_size`."""
-        given = self.num_slices or self.slice_len or 0
-        if given < 1 or batch_size % given:
+        given = self.num_slices or self.slice_len or 1
+        if batch_size % given:
             name = "num_slices" if self.slice_len is None else "slice_len"
             raise ValueError(
                 f"batch_size is {batch_size}, {name} {given}, expected a positive multiple: sample for example "
-                f"{max(batch_size // max(given, 1), 1) * max(given, 1)} frames"
+                f"{max(batch_size // given, 1) * given} frames"
             )
         other = batch_size // given
         num_slices, slice_len = (other, given) if self.num_slices is None else (given, other)

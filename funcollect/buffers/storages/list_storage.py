@@ -27,12 +27,11 @@ class ListStorage(Storage):
     Args:
         max_size: the capacity in items.
 
-    >>> import numpy as np
-    >>> from funcollect import ListStorage
-    >>> storage = ListStorage(10)
-    >>> storage.write(0, storage.admit(["a", "b"]), first=0, count=2)
-    >>> storage.read(np.array([1, 1, 0]))
-    ['b', 'b', 'a']
+    >>> from funcollect import ListStorage, ReplayBuffer
+    >>> buffer = ReplayBuffer(storage=ListStorage(10))
+    >>> indices = buffer.extend(["a", "b"])
+    >>> buffer[1]
+    'b'
     """
 
     compact_obs = False

@@ -43,10 +43,8 @@ def next_paths(leaves: Mapping[Path, Tensor]) -> list[Path]:
 class NextObservations:
     """The next observations of the frames in a storage.
 
-    Args:
-        layout: the layout of the rows, which contain the root observations.
-        aside: the layout of the next observations.
-        rows: the frames [capacity, words].
+    `layout` is that of the `rows` [capacity, words], which contain the observations at the root. `aside` is that of the
+    next observations.
     """
 
     def __init__(self, layout: RowLayout, aside: RowLayout, rows: Tensor) -> None:

@@ -7,7 +7,7 @@ bytes of a leaf as one element, which is several times faster than Torch's copie
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -105,10 +105,8 @@ def _name(path: Path) -> str:
 class RowLayout:
     """The arrangement of a frame's leaves in a row of `words` 64-bit words.
 
-    Args:
-        columns: the leaves, in the order of the batch.
-        item_dims: the batch dimensions of a single frame; ``()`` unless frames are sequences.
-        structure: the structure of a frame that is a tree; None for TensorDicts.
+    The `columns` are in the order of the batch. `item_dims` are the batch dimensions of a single frame, which may be a
+    sequence. `structure` is that of a frame that is a tree; None for TensorDicts.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -122,11 +120,12 @@ class RowLayout:
 
     def __init__(self, columns: Sequence[PackedLeaf], item_dims: tuple[int, ...] = (), structure: Any = None) -> None:
         self.columns, self.item_dims, self.structure = tuple(columns), item_dims, structure
-        if structure is None:
-            self._rebuild = _tensordicts(self.columns, item_dims)
-        else:
-            self._rebuild = lambda leaves, _: optree.tree_unflatten(structure, leaves)
         self._paths = {column.path for column in columns}
+        self._nested = nest({column.path: index for index, column in enumerate(columns)}) if structure is None else {}
+        # tensordict cannot clone floats of eight bits if a device is set.
+        dtypes = {column.dtype for column in columns}
+        self._placed = bool(dtypes) and all(dtype.itemsize > 1 or not dtype.is_floating_point for dtype in dtypes)
+        self._carried = [index for index, column in enumerate(columns) if column.dtype in _CARRIERS]
         end = max((column.offset + column.nbytes for column in columns), default=0)
         widest = max([_WORD, *(column.dtype.itemsize for column in columns)])
         self.nbytes = max(-(-end // widest), 1) * widest
@@ -230,7 +229,11 @@ class RowLayout:
 
     def unpack(self, rows: Tensor) -> Any:
         """The batch in `rows` [N, words] int64, contiguous; its leaves are views of them."""
-        return self._rebuild(self.leaves(rows), rows.shape[0])
+        leaves = self.leaves(rows)
+        if self.structure is not None:
+            return optree.tree_unflatten(self.structure, leaves)
+        device = leaves[0].device if self._placed else None
+        return _build(self._nested, leaves, torch.Size((rows.shape[0], *self.item_dims)), device)
 
     def leaves(self, rows: Tensor) -> list[Tensor]:
         """Views of the leaves in `rows`, by column."""
@@ -250,11 +253,6 @@ class RowLayout:
     def field(self, path: Path) -> str:
         """The name of a column's field."""
         return str([column.path for column in self.columns].index(path))
-
-    @cached_property
-    def _carried(self) -> list[int]:
-        """The columns of dtypes that NumPy lacks."""
-        return [index for index, column in enumerate(self.columns) if column.dtype in _CARRIERS]
 
     def _views(self, rows: Tensor) -> list[Tensor]:
         typed = {dtype: rows.view(dtype) for dtype in {column.dtype for column in self.columns}}
@@ -290,22 +288,14 @@ def _array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return torch.empty(0, dtype=_CARRIERS.get(dtype, dtype)).numpy().dtype
 
 
-def _tensordicts(columns: Sequence[PackedLeaf], item_dims: tuple[int, ...]) -> Callable[[list[Tensor], int], Any]:
-    """A function from the leaves [N, ...] of columns, and N, to a TensorDict."""
-    recipe = nest({column.path: index for index, column in enumerate(columns)})
-    # tensordict cannot clone floats of eight bits if a device is set.
-    placed = columns and all(column.dtype.itemsize > 1 or not column.dtype.is_floating_point for column in columns)
-
-    def build(node: Mapping[str, Any], leaves: list[Tensor], size: torch.Size, device: Any) -> TensorDict:
-        filled = {
-            name: leaves[value] if isinstance(value, int) else build(value, leaves, size, device)
-            for name, value in node.items()
-        }
-        built = TensorDict._new_unsafe(filled, batch_size=size)
-        built._device = device  # as an argument it costs as much as all the rest
-        return built
-
-    def rebuild(leaves: list[Tensor], number: int) -> TensorDict:
-        return build(recipe, leaves, torch.Size((number, *item_dims)), leaves[0].device if placed else None)
-
-    return rebuild
+def _build(
+    nested: Mapping[str, Any], leaves: list[Tensor], size: torch.Size, device: torch.device | None
+) -> TensorDict:
+    """A TensorDict of the leaves at the indices in a nested dict."""
+    filled = {
+        name: leaves[value] if isinstance(value, int) else _build(value, leaves, size, device)
+        for name, value in nested.items()
+    }
+    built = TensorDict._new_unsafe(filled, batch_size=size)
+    built._device = device  # as an argument it costs as much as all the rest
+    return built

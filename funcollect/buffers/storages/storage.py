@@ -33,18 +33,12 @@ class Storage(Protocol):
     """The interface of storages for a `ReplayBuffer`.
 
     The methods `allocate`, `announce`, `settle` and `empty` have defaults that do nothing.
-
-    Attributes:
-        max_size: the capacity in frames.
-        ndim: the number of batch dimensions, time last: 1 for ``[T]``, 2 for ``[P, T]``, 3 for ``[W, P, T]``.
-        device: the device of samples.
-        compact_obs: whether next observations are read from the following frames.
     """
 
-    max_size: int
-    ndim: int
-    device: torch.device
-    compact_obs: bool
+    max_size: int  # the capacity in frames
+    ndim: int  # the number of batch dimensions, time last: 1 for [T], 2 for [P, T], 3 for [W, P, T]
+    device: torch.device  # of samples
+    compact_obs: bool  # whether next observations are read from the following frames
 
     def admit(self, data: Any) -> Incoming:
         """Check a batch and prepare it for `write`; the storage is unchanged.

@@ -38,14 +38,10 @@ class LazyTensorStorage(Storage):
         TypeError, ValueError: if `max_size` or `ndim` is below 1, or for `compact_obs` on another device.
 
     >>> import torch
-    >>> from tensordict import TensorDict
-    >>> from funcollect import LazyTensorStorage
-    >>> storage = LazyTensorStorage(10)
-    >>> batch = TensorDict({"reward": torch.arange(3.0)}, [3])
-    >>> incoming = storage.admit(batch)
-    >>> storage.allocate(incoming)
-    >>> storage.write(5, incoming, first=0, count=3)
-    >>> storage.read(np.array([6, 7]))["reward"]
+    >>> from funcollect import LazyTensorStorage, ReplayBuffer
+    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(10))
+    >>> indices = buffer.extend({"reward": torch.arange(3.0)})
+    >>> buffer[1:]["reward"]
     tensor([1., 2.])
     """
 

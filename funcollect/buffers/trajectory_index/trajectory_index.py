@@ -21,11 +21,7 @@ _STATE = ("member", "position", "first", "stop", "_free", "_open_key", "_open_tr
 
 
 class TrajectoryIndex:
-    """Finds the slots of each trajectory in a ring.
-
-    Args:
-        capacity: the number of slots of the ring; frame ``n`` is in slot ``n % capacity``.
-    """
+    """Finds the slots of each trajectory in a ring; frame ``n`` is in slot ``n % capacity``."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -152,7 +148,6 @@ class LazyIndex:
     """
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
         self._index = TrajectoryIndex(capacity)
         self._waiting: list[Segments] = []  # not yet in the index, one entry per extend, oldest first
         self._count = 0  # the number of these segments
@@ -178,8 +173,8 @@ class LazyIndex:
             self._update()
 
     def _update(self) -> None:
-        start, oldest = self._numbers.start, self._numbers.stop - self.capacity
-        self._index.retire(range(max(start - self.capacity, 0), min(oldest, start)))
+        start, oldest = self._numbers.start, self._numbers.stop - self._index.capacity
+        self._index.retire(range(max(start - self._index.capacity, 0), min(oldest, start)))
         some: list[Segments] = []
         frames = 0
         for segments in self._waiting:
