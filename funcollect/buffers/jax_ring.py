@@ -14,7 +14,7 @@ from funcollect.interop.jax_setup import import_jax
 
 __all__ = ["JaxRing", "extend", "held", "init", "sample", "sample_slices"]
 
-_TRIES = 4
+_TRIES = 4  # random draws per slice before all frames are searched
 
 
 class JaxRing(NamedTuple):
@@ -166,7 +166,9 @@ def sample_slices(ring: JaxRing, key: Any, *, num_slices: int, slice_len: int) -
     check_positive("slice_len", slice_len)
     jax, (steps, lanes) = import_jax(), ring.begin.shape
     if _leaf(ring.data, "next", "done") is None:
-        raise ValueError('the ring\'s batches lack ["next"]["done"], by which slices tell trajectories apart: store it')
+        raise ValueError(
+            'the ring\'s batches lack ["next"]["done"], which slices need to tell trajectories apart: store it'
+        )
     if slice_len > steps:
         raise ValueError(f"slice_len is {slice_len}, the ring holds {steps} steps of each lane: ask for shorter slices")
     end, found = _draw_ends(ring, key, num_slices, slice_len)

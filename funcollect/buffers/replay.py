@@ -73,9 +73,7 @@ class ReplayBuffer:
         self.sampler: Sampler = RandomSampler() if sampler is None else sampler
         _check_part("storage", self.storage, "admit", "funcollect.LazyTensorStorage(100_000)")
         _check_part("sampler", self.sampler, "draw", "funcollect.SliceSampler(slice_len=8)")
-        check_kind(
-            "generator", generator, (torch.Generator, type(None)), "pass for example torch.Generator().manual_seed(0)"
-        )
+        check_kind("generator", generator, (torch.Generator, type(None)), "pass torch.Generator().manual_seed(0), say")
         if writer not in (None, "round robin"):
             raise ValueError(f'writer is {writer!r}, expected "round robin", the only one there is: leave it out')
         check_optional_positive("batch_size", batch_size)
@@ -135,7 +133,11 @@ class ReplayBuffer:
             ValueError: if there is no batch size, if the buffer is empty, or if no trajectory is as long as a slice.
         """
         wanted = wanted_size(batch_size, self.batch_size)
-        made = self._make(wanted) if self._pool is None else self._made_ahead(wanted, self._pool)
+        if self._pool is None:
+            with self._lock:
+                made = self._gather(self.sampler.draw(self.state.memory, wanted, self._random_source))
+        else:
+            made = self._made_ahead(wanted, self._pool)
         return made if return_info else made[0]
 
     def update_priority(self, index: Any, priority: Any) -> None:
@@ -154,10 +156,6 @@ class ReplayBuffer:
         with self._lock, Uninterrupted():
             self.sampler.update_priority(self.state.memory, index, priority)
             self._ahead.clear()
-
-    def _make(self, batch_size: int) -> _Sample:
-        with self._lock:
-            return self._gather(self.sampler.draw(self.state.memory, batch_size, self._random_source))
 
     def _gather(self, drawn: SampleIndices) -> _Sample:
         batch = ring.gather(self.state.memory, drawn)
@@ -271,7 +269,7 @@ class _PrefetchedSample(NamedTuple):
 
 
 def _map(function: Callable[[Any], Any], data: Any) -> Any:
-    """Apply to a TensorDict or an item as a whole, or to each tensor of a tree."""
+    """Apply a function to a TensorDict or a tensor as a whole, or to each leaf of another tree."""
     if isinstance(data, (TensorDictBase, Tensor)):
         return function(data)
     return optree.tree_map(function, data)

@@ -7,7 +7,6 @@ trajectory never extends beyond its row, and a batch may have any number of dime
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -91,7 +90,7 @@ def split_trajectories(
         raise ValueError(f"the batch has {readable(mask_key)}, so it is split already: pass the one it was split from")
     ids = _ids(batch, ids_key, None if trajectory_key else done_path)
     begins = _begins(batch, ids, done_path)
-    layout = _layout(begins)
+    layout = _PaddedLayout(begins)
     if as_nested and not begins.numel():
         raise ValueError("the batch has no frames, expected at least one: nested tensors cannot be empty")
     place = partial(layout.nest, kind=torch.strided if as_nested is True else as_nested) if as_nested else layout.place
@@ -119,13 +118,16 @@ def _ids(batch: TensorDictBase, key: Path, instead: Path | None) -> Tensor | Non
     return ids
 
 
-@dataclass(frozen=True)
 class _PaddedLayout:
-    """The place of each frame: row `run` and column `position` of a table of the given shape."""
+    """The place of each frame in a table with a row per trajectory; these begin where `begins` [*B, T] is True."""
 
-    run: Tensor  # [*B, T] int64
-    position: Tensor  # [*B, T] int64
-    shape: tuple[int, int]  # N, Tmax
+    def __init__(self, begins: Tensor) -> None:
+        flat = begins.reshape(-1)
+        run = flat.cumsum(0) - 1
+        frame = torch.arange(flat.numel(), device=flat.device)
+        position = frame - frame[flat][run]
+        self.run, self.position = run.view(begins.shape), position.view(begins.shape)  # [*B, T] int64: row and column
+        self.shape = (int(run[-1]) + 1, int(position.max()) + 1) if flat.numel() else (0, 0)  # N, Tmax
 
     def place(self, leaf: Tensor) -> Tensor:
         """A leaf ``[*B, T, ...]`` as a table ``[N, Tmax, ...]``."""
@@ -147,16 +149,6 @@ class _PaddedLayout:
         """The index of each trajectory's first frame, then the number of frames: ``[N + 1]`` int64."""
         lengths = torch.bincount(self.run.reshape(-1))
         return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-
-
-def _layout(begins: Tensor) -> _PaddedLayout:
-    """The layout of trajectories that begin where `begins`, ``[*B, T]`` bool, is True."""
-    flat = begins.reshape(-1)
-    run = flat.cumsum(0) - 1
-    frame = torch.arange(flat.numel(), device=flat.device)
-    position = frame - frame[flat][run]
-    shape = (int(run[-1]) + 1, int(position.max()) + 1) if flat.numel() else (0, 0)
-    return _PaddedLayout(run.view(begins.shape), position.view(begins.shape), shape)
 
 
 def _begins(batch: TensorDictBase, ids: Tensor | None, done_path: Path) -> Tensor:

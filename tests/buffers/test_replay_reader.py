@@ -208,7 +208,7 @@ def test_what_readers_cannot_serve(tmp_path):
     reader = fc.ReplayReader(tmp_path / "plain", sampler=fc.SliceSampler(slice_len=2))
     with pytest.raises(ValueError, match="no batch_size"):
         reader.sample()
-    with pytest.raises(ValueError, match=r"no collector.traj_ids or episode, by which a reader .* name the ids with"):
+    with pytest.raises(ValueError, match=r"no collector.traj_ids or episode, which a reader .* name the ids with"):
         reader.sample(4)
     storage = fc.LazyMemmapStorage(10, scratch_dir=tmp_path / "compact", compact_obs=True)
     data = TensorDict(

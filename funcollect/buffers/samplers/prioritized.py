@@ -1,4 +1,4 @@
-"""Sampling by priority (Schaul et al., 2016), of frames and of slices."""
+"""Samplers of frames and of slices by priority (Schaul et al., 2016)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ from typing_extensions import override
 
 from funcollect.arguments import check_number, check_positive
 from funcollect.buffers.arrays import Arrays, Floats, Ints
-from funcollect.buffers.samplers.indices import (
-    BufferView,
-    SampleIndices,
-    check_filled,
-    too_long,
-    trajectory_index_of,
-)
+from funcollect.buffers.samplers.indices import BufferView, SampleIndices, check_filled, too_long, trajectory_index_of
 from funcollect.buffers.samplers.randomness import RandomSource
 from funcollect.buffers.samplers.sum_tree import SumTree
 from funcollect.buffers.samplers.uniform import RandomSampler, SliceSampler
@@ -87,7 +81,7 @@ class PrioritizedSampler(RandomSampler):
     @override
     def load(self, state: Arrays) -> None:
         self.empty()
-        weights = state["weights"][: self.max_capacity]  # there are no frames beyond
+        weights = state["weights"][: self.max_capacity]  # slots beyond have no frames
         self._priorities.put(np.arange(len(weights)), weights)
         self._highest = float(state["highest"])
 
@@ -97,7 +91,7 @@ class PrioritizedSampler(RandomSampler):
         given = _numbers("priority", priority, "fiub").astype(np.float64)
         if len(given) not in (1, len(slots)):
             raise ValueError(
-                f"{len(given)} priorities are given for {len(slots)} frames: give one for each, or for all"
+                f"{len(given)} priorities are given for {len(slots)} frames: give one for each, or one for all"
             )
         if len(slots) and not 0 <= slots.min() <= slots.max() < len(memory):
             raise ValueError(
@@ -136,7 +130,7 @@ class PrioritizedSampler(RandomSampler):
 
 
 def _numbers(name: str, values: Any, kinds: str) -> npt.NDArray[Any]:
-    """The values as an array ``[N]`` of one of these kinds of dtype."""
+    """The values as an array ``[N]``; TypeError unless its dtype is of one of these kinds."""
     wanted = "integers: slots" if kinds == "iu" else "numbers: one for each frame, or one for all"
     try:
         array = torch.as_tensor(values).detach().cpu()

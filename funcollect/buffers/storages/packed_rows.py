@@ -132,7 +132,8 @@ class RowLayout:
         self.words = self.nbytes // _WORD
         self._names = [str(index) for index in range(len(columns))]
         self._bytes = [np.dtype(f"V{column.nbytes}") for column in columns]
-        self._typed = self._struct([(_array_dtype(column.dtype), column.shape) for column in columns])
+        arrays = [torch.empty(0, dtype=_CARRIERS.get(column.dtype, column.dtype)).numpy() for column in columns]
+        self._typed = self._struct([(each.dtype, column.shape) for each, column in zip(arrays, columns, strict=True)])
         self._opaque = self._struct(self._bytes)
         self.row = np.dtype(f"V{self.nbytes}")
 
@@ -282,10 +283,6 @@ def _elements(leaf: Tensor, column: PackedLeaf, bytes_: np.dtype[np.void]) -> np
             return array.view(bytes_)[:, 0]
         array = np.ascontiguousarray(array)
     return np.frombuffer(array, bytes_)
-
-
-def _array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    return torch.empty(0, dtype=_CARRIERS.get(dtype, dtype)).numpy().dtype
 
 
 def _build(

@@ -1,7 +1,7 @@
 """Lists of slots, one per trajectory, that grow at one end and shrink at the other, all stored in one array.
 
-Each list has a block of 2**k successive entries of the array, used as a ring. A list that outgrows its block moves to a
-larger one. Free blocks are used again for lists of the same size.
+Each list has a block of 2**k successive entries of the array, which it uses as a ring. A list that outgrows its block
+moves to a larger one. Free blocks are used again for lists of the same size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SlotLists:
         self._idle: dict[int, Ints] = {}  # the begins of free blocks of 2**bits entries, by bits
 
     def state(self) -> Arrays:
-        """All arrays by name."""
+        """The state of the lists, as arrays by name."""
         return {
             "entries": self._entries[: self._used],
             "begin": self._begin,

@@ -57,8 +57,8 @@ class Trajectories:
         ends = _column(leaves, lead, self.end_key, _ENDS)
         if ids is None and ends is None:
             raise ValueError(
-                f"the batch has neither {', '.join(map(readable, _IDS))} nor next.done, by which slices tell "
-                f"trajectories apart; it has {_keys(leaves)}: name a key with traj_key= or end_key="
+                f"the batch has neither {', '.join(map(readable, _IDS))} nor next.done, which slices need to "
+                f"tell trajectories apart; it has {_keys(leaves)}: name a key with traj_key= or end_key="
             )
         step = _column(leaves, lead, None, _STEPS)
         steps, count = lead[-1], math.prod(lead)
@@ -83,13 +83,13 @@ class Trajectories:
         paths = _IDS if self.traj_key is None else (as_path(self.traj_key),)
         if leaves.keys().isdisjoint(paths):
             raise ValueError(
-                f"the frames have no {' or '.join(map(readable, paths))}, by which a reader tells trajectories apart; "
-                f"they have {_keys(leaves)}: name the ids with traj_key="
+                f"the frames have no {' or '.join(map(readable, paths))}, which a reader needs to tell trajectories "
+                f"apart; they have {_keys(leaves)}: name the ids with traj_key="
             )
 
 
 def check_linked(data: Any) -> None:
-    """Raise TypeError if the data are not a TensorDict, the only form with keys for trajectories."""
+    """Raise TypeError unless the data is a TensorDict: other data has no keys that link frames."""
     if not isinstance(data, TensorDictBase):
         raise TypeError(
             f"the data is {type(data).__name__}, expected a TensorDict, whose keys tell trajectories apart: extend "
@@ -113,7 +113,7 @@ def _column(
             return leaf.numpy(force=True).reshape(-1)
     if given is not None:
         raise ValueError(
-            f"the batch has no tensor {readable(given)}, by which slices tell trajectories apart; it has "
+            f"the batch has no tensor {readable(given)}, which slices need to tell trajectories apart; it has "
             f"{_keys(leaves)}: name one of these"
         )
     return None
