@@ -114,6 +114,7 @@ def _begins(ring: JaxRing, batch: Any, number: Any) -> tuple[Any, Any]:
 
 
 def _leaf(batch: Any, *path: str) -> Any:
+    """The leaf of a nested dict at a path; None if there is none."""
     for name in path:
         if not isinstance(batch, Mapping) or name not in batch:
             return None
@@ -166,9 +167,7 @@ def sample_slices(ring: JaxRing, key: Any, *, num_slices: int, slice_len: int) -
     check_positive("slice_len", slice_len)
     jax, (steps, lanes) = import_jax(), ring.begin.shape
     if _leaf(ring.data, "next", "done") is None:
-        raise ValueError(
-            'the ring\'s batches lack ["next"]["done"], which slices need to tell trajectories apart: store it'
-        )
+        raise ValueError('the ring\'s batches lack ["next"]["done"], which marks the ends of trajectories: store it')
     if slice_len > steps:
         raise ValueError(f"slice_len is {slice_len}, the ring holds {steps} steps of each lane: ask for shorter slices")
     end, found = _draw_ends(ring, key, num_slices, slice_len)

@@ -10,11 +10,8 @@ from torch import Tensor
 
 from funcollect.arguments import check_number, check_positive
 from funcollect.trajectories.split import MASK, TRAJECTORY_IDS, check_batch, require, steps_back
-from funcollect.tree import Path
 
 __all__ = ["MultiStep"]
-
-_REWARD = ("next", "reward")
 
 
 class MultiStep:
@@ -64,7 +61,7 @@ class MultiStep:
         time = batch.batch_dims - 1
         last = torch.arange(batch.shape[-1], device=steps.device) + steps - 1
         following = batch.get("next").apply(lambda leaf: _gather(leaf, last, time))
-        reward = require(batch, _REWARD, tail=None)
+        reward = require(batch, ("next", "reward"), tail=None)
         following.set("reward", self._sum(reward, steps, time))
         result = batch.clone(False).unlock_()
         result.set("next", following)
@@ -85,6 +82,7 @@ class MultiStep:
         return (nearest - time + 1).clamp(max=self.n_steps)
 
     def _sum(self, reward: Tensor, steps: Tensor, time: int) -> Tensor:
+        """The discounted sum of the rewards of each frame's steps; the shape is that of `reward`."""
         total = reward.clone()
         for ahead in range(1, min(self.n_steps, reward.shape[time])):
             counts = (steps[..., :-ahead] > ahead)[..., None]
@@ -98,8 +96,7 @@ class MultiStep:
 
 def _changes(batch: TensorDictBase) -> Iterator[Tensor]:
     """Whether two successive frames belong to different trajectories, or one is padding: ``[*B, T - 1]`` each."""
-    keys: tuple[str | Path, ...] = (TRAJECTORY_IDS, "episode", MASK)
-    for key in keys:
+    for key in (TRAJECTORY_IDS, ("episode",), MASK):
         if batch.get(key, None) is not None:
             leaf = require(batch, key, tail=())
             yield leaf[..., 1:] != leaf[..., :-1]

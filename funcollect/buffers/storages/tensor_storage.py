@@ -165,12 +165,13 @@ class LazyTensorStorage(Storage):
         step = max(_CHUNK // layout.nbytes, 1)
         with open(directory / _ROWS, "rb") as file:
             for start in range(0, count, step):
-                rows = np.fromfile(file, np.int64, min(step, count - start) * layout.words)
-                self._rows[start : start + step].view(-1)[: len(rows)] = torch.from_numpy(rows).to(self.device)
+                stop = min(start + step, count)
+                rows = np.fromfile(file, np.int64, (stop - start) * layout.words)
+                self._rows[start:stop] = torch.from_numpy(rows).view(-1, layout.words)
         if "aside" in frames:
             self._next = NextObservations(layout, RowLayout.from_json(frames["aside"]), self._rows)
             with np.load(directory / _ASIDE, allow_pickle=False) as state:
-                self._next.load({name: state[name] for name in state.files})
+                self._next.load(dict(state))
 
     @property
     def nbytes(self) -> int:
