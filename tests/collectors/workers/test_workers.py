@@ -194,7 +194,7 @@ def test_a_worker_that_takes_anothers_place_draws_other_numbers_than_that_did(tm
 def test_check_collector(kind):
     report = check_collector(
         kind, create_env_fn=["CartPole-v1"] * 2, policy=policy_for("CartPole-v1", "torch_mlp", 2), frames_per_batch=40,
-        create_env_kwargs={"num_envs": 2}, in_process=False, batches=3 if kind is SYNC else 12,
+        create_env_kwargs={"num_envs": 2}, in_process=False, lanes=4,
     )  # fmt: skip
     assert {"layout", "trajectories", "seeds", "batch_memory", "weights", "checkpoint", "shutdown"} <= {*report.passed}
 

@@ -28,7 +28,7 @@ CHECKS: tuple[Check[CollectorTrial], ...] = (
 
 
 def check_collector(
-    make_collector: Callable[..., Any], *, batches: int = 3, run_seed: int = 0, **kwargs: Any
+    make_collector: Callable[..., Any], *, batches: int = 3, lanes: int = 0, run_seed: int = 0, **kwargs: Any
 ) -> Report:
     """Run every check that a collector has to pass.
 
@@ -36,7 +36,8 @@ def check_collector(
         make_collector: the class, or a function that builds one. The checks build many, and give it ``seed``,
             ``total_frames``, ``postproc``, ``split_trajs`` and, to see an exception, another ``create_env_fn`` and
             ``policy``; those that need what it does not take do not apply. Each call builds a collector of its own.
-        batches: how many batches a run has; at least 2.
+        batches: how many batches a run has, at least; at least 2.
+        lanes: the lanes that a run of asynchronous workers has to show before it ends.
         run_seed: of the runs, given as ``seed``.
         **kwargs: for `make_collector`; without `reset_when_done` and `split_trajs`.
 
@@ -52,6 +53,6 @@ def check_collector(
     True
     """
     check_positive("batches", batches)
-    trial = CollectorTrial(make=make_collector, kwargs=kwargs, batches=max(2, batches), seed=run_seed)
+    trial = CollectorTrial(make=make_collector, kwargs=kwargs, batches=max(2, batches), lanes=lanes, seed=run_seed)
     name = getattr(make_collector, "__name__", type(make_collector).__name__)
     return run_checks(name, CHECKS, trial)

@@ -25,13 +25,15 @@ class CollectorTrial:
     Attributes:
         make: builds a collector, from keyword arguments where it takes any.
         kwargs: its keyword arguments.
-        batches: how many batches a run has.
+        batches: how many batches a run has, at least.
+        lanes: the lanes that a run has to show: asynchronous workers are waited for, however slow one of them is.
         seed: of the runs.
     """
 
     make: Callable[..., Any]
     kwargs: dict[str, Any] = field(default_factory=dict)
     batches: int = 3
+    lanes: int = 0
     seed: int = 0
 
     def takes(self, name: str) -> bool:
@@ -59,7 +61,20 @@ class CollectorTrial:
     def run(self, **changes: Any) -> list[TensorDict]:
         """The first batches of a collector."""
         with self.built(**changes) as collector:
-            return take(collector, self.batches)
+            return self.take(collector)
+
+    def enough(self, collector: Any, begun: Sequence[TensorDict] = ()) -> Iterator[TensorDict]:
+        """A collector's next batches, until those of the run, with the ones that it has `begun` with, are enough."""
+        count, seen = len(begun), set(lanes_of(begun)) if begun else set()
+        for batch in collector:
+            count, seen = count + 1, seen | set(batch["collector", "lane"].flatten().tolist())
+            yield batch
+            if count >= self.batches and len(seen) >= self.lanes:
+                return
+
+    def take(self, collector: Any, begun: Sequence[TensorDict] = ()) -> list[TensorDict]:
+        """The same, copied."""
+        return [batch.clone() for batch in self.enough(collector, begun)]
 
     @cached_property
     def delivered(self) -> list[TensorDict]:
@@ -78,7 +93,7 @@ class CollectorTrial:
 
 
 def take(collector: Any, count: int) -> list[TensorDict]:
-    """The next batches, copied."""
+    """The next `count` batches, copied; fewer at the end of the run."""
     return [batch.clone() for batch in itertools.islice(collector, count)]
 
 

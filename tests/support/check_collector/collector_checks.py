@@ -90,7 +90,7 @@ def broken_off(trial: CollectorTrial) -> None:
         for batch in collector:
             batches.append(batch.clone())
             break
-        batches += take(collector, trial.batches - 1)
+        batches += trial.take(collector, batches)
     for rows in lanes_of(batches).values():
         expect_counters(rows)
         expect_chained(rows)
@@ -110,7 +110,7 @@ def seeds(trial: CollectorTrial) -> None:
         raise fail(f"the run with seed={other}", expected="other data", got=f"those of seed={trial.seed}", mend=SEED)
     with trial.built() as collector:
         following = collector.set_seed(other)
-        reseeded = take(collector, trial.batches)
+        reseeded = trial.take(collector)
     if not isinstance(following, int):
         raise fail("set_seed", expected="the next seed, an int", got=following, mend="return it")
     expect_same_lanes(
@@ -129,15 +129,15 @@ def batch_memory(trial: CollectorTrial) -> None:
         raise NotApplicableError("make takes no seed")
     with trial.built() as collector:
         batches, held = [], []
-        for _ in range(trial.batches):
-            batches.append(next(collector))
-            held.append(batches[-1].clone())
+        for batch in trial.enough(collector):
+            batches.append(batch)
+            held.append(batch.clone())
         for batch, kept in zip(batches, held, strict=True):
             _expect_kept(batch, kept)
     with trial.built() as collector:
         scribbled = []
-        for _ in range(trial.batches):
-            scribbled.append((batch := next(collector)).clone())
+        for batch in trial.enough(collector):
+            scribbled.append(batch.clone())
             for leaf in flatten(batch).values():
                 leaf.zero_()
     expect_same_lanes(

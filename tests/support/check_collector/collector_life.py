@@ -87,7 +87,7 @@ def checkpoint(trial: CollectorTrial) -> None:
     """`load_state_dict` goes on with the weights and counts of `state_dict`, under ids not used before."""
     with trial.built() as collector:
         collector.update_policy_weights_()
-        before = take(collector, trial.batches)
+        before = trial.take(collector)
         saved, frames = _through_a_file(collector.state_dict()), collector.frames
     runs = []
     for _ in range(2):
@@ -95,7 +95,7 @@ def checkpoint(trial: CollectorTrial) -> None:
             collector.load_state_dict(saved)
             if collector.frames != frames:
                 raise fail("frames after loading", expected=frames, got=collector.frames, mend="save and restore them")
-            runs.append(take(collector, trial.batches))
+            runs.append(trial.take(collector))
     wanted, got = _versions(before[-1]), _versions(runs[0][0])
     if got != wanted:
         raise fail("collector.policy_version after loading", expected=wanted, got=got, mend="save and restore it")
