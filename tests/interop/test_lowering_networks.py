@@ -52,7 +52,7 @@ class Singular(nn.Module):
 
 
 def test_singular_matrices_have_no_finite_inverse():
-    """Torch would raise an error; the reports of a failure are Torch's."""
+    """Torch would raise an error here; `info` reports the failure as in Torch."""
     x = torch.stack([torch.eye(3), torch.zeros(3, 3), torch.diag(torch.tensor([1.0, 0.0, 2.0]))])
     params, apply = fc.lower(Singular(), x)
     inverse, failed, *info = jax.jit(apply)(params, x.numpy())

@@ -94,7 +94,7 @@ def test_products_of_halves_in_single_precision():
 
 @pytest.mark.needs("torch>=2.13")  # before, some cannot be exported
 def test_no_rule_is_out_of_reach():
-    """Those of recurrent modules are reached by the policies."""
+    """The rules of recurrent modules are reached by the policies and by plain recurrent networks."""
     for name in ("gru layers", "lstm layers", "gru cell", "lstm cell"):
         make, example = POLICIES[name]
         REACHED.setdefault(name, operators(lower_module(make().eval(), example(2))))
@@ -105,6 +105,20 @@ def test_no_rule_is_out_of_reach():
     assert set(REACHED) >= set(FAMILIES), "run the whole file"
     removed = {"aten.cholesky.default"} if TORCH >= (2, 15) else set()
     assert set(rules()) - set().union(*REACHED.values()) == removed
+
+
+class Norms(nn.Module):
+    """Norms and distances, without axes, with none, and with one."""
+
+    def forward(self, x, y):
+        norms = [torch.linalg.vector_norm(x, order, dim) for order in (2, 3) for dim in (None, [], -1)]
+        return *norms, torch.cdist(x, y), torch.cdist(x, y, p=3.0), torch.dist(x, y), x.std(0)
+
+
+def test_norms_of_nan_and_over_no_axes():
+    x = torch.tensor([[1.0, 2.0], [torch.nan, 3.0]])
+    given = (x, torch.zeros(2, 2))
+    assert_equal(Norms()(*given), lower_module(Norms(), given).apply({}, *jax_inputs(given)))
 
 
 ACTIVATIONS = [

@@ -55,7 +55,7 @@ REMOVED = {"cholesky"} if TORCH >= (2, 15) else set()
 
 
 def overloads():
-    """Those of the names in the docs that only compute tensors: no output arguments, named axes or generators."""
+    """The overloads of documented operators that only compute tensors: no output arguments, named axes, generators."""
     for name in sorted({rule.split(".")[1] for rule in rules()} - {"sym_size"} - REMOVED):
         packet = getattr(aten, name)
         for kind in packet.overloads():

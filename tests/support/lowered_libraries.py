@@ -33,7 +33,7 @@ def atari_features():
 
 
 def dueling():
-    """Built as TorchRL builds it, lazily, and called once."""
+    """Call a lazy module of TorchRL once, which creates its parameters."""
     network = DuelingCnnDQNet(4, cnn_kwargs={"num_cells": [8, 8, 8]}, mlp_kwargs={"num_cells": 16, "depth": 1})
     network(torch.zeros(1, 4, 84, 84))
     return network

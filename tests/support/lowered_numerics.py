@@ -13,7 +13,7 @@ QUANTILES = (2, 13) <= TORCH < (2, 15)  # before, they cannot be exported; since
 
 
 def _extremes(x):
-    """Torch has had its derivative since 2.13."""
+    """The extremes along an axis; Torch has their derivative since 2.13."""
     return (x if TORCH >= (2, 13) else x.detach()).aminmax(dim=1)
 
 
@@ -36,7 +36,7 @@ def _on(make, *functions):
 
 
 def _plain(answer):
-    """With tuples for the structs of Torch."""
+    """The answer with tuples for the structs of Torch."""
     return tuple(map(_plain, answer)) if isinstance(answer, tuple) else answer
 
 
@@ -77,12 +77,12 @@ def _factored(a, b):
 
 
 def _projectors(vectors):
-    """The same for either sign of an eigenvector."""
+    """Projections onto eigenvectors, which do not depend on their signs."""
     return vectors[..., :, None, :] * vectors[..., None, :, :]
 
 
 def _tied(x):
-    """With equal values, and NaN in the first row."""
+    """`x` rounded, so that some values are equal, with NaN in some rows."""
     x = (x * 2).round()
     return torch.where(torch.arange(x.shape[0])[:, None] + torch.arange(6) == 2, torch.nan, x)
 

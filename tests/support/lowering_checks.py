@@ -10,7 +10,7 @@ from tensordict.nn import TensorDictModuleBase
 
 
 def plain(tree):
-    """With dicts for TensorDicts."""
+    """The tree with dicts for TensorDicts."""
     if isinstance(tree, TensorDictBase):
         return tree.to_dict()
     if isinstance(tree, (tuple, list)):
@@ -34,7 +34,7 @@ def torch_answer(module, inputs):
 
 
 def assert_equal(wanted, got, *, rtol=1e-5, atol=1e-5):
-    """Structure, shapes, dtypes (up to JAX's 32 bits) and values."""
+    """Compare structure, shapes, dtypes (up to JAX's 32 bits) and values."""
     theirs, ours = jax.tree.flatten(wanted), jax.tree.flatten(got)
     assert len(theirs[0]) == len(ours[0])
     if isinstance(wanted, dict):
@@ -55,7 +55,7 @@ def weighted(numeric, outputs):
 
 
 def torch_gradients(module, inputs):
-    """By parameter, and of each floating input."""
+    """Torch's gradients, by parameter, and of each floating input."""
     leaves = [leaf.requires_grad_() for leaf in floats(plain(as_arguments(inputs)))]
     module.zero_grad()
     weighted(torch, torch_answer(module, inputs)).backward()
@@ -67,7 +67,7 @@ def torch_gradients(module, inputs):
 
 
 def jax_gradients(lowered, inputs):
-    """The same by JAX, parameters in Torch's layout."""
+    """The same gradients by JAX, those of parameters in Torch's layout."""
     leaves, treedef = jax.tree.flatten(jax_inputs(inputs))
     at = [place for place, leaf in enumerate(leaves) if np.issubdtype(leaf.dtype, np.floating)]
 
@@ -82,7 +82,7 @@ def jax_gradients(lowered, inputs):
 
 
 def assert_gradients_equal(module, lowered, inputs, *, rtol=1e-4, atol=1e-5):
-    """Of every parameter and every floating input."""
+    """Compare the gradients of every parameter and every floating input."""
     of_params, of_inputs = jax_gradients(lowered, inputs)
     wanted_params, wanted_inputs = torch_gradients(module, inputs)
     for name, wanted in wanted_params.items():

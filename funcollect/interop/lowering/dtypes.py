@@ -1,4 +1,4 @@
-"""Torch's dtypes in JAX, which has 32 bits unless it is told otherwise."""
+"""Torch's dtypes in JAX, which has 32 bits by default."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WIDE = (torch.float64, torch.complex128)
 
 
 def jax_dtype(dtype: torch.dtype) -> Any:
-    """JAX's dtype for a Torch one: the same, or for 64-bit integers under 32-bit JAX the 32-bit one.
+    """JAX's dtype for one of Torch: the same, but for 64-bit integers under 32-bit JAX the 32-bit dtype.
 
     Raises:
         LoweringError: for float64 and complex128 under 32-bit JAX, which would round them.

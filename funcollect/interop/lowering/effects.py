@@ -1,4 +1,4 @@
-"""Checks of data, which Torch keeps in order by tokens, taken out of an exported program."""
+"""Removes checks of data, which Torch keeps in order by tokens, from an exported program."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ CHECKS = (  # they return nothing: they raise an error, or let the program go on
 
 
 def without_checks(program: ExportedProgram) -> None:
-    """Take out the checks, and the tokens if no other effect needs them."""
+    """Remove the checks, and the tokens if no other effect needs them."""
     graph, signature = program.graph, program.graph_signature
     for node in list(graph.nodes):
         if is_effect(node) and str(node.args[1]) in CHECKS:
-            _take_out(graph, node)
+            for following in list(node.users):  # they take the token that the check would have passed on
+                following.replace_all_uses_with(node.args[0])
+                graph.erase_node(following)
+            graph.erase_node(node)
         elif str(node.target) in CHECKS:
             graph.erase_node(node)
     if any(map(is_effect, graph.nodes)):
@@ -37,13 +40,5 @@ def without_checks(program: ExportedProgram) -> None:
 
 
 def is_effect(node: Any) -> bool:
-    """Whether a node calls an operator, its second argument, with a token as the first."""
+    """Whether a node calls an operator, its second argument, with a token, its first."""
     return node.target is torch.ops.higher_order.with_effects
-
-
-def _take_out(graph: Any, node: Any) -> None:
-    """Hand its token on to those that would get the next one."""
-    for following in list(node.users):
-        following.replace_all_uses_with(node.args[0])
-        graph.erase_node(following)
-    graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""An exported graph, evaluated in `jax.numpy` on whatever it is given: arrays, or values inside a traced function."""
+"""Evaluates an exported graph in `jax.numpy`, on arrays or on values inside a traced function."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from funcollect.interop.lowering.dtypes import jax_dtype
 from funcollect.interop.lowering.places import place_of
 from funcollect.interop.lowering.registry import rules
 
-_WHERE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")  # what an array of JAX has none of
+_WHERE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")  # arguments that JAX's arrays do not have
 
 
 def evaluate(graph: Any, values: list[Any]) -> tuple[Any, ...]:
@@ -40,7 +40,7 @@ def _called(node: Any, known: dict[Any, Any]) -> Any:
     arguments = _looked_up(node.args, known)
     options = {name: value for name, value in _looked_up(node.kwargs, known).items() if name not in _WHERE}
     if not isinstance(node.target, torch._ops.OpOverload):
-        return node.target(*arguments, **options)  # Python's own, on sizes, or an item of a tuple
+        return node.target(*arguments, **options)  # a function of Python's on sizes, or an item of a tuple
     try:
         result = rules()[str(node.target)].evaluate(*arguments, **options)
     except Exception as error:
@@ -58,7 +58,7 @@ def _looked_up(arguments: Any, known: dict[Any, Any]) -> Any:
 
 
 def _cast(result: Any, like: Any) -> Any:
-    """With the dtypes that Torch has there."""
+    """Cast results to the dtypes that Torch has there."""
     if isinstance(like, (tuple, list)):
         return tuple(map(_cast, result, like))
     if not isinstance(like, torch.Tensor) or result is None:

@@ -1,10 +1,11 @@
-"""A Torch module's graph of operators, by `torch.export`, and what of it a pure function cannot do."""
+"""Exports a Torch module as a graph of operators by `torch.export`, and refuses what a pure function cannot do."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,27 +15,29 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torch._decomp import get_decompositions
 from torch.export import Dim, ExportedProgram
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from funcollect.errors import LoweringError
 from funcollect.interop.lowering.dtypes import jax_dtype
 from funcollect.interop.lowering.effects import is_effect, without_checks
-from funcollect.interop.lowering.places import place_of, place_of_error, unknown_mask
+from funcollect.interop.lowering.places import LIBRARY, place_of, place_of_error, unknown_mask
 from funcollect.interop.lowering.registry import rules
-from funcollect.interop.lowering.shortcuts import NoShortcuts
-from funcollect.interop.lowering.structure import build, leaves_of, plain, unlocked
+from funcollect.interop.lowering.structure import leaves_of, plain, unlocked
 from funcollect.messages import clipped
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal_functional", "poisson", "exponential", "geometric")
 _READING = "_local_scalar_dense"
-_OF_DATA = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")  # on sizes and numbers from data
+_OF_DATA = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")  # limits of sizes and numbers
 _RESIZING = ("upsample_nearest1d", "upsample_nearest2d", "upsample_linear1d", "upsample_bilinear2d")
 _IMAGE = 3  # channels, height, width: sizes that a network is built for
+_SKIPPING = "torchrl/modules/tensordict_module/rnn.py"  # sets masked states to 0 only if the mask has any
 
 
 class FlatModule(nn.Module):
-    """A module as a function of flat lists of tensors; calls `note` with the structure of its output.
+    """A module as a function of flat lists of tensors; calls `note` with the treespec of its output.
 
-    Its own attributes would not do for that: `torch.export` puts them back.
+    An attribute could not keep the treespec, because `torch.export` restores the attributes of a module.
     """
 
     def __init__(self, module: nn.Module, treespec: Any, note: Callable[[Any], None]) -> None:
@@ -45,8 +48,7 @@ class FlatModule(nn.Module):
 
     def forward(self, *leaves: Tensor) -> tuple[Any, ...]:
         """The leaves of the module's output."""
-        inputs = unlocked(build(self._treespec, leaves))
-        answer = self.module(*inputs)
+        answer = self.module(*unlocked(self._treespec.unflatten(leaves)))
         if isinstance(self.module, TensorDictModuleBase):
             answer = answer.select(*self.module.out_keys)
         found, treespec = leaves_of(plain(answer))
@@ -55,14 +57,14 @@ class FlatModule(nn.Module):
 
 
 def export(flat: FlatModule, leaves: list[Tensor]) -> ExportedProgram:
-    """The program for inputs like these, decomposed to the covered operators; sizes stay open where they can.
+    """Export the program for inputs like these, decomposed to the covered operators, with sizes open where possible.
 
     Raises:
         LoweringError: for a module that torch cannot export, or whose graph a pure function cannot follow.
     """
     table = _decompositions()
     try:
-        with _quietly(), _lstm_states(), torch.enable_grad(), NoShortcuts():
+        with _quietly(), _lstm_states(), torch.enable_grad(), _NoShortcuts():
             exported = torch.export.export(flat, tuple(leaves), dynamic_shapes=_open_sizes(leaves), strict=False)
             _detach_without_grad(exported)
             program: ExportedProgram = exported.run_decompositions(table)
@@ -75,7 +77,7 @@ def export(flat: FlatModule, leaves: list[Tensor]) -> ExportedProgram:
 
 
 def _open_sizes(leaves: list[Tensor]) -> dict[str, Any]:
-    """Every dimension, but those of images, and those of size 1, which Torch takes to be fixed."""
+    """Leave every dimension open except those of images, and those of size 1, which Torch takes to be fixed."""
 
     def of(leaf: Tensor) -> dict[int, Any]:
         last = leaf.ndim if leaf.ndim <= _IMAGE else leaf.ndim - _IMAGE
@@ -85,7 +87,7 @@ def _open_sizes(leaves: list[Tensor]) -> dict[str, Any]:
 
 
 def _decompositions() -> Any:
-    """Torch's own, but for the operators that have a rule; those for resizing images are not among its defaults."""
+    """Torch's default decompositions and those for resizing images, without those of operators that have a rule."""
     table = torch.export.default_decompositions()
     table.update(get_decompositions([getattr(torch.ops.aten, name) for name in _RESIZING]))  # type: ignore[no-untyped-call]
     for target in list(table):
@@ -94,9 +96,30 @@ def _decompositions() -> Any:
     return table
 
 
+class _NoShortcuts(TorchFunctionMode):
+    """Has TorchRL's recurrent modules always reset masked states, which they skip if no lane begins an episode.
+
+    The branch depends on data, but both ways have the same result.
+    """
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__bool__ and _caller().endswith(_SKIPPING):
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+def _caller() -> str:
+    """The file of the innermost frame outside Torch and this file."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((LIBRARY, __file__)):
+        frame = frame.f_back
+    return frame.f_code.co_filename
+
+
 @contextlib.contextmanager
 def _lstm_states() -> Iterator[None]:
-    """Give an LSTM's final states their own shapes: Torch 2.11 exports them with one more dimension, of size 1."""
+    """Correct the shapes of an LSTM's final states: Torch 2.11 exports them with a leading dimension of size 1."""
     if torch.__version__ >= "2.13":  # a TorchVersion, which compares as versions do
         yield
         return
@@ -116,7 +139,7 @@ def _lstm_states() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without Torch's remarks on its own tracing, without checks of data, and with attention as separate operators."""
+    """Silence Torch's remarks on its tracing, leave out checks of data, and export attention as separate operators."""
     logger = logging.getLogger("torch")
     level, fast = logger.level, torch.backends.mha.get_fastpath_enabled()
     validating = torch.distributions.Distribution._validate_args
@@ -134,7 +157,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _detach_without_grad(exported: ExportedProgram) -> None:
-    """Mark what leaves a ``no_grad`` block by `detach`: the decomposition inlines the block and forgets about it."""
+    """Mark the outputs of ``no_grad`` blocks by `detach`, because the decomposition inlines the blocks."""
     graph = exported.graph_module.graph
     for node in list(graph.nodes):
         if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled or node.args[0]:
@@ -149,7 +172,11 @@ def _detach_without_grad(exported: ExportedProgram) -> None:
 
 def _check_writes(flat: FlatModule, program: ExportedProgram) -> None:
     for spec in program.graph_signature.output_specs:
-        if spec.kind.name in ("USER_OUTPUT", "LOSS_OUTPUT", "TOKEN"):  # what needs a token is refused by its name
+        if spec.kind.name in (
+            "USER_OUTPUT",
+            "LOSS_OUTPUT",
+            "TOKEN",
+        ):  # an effect with a token is refused by its operator
             continue
         what = spec.kind.name.removesuffix("_MUTATION").replace("_", " ").lower()
         target = (spec.target or "").removeprefix("module.")
@@ -166,7 +193,7 @@ def _check_operators(flat: FlatModule, program: ExportedProgram) -> None:
 
 
 def _fault(node: Any) -> str | None:
-    """What is wrong with a node, in words."""
+    """Why a node cannot be lowered, or None."""
     if node.op != "call_function":
         return None
     name = str(node.target)
@@ -182,7 +209,7 @@ def _fault(node: Any) -> str | None:
 def _refusal(name: str, node: Any) -> str | None:
     kind = name.split(".")[1]
     if kind in _OF_DATA:
-        return None  # what gives the size or the number is named
+        return None  # the operator that gives the size or the number is refused instead
     reason = "reads a number out of a tensor" if kind == _READING else None
     if _is_open(node.meta.get("val")):
         reason = reason or "has an output whose shape depends on data"
@@ -199,7 +226,7 @@ def _refusal(name: str, node: Any) -> str | None:
 
 
 def _is_open(value: Any) -> bool:
-    """Whether a tensor has a size that only running the module would tell: Torch's symbols for these begin with u."""
+    """Whether a tensor's shape depends on data: Torch's symbols for such sizes begin with u."""
     return isinstance(value, Tensor) and any(str(size).startswith("u") for size in value.shape)
 
 
@@ -215,7 +242,7 @@ def _wide(node: Any) -> str | None:
 
 
 def _narrowed(name: str, node: Any) -> str | None:
-    """Bits of 64-bit integers are not those of the 32-bit ones that stand for them."""
+    """Refuse to read the bits of 64-bit integers, which are not those of the 32-bit ones that JAX has."""
     if name != "aten.view.dtype":
         return None
     for dtype in (node.args[0].meta["val"].dtype, node.args[1]):

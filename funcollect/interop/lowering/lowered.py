@@ -13,18 +13,16 @@ from funcollect.interop.bridge import to_jax, to_torch
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.dtypes import jax_dtype
 from funcollect.interop.lowering.evaluate import evaluate
-from funcollect.interop.lowering.layouts import inverse, layouts
-from funcollect.interop.lowering.program import LoweredProgram, Placeholder, make_program
-from funcollect.interop.lowering.shapes import Shape, fits
-from funcollect.interop.lowering.structure import build, leaves_of, paths_of
+from funcollect.interop.lowering.program import LoweredProgram, Placeholder, Shape, inverse, make_program
+from funcollect.interop.lowering.structure import leaves_of, paths_of
 from funcollect.tree import flatten
 
 
 class Lowered:
     """A Torch module as a pair of functions, `prepare` and `apply`; see `lower_module`.
 
-    A program is exported for the example, and once more for each set of input shapes that takes another way through
-    the module (a batch of one, another rank, a branch by size), as `apply` is traced with it.
+    A program is exported for the example, and another one when `apply` is traced with input shapes that take another
+    way through the module (a batch of one, another rank, a branch on a size).
     """
 
     def __init__(self, module: nn.Module, example: tuple[Any, ...]) -> None:
@@ -35,26 +33,28 @@ class Lowered:
         self._kinds = [(leaf.dtype, leaf.device) for leaf in leaves]
         self._programs = [make_program(module, self._treespec, leaves)]
         self.names = self._programs[0].used({name for name, _ in module.named_parameters()})
-        self._layouts = layouts(self._programs[0].parameters)
+        self._layouts = self._programs[0].layouts()
 
     def prepare(self, params: Any = None) -> dict[str, Any]:
-        """Copies of Torch parameters as JAX has them fastest, to be done once for each version of the weights.
+        """Copy Torch parameters into JAX's fastest layout, once for each version of the weights.
 
         Args:
             params: tensors by dotted name, or nested as the submodules are (a TensorDict, too); None for the module's
-                own current ones.
+                current ones.
 
         Returns:
             Arrays by dotted name: every parameter, and the buffers that the forward reads. Weights of linear layers
-            are transposed to [in, out], of convolutions to [*kernel, in, out].
+            are transposed to [in, out], those of convolutions to [*kernel, in, out].
 
         Raises:
             KeyError: for a parameter that is not among `params`.
             BridgeError: for values that JAX cannot hold.
         """
-        given = (
-            _own(self.module) if params is None else {".".join(path): leaf for path, leaf in flatten(params).items()}
-        )
+        if params is None:
+            own = (self.module.named_parameters, self.module.named_buffers)
+            given = {name: tensor for named in own for name, tensor in named(remove_duplicate=False)}
+        else:
+            given = {".".join(path): leaf for path, leaf in flatten(params).items()}
         if absent := [name for name in self.names if name not in given]:
             raise KeyError(f"params lack {absent}, expected {self.names}: pass the whole state of the module")
         tensors = {name: given[name].detach() for name in self.names}
@@ -64,13 +64,13 @@ class Lowered:
         return to_jax(permuted, copy=True)  # type: ignore[no-any-return]
 
     def lay_out(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Traced: what `prepare` returns, from arrays that are laid out as Torch has them; in memory of its own."""
+        """Do the same as `prepare` inside a traced function, from arrays in Torch's layout; returns copies."""
         jnp = import_jax().numpy
         layouts = {name: self._layouts.get(name, tuple(range(arrays[name].ndim))) for name in self.names}
         return {name: jnp.copy(jnp.transpose(arrays[name], layouts[name])) for name in self.names}
 
     def restore(self, params: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Torch's layout again, from arrays such as `prepare` gives, or gradients by them; copies."""
+        """Copy arrays that are laid out as `prepare` returns them, gradients too, into Torch's layout."""
         tensors = {name: to_torch(array, copy=True) for name, array in params.items()}
         return {
             name: tensor.permute(inverse(self._layouts[name])) if name in self._layouts else tensor
@@ -81,7 +81,7 @@ class Lowered:
         """The module's output for these inputs, as a pure function: for use in `jit`, `grad`, `vmap`, `scan`.
 
         Args:
-            params: of `prepare`.
+            params: what `prepare` returned.
             *inputs: arrays, nested as the example is, with dicts for TensorDicts; of any shapes that the module takes.
 
         Returns:
@@ -95,7 +95,7 @@ class Lowered:
         program = self._program_for([leaf.shape for leaf in leaves])
         remaining = iter(leaves)
         values = [self._value(slot, params, remaining) for slot in program.slots]
-        return build(program.answer, evaluate(program.graph, values))
+        return program.answer.unflatten(evaluate(program.graph, values))
 
     def _checked(self, inputs: tuple[Any, ...]) -> list[Any]:
         if (paths := paths_of(inputs)) != self._paths:
@@ -122,7 +122,7 @@ class Lowered:
 
     def _program_for(self, shapes: list[Shape]) -> LoweredProgram:
         for program in self._programs:
-            if fits(program.exported, program.inputs, shapes):
+            if program.fits(shapes):
                 return program
         if modes_of(self.module) != self.modes:
             raise LoweringError(
@@ -136,22 +136,12 @@ class Lowered:
 
 
 def modes_of(module: nn.Module) -> tuple[bool, ...]:
-    """Whether each submodule is in training mode: the part of a module, beside tensors, that its user changes."""
+    """Whether each submodule is in training mode."""
     return tuple(each.training for each in module.modules())
 
 
 def lower_module(module: nn.Module, example: Any) -> Lowered:
-    """A Torch module as a JAX function, whose weights can be prepared again and again.
-
-    Args:
-        module: in the mode, training or evaluation, that is wanted.
-        example: a tensor, dict or TensorDict for a module of one input, a tuple of these for one of several. Its
-            values and sizes do not matter, its dtypes and structure do.
-
-    Raises:
-        TypeError: for an example that does not hold tensors, or no module.
-        LoweringError: for a module that cannot be lowered; says what stands in the way and where in the module.
-    """
+    """Lower a Torch module whose weights will change; for arguments and errors, see `lower`."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is {type(module).__name__}, expected a torch.nn.Module: wrap the function in one")
     inputs = example if isinstance(example, tuple) and not hasattr(example, "_fields") else (example,)
@@ -166,27 +156,29 @@ def lower_module(module: nn.Module, example: Any) -> Lowered:
 
 
 def lower(module: nn.Module, example: Any) -> tuple[dict[str, Any], Callable[..., Any]]:
-    """A Torch module as a JAX function of its parameters.
+    """Lower a Torch module to a JAX function of its parameters.
 
     The module's graph, by `torch.export`, is evaluated in `jax.numpy` wherever `apply` is called: inside the caller's
-    `jit`, `grad`, `vmap` or `scan`, with any batch size. Training or evaluation: the mode it is lowered in.
+    `jit`, `grad`, `vmap` or `scan`, with any batch size. It stays in the mode, training or evaluation, that the module
+    is in when it is lowered.
 
     Args:
-        module: a module, `TensorDictModule`s too.
-        example: what the module takes: a tensor, dict or TensorDict; a tuple of these for several arguments. Its values
-            and sizes do not matter, its dtypes and structure do.
+        module: a module, which may be a `TensorDictModule`.
+        example: an input of the module: a tensor, dict or TensorDict; a tuple of these for several arguments. Its
+            values and sizes do not matter, its dtypes and structure do.
 
     Returns:
-        The pair of params, arrays by Torch's dotted names, parameters and the buffers that are read, and of
-        ``apply(params, *inputs)``, which answers as the module does, with dicts for TensorDicts (of a
-        `TensorDictModule` its ``out_keys``). Weights of linear and convolutional layers are transposed for speed, so
-        they are to be changed by optimizers, not by name. Integers of 64 bits have 32 where JAX has: the module must
-        not compute with larger ones.
+        The params, and ``apply(params, *inputs)``. The params are arrays by Torch's dotted names: every parameter, and
+        the buffers that the forward reads. Weights of linear and convolutional layers are transposed for speed, so
+        change params by an optimizer, not by name. `apply` returns the module's output with dicts for TensorDicts; for
+        a `TensorDictModule` it returns the ``out_keys``. 64-bit integers have 32 bits where JAX has: the module must
+        not compute with larger numbers.
 
     Raises:
-        TypeError: for an example that does not hold tensors.
-        LoweringError: for a module that cannot be lowered: a missing operator, control flow by data, random numbers, a
-            buffer that it writes, float64 under 32-bit JAX; says where in the module.
+        TypeError: for an example that does not hold tensors, or something that is no module.
+        LoweringError: for a module that cannot be lowered, with the reason and the place in the module: a missing
+            operator, control flow that depends on data, random numbers, a buffer that it writes, or float64 under
+            32-bit JAX.
 
     >>> import jax, torch
     >>> params, apply = lower(torch.nn.Linear(4, 2), torch.zeros(1, 4))
@@ -197,8 +189,3 @@ def lower(module: nn.Module, example: Any) -> tuple[dict[str, Any], Callable[...
     """
     lowered = lower_module(module, example)
     return lowered.prepare(), lowered.apply
-
-
-def _own(module: nn.Module) -> dict[str, Tensor]:
-    named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-    return {name: tensor for each in named for name, tensor in each}

@@ -1,4 +1,4 @@
-"""Where in the user's module a node of the graph, or an error, came from."""
+"""Finds the place in the user's module that a node of the graph, or an error, came from."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
-_LIBRARY = f"{Path(torch.__file__).parent}/"
+LIBRARY = f"{Path(torch.__file__).parent}/"  # Torch's folder
 _OURS = str(Path(__file__).parent)
 _MASKS = {
     nn.Transformer: "src_is_causal= and tgt_is_causal=",
     nn.TransformerDecoder: "tgt_is_causal=",
     nn.TransformerEncoder: "is_causal=",
-}  # what says whether a mask is causal, so that Torch need not look
+}  # these arguments say whether a mask is causal; without them Torch compares it with the causal one
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in (.+)\n\s*(.*)')
 
 
 def place_of(node: Any) -> str:
-    """The submodule and the source line of a node, in words.
+    """The submodule and the source line of a node, as text.
 
-    The line is the innermost one outside Torch, or Torch's own where a module of Torch is called by modules of Torch.
+    The line is the innermost one outside Torch, or the innermost of all if no other file is involved.
     """
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
@@ -34,13 +34,13 @@ def _module(stack: list[tuple[str, Any]]) -> str:
     if not stack:
         return ""
     path, kind = stack[-1]
-    path = path.removeprefix("module").removeprefix(".")  # of the wrapper that is exported
+    path = path.removeprefix("module").removeprefix(".")  # the wrapper that is exported calls the user's module so
     name = (kind if isinstance(kind, str) else kind.__name__).rpartition(".")[2]
     return f"{path!r} ({name})" if path else name
 
 
 def _line(frames: list[tuple[str, str, str, str]]) -> str:
-    theirs = [frame for frame in frames if not frame[0].startswith((_LIBRARY, _OURS))] or frames
+    theirs = [frame for frame in frames if not frame[0].startswith((LIBRARY, _OURS))] or frames
     if not theirs:
         return ""
     path, line, _, code = theirs[-1]
@@ -48,14 +48,14 @@ def _line(frames: list[tuple[str, str, str, str]]) -> str:
 
 
 def place_of_error(error: BaseException) -> str:
-    """The innermost line outside Torch and this package that an error passed through."""
+    """The innermost line outside Torch and this folder that an error passed through."""
     frames = traceback.extract_tb(error.__traceback__)
     found = [(frame.filename, str(frame.lineno), frame.name, frame.line or "") for frame in frames]
     return _line([frame for frame in found if "tensordict/nn/" not in frame[0]]) or "an unknown place"
 
 
 def unknown_mask(error: BaseException) -> str | None:
-    """The arguments that a transformer lacks, if the error was raised as it looked whether its mask is causal."""
+    """The arguments that a transformer lacks, if the error was raised while Torch looked whether a mask is causal."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not any(frame.f_code.co_name == "_detect_is_causal_mask" for frame in frames):
         return None

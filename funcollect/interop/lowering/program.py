@@ -1,9 +1,11 @@
-"""An exported program, with what each of its placeholders stands for."""
+"""An exported program: what its placeholders stand for, which shapes it is good for, and how it reads its weights."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
@@ -13,6 +15,12 @@ from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.dtypes import jax_dtype
 from funcollect.interop.lowering.evaluate import evaluate
 from funcollect.interop.lowering.exporting import FlatModule, export
+from funcollect.interop.lowering.registry import rules
+
+Shape = tuple[int, ...]
+Layout = tuple[int, ...]  # a permutation of axes
+
+_TRANSPOSES = ("aten.permute.default", "aten.t.default", "aten.transpose.int")
 
 
 class Placeholder(NamedTuple):
@@ -21,11 +29,6 @@ class Placeholder(NamedTuple):
     node: Any
     parameter: str | None = None
     constant: Any = None
-
-    @property
-    def is_input(self) -> bool:
-        """Whether it is neither."""
-        return self.parameter is None and self.constant is None
 
 
 class LoweredProgram(NamedTuple):
@@ -37,13 +40,8 @@ class LoweredProgram(NamedTuple):
 
     @property
     def graph(self) -> Any:
-        """The operators."""
+        """The graph of operators."""
         return self.exported.graph
-
-    @property
-    def inputs(self) -> list[Any]:
-        """Fake tensors, whose sizes are numbers or symbols."""
-        return [slot.node.meta["val"] for slot in self.slots if slot.is_input]
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -51,8 +49,70 @@ class LoweredProgram(NamedTuple):
         return {slot.parameter: slot.node for slot in self.slots if slot.parameter is not None}
 
     def used(self, always: set[str]) -> list[str]:
-        """The parameters and buffers that an operator reads, and those that count as used in any case."""
+        """The names of the parameters and buffers that an operator reads, and of those that count in any case."""
         return sorted(name for name, node in self.parameters.items() if node.users or name in always)
+
+    def layouts(self) -> dict[str, Layout]:
+        """The permutations of those parameters that are faster in another layout than Torch's.
+
+        Torch keeps weights as [out, in, *kernel]; XLA on the CPU is up to three times as fast with [*kernel, in, out].
+        A parameter that is also used in other ways keeps Torch's layout.
+        """
+        found = {}
+        for name, node in self.parameters.items():
+            rank = node.meta["val"].ndim
+            if rank > 1 and node.users and all(_is_weight(node, user) for user in node.users):
+                found[name] = (*range(2, rank), 1, 0)
+        return found
+
+    def fits(self, shapes: list[Shape]) -> bool:
+        """Whether inputs of these shapes take the way through the module that was exported."""
+        bound: dict[str, int] = {}  # the sizes that the symbols of the program take
+        inputs = [slot.node.meta["val"] for slot in self.slots if slot.parameter is None and slot.constant is None]
+        for value, shape in zip(inputs, shapes, strict=True):
+            if len(value.shape) != len(shape):
+                return False
+            for dimension, size in zip(map(str, value.shape), shape, strict=True):
+                if bound.setdefault(dimension, int(dimension) if dimension.isdecimal() else size) != size:
+                    return False
+        ranges = {str(symbol): limits for symbol, limits in self.exported.range_constraints.items()}
+        symbols = [(name, size) for name, size in bound.items() if not name.isdecimal()]
+        in_range = all(name in ranges and ranges[name].lower <= size <= ranges[name].upper for name, size in symbols)
+        return bool(in_range) and _passes_guards(self.exported, shapes)
+
+
+def inverse(layout: Layout) -> Layout:
+    """The permutation that undoes this one."""
+    return tuple(layout.index(i) for i in range(len(layout)))
+
+
+def _is_weight(node: Any, user: Any) -> bool:
+    """Whether an operator, the user of a node, takes it as a weight."""
+    if str(user.target) in _TRANSPOSES:
+        return bool(node.meta["val"].ndim == 2)
+    rule = rules().get(str(user.target)) if isinstance(user.target, torch._ops.OpOverload) else None
+    given = [user.args[at] for at in rule.weights if at < len(user.args)] if rule else []
+    return any(each is node for argument in given for each in (argument if isinstance(argument, list) else [argument]))
+
+
+class _Sizes:
+    """Stands for an input where Torch's guards ask for its size."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+
+    def size(self) -> Shape:
+        return self._shape
+
+
+def _passes_guards(program: ExportedProgram, shapes: list[Shape]) -> bool:
+    """Whether Python's branches on sizes would be the same; False also if that is unknown."""
+    names = {"L": {"leaves": [_Sizes(shape) for shape in shapes]}, "max": max, "min": min, "math": math, "torch": torch}
+    try:
+        guards = program._guards_code
+        return all(eval(guard, {"__builtins__": {}}, names) for guard in guards)
+    except Exception:
+        return False  # the module is exported again, for these shapes
 
 
 def make_program(module: nn.Module, treespec: Any, leaves: list[Tensor]) -> LoweredProgram:
@@ -67,7 +127,7 @@ def make_program(module: nn.Module, treespec: Any, leaves: list[Tensor]) -> Lowe
     specs = exported.graph_signature.input_specs
     slots = [_slot(node, spec, exported) for node, spec in zip(nodes, specs, strict=True)]
     program = LoweredProgram(exported, slots, answers[-1])
-    _try(program, leaves)
+    _trace(program, leaves)
     return program
 
 
@@ -84,15 +144,15 @@ def _slot(node: Any, spec: Any, exported: ExportedProgram) -> Placeholder:
     )
 
 
-def _try(program: LoweredProgram, leaves: list[Tensor]) -> None:
-    """Trace it, so that what a rule refuses is refused as the module is lowered."""
+def _trace(program: LoweredProgram, leaves: list[Tensor]) -> None:
+    """Trace the program once, so that what a rule refuses is refused while the module is lowered."""
     jax = import_jax()
     remaining = iter(leaves)
 
     def stand_in(slot: Placeholder) -> Any:
         if slot.constant is not None:
             return slot.constant
-        tensor = next(remaining) if slot.is_input else slot.node.meta["val"]
+        tensor = next(remaining) if slot.parameter is None else slot.node.meta["val"]
         return jax.ShapeDtypeStruct(tuple(tensor.shape), jax_dtype(tensor.dtype)) if slot.node.users else None
 
     jax.eval_shape(lambda values: evaluate(program.graph, values), list(map(stand_in, program.slots)))

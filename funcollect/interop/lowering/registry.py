@@ -1,67 +1,77 @@
 """The operators that are covered, by the name ATen gives them.
 
-A rule takes what the operator takes, with JAX arrays for tensors and JAX dtypes for Torch's, and answers with what it
-answers. Devices, layouts and memory formats are taken away before. `evaluate` casts each answer to the dtype that Torch
-gives it, so a rule need not.
+A rule takes what the operator takes, with JAX arrays for tensors and JAX dtypes for Torch's dtypes, and returns what
+the operator returns. Devices, layouts and memory formats are removed before the call. `evaluate` casts each result to
+the dtype that Torch gives it, so a rule need not.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
 FAMILIES = {
-    "elementwise": "Arithmetic, functions of one or two arrays",
-    "comparison": "Comparisons, logic, choice, bits",
+    "elementwise": "Arithmetic, functions of one or two arrays, comparisons, logic, choice, bits",
     "activation": "Activations and softmax",
     "complex": "Complex numbers, Fourier transforms",
-    "linear": "Products of matrices and vectors, distances",
-    "factorisation": "Factorisations, determinants, matrix functions",
-    "solution": "Inverses, ranks, linear systems",
-    "convolution": "Convolutions",
-    "pooling": "Pooling",
+    "linear": "Products of matrices and vectors, distances, attention",
+    "matrices": "Factorisations, determinants, matrix functions, inverses, ranks, linear systems",
+    "windows": "Convolutions and pooling",
     "normalisation": "Normalisation",
     "recurrent": "Recurrent cells and layers",
-    "attention": "Attention",
-    "reduction": "Reductions, scans, sorting",
-    "selection": "Medians, running extremes, modes",
+    "reduction": "Reductions, scans, sorting, medians, running extremes, modes",
     "indexing": "Indexing, gathering, scattering",
-    "sampling": "Images at the places of a grid",
-    "shape": "Shapes, joining, padding",
-    "creation": "Constants and casts",
-}  # a module of `operators` each, with its title in the docs
+    "sampling": "Images sampled at the points of a grid",
+    "shape": "Shapes, joining, padding, constants, casts",
+}  # each is a module of `operators`, with its title in the docs
 
 
 class Rule(NamedTuple):
     """How one operator is evaluated."""
 
     evaluate: Callable[..., Any]
-    weights: tuple[int, ...]  # the arguments that are weights, laid out for speed where they are parameters
+    weights: tuple[
+        int, ...
+    ]  # the positions of arguments that are weights, laid out for speed where they are parameters
     family: str
 
 
 _RULES: dict[str, Rule] = {}
 
 
-def operator(*names: str, weights: tuple[int, ...] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as the rule for ``aten.<name>``, for each name."""
+def operator(names: str, weights: tuple[int, ...] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as the rule for these operators of ATen; see `register` for the names."""
 
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        for name in names:
-            register_as(name, function, function.__module__, weights)
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        register(function.__module__, {names: function}, weights)
         return function
 
-    return register
+    return decorate
 
 
-def register_as(name: str, function: Callable[..., Any], module: str, weights: tuple[int, ...] = ()) -> None:
-    """Register a function, such as one of JAX's own, as the rule for ``aten.<name>``."""
-    qualified = f"aten.{name}"
-    if qualified in _RULES:
-        raise ValueError(f"{qualified} has a rule already: keep one")
-    _RULES[qualified] = Rule(function, weights, module.rpartition(".")[2])
+def register(module: str, table: Mapping[str, Callable[..., Any]], weights: tuple[int, ...] = ()) -> None:
+    """Register functions, such as JAX's own, as rules.
+
+    Args:
+        module: the name of the module that registers them, one of `operators`.
+        table: functions by the operators that they evaluate. Operators are separated by spaces, and the overloads of
+            one by bars: ``"add.Tensor|Scalar dot"`` means `add.Tensor`, `add.Scalar` and `dot.default`.
+        weights: the positions of arguments that are weights.
+    """
+    for names, function in table.items():
+        for name in _overloads(names):
+            if name in _RULES:
+                raise ValueError(f"{name} has a rule already: keep one")
+            _RULES[name] = Rule(function, weights, module.rpartition(".")[2])
+
+
+def _overloads(names: str) -> Iterator[str]:
+    for each in names.split():
+        name, _, overloads = each.partition(".")
+        for overload in overloads.split("|") if overloads else ["default"]:
+            yield f"aten.{name}.{overload}"
 
 
 @cache

@@ -1,7 +1,4 @@
-"""Inputs and outputs as flat lists of arrays, with one structure on either side.
-
-Torch's side may hold TensorDicts where JAX's has dicts.
-"""
+"""Inputs and outputs as flat lists of arrays, with TensorDicts on Torch's side where JAX's has dicts."""
 
 from __future__ import annotations
 
@@ -15,28 +12,23 @@ from funcollect.tree import NAMESPACE
 
 
 def leaves_of(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves, and what builds the tree from such leaves again."""
+    """The leaves, and the treespec that builds a tree of such leaves (`unflatten`)."""
     leaves, treespec = optree.tree_flatten(tree, namespace=NAMESPACE)
     return leaves, treespec
 
 
 def paths_of(tree: Any) -> list[str]:
-    """Where each leaf stands, in words; equal for a TensorDict and for a dict of its keys."""
+    """The path of each leaf, as text; equal for a TensorDict and for a dict with the same keys."""
     return [".".join(map(str, path)) or "the input" for path in optree.tree_paths(tree, namespace=NAMESPACE)]
 
 
-def build(treespec: Any, leaves: Any) -> Any:
-    """The tree of these leaves."""
-    return optree.tree_unflatten(treespec, leaves)
-
-
 def unlocked(tree: Any) -> Any:
-    """With TensorDicts that a module may write its outputs into."""
+    """The tree with shallow copies of its TensorDicts, into which a module may write its outputs."""
     return _map_nodes(lambda node: node.clone(False).unlock_() if _is_tensordict(node) else node, _is_tensordict, tree)
 
 
 def plain(tree: Any) -> Any:
-    """With dicts for TensorDicts, and tuples for the structs that Torch's `max`, `topk` and their like return."""
+    """The tree with dicts for TensorDicts, and tuples for the structs that Torch's `max`, `topk` and others return."""
 
     def apply(node: Any) -> Any:
         if _is_tensordict(node):

@@ -1,6 +1,6 @@
-"""The table of covered operators in ``docs/lowering.md``, written from the registry.
+"""Writes the table of covered operators in ``docs/lowering.md`` from the registry.
 
-``python -m funcollect.interop.lowering.table`` writes it again in a checkout of the repository.
+Run ``python -m funcollect.interop.lowering.table`` in a checkout of the repository.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _BEGIN, _END = "<!-- operators: begin -->\n", "<!-- operators: end -->\n"
 
 
 def table() -> str:
-    """The operators by family, in Markdown; overloads of one operator count as one."""
+    """The operators by family, in Markdown, without their overloads."""
     names: dict[str, set[str]] = defaultdict(set)
     for name, rule in rules().items():
         names[rule.family].add(name.split(".")[1])
@@ -24,7 +24,7 @@ def table() -> str:
 
 
 def page(text: str) -> str:
-    """The page with its table made new."""
+    """The text of the page, with a new table."""
     before, _, rest = text.partition(_BEGIN)
     _, _, after = rest.partition(_END)
     return f"{before}{_BEGIN}{table()}{_END}{after}"

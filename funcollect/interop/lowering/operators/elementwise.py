@@ -1,67 +1,52 @@
-"""Arithmetic and functions of one or two arrays."""
+"""Arithmetic, functions of one or two arrays, comparisons, logic, choice and bits."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.registry import operator, register_as
+from funcollect.interop.lowering.registry import operator, register
 
 jax = import_jax()
 jnp, lax, special = jax.numpy, jax.lax, jax.scipy.special
 
-_UNARY = """abs acos acosh asin asinh atan atanh ceil cos cosh exp exp2 expm1 floor log log10 log1p log2 reciprocal
-    sin sinh sinc sqrt square tan tanh trunc deg2rad rad2deg"""
-_NAMED = {
-    "atan2": jnp.arctan2,
-    "copysign.Tensor": jnp.copysign,
-    "copysign.Scalar": jnp.copysign,
+_NAMED_ALIKE = """abs acos acosh asin asinh atan atanh bitwise_and.Tensor|Scalar|Scalar_Tensor bitwise_not
+    bitwise_or.Tensor|Scalar|Scalar_Tensor bitwise_xor.Tensor|Scalar|Scalar_Tensor ceil copysign.Tensor|Scalar cos cosh
+    deg2rad exp exp2 expm1 floor floor_divide fmod.Tensor|Scalar hypot isclose isfinite isinf isnan log log10 log1p log2
+    logaddexp logaddexp2 logical_and logical_not logical_or logical_xor maximum minimum rad2deg
+    remainder.Tensor|Scalar|Scalar_Tensor round.default|decimals sin sinc sinh square tan tanh trunc"""
+_OF_FLOATS = {
     "digamma": special.digamma,
     "erf": special.erf,
     "erfc": special.erfc,
     "erfinv": special.erfinv,
-    "frac": lambda x: x - jnp.trunc(x),
-    "hypot": jnp.hypot,
     "lgamma": special.gammaln,
-    "logaddexp": jnp.logaddexp,
-    "logaddexp2": jnp.logaddexp2,
-    "maximum": jnp.maximum,
-    "minimum": jnp.minimum,
-    "neg": jnp.negative,
+    "reciprocal": jnp.reciprocal,
     "rsqrt": lax.rsqrt,
-    "sgn": lambda x: _sign(x),
-    "sign": lambda x: _sign(x),
     "sigmoid": jax.nn.sigmoid,
-    "xlogy.Tensor": special.xlogy,
-    "xlogy.Scalar_Other": special.xlogy,
-    "xlogy.Scalar_Self": special.xlogy,
-}
-_FLOATING = {"sqrt", "rsqrt", "reciprocal", "sigmoid", "erf", "erfc", "erfinv", "lgamma", "digamma"}
-_FLOATING |= {name for name in _NAMED if name.startswith("xlogy")}
-
-
-def _sign(x: Any) -> Any:
-    """-1, 0 or 1; of NaN and of -0.0 it is 0. Of a complex number the one of absolute value 1 in its direction."""
-    if jnp.iscomplexobj(x):
-        size = jnp.abs(x)
-        return x / jnp.where(size > 0, size, 1)
-    return jnp.where(x > 0, 1, jnp.where(x < 0, -1, 0))
+    "sqrt": jnp.sqrt,
+    "xlogy.Tensor|Scalar_Other|Scalar_Self": special.xlogy,
+}  # some of JAX's functions refuse integers or return integers; Torch returns floating-point numbers
 
 
 def _single(x: Any) -> Any:
-    """Halves in single precision, in which Torch computes with them and a number, before it rounds once."""
+    """Convert halves to single precision: Torch computes with them and a number in it, and rounds once."""
     half = getattr(x, "dtype", None) in (jnp.bfloat16, jnp.float16)
     return x.astype(jnp.float32) if half else x
 
 
 def _scaled(alpha: Any, y: Any) -> Any:
-    """A multiple, by a number that Torch takes in the dtype of `y`."""
+    """Return a multiple of `y` by a number, which Torch takes in the dtype of `y`."""
     single = _single(y)
     return alpha * y if single is y else jnp.asarray(alpha, y.dtype).astype(jnp.float32) * single
 
 
+def _is_whole(x: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(x), jnp.integer)) or jnp.result_type(x) == jnp.bool_
+
+
 def _with_floats(function: Any) -> Any:
-    """Of integers, too: they are taken as floating."""
+    """Return `function` for integers, too: they are converted to floating-point numbers."""
 
     def of_floats(*arrays: Any) -> Any:
         return function(*(x * 1.0 if _is_whole(x) else x for x in arrays))
@@ -69,140 +54,95 @@ def _with_floats(function: Any) -> Any:
     return of_floats
 
 
-def _is_whole(x: Any) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(x), jnp.integer)) or jnp.result_type(x) == jnp.bool_
+@operator("sgn sign")
+def sign(x: Any) -> Any:
+    """-1, 0 or 1; of NaN and of -0.0 it is 0. Of a complex number the one of absolute value 1 in its direction."""
+    if jnp.iscomplexobj(x):
+        size = jnp.abs(x)
+        return x / jnp.where(size > 0, size, 1)
+    return jnp.where(x > 0, 1, jnp.where(x < 0, -1, 0))
 
 
-def _register() -> None:
-    rules = {name: getattr(jnp, name) for name in _UNARY.split()} | _NAMED
-    for name, function in rules.items():
-        rule = _with_floats(function) if name in _FLOATING else function
-        register_as(name if "." in name else f"{name}.default", rule, __name__)
-
-
-_register()
-
-
-@operator("add.Tensor", "add.Scalar")
+@operator("add.Tensor|Scalar")
 def add(x: Any, y: Any, alpha: Any = 1) -> Any:
-    """Plus."""
+    """Return x + alpha * y."""
     return x + y if alpha == 1 else _single(x) + _scaled(alpha, y)
 
 
-@operator("sub.Tensor", "sub.Scalar")
+@operator("sub.Tensor|Scalar")
 def sub(x: Any, y: Any, alpha: Any = 1) -> Any:
-    """Minus."""
+    """Return x - alpha * y."""
     return x - y if alpha == 1 else _single(x) - _scaled(alpha, y)
 
 
-@operator("rsub.Tensor", "rsub.Scalar")
-def rsub(x: Any, y: Any, alpha: Any = 1) -> Any:
-    """Minus, the other way."""
-    return sub(y, x, alpha)
-
-
-@operator("mul.Tensor", "mul.Scalar")
-def mul(x: Any, y: Any) -> Any:
-    """Times."""
-    return _single(x) * _single(y)
-
-
-@operator("div.Tensor", "div.Tensor_mode", "div.Scalar", "div.Scalar_mode")
+@operator("div.Tensor|Tensor_mode|Scalar|Scalar_mode")
 def div(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
-    """Divided by, rounded down or towards zero where that is asked for."""
+    """A quotient, exact or rounded down ("floor") or towards zero ("trunc")."""
     if rounding_mode == "floor":
         return jnp.floor_divide(x, y)
     if rounding_mode is None:
         return jnp.true_divide(x, y)
-    return lax.div(*jnp.broadcast_arrays(*_promoted(x, y))) if _is_whole(x) and _is_whole(y) else jnp.trunc(x / y)
-
-
-def _promoted(x: Any, y: Any) -> tuple[Any, Any]:
+    if not (_is_whole(x) and _is_whole(y)):
+        return jnp.trunc(x / y)
     dtype = jnp.result_type(x, y)
-    return jnp.asarray(x, dtype), jnp.asarray(y, dtype)
+    return lax.div(*jnp.broadcast_arrays(jnp.asarray(x, dtype), jnp.asarray(y, dtype)))
 
 
-@operator("floor_divide.default")
-def floor_divide(x: Any, y: Any) -> Any:
-    """Divided by, rounded down."""
-    return jnp.floor_divide(x, y)
-
-
-@operator("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor")
-def remainder(x: Any, y: Any) -> Any:
-    """The remainder with the sign of the divisor."""
-    return jnp.remainder(x, y)
-
-
-@operator("fmod.Tensor", "fmod.Scalar")
-def fmod(x: Any, y: Any) -> Any:
-    """The remainder with the sign of the dividend."""
-    return jnp.fmod(x, y)
-
-
-@operator("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar")
+@operator("pow.Tensor_Scalar|Tensor_Tensor|Scalar")
 def power(x: Any, y: Any) -> Any:
-    """To the power; a whole number as exponent is multiplied out."""
+    """A power; a whole number as the exponent is multiplied out."""
     if isinstance(y, float) and y.is_integer() and abs(y) < 2**31:
         return lax.integer_pow(x * 1.0, int(y))
-    if y == 0.5 if isinstance(y, float) else False:
+    if isinstance(y, float) and y == 0.5:
         return jnp.sqrt(x * 1.0)
     return jnp.power(x, y)
 
 
-@operator("round.default", "round.decimals")
-def rounded(x: Any, decimals: int = 0) -> Any:
-    """To the nearest, halves to even."""
-    return jnp.round(x, decimals)
-
-
-@operator("clamp.default", "clamp.Tensor")
+@operator("clamp.default|Tensor clamp_min.default|Tensor")
 def clamp(x: Any, low: Any = None, high: Any = None) -> Any:
-    """Between two bounds; as in Torch, the gradient is 1 on a bound."""
+    """Values between two bounds; as in Torch, the gradient is 1 on a bound."""
     if low is not None:
         x = jnp.where(x < low, low, x)
     return x if high is None else jnp.where(x > high, high, x)
 
 
-@operator("clamp_min.default", "clamp_min.Tensor")
-def clamp_min(x: Any, low: Any) -> Any:
-    """Not below."""
-    return clamp(x, low)
-
-
-@operator("clamp_max.default", "clamp_max.Tensor")
-def clamp_max(x: Any, high: Any) -> Any:
-    """Not above."""
-    return clamp(x, None, high)
-
-
-@operator("addcmul.default")
-def addcmul(x: Any, one: Any, two: Any, value: Any = 1) -> Any:
-    """Plus a scaled product."""
-    return _single(x) + value * (_single(one) * _single(two))
-
-
-@operator("addcdiv.default")
-def addcdiv(x: Any, one: Any, two: Any, value: Any = 1) -> Any:
-    """Plus a scaled quotient."""
-    return _single(x) + value * (_single(one) / _single(two))
-
-
-@operator("lerp.Scalar", "lerp.Tensor")
+@operator("lerp.Scalar|Tensor")
 def lerp(start: Any, end: Any, weight: Any) -> Any:
-    """On the way from one to the other, counted from the nearer one, as infinite ends require."""
+    """A point between two others, computed from the nearer one, as infinite ends require."""
     start, end, weight = _single(start), _single(end), _single(weight)
     way = end - start
     return jnp.where(jnp.abs(weight) < 0.5, start + weight * way, end - way * (1 - weight))
 
 
-@operator("nan_to_num.default")
+@operator("nan_to_num")
 def nan_to_num(x: Any, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Any:
-    """With numbers for what is none."""
+    """Numbers in the place of NaN and infinities."""
     return jnp.nan_to_num(x, nan=nan or 0.0, posinf=posinf, neginf=neginf)
 
 
-@operator("detach.default")
-def detach(x: Any) -> Any:
-    """Without a gradient."""
-    return lax.stop_gradient(x)
+register(__name__, {names: getattr(jnp, names.partition(".")[0]) for names in _NAMED_ALIKE.split()})
+register(__name__, {names: _with_floats(function) for names, function in _OF_FLOATS.items()})
+register(
+    __name__,
+    {
+        "eq.Tensor|Scalar": jnp.equal,
+        "ne.Tensor|Scalar": jnp.not_equal,
+        "lt.Tensor|Scalar": jnp.less,
+        "le.Tensor|Scalar": jnp.less_equal,
+        "gt.Tensor|Scalar": jnp.greater,
+        "ge.Tensor|Scalar": jnp.greater_equal,
+        "__lshift__.Tensor|Scalar bitwise_left_shift.Tensor|Tensor_Scalar|Scalar_Tensor": jnp.left_shift,
+        "__rshift__.Tensor|Scalar bitwise_right_shift.Tensor|Tensor_Scalar|Scalar_Tensor": jnp.right_shift,
+        "where.self|ScalarOther|ScalarSelf|Scalar": jnp.where,
+        "masked_fill.Scalar|Tensor": lambda x, mask, value: jnp.where(mask, jnp.asarray(value, x.dtype), x),
+        "atan2": jnp.arctan2,
+        "neg": jnp.negative,
+        "frac": lambda x: x - jnp.trunc(x),
+        "rsub.Tensor|Scalar": lambda x, y, alpha=1: sub(y, x, alpha),
+        "mul.Tensor|Scalar": lambda x, y: _single(x) * _single(y),
+        "addcmul": lambda x, one, two, value=1: _single(x) + value * (_single(one) * _single(two)),
+        "addcdiv": lambda x, one, two, value=1: _single(x) + value * (_single(one) / _single(two)),
+        "clamp_max.default|Tensor": lambda x, high: clamp(x, None, high),
+        "detach": lax.stop_gradient,
+    },
+)

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.registry import operator
+from funcollect.interop.lowering.registry import operator, register
 
 jax = import_jax()
 jnp = jax.numpy
 
 _REDUCE = {"sum": "add", "prod": "multiply", "amax": "max", "amin": "min"}
-_MEAN, _MAXIMUM = 1, 2  # of Torch's modes of an embedding bag, of which 0 is the sum
+_MEAN, _MAXIMUM = 1, 2  # modes of an embedding bag in Torch, where 0 is the sum
 
 
-@operator("embedding.default")
+@operator("embedding")
 def embedding(weight: Any, indices: Any, padding: int = -1, scale: bool = False, sparse: bool = False) -> Any:
     """Rows of a table; the row of the padding has no gradient."""
     rows = jnp.take(weight, indices, 0)
@@ -24,7 +24,7 @@ def embedding(weight: Any, indices: Any, padding: int = -1, scale: bool = False,
     return jnp.where((indices == padding)[..., None], jax.lax.stop_gradient(rows), rows)
 
 
-@operator("_embedding_bag.default", "_embedding_bag_forward_only.default")
+@operator("_embedding_bag _embedding_bag_forward_only")
 def embedding_bag(
     weight: Any,
     indices: Any,
@@ -41,7 +41,7 @@ def embedding_bag(
         raise ValueError("gradients scaled by frequency are not covered: leave out scale_grad_by_freq=True")
     bags = offsets.shape[0] - last_offset
     bag = jnp.searchsorted(offsets, jnp.arange(indices.shape[0]), side="right") - 1
-    bag = jnp.where((indices == padding) | (bag < 0), bags, bag)  # beyond the last: left out
+    bag = jnp.where((indices == padding) | (bag < 0), bags, bag)  # segment_sum omits what is in no bag
     rows = jnp.take(weight, indices, 0)
     rows = rows if weights is None else rows * weights[:, None]
     counts = jax.ops.segment_sum(jnp.ones(bag.shape, weight.dtype), bag, bags)[:, None]
@@ -52,48 +52,36 @@ def embedding_bag(
     return total / jnp.maximum(counts, 1) if mode == _MEAN else total, None, None, None
 
 
-@operator("one_hot.default")
+@operator("one_hot")
 def one_hot(indices: Any, num_classes: int = -1) -> Any:
-    """Ones at the indices."""
+    """1 at each index, 0 elsewhere."""
     if num_classes < 0:
         raise ValueError("the number of classes would depend on data: pass num_classes")
     return jax.nn.one_hot(indices, num_classes, dtype=indices.dtype)
 
 
-@operator("gather.default")
+@operator("gather")
 def gather(x: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any:
-    """Values along one axis; the index may be smaller than the array on the others."""
+    """Values along one axis; on the others the index may be smaller than the array."""
     if x.ndim == 0:
         return jnp.broadcast_to(x, index.shape)
     return x[_along(index, dim)]
 
 
 def _along(index: Any, dim: int) -> tuple[Any, ...]:
-    """The full index of each element of `index`, which counts along one axis."""
+    """The full index of each element of `index`, which holds indices along one axis."""
     grid = list(jnp.indices(index.shape, sparse=True))
     grid[dim] = index
     return tuple(grid)
-
-
-@operator("index_select.default")
-def index_select(x: Any, dim: int, index: Any) -> Any:
-    """Slices along one axis."""
-    return jnp.take(x, index, dim)
-
-
-@operator("index.Tensor", "_unsafe_index.Tensor")
-def index(x: Any, indices: Sequence[Any]) -> Any:
-    """NumPy's indexing by arrays of integers."""
-    return x[_full(indices)]
 
 
 def _full(indices: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(slice(None) if each is None else each for each in indices)
 
 
-@operator("index_put.default")
+@operator("index_put")
 def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
-    """With values written, or added, at the indices."""
+    """`x` with values written, or added, at the indices."""
     mask = indices[0]
     if len(indices) == 1 and mask.dtype == bool and jnp.ndim(values) == 0:
         mask = mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
@@ -102,69 +90,52 @@ def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = Fa
     return at.add(values) if accumulate else at.set(values)
 
 
-@operator("scatter.src", "scatter.value")
-def scatter(x: Any, dim: int, index: Any, src: Any) -> Any:
-    """With values written along one axis."""
-    return x.at[_along(index, dim)].set(_part(src, index))
-
-
-@operator("scatter.reduce", "scatter.value_reduce")
-def scatter_combined(x: Any, dim: int, index: Any, src: Any, *, reduce: str) -> Any:
-    """With values added or multiplied along one axis; the old way to say so."""
-    return getattr(x.at[_along(index, dim)], reduce)(_part(src, index))
+@operator("scatter.src|value|reduce|value_reduce")
+def scatter(x: Any, dim: int, index: Any, src: Any, *, reduce: str = "set") -> Any:
+    """`x` with values along one axis written, or combined with its own by a method of JAX's `x.at[index]`."""
+    part = src[tuple(map(slice, index.shape))] if jnp.ndim(src) else src
+    return getattr(x.at[_along(index, dim)], reduce)(part)
 
 
 @operator("scatter_reduce.two")
 def scatter_reduce(x: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True) -> Any:
-    """With values combined along one axis."""
+    """`x` with values combined with its own along one axis."""
     if reduce not in _REDUCE or not include_self:
         raise ValueError(f"{reduce!r} with include_self={include_self} is not covered: use one of {list(_REDUCE)}")
-    return getattr(x.at[_along(index, dim)], _REDUCE[reduce])(_part(src, index))
+    return scatter(x, dim, index, src, reduce=_REDUCE[reduce])
 
 
-@operator("scatter_add.default")
-def scatter_add(x: Any, dim: int, index: Any, src: Any) -> Any:
-    """With values added along one axis."""
-    return x.at[_along(index, dim)].add(_part(src, index))
+def _slices(x: Any, dim: int, at: Any, src: Any, reduce: str = "set") -> Any:
+    """`x` with slices along one axis written, or combined with its own; a number selects one slice."""
+    moved = jnp.moveaxis(src, dim, 0) if src.ndim == x.ndim else src
+    return jnp.moveaxis(getattr(jnp.moveaxis(x, dim, 0).at[at], reduce)(moved), 0, dim)
 
 
-def _part(src: Any, index: Any) -> Any:
-    return src[tuple(map(slice, index.shape))] if jnp.ndim(src) else src
-
-
-@operator("select_scatter.default")
-def select_scatter(x: Any, src: Any, dim: int, index: int) -> Any:
-    """With one slice replaced."""
-    return jnp.moveaxis(jnp.moveaxis(x, dim, 0).at[index].set(src), 0, dim)
-
-
-@operator("slice_scatter.default")
-def slice_scatter(
+def _slice_scatter(
     x: Any, src: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Any:
-    """With a range of slices replaced."""
-    moved = jnp.moveaxis(x, dim, 0).at[start:end:step]
-    return jnp.moveaxis(moved.set(jnp.moveaxis(src, dim, 0)), 0, dim)
+    return _slices(x, dim, slice(start, end, step), src)
 
 
-@operator("index_add.default")
-def index_add(x: Any, dim: int, index: Any, src: Any, alpha: Any = 1) -> Any:
-    """With slices added along one axis."""
-    moved = jnp.moveaxis(x, dim, 0).at[index].add(alpha * jnp.moveaxis(src, dim, 0))
-    return jnp.moveaxis(moved, 0, dim)
-
-
-@operator("searchsorted.Tensor", "searchsorted.Scalar")
+@operator("searchsorted.Tensor|Scalar")
 def searchsorted(
     edges: Any, x: Any, *, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
 ) -> Any:
-    """Where each value belongs in one sorted sequence."""
+    """The place of each value in one sorted sequence."""
     if edges.ndim > 1 or sorter is not None:
         raise ValueError("only one sorted sequence is covered: give it as a vector")
     return jnp.searchsorted(edges, x, side="right" if right or side == "right" else "left")
 
 
-@operator("bucketize.Tensor", "bucketize.Scalar")
-def bucketize(x: Any, edges: Any, *, out_int32: bool = False, right: bool = False) -> Any:
-    """Which bin each value is in."""
-    return searchsorted(edges, x, right=right)
+register(
+    __name__,
+    {
+        "index_select": lambda x, dim, index: jnp.take(x, index, dim),
+        "index.Tensor _unsafe_index.Tensor": lambda x, indices: x[_full(indices)],
+        "scatter_add": lambda x, dim, index, src: scatter(x, dim, index, src, reduce="add"),
+        "select_scatter": lambda x, src, dim, index: _slices(x, dim, index, src),
+        "slice_scatter": _slice_scatter,
+        "index_add": lambda x, dim, index, src, alpha=1: _slices(x, dim, index, alpha * src, "add"),
+        "bucketize.Tensor|Scalar": lambda x, edges, **options: searchsorted(edges, x, **options),
+    },
+)

@@ -1,91 +1,99 @@
-"""Linear algebra."""
+"""Products of matrices and vectors, distances, attention."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.operators.normalisation import vector_norm
-from funcollect.interop.lowering.registry import operator
+from funcollect.interop.lowering.operators.normalisation import scaled, vector_norm
+from funcollect.interop.lowering.operators.reduction import root
+from funcollect.interop.lowering.registry import operator, register
 
-jnp = import_jax().numpy
+jax = import_jax()
+jnp = jax.numpy
 
 
-@operator("linear.default", weights=(1,))
+@operator("linear", weights=(1,))
 def linear(x: Any, weight: Any, bias: Any = None) -> Any:
     """A layer [..., in] -> [..., out]."""
-    product = jnp.matmul(x, weight.T)
-    return product if bias is None else product + bias
+    return scaled(jnp.matmul(x, weight.T), None, bias)
 
 
-@operator("mm.default", "bmm.default", "matmul.default", "mv.default", "dot.default")
-def matmul(x: Any, y: Any) -> Any:
-    """A product of matrices or vectors."""
-    return jnp.matmul(x, y)
-
-
-@operator("mm.dtype", "bmm.dtype")
+@operator("mm.dtype bmm.dtype")
 def matmul_to(x: Any, y: Any, dtype: Any) -> Any:
     """A product of halves that is added up, and returned, in single precision."""
     return jnp.matmul(x, y, preferred_element_type=dtype)
 
 
-@operator("vdot.default")
-def vdot(x: Any, y: Any) -> Any:
-    """A product of vectors, the first one conjugated."""
-    return jnp.vdot(x, y)
-
-
-@operator("addmm.dtype")
-def addmm_to(bias: Any, x: Any, y: Any, dtype: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    """A product of halves in single precision, plus."""
-    return alpha * matmul_to(x, y, dtype) + beta * bias.astype(dtype)
-
-
-@operator("addbmm.default")
-def addbmm(bias: Any, x: Any, y: Any, beta: Any = 1, alpha: Any = 1) -> Any:
-    """The sum of the products of matrices, plus."""
-    return beta * bias + alpha * jnp.matmul(x, y).sum(0)
-
-
-@operator("addmm.default", "addmv.default", "baddbmm.default")
+@operator("addmm addmv baddbmm")
 def addmm(bias: Any, x: Any, y: Any, beta: Any = 1, alpha: Any = 1) -> Any:
-    """A product of matrices, plus."""
+    """Return beta * bias + alpha * x @ y."""
     product = jnp.matmul(x, y)
     product = product if alpha == 1 else alpha * product
     return product + (bias if beta == 1 else beta * bias)
 
 
-@operator("bilinear.default")
-def bilinear(x: Any, y: Any, weight: Any, bias: Any = None) -> Any:
-    """A layer of two inputs."""
-    product = jnp.einsum("...i,oij,...j->...o", x, weight, y)
-    return product if bias is None else product + bias
-
-
-@operator("einsum.default")
-def einsum(equation: str, operands: Any, path: Any = None) -> Any:
-    """A sum of products by index."""
-    return jnp.einsum(equation, *operands)
-
-
-@operator("outer.default")
-def outer(x: Any, y: Any) -> Any:
-    """Every product."""
-    return jnp.outer(x, y)
-
-
-@operator("_cdist_forward.default")
+@operator("_cdist_forward")
 def cdist(x: Any, y: Any, p: float, mode: Any = None) -> Any:
-    """Euclidean or other distances between rows."""
+    """Distances in the p-norm between rows [..., N, D] and [..., M, D] -> [..., N, M]."""
     apart = x[..., :, None, :] - y[..., None, :, :]
     if p != 2:
         return (jnp.abs(apart) ** p).sum(-1) ** (1 / p)
-    squared = (apart**2).sum(-1)
-    return jnp.where(squared > 0, jnp.sqrt(jnp.where(squared > 0, squared, 1)), 0)
+    return root((apart**2).sum(-1))
 
 
-@operator("dist.default")
-def dist(x: Any, y: Any, p: float = 2) -> Any:
-    """The norm of a difference."""
-    return vector_norm(x - y, p)
+@operator("scaled_dot_product_attention")
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Means of the values [..., S, V], weighted by how well queries [..., L, E] agree with keys [..., S, E]."""
+    if dropout_p:
+        raise ValueError("it drops weights in training mode: call module.eval() first")
+    if enable_gqa:
+        key, value = (jnp.repeat(each, query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = jnp.matmul(query * scale, jnp.swapaxes(key, -1, -2))
+    if is_causal:
+        attn_mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    if attn_mask is not None and attn_mask.dtype == bool:
+        return jnp.matmul(_masked_weights(scores, attn_mask), value)
+    return jnp.matmul(jax.nn.softmax(scores if attn_mask is None else scores + attn_mask, -1), value)
+
+
+def _masked_weights(scores: Any, mask: Any) -> Any:
+    """Weights of the keys that the mask allows; zeros for a query that has none, as in Torch."""
+    some = mask.any(-1, keepdims=True)
+    weights = jax.nn.softmax(jnp.where(mask | ~some, scores, -jnp.inf), -1)
+    return jnp.where(some, weights, 0)
+
+
+def _addmm_to(bias: Any, x: Any, y: Any, dtype: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    return alpha * matmul_to(x, y, dtype) + beta * bias.astype(dtype)
+
+
+def _bilinear(x: Any, y: Any, weight: Any, bias: Any = None) -> Any:
+    return scaled(jnp.einsum("...i,oij,...j->...o", x, weight, y), None, bias)
+
+
+register(
+    __name__,
+    {
+        "mm bmm matmul mv dot": jnp.matmul,
+        "vdot": jnp.vdot,
+        "outer": jnp.outer,
+        "einsum": lambda equation, operands, path=None: jnp.einsum(equation, *operands),
+        "addmm.dtype": _addmm_to,
+        "addbmm": lambda bias, x, y, beta=1, alpha=1: beta * bias + alpha * jnp.matmul(x, y).sum(0),
+        "bilinear": _bilinear,
+        "dist": lambda x, y, p=2: vector_norm(x - y, p),
+    },
+)

@@ -7,102 +7,102 @@ from collections.abc import Sequence
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.registry import operator
+from funcollect.interop.lowering.operators.reduction import axes_of, in_dtype, root
+from funcollect.interop.lowering.registry import operator, register
 
 jax = import_jax()
 jnp, lax = jax.numpy, jax.lax
 
 
+def scaled(x: Any, weight: Any, bias: Any) -> Any:
+    """Return x * weight + bias; either may be None."""
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def by_channel(vector: Any, x: Any) -> Any:
+    """A vector [C], or None, in a shape that broadcasts with channels [N, C, *space]."""
+    return None if vector is None else vector.reshape(-1, *[1] * (x.ndim - 2))
+
+
 def _standard(x: Any, axes: Any, eps: float) -> tuple[Any, Any, Any]:
-    """With mean 0 and variance 1 over the axes; the mean; one over the deviation."""
+    """`x` with mean 0 and variance 1 over the axes, its mean, and one over its deviation."""
     mean = x.mean(axes, keepdims=True)
     scale = lax.rsqrt(jnp.square(x - mean).mean(axes, keepdims=True) + eps)
     return (x - mean) * scale, mean, scale
 
 
-def _scaled(x: Any, weight: Any, bias: Any) -> Any:
-    x = x if weight is None else x * weight
-    return x if bias is None else x + bias
+def _last_axes(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(range(-len(shape), 0))
 
 
-def _by_channel(vector: Any, x: Any) -> Any:
-    return None if vector is None else vector.reshape(-1, *[1] * (x.ndim - 2))
+@operator("native_layer_norm")
+def native_layer_norm(
+    x: Any, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> tuple[Any, Any, Any]:
+    """`x` normalised over its last axes, the mean, and one over the deviation."""
+    normal, mean, scale = _standard(x, _last_axes(shape), eps)
+    return scaled(normal, weight, bias), mean, scale
 
 
-@operator("native_layer_norm.default")
-def native_layer_norm(x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
-    """Over the last axes; with the mean, and one over the deviation."""
-    normal, mean, scale = _standard(x, tuple(range(-len(shape), 0)), eps)
-    return _scaled(normal, weight, bias), mean, scale
-
-
-@operator("layer_norm.default")
-def layer_norm(
-    x: Any, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn: bool = True
-) -> Any:
-    """Over the last axes."""
-    return native_layer_norm(x, shape, weight, bias, eps)[0]
-
-
-@operator("rms_norm.default")
+@operator("rms_norm")
 def rms_norm(x: Any, shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
-    """Divided by the root of the mean square over the last axes."""
+    """`x` divided by the root of the mean square over its last axes."""
     eps = float(jnp.finfo(x.dtype).eps) if eps is None else eps
-    square = jnp.square(x).mean(tuple(range(-len(shape), 0)), keepdims=True)
-    return _scaled(x * lax.rsqrt(square + eps), weight, None)
+    square = jnp.square(x).mean(_last_axes(shape), keepdims=True)
+    return scaled(x * lax.rsqrt(square + eps), weight, None)
 
 
-@operator("group_norm.default")
+@operator("group_norm")
 def group_norm(x: Any, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn: bool = True) -> Any:
-    """Over groups of channels."""
+    """`x` normalised over groups of channels."""
     grouped = x.reshape(x.shape[0], groups, -1)
     normal = _standard(grouped, -1, eps)[0].reshape(x.shape)
-    return _scaled(normal, _by_channel(weight, x), _by_channel(bias, x))
+    return scaled(normal, by_channel(weight, x), by_channel(bias, x))
 
 
-@operator("native_group_norm.default")
+@operator("native_group_norm")
 def native_group_norm(
     x: Any, weight: Any, bias: Any, n: int, channels: int, space: int, groups: int, eps: float
-) -> Any:
-    """Over groups of channels; with the mean, and one over the deviation."""
+) -> tuple[Any, Any, Any]:
+    """`x` normalised over groups of channels, the mean, and one over the deviation."""
     _, mean, scale = _standard(x.reshape(n, groups, -1), -1, eps)
     return group_norm(x, groups, weight, bias, eps), mean[..., 0], scale[..., 0]
 
 
-@operator("_native_batch_norm_legit_no_training.default")
+@operator("_native_batch_norm_legit_no_training")
 def batch_norm(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float) -> Any:
-    """By the running statistics of each channel."""
+    """`x` normalised by the running statistics of each channel."""
     scale = lax.rsqrt(variance + eps)
-    normal = (x - _by_channel(mean, x)) * _by_channel(scale, x)
+    normal = (x - by_channel(mean, x)) * by_channel(scale, x)
     empty = jnp.zeros(0, x.dtype)
-    return _scaled(normal, _by_channel(weight, x), _by_channel(bias, x)), empty, empty
+    return scaled(normal, by_channel(weight, x), by_channel(bias, x)), empty, empty
 
 
 @operator("_native_batch_norm_legit.no_stats")
 def batch_norm_of_batch(x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float) -> Any:
-    """By the statistics of the batch itself, for layers that keep none."""
+    """`x` normalised by the statistics of the batch itself, for layers that keep none."""
     normal, mean, scale = _standard(x, (0, *range(2, x.ndim)), eps)
-    return _scaled(normal, _by_channel(weight, x), _by_channel(bias, x)), mean.ravel(), scale.ravel()
+    return scaled(normal, by_channel(weight, x), by_channel(bias, x)), mean.ravel(), scale.ravel()
 
 
-@operator("linalg_vector_norm.default")
+@operator("linalg_vector_norm")
 def vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:  # noqa: A002
-    """The norm along axes, or of all; as in Torch, its gradient is 0 at 0."""
-    x = x if dtype is None else x.astype(dtype)
-    axes = tuple(range(x.ndim)) if dim is None else tuple(dim) if isinstance(dim, Sequence) else (dim,)
-    size = jnp.abs(x)
+    """The norm along axes, or of all elements; as in Torch, its gradient is 0 at 0."""
+    x = in_dtype(x, dtype)
+    axes, size = axes_of(dim), jnp.abs(x)
     if math.isinf(ord):
         return (size.max if ord > 0 else size.min)(axes, keepdims=keepdim)
     if ord == 0:
         return (x != 0).sum(axes, keepdims=keepdim)
     if ord == 1:
         return size.sum(axes, keepdims=keepdim)
-    total = (_squared(x) if ord == 2 else size**ord).sum(axes, keepdims=keepdim)
-    positive = total > 0
-    root = jnp.where(positive, total, 1)
-    return jnp.where(positive, jnp.sqrt(root) if ord == 2 else root ** (1 / ord), 0)
+    powers = _squared_size(x) if ord == 2 else size**ord
+    return root(powers.sum(axes, keepdims=keepdim), ord)
 
 
-def _squared(x: Any) -> Any:
-    """Of a complex number the square of its absolute value."""
+def _squared_size(x: Any) -> Any:
     return jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x)
+
+
+register(__name__, {"layer_norm": lambda x, shape, *arguments: native_layer_norm(x, shape, *arguments[:3])[0]})

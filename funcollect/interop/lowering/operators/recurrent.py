@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.registry import operator
+from funcollect.interop.lowering.operators.linear import linear
+from funcollect.interop.lowering.registry import register
 
 jax = import_jax()
 jnp, lax, nn = jax.numpy, jax.lax, jax.nn
@@ -28,41 +30,34 @@ def _lstm(from_input: Any, from_hidden: Any, state: Any) -> Any:
     return nn.sigmoid(output) * jnp.tanh(cell), cell
 
 
-def _tanh(from_input: Any, from_hidden: Any, hidden: Any) -> Any:
-    return jnp.tanh(from_input + from_hidden)
+def _elman(activation: Callable[[Any], Any]) -> Cell:
+    """Return the cell of a plain recurrent network."""
+    return lambda from_input, from_hidden, hidden: activation(from_input + from_hidden)
 
 
-def _relu(from_input: Any, from_hidden: Any, hidden: Any) -> Any:
-    return nn.relu(from_input + from_hidden)
+def _as_tuple(state: Any) -> Any:
+    return tuple(state) if isinstance(state, (list, tuple)) else state
 
 
 def _hidden(state: Any) -> Any:
     return state[0] if isinstance(state, tuple) else state
 
 
-def _gates(x: Any, weight: Any, bias: Any) -> Any:
-    product = jnp.matmul(x, weight.T)
-    return product if bias is None else product + bias
-
-
-def _step(cell: Cell) -> Callable[..., Any]:
-    def step(x: Any, state: Any, w_in: Any, w_hid: Any, b_in: Any = None, b_hid: Any = None) -> Any:
-        """One step [B, in], [B, hidden] -> [B, hidden]."""
-        state = tuple(state) if isinstance(state, (list, tuple)) else state
-        return cell(_gates(x, w_in, b_in), _gates(_hidden(state), w_hid, b_hid), state)
-
-    return step
+def _step(cell: Cell, x: Any, state: Any, w_in: Any, w_hid: Any, b_in: Any = None, b_hid: Any = None) -> Any:
+    """One step [B, in], [B, hidden] -> [B, hidden]."""
+    state = _as_tuple(state)
+    return cell(linear(x, w_in, b_in), linear(_hidden(state), w_hid, b_hid), state)
 
 
 def _run(cell: Cell, x: Any, state: Any, weights: list[Any], reverse: bool) -> tuple[Any, Any]:
-    """One layer in one direction [T, B, in] -> [T, B, hidden]; the last state. The inputs' gates are one product."""
+    """One layer in one direction [T, B, in] -> [T, B, hidden], and the last state."""
     w_in, w_hid, b_in, b_hid = weights[:4]
-    from_input = _gates(x, w_in, b_in)
+    from_input = linear(x, w_in, b_in)  # one product for all steps
 
     def step(state: Any, gates: Any) -> tuple[Any, Any]:
-        state = cell(gates, _gates(_hidden(state), w_hid, b_hid), state)
+        state = cell(gates, linear(_hidden(state), w_hid, b_hid), state)
         if len(weights) > 4:  # an LSTM with a projection
-            state = (jnp.matmul(state[0], weights[4].T), *state[1:])
+            state = (linear(state[0], weights[4]), *state[1:])
         return state, _hidden(state)
 
     if from_input.shape[0] == 1:
@@ -73,17 +68,29 @@ def _run(cell: Cell, x: Any, state: Any, weights: list[Any], reverse: bool) -> t
 
 
 def _layers(
-    cell: Cell, x: Any, states: Any, params: list[Any], biased: bool, layers: int, both: bool, batch_first: bool
-) -> tuple[Any, Any]:
-    """Every layer; states and last states stacked over layers and directions."""
-    x = jnp.swapaxes(x, 0, 1) if batch_first and x.ndim == 3 else x
-    runs = layers * (1 + both)
-    size = len(params) // runs
+    cell: Cell,
+    x: Any,
+    states: Any,
+    params: list[Any],
+    biased: bool,
+    layers: int,
+    dropout: float,
+    train: bool,
+    both_ways: bool,
+    batch_first: bool,
+) -> tuple[Any, ...]:
+    """Layers over time: the outputs, and the last states, stacked over layers and directions."""
+    if train and dropout and layers > 1:
+        raise ValueError("it drops activations between its layers in training mode: call module.eval() first")
+    states, swapped = _as_tuple(states), batch_first and x.ndim == 3
+    x = jnp.swapaxes(x, 0, 1) if swapped else x
+    directions = 1 + both_ways
+    size = len(params) // (layers * directions)
     last = []
     for layer in range(layers):
         outputs = []
-        for direction in range(1 + both):
-            run = layer * (1 + both) + direction
+        for direction in range(directions):
+            run = layer * directions + direction
             given = params[run * size : (run + 1) * size]
             weights = given if biased else [*given[:2], None, None, *given[2:]]
             state = jax.tree.map(lambda each, run=run: each[run], states)
@@ -91,28 +98,11 @@ def _layers(
             outputs.append(output)
             last.append(state)
         x = jnp.concatenate(outputs, -1)
-    x = jnp.swapaxes(x, 0, 1) if batch_first and x.ndim == 3 else x
-    return x, jax.tree.map(lambda *each: jnp.stack(each), *last)
+    x = jnp.swapaxes(x, 0, 1) if swapped else x
+    stacked = jax.tree.map(lambda *each: jnp.stack(each), *last)
+    return (x, *stacked) if isinstance(stacked, tuple) else (x, stacked)
 
 
-def _module(cell: Cell) -> Callable[..., Any]:
-    def module(
-        x: Any, state: Any, params: Any, biased: bool, layers: int, p: float, train: bool, both: bool, first: bool
-    ) -> Any:
-        """Layers over time: the outputs and the last states."""
-        if train and p and layers > 1:
-            raise ValueError("it drops activations between its layers in training mode: call module.eval() first")
-        states = tuple(state) if isinstance(state, (list, tuple)) else state
-        outputs, last = _layers(cell, x, states, params, biased, layers, both, first)
-        return (outputs, *last) if isinstance(last, tuple) else (outputs, last)
-
-    return module
-
-
-def _register() -> None:
-    for name, cell in {"gru": _gru, "lstm": _lstm, "rnn_tanh": _tanh, "rnn_relu": _relu}.items():
-        operator(f"{name}.input", weights=(2,))(_module(cell))
-        operator(f"{name}_cell.default", weights=(2, 3))(_step(cell))
-
-
-_register()
+for _name, _cell in {"gru": _gru, "lstm": _lstm, "rnn_tanh": _elman(jnp.tanh), "rnn_relu": _elman(nn.relu)}.items():
+    register(__name__, {f"{_name}.input": partial(_layers, _cell)}, weights=(2,))
+    register(__name__, {f"{_name}_cell": partial(_step, _cell)}, weights=(2, 3))

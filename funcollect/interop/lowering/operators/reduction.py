@@ -1,4 +1,4 @@
-"""Reductions, scans and sorting."""
+"""Reductions, scans and sorting; medians, running extremes and modes."""
 
 from __future__ import annotations
 
@@ -6,119 +6,84 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.registry import operator, register_as
+from funcollect.interop.lowering.registry import operator, register
 
 jax = import_jax()
 jnp, lax = jax.numpy, jax.lax
 
-_SIMPLE = {
-    "sum": (jnp.sum, ("default", "dim_IntList")),
-    "mean": (jnp.mean, ("default", "dim")),
-    "prod": (jnp.prod, ("default", "dim_int")),
-    "amax": (jnp.max, ("default",)),
-    "amin": (jnp.min, ("default",)),
-    "max": (jnp.max, ("default",)),
-    "min": (jnp.min, ("default",)),
-    "any": (jnp.any, ("default", "dim", "dims")),
-    "all": (jnp.all, ("default", "dim", "dims")),
-}
-_WITH_PLACE = {"max": (jnp.max, jnp.argmax), "min": (jnp.min, jnp.argmin)}
+Operation = Callable[..., Any]
 
 
-def _axes(dim: Any) -> Any:
-    """None for all axes; Torch has an empty list for it, too."""
+def axes_of(dim: Any) -> Any:
+    """Torch's dimensions as axes of JAX: None stands for all of them, as Torch's empty list does."""
     return (tuple(dim) or None) if isinstance(dim, Sequence) else dim
 
 
-def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
+def in_dtype(x: Any, dtype: Any) -> Any:
+    """`x` in the dtype of a call, if there is one."""
+    return x if dtype is None else x.astype(dtype)
+
+
+def root(x: Any, degree: float = 2) -> Any:
+    """A root of numbers that are not negative; as in Torch, the gradient of a norm or deviation is 0 at 0."""
+    positive = x > 0
+    safe = jnp.where(positive, x, 1)
+    return jnp.where(positive, jnp.sqrt(safe) if degree == 2 else safe ** (1 / degree), x)
+
+
+def _reduction(function: Operation) -> Operation:
     def reduce(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-        return function(x if dtype is None else x.astype(dtype), axis=_axes(dim), keepdims=keepdim)
+        return function(in_dtype(x, dtype), axis=axes_of(dim), keepdims=keepdim)
 
     return reduce
 
 
-def _with_place(places: Callable[..., Any]) -> Callable[..., Any]:
+def _with_place(places: Operation) -> Operation:
     def reduce(x: Any, dim: int, keepdim: bool = False) -> Any:
         """The extreme value and its first place; all the gradient goes there."""
-        if x.ndim == 0:
-            return x, jnp.zeros((), int)
-        found = places(x, axis=dim, keepdims=True)
-        values = jnp.take_along_axis(x, found, dim)
-        return (values, found) if keepdim else (values.squeeze(dim), found.squeeze(dim))
+        return _picked(x, places(x, axis=dim, keepdims=True), dim, keepdim) if x.ndim else _only(x)
 
     return reduce
 
 
-def _place(function: Callable[..., Any]) -> Callable[..., Any]:
-    def place(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-        return function(x, axis=dim, keepdims=keepdim)
-
-    return place
-
-
-def _register() -> None:
-    for name, (function, kinds) in _SIMPLE.items():
-        for kind in kinds:
-            register_as(f"{name}.{kind}", _reduction(function), __name__)
-    for name, (_, places) in _WITH_PLACE.items():
-        register_as(f"{name}.dim", _with_place(places), __name__)
-        register_as(f"arg{name}.default", _place(places), __name__)
+def _picked(x: Any, place: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
+    """The values at one place [..., 1, ...] along a dimension, and the places."""
+    values = jnp.take_along_axis(x, place, dim)
+    return (values, place) if keepdim else (values.squeeze(dim), place.squeeze(dim))
 
 
-_register()
+def _only(x: Any) -> tuple[Any, Any]:
+    """The value of an array without dimensions, and its place, 0."""
+    return x, jnp.zeros((), int)
 
 
 @operator("var.correction")
 def var(x: Any, dim: Any = None, correction: Any = 1, keepdim: bool = False) -> Any:
     """The variance, divided by the count less the correction."""
-    return jnp.var(x, axis=_axes(dim), ddof=1 if correction is None else correction, keepdims=keepdim)
+    return jnp.var(x, axis=axes_of(dim), ddof=1 if correction is None else correction, keepdims=keepdim)
 
 
 @operator("std.correction")
 def std(x: Any, dim: Any = None, correction: Any = 1, keepdim: bool = False) -> Any:
-    """The root of the variance; as in Torch, its gradient is 0 at 0."""
-    variance = var(x, dim, correction, keepdim)
-    positive = variance > 0
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, variance, 1)), variance)
+    """The root of the variance."""
+    return root(var(x, dim, correction, keepdim))
 
 
-@operator("var_mean.correction")
-def var_mean(x: Any, dim: Any = None, correction: Any = 1, keepdim: bool = False) -> Any:
-    """The variance and the mean."""
-    return var(x, dim, correction, keepdim), jnp.mean(x, axis=_axes(dim), keepdims=keepdim)
+def _with_mean(spread: Operation) -> Operation:
+    def both(x: Any, dim: Any = None, correction: Any = 1, keepdim: bool = False) -> Any:
+        return spread(x, dim, correction, keepdim), jnp.mean(x, axis=axes_of(dim), keepdims=keepdim)
+
+    return both
 
 
-@operator("std_mean.correction")
-def std_mean(x: Any, dim: Any = None, correction: Any = 1, keepdim: bool = False) -> Any:
-    """The root of the variance, and the mean."""
-    return std(x, dim, correction, keepdim), jnp.mean(x, axis=_axes(dim), keepdims=keepdim)
+def _scan(function: Operation) -> Operation:
+    def scan(x: Any, dim: int, dtype: Any = None) -> Any:
+        return function(jnp.atleast_1d(x), dim, dtype=dtype).reshape(x.shape)
+
+    return scan
 
 
-@operator("logsumexp.default")
-def logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
-    """The logarithm of the sum of exponentials."""
-    return jax.nn.logsumexp(x, axis=_axes(dim), keepdims=keepdim)
-
-
-@operator("cumsum.default")
-def cumsum(x: Any, dim: int, dtype: Any = None) -> Any:
-    """Sums up to each place."""
-    return jnp.cumsum(jnp.atleast_1d(x), dim, dtype=dtype).reshape(x.shape)
-
-
-@operator("cumprod.default")
-def cumprod(x: Any, dim: int, dtype: Any = None) -> Any:
-    """Products up to each place."""
-    return jnp.cumprod(jnp.atleast_1d(x), dim, dtype=dtype).reshape(x.shape)
-
-
-@operator("logcumsumexp.default")
-def logcumsumexp(x: Any, dim: int) -> Any:
-    """Logarithms of the sums of exponentials up to each place."""
-    return lax.cumlogsumexp(x, dim % x.ndim)
-
-
-@operator("topk.default")
+@operator("topk")
 def topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:  # noqa: A002
     """The k largest or smallest, and their places."""
     moved = jnp.moveaxis(x, dim, -1)
@@ -127,26 +92,129 @@ def topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = Tru
     return jnp.moveaxis(values, -1, dim), jnp.moveaxis(order, -1, dim)
 
 
-@operator("sort.default")
-def sort(x: Any, dim: int = -1, descending: bool = False) -> Any:
-    """Sorted, and the places; equal values stay in order."""
+@operator("sort.default|stable")
+def sort(x: Any, dim: int = -1, descending: bool = False, *, stable: bool | None = None) -> Any:
+    """Sorted values and their places; equal values stay in order."""
     order = jnp.argsort(x, axis=dim, stable=True, descending=descending)
     return jnp.take_along_axis(x, order, dim), order
 
 
-@operator("sort.stable")
-def sort_stable(x: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
-    """Sorted, and the places."""
-    return sort(x, dim, descending)
+def _missing(x: Any) -> Any:
+    """Where a value is NaN; of integers nowhere."""
+    return x != x
 
 
-@operator("argsort.default")
-def argsort(x: Any, dim: int = -1, descending: bool = False) -> Any:
-    """The places in order of the values."""
-    return sort(x, dim, descending)[1]
+def _ranked(x: Any, rank: Any, dim: int) -> Any:
+    """The place [..., 1, ...] of the element of this rank along a dimension; NaN ranks last."""
+    order = jnp.argsort(lax.stop_gradient(x), axis=dim, stable=True)
+    sizes = list(x.shape)
+    sizes[dim] = 1
+    return jnp.take_along_axis(order, jnp.broadcast_to(rank, sizes), dim)
 
 
-@operator("argsort.stable")
-def argsort_stable(x: Any, stable: bool, dim: int = -1, descending: bool = False) -> Any:
-    """The places in order of the values."""
-    return sort(x, dim, descending)[1]
+@operator("nanmedian.dim")
+def nanmedian_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
+    """The lower median along a dimension and its place; NaN does not count."""
+    if not x.ndim:
+        return _only(x)
+    count = (~_missing(x)).sum(dim, keepdims=True)
+    return _picked(x, _ranked(x, jnp.maximum(count - 1, 0) // 2, dim), dim, keepdim)
+
+
+@operator("median.dim")
+def median_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
+    """The lower median along a dimension and its place, or NaN if there is one."""
+    if not x.ndim:
+        return _only(x)
+    place = _ranked(x, (x.shape[dim] - 1) // 2, dim)
+    missing = _missing(x)
+    place = jnp.where(missing.any(dim, keepdims=True), missing.argmax(dim, keepdims=True), place)
+    return _picked(x, place, dim, keepdim)
+
+
+def _shared_jvp(primals: Any, tangents: Any) -> Any:
+    value, x = primals
+    same = (x == value) | (_missing(x) & _missing(value))
+    return value, jnp.where(same, tangents[1], 0).sum() / same.sum()
+
+
+_shared = jax.custom_jvp(lambda value, x: value)  # a value of an array: all elements that equal it share its gradient
+_shared.defjvp(_shared_jvp)
+
+
+def _of_all(of_dim: Operation) -> Operation:
+    def of_all(x: Any) -> Any:
+        """The lower median of all elements; those that equal it share its gradient."""
+        if not x.size:
+            return jnp.asarray(jnp.nan, x.dtype)
+        return _shared(lax.stop_gradient(of_dim(x.ravel(), 0)[0]), x)
+
+    return of_all
+
+
+@operator("kthvalue")
+def kthvalue(x: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
+    """The k-th smallest value along a dimension, counted from 1, and its place."""
+    return _picked(x, _ranked(x, k - 1, dim), dim, keepdim) if x.ndim else _only(x)
+
+
+@operator("mode")
+def mode(x: Any, dim: int = -1, keepdim: bool = False) -> Any:
+    """The most frequent value along a dimension, of equally frequent ones the smallest, and its last place."""
+    if not x.ndim:
+        return _only(x)
+    moved = lax.stop_gradient(jnp.moveaxis(x, dim, -1))
+    same = moved[..., :, None] == moved[..., None, :]
+    counts = same.sum(-1)
+    smaller = (moved[..., None, :] < moved[..., :, None]).sum(-1)
+    best = jnp.where(counts == counts.max(-1, keepdims=True), smaller, moved.shape[-1])
+    last = moved.shape[-1] - 1 - jnp.flip(best, -1).argmin(-1, keepdims=True)
+    return _picked(x, jnp.moveaxis(last, -1, dim), dim, keepdim)
+
+
+def _running(further: Operation) -> Operation:
+    """Return a scan for the running extreme and its place: the last of equal values, and NaN once there was one."""
+
+    def scan(x: Any, dim: int) -> Any:
+        if not x.ndim:
+            return _only(x)
+
+        def combine(left: Any, right: Any) -> Any:
+            (one, at_one), (two, at_two) = left, right
+            later = _missing(two) | (~_missing(one) & further(two, one))
+            return jnp.where(later, two, one), jnp.where(later, at_two, at_one)
+
+        places = lax.broadcasted_iota(jnp.int32, x.shape, dim % x.ndim)
+        _, places = lax.associative_scan(combine, (lax.stop_gradient(x), places), axis=dim)
+        return jnp.take_along_axis(x, places, dim), places
+
+    return scan
+
+
+register(
+    __name__,
+    {
+        "sum.default|dim_IntList": _reduction(jnp.sum),
+        "mean.default|dim": _reduction(jnp.mean),
+        "prod.default|dim_int": _reduction(jnp.prod),
+        "max amax": _reduction(jnp.max),
+        "min amin": _reduction(jnp.min),
+        "any.default|dim|dims": _reduction(jnp.any),
+        "all.default|dim|dims": _reduction(jnp.all),
+        "max.dim": _with_place(jnp.argmax),
+        "min.dim": _with_place(jnp.argmin),
+        "argmax": _reduction(jnp.argmax),
+        "argmin": _reduction(jnp.argmin),
+        "var_mean.correction": _with_mean(var),
+        "std_mean.correction": _with_mean(std),
+        "logsumexp": _reduction(jax.nn.logsumexp),
+        "cumsum": _scan(jnp.cumsum),
+        "cumprod": _scan(jnp.cumprod),
+        "logcumsumexp": lambda x, dim: lax.cumlogsumexp(x, dim % x.ndim),
+        "argsort.default|stable": lambda x, *arguments, **options: sort(x, *arguments, **options)[1],
+        "median": _of_all(median_dim),
+        "nanmedian": _of_all(nanmedian_dim),
+        "cummax": _running(jnp.greater_equal),
+        "cummin": _running(jnp.less_equal),
+    },
+)

@@ -1,4 +1,4 @@
-"""Images sampled at places that are given by a grid."""
+"""Images sampled at the points of a grid."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ jax = import_jax()
 jnp = jax.numpy
 
 Pad = Callable[[Any, int], Any]
-Taps = tuple[Any, Any]  # along one axis, the places of pixels [taps, *out] and their weights
+Taps = tuple[Any, Any]  # along one axis, the indices of pixels [taps, *out] and their weights [taps, *out]
 _ZEROS, _BORDER, _REFLECTION = 0, 1, 2
 _NEAREST = 1
 _CUBIC = -0.75  # the free parameter of the cubic kernel, as Torch has it
 
 
 def _in_pixels(at: Any, size: int, align_corners: bool) -> Any:
-    """Places in pixels, of which -1 and 1 are the centres of the outermost ones, or their outer edges."""
+    """Convert to pixels: -1 and 1 are the centres of the outermost pixels, or their outer edges."""
     return (at + 1) / 2 * (size - 1) if align_corners else ((at + 1) * size - 1) / 2
 
 
 def _clipped(at: Any, size: int) -> Any:
-    """Inside the image; on its border and beyond, the gradient is 0, and NaN is at its beginning."""
+    """Clip to the image; on its border and beyond the gradient is 0, and NaN becomes 0."""
     inside = (at > 0) & (at < size - 1)
     return jnp.where(inside, at, jax.lax.stop_gradient(jnp.where(at > 0, jnp.minimum(at, size - 1.0), 0.0)))
 
 
 def _reflected(at: Any, size: int, align_corners: bool) -> Any:
-    """Mirrored at the borders, as often as it takes."""
+    """Reflect at the borders, as often as necessary."""
     low, span = (0.0, size - 1.0) if align_corners else (-0.5, float(size))
     if not span:
         return jnp.zeros_like(at)
@@ -58,7 +58,7 @@ def _linear(at: Any, size: int, pad: Pad) -> Taps:
 
 
 def _cubic(at: Any, size: int, pad: Pad) -> Taps:
-    """Only the pixels are padded: the places are not."""
+    """Taps of a cubic kernel; padding moves the pixels, but not the point itself."""
     floor = jnp.floor(at)
     t, a = at - floor, _CUBIC
 
@@ -73,7 +73,7 @@ def _cubic(at: Any, size: int, pad: Pad) -> Taps:
 
 
 def _weighed(image: Any, taps: list[Taps]) -> Any:
-    """The sum [C, *out] of the pixels of one image [C, *in] at each combination of the taps of its axes."""
+    """The weighted sum [C, *out] of the pixels of one image [C, *in] over all combinations of its axes' taps."""
     rank, total, inside = len(taps), 1.0, True
     indices = []
     for axis, (places, weights) in enumerate(taps):
@@ -85,9 +85,9 @@ def _weighed(image: Any, taps: list[Taps]) -> Any:
     return jnp.where(inside, pixels * total, 0).sum(range(1, rank + 1))
 
 
-@operator("grid_sampler_2d.default", "grid_sampler_3d.default")
+@operator("grid_sampler_2d grid_sampler_3d")
 def grid_sampler(x: Any, grid: Any, interpolation: int, padding: int, align_corners: bool) -> Any:
-    """Images [N, C, *in] at the places of a grid [N, *out, axes], which counts axes from the last one back."""
+    """Images [N, C, *in] at the points of a grid [N, *out, axes], whose coordinates begin with the last axis."""
     taps = (_linear, _nearest, _cubic)[interpolation]
 
     def pad(at: Any, size: int) -> Any:

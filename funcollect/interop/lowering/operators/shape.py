@@ -1,99 +1,35 @@
-"""Shapes, joining, padding."""
+"""Shapes, joining, padding; constants and casts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.registry import operator
+from funcollect.interop.lowering.registry import operator, register
 
 jax = import_jax()
 jnp, lax = jax.numpy, jax.lax
 
 
-@operator("sym_size.int")
-def size(x: Any, dim: int) -> int:
-    """A size, which is a number as a function is traced."""
-    return int(x.shape[dim])
-
-
-@operator("view.default", "_unsafe_view.default")
-def reshape(x: Any, shape: Sequence[int]) -> Any:
-    """Another shape, the same order."""
-    return jnp.reshape(x, shape)
-
-
-@operator("view.dtype")
-def view_as(x: Any, dtype: Any) -> Any:
-    """The same bits as another dtype."""
-    return x.view(dtype)
-
-
-@operator("permute.default")
-def permute(x: Any, dims: Sequence[int]) -> Any:
-    """Axes in another order."""
-    return jnp.transpose(x, dims)
-
-
-@operator("transpose.int")
-def transpose(x: Any, one: int, two: int) -> Any:
-    """Two axes swapped."""
-    return jnp.swapaxes(x, one, two) if x.ndim else x
-
-
-@operator("t.default")
-def t(x: Any) -> Any:
-    """A matrix transposed."""
-    return jnp.transpose(x)
-
-
-@operator("squeeze.default")
-def squeeze_all(x: Any) -> Any:
-    """Without axes of size 1."""
-    return jnp.squeeze(x)
-
-
-@operator("squeeze.dim", "squeeze.dims")
+@operator("squeeze.dim|dims")
 def squeeze(x: Any, dims: Any) -> Any:
-    """Without these axes, where they have size 1."""
+    """`x` without those of these axes that have size 1."""
     wanted = dims if isinstance(dims, Sequence) else [dims]
     return jnp.squeeze(x, tuple(dim for dim in wanted if x.ndim and x.shape[dim] == 1))
 
 
-@operator("unsqueeze.default")
-def unsqueeze(x: Any, dim: int) -> Any:
-    """With an axis of size 1."""
-    return jnp.expand_dims(x, dim)
-
-
-@operator("expand.default")
+@operator("expand")
 def expand(x: Any, shape: Sequence[int], implicit: bool = False) -> Any:
-    """Repeated along axes of size 1; -1 leaves an axis as it is."""
+    """`x` repeated along axes of size 1; -1 leaves an axis as it is."""
     lead = len(shape) - x.ndim
     sizes = [x.shape[i - lead] if wanted == -1 else wanted for i, wanted in enumerate(shape)]
     return jnp.broadcast_to(x, sizes)
 
 
-@operator("repeat.default")
-def repeat(x: Any, repeats: Sequence[int]) -> Any:
-    """Tiled."""
-    return jnp.tile(x, repeats)
-
-
-@operator("repeat_interleave.self_int")
-def repeat_interleave(x: Any, repeats: int, dim: int | None = None, output_size: Any = None) -> Any:
-    """Each element so many times."""
-    return jnp.repeat(x, repeats, dim)
-
-
-@operator("repeat_interleave.Tensor")
-def interleaved(repeats: Any, output_size: int) -> Any:
-    """The index of each element as often as it is repeated, so many in all."""
-    return jnp.repeat(jnp.arange(repeats.shape[0]), repeats, total_repeat_length=output_size)
-
-
-@operator("unfold.default")
+@operator("unfold")
 def unfold(x: Any, dim: int, size: int, step: int) -> Any:
     """Windows along an axis, each along a new last axis."""
     starts = jnp.arange(0, (x.shape[dim] if x.ndim else 1) - size + 1, step)
@@ -101,43 +37,25 @@ def unfold(x: Any, dim: int, size: int, step: int) -> Any:
     return jnp.moveaxis(windows, dim % max(x.ndim, 1) + 1, -1) if x.ndim else windows[0]
 
 
-@operator("cat.default")
+@operator("cat")
 def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
-    """Joined along an axis; empty vectors count for nothing, as in Torch."""
+    """Arrays joined along an axis; empty vectors are skipped, as in Torch."""
     return jnp.concatenate([x for x in tensors if x.shape != (0,)] or tensors, dim)
-
-
-@operator("stack.default")
-def stack(tensors: Sequence[Any], dim: int = 0) -> Any:
-    """Joined along a new axis."""
-    return jnp.stack(tensors, dim)
 
 
 @operator("split.Tensor")
 def split(x: Any, size: int, dim: int = 0) -> Any:
-    """Parts of one size, the last of the rest."""
+    """Parts of one size, and a smaller last one if something is left."""
     length = x.shape[dim]
-    starts = range(0, max(length, 1), size)
-    return [lax.slice_in_dim(x, start, min(start + size, length), axis=dim) for start in starts]
+    whole, rest = divmod(length, size) if length else (1, 0)
+    return split_with_sizes(x, [min(size, length)] * whole + [rest] * bool(rest), dim)
 
 
-@operator("split_with_sizes.default")
+@operator("split_with_sizes")
 def split_with_sizes(x: Any, sizes: Sequence[int], dim: int = 0) -> Any:
     """Parts of these sizes."""
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [lax.slice_in_dim(x, start, start + n, axis=dim) for start, n in zip(starts, sizes, strict=True)]
-
-
-@operator("unbind.int")
-def unbind(x: Any, dim: int = 0) -> Any:
-    """The slices along an axis."""
-    return list(jnp.moveaxis(x, dim, 0))
-
-
-@operator("select.int")
-def select(x: Any, dim: int, index: int) -> Any:
-    """One slice along an axis."""
-    return lax.index_in_dim(x, index, dim, keepdims=False)
+    borders = pairwise(accumulate(sizes, initial=0))
+    return [lax.slice_in_dim(x, start, end, axis=dim) for start, end in borders]
 
 
 @operator("slice.Tensor")
@@ -148,58 +66,84 @@ def slice_(x: Any, dim: int = 0, start: int | None = None, end: int | None = Non
     return x[tuple(ranges)]
 
 
-@operator("flip.default")
-def flip(x: Any, dims: Sequence[int]) -> Any:
-    """Backwards along axes."""
-    return jnp.flip(x, dims)
+@operator("_to_copy")
+def to_copy(x: Any, dtype: Any = None) -> Any:
+    """A cast as Torch's: towards zero to integers, the real part of complex numbers."""
+    if dtype is None:
+        return x
+    if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        return x != 0 if jnp.issubdtype(dtype, jnp.bool_) else x.real.astype(dtype)
+    return x.astype(dtype)
 
 
-@operator("roll.default")
-def roll(x: Any, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
-    """Turned round along axes, or as a whole."""
+def _interleaved(repeats: Any, *, output_size: int) -> Any:
+    """The index of each element, as often as the element is repeated; `output_size` indices in all."""
+    return jnp.repeat(jnp.arange(repeats.shape[0]), repeats, total_repeat_length=output_size)
+
+
+def _roll(x: Any, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
     return jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, shifts[0])
 
 
-@operator("clone.default")
-def same(x: Any) -> Any:
-    """The array itself."""
-    return x
-
-
-@operator("tril.default")
-def tril(x: Any, diagonal: int = 0) -> Any:
-    """Zeros above a diagonal."""
-    return jnp.tril(x, diagonal)
-
-
-@operator("triu.default")
-def triu(x: Any, diagonal: int = 0) -> Any:
-    """Zeros below a diagonal."""
-    return jnp.triu(x, diagonal)
-
-
-@operator("diagonal.default")
-def diagonal(x: Any, offset: int = 0, one: int = 0, two: int = 1) -> Any:
-    """A diagonal of two axes."""
-    return jnp.diagonal(x, offset, one, two)
-
-
 def _widths(x: Any, pad: Sequence[int]) -> list[tuple[int, int]]:
-    """Torch's padding, from the last axis back, as one pair for each axis."""
+    """Torch's padding, which begins with the last axis, as one pair for each axis."""
     pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)]
     return [(0, 0)] * (x.ndim - len(pairs)) + pairs[::-1]
 
 
-@operator("constant_pad_nd.default")
-def constant_pad(x: Any, pad: Sequence[int], value: Any = 0) -> Any:
-    """Surrounded by a number; a negative width cuts."""
-    return lax.pad(x, jnp.asarray(value, x.dtype), [(*width, 0) for width in _widths(x, pad)])
+def _constant_pad(x: Any, pad: Sequence[int], value: Any = 0) -> Any:
+    return lax.pad(x, jnp.asarray(value, x.dtype), [(*width, 0) for width in _widths(x, pad)])  # may cut: width < 0
 
 
-def _pad(mode: str) -> Any:
-    return lambda x, pad: jnp.pad(x, _widths(x, pad), mode=mode)
+def _linspace_between(start: Any, end: Any, steps: int, dtype: Any = None) -> Any:
+    """Numbers between arrays, which get no gradient from it in Torch."""
+    return lax.stop_gradient(jnp.linspace(start, end, steps, dtype=dtype))
 
 
-for _rank in (1, 2, 3):
-    operator(f"reflection_pad{_rank}d.default")(_pad("reflect"))
-    operator(f"replication_pad{_rank}d.default")(_pad("edge"))
+def _pad(mode: str, x: Any, pad: Sequence[int]) -> Any:
+    return jnp.pad(x, _widths(x, pad), mode=mode)
+
+
+register(
+    __name__,
+    {
+        "sym_size.int": lambda x, dim: int(x.shape[dim]),  # a number while a function is traced
+        "view _unsafe_view": jnp.reshape,
+        "view.dtype": lambda x, dtype: x.view(dtype),
+        "permute t": jnp.transpose,
+        "transpose.int": lambda x, one, two: jnp.swapaxes(x, one, two) if x.ndim else x,
+        "squeeze": jnp.squeeze,
+        "unsqueeze": jnp.expand_dims,
+        "repeat": jnp.tile,
+        "repeat_interleave.self_int": lambda x, repeats, dim=None, output_size=None: jnp.repeat(x, repeats, dim),
+        "repeat_interleave.Tensor": _interleaved,
+        "stack": jnp.stack,
+        "unbind.int": lambda x, dim=0: list(jnp.moveaxis(x, dim, 0)),
+        "select.int": lambda x, dim, index: lax.index_in_dim(x, index, dim, keepdims=False),
+        "flip": jnp.flip,
+        "roll": _roll,
+        "clone": lambda x: x,
+        "tril": jnp.tril,
+        "triu": jnp.triu,
+        "diagonal": jnp.diagonal,
+        "constant_pad_nd": _constant_pad,
+        "reflection_pad1d reflection_pad2d reflection_pad3d": partial(_pad, "reflect"),
+        "replication_pad1d replication_pad2d replication_pad3d": partial(_pad, "edge"),
+        "full": jnp.full,
+        "full_like": jnp.full_like,
+        "new_full": lambda x, shape, value, dtype=None: jnp.full(shape, value, dtype or x.dtype),
+        "zeros empty.memory_format": jnp.zeros,  # memory that Torch leaves unwritten is zeroed, too
+        "ones": jnp.ones,
+        "zeros_like empty_like": jnp.zeros_like,
+        "ones_like": jnp.ones_like,
+        "new_zeros new_empty": lambda x, shape, dtype=None: jnp.zeros(shape, dtype or x.dtype),
+        "new_ones": lambda x, shape, dtype=None: jnp.ones(shape, dtype or x.dtype),
+        "scalar_tensor": jnp.asarray,
+        "arange.start_step": jnp.arange,
+        "linspace": jnp.linspace,
+        "linspace.Tensor_Tensor|Tensor_Scalar|Scalar_Tensor": _linspace_between,
+        "eye.default|m": jnp.eye,
+        "copy": lambda x, source: jnp.broadcast_to(source, x.shape).astype(x.dtype),
+        "_assert_tensor_metadata": lambda *arguments, **options: None,  # dtypes were checked in the export
+    },
+)

@@ -1,0 +1,225 @@
+"""Factorisations, determinants, matrix functions; inverses, pseudo-inverses, ranks and solutions of linear systems.
+
+JAX does not check its results: where Torch raises an error, as for a singular matrix, they hold infinities or NaN.
+Torch's intermediate factors, which no public function returns, are None here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.lowering.registry import operator, register
+
+jax = import_jax()
+jnp, linalg = jax.numpy, jax.lax.linalg
+
+
+def _adjoint(x: Any) -> Any:
+    """The conjugate transpose of each matrix."""
+    return jnp.conj(x.mT)
+
+
+def _hermitian_jvp(primals: Any, tangents: Any) -> Any:
+    return primals[0], (tangents[0] + _adjoint(tangents[0])) / 2
+
+
+_hermitian = jax.custom_jvp(lambda x: x)  # of a matrix whose one triangle is read, Torch's gradient is symmetric
+_hermitian.defjvp(_hermitian_jvp)
+
+
+def _first(failed: Any) -> Any:
+    """LAPACK's report [..., n] -> [...]: the first index, counted from 1, at which a condition holds, or 0 for none."""
+    if not failed.shape[-1]:
+        return jnp.zeros(failed.shape[:-1], jnp.int32)
+    return jnp.where(failed.any(-1), failed.argmax(-1) + 1, 0)
+
+
+@operator("linalg_cholesky_ex")
+def cholesky_ex(x: Any, *, upper: bool = False, check_errors: bool = False) -> Any:
+    """The Cholesky factor, and 0, or 1 where the matrix is not positive definite and the factor NaN."""
+    source = _hermitian(_adjoint(x) if upper else x)
+    lower = linalg.cholesky(source, symmetrize_input=False)
+    failed = jnp.isnan(lower).any((-1, -2))
+    return _adjoint(lower) if upper else lower, failed
+
+
+@operator("linalg_lu_factor_ex")
+def lu_factor_ex(x: Any, *, pivot: bool = True, check_errors: bool = False) -> Any:
+    """Both factors in one matrix, the pivots counted from 1, and the place of the first zero pivot."""
+    if not pivot:
+        raise ValueError("only factorisations with pivoting are covered: leave out pivot=False")
+    factors, pivots, _ = linalg.lu(x)
+    return factors, pivots + 1, _first(jnp.diagonal(factors, axis1=-2, axis2=-1) == 0)
+
+
+@operator("lu_unpack")
+def lu_unpack(factors: Any, pivots: Any, unpack_data: bool = True, unpack_pivots: bool = True) -> Any:
+    """The permutation P, the lower factor L and the upper factor U, whose product P L U is the matrix."""
+    rows, columns = factors.shape[-2:]
+    least = min(rows, columns)
+    lower = jnp.tril(factors[..., :least], -1) + jnp.eye(rows, least, dtype=factors.dtype)
+    order = linalg.lu_pivots_to_permutation(pivots - 1, rows)
+    return jax.nn.one_hot(order, rows, dtype=factors.dtype).mT, lower, jnp.triu(factors[..., :least, :])
+
+
+@operator("_linalg_eigh")
+def eigh(x: Any, uplo: str = "L", compute_v: bool = True) -> Any:
+    """The eigenvalues in ascending order, and the eigenvectors; one triangle of the matrix is read."""
+    vectors, values = linalg.eigh(x, lower=uplo.upper() == "L", symmetrize_input=False)
+    return values, vectors
+
+
+@operator("_linalg_svd")
+def svd(x: Any, full_matrices: bool = False, compute_uv: bool = True, *, driver: str | None = None) -> Any:
+    """The singular vectors and values, or the values alone."""
+    if compute_uv:
+        return jnp.linalg.svd(x, full_matrices=full_matrices)
+    return None, jnp.linalg.svd(x, compute_uv=False), None
+
+
+@operator("linalg_qr")
+def qr(x: Any, mode: str = "reduced") -> Any:
+    """An orthogonal factor and an upper one."""
+    if mode == "r":
+        return None, jnp.linalg.qr(x, mode="r")
+    return jnp.linalg.qr(x, mode=mode)
+
+
+def _reflected(vectors: Any, scales: Any, onto: Any, conjugate: bool = False) -> Any:
+    """A product of Householder reflections [*B, m, k], with scales [*B, k], times matrices [*B, m, n]."""
+    rows, count = vectors.shape[-2], scales.shape[-1]
+    unit = jnp.tril(vectors[..., :count], -1) + jnp.eye(rows, count, dtype=vectors.dtype)
+
+    def step(result: Any, one: Any) -> Any:
+        vector, scale = one
+        product = jnp.einsum("...m,...mn->...n", jnp.conj(vector), result)
+        return result - scale[..., None, None] * vector[..., None] * product[..., None, :], None
+
+    scales = jnp.conj(scales) if conjugate else scales
+    steps = (jnp.moveaxis(unit, -1, 0), jnp.moveaxis(scales, -1, 0))
+    return jax.lax.scan(step, onto, steps, reverse=not conjugate)[0]
+
+
+@operator("linalg_householder_product")
+def householder_product(vectors: Any, scales: Any) -> Any:
+    """The first columns of a product of Householder reflections."""
+    eye = jnp.eye(*vectors.shape[-2:], dtype=vectors.dtype)
+    return _reflected(vectors, scales, jnp.broadcast_to(eye, vectors.shape))
+
+
+@operator("ormqr")
+def ormqr(vectors: Any, scales: Any, other: Any, left: bool = True, transpose: bool = False) -> Any:
+    """A matrix times a product of Householder reflections, or times its adjoint, from the left or the right."""
+    if left:
+        return _reflected(vectors, scales, other, transpose)
+    return _adjoint(_reflected(vectors, scales, _adjoint(other), not transpose))
+
+
+@operator("linalg_inv_ex")
+def inv_ex(x: Any, *, check_errors: bool = False) -> Any:
+    """The inverse, and the place of the first zero pivot, or 0 for an invertible matrix."""
+    return jnp.linalg.inv(x), lu_factor_ex(x)[2]
+
+
+@operator("_linalg_solve_ex")
+def solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -> Any:
+    """The solution of a x = b, or of x a = b; two intermediate factors; the place of the first zero pivot."""
+    vectors = b.ndim == 1 or b.shape == a.shape[:-1]
+    b = b[..., None] if vectors else b
+    solved = jnp.linalg.solve(a, b) if left else jnp.linalg.solve(a.mT, b.mT).mT
+    return solved[..., 0] if vectors else solved, None, None, lu_factor_ex(a)[2]
+
+
+def _batched(a: Any, b: Any) -> tuple[Any, Any]:
+    """Both matrices, broadcast to equal batch dimensions."""
+    batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    return jnp.broadcast_to(a, batch + a.shape[-2:]), jnp.broadcast_to(b, batch + b.shape[-2:])
+
+
+@operator("linalg_solve_triangular")
+def solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Any:
+    """The solution of a triangular system."""
+    a, b = _batched(a, b)
+    return linalg.triangular_solve(a, b, left_side=left, lower=not upper, unit_diagonal=unitriangular)
+
+
+@operator("triangular_solve")
+def triangular(b: Any, a: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False) -> Any:
+    """The solution of a triangular system, and the matrix; the old function."""
+    a, b = _batched(a, b)
+    options = {"lower": not upper, "transpose_a": transpose, "unit_diagonal": unitriangular}
+    return linalg.triangular_solve(a, b, left_side=True, **options), a
+
+
+@operator("linalg_lu_solve")
+def lu_solve(factors: Any, pivots: Any, b: Any, *, left: bool = True, adjoint: bool = False) -> Any:
+    """The solution of a system whose matrix, or its adjoint, has these factors."""
+    if not left:
+        return _adjoint(lu_solve(factors, pivots, _adjoint(b), adjoint=not adjoint))
+    factors, b = _batched(factors, b)
+    order = linalg.lu_pivots_to_permutation(pivots - 1, factors.shape[-1])
+    order = jnp.broadcast_to(order, b.shape[:-1])[..., None]
+    if not adjoint:
+        b = jnp.take_along_axis(b, order, -2)
+        b = solve_triangular(factors, b, upper=False, unitriangular=True)
+        return solve_triangular(factors, b, upper=True)
+    b = solve_triangular(_adjoint(factors), b, upper=False)
+    b = solve_triangular(_adjoint(factors), b, upper=True, unitriangular=True)
+    return jnp.take_along_axis(b, jnp.argsort(order, -2), -2)
+
+
+@operator("cholesky_solve")
+def cholesky_solve(b: Any, factor: Any, upper: bool = False) -> Any:
+    """The solution of a system whose matrix has this Cholesky factor."""
+    first = _adjoint(factor) if upper else factor
+    halfway = solve_triangular(first, b, upper=False)
+    return solve_triangular(_adjoint(first), halfway, upper=True)
+
+
+def _tolerance(x: Any, largest: Any, atol: Any, rtol: Any) -> Any:
+    """The singular value [*B] up to which others count as zero."""
+    if rtol is None:
+        default = max(x.shape[-2:]) * jnp.finfo(x.dtype).eps
+        rtol = default if atol is None else jnp.where(jnp.asarray(atol) > 0, 0.0, default)
+    return jnp.maximum(rtol * largest, 0.0 if atol is None else atol)
+
+
+@operator("linalg_pinv.default|rcond_tensor|atol_rtol_tensor|atol_rtol_float")
+def pinv(x: Any, rtol: Any = None, hermitian: bool = False, *, atol: Any = None) -> Any:
+    """The pseudo-inverse, in which small singular values count as zero."""
+    if not x.size:
+        return x.mT
+    if atol is not None:
+        largest = jnp.linalg.norm(jax.lax.stop_gradient(x), 2, axis=(-2, -1))
+        rtol = _tolerance(x, largest, atol, rtol) / largest
+    rtol = _tolerance(x, 1.0, None, rtol)
+    return jnp.linalg.pinv(x, rtol=rtol, hermitian=hermitian)
+
+
+@operator("linalg_matrix_rank.atol_rtol_tensor|atol_rtol_float")
+def matrix_rank(x: Any, *, atol: Any = None, rtol: Any = None, hermitian: bool = False) -> Any:
+    """The number of singular values that do not count as zero."""
+    if not x.size:
+        return jnp.zeros(x.shape[:-2], int)
+    values = jnp.linalg.svd(x, compute_uv=False)
+    return (values > _tolerance(x, values[..., 0], atol, rtol)[..., None]).sum(-1)
+
+
+def _cholesky_inverse(factor: Any, upper: bool = False) -> Any:
+    return cholesky_solve(jnp.eye(factor.shape[-1], dtype=factor.dtype), factor, upper)
+
+
+register(
+    __name__,
+    {
+        "cholesky": lambda x, upper=False: cholesky_ex(x, upper=upper)[0],
+        "cholesky_inverse": _cholesky_inverse,
+        "linalg_lu": lambda x, *, pivot=True: lu_unpack(*lu_factor_ex(x, pivot=pivot)[:2]),
+        "_linalg_det": lambda x: (jnp.linalg.det(x), None, None),
+        "_linalg_slogdet": lambda x: (*jnp.linalg.slogdet(x), None, None),
+        "linalg_matrix_exp": lambda x: jax.scipy.linalg.expm(x) if x.size else x,
+        "pinverse": lambda x, rcond=1e-15: pinv(x, rcond),
+        "linalg_matrix_rank.default|tol_tensor": lambda x, tol, hermitian=False: matrix_rank(x, atol=tol, rtol=0.0),
+    },
+)
