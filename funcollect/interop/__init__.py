@@ -1,4 +1,4 @@
-"""Where JAX and Torch meet."""
+"""Passes arrays between JAX and Torch."""
 
 from funcollect.interop.bridge import to_jax, to_torch
 

@@ -1,4 +1,4 @@
-"""Arrays between JAX and Torch by DLPack: without a copy where that is safe, never with a changed value."""
+"""Passes arrays between JAX and Torch by DLPack: without a copy where that is safe, never with a changed value."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _NARROW = {
 
 
 def torch_view(array: Any) -> Tensor:
-    """A tensor over the memory of a JAX array, which is kept alive with it; nothing is checked."""
+    """A tensor over the memory of a JAX array, which it keeps alive; nothing is checked."""
     return torch.utils.dlpack.from_dlpack(array)
 
 
 def jax_view(tensor: Tensor) -> Any:
-    """A JAX array over the memory of a tensor, which is kept alive with it; nothing is checked.
+    """A JAX array over the memory of a tensor, which it keeps alive; nothing is checked.
 
-    On an accelerator JAX waits for what stands in Torch's current stream of that device.
+    On an accelerator JAX waits for the work in Torch's current stream of that device.
     """
     with torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext():
         return import_jax().dlpack.from_dlpack(tensor)
 
 
 def argument(tensor: Tensor) -> Any:
-    """A tensor as an argument of a compiled call, over its own memory where that can be.
+    """A tensor as an argument of a compiled call, over the tensor's memory where possible.
 
-    What the call returns must not be handed on before the call is done, since the tensor may be written afterwards. On
-    the CPU it is a NumPy array, which is cheaper than an array of JAX, and is not committed to a device.
+    Wait for the end of the call before you pass on its results, since the tensor may be written afterwards. On the CPU
+    the argument is a NumPy array, which is cheaper than an array of JAX, and is not committed to a device.
 
     Raises:
         BridgeError: for a value that would change.
@@ -57,17 +57,17 @@ def argument(tensor: Tensor) -> Any:
 def to_torch(tree: Any, *, batch_size: tuple[int, ...] = (), copy: bool = False) -> Any:
     """JAX arrays as Torch tensors on the same device.
 
-    The tensors share the arrays' memory, and JAX takes arrays to be constant: read them, don't write them, and don't
-    donate the arrays. What is to be written needs ``copy=True``. The memory lives as long as either side refers to it.
+    The tensors share the arrays' memory, and JAX takes arrays to be constant: do not write the tensors, and do not
+    donate the arrays. Pass ``copy=True`` for tensors to write. The memory lives as long as either side refers to it.
 
     Args:
         tree: an array, or a nested dict of arrays: bool, (u)int8 to (u)int64, float16, bfloat16, float32, float64,
             complex64, complex128, of any shape.
-        batch_size: of the TensorDict, with which each array begins.
-        copy: give memory of its own.
+        batch_size: the batch size of the TensorDict, with which the shape of each array begins.
+        copy: whether to copy every array.
 
     Returns:
-        A tensor for an array; a TensorDict for a dict. Dtypes and shapes are the arrays' own.
+        A tensor for an array, a TensorDict for a dict, with the arrays' dtypes and shapes.
 
     Raises:
         TypeError: for a leaf that is no array, a typed PRNG key, or a value inside a traced function.
@@ -89,26 +89,26 @@ def to_torch(tree: Any, *, batch_size: tuple[int, ...] = (), copy: bool = False)
 def to_jax(tree: Any, *, copy: bool = False) -> Any:
     """Torch tensors as JAX arrays on the same device.
 
-    The arrays share the tensors' memory where they can, and JAX takes arrays to be constant: don't write the tensors
-    afterwards. What goes on being written, such as parameters in training, needs ``copy=True``. Copied in any case are
-    tensors that are not contiguous; on the CPU those whose memory does not begin at a multiple of 64 bytes; and, where
-    JAX has 32 bits (its default), 64-bit integers, which become 32-bit ones. `words.as_words` is the way to cross
-    without a copy for those, and for larger numbers. Gradients do not cross: a tensor is detached.
+    The arrays share the tensors' memory where possible, and JAX takes arrays to be constant: do not write the tensors
+    afterwards. Pass ``copy=True`` for tensors that will be written, such as parameters in training. Some tensors are
+    always copied: those that are not contiguous; on the CPU, those whose memory does not begin at a multiple of 64
+    bytes; and, where JAX has 32 bits (its default), 64-bit integers, which become 32-bit ones. `words.as_words` passes
+    64-bit integers of any size without a copy. Gradients do not cross: tensors are detached.
 
-    The arrays are committed to their device. A jitted function called with committed and with uncommitted ones
-    compiles for each: bring the other arguments to the device, too, by ``jax.device_put(x, device)``.
+    The arrays are committed to their device. A jitted function compiles once for committed arrays and once for others:
+    bring its other arguments to the device, too, by ``jax.device_put(x, device)``.
 
     Args:
         tree: a tensor, or a TensorDict or nested dict of tensors.
-        copy: give memory of its own.
+        copy: whether to copy every tensor.
 
     Returns:
-        An array for a tensor; a nested dict for the others.
+        An array for a tensor, a nested dict for a TensorDict or dict.
 
     Raises:
         TypeError: for a leaf that is no dense tensor, such as the data that a TensorDict keeps as `NonTensorData`.
-        BridgeError: for a value that would change: an integer that 32 bits do not hold, float64 or complex128 under
-            32-bit JAX; for a dtype that JAX lacks.
+        BridgeError: for a value that would change (an integer that does not fit into 32 bits, float64 or complex128
+            under 32-bit JAX), or for a dtype that JAX lacks.
 
     >>> import torch
     >>> to_jax({"a": torch.arange(3)})["a"].dtype
@@ -128,8 +128,8 @@ def _refuse_batch(batch: Any) -> NoReturn:
 
 
 def _register(jax: Any) -> None:
-    """Have JAX say what to do with a TensorDict, which it would otherwise take for an array."""
-    with contextlib.suppress(ImportError, AttributeError):  # private: another version may lack it
+    """Have JAX refuse a TensorDict with advice: otherwise it would take it for an array."""
+    with contextlib.suppress(ImportError, AttributeError):  # a private module, which other versions may lack
         from jax._src.core import pytype_aval_mappings
 
         pytype_aval_mappings.setdefault(TensorDict, _refuse_batch)
@@ -153,10 +153,7 @@ def _to_torch(name: str, array: Any, copy: bool) -> Tensor:
     try:
         tensor = torch_view(array)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise BridgeError(
-            f"{name} is {array.dtype}, which did not cross to Torch ({clipped(reason, 200)}): cast it"
-        ) from error
+        raise _not_crossed(name, array.dtype, "Torch", error) from error
     return tensor.clone() if copy else tensor
 
 
@@ -173,14 +170,16 @@ def _to_jax(name: str, tensor: Any, copy: bool) -> Any:
     try:
         return jax_view(dense)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise BridgeError(
-            f"{name} is {tensor.dtype}, which did not cross to JAX ({clipped(reason, 200)}): cast it"
-        ) from error
+        raise _not_crossed(name, tensor.dtype, "JAX", error) from error
+
+
+def _not_crossed(name: str, dtype: Any, to: str, error: Exception) -> BridgeError:
+    reason = clipped(str(error).splitlines()[0], 200)
+    return BridgeError(f"{name} is {dtype}, which did not cross to {to} ({reason}): cast it")
 
 
 def _kind(given: Any) -> str:
-    """What a leaf is, in words; a TensorDict wraps whatever is no tensor, JAX arrays among it, without a word."""
+    """The type of a leaf, as text; a TensorDict silently wraps whatever is no tensor, such as JAX arrays."""
     data = getattr(given, "data", None) if type(given).__name__ == "NonTensorData" else None
     kind = type(given if data is None else data)
     wrapped = "" if data is None else "NonTensorData that holds "
@@ -188,7 +187,7 @@ def _kind(given: Any) -> str:
 
 
 def _narrowed(name: str, tensor: Tensor) -> Tensor:
-    """With the dtype that JAX has for it, where that holds every value."""
+    """Cast a tensor to the dtype that JAX has for it, if that holds every value."""
     if tensor.dtype in (torch.float64, torch.complex128) and not _has_64_bits():
         half = "float()" if tensor.dtype == torch.float64 else "to(torch.complex64)"
         raise BridgeError(

@@ -1,4 +1,4 @@
-"""Out of memory, said so that a person knows who took it: JAX and Torch each keep a pool of their own."""
+"""Reports which framework ran out of memory and which one holds it: JAX and Torch each keep a pool of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @contextlib.contextmanager
 def naming_memory(what: str) -> Iterator[None]:
-    """Raise MemoryError, which names `what` and who holds the memory, where JAX or Torch has too little.
+    """Raise a MemoryError that names `what` and the framework that holds memory, if JAX or Torch has too little.
 
     >>> with naming_memory("a rollout of 128 steps"):
     ...     raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
@@ -21,7 +21,7 @@ def naming_memory(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:  # of which both frameworks' own errors are
+    except RuntimeError as error:  # the base of both frameworks' errors
         torch_lacks = isinstance(error, torch.OutOfMemoryError)
         if not torch_lacks and "RESOURCE_EXHAUSTED" not in str(error):
             raise

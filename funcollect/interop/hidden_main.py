@@ -1,4 +1,4 @@
-"""Processes that do not run the caller's script again, and get its functions and classes by value."""
+"""Keeps new processes from running the caller's script again, and sends them its functions and classes by value."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import cloudpickle
 
 @contextmanager
 def hidden_main() -> Iterator[None]:
-    """While this lasts, a spawned process does not import the file of ``__main__``.
+    """Keep processes that are spawned inside this context from importing the file of ``__main__``.
 
-    Without it a script that has no main guard would start itself again in each of them. What a process needs from
-    ``__main__`` has to travel by value, as cloudpickle sends it.
+    Otherwise a script without a main guard would start itself again in each process. What a process needs from
+    ``__main__`` has to be sent by value, as cloudpickle does.
     """
     send_main_by_value()
     main: dict[str, Any] = vars(sys.modules["__main__"])
@@ -31,8 +31,8 @@ def hidden_main() -> Iterator[None]:
 def send_main_by_value() -> None:
     """Have cloudpickle send a script's functions and classes by value from a spawned process, too.
 
-    `multiprocessing` calls the script ``__mp_main__`` there, so cloudpickle would send them by a name that no other
-    process knows.
+    In that process `multiprocessing` calls the script ``__mp_main__``, so cloudpickle would send them by a name that no
+    other process knows.
     """
     if main := sys.modules.get("__mp_main__"):
         cloudpickle.register_pickle_by_value(main)

@@ -1,4 +1,4 @@
-"""The library's own first import of JAX."""
+"""Imports JAX for the library, sets it up first, and compiles functions once for each owner."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def with_jax(act: Callable[[Any], None]) -> None:
 
 
 def notice_jax() -> None:
-    """Make the calls that wait for JAX, if the user has imported it by now."""
+    """Make the calls that wait for JAX, if the user has already imported it."""
     if _WAITING and "jax" in sys.modules:
         import_jax()
 
 
 @cache
 def import_jax() -> Any:
-    """JAX, set up before its first import for sharing a machine with Torch.
+    """Import JAX, set up for sharing a machine with Torch.
 
-    What acts only before JAX makes its client is set here, and only if the user has not imported JAX before:
-    no preallocation of the whole GPU, and synchronous dispatch on the CPU, which makes a small network's call cheaper.
-    Warns once if the installed jaxlib computes wrong numbers.
+    Unless the user has imported JAX before, it does not preallocate the whole GPU, and dispatches synchronously on the
+    CPU, which makes calls of small networks cheaper. Both settings act only before JAX makes its client. Warns once if
+    the installed jaxlib computes wrong numbers.
     """
     first = "jax" not in sys.modules
     if first:
@@ -51,7 +51,7 @@ def import_jax() -> Any:
 
 
 def dispatch_note() -> str:
-    """How JAX dispatches on the CPU, in words."""
+    """How JAX dispatches on the CPU, as text for `explain`."""
     if import_jax().config.values.get("jax_cpu_enable_async_dispatch", True):
         return (
             "asynchronous CPU dispatch (JAX's default; "
@@ -61,18 +61,18 @@ def dispatch_note() -> str:
 
 
 def strong(array: Any) -> Any:
-    """The array without a weak type, which would compile a second time where a later one is strong."""
-    weak = getattr(array, "weak_type", False)  # which typed keys and NumPy's arrays do not know
+    """The array without a weak type: a function would compile again for a later array with a strong type."""
+    weak = getattr(array, "weak_type", False)  # typed keys and NumPy's arrays have no such attribute
     return import_jax().lax.convert_element_type(array, array.dtype) if weak else array
 
 
 def compiled(
     owner: Any, which: Hashable, function: Callable[..., Any], *, place: Any = None, **options: Any
 ) -> Callable[..., Any]:
-    """`function` under `jit(**options)`, made once for an `owner` (an environment or a policy), with it forgotten.
+    """`function` under `jit(**options)`, made once for an `owner` (an environment or a policy) and kept in it.
 
     `place` is the sharding of all arguments and results. Without it, JAX compiles once for arrays that are committed to
-    a device and once for those that are not; and a result that follows from a committed array is committed, too.
+    a device and once for those that are not; and results computed from a committed array are committed, too.
     """
     programs: dict[Hashable, Callable[..., Any]] = vars(owner).setdefault("_compiled", {})
     if (which, place) not in programs:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_ALIGNMENT = 64  # bytes: what XLA takes without a copy, and what keeps Torch's bits the same from run to run
+_ALIGNMENT = 64  # bytes: XLA takes such memory without a copy, and Torch computes the same bits from run to run
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -21,7 +21,7 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def fixed(value: torch.Tensor) -> torch.Tensor:
-    """A copy in memory that stays: aligned on the CPU, since Torch's bits depend on that."""
+    """A copy of a tensor; on the CPU its memory is aligned, because Torch's bits depend on the alignment."""
     if value.device.type != "cpu":
         return value.clone()
     return torch.from_numpy(aligned(tuple(value.shape), value.numpy().dtype)).copy_(value)

@@ -1,4 +1,4 @@
-"""64-bit integers where JAX has 32 bits: two words, low and high, which Torch views as one int64 without a copy."""
+"""64-bit integers under 32-bit JAX: two words, low and high, which Torch views as one int64 without a copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from funcollect.interop.jax_setup import import_jax
 
 
 def int64(value: Any) -> Any:
-    """Integers [...] as int64 where JAX has it, else as words [..., 2] with the sign in the high one."""
+    """Integers [...] as int64 if JAX has it, else as words [..., 2] with the sign in the high one."""
     jax = import_jax()
     if jax.config.jax_enable_x64:
         return value.astype(jax.numpy.int64)
@@ -21,7 +21,7 @@ def int64(value: Any) -> Any:
 
 
 def trajectory_ids(lane: Any, episode: Any, total_lanes: int) -> Any:
-    """The ids [...] as words [..., 2] of int32 (see `funcollect.core.state.trajectory_ids`)."""
+    """Trajectory ids as words [..., 2] int32 (see `funcollect.core.state.trajectory_ids`)."""
     jnp = import_jax().numpy
     lane = lane.astype(jnp.uint32)
     low, high = product(episode.astype(jnp.uint32), total_lanes)
@@ -31,7 +31,7 @@ def trajectory_ids(lane: Any, episode: Any, total_lanes: int) -> Any:
 
 
 def add(words: Any, number: int) -> Any:
-    """Unsigned words [2] plus a small number: how many steps there were, which 32 bits might not hold."""
+    """Unsigned words [2] plus a small number, for counts of steps that may exceed 32 bits."""
     jnp = import_jax().numpy
     low = words[0] + jnp.uint32(number)
     return jnp.stack([low, words[1] + (low < words[0]).astype(jnp.uint32)])
@@ -39,7 +39,9 @@ def add(words: Any, number: int) -> Any:
 
 def number(words: Any) -> int:
     """The Python integer of unsigned words [2]."""
-    low, high = map(int, np.asarray(words))  # one read: `int` of each would cost several times more
+    low, high = map(
+        int, np.asarray(words)
+    )  # one read of the array: `int` of each element would cost several times more
     return high << 32 | low
 
 
@@ -49,7 +51,7 @@ def from_number(value: int) -> npt.NDArray[np.uint32]:
 
 
 def product(one: Any, other: int) -> tuple[Any, Any]:
-    """The low and the high word of the products of uint32 numbers [...] with one that 32 bits hold."""
+    """The low and the high word of the products of uint32 numbers [...] with a number that fits into 32 bits."""
     (one_high, one_low), (high, low) = ((each >> 16, each & 0xFFFF) for each in (one, other))
     crossed, across = one_low * high, one_high * low
     lowest = one_low * low

@@ -15,7 +15,7 @@ DTYPES = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "float1
 
 
 def torch_aligned(shape, dtype=torch.float32):
-    """Zeros of which JAX needs no copy."""
+    """Zeros in aligned memory, which JAX reads without a copy."""
     size = torch.empty(0, dtype=dtype).element_size()
     memory = torch.from_numpy(aligned((int(np.prod(shape)) * size,), np.dtype(np.uint8)))
     return memory.view(dtype).reshape(shape)
@@ -99,7 +99,7 @@ def test_donated_arrays_are_refused():
 
 
 def test_exported_memory_survives_a_donation():
-    """JAX does not write in place what somebody else still reads."""
+    """JAX does not write into memory that Torch still reads."""
     array = jnp.zeros(8)
     tensor = to_torch(array)
     after = jax.jit(lambda x: x + 1, donate_argnums=0)(array)
@@ -166,7 +166,7 @@ def test_what_is_no_array():
 
 
 def test_data_that_a_tensordict_wraps():
-    """A TensorDict takes a JAX array for an opaque object, without a word."""
+    """A TensorDict silently wraps a JAX array as an opaque object."""
     batch = TensorDict({"a": torch.zeros(2), "b": jnp.zeros(2)}, [])
     with pytest.raises(TypeError, match=r"leaf 'b' is NonTensorData that holds .*ArrayImpl, expected a torch.Tensor"):
         to_jax(batch)
