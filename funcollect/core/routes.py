@@ -20,8 +20,7 @@ from funcollect.policies.jax_functions.traced_policy import is_traceable
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_backed import TorchBacked, TorchPolicyState
 from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy, callback_policy
-from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source
-from funcollect.policies.torch_in_jax.example import example
+from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source, example
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy, lowered_policy
 from funcollect.policies.torch_modules.settings import NO_SETTINGS
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy

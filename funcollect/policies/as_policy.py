@@ -1,4 +1,4 @@
-"""From whatever a user calls a policy to a `Policy`."""
+"""Turns whatever a user passes as a policy into a `Policy`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from funcollect.devices import checked_device
 from funcollect.messages import shown
 from funcollect.policies.random_policy import RandomPolicy
-from funcollect.policies.tensordict_modules.hidden_states import initial_hidden_states
+from funcollect.policies.tensordict_modules.calling import initial_hidden_states
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.protocols import Env, Policy, is_policy
@@ -26,7 +26,7 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
     Args:
         policy: a `Policy`; None for random actions; a `TensorDictModule`, or a callable with one argument that is named
             ``tensordict`` or ``td`` or annotated as a TensorDict; any other module or function from observation to
-            action. Of a Dict space it may take the keys as arguments, by their names or all in their order.
+            action. For a Dict space it may take the keys as arguments, by their names or all in their order.
         env: the environment, for its action space.
         device: where the policy is to run; None for where it is. A policy that is there already is not copied.
 
@@ -68,15 +68,15 @@ def _on_tensordict(policy: Any, env: Env, place: torch.device | None) -> TensorD
 
 
 def _keys_of_arguments(policy: Any, env: Env) -> list[str]:
-    """The keys of a Dict space that are arguments of their own: by their names, else all of them in their order.
+    """The keys of a Dict space that the policy takes as arguments: those it names, else all of them in their order.
 
-    As in TorchRL; none where the policy takes one argument that no key names.
+    Empty if the policy takes one argument without the name of a key. These are TorchRL's rules.
     """
     space = env.observation_space
     if not isinstance(space, spaces.Dict):
         return []
-    required, keys = [each.name for each in _required(policy)], list(space.spaces)
-    parameters = _parameters(policy)
+    parameters, keys = _parameters(policy), list(space.spaces)
+    required = [each.name for each in _required(parameters)]
     named = [each.name for each in parameters if each.name in keys]
     if named and set(required) <= set(keys):
         if [each.name for each in parameters if each.kind != each.KEYWORD_ONLY][: len(named)] != named:
@@ -96,17 +96,18 @@ def _parameters(policy: Any) -> list[inspect.Parameter]:
         return []
 
 
-def _required(policy: Any) -> list[inspect.Parameter]:
+def _required(parameters: list[inspect.Parameter]) -> list[inspect.Parameter]:
     """The arguments without which a policy cannot be called."""
-    return [each for each in _parameters(policy) if each.default is each.empty and each.kind != each.VAR_KEYWORD]
+    return [each for each in parameters if each.default is each.empty and each.kind != each.VAR_KEYWORD]
 
 
 def _takes_tensordict(policy: Any) -> bool:
-    required = _required(policy)
+    required = _required(_parameters(policy))
     if len(required) != 1:
         return False
-    annotation = required[0].annotation
-    annotated = (isinstance(annotation, type) and issubclass(annotation, TensorDictBase)) or (
-        isinstance(annotation, str) and "TensorDict" in annotation
-    )
-    return annotated or required[0].name in ("tensordict", "td")
+    name, annotation = required[0].name, required[0].annotation
+    if name in ("tensordict", "td"):
+        return True
+    if isinstance(annotation, str):
+        return "TensorDict" in annotation
+    return isinstance(annotation, type) and issubclass(annotation, TensorDictBase)

@@ -1,19 +1,23 @@
-"""Base class of policies."""
+"""Base class of policies, and the actor that calls a policy at every step."""
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optree
+import torch
+from torch import Tensor
+from typing_extensions import override
 
 from funcollect.keys import Key, Noise
-from funcollect.policies.actors.checks import finish_columns
-from funcollect.policies.actors.protocol_actor import ProtocolActor
+from funcollect.policies.actors.actor import Recorder, lane_mask, names_changed, split_answer
+from funcollect.policies.actors.checks import check_action, finish_columns
 from funcollect.protocols import Actor, ActorInputs, Columns, Exploration, is_policy
 from funcollect.specs import ActionSpec
-from funcollect.tree import NAMESPACE, Path
+from funcollect.tree import NAMESPACE, Path, select
 
 
 class PolicyBase(ABC):
@@ -38,7 +42,7 @@ class PolicyBase(ABC):
         """Raise ValueError for an action space that does not suit."""
 
     def noise(self, spec: ActionSpec, /) -> Noise | None:
-        """What to draw ahead for each lane and step, or None."""
+        """The random numbers to draw ahead for each lane and step, or None."""
         return None
 
     def init(self, key: Key, num_envs: int, /) -> Any:
@@ -73,6 +77,49 @@ class PolicyBase(ABC):
         /,
     ) -> tuple[Any, Mapping[str, Any]]:
         """One action for each of P environments: the next policy state and the outputs (see `funcollect.Policy`)."""
+
+
+class ProtocolActor(Actor):
+    """Calls a policy at every step. The leaves of the policy's state are [P, ...]."""
+
+    def __init__(self, policy: PolicyBase, inputs: ActorInputs) -> None:
+        self._policy = policy
+        self._inputs = inputs
+        self._state = inputs.policy_state
+        self._names: list[str] = []
+        self._recorder = Recorder(inputs.observation, inputs.length)
+
+    @override
+    def running(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.no_grad()
+
+    @override
+    def act(self, t: int) -> Any:
+        inputs = self._inputs
+        noise = None if inputs.noise is None else inputs.noise[t]
+        self._state, outputs = self._policy(
+            inputs.params, self._state, inputs.observation, noise, inputs.spec, inputs.exploration
+        )
+        action, extras = split_answer(outputs, None)
+        check_action(action, inputs.spec, inputs.num_envs)
+        names = sorted(extras)
+        if t and names != self._names:
+            raise names_changed(t, names, self._names)
+        self._names = names
+        self._recorder.append((torch.as_tensor(action), *(torch.as_tensor(extras[name]) for name in names)))
+        return action
+
+    @override
+    def restart(self, lanes: Sequence[int] | Tensor) -> None:
+        if self._state is not None:
+            mask = lane_mask(lanes, self._inputs.num_envs)
+            self._state = select(mask, self._inputs.initial_state, self._state)
+
+    @override
+    def finish(self) -> tuple[Any, Columns]:
+        paths = [("action",), *((name,) for name in self._names)]
+        columns: Columns = dict(zip(paths, self._recorder.columns(), strict=True))
+        return self._state, finish_columns(columns, self._inputs.spec)
 
 
 def check_policy(policy: Any) -> None:

@@ -1,7 +1,10 @@
-"""Heads: from a network's answer to an action and its log-probability.
+"""Heads turn what a network returns into an action and its log-probability.
 
 A head is pure and serves Torch and JAX alike. The noise with which it samples is an argument, drawn ahead for a whole
 rollout. `categorical`, `greedy`, `normal` and `tanh_normal` are heads; `epsilon_greedy(epsilon)` makes one.
+
+A network returns the distribution's parameters, floating, for P environments. It may also return them in a dict, under
+the names that each head's docstring gives, beside further outputs to record. Actions have the dtype of the space.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from funcollect.arguments import check_number
 from funcollect.errors import PolicyError
 from funcollect.keys import Noise
 from funcollect.messages import shown
+from funcollect.policies.numerics import encode_choices
 from funcollect.specs import ActionSpec
 
 __all__ = ["Head", "categorical", "epsilon_greedy", "greedy", "normal", "tanh_normal"]
@@ -29,11 +33,11 @@ Parameters = tuple[Any, ...]  # of the distribution, each [..., n]
 
 
 class Head(Protocol):
-    """What a policy needs of a head. `xp` holds the functions of `funcollect.policies.numerics`."""
+    """The members of a head. `xp` holds the functions of `funcollect.policies.numerics`."""
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The head's name in `funcollect.heads`."""
         ...
 
     @property
@@ -42,11 +46,11 @@ class Head(Protocol):
         ...
 
     def check(self, spec: ActionSpec) -> None:
-        """Raise ValueError where the action space does not suit."""
+        """Raise ValueError if the action space does not suit."""
         ...
 
     def noise(self, spec: ActionSpec) -> Noise | None:
-        """What to draw ahead for one lane's step."""
+        """The random numbers to draw ahead for one step of one lane, or None."""
         ...
 
     def parse(self, xp: Any, answer: Any, spec: ActionSpec) -> Parameters:
@@ -58,13 +62,13 @@ class Head(Protocol):
         ...
 
     def log_prob(self, xp: Any, parameters: Parameters, action: Any, noise: Any, spec: ActionSpec) -> Any:
-        """The log-probability of a sampled action, [...]; None where the head defines none."""
+        """The log-probability of a sampled action, [...]; None if the head defines none."""
         ...
 
 
 @dataclass(frozen=True)
 class _Discrete:
-    """Logits or values of each choice; a MultiDiscrete space has them one component after the other."""
+    """Base class of heads that read one number for each choice."""
 
     name: str
     names: tuple[str, ...]
@@ -89,18 +93,7 @@ class _Discrete:
         ends = np.cumsum((0, *spec.categories))
         return [array[..., start:end] for start, end in itertools.pairwise(ends)]
 
-    def _encode(self, xp: Any, chosen: list[Any], spec: ActionSpec) -> Any:
-        """Indices from 0, one array per component, as the action spec wants them."""
-        if spec.one_hot:
-            return xp.concatenate([xp.one_hot(i, n) for i, n in zip(chosen, spec.categories, strict=True)])
-        start = spec.start
-        if isinstance(spec.space, spaces.Discrete):
-            return chosen[0] + int(start) if start else chosen[0]
-        stacked = xp.stack(chosen)
-        shaped = stacked.reshape(*stacked.shape[:-1], *spec.shape)
-        return shaped + xp.constant(start, shaped) if start.any() else shaped
-
-    def _decode(self, xp: Any, action: Any, spec: ActionSpec) -> list[Any]:
+    def _decode(self, action: Any, spec: ActionSpec) -> list[Any]:
         if spec.one_hot:
             return [part.argmax(-1) for part in self._split(action, spec)]
         start = spec.start.ravel()
@@ -120,14 +113,14 @@ class _Categorical(_Discrete):
         if spec.plain:
             return perturbed.argmax(-1)
         if len(spec.categories) == 1:
-            return self._encode(xp, [perturbed.argmax(-1)], spec)
-        return self._encode(xp, [part.argmax(-1) for part in self._split(perturbed, spec)], spec)
+            return encode_choices(xp, [perturbed.argmax(-1)], spec)
+        return encode_choices(xp, [part.argmax(-1) for part in self._split(perturbed, spec)], spec)
 
     def log_prob(self, xp: Any, parameters: Parameters, action: Any, noise: Any, spec: ActionSpec) -> Any:
         if spec.plain:
             return xp.log_categorical(parameters[0], action)
         logits = self._split(parameters[0], spec)
-        indices = self._decode(xp, action, spec)
+        indices = self._decode(action, spec)
         scores = [xp.log_categorical(part, index) for part, index in zip(logits, indices, strict=True)]
         return functools.reduce(operator.add, scores)
 
@@ -142,18 +135,18 @@ class _EpsilonGreedy(_Discrete):
     def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Any:
         best = [part.argmax(-1) for part in self._split(parameters[0], spec)]
         if noise is None:
-            return self._encode(xp, best, spec)
+            return encode_choices(xp, best, spec)
         chosen = []
         for i, (index, count) in enumerate(zip(best, spec.categories, strict=True)):
             anything = xp.clip(xp.floor_int(noise[..., 1, i] * count), 0, count - 1)
             chosen.append(xp.where(noise[..., 0, i] < self.epsilon, anything, index))
-        return self._encode(xp, chosen, spec)
+        return encode_choices(xp, chosen, spec)
 
     def log_prob(self, xp: Any, parameters: Parameters, action: Any, noise: Any, spec: ActionSpec) -> Any:
         if not self.epsilon:
             return None
         total: Any = 0.0
-        indices = self._decode(xp, action, spec)
+        indices = self._decode(action, spec)
         for part, index, count in zip(self._split(parameters[0], spec), indices, spec.categories, strict=True):
             share = self.epsilon / count
             nan = xp.where(part == part, 0.0, part).sum(-1)
@@ -163,7 +156,7 @@ class _EpsilonGreedy(_Discrete):
 
 @dataclass(frozen=True)
 class _Normal:
-    """A pair loc, scale, or one array of twice the action's size whose second half goes through softplus."""
+    """See `normal`."""
 
     name: str = "normal"
     names: tuple[str, ...] = ("loc", "scale")
@@ -210,7 +203,7 @@ class _Normal:
 
 @dataclass(frozen=True)
 class _TanhNormal(_Normal):
-    """A normal squashed by tanh to the bounds of the action space (Haarnoja et al., 2018, appendix C)."""
+    """See `tanh_normal`."""
 
     name: str = "tanh_normal"
 
@@ -234,14 +227,6 @@ class _TanhNormal(_Normal):
         # Torch's softplus rounds by a number's place in memory; these functions do not, so no cut of a run shows.
         slope = 2 * (math.log(2) - abs(raw) - xp.log1p(xp.exp(-2 * abs(raw)))) + xp.log((high - low) / 2)
         return self._total(self._density(xp, parameters, raw) - slope, spec)
-
-
-def chosen_by(head: Head, xp: Any, answer: Any, noise: Any, spec: ActionSpec) -> dict[str, Any]:
-    """A head's action and, where it defines one, its log-probability; `noise` is None for the mode."""
-    parameters = head.parse(xp, answer, spec)
-    action = head.sample(xp, parameters, noise, spec)
-    log_prob = head.log_prob(xp, parameters, action, noise, spec)
-    return {"action": action} if log_prob is None else {"action": action, "action_log_prob": log_prob}
 
 
 def check_head(head: Any) -> None:
@@ -269,16 +254,47 @@ def _shape(answer: Any) -> str:
 
 
 categorical: Head = _Categorical("categorical", ("logits",))
+"""Samples a Discrete or MultiDiscrete action; its mode is the choice with the largest logit.
+
+The network returns unnormalised log-probabilities [P, n] float, n = the number of choices; for a MultiDiscrete space n
+is their sum over the components, one component after the other. In a dict: ``logits``.
+"""
+
 greedy: Head = _EpsilonGreedy("greedy", ("action_value",), 0.0)
+"""The choice with the largest value in a Discrete or MultiDiscrete space, without a log-probability.
+
+The network returns one value per choice, [P, n] float, laid out as for `categorical`. In a dict: ``action_value``.
+"""
+
 normal: Head = _Normal()
+"""Samples from a normal distribution with independent components, for a floating Box; its mode is the mean.
+
+The network returns a pair (loc, scale), each [P, *action] float, scale positive; or one array [P, *action[:-1],
+2 * action[-1]], whose second half along the last dimension becomes the scale through softplus. In a dict: ``loc`` and
+``scale``. Actions may lie outside the bounds of the space.
+"""
+
 tanh_normal: Head = _TanhNormal()
+"""As `normal`, squashed by tanh to the bounds of the Box, which has to be bounded (Haarnoja et al., 2018, appendix C).
+
+The network returns the same as for `normal`: loc and scale before the squashing.
+"""
 
 
 def epsilon_greedy(epsilon: float) -> Head:
-    """The best-valued action, or with probability `epsilon` one drawn uniformly from all.
+    """A head that takes the choice with the largest value, or with probability `epsilon` one drawn uniformly from all.
+
+    The network returns the same as for `greedy`. Each component of a MultiDiscrete action explores by itself. The
+    log-probability is that of the mixture.
+
+    Args:
+        epsilon: in [0, 1]; with 0 there is no log-probability, as for `greedy`.
 
     Raises:
         TypeError, ValueError: for an `epsilon` that is no number in [0, 1].
+
+    >>> epsilon_greedy(0.1).names
+    ('action_value',)
     """
     check_number("epsilon", epsilon, most=1, example=0.1)
     return _EpsilonGreedy("epsilon_greedy", ("action_value",), float(epsilon))

@@ -45,7 +45,7 @@ def mlp(env: Env, *, seed: int = 0) -> TorchPolicy:
 
 
 def _head(env: Env) -> tuple[heads.Head, tuple[int, ...]]:
-    """The head for the action space, and the shape of the answer that it wants for one environment."""
+    """The head for the action space, and the shape of the parameters that it reads for one environment."""
     space, spec = env.action_space, env.action_spec
     if spec.categories:
         return heads.categorical, (sum(spec.categories),)
@@ -79,15 +79,11 @@ def _columns(space: Space, observation: Any) -> Iterator[Tensor]:
             for child, part in zip(space.spaces, observation, strict=True):
                 yield from _columns(child, part)
         case spaces.Discrete():
-            yield _one_hot(observation - int(space.start), int(space.n))
+            yield nn.functional.one_hot((observation - int(space.start)).long(), int(space.n)).float()
         case spaces.MultiDiscrete():
             indices = (observation - torch.as_tensor(space.start)).flatten(1)
             for index, count in zip(indices.unbind(-1), space.nvec.ravel().tolist(), strict=True):
-                yield _one_hot(index, count)
+                yield nn.functional.one_hot(index.long(), count).float()
         case _:
             row = observation.reshape(len(observation), -1).float()
             yield row / 255 if space.dtype == np.uint8 else row
-
-
-def _one_hot(index: Tensor, count: int) -> Tensor:
-    return nn.functional.one_hot(index.long(), count).float()

@@ -1,20 +1,24 @@
-"""The few functions that a head needs, once for Torch and once for JAX, under the same names."""
+"""The functions that heads and random actions need, under the same names for Torch and for JAX."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from gymnasium import spaces
+
+from funcollect.specs import ActionSpec
 
 _WHOLE_VECTORS = 64  # rows
 
 
 def _log_categorical(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Choices are put first: Torch then works on many rows at once, not on the few numbers of each.
+    """Transposed, so that Torch works on many rows at once, not on the few numbers of each.
 
-    The rows are padded to whole vectors, since Torch rounds a remainder differently and a cut of a run would show.
+    The rows are padded to whole vectors. Torch rounds a remainder differently, so cutting a run would change its bits.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     columns = rows.new_zeros(rows.shape[1], -(-len(rows) // _WHOLE_VECTORS) * _WHOLE_VECTORS)
@@ -23,17 +27,15 @@ def _log_categorical(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return chosen.reshape(index.shape)
 
 
+_SHARED = ("tanh", "log", "log1p", "exp", "where")  # functions that Torch and JAX have under the same names
+
 TORCH = SimpleNamespace(
+    **{name: getattr(torch, name) for name in _SHARED},
     log_categorical=_log_categorical,  # the log-probability of each index [...] under logits [..., n]
     softplus=torch.nn.functional.softplus,
-    tanh=torch.tanh,
-    log=torch.log,
-    log1p=torch.log1p,
-    exp=torch.exp,
-    where=torch.where,
     stack=lambda parts: torch.stack(parts, -1),
     concatenate=lambda parts: torch.cat(parts, -1),
-    one_hot=lambda index, count: torch.nn.functional.one_hot(index, count),
+    one_hot=torch.nn.functional.one_hot,
     broadcast=torch.broadcast_tensors,
     clip=torch.clamp,
     floor_int=lambda x: x.to(torch.int64),
@@ -47,16 +49,13 @@ def jax_numerics() -> Any:
     import jax
     import jax.numpy as jnp
 
+    def log_categorical(logits: Any, index: Any) -> Any:
+        return jnp.take_along_axis(jax.nn.log_softmax(logits), index[..., None], -1)[..., 0]
+
     return SimpleNamespace(
-        log_categorical=lambda logits, index: jnp.take_along_axis(jax.nn.log_softmax(logits), index[..., None], -1)[
-            ..., 0
-        ],
+        **{name: getattr(jnp, name) for name in _SHARED},
+        log_categorical=log_categorical,
         softplus=jax.nn.softplus,
-        tanh=jnp.tanh,
-        log=jnp.log,
-        log1p=jnp.log1p,
-        exp=jnp.exp,
-        where=jnp.where,
         stack=lambda parts: jnp.stack(parts, -1),
         concatenate=lambda parts: jnp.concatenate(parts, -1),
         one_hot=lambda index, count: jax.nn.one_hot(index, count, dtype=jnp.int32),
@@ -65,3 +64,15 @@ def jax_numerics() -> Any:
         floor_int=lambda x: x.astype(jnp.int32),
         constant=lambda value, like: jnp.asarray(value),
     )
+
+
+def encode_choices(xp: Any, chosen: Sequence[Any], spec: ActionSpec) -> Any:
+    """An action [..., *spec.shape] from indices that begin at 0, one array [...] per component."""
+    if spec.one_hot:
+        return xp.concatenate([xp.one_hot(index, count) for index, count in zip(chosen, spec.categories, strict=True)])
+    start = spec.start
+    if isinstance(spec.space, spaces.Discrete):
+        return chosen[0] + int(start) if start else chosen[0]
+    stacked = xp.stack(chosen)
+    shaped = stacked.reshape(*stacked.shape[:-1], *spec.shape)
+    return shaped + xp.constant(start, shaped) if start.any() else shaped

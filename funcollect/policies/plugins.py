@@ -1,7 +1,7 @@
 """Policies by name: built in, or offered by installed packages through the entry-point group ``funcollect.policies``.
 
 An entry point is ``name = "module:factory"``; the factory is called as ``factory(env, **options)`` and returns a
-`Policy`. A package is imported when its policy is asked for, and what goes wrong in it is told of it alone.
+`Policy`. A package is imported when its policy is asked for, so a broken package affects no other.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def make_policy(name: str, env: Env, /, **options: Any) -> Policy:
     """A policy by name, made for an environment.
 
     Args:
-        name: ``"mlp"`` (an untrained Torch network), ``"random"``, or what an installed package offers; where several
+        name: ``"mlp"`` (an untrained Torch network), ``"random"``, or what an installed package offers; if several
             packages offer one name, ``"package:name"``. ``funcollect policies`` lists them all.
-        env: the environment, whose spaces the policy is made for.
-        **options: for the policy's factory.
+        env: the environment for whose spaces the policy is made.
+        **options: arguments of the policy's factory.
 
     Raises:
         ValueError: for a name that nobody offers, or several packages do.
         TypeError: for something that is no environment, or options that the factory does not take.
-        PluginError: for a policy that cannot be imported or made, or is none.
+        PluginError: for a policy that cannot be imported or made, or a factory that returns something else.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
@@ -53,12 +53,7 @@ def make_policy(name: str, env: Env, /, **options: Any) -> Policy:
 
 
 def find_policy(name: str) -> PolicyPlugin:
-    """What is offered under `name`, not yet imported.
-
-    Raises:
-        TypeError: for something that is no name.
-        ValueError: for a name that nobody offers, or several packages do.
-    """
+    """The policy that is offered under `name`, not yet imported; the errors are those of `make_policy`."""
     if not isinstance(name, str):
         raise TypeError(f"name is {shown(name)}, expected a str: pass for example 'mlp', or use the policy as it is")
     offers = offered_policies()
@@ -80,9 +75,9 @@ def find_policy(name: str) -> PolicyPlugin:
 
 
 def offered_policies() -> dict[str, PolicyPlugin]:
-    """Every policy by the shortest name that means it: ``"name"``, else ``"package:name"``; nothing is imported.
+    """Every policy by its shortest unique name: ``"name"``, else ``"package:name"``. Nothing is imported.
 
-    A built-in name is never taken by a package.
+    A built-in name always means the built-in policy.
 
     >>> list(offered_policies())[:2]
     ['mlp', 'random']
@@ -94,7 +89,7 @@ def offered_policies() -> dict[str, PolicyPlugin]:
 
 
 def _installed() -> Iterator[PolicyPlugin]:
-    """What the packages on `sys.path` offer; unlike `importlib.metadata.entry_points`, one at a time."""
+    """The policies of packages on `sys.path`, read one package at a time, so that a broken one hides no other."""
     seen = set()
     for package in distributions():
         if GROUP not in (package.read_text(_FILE) or ""):
@@ -106,13 +101,13 @@ def _installed() -> Iterator[PolicyPlugin]:
         try:
             entries = package.entry_points.select(group=GROUP)
         except Exception as error:
-            yield PolicyPlugin("?", _FILE, name, version, fault=f"cannot be read from its {_FILE}: {_told(error)}")
+            yield PolicyPlugin("?", _FILE, name, version, fault=f"cannot be read from its {_FILE}: {_message(error)}")
         else:
             yield from (PolicyPlugin(entry.name, entry.value, name, version) for entry in entries)
 
 
 def _canonical(address: str) -> str:
-    """An address with the package's name as package indices compare it."""
+    """An address with the package's name normalised, as package indices compare it."""
     package, _, name = address.rpartition(":")
     return f"{re.sub(r'[-_.]+', '-', package).lower()}:{name}"
 
@@ -122,10 +117,10 @@ class PolicyPlugin:
     """A policy that can be made by name.
 
     Attributes:
-        name: what it is offered as.
-        source: where its factory is, ``"module:function"``.
-        package, version: of the distribution that offers it; empty for a built-in one.
-        fault: why it can't be loaded, where that is known already.
+        name: the name under which it is offered.
+        source: its factory, ``"module:function"``.
+        package, version: the distribution that offers it; empty for a built-in one.
+        fault: why it cannot be loaded, if that is known already.
     """
 
     name: str
@@ -136,20 +131,16 @@ class PolicyPlugin:
 
     @property
     def address(self) -> str:
-        """The name that no other package's policy has."""
+        """The unique name of a package's policy."""
         return f"{self.package}:{self.name}"
 
     @property
     def origin(self) -> str:
-        """Who offers it, as a person reads it."""
+        """The distribution that offers it, for messages."""
         return f"{self.package} {self.version}" if self.package else "built in"
 
     def load(self) -> Factory:
-        """The factory, imported.
-
-        Raises:
-            PluginError: where that fails, or it is no function of an environment.
-        """
+        """Import the factory; PluginError if that fails, or if it is no function of an environment."""
         if self.fault:
             raise self._broken(self.fault)
         if self.package:
@@ -157,7 +148,7 @@ class PolicyPlugin:
         try:
             factory = EntryPoint(self.name, self.source, GROUP).load()
         except (Exception, SystemExit) as error:  # a package's own code may raise anything
-            raise self._broken(f"cannot be imported: {_told(error)}") from error
+            raise self._broken(f"cannot be imported: {_message(error)}") from error
         try:
             inspect.signature(factory).bind_partial(None)
         except (TypeError, ValueError) as error:
@@ -165,11 +156,7 @@ class PolicyPlugin:
         return factory  # type: ignore[no-any-return]
 
     def takes(self, option: str) -> bool:
-        """Whether the factory has a parameter of that name.
-
-        Raises:
-            PluginError: as `load` does.
-        """
+        """Whether the factory has a parameter of that name; PluginError if it cannot be loaded."""
         return option in inspect.signature(self.load()).parameters
 
     def make(self, env: Env, /, **options: Any) -> Policy:
@@ -177,11 +164,19 @@ class PolicyPlugin:
         if not is_env(env):
             raise TypeError(f"env is {type(env).__name__}, expected an Env: make one with funcollect.make_env")
         factory = self.load()
-        self._check_options(factory, options)
+        signature = inspect.signature(factory)
+        try:
+            signature.bind(None, **options)
+        except TypeError as error:
+            _, *names = signature.parameters
+            raise TypeError(
+                f"the policy {self.name!r} ({self.origin}) was given the options {sorted(options)}: {error}: it takes "
+                f"{names}"
+            ) from error
         try:
             policy = factory(env, **options)
         except (Exception, SystemExit) as error:
-            raise self._broken(f"cannot be made for {env!r}: {_told(error)}") from error
+            raise self._broken(f"cannot be made for {env!r}: {_message(error)}") from error
         if not is_policy(policy):
             kind = f"the class {policy.__name__}" if isinstance(policy, type) else type(policy).__name__
             raise self._broken(
@@ -190,22 +185,11 @@ class PolicyPlugin:
             )
         return policy
 
-    def _check_options(self, factory: Factory, options: dict[str, Any]) -> None:
-        takes = inspect.signature(factory)
-        try:
-            takes.bind(None, **options)
-        except TypeError as error:
-            _, *names = takes.parameters
-            raise TypeError(
-                f"the policy {self.name!r} ({self.origin}) was given the options {sorted(options)}: {error}: it takes "
-                f"{names}"
-            ) from error
-
     def _broken(self, what: str) -> PluginError:
         return PluginError(f"the policy {self.name!r} ({self.origin}) {what}", reason=what)
 
 
-def _told(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 

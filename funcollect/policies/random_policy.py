@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from gymnasium import spaces
 from torch import Tensor
@@ -16,18 +16,17 @@ from typing_extensions import override
 
 from funcollect.keys import Key, Noise, Purpose, normals, random_words, uniforms
 from funcollect.policies.base import PolicyBase
+from funcollect.policies.numerics import TORCH, encode_choices
 from funcollect.protocols import Actor, ActorInputs, Columns, Env, Exploration, is_env
 from funcollect.specs import ActionSpec
-
-MASK_KEY = "action_mask"
 
 
 def random_policy(env: Env) -> RandomPolicy:
     """A policy that draws uniformly from the environment's action space.
 
-    Where the observation is a Dict with an entry ``action_mask`` of the actions' size, only actions that it allows are
-    drawn. Unbounded Box components are drawn as Gymnasium's `Box.sample` draws them: normal, or exponential from the
-    side that is bounded.
+    If the observation is a Dict with an entry ``action_mask`` of the actions' size, only the actions that it allows
+    are drawn. Unbounded components of a Box are drawn as Gymnasium's `Box.sample` draws them: normal, or exponential
+    from the side that is bounded.
 
     Raises:
         TypeError: for something that is no environment.
@@ -60,85 +59,68 @@ class RandomPolicy(PolicyBase):
 
     @override
     def prepare(self, params: Any, /) -> None:
-        """There are no parameters.
-
-        Raises:
-            ValueError: where some are given.
-        """
+        """Raise ValueError if parameters are given, since a random policy has none."""
         if params is not None:
             raise ValueError("params were given to a random policy, which has none: leave them out")
 
     @override
     def __call__(
-        self,
-        params: Any,
-        policy_state: Any,
-        observation: Any,
-        noise: Any,
-        spec: ActionSpec,
-        exploration: Exploration,
-        /,
+        self, params: Any, state: Any, observation: Any, noise: Any, spec: ActionSpec, exploration: Exploration, /
     ) -> tuple[None, Mapping[str, Any]]:
-        """Actions from uniform `noise`, whatever the exploration."""
-        return None, {"action": draw_actions(self.spec, noise, action_mask(observation, self.spec))}
+        return None, {"action": _draw(self.spec, noise, action_mask(observation, self.spec))[0]}
 
     @override
     def actor(self, inputs: ActorInputs, /) -> RandomActor:
         return RandomActor(inputs)
 
 
-class RandomActor:
-    """Actions for the whole rollout at once, or step by step where a mask has to be heeded."""
+class RandomActor(Actor):
+    """Draws the actions of the whole rollout at once, or step by step if there is a mask to obey."""
 
-    def __init__(self, actor_inputs: ActorInputs) -> None:
-        assert actor_inputs.noise is not None
-        self._spec = actor_inputs.spec
-        self._observation = actor_inputs.observation
-        self._noise = actor_inputs.noise
-        self._masked = action_mask(actor_inputs.observation, actor_inputs.spec) is not None
-        self.actions = torch.empty(
-            actor_inputs.noise.shape[:2] + actor_inputs.spec.shape, dtype=actor_inputs.spec.dtype
-        )
-        if not self._masked:
-            self.actions.copy_(draw_actions(actor_inputs.spec, actor_inputs.noise, None))
-        if _is_uneven(actor_inputs.spec):
-            self.log_prob = _uneven(actor_inputs.spec, self.actions)
+    def __init__(self, inputs: ActorInputs) -> None:
+        assert inputs.noise is not None
+        self._inputs, self._noise = inputs, inputs.noise
+        self._masked = action_mask(inputs.observation, inputs.spec) is not None
+        if self._masked:
+            steps_and_lanes = self._noise.shape[:2]
+            self.actions = torch.empty((*steps_and_lanes, *inputs.spec.shape), dtype=inputs.spec.dtype)
+            self.log_prob = torch.empty(steps_and_lanes)
         else:
-            self.log_prob = torch.full(actor_inputs.noise.shape[:2], _log_density(actor_inputs.spec))
+            self.actions, self.log_prob = _draw(inputs.spec, self._noise, None)
         self._rows = self.actions.unbind(0)
 
+    @override
     def running(self) -> contextlib.AbstractContextManager[Any]:
-        """Nothing is needed."""
         return contextlib.nullcontext()
 
+    @override
     def act(self, t: int) -> Tensor:
-        """The action [P, ...] of step `t`."""
         if self._masked:
-            mask = action_mask(self._observation, self._spec)
-            assert mask is not None
-            self._rows[t].copy_(draw_actions(self._spec, self._noise[t], mask))
-            self.log_prob[t] = -mask.sum(-1).float().log()
+            mask = action_mask(self._inputs.observation, self._inputs.spec)
+            action, self.log_prob[t] = _draw(self._inputs.spec, self._noise[t], mask)
+            self._rows[t].copy_(action)
         return self._rows[t]
 
+    @override
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
-        """There is no state."""
+        """There is no recurrent state."""
 
+    @override
     def finish(self) -> tuple[None, Columns]:
-        """The actions, [T, P, ...]."""
         return None, {("action",): self.actions}
 
 
 class RandomStart:
     """Another actor whose first `count` actions are random; it runs all the same, so every batch has the same keys."""
 
-    def __init__(self, actor: Actor, actor_inputs: ActorInputs, key: Key, lane: int, start: int, count: int) -> None:
+    def __init__(self, actor: Actor, inputs: ActorInputs, key: Key, lane: int, start: int, count: int) -> None:
         self._actor = actor
         self._count = count
-        shape = _draw_shape(actor_inputs.spec)
-        width = actor_inputs.num_envs * math.prod(shape)
+        shape = _draw_shape(inputs.spec)
+        width = inputs.num_envs * math.prod(shape)
         drawn = uniforms(random_words(key, Purpose.RANDOM_ACTION, lane, start, count, width))
-        noise = torch.from_numpy(drawn.reshape(count, actor_inputs.num_envs, *shape))
-        self._random = RandomActor(ActorInputs(**{**vars(actor_inputs), "noise": noise}))
+        noise = torch.from_numpy(drawn.reshape(count, inputs.num_envs, *shape))
+        self._random = RandomActor(replace(inputs, noise=noise))
         self.running = actor.running
         self.restart = actor.restart
 
@@ -148,90 +130,75 @@ class RandomStart:
         return self._random.act(t) if t < self._count else action
 
     def finish(self) -> tuple[Any, Columns]:
-        """The policy's outputs, with the actions and log-probabilities that were acted on."""
+        """The policy's outputs, with the actions and log-probabilities of the random steps replaced."""
         policy_state, columns = self._actor.finish()
         columns[("action",)][: self._count] = self._random.actions
-        if ("action_log_prob",) in columns:
-            self._score(columns[("action_log_prob",)][: self._count])
+        if (column := columns.get(("action_log_prob",))) is not None:
+            shares = math.prod(column.shape[2:])  # 1, or the components, whose shares add up to the log-probability
+            log_prob = self._random.log_prob.reshape(self._count, -1, *[1] * (column.ndim - 2))
+            column[: self._count] = log_prob / shares
         return policy_state, columns
 
-    def _score(self, log_prob: Tensor) -> None:
-        """Write the log-probabilities [count, P]; over components [count, P, n], shares that add up to them."""
-        parts = log_prob.shape[2:]
-        log_prob.copy_(self._random.log_prob.reshape(*log_prob.shape[:2], *[1] * len(parts)) / math.prod(parts))
 
-
-def action_mask(observation: Any, spec: ActionSpec) -> Tensor | None:
-    """The mask [P, n] of allowed actions that an observation holds, or None."""
+def action_mask(observation: Any, spec: ActionSpec) -> Any:
+    """The mask [P, n] of allowed actions in an observation, an array of Torch, NumPy or JAX; None if there is none."""
     if not isinstance(observation, Mapping) or not isinstance(spec.space, spaces.Discrete):
         return None
-    mask = torch.as_tensor(observation.get(MASK_KEY, ()))
-    return mask.bool() if mask.shape[1:] == (int(spec.space.n),) else None
+    mask = observation.get("action_mask")
+    return mask if getattr(mask, "shape", ())[1:] == (int(spec.space.n),) else None
 
 
 def _draw_shape(spec: ActionSpec) -> tuple[int, ...]:
     return (len(spec.categories),) if spec.categories else tuple(spec.space.shape or ())
 
 
-def draw_actions(spec: ActionSpec, uniform: Tensor, mask: Tensor | None) -> Tensor:
-    """Actions [..., *spec.shape] from uniform numbers, one per component of each action."""
+def _draw(spec: ActionSpec, uniform: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
+    """Actions [..., *spec.shape] from uniform numbers, one per component, and their log-probabilities [...]."""
     if spec.categories:
         return _draw_choices(spec, uniform, mask)
+    lead = uniform.shape[: uniform.ndim - len(spec.shape)]
     if isinstance(spec.space, spaces.MultiBinary):
-        return (uniform < 0.5).to(spec.dtype)
-    return torch.from_numpy(_draw_box(spec.space, uniform.numpy()))  # type: ignore[arg-type]
+        return (uniform < 0.5).to(spec.dtype), torch.full(lead, -math.prod(spec.shape) * math.log(2))
+    space: Any = spec.space
+    drawn, low, high = uniform.numpy(), space.low.astype(np.float64), space.high.astype(np.float64)
+    width = high - low
+    if space.dtype.kind != "f":
+        width += 1
+        action = np.floor(low + drawn * width).clip(low, high)
+    elif space.is_bounded():
+        action = low + drawn * width
+    else:
+        action, density = draw_box(np, space, drawn.astype(np.float64), normals(drawn))
+        return torch.from_numpy(action.astype(space.dtype)), torch.from_numpy(density.reshape(*lead, -1).sum(-1))
+    return torch.from_numpy(action.astype(space.dtype)), torch.full(lead, -float(np.log(width).sum()))
 
 
-def _draw_choices(spec: ActionSpec, uniform: Tensor, mask: Tensor | None) -> Tensor:
+def _draw_choices(spec: ActionSpec, uniform: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
     counts = torch.tensor(spec.categories)
     if mask is None:
-        chosen = torch.minimum((uniform.double() * counts).long(), counts - 1)
+        chosen = torch.minimum((uniform.double() * counts).long(), counts - 1).unbind(-1)
+        log_prob = torch.full(uniform.shape[:-1], -sum(map(math.log, spec.categories)))
     else:
-        rank = (uniform[..., 0].double() * mask.sum(-1)).long()
-        chosen = (mask.cumsum(-1) > rank[..., None]).long().argmax(-1, keepdim=True)
-    if spec.one_hot:
-        hot = [torch.nn.functional.one_hot(chosen[..., i], count) for i, count in enumerate(spec.categories)]
-        return torch.cat(hot, -1)
-    shaped = chosen.reshape(*chosen.shape[:-1], *spec.shape)
-    return shaped + torch.from_numpy(spec.start)
+        allowed = torch.as_tensor(mask).bool()
+        rank = (uniform[..., 0].double() * allowed.sum(-1)).long()
+        chosen = ((allowed.cumsum(-1) > rank[..., None]).long().argmax(-1),)
+        log_prob = -allowed.sum(-1).float().log()
+    action: Tensor = encode_choices(TORCH, chosen, spec)
+    return action.to(spec.dtype), log_prob
 
 
-def _draw_box(space: spaces.Box, uniform: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
-    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
-    if not np.issubdtype(space.dtype, np.floating):
-        return np.floor(low + uniform * (high - low + 1)).clip(low, high).astype(space.dtype)
+def draw_box(xp: Any, space: Any, uniform: Any, normal: Any) -> tuple[Any, Any]:
+    """Components of a floating Box and their log-densities, each like `uniform`.
+
+    Bounded components are uniform; others normal, or exponential from the side that is bounded. `xp` is NumPy or
+    `jax.numpy`.
+    """
+    low, high = space.low.astype(uniform.dtype), space.high.astype(uniform.dtype)
     below, above = np.isfinite(low), np.isfinite(high)
-    bounded = np.where(below & above, low, 0) + uniform * np.where(below & above, high - low, 0)
-    tail = -np.log(uniform)
-    drawn = np.where(
-        below & above, bounded, np.where(below, low + tail, np.where(above, high - tail, normals(uniform)))
-    )
-    return drawn.astype(space.dtype)
-
-
-def _is_uneven(spec: ActionSpec) -> bool:
-    return isinstance(spec.space, spaces.Box) and not spec.space.is_bounded()
-
-
-def _log_density(spec: ActionSpec) -> float:
-    """The log-probability of any one action, where all are equally likely."""
-    if spec.categories:
-        return -sum(math.log(count) for count in spec.categories)
-    if isinstance(spec.space, spaces.MultiBinary):
-        return -math.prod(spec.shape) * math.log(2)
-    space: Any = spec.space
-    width = space.high.astype(np.float64) - space.low + (space.dtype.kind != "f")
-    return -float(np.log(width).sum()) if np.isfinite(width).all() else math.nan
-
-
-def _uneven(spec: ActionSpec, actions: Tensor) -> Tensor:
-    """The log-density of actions of which some components are unbounded: [T, P]."""
-    space: Any = spec.space
-    value = actions.numpy().astype(np.float64)
-    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
-    below, above = np.isfinite(low), np.isfinite(high)
-    with np.errstate(invalid="ignore"):
-        inside = -np.log(np.where(below & above, high - low, 1))
-        normal = -0.5 * value**2 - 0.5 * math.log(2 * math.pi)
-        each = np.where(below & above, inside, np.where(below, low - value, np.where(above, value - high, normal)))
-    return torch.from_numpy(each.reshape(*value.shape[:2], -1).sum(-1).astype(np.float32))
+    width = np.where(below & above, high - np.where(above, low, 0), 1)
+    inside = np.where(below & above, low, 0) + uniform * width
+    tail = -xp.log(uniform)
+    unbounded = xp.where(below, low + tail, xp.where(above, high - tail, normal))
+    one_sided = xp.where(below | above, -tail, -0.5 * normal**2 - 0.5 * math.log(2 * math.pi))
+    action = xp.where(below & above, inside, unbounded)
+    return action, xp.where(below & above, -np.log(width), one_sided)

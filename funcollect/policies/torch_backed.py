@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
+import optree
 import torch
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from typing_extensions import override
 
+from funcollect.keys import Key, Noise, Purpose, fold, generator_state
 from funcollect.messages import shown
 from funcollect.policies.base import PolicyBase
-from funcollect.policies.torch_modules.binding import Binding
+from funcollect.policies.heads import Head
 from funcollect.policies.torch_modules.settings import Settings, SettingsCache
+from funcollect.policies.torch_modules.skeleton import Skeleton
+from funcollect.protocols import ActorInputs, Exploration
+from funcollect.specs import ActionSpec
+from funcollect.tree import flatten
 
 Compiler = Literal["xla", "callback", "eager", "inductor"]
+
+_Slots = dict[str, tuple[dict[str, Any], dict[str, Any], str]]  # by name: the module's dict, the skeleton's, its key
 
 
 class TorchPolicyState(NamedTuple):
@@ -33,13 +42,23 @@ def check_compiler(compiler: str | None, without: str = "") -> None:
 
 
 def check_callable(module: Any, expected: str) -> None:
-    """Raise TypeError unless `module` is an instance that can be called; `expected` says what it should be."""
+    """Raise TypeError unless `module` is an instance that can be called; `expected` describes what to pass."""
     if isinstance(module, type) or not callable(module):
         raise TypeError(f"module is {shown(module)}, expected {expected}: pass an instance")
 
 
+def lanes_of(initial: Any, num_lanes: int, device: torch.device | None) -> Any:
+    """Copies of the recurrent state of one environment for each lane, [P, ...]; None for None."""
+
+    def expand(leaf: Any) -> Tensor:
+        tensor = torch.as_tensor(leaf, device=device)
+        return tensor.expand(num_lanes, *tensor.shape).clone()
+
+    return optree.tree_map(expand, initial)
+
+
 def replaced(policy: Any, subject: Any) -> Any:
-    """The policy over another module or function; `subject` itself where that is a policy as well."""
+    """The policy over another module or function; `subject` itself if that is a policy as well."""
     if not isinstance(policy, TorchBacked):
         return subject
     policy.replace(subject)
@@ -47,30 +66,65 @@ def replaced(policy: Any, subject: Any) -> Any:
 
 
 class TorchBacked(PolicyBase):
-    """What the policies over a Torch module, or over a plain function, share: parameters, device, checkpoints.
+    """Base class of policies over a Torch module, or over a plain function, which has no parameters.
 
-    Args:
-        module: the user's; a plain function has no parameters.
-        device: where it is to run; None for where it is.
+    A rollout calls the module's skeleton, a shallow copy whose tensors are those that were bound last. The user's
+    module is only read, so a trainer may go on using it.
     """
 
     backend: Literal["torch"] = "torch"
-    compiler: Compiler | None = None  # the way of running that is demanded
+    head: Head | None = None
 
-    def __init__(self, module: Callable[..., Any], device: torch.device | None = None) -> None:
-        self.device = device
-        self.embedded: dict[Any, Any] = {}  # as what it runs in a loop of JAX, by `core.routes`
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        device: torch.device | None,
+        initial_state: Any = None,
+        compiler: Compiler | None = None,
+    ) -> None:
+        self.device = device  # where the policy is to run; None for where the module is
+        self.initial_state = initial_state  # of one environment at the start of an episode, or None
+        self.compiler = compiler  # the way of running that the user demands
+        self.embedded: dict[Any, Any] = {}  # the policies that run it in a loop of JAX, filled by `core.routes`
         self.replace(module)
 
     def replace(self, module: Callable[..., Any]) -> None:
         """Run another module, or function, from now on."""
+        own = isinstance(module, nn.Module)
         self._module = module
-        self._binding = Binding(module, self.device) if isinstance(module, nn.Module) else None
-        self._settings_cache = SettingsCache(module if isinstance(module, nn.Module) else None)
+        self._settings_cache = SettingsCache(module if own else None)
+        self._skeleton = Skeleton(module) if isinstance(module, nn.Module) else None
+        self._list_slots()
+        tensors = [source[key] for source, _, key in (self._parameters | self._buffers).values()]
+        if self.device is not None and any(tensor.device != self.device for tensor in tensors):
+            self._check_apart(f"the policy cannot be copied to {self.device}", "move it there before")
 
     def __getstate__(self) -> dict[str, Any]:
         """Compiled code stays in its process."""
         return vars(self) | {"embedded": {}}
+
+    def _check_apart(self, consequence: str, way: str) -> None:
+        """Raise ValueError if the skeleton would use tensors of the user's module whatever is bound to it."""
+        if self._skeleton and (name := self._skeleton.entangled):
+            raise ValueError(
+                f"{consequence}: {name!r} of {type(self.module).__name__} refers to a submodule or a parameter of the "
+                f"module itself, expected no such reference: {way}, or pass policy_factory, a function that builds it"
+            )
+
+    def _list_slots(self) -> None:
+        self._parameters: _Slots = {}
+        self._buffers: _Slots = {}
+        for prefix, source, target in self._skeleton.parts() if self._skeleton else ():
+            for slots, kind in ((self._parameters, "_parameters"), (self._buffers, "_buffers")):
+                own, copied = getattr(source, kind), getattr(target, kind)
+                for key, tensor in own.items():
+                    if tensor is not None:
+                        slots[f"{prefix}.{key}" if prefix else key] = (own, copied, key)
+
+    def _follow(self) -> None:
+        """Apply to the skeleton whatever has been set in the module since the last call."""
+        if self._skeleton and self._skeleton.follow():
+            self._list_slots()
 
     @property
     def module(self) -> Callable[..., Any]:
@@ -79,45 +133,147 @@ class TorchBacked(PolicyBase):
 
     @property
     def run_device(self) -> torch.device | None:
-        """The device on which the policy runs; None for a function without one."""
-        return self._binding.run_device if self._binding else self.device
+        """The device on which the policy runs; None for a function, or a module without parameters."""
+        if self.device is not None or not isinstance(self._module, nn.Module):
+            return self.device
+        return next((parameter.device for parameter in self._module.parameters()), None)
 
     @property
     def settings(self) -> Settings:
-        """The module's settings as they are now; none of a function."""
+        """The module's current settings; none of a function."""
         return self._settings_cache.settings
 
     @property
     def params(self) -> Any:
-        """The module's current parameters and buffers, a TensorDict; None for a function."""
-        return self._binding.params if self._binding else None
+        """The module's current parameters and buffers, a TensorDict nested as its submodules; None for a function."""
+        return TensorDict.from_module(self._module) if isinstance(self._module, nn.Module) else None
 
     @override
     def prepare(self, params: Any, /) -> dict[str, Tensor] | None:
-        """Parameters by name, checked; None stands for the module's own, read at each rollout."""
-        if self._binding:
-            return self._binding.prepare(params)
-        if params is not None:
+        """Parameters by dotted name, checked; None stands for the module's own, read at each rollout.
+
+        Raises:
+            TypeError: for something that holds no tensors by name.
+            ValueError: for a missing, unknown or misshapen parameter, parameters for a plain function, or a module
+                that would use its own all the same.
+        """
+        if params is None:
+            return None
+        if self._skeleton is None:
             raise ValueError("params were given to a policy that is a plain function: pass a torch.nn.Module")
-        return None
+        matched = self._matched(params)
+        self._check_apart("params= cannot act", "pass params=None")
+        return matched
+
+    def _matched(self, params: Any) -> dict[str, Tensor]:
+        """`params` by dotted name, checked against the module's."""
+        if isinstance(params, nn.Module):
+            params = TensorDict.from_module(params)
+        if not isinstance(params, (Mapping, TensorDictBase)):
+            raise TypeError(
+                f"params is {type(params).__name__}, expected a TensorDict or a state dict of the module: pass "
+                "policy.params or module.state_dict()"
+            )
+        self._follow()
+        slots = self._parameters | self._buffers
+        given = {".".join(path): value for path, value in flatten(params).items()}
+        if unknown := sorted(set(given) - set(slots)):
+            raise ValueError(f"params holds {unknown}, expected only what the module has, {sorted(slots)}: drop them")
+        if missing := sorted(set(self._parameters) - set(given)):
+            raise ValueError(
+                f"params holds {sorted(given)} and lacks {missing}: pass every parameter of the module, as "
+                "policy.params does"
+            )
+        for name, value in given.items():
+            source, _, key = slots[name]
+            if not isinstance(value, Tensor) or value.shape != source[key].shape:
+                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(
+                    f"parameter {name!r} of params is {got}, the module wants a tensor of shape "
+                    f"{tuple(source[key].shape)}: pass the parameters of a module like it"
+                )
+        return {name: given[name] for name in slots if name in given}
+
+    @override
+    def check(self, spec: ActionSpec, /) -> None:
+        if self.head is not None:
+            self.head.check(spec)
+
+    @override
+    def noise(self, spec: ActionSpec, /) -> Noise | None:
+        return self.head.noise(spec) if self.head else None
+
+    @override
+    def init(self, key: Key, num_envs: int, /) -> TorchPolicyState:
+        """The initial recurrent state for each lane, and a generator seeded from the key."""
+        recurrent = lanes_of(self.initial_state, num_envs, self.device)
+        return TorchPolicyState(recurrent, generator_state(fold(key, Purpose.GENERATOR)))
+
+    def initial_carry(self, observation: Any) -> Any:
+        """What a loop of JAX carries, in one environment at the start of an episode, or None."""
+        return self.initial_state
 
     @override
     def remembers(self, policy_state: TorchPolicyState, /) -> bool:
         return policy_state.recurrent is not None
 
+    @override
+    def __call__(
+        self, params: Any, state: Any, observation: Any, noise: Any, spec: ActionSpec, exploration: Exploration, /
+    ) -> tuple[TorchPolicyState, Mapping[str, Any]]:
+        """One step by itself: see `funcollect.Policy`."""
+        inputs = ActorInputs(
+            observation=observation,
+            params=params,
+            policy_state=state,
+            initial_state=state,
+            noise=None if noise is None else noise[None],
+            exploration=exploration,
+            spec=spec,
+            num_envs=len(optree.tree_leaves(observation)[0]),
+            length=1,
+        )
+        actor = self.actor(inputs)
+        with actor.running():
+            actor.act(0)
+            state, columns = actor.finish()
+        return state, {".".join(path): column[0] for path, column in columns.items()}
+
     def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
-        """The callable over these parameters."""
-        return self._binding.bind(prepared) if self._binding else self.module
+        """The function itself, or the skeleton over `prepared` or, for None, over the module's current tensors.
+
+        Whatever has been set in the module since the last call is set in the skeleton as well: attributes, submodules,
+        hooks, training mode. Parameters are shared, not copied. Buffers are copied, so that a forward pass that writes
+        them (batch statistics in training mode) leaves the user's module as it is.
+        """
+        if self._skeleton is None:
+            return self._module
+        self._follow()
+        for name, (source, target, key) in self._parameters.items():
+            tensor = source[key] if prepared is None else prepared[name]
+            target[key] = tensor if self.device is None else tensor.to(self.device)
+        for name, (source, target, key) in self._buffers.items():
+            buffer: Any = source[key] if prepared is None else prepared.get(name, source[key])
+            target[key] = buffer.detach().to(self.device or buffer.device, copy=True)
+        return self._skeleton.root
 
     def tensors(self, prepared: dict[str, Tensor] | None) -> dict[str, Tensor]:
-        """Parameters and buffers by name, `prepared` or else the module's own; none for a function."""
-        return self._binding.tensors(prepared) if self._binding else {}
+        """The module's current parameters and buffers by name, replaced by those in `prepared`; none for a function."""
+        self._follow()
+        own = {name: source[key] for name, (source, _, key) in (self._parameters | self._buffers).items()}
+        return own | (prepared or {})
 
     def state_dict(self, params: Any = None) -> dict[str, Tensor]:
-        """A copy of `params`, or of the module's own, by name: what `load` and `prepare` take."""
-        return self._binding.state_dict(params) if self._binding else {}
+        """A copy of `params`, or of the module's own, by dotted name: what `load` and `prepare` take."""
+        if isinstance(params, nn.Module):
+            params = TensorDict.from_module(params)
+        given = self.params if params is None else params
+        return {".".join(path): leaf.detach().clone() for path, leaf in flatten({} if given is None else given).items()}
 
     def load(self, params: Any) -> None:
         """Write `params` into the user's module."""
-        if self._binding:
-            self._binding.load(params)
+        if self._skeleton is not None:
+            with torch.no_grad():
+                for name, value in self._matched(params).items():
+                    source, _, key = (self._parameters | self._buffers)[name]
+                    source[key].copy_(value)

@@ -13,7 +13,8 @@ from funcollect.envs.jax_envs.jax_env import JaxEnvState, reset_lane, step_lane
 from funcollect.interop import words
 from funcollect.interop.jax_setup import import_jax, strong
 from funcollect.policies.actors.checks import check_apart
-from funcollect.policies.jax_functions.traced_policy import TracedCall, match_log_prob, traced_policy, traced_random
+from funcollect.policies.jax_functions.program import TracedCall
+from funcollect.policies.jax_functions.traced_policy import match_log_prob, traced_policy, traced_random
 from funcollect.protocols import JaxEnv, Policy, Transition
 from funcollect.specs import assemble, disassemble
 from funcollect.tree import Path

@@ -1,7 +1,7 @@
-"""A policy bound to one rollout: what a loop calls at every step, and what is left to do once at the end.
+"""A policy bound to one rollout: what a loop calls at every step, and the work that is left for the end.
 
-A small network's cost is dispatch. So whatever need not happen between two steps (recording, log-probabilities,
-checks for NaN) happens once, over the stacked outputs of all steps, in `Actor.finish`.
+The cost of a small network is dispatch. Whatever need not happen between two steps (recording, log-probabilities,
+checks for NaN) therefore happens once, over the stacked outputs of all steps, in `Actor.finish`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _HELD_STEPS = 64
 
 
 def split_answer(answer: Any, head: Head | None) -> tuple[Any, Mapping[str, Any]]:
-    """A policy's answer as what its head reads (its action, without a head) and the extras to be recorded.
+    """Split a policy's answer into what its head reads (without a head: the action) and the extras to record.
 
     Raises:
-        PolicyError: for a dict without these, or with a name that a batch uses itself.
+        PolicyError: if a dict lacks these keys, or has a key that a batch uses itself.
     """
     if not isinstance(answer, Mapping):
         return answer, {}
@@ -43,12 +43,20 @@ def split_answer(answer: Any, head: Head | None) -> tuple[Any, Mapping[str, Any]
     return parts if len(parts) > 1 else parts[0], extras
 
 
-class Recorder:
-    """Outputs of every step: kept as they are, and stacked into their columns some dozens of steps at a time.
+def names_changed(t: int, names: list[str], first: list[str]) -> PolicyError:
+    """The error for a step `t` whose extra outputs have other names than at the first step."""
+    return PolicyError(
+        f"step {t} of this batch: the policy answered with the extra keys {names} after {first}: keep them the same at "
+        "every step"
+    )
 
-    Thousands of live tensors would set off Python's full garbage collections; a copy per step would cost a dispatch.
-    A policy that answers with memory which it writes again, or with a view of its input, is noticed at the first two
-    steps; its answers are then copied. `always_copy` is for one that may begin to do so later.
+
+class Recorder:
+    """Records the outputs of every step, and stacks them into columns 64 steps at a time.
+
+    Thousands of live tensors would set off Python's full garbage collections, and a copy per step would cost a
+    dispatch. If a policy returns memory that it writes again, or a view of its input, the first two steps show it; its
+    outputs are then copied at every step. `always_copy` is for a policy that may begin to do so later.
     """
 
     def __init__(self, observation: Any, length: int, *, always_copy: bool = False) -> None:
@@ -105,23 +113,20 @@ class Recorder:
         return self._columns
 
 
-class NoiseRow:
-    """The noise of one step at a time, on the policy's device; on the CPU always in the same memory."""
+def noise_by_step(noise: Tensor | None, run_device: torch.device) -> Callable[[int], Tensor | None]:
+    """A function from a step to its noise [P, ...] on the policy's device; on the CPU always in the same memory."""
+    if noise is None:
+        return lambda t: None
+    if run_device.type != "cpu":
+        return noise.to(run_device).__getitem__
+    rows, current = noise.numpy(), noise[0].clone()
+    memory = current.numpy()
 
-    def __init__(self, noise: Tensor | None, run_device: torch.device) -> None:
-        if noise is None:
-            self.at: Callable[[int], Tensor | None] = lambda t: None
-        elif run_device.type != "cpu":
-            self.at = noise.to(run_device).__getitem__
-        else:
-            self._all = noise.numpy()
-            self._tensor = noise[0].clone()
-            self._row = self._tensor.numpy()
-            self.at = self._copied
+    def copied(t: int) -> Tensor:
+        memory[...] = rows[t]
+        return current
 
-    def _copied(self, t: int) -> Tensor:
-        self._row[...] = self._all[t]
-        return self._tensor
+    return copied
 
 
 def _kinds(outputs: tuple[Any, ...]) -> list[str]:
@@ -129,12 +134,12 @@ def _kinds(outputs: tuple[Any, ...]) -> list[str]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Where the memory begins that a tensor is a view of."""
+    """The address of the memory that a tensor is a view of."""
     return tensor.untyped_storage().data_ptr()
 
 
 def lane_mask(lanes: Sequence[int] | Tensor, num_envs: int) -> Tensor:
-    """[P] bool, True for `lanes`; they may be such a mask already, since to list a device's lanes waits for it."""
+    """[P] bool, True for `lanes`. They may already be such a mask, since listing the lanes of a GPU waits for it."""
     if isinstance(lanes, Tensor):
         return lanes
     mask = torch.zeros(num_envs, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""What a policy answered, checked: shapes and dtypes at its first step, numbers once per batch."""
+"""Checks of a policy's outputs: shapes and dtypes at its first step, numbers once per batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_action(action: Any, spec: ActionSpec, num_envs: int) -> None:
 
 
 def _encoding(shape: tuple[int, ...], spec: ActionSpec, num_envs: int) -> str:
-    """How to bring the environment to the policy's encoding of discrete actions, where that is what differs."""
+    """Advice for an action that is right but for its encoding, one-hot rows or integers; empty otherwise."""
     other = tuple(spec.space.shape or ()) if spec.one_hot else (spec.choices,)
     if not spec.categories or shape != (num_envs, *other):
         return ""
@@ -48,7 +48,7 @@ def _encoding(shape: tuple[int, ...], spec: ActionSpec, num_envs: int) -> str:
 
 
 def check_tensor(action: Any) -> None:
-    """Raise PolicyError unless `action` is a tensor; its shape is checked elsewhere."""
+    """Raise PolicyError unless `action` is a tensor."""
     if not isinstance(action, Tensor):
         raise PolicyError(
             f"the policy's action is a {type(action).__module__}.{type(action).__name__}, expected a torch.Tensor: "
@@ -56,21 +56,27 @@ def check_tensor(action: Any) -> None:
         )
 
 
-def check_rows(name: str, output: Any, num_envs: int) -> None:
-    """Raise PolicyError for an output without a row per environment."""
-    if tuple(getattr(output, "shape", ()))[:1] != (num_envs,):
-        got = f"of shape {tuple(output.shape)}" if hasattr(output, "shape") else type(output).__name__
+def check_rows(name: str, output: Any, num_envs: int, kind: type = object) -> None:
+    """Raise PolicyError unless `output` is an array (of class `kind`) with a row per environment."""
+    shape = tuple(output.shape) if isinstance(output, kind) and hasattr(output, "shape") else None
+    if shape is None or shape[:1] != (num_envs,):
+        got = type(output).__name__ if shape is None else f"of shape {shape}"
         raise PolicyError(
-            f"the policy's output {name!r} is {got}, expected an array of shape [{num_envs}, ...]: return one row "
-            "per environment"
+            f"the policy's output {name!r} is {got}, expected {'a tensor' if kind is Tensor else 'an array'} of shape "
+            f"[{num_envs}, ...]: return one row per environment"
         )
 
 
+def overlap(one: Path, two: Path) -> bool:
+    """Whether one path is the other, or lies inside it."""
+    return one[: len(two)] == two[: len(one)]
+
+
 def check_apart(outputs: Iterable[Path], observation: Iterable[Path]) -> None:
-    """Raise PolicyError for an output of the policy under the key of an observation."""
+    """Raise PolicyError if an output of the policy has the key of an observation."""
     for path in outputs:
         for other in observation:
-            if path[: len(other)] == other[: len(path)]:
+            if overlap(path, other):
                 raise PolicyError(
                     f"the policy's output {'.'.join(path)!r} collides with the observation {'.'.join(other)!r}, which "
                     "the batch keeps under that key: rename the output"
@@ -78,7 +84,7 @@ def check_apart(outputs: Iterable[Path], observation: Iterable[Path]) -> None:
 
 
 def check_recurrent(answer: Any, before: Any) -> None:
-    """Raise PolicyError unless a recurrent policy answered with a pair whose state has the shapes of `before`."""
+    """Raise PolicyError unless a recurrent policy returned a pair (answer, state), the state shaped like `before`."""
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:
         raise PolicyError(
             f"the policy has an initial_state and answered with {type(answer).__name__}, expected the pair "
@@ -95,27 +101,12 @@ def check_recurrent(answer: Any, before: Any) -> None:
 
 
 def check_numbers(columns: Columns, causes: Columns | None = None) -> None:
-    """Raise PolicyError for the first row that is NaN, in `causes` if it can be found there already."""
+    """Raise PolicyError for the first row that is NaN. It names the row in `causes`, if one of these is NaN already."""
     for path, column in columns.items():
         if column.is_floating_point() and math.isnan(column.sum().item()):
             check_numbers(causes or {})
             scale = "; a scale has to be positive" if path == ("action_log_prob",) else ""
             _raise_at(torch.isnan(column), f"{'.'.join(path)} is NaN, expected numbers", column, _LOOK + scale)
-
-
-def check_outputs(columns: Columns, spec: ActionSpec, parameters: Columns | None = None) -> None:
-    """Raise PolicyError for the first row that is NaN, or an action that is infinite or outside its choices.
-
-    Actions outside a floating Box are the environment's business: many clip them.
-    """
-    action = columns[("action",)]
-    check_numbers({("action",): action}, parameters)
-    if action.is_floating_point():
-        if math.isinf(action.sum().item()):
-            _raise_at(torch.isinf(action), "the action is infinite, expected finite numbers", action, _LOOK)
-    else:
-        _check_choices(action, spec)
-    check_numbers({path: column for path, column in columns.items() if column is not action}, parameters)
 
 
 def _check_choices(action: Tensor, spec: ActionSpec) -> None:
@@ -130,37 +121,29 @@ def _check_choices(action: Tensor, spec: ActionSpec) -> None:
 
 
 def finish_columns(
-    columns: Columns,
-    spec: ActionSpec,
-    *,
-    parameters: Columns | None = None,
-    chosen: bool = False,
-    ties: bool = False,
+    columns: Columns, spec: ActionSpec, *, parameters: Columns | None = None, chosen: bool = False, ties: bool = False
 ) -> Columns:
-    """A policy's columns, checked, the action in the dtype of its space.
+    """A policy's output `columns`, checked, the action in the dtype of its space.
 
-    Args:
-        columns: the outputs.
-        spec: how the action should look.
-        parameters: what a head read; its log-probability, where it has one, tells of every NaN in them.
-        chosen: whether a head chose the action.
-        ties: whether of several ones in a one-hot row the first counts, as it does for environments. TorchRL's value
-            policies answer so where values are equal.
+    `parameters` are what a head read; if it has a log-probability, that shows every NaN in them. `chosen` says that a
+    head chose the action. With `ties`, only the first of several ones in a one-hot row counts, as it does for
+    environments: TorchRL's value policies return several where values are equal.
     """
     if ties and spec.one_hot:
-        columns = columns | {("action",): _first_ones(columns[("action",)], spec)}
+        parts = torch.split(columns["action",], list(spec.categories), -1)
+        first = torch.cat([part * (part.cumsum(-1) == 1) for part in parts], -1)
+        columns = columns | {("action",): first}
     if parameters and ("action_log_prob",) not in columns:
         check_numbers(parameters)
-    if chosen and spec.categories:
-        check_numbers(columns, parameters)
-    else:
-        check_outputs(columns, spec, parameters)
-    return columns | {("action",): columns[("action",)].to(spec.dtype)}
-
-
-def _first_ones(action: Tensor, spec: ActionSpec) -> Tensor:
-    parts = torch.split(action, list(spec.categories), -1)
-    return torch.cat([part * (part.cumsum(-1) == 1) for part in parts], -1)
+    action = columns["action",]
+    check_numbers({("action",): action}, parameters)
+    if not (chosen and spec.categories):  # a floating action may lie outside its Box: many environments clip it
+        if not action.is_floating_point():
+            _check_choices(action, spec)
+        elif math.isinf(action.sum().item()):
+            _raise_at(torch.isinf(action), "the action is infinite, expected finite numbers", action, _LOOK)
+    check_numbers({path: column for path, column in columns.items() if column is not action}, parameters)
+    return columns | {("action",): action.to(spec.dtype)}
 
 
 def _raise_at(wrong: Tensor, what: str, column: Tensor, mend: str) -> None:

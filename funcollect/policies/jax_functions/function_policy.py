@@ -1,4 +1,4 @@
-"""Policies that are functions which JAX can trace: one jitted call per step, its outputs packed in one array."""
+"""Policies that are functions which JAX can trace, and their actors: one jitted call per step."""
 
 from __future__ import annotations
 
@@ -9,34 +9,33 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.bridge import jax_view, torch_view
+from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.keys import Key, Noise
-from funcollect.policies.actors.actor import lane_mask, split_answer
-from funcollect.policies.actors.checks import check_recurrent, finish_columns
+from funcollect.policies.actors.actor import Recorder, lane_mask, split_answer
+from funcollect.policies.actors.checks import check_action, check_recurrent, finish_columns
 from funcollect.policies.base import PolicyBase
 from funcollect.policies.heads import Head
-from funcollect.policies.jax_functions.device_actor import DeviceActor
 from funcollect.policies.jax_functions.program import PROBE, StepProgram, select_program
 from funcollect.policies.numerics import jax_numerics
 from funcollect.protocols import Actor, ActorInputs, Columns, Exploration
 from funcollect.specs import ActionSpec, ExplorationType
 
+_NARROW = {torch.int64: torch.int32, torch.float64: torch.float32}  # JAX's own dtypes, unless 64 bits are on
+
 
 class FunctionPolicy(PolicyBase):
-    """What policies over a traced function share: its call, its head, its recurrent state; parameters are theirs.
+    """Base class of policies over a traced function: the call, the head, the recurrent state. Subclasses add `params`.
 
-    Args:
-        apply: called under `jit` as ``apply(params, observation)`` or ``apply(params, observation, state)``; see
-            `funcollect.jax_policy`.
-        head: from the answer to an action.
-        initial_state: the recurrent state of one environment at the start of an episode, or None.
+    The arguments are those of `funcollect.jax_policy`.
     """
 
     backend: Literal["jax"] = "jax"
-    ties = False  # whether of several ones in a one-hot action the first counts
+    ties = False  # whether only the first of several ones in a one-hot action counts
 
     def __init__(self, apply: Callable[..., Any], head: Head | None, initial_state: Any) -> None:
         self.apply = apply
@@ -52,14 +51,12 @@ class FunctionPolicy(PolicyBase):
 
     @override
     def noise(self, spec: ActionSpec, /) -> Noise | None:
-        """A key where the function takes one, else what the head samples with."""
         if self.takes_key:
             return Noise(kind="key")
         return self.head.noise(spec) if self.head else None
 
     @override
     def init(self, key: Key, num_envs: int, /) -> Any:
-        """The initial recurrent state for each lane, or None."""
         jax = import_jax()
 
         def expand(leaf: Any) -> Any:
@@ -70,19 +67,12 @@ class FunctionPolicy(PolicyBase):
 
     @override
     def __call__(
-        self,
-        params: Any,
-        policy_state: Any,
-        observation: Any,
-        noise: Any,
-        spec: ActionSpec,
-        exploration: Exploration,
-        /,
+        self, params: Any, state: Any, observation: Any, noise: Any, spec: ActionSpec, exploration: Exploration, /
     ) -> tuple[Any, Mapping[str, Any]]:
         stochastic = exploration.type is ExplorationType.RANDOM
-        policy_state, outputs = self.answer(spec, stochastic, params, policy_state, observation, noise)
+        state, outputs = self.answer(spec, stochastic, params, state, observation, noise)
         outputs.pop(PROBE, None)
-        return policy_state, outputs
+        return state, outputs
 
     def answer(
         self, spec: ActionSpec, stochastic: bool, params: Any, policy_state: Any, observation: Any, noise: Any
@@ -113,19 +103,16 @@ class FunctionPolicy(PolicyBase):
             outputs["action_log_prob"] = log_prob
         return policy_state, {"action": action, **outputs}
 
-    def program(self, actor_inputs: ActorInputs) -> StepProgram:
+    def program(self, inputs: ActorInputs) -> StepProgram:
         """The jitted step for this action space and number of lanes; made once."""
-        which = (id(actor_inputs.spec), actor_inputs.stochastic, actor_inputs.num_envs)
+        which = (id(inputs.spec), inputs.stochastic, inputs.num_envs)
         if which not in self._programs:
-            self._programs[which] = (
-                actor_inputs.spec,
-                StepProgram(partial(self.answer, actor_inputs.spec, actor_inputs.stochastic), actor_inputs),
-            )
+            step = StepProgram(partial(self.answer, inputs.spec, inputs.stochastic), inputs)
+            self._programs[which] = (inputs.spec, step)  # the spec is kept, so that no other takes its id
         return self._programs[which][1]
 
     @override
     def actor(self, inputs: ActorInputs, /) -> Actor:
-        """Over rows on the host, or over tensors where they are."""
         on_device = isinstance(import_jax().tree.leaves(inputs.observation)[0], Tensor)
         return DeviceActor(self, inputs) if on_device else JaxActor(self, inputs)
 
@@ -140,36 +127,35 @@ def jax_noise(noise: Noise | None, key: Any, num_envs: int) -> Any:
     """A head's noise drawn in JAX: [P, *shape] float32."""
     if noise is None:
         return None
-    draw = {"gumbel": "gumbel", "normal": "normal", "uniform": "uniform"}[noise.kind]
-    return getattr(import_jax().random, draw)(key, (num_envs, *noise.shape))
+    return getattr(import_jax().random, noise.kind)(key, (num_envs, *noise.shape))
 
 
-class JaxActor:
-    """One jitted call and one read-back per step."""
+class JaxActor(Actor):
+    """Over NumPy rows on the host: one jitted call and one read-back per step."""
 
-    def __init__(self, policy: FunctionPolicy, actor_inputs: ActorInputs) -> None:
-        program = policy.program(actor_inputs)
-        self._actor_inputs = actor_inputs
+    def __init__(self, policy: FunctionPolicy, inputs: ActorInputs) -> None:
+        program = policy.program(inputs)
+        self._rollout = inputs
         self._step = program.step
         self._plain = program.plain
         self._finish = policy.finish
-        self._params = program.params(actor_inputs.params)
-        self._recurrent = actor_inputs.policy_state
-        self._inputs, self._others, _ = program.inputs(actor_inputs)
-        # a call that returns a state would commit it to the buffer's device, and compile again for that
+        self._params = program.params(inputs.params)
+        self._recurrent = inputs.policy_state
+        self._inputs, self._others, _ = program.inputs(inputs)
+        # A call that returns a state would commit it to the buffer's device, and JAX would compile again for that.
         self._buffer = self._inputs.argument(self._params) if self._plain else self._inputs.buffer
-        self._noise: Any = [None] * actor_inputs.length if actor_inputs.noise is None else actor_inputs.noise.numpy()
+        self._noise: Any = [None] * inputs.length if inputs.noise is None else inputs.noise.numpy()
         self._fields = program.fields
-        self._words = np.empty((actor_inputs.length, actor_inputs.num_envs, self._fields[-1].stop), np.int32)
+        self._words = np.empty((inputs.length, inputs.num_envs, self._fields[-1].stop), np.int32)
         action = self._fields[0]
         self._scalar = not action.shape and np.dtype(action.dtype) == np.int32
 
+    @override
     def running(self) -> contextlib.AbstractContextManager[Any]:
-        """Nothing is needed."""
         return contextlib.nullcontext()
 
+    @override
     def act(self, t: int) -> Any:
-        """The action [P, ...] of step `t`."""
         self._inputs.fill(self._noise[t])
         if self._plain:
             packed = self._step(self._params, self._buffer)
@@ -178,13 +164,72 @@ class JaxActor:
         self._words[t] = words = np.asarray(packed)
         return words[:, 0] if self._scalar else self._fields[0].unpack(words)
 
+    @override
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
-        """Give these lanes their initial recurrent state."""
         if self._recurrent is not None:
-            mask = lane_mask(lanes, self._actor_inputs.num_envs).numpy()
-            self._recurrent = select_program()(mask, self._actor_inputs.initial_state, self._recurrent)
+            mask = lane_mask(lanes, self._rollout.num_envs).numpy()
+            self._recurrent = select_program()(mask, self._rollout.initial_state, self._recurrent)
 
+    @override
     def finish(self) -> tuple[Any, Columns]:
-        """The next policy state and every output, [T, P, ...]."""
         columns: Columns = {(field.name,): field.column(self._words) for field in self._fields}
-        return self._recurrent, self._finish(columns, self._actor_inputs.spec)
+        return self._recurrent, self._finish(columns, self._rollout.spec)
+
+
+class DeviceActor(Actor):
+    """Over Torch tensors on an accelerator: one jitted call per step, DLPack each way.
+
+    On the CPU an export to JAX costs more than the whole call, so there `JaxActor` reads NumPy rows. DLPack orders a
+    reader after the writer: the call waits for the observation, and Torch waits for the call when it reads the action.
+    So the environment's next step may write the observation's memory.
+    """
+
+    def __init__(self, policy: FunctionPolicy, inputs: ActorInputs) -> None:
+        jax = import_jax()
+        spec, stochastic = inputs.spec, inputs.stochastic
+
+        def step(params: Any, policy_state: Any, observation: Any, noise: Any, t: Any) -> tuple[Any, dict[str, Any]]:
+            drawn = None if noise is None else noise[t]
+            return policy.answer(spec, stochastic, params, policy_state, observation, drawn)
+
+        self._inputs = inputs
+        self._step = compiled(policy, ("device step", id(spec), stochastic), step)
+        self._finish = policy.finish
+        self._recurrent = inputs.policy_state
+        self._sources, self._structure = jax.tree.flatten(inputs.observation)
+        device = next(iter(self._observation()[0].devices()))
+        self._noise = None if inputs.noise is None else jax.device_put(inputs.noise.numpy(), device)
+        self._names: list[str] = []
+        self._recorder = Recorder(inputs.observation, inputs.length)
+        self._held: Any = None
+
+    def _observation(self) -> list[Any]:
+        return [jax_view(leaf.to(_NARROW.get(leaf.dtype, leaf.dtype))) for leaf in self._sources]
+
+    @override
+    def running(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.no_grad()
+
+    @override
+    def act(self, t: int) -> Tensor:
+        leaves = self._observation()
+        observation = import_jax().tree.unflatten(self._structure, leaves)
+        self._recurrent, outputs = self._step(self._inputs.params, self._recurrent, observation, self._noise, t)
+        if t == 0:
+            check_action(outputs["action"], self._inputs.spec, self._inputs.num_envs)
+            self._names = sorted(outputs)
+        tensors = {name: torch_view(outputs[name]) for name in self._names}
+        self._recorder.append(tuple(tensors.values()))
+        self._held = (leaves, outputs)  # until the next call is under way
+        return tensors["action"]
+
+    @override
+    def restart(self, lanes: Sequence[int] | Tensor) -> None:
+        if self._recurrent is not None:
+            mask = jax_view(lane_mask(lanes, self._inputs.num_envs).to(self._sources[0].device))
+            self._recurrent = select_program()(mask, self._inputs.initial_state, self._recurrent)
+
+    @override
+    def finish(self) -> tuple[Any, Columns]:
+        columns: Columns = dict(zip(((name,) for name in self._names), self._recorder.columns(), strict=True))
+        return self._recurrent, self._finish(columns, self._inputs.spec)

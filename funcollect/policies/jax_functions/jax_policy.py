@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from funcollect.arguments import check_arrays
 from funcollect.errors import PolicyError
@@ -25,20 +26,20 @@ def jax_policy(
 
     Args:
         apply: called under `jit` as ``apply(params, observation)`` with the batch dimension; `observation` is an array
-            [P, ...], a dict of them for a Dict space, a tuple for a Tuple space. Where it has a parameter `key`, it
-            also gets a fresh ``uint32[2]`` key by that name. It answers as a Torch module does (see `torch_policy`).
+            [P, ...], a dict of them for a Dict space, a tuple for a Tuple space. If it has a parameter `key`, it also
+            gets a fresh ``uint32[2]`` key by that name. It returns what a Torch module does (see `torch_policy`).
         params: a pytree of arrays.
         head: one of `funcollect.heads`.
         initial_state: makes the policy recurrent: the state of one environment at the start of an episode, a pytree
             without a batch dimension. The call is then ``apply(params, observation, state) -> (answer, next_state)``.
 
-    `apply` is compiled, over every environment: what else it reads, from attributes, global variables or a closure,
-    stays as it was when it was compiled. Whatever is to change goes into `params`.
+    `apply` is compiled. Whatever else it reads (attributes, global variables, a closure) keeps the value that it had
+    then, so pass what changes in `params`.
 
     Raises:
         TypeError: for something that cannot be called, or a head that is none.
 
-    A rollout raises PolicyError where a variable that `apply` closes over has been set since it was compiled.
+    A rollout raises PolicyError if a variable that `apply` closes over has been set since it was compiled.
 
     >>> import jax.numpy as jnp, funcollect as fc
     >>> policy = jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=fc.heads.categorical)
@@ -66,9 +67,10 @@ class JaxPolicy(FunctionPolicy):
         self.params = params
         self._prepared: tuple[list[Any], Any] | None = None
         self._cells = _cells_of(apply)
-        self._closed_over: list[Any] | None = None  # what was in them at the first rollout
+        self._closed_over: list[Any] | None = None  # their contents at the first rollout
 
-    def prepare(self, params: Any) -> Any:
+    @override
+    def prepare(self, params: Any, /) -> Any:
         """Parameters on the device, once per version; None stands for the policy's own, read at each rollout.
 
         Raises:
@@ -100,7 +102,7 @@ class JaxPolicy(FunctionPolicy):
             )
 
     def _check_params(self, params: Any) -> None:
-        own, given = _shapes(self.params), _shapes(params)
+        own, given = ({name: np.shape(leaf) for name, leaf in _named(tree).items()} for tree in (self.params, params))
         if own != given:
             differing = sorted(key for key in own.keys() | given.keys() if own.get(key) != given.get(key))
             raise ValueError(
@@ -110,22 +112,20 @@ class JaxPolicy(FunctionPolicy):
 
     def state_dict(self, params: Any = None) -> dict[str, Tensor]:
         """A copy of `params`, or of the policy's own, by path."""
-        tree = import_jax().tree_util
-        leaves = tree.tree_leaves_with_path(self.params if params is None else params)
-        return {tree.keystr(path): torch.from_numpy(np.array(leaf)) for path, leaf in leaves}
+        leaves = _named(self.params if params is None else params)
+        return {name: torch.from_numpy(np.array(leaf)) for name, leaf in leaves.items()}
 
     def load(self, params: Any) -> None:
-        """Act with `params`, a pytree or what `state_dict` gave, from the next rollout on."""
+        """Act with `params`, a pytree or the result of `state_dict`, from the next rollout on."""
         self.params = self.prepare(self._tree(params))
 
     def _tree(self, params: Any) -> Any:
-        """A pytree like the policy's own from what `state_dict` gave; anything else as it is."""
-        tree = import_jax().tree_util
-        paths, treedef = tree.tree_flatten_with_path(self.params)
-        names = [tree.keystr(path) for path, _ in paths]
-        if not isinstance(params, Mapping) or set(params) != set(names) or not names:
+        """A pytree like the policy's own from the result of `state_dict`; anything else unchanged."""
+        own, jax = _named(self.params), import_jax()
+        if not isinstance(params, Mapping) or set(params) != set(own) or not own:
             return params
-        return tree.tree_unflatten(treedef, [import_jax().numpy.array(np.asarray(params[name])) for name in names])
+        leaves = [jax.numpy.array(np.asarray(params[name])) for name in own]
+        return jax.tree.unflatten(jax.tree.structure(self.params), leaves)
 
 
 def _cells_of(function: Any) -> list[tuple[str, Any]]:
@@ -144,10 +144,10 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    jax = import_jax()
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in leaves}
+def _named(tree: Any) -> dict[str, Any]:
+    """The leaves of a pytree by their paths."""
+    tools = import_jax().tree_util
+    return {tools.keystr(path): leaf for path, leaf in tools.tree_leaves_with_path(tree)}
 
 
 def _array(path: Any, leaf: Any) -> Any:
@@ -171,7 +171,7 @@ def _array(path: Any, leaf: Any) -> Any:
 
 
 def _is_same(one: Any, two: Any) -> bool:
-    """Whether what a closure holds has the same effect: the same object, or an equal number or string."""
+    """Whether two contents of a closure are the same object, or equal numbers or strings."""
     return one is two or (type(one) is type(two) and isinstance(one, (bool, int, float, str)) and one == two)
 
 

@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from funcollect.errors import PolicyError
+from funcollect.interop.bridge import jax_view
 from funcollect.interop.jax_setup import import_jax
-from funcollect.policies.actors.checks import check_action
-from funcollect.policies.jax_functions.packing import PackedInputs, PackedVector, layout, pack
+from funcollect.interop.memory import aligned
+from funcollect.policies.actors.checks import check_action, check_rows
 from funcollect.protocols import ActorInputs
 
-TracedCall = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]  # params, policy_state, observation, noise
+Words = npt.NDArray[np.int32]
+TracedCall = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]  # params, state, observation, noise or key
 
-PROBE = "what the head reads"  # NaN where that is, for a head without a log-probability that would show it
+PROBE = "what the head reads"  # an output that is NaN if the parameters are, for a head without a log-probability
+
+_LARGEST_VECTOR = 1 << 16  # floats
 
 
 class StepProgram:
     """The jitted step of a policy for one action space and number of lanes.
 
-    32-bit observations and the noise travel in one buffer; the others are arguments of their own. Small parameters
-    travel as one vector. A `plain` policy, with neither state nor other observations, is ``step(params, buffer)`` and
-    returns its packed outputs; any other is ``step(params, buffer, policy_state, others)`` and returns both.
+    32-bit observations and the noise travel in one buffer; others are arguments of their own. Small parameters travel
+    as one vector. A `plain` policy has neither a state nor other observations: its step is ``step(params, buffer)`` and
+    returns the packed outputs. Any other is ``step(params, buffer, policy_state, others)`` and returns both.
 
     Args:
         answer: the policy's traced step.
-        actor_inputs: any rollout of the kind: its shapes are what counts.
+        actor_inputs: any rollout of the kind, for its shapes.
     """
 
     def __init__(self, answer: TracedCall, actor_inputs: ActorInputs) -> None:
         jax = import_jax()
+        from jax.flatten_util import ravel_pytree
+
         noise = None if actor_inputs.noise is None else actor_inputs.noise[0].numpy()
         _, shapes = jax.eval_shape(
             answer, actor_inputs.params, actor_inputs.policy_state, actor_inputs.observation, noise
@@ -43,7 +53,8 @@ class StepProgram:
             raise PolicyError(f"the policy's action is {kind}, expected an array: return one")
         check_action(shapes["action"], actor_inputs.spec, actor_inputs.num_envs)
         self.fields = layout(shapes, actor_inputs.num_envs)
-        self._vector = PackedVector(actor_inputs.params)
+        self._unravel = _unravel(actor_inputs.params)
+        self._ravel = jax.jit(lambda params: ravel_pytree(params)[0])
         self._packed: tuple[Any, Any] | None = None
         inputs, _, treedef = self.inputs(actor_inputs)
         wide = [_is_word(leaf) for leaf in jax.tree.leaves(actor_inputs.observation)]
@@ -53,7 +64,8 @@ class StepProgram:
             leaves = [next(arrays) if word else next(rest) for word in wide]
             observation = jax.tree.unflatten(treedef, leaves)
             drawn = None if noise is None else next(arrays)
-            policy_state, outputs = answer(self._unpacked(params), policy_state, observation, drawn)
+            params = params if self._unravel is None else self._unravel(params)
+            policy_state, outputs = answer(params, policy_state, observation, drawn)
             return policy_state, pack(outputs, self.fields)
 
         self.plain = actor_inputs.policy_state is None and all(wide)
@@ -61,14 +73,11 @@ class StepProgram:
 
     def params(self, prepared: Any) -> Any:
         """The parameters as `step` takes them, laid out once per version."""
-        if not self._vector.worth_it:
+        if self._unravel is None:
             return prepared
         if self._packed is None or self._packed[0] is not prepared:
-            self._packed = (prepared, self._vector.pack(prepared))
+            self._packed = (prepared, self._ravel(prepared))
         return self._packed[1]
-
-    def _unpacked(self, params: Any) -> Any:
-        return self._vector.unpack(params) if self._vector.worth_it else params
 
     def inputs(self, actor_inputs: ActorInputs) -> tuple[PackedInputs, list[npt.NDArray[Any]], Any]:
         """The buffer of a rollout, the observation's leaves that travel beside it, and its structure."""
@@ -76,6 +85,18 @@ class StepProgram:
         noise = [] if actor_inputs.noise is None else [actor_inputs.noise[0].numpy()]
         others = [leaf for leaf in leaves if not _is_word(leaf)]
         return PackedInputs([leaf for leaf in leaves if _is_word(leaf)], noise), others, treedef
+
+
+def _unravel(params: Any) -> Callable[[Any], Any] | None:
+    """The function from one vector to the parameters; None if they are not all float32, or too large for it to pay."""
+    from jax.flatten_util import ravel_pytree
+
+    leaves = import_jax().tree.leaves(params)
+    small = len(leaves) > 1 and sum(math.prod(np.shape(leaf)) for leaf in leaves) <= _LARGEST_VECTOR
+    if not small or any(getattr(leaf, "dtype", None) != np.float32 for leaf in leaves):
+        return None
+    unravel: Callable[[Any], Any] = ravel_pytree(params)[1]
+    return unravel
 
 
 def _is_word(leaf: Any) -> bool:
@@ -93,3 +114,107 @@ def select_program() -> Callable[[Any, Any, Any], Any]:
     return jax.jit(  # type: ignore[no-any-return]
         lambda mask, chosen, other: jax.tree.map(lambda one, two: pick(mask, one, two), chosen, other)
     )
+
+
+@dataclass(frozen=True)
+class OutputField:
+    """The place of one output among the words of a row."""
+
+    name: str
+    shape: tuple[int, ...]  # of one lane
+    dtype: Any  # as the policy returned it
+    start: int
+    stop: int
+
+    def unpack(self, words: Words) -> npt.NDArray[Any]:
+        """The output [..., *shape] from words [..., width], in memory of its own."""
+        dtype = np.dtype(self.dtype)
+        part = words[..., self.start : self.stop].copy()
+        values: npt.NDArray[Any] = part.view(_carrier(dtype)).reshape(*words.shape[:-1], *self.shape)
+        return values.astype(np.float32 if dtype.kind == "V" else dtype, copy=False)
+
+    def column(self, words: Words) -> torch.Tensor:
+        """The output as a tensor of the dtype that the policy returned; NumPy itself lacks bfloat16."""
+        values = torch.from_numpy(self.unpack(words))
+        return values.bfloat16() if np.dtype(self.dtype).name == "bfloat16" else values
+
+
+def _carrier(dtype: Any) -> Any:
+    """The 32- or 64-bit dtype in which values of `dtype` travel without loss."""
+    dtype = np.dtype(dtype)
+    if dtype.itemsize == 8:
+        return dtype
+    if dtype.kind in "fV":
+        return np.float32  # bfloat16 is of kind V
+    return np.uint32 if dtype == np.uint32 else np.int32
+
+
+def layout(outputs: Mapping[str, Any], num_envs: int) -> tuple[OutputField, ...]:
+    """The fields of a row, the action first, for outputs whose arrays (or their shapes) begin with P.
+
+    Raises:
+        PolicyError: for an output without a row per environment.
+    """
+    fields: list[OutputField] = []
+    start = 0
+    for name in sorted(outputs, key=lambda name: (name != "action", name)):
+        check_rows(name, outputs[name], num_envs)
+        shape = outputs[name].shape
+        if np.dtype(outputs[name].dtype).kind == "c":
+            raise PolicyError(f"the policy's output {name!r} is complex, expected real numbers: return two outputs")
+        words = math.prod(shape[1:]) * np.dtype(_carrier(outputs[name].dtype)).itemsize // 4
+        fields.append(OutputField(name, shape[1:], outputs[name].dtype, start, start + words))
+        start += words
+    return tuple(fields)
+
+
+def pack(outputs: Mapping[str, Any], fields: tuple[OutputField, ...]) -> Any:
+    """The outputs as int32 words [P, width], so that one read-back brings all of them to the host; traced."""
+    jax = import_jax()
+    parts = []
+    for field in fields:
+        value = outputs[field.name].astype(_carrier(field.dtype))
+        words = value if value.dtype == np.int32 else jax.lax.bitcast_convert_type(value, np.int32)
+        parts.append(words.reshape(value.shape[0], -1))
+    return jax.numpy.concatenate(parts, -1)
+
+
+class PackedInputs:
+    """Arrays of 32-bit words that a jitted call reads, side by side in one buffer: one transfer instead of several.
+
+    `sources` are read at each step, always in the same memory; `noise` is that of one step, if there is any.
+    """
+
+    def __init__(self, sources: Sequence[npt.NDArray[Any]], noise: Sequence[npt.NDArray[Any]]) -> None:
+        arrays = [*sources, *noise]
+        ends = list(itertools.accumulate((array.size for array in arrays), initial=0))
+        self.buffer = aligned((ends[-1],), np.dtype(np.int32))
+        self._layout = [
+            (slice(start, end), array.shape, array.dtype)
+            for array, (start, end) in zip(arrays, itertools.pairwise(ends), strict=True)
+        ]
+        views = [self.buffer[where].view(dtype).reshape(shape) for where, shape, dtype in self._layout]
+        self._copies = list(zip(views, sources, strict=False))
+        self._noise = views[len(sources) :]
+
+    def fill(self, noise: npt.NDArray[Any] | None) -> None:
+        """Copy the current contents of the sources, and this step's noise, into the buffer."""
+        for view, source in self._copies:
+            view[...] = source
+        for view in self._noise:
+            view[...] = noise
+
+    def argument(self, params: Any) -> Any:
+        """The buffer as a call with `params` takes it, over its own memory, which is filled again after the call.
+
+        As an array of JAX it costs a microsecond or two less than as NumPy's, but stays on its device: the first CPU.
+        """
+        jax = import_jax()
+        home = set(jax.local_devices(backend="cpu")[:1])
+        here = jax.default_backend() == "cpu" and all(leaf.devices() == home for leaf in jax.tree.leaves(params))
+        return jax_view(torch.from_numpy(self.buffer)) if here else self.buffer
+
+    def unpack(self, buffer: Any) -> list[Any]:
+        """The arrays; traced."""
+        bitcast = import_jax().lax.bitcast_convert_type
+        return [bitcast(buffer[where], dtype).reshape(shape) for where, shape, dtype in self._layout]

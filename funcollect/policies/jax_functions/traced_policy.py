@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,15 +10,14 @@ from gymnasium import spaces
 
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
-from funcollect.keys import Noise
 from funcollect.policies.actors.actor import split_answer
 from funcollect.policies.actors.checks import check_action, check_rows
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy, jax_noise
-from funcollect.policies.random_policy import MASK_KEY, RandomPolicy
+from funcollect.policies.jax_functions.program import TracedCall
+from funcollect.policies.numerics import encode_choices, jax_numerics
+from funcollect.policies.random_policy import RandomPolicy, action_mask, draw_box
 from funcollect.protocols import Exploration, Policy, is_policy
 from funcollect.specs import ActionSpec, ExplorationType
-
-TracedCall = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]  # params, policy_state, observation, key
 
 
 def is_traceable(policy: Policy) -> bool:
@@ -45,13 +42,14 @@ def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_t
         TypeError: for a policy that cannot be traced.
     """
     check_traceable(policy)
-    if isinstance(policy, RandomPolicy):
-        return partial(_random_answer, spec, num_envs)
+    jax = import_jax()
     noise = policy.noise(spec)
     stochastic = exploration_type is ExplorationType.RANDOM
 
     def answer(params: Any, policy_state: Any, observation: Any, key: Any) -> tuple[Any, dict[str, Any]]:
-        drawn = _draw(noise, key, num_envs)
+        if isinstance(policy, RandomPolicy):
+            return policy_state, {"action": traced_random(spec, key, observation, num_envs)[0]}
+        drawn = key if noise is not None and noise.kind == "key" else jax_noise(noise, key, num_envs)
         if isinstance(policy, FunctionPolicy):
             policy_state, outputs = policy.answer(spec, stochastic, params, policy_state, observation, drawn)
         else:
@@ -61,40 +59,31 @@ def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_t
         check_action(outputs["action"], spec, num_envs)
         for name, output in outputs.items():
             check_rows(name, output, num_envs)
-            _check_numbers(name, output)
+            if jax.numpy.issubdtype(output.dtype, jax.dtypes.prng_key):
+                raise PolicyError(
+                    f"the policy's output {name!r} is typed PRNG keys, expected numbers: return jax.random.key_data of "
+                    "them"
+                )
         return policy_state, outputs
 
     return answer
 
 
-def _check_numbers(name: str, output: Any) -> None:
-    jax = import_jax()
-    if jax.numpy.issubdtype(output.dtype, jax.dtypes.prng_key):
-        raise PolicyError(
-            f"the policy's output {name!r} is typed PRNG keys, expected numbers: return jax.random.key_data of them"
-        )
-
-
-def _random_answer(
-    spec: ActionSpec, num_envs: int, params: Any, policy_state: Any, observation: Any, key: Any
-) -> tuple[Any, dict[str, Any]]:
-    return policy_state, {"action": traced_random(spec, key, observation, num_envs)[0]}
-
-
-def _draw(noise: Noise | None, key: Any, num_envs: int) -> Any:
-    return key if noise is not None and noise.kind == "key" else jax_noise(noise, key, num_envs)
-
-
 def traced_random(spec: ActionSpec, key: Any, observation: Any, num_envs: int) -> tuple[Any, Any]:
-    """Random actions [P, ...], drawn as `RandomPolicy` draws them, and their log-probabilities [P]."""
+    """Random actions [P, ...], distributed as those of `RandomPolicy`, and their log-probabilities [P]."""
     jax = import_jax()
     if spec.categories:
-        return _choices(spec, key, observation, num_envs)
+        return _choices(spec, key, action_mask(observation, spec), num_envs)
     shape = (num_envs, *spec.shape)
     if isinstance(spec.space, spaces.MultiBinary):
         action = jax.random.bernoulli(key, 0.5, shape).astype(jax.numpy.int32)
         return action, jax.numpy.full(num_envs, -math.prod(spec.shape) * math.log(2))
-    return _integers(spec.space, key, shape) if spec.space.dtype.kind in "iu" else _box(spec.space, key, shape)  # type: ignore[union-attr]
+    space: Any = spec.space
+    if space.dtype.kind in "iu":
+        return _integers(space, key, shape)
+    uniform = jax.random.uniform(key, shape, minval=np.finfo(np.float32).tiny)
+    action, density = draw_box(jax.numpy, space, uniform, jax.random.normal(key, shape))
+    return action, density.reshape(num_envs, -1).sum(-1)
 
 
 def match_log_prob(log_prob: Any, like: Any) -> Any:
@@ -104,27 +93,17 @@ def match_log_prob(log_prob: Any, like: Any) -> Any:
     return import_jax().numpy.broadcast_to(shares, like.shape).astype(like.dtype)
 
 
-def _choices(spec: ActionSpec, key: Any, observation: Any, num_envs: int) -> tuple[Any, Any]:
+def _choices(spec: ActionSpec, key: Any, mask: Any, num_envs: int) -> tuple[Any, Any]:
     jax = import_jax()
     jnp = jax.numpy
-    mask = _mask(observation, spec)
     if mask is None:
         chosen = jax.random.randint(key, (num_envs, len(spec.categories)), 0, jnp.array(spec.categories))
         log_prob = jnp.full(num_envs, -sum(map(math.log, spec.categories)), jnp.float32)
     else:
-        chosen = jax.random.categorical(key, jnp.where(mask, 0.0, -jnp.inf))[:, None]
-        log_prob = -jnp.log(mask.sum(-1).astype(jnp.float32))
-    if spec.one_hot:
-        hot = [jax.nn.one_hot(chosen[:, i], n, dtype=jnp.int32) for i, n in enumerate(spec.categories)]
-        return jnp.concatenate(hot, -1), log_prob
-    return chosen.reshape(num_envs, *spec.shape) + jnp.asarray(spec.start), log_prob
-
-
-def _mask(observation: Any, spec: ActionSpec) -> Any:
-    if not isinstance(observation, Mapping) or not isinstance(spec.space, spaces.Discrete):
-        return None
-    mask = observation.get(MASK_KEY)
-    return None if mask is None or mask.shape[1:] != (int(spec.space.n),) else mask.astype(bool)
+        allowed = mask.astype(bool)
+        chosen = jax.random.categorical(key, jnp.where(allowed, 0.0, -jnp.inf))[:, None]
+        log_prob = -jnp.log(allowed.sum(-1).astype(jnp.float32))
+    return encode_choices(jax_numerics(), list(chosen.T), spec), log_prob
 
 
 def _integers(space: Any, key: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
@@ -135,20 +114,3 @@ def _integers(space: Any, key: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
     high = np.clip(space.high.astype(np.int64) + 1, low + 1, limits.max)
     action = jax.random.randint(key, shape, low.astype(np.int32), high.astype(np.int32))
     return action, jax.numpy.full(shape[0], -np.log(high - low).sum(), np.float32)
-
-
-def _box(space: Any, key: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Bounded components uniform; others normal, or exponential from the side that is bounded."""
-    jax = import_jax()
-    jnp = jax.numpy
-    low, high = space.low.astype(np.float32), space.high.astype(np.float32)
-    below, above = np.isfinite(low), np.isfinite(high)
-    uniform = jax.random.uniform(key, shape, minval=np.finfo(np.float32).tiny)
-    tail, normal = -jnp.log(uniform), jax.random.normal(key, shape)
-    width = np.where(below & above, high - np.where(above, low, 0), 1)
-    inside = np.where(below & above, low, 0) + uniform * width
-    unbounded = jnp.where(below, low + tail, jnp.where(above, high - tail, normal))
-    action = jnp.where(below & above, inside, unbounded)
-    one_sided = jnp.where(below | above, -tail, -0.5 * normal**2 - 0.5 * math.log(2 * math.pi))
-    density = jnp.where(below & above, -np.log(width), one_sided)
-    return action, density.reshape(shape[0], -1).sum(-1)

@@ -3,106 +3,81 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict.nn import set_interaction_type
 from torch import Tensor
+from typing_extensions import override
 
 from funcollect.errors import PolicyError
 from funcollect.keys import torch_generator
 from funcollect.policies.actors.actor import Recorder, lane_mask
 from funcollect.policies.actors.checks import check_action, check_tensor, finish_columns
 from funcollect.policies.tensordict_modules.calling import (
+    INIT,
     batched,
     by_path,
     check_hidden,
     may_be_read,
     names_of,
     outputs_of,
+    reads_what_it_wrote,
     run_module,
 )
-from funcollect.policies.tensordict_modules.hidden_states import INIT
 from funcollect.policies.tensordict_modules.parts import EquivalenceCheck, Part, Values, plain_parts
 from funcollect.policies.torch_backed import TorchPolicyState
-from funcollect.protocols import ActorInputs, Columns
+from funcollect.protocols import Actor, ActorInputs, Columns
 from funcollect.specs import RESERVED
 from funcollect.tree import Path, key_of, select
+
+if TYPE_CHECKING:
+    from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 
 _WORTH_WATCHING = 16  # steps of a rollout, below which the parts of a policy are not looked at
 
 
-class TensorDictActor:
-    """One TensorDict per step, as the module wants it, or none where its parts alone do as well.
+class TensorDictActor(Actor):
+    """Calls the module on one TensorDict per step, or its parts without a TensorDict if they return the same."""
 
-    Args:
-        actor_inputs: what the loop gives every actor.
-        module: the user's, bound to the rollout's parameters.
-        device: where it runs; None for where it is.
-        reads_init: whether it reads ``is_init``.
-        written: by the path of each hidden state, that of its next value.
-        carries: whether it may read what it wrote at the step before.
-    """
-
-    def __init__(
-        self,
-        actor_inputs: ActorInputs,
-        module: Callable[..., Any],
-        device: torch.device | None,
-        *,
-        reads_init: bool,
-        written: Mapping[Path, Path],
-        carries: bool,
-    ) -> None:
-        self._actor_inputs, self._module, self._device = actor_inputs, module, device
-        self._generator = actor_inputs.policy_state.generator.clone()
-        self._inputs = by_path(actor_inputs.observation)
-        self._hidden: dict[Path, Tensor] = dict(actor_inputs.policy_state.recurrent or {})
-        self._carried: dict[Path, Tensor] = dict(actor_inputs.policy_state.carried or {})
-        self._written_to, self._carries = written, carries
-        self._single = actor_inputs.single
-        self._never = torch.zeros(actor_inputs.num_envs, 1, dtype=torch.bool)
-        self._first = self._never if reads_init and INIT not in self._inputs else None
+    def __init__(self, policy: TensorDictPolicy, inputs: ActorInputs) -> None:
+        self._rollout, self._single = inputs, inputs.single
+        self._module, self._device = policy.bound(inputs.params), policy.device
+        self._generator = inputs.policy_state.generator.clone()
+        self._inputs = by_path(inputs.observation)
+        self._hidden: dict[Path, Tensor] = dict(inputs.policy_state.recurrent or {})
+        self._carried: dict[Path, Tensor] = dict(inputs.policy_state.carried or {})
+        self._written_to, self._carries = policy.written, reads_what_it_wrote(policy.module)
+        self._never = torch.zeros(inputs.num_envs, 1, dtype=torch.bool)
+        self._first = self._never if policy.reads_init and INIT not in self._inputs else None
         self._names: list[Path] = []
-        self._stateful = carries or bool(self._hidden) or self._first is not None
-        self._recorder = Recorder(actor_inputs.observation, actor_inputs.length, always_copy=self._stateful)
-        self._parts = self._plain_parts()
+        self._stateful = self._carries or bool(self._hidden) or self._first is not None
+        self._recorder = Recorder(inputs.observation, inputs.length, always_copy=self._stateful)
+        # Parts without a TensorDict need a policy that samples, has no hidden states, and runs long enough to pay.
+        short = inputs.length < _WORTH_WATCHING
+        whole = self._device is not None or self._stateful or not inputs.stochastic or short
+        self._parts = None if whole else plain_parts(self._module)
         self._values: Values = {}
 
     def _given(self) -> dict[Path, Tensor]:
-        """What the module reads besides the observation and does not write; recorded, as what it writes."""
+        """What the module reads besides the observation and does not write. It is recorded like the outputs."""
         hidden = {path: leaf for path, leaf in self._hidden.items() if self._written_to[path] != path}
         return hidden if self._first is None else {**hidden, INIT: self._first}
 
     def _read(self) -> dict[Path, Tensor]:
-        """All that the module finds in its TensorDict."""
+        """Everything that the module finds in its TensorDict."""
         return {**self._inputs, **self._carried, **self._hidden, **self._given()}
 
-    def _plain_parts(self) -> list[Part] | None:
-        """The parts that may be called without a TensorDict: of a policy without hidden states that samples."""
-        actor_inputs = self._actor_inputs
-        if (
-            self._device is not None
-            or self._stateful
-            or not actor_inputs.stochastic
-            or actor_inputs.length < _WORTH_WATCHING
-        ):
-            return None
-        return plain_parts(self._module)
-
+    @override
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """No gradients, the asked interaction type, and the global generator running from the policy's state."""
-        with (
-            torch.no_grad(),
-            set_interaction_type(self._actor_inputs.exploration.type),
-            torch_generator(self._generator),
-        ):
+        exploration = self._rollout.exploration.type
+        with torch.no_grad(), set_interaction_type(exploration), torch_generator(self._generator):
             yield
 
+    @override
     def act(self, t: int) -> Any:
-        """The action [P, ...] of step `t`."""
         if t == 0:
             written = self._begin()
         elif self._parts is not None:
@@ -110,8 +85,8 @@ class TensorDictActor:
         else:
             written = self._written(t)
         action = batched(written[self._action_at]) if self._single else written[self._action_at]
-        if t == 0 or action.shape[1:] != self._actor_inputs.spec.shape:
-            check_action(action, self._actor_inputs.spec, self._actor_inputs.num_envs)
+        if t == 0 or action.shape[1:] != self._rollout.spec.shape:
+            check_action(action, self._rollout.spec, self._rollout.num_envs)
             check_tensor(action)
         if self._stateful:
             given = self._given().values()
@@ -122,7 +97,7 @@ class TensorDictActor:
         return action
 
     def _begin(self) -> tuple[Tensor, ...]:
-        """The first step, which fixes what is recorded: outputs as the module gives them, [P, ...] or [...] of one."""
+        """The first step, which fixes what is recorded: the outputs, [P, ...], or [...] for a single environment."""
         inputs = self._read()
 
         def run() -> dict[Path, Any]:
@@ -177,30 +152,30 @@ class TensorDictActor:
             raise PolicyError(f"the policy wrote {taken}, keys that a batch uses itself: rename these out_keys")
         check_hidden(outputs, self._hidden, self._written_to)
 
+    @override
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
-        """Give these lanes their initial hidden states, zeros for what is carried, and say so in ``is_init``."""
+        """Set these lanes' hidden states to their initial ones, other carried keys to zero, and ``is_init`` to True."""
         if not self._stateful:
             return
-        mask = lane_mask(lanes, self._actor_inputs.num_envs)
+        mask = lane_mask(lanes, self._rollout.num_envs)
         if self._first is not None:
             self._first = self._first | mask[:, None]
         for path, leaf in self._hidden.items():
-            initial = self._actor_inputs.initial_state.recurrent[path].to(leaf.device)
+            initial = self._rollout.initial_state.recurrent[path].to(leaf.device)
             self._hidden[path] = select(mask.to(leaf.device), initial, leaf)
         for path, leaf in self._carried.items():
             self._carried[path] = select(mask.to(leaf.device), torch.zeros_like(leaf), leaf)
 
+    @override
     def finish(self) -> tuple[TorchPolicyState, Columns]:
-        """The next policy state and every output, [T, P, ...]."""
-        names = [*self._names, *self._given()]
         recorded = self._recorder.columns()
-        columns = dict(
-            zip(names, [column.unsqueeze(1) for column in recorded] if self._single else recorded, strict=True)
-        )
+        if self._single:
+            recorded = [column.unsqueeze(1) for column in recorded]
+        columns = dict(zip([*self._names, *self._given()], recorded, strict=True))
         if self._first is not None:
             columns["next", *INIT] = torch.zeros_like(columns[INIT])
         hidden, carried = (
             {path: leaf.clone() for path, leaf in each.items()} for each in (self._hidden, self._carried)
         )
         state = TorchPolicyState(hidden or None, self._generator, carried or None)
-        return state, finish_columns(columns, self._actor_inputs.spec, ties=True)
+        return state, finish_columns(columns, self._rollout.spec, ties=True)

@@ -1,4 +1,7 @@
-"""How a module is called on a TensorDict, and what it wrote."""
+"""How a module is called on a TensorDict: what it reads, what it wrote, and the hidden states that it carries as keys.
+
+A module that carries a hidden state reads `key` and writes ``("next", key)``, or it reads and writes `key` itself.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,39 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, nn
 
+from funcollect.arguments import check_arrays
 from funcollect.errors import PolicyError
-from funcollect.policies.tensordict_modules.hidden_states import paths
+from funcollect.keys import generator_state, torch_generator
 from funcollect.tree import Path, flatten, nest, to_tensordict
+
+_KEEP_STATES = ("OrnsteinUhlenbeckProcessModule", "MultiStepActorWrapper")  # of TorchRL, beside their in_keys
+_KNOWN = ("tensordict", "torchrl")
+
+INIT: Path = ("is_init",)  # True at the first step of a trajectory, as in TorchRL's InitTracker
+
+
+def reads(module: Any) -> list[Path]:
+    """The paths of a module's in_keys; empty for a function."""
+    return _paths(getattr(module, "in_keys", None))
+
+
+def _paths(keys: Iterable[Any] | None) -> list[Path]:
+    return [key if isinstance(key, tuple) else (key,) for key in keys or ()]
+
+
+def _writes(module: Any) -> list[Path]:
+    return _paths(getattr(module, "out_keys", None))
 
 
 def run_module(
     module: Callable[..., Any], inputs: Mapping[Path, Tensor], device: torch.device | None, *, single: bool = False
 ) -> TensorDictBase:
-    """What the module returns for a TensorDict of its own.
+    """Call the module with a TensorDict of copies of `inputs` [P, ...], on `device` or where they are.
 
-    Args:
-        module: called with a TensorDict [P], or [] for a `single` environment, which has no batch dimension.
-        inputs: the leaves, each [P, ...].
-        device: where the TensorDict lies; None for where the leaves are.
-        single: whether to take away the batch dimension; the answer has none either.
+    For a `single` environment, the TensorDict and the answer have no batch dimension.
     """
     own = {path: (leaf[0] if single else leaf).clone() for path, leaf in inputs.items()}
     batch_size = () if single else tuple(next(iter(inputs.values())).shape[:1])
@@ -31,7 +50,7 @@ def run_module(
     try:
         answer = module(given)
     except KeyError as error:
-        wanted = paths(getattr(module, "in_keys", ()))
+        wanted = reads(module)
         if all(path in inputs for path in wanted):
             raise
         raise PolicyError(
@@ -45,7 +64,7 @@ def run_module(
 
 
 def outputs_of(answer: TensorDictBase, read: Container[Path], *, single: bool = False) -> dict[Path, Any]:
-    """What stands in a policy's answer beside what it `read`, each [P, ...]."""
+    """The leaves of a policy's answer that it did not `read`, each [P, ...]."""
     outputs = {path: leaf for path, leaf in flatten(answer).items() if path not in read}
     return {path: batched(leaf) for path, leaf in outputs.items()} if single else outputs
 
@@ -56,17 +75,14 @@ def batched(leaf: Any) -> Any:
 
 
 def may_be_read(path: Path) -> bool:
-    """Whether a policy finds at its next step what it wrote there, if no hidden state is: all but the action."""
+    """Whether a policy without declared hidden states finds this output at its next step: all but the action."""
     return path[0] != "next" and path != ("action",)
 
 
 def check_hidden(outputs: Mapping[Path, Any], hidden: Mapping[Path, Tensor], written: Mapping[Path, Path]) -> None:
-    """Raise PolicyError unless each hidden state stands in `outputs` where it is written, in the shape that was read.
+    """Raise PolicyError unless `outputs` hold the next value of each hidden state, in the shape that was read.
 
-    Args:
-        outputs: by path.
-        hidden: the hidden states that were read.
-        written: by the path of each, that of its next value.
+    `written` maps the path of each hidden state to the path of its next value.
     """
     for path, leaf in hidden.items():
         got = getattr(outputs.get(written[path]), "shape", None)
@@ -84,16 +100,101 @@ def names_of(paths: Iterable[Path]) -> list[str]:
 
 def by_path(observation: Any) -> dict[Path, Any]:
     """The leaves of an observation, in a space's structure, by their keys in a batch."""
-    return flatten(_as_mapping(observation))
-
-
-def _as_mapping(observation: Any) -> dict[str, Any]:
-    if isinstance(observation, dict):
-        return {name: _open(value) for name, value in observation.items()}
-    return {"observation": _open(observation)}
+    opened = _open(observation)
+    return flatten(opened if isinstance(observation, dict) else {"observation": opened})
 
 
 def _open(value: Any) -> Any:
+    """Nested dicts, with a tuple's parts under their numbers."""
     if isinstance(value, tuple):
-        return {str(index): _open(part) for index, part in enumerate(value)}
-    return _as_mapping(value) if isinstance(value, dict) else value
+        value = {str(index): part for index, part in enumerate(value)}
+    return {name: _open(part) for name, part in value.items()} if isinstance(value, dict) else value
+
+
+def written_by(module: Any, path: Path) -> Path:
+    """The path under which `module` writes the next value of the hidden state that it reads as `path`."""
+    writes = _writes(module)
+    return path if path in writes and ("next", *path) not in writes else ("next", *path)
+
+
+def reads_what_it_wrote(module: Any) -> bool:
+    """Whether a policy may read what it wrote at the step before, without declaring it.
+
+    Modules of tensordict and TorchRL read their in_keys only, except those that keep a state of their own. Functions of
+    a TensorDict, and other libraries' modules, may read any key.
+    """
+    if not isinstance(module, nn.Module):
+        return True
+    kinds = [type(part) for part in module.modules() if isinstance(part, TensorDictModuleBase)]
+    return not isinstance(module, TensorDictModuleBase) or any(
+        kind.forward.__module__.partition(".")[0] not in _KNOWN
+        or any(base.__name__ in _KEEP_STATES for base in kind.__mro__)
+        for kind in kinds
+    )
+
+
+def initial_hidden_states(
+    module: Any, given: Mapping[Any, Any] | None, defaults: Mapping[Path, Tensor] | None = None
+) -> dict[Path, Tensor]:
+    """The value of each hidden state of `module` at the start of an episode, in one environment.
+
+    `given` is what the user passed, nested or by key; it goes before what the module's own parts provide with
+    `make_tensordict_primer`, as TorchRL's LSTMModule does, and this before `defaults`. A state that is written under
+    ``next`` has to have a value. A key that the module reads and writes is a state only if its value is known;
+    otherwise it may be an observation that the module replaces.
+
+    Raises:
+        ValueError: for a state without a value, or a given one that the policy does not carry.
+    """
+    given_states = {} if given is None else _flat(given)
+    read, written = reads(module), _writes(module)
+    hidden = sorted(path[1:] for path in written if path[0] == "next" and path[1:] in read)
+    if not written:
+        hidden = sorted(given_states)
+    same_key = {path for path in written if path in read} - set(hidden)
+    if unknown := sorted(set(given_states) - set(hidden) - same_key):
+        raise ValueError(
+            f"initial_state holds {unknown}, the policy carries {sorted({*hidden, *same_key})}: name keys that it "
+            "reads and writes, under 'next' or as they are"
+        )
+    known = {**(defaults or {}), **_primed(module), **given_states}
+    if missing := [path for path in hidden if path not in known]:
+        name = missing[0][0] if len(missing[0]) == 1 else missing[0]
+        raise ValueError(
+            f"the policy reads {name!r} and writes it under 'next', so it carries it from step to step, and nothing "
+            "says what an episode begins with: use funcollect.tensordict_policy(policy, initial_state={"
+            f"{name!r}: torch.zeros(...)}}), without a batch dimension, or give the module a make_tensordict_primer"
+        )
+    return {path: known[path] for path in [*hidden, *sorted(same_key & known.keys())]}
+
+
+def _flat(given: Mapping[Any, Any]) -> dict[Path, Tensor]:
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"initial_state is {type(given).__name__}, expected a dict of tensors by key: pass for example "
+            "{'hidden': torch.zeros(8)}"
+        )
+    by_path = {key: value for key, value in given.items() if isinstance(key, tuple)}
+    nested = {key: value for key, value in given.items() if not isinstance(key, tuple)}
+    states = {**flatten(nested), **by_path}
+    check_arrays("initial_state", [*states.values()])
+    return {path: torch.as_tensor(value) for path, value in states.items()}
+
+
+def _primed(module: Any) -> dict[Path, Tensor]:
+    """The values that the primers of the module's parts fill in."""
+    values: dict[Path, Tensor] = {}
+    for part in module.modules() if isinstance(module, nn.Module) else ():
+        make = getattr(part, "make_tensordict_primer", None)
+        if make is None:
+            continue
+        generator = generator_state(0)
+        with torch_generator(generator):
+            filled = make()(TensorDict({}, batch_size=[]))
+        if not torch.equal(generator, generator_state(0)):
+            raise ValueError(
+                f"{type(part).__name__} draws at random what an episode begins with, expected a fixed state: pass "
+                "funcollect.tensordict_policy(policy, initial_state={...}), or leave that part out"
+            )
+        values |= flatten(filled)
+    return values

@@ -1,8 +1,8 @@
 """The parts of a `TensorDictSequential` called one after another on a plain dict: the same answers, in half the time.
 
-A TensorDict costs more than a small network at each step. So where a policy is a sequence of plain `TensorDictModule`s
-and `ProbabilisticTensorDictModule`s, a rollout's first step runs it as it is and watches; where the parts, called
-directly, give the same bits from the same draws, the other steps call them directly.
+A TensorDict costs more than a small network at each step. So for a sequence of plain `TensorDictModule`s and
+`ProbabilisticTensorDictModule`s, the first step of a rollout runs the policy as it is and records the calls. If the
+parts, called directly, give the same bits from the same random draws, the other steps call them directly.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Network:
         self._alone = self._writes[0] if len(self._writes) == 1 else None
 
     def run(self, values: Values, call: ModuleCall | None = None) -> None:
-        """Write the module's answers into `values`; `call` stands in for calling it."""
+        """Write the module's answers into `values`. `call` is used in place of calling the module."""
         arguments = tuple([values[key] for key in self._reads])
         answer = self.module(*arguments) if call is None else call(self.module, arguments)
         if self._alone is not None and isinstance(answer, Tensor):
@@ -60,7 +60,7 @@ class _Draw:
         self._log_prob = _key(part.log_prob_key) if part.return_log_prob else None
 
     def run(self, values: Values, call: ModuleCall | None = None) -> None:
-        """Sample, and score the sample where that was asked for."""
+        """Write a sample, and its log-probability if the module returns that."""
         distribution = self._distribution(values)
         draw = distribution.rsample if distribution.has_rsample else distribution.sample
         values[self._sample] = sample = draw()
@@ -90,15 +90,10 @@ def _parts(module: Any) -> Iterable[Part]:
         ]
     if forward is TensorDictModule.forward and isinstance(module.module, nn.Module):
         return [_Network(module)]
-    if _draws(module):
+    own = type(module).__module__.partition(".")[0] in ("tensordict", "torchrl")
+    if own and isinstance(module, ProbabilisticTensorDictModule) and len(module.dist_sample_keys) == 1:
         return [_Draw(module)]
     raise _NotPlainError
-
-
-def _draws(module: nn.Module) -> bool:
-    """Whether this is tensordict's or TorchRL's own, with one sample."""
-    own = type(module).__module__.partition(".")[0] in ("tensordict", "torchrl")
-    return own and isinstance(module, ProbabilisticTensorDictModule) and len(module.dist_sample_keys) == 1
 
 
 def _key(key: Any) -> str | Path:
@@ -108,12 +103,7 @@ def _key(key: Any) -> str | Path:
 
 
 class EquivalenceCheck:
-    """Watches one call of a policy as it is, and tells whether its parts alone give the same.
-
-    Args:
-        parts: the policy's `plain_parts`.
-        inputs: what it reads, by key.
-    """
+    """Records one call of a policy, and checks whether its `plain_parts` alone return the same from `inputs`."""
 
     def __init__(self, parts: list[Part], inputs: Mapping[str | Path, Tensor]) -> None:
         self._parts = parts
@@ -121,7 +111,7 @@ class EquivalenceCheck:
         self._calls: dict[int, deque[tuple[Any, ...]]] = defaultdict(deque)
 
     def compare(self, run: Callable[[], Mapping[Path, Any]]) -> tuple[Mapping[Path, Any], bool]:
-        """What `run`, a call of the policy, returns, and whether the parts are as good."""
+        """What `run`, a call of the policy, returns, and whether the parts return the same."""
         before = torch.get_rng_state()
         networks = {id(part.module): part.module for part in self._parts if isinstance(part, _Network)}
         handles = [each.register_forward_hook(self._note, with_kwargs=True) for each in networks.values()]
@@ -134,7 +124,7 @@ class EquivalenceCheck:
         torch.set_rng_state(before)
         try:
             same = self._repeats(outputs) and torch.equal(torch.get_rng_state(), after)
-        except Exception:  # whatever fails without a TensorDict is called on one
+        except Exception:  # a part that fails without a TensorDict is called on one
             same = False
         torch.set_rng_state(after)
         return outputs, same
@@ -153,7 +143,7 @@ class EquivalenceCheck:
         )
 
     def _recall(self, module: nn.Module, arguments: tuple[Any, ...]) -> Any:
-        """The answer that `module` gave, if these were its arguments."""
+        """The answer that `module` returned, if these were its arguments."""
         noted, named, answer = self._calls[id(module)].popleft()
         if named or len(noted) != len(arguments) or not all(map(torch.equal, noted, arguments)):
             raise _NotPlainError

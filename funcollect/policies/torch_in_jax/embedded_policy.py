@@ -1,14 +1,15 @@
 """Torch policies inside a loop that JAX runs.
 
-For the caller they stay Torch policies, with parameters and a state of tensors; these cross at the border of each
-rollout.
+For the caller they stay Torch policies with parameters and a state of tensors, which are converted before and after
+each rollout.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,18 +22,28 @@ from torch import Tensor
 from funcollect.errors import LoweringError
 from funcollect.interop.bridge import argument, torch_view
 from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.lowering.dtypes import jax_dtype
 from funcollect.interop.lowering.structure import plain
 from funcollect.keys import key_from_seed, torch_generator
+from funcollect.policies.actors.checks import overlap
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
-from funcollect.policies.tensordict_modules.calling import by_path, may_be_read, names_of, outputs_of, run_module
-from funcollect.policies.tensordict_modules.hidden_states import INIT, reads_what_it_wrote
+from funcollect.policies.tensordict_modules.calling import (
+    INIT,
+    by_path,
+    may_be_read,
+    names_of,
+    outputs_of,
+    reads_what_it_wrote,
+    run_module,
+)
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_backed import TorchPolicyState
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
-from funcollect.specs import RESERVED, ExplorationType
+from funcollect.specs import RESERVED, ExplorationType, Leaf, Space, assemble, disassemble
 from funcollect.tree import NAMESPACE, Path, flatten, select
 
 _ANY = key_from_seed(0)  # initial states do not depend on keys
+_MOST_ROWS = 3  # of an example; sizes other than 1 are alike to a module
 
 Source = TorchPolicy | TensorDictPolicy
 
@@ -42,22 +53,14 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
 
     Args:
         source: the Torch policy.
-        exploration_type: what a TensorDict policy's distributions are told.
-        apply: the traced call, see `FunctionPolicy`.
+        exploration_type: the interaction type for a TensorDict policy's distributions.
         initial_carry: what the loop carries, in one environment at the start of an episode, or None.
-        single: whether the module is called without a batch dimension.
+        single: whether a TensorDict policy's module is called without a batch dimension; P is 1 then.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        exploration_type: ExplorationType,
-        apply: Callable[..., Any],
-        initial_carry: Any,
-        single: bool,
-    ) -> None:
+    def __init__(self, source: Source, exploration_type: ExplorationType, initial_carry: Any, single: bool) -> None:
         initial = optree.tree_map(lambda leaf: np.asarray(torch.as_tensor(leaf)), plain(initial_carry))
-        super().__init__(apply, source.head, initial)
+        super().__init__(self.traced, source.head, initial)
         self.source = source
         self.single = single
         self.ties = isinstance(source, TensorDictPolicy)
@@ -66,6 +69,10 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
         self.dtypes: dict[Path, torch.dtype] = {}  # of outputs whose dtypes JAX lacks
         self.nested: list[Path] = []  # outputs that the loop has under dotted names
 
+    @abstractmethod
+    def traced(self, params: Any, observation: Any, state: Any = None) -> Any:
+        """The module's answer in traced code; see `FunctionPolicy`."""
+
     @property
     def params(self) -> Any:
         """Parameters as the loop takes them."""
@@ -73,12 +80,12 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
 
     @abstractmethod
     def prepare(self, params: Any) -> Any:
-        """Parameters as the loop takes them, from what the Torch policy takes; None for its own as they are now."""
+        """Parameters as the loop takes them, from what the Torch policy takes; None for its current ones."""
 
     def enter(self, state: TorchPolicyState, num_lanes: int) -> Any:
         """The recurrent state for the loop, over the same memory.
 
-        ``is_init`` is False in it: a loop gives the lanes at step 0 their initial state, where it is True.
+        Its ``is_init`` is False. For lanes at step 0 the loop takes the initial state, in which ``is_init`` is True.
         """
         asarray = import_jax().numpy.asarray
         recurrent = optree.tree_map(lambda leaf: asarray(argument(leaf)), plain(state.recurrent))
@@ -87,9 +94,9 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
         return {**(recurrent or {}), INIT: import_jax().numpy.zeros((num_lanes, 1), bool)}
 
     def leave(self, recurrent: Any, before: TorchPolicyState, fresh: Tensor) -> TorchPolicyState:
-        """The state after the loop, in memory of its own and as it was `before`: structure, dtypes and devices.
+        """A copy of the state after the loop, with the structure, dtypes and devices that it had `before`.
 
-        The lanes of `fresh` [P], about to begin an episode, have their initial one, as a loop in Torch leaves it.
+        Lanes in `fresh` [P] are about to begin an episode. They get their initial state, as in a loop in Torch.
         """
         leaves, treespec = optree.tree_flatten(before.recurrent, namespace=NAMESPACE)
         if self._tells_init:
@@ -106,7 +113,7 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
         return before._replace(recurrent=recurrent)
 
     def as_torch(self, batch: TensorDict) -> TensorDict:
-        """A batch of the loop with the outputs as Torch gave them: their dtypes, nested ones in their places."""
+        """A batch of the loop with the dtypes and nested keys of the Torch policy's outputs."""
         wide = {path: dtype for path, dtype in self.dtypes.items() if batch[".".join(path)].dtype != dtype}
         if not (wide or self.nested):
             return batch
@@ -118,9 +125,10 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
         return batch.lock_()
 
     def to_outputs(self, answer: Any, recurrent: Any) -> Any:
-        """What a module answered to `recurrent`, as the loop takes it.
+        """The module's answer in the form that the loop takes; `recurrent` is the state that the module read.
 
-        Of a TensorDict policy by dotted names, since a loop knows no nested outputs, beside its hidden states.
+        For a TensorDict policy these are the outputs by dotted name, since a loop knows no nested ones, and its hidden
+        states.
         """
         if not isinstance(self.source, TensorDictPolicy):
             return answer
@@ -128,18 +136,12 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
         named = {".".join(path): leaf for path, leaf in outputs.items()}
         return named if recurrent is None else (named, after)
 
-    def note(self, answer: Any, observation: Any, recurrent: Any, lacks: Callable[[torch.dtype], bool]) -> None:
-        """Keep what an answer of the module says about its outputs.
-
-        Args:
-            answer: as `source.call_module` gives it for `observation` and `recurrent`.
-            observation: an example.
-            recurrent: likewise.
-            lacks: whether JAX lacks a dtype.
+    def note(self, answer: Any, observation: Any, recurrent: Any) -> None:
+        """Remember the nested outputs, and those whose dtype JAX lacks, from the module's answer to an example.
 
         Raises:
-            LoweringError: for nested outputs whose places a batch uses itself, or a hidden state in another dtype than
-                it was read in.
+            LoweringError: for nested outputs under keys that a batch uses itself, or a hidden state whose dtype
+                changes in a step.
         """
         hidden: Mapping[Path, Any] = {}
         if isinstance(self.source, TensorDictPolicy):
@@ -150,20 +152,42 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
         self.nested = [path for path in outputs if len(path) > 1]
         own = [path for path in self.nested if path[0] != "next" or path[1:] not in hidden]
         seen = by_path(observation)
-        if taken := [path for path in own if path[0] in RESERVED or any(_overlap(path, other) for other in seen)]:
+        if taken := [path for path in own if path[0] in RESERVED or any(overlap(path, other) for other in seen)]:
             raise LoweringError(f"the out_keys {taken} stand where a batch has its own: rename them")
         if other := [path for path, leaf in hidden.items() if leaf.dtype != recurrent[path].dtype]:
             raise LoweringError(f"the hidden states {other} change their dtypes in a step: give initial ones like them")
-        tensors = {path: leaf for path, leaf in outputs.items() if isinstance(leaf, Tensor)}
-        self.dtypes = {path: leaf.dtype for path, leaf in tensors.items() if lacks(leaf.dtype)}
+        dtypes = {path: leaf.dtype for path, leaf in outputs.items() if isinstance(leaf, Tensor)}
+        self.dtypes = {path: dtype for path, dtype in dtypes.items() if jax_dtype(dtype).itemsize < dtype.itemsize}
 
     def running(self, state: TorchPolicyState) -> contextlib.AbstractContextManager[Any]:
-        """The context of a whole rollout; the generator of `state`, a copy, is moved on by what draws from it."""
+        """The context of a whole rollout; a module that draws random numbers advances the generator of `state`."""
         return contextlib.nullcontext()
 
 
+def example(space: Space, leaves: Sequence[Leaf], num_envs: int) -> Any:
+    """A few rows of observations [P, ...], one for a single environment, to try a policy with.
+
+    Integers are drawn from the space, floating numbers are normal.
+
+    >>> from gymnasium import spaces
+    >>> from funcollect.specs import observation_leaves
+    >>> space = spaces.Box(0, 1, (4,))
+    >>> example(space, observation_leaves(space), 64).shape
+    torch.Size([3, 4])
+    """
+    space = copy.deepcopy(space)
+    space.seed(0)
+    drawn = np.random.default_rng(0)
+    rows = [disassemble(space, space.sample()) for _ in range(min(num_envs, _MOST_ROWS))]
+    flat = {}
+    for leaf, column in zip(leaves, map(np.stack, zip(*rows, strict=True)), strict=True):
+        values = drawn.standard_normal(column.shape) if leaf.dtype.kind == "f" else column
+        flat[leaf.path] = torch.from_numpy(values.astype(leaf.dtype))
+    return assemble(space, flat)
+
+
 def constant(initial_carry: Any) -> Any:
-    """`initial_carry`, of an episode, which a program keeps; LoweringError for one that a trainer may change."""
+    """`initial_carry`, which a program keeps; LoweringError if a trainer may change it."""
     leaves = optree.tree_leaves(initial_carry, namespace=NAMESPACE)
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
         raise LoweringError("initial_state requires grad, so it may change: pass a constant one")
@@ -173,8 +197,8 @@ def constant(initial_carry: Any) -> Any:
 def check_forgets(policy: EmbeddedPolicy, module: Any, observation: Any, recurrent: Any) -> None:
     """Raise LoweringError for a policy on a TensorDict that reads what it wrote there at the step before.
 
-    A loop of JAX carries hidden states that are announced. So the module is called twice, the second time with what it
-    wrote the first time, and has to answer the same.
+    A loop of JAX only carries hidden states that are declared. So the module is called twice, the second time with
+    what it wrote the first time, and has to return the same.
     """
     source, single = policy.source, policy.single
     if not isinstance(source, TensorDictPolicy) or not reads_what_it_wrote(source.module):
@@ -187,7 +211,7 @@ def check_forgets(policy: EmbeddedPolicy, module: Any, observation: Any, recurre
             answer = run_module(module, inputs | carried, source.device, single=single)
             answers.append(outputs_of(answer, read, single=single))
     one, two = answers
-    others = [path for path, leaf in two.items() if path not in one or not _same(one[path], leaf)]
+    others = [path for path, leaf in two.items() if not _same(one.get(path), leaf)]
     if others:
         raise LoweringError(
             f"its {names_of(others)} depend on what it wrote at the step before: give these keys a start with "
@@ -202,16 +226,12 @@ def _same(one: Any, two: Any) -> bool:
 def _recorded(
     answer: Any, recurrent: Mapping[Path, Any] | None, written: Mapping[Path, Path]
 ) -> tuple[dict[Path, Any], dict[Path, Any]]:
-    """What one call of a TensorDict policy leaves in a batch, and what it carries on: of what it read, the next.
+    """The outputs of one call of a TensorDict policy for the batch, and the next value of each state that it read.
 
-    `written` has, by the path of each hidden state, that of its next value.
+    `written` maps the path of each hidden state to the path of its next value.
     """
     read = recurrent or {}
     outputs = {**flatten(answer), **{path: leaf for path, leaf in read.items() if written.get(path) != path}}
     if INIT in read:
         outputs["next", *INIT] = read[INIT] != read[INIT]  # False, of Torch or of JAX
     return outputs, {path: outputs[written.get(path, ("next", *path))] for path in read}
-
-
-def _overlap(one: Path, two: Path) -> bool:
-    return one[: len(two)] == two[: len(one)]

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase, set_interaction_type
 from torch import Tensor, nn
+from typing_extensions import override
 
 from funcollect.errors import LoweringError
 from funcollect.interop.bridge import argument, to_jax, to_torch
@@ -18,26 +19,26 @@ from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.lowering import Lowered, lower_module
 from funcollect.interop.lowering.structure import plain
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
+from funcollect.policies.torch_backed import lanes_of
 from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source, check_forgets, constant
 from funcollect.policies.torch_modules.settings import settings_of, unregistered
-from funcollect.policies.torch_modules.torch_policy import lanes_of
 from funcollect.specs import ExplorationType
 from funcollect.tree import NAMESPACE
 
-_WIDE = (torch.int64, torch.uint64, torch.float64)
-_TOLERANCE = 1e-3  # of a first look, relative; rounding is far below it
+_TOLERANCE = 1e-3  # relative; rounding is far below it
 
 
 class LoweredPolicy(EmbeddedPolicy):
-    """See `funcollect.lower_policy`. `params` are the module's own as they are when it is read, as arrays of JAX."""
+    """See `funcollect.lower_policy`. `params` are the module's current ones, read at each access, as arrays of JAX."""
 
     def __init__(
         self, source: Source, exploration_type: ExplorationType, lowered: Lowered, initial_carry: Any, single: bool
     ) -> None:
-        super().__init__(source, exploration_type, self._answer, initial_carry, single)
+        super().__init__(source, exploration_type, initial_carry, single)
         self.lowered = lowered
 
-    def _answer(self, params: Any, observation: Any, state: Any = None) -> Any:
+    @override
+    def traced(self, params: Any, observation: Any, state: Any = None) -> Any:
         tree, arguments = import_jax().tree, self.source.arguments(observation, state)
         if self.single:
             arguments = tree.map(lambda leaf: leaf[0], arguments)
@@ -45,11 +46,12 @@ class LoweredPolicy(EmbeddedPolicy):
             answer = self.lowered.apply(params, *arguments)
         return self.to_outputs(tree.map(lambda leaf: leaf[None], answer) if self.single else answer, state)
 
+    @override
     def prepare(self, params: Any) -> dict[str, Any]:
         """Copies of parameters, laid out for JAX.
 
         Args:
-            params: what the Torch policy takes, or what this returned; None for the module's own as they are now.
+            params: what the Torch policy takes, or what this returned; None for the module's current ones.
 
         Raises:
             TypeError, ValueError: for parameters that do not fit the module.
@@ -60,18 +62,18 @@ class LoweredPolicy(EmbeddedPolicy):
         return self.laid_out(self.source.tensors(self.source.prepare(params)))
 
     def laid_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Tensors by name as JAX has them, in memory of their own."""
+        """Copies of tensors by name, as JAX has them."""
         arrays = {name: argument(tensors[name]) for name in self.lowered.names}
         prepared: dict[str, Any] = compiled(self, "lay out", self.lowered.lay_out)(arrays)
         import_jax().block_until_ready(prepared)  # before the tensors are written again
         return prepared
 
     def state_dict(self, params: Any = None) -> dict[str, Tensor]:
-        """A copy of `params`, or of the module's own, by name, as Torch has it."""
+        """A copy of `params`, or of the module's own, by name, as Torch tensors."""
         return self.source.state_dict() | ({} if params is None else self.lowered.restore(params))
 
     def load(self, params: Mapping[str, Any]) -> None:
-        """Write arrays such as `params`, or what `state_dict` gave, into the user's module."""
+        """Write arrays such as `params`, or what `state_dict` returned, into the user's module."""
         jax = any(isinstance(leaf, import_jax().Array) for leaf in params.values())
         self.source.load(self.state_dict(params) if jax else params)
 
@@ -79,13 +81,7 @@ class LoweredPolicy(EmbeddedPolicy):
 def lowered_policy(
     source: Source, observation: Any, exploration_type: ExplorationType, *, single: bool = False
 ) -> LoweredPolicy:
-    """A policy whose module is lowered, and seen to answer as it does itself.
-
-    Args:
-        source: the Torch policy.
-        observation: an example [P, ...], in the space's structure.
-        exploration_type: what a TensorDict policy's distributions are told.
-        single: whether a TensorDict policy is called without a batch dimension; P is 1 then.
+    """A policy whose module is lowered, checked against the module on an example `observation` [P, ...].
 
     Raises:
         LoweringError: for a module that cannot be lowered, or whose weights a program could not read anew.
@@ -121,7 +117,7 @@ def _checked_module(source: Source) -> nn.Module:
 
 
 def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> None:
-    """Raise LoweringError unless it answers as the module does, which keeps no state in its attributes."""
+    """Raise LoweringError unless `policy` returns what its module does, and the module leaves its attributes alone."""
     source: Any = policy.source
     module: Any = source.bound(None)
     given: Any = (observation, recurrent)
@@ -135,7 +131,7 @@ def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> No
     inputs: Any = optree.tree_map(to_jax, plain(given if recurrent is not None else given[:1]))
     ours = import_jax().jit(policy.apply)(policy.prepare(None), *inputs)
     eager = plain(eager)
-    policy.note(eager, moved[0], moved[1], _WIDE.__contains__)
+    policy.note(eager, *moved)
     pairs = zip(_leaves(policy.to_outputs(eager, moved[1])), map(to_torch, import_jax().tree.leaves(ours)), strict=True)
     apart = max((_apart(one.cpu(), two.cpu()) for one, two in pairs if one.is_floating_point()), default=0.0)
     if apart > _TOLERANCE:

@@ -1,4 +1,4 @@
-"""A policy's module, function or object on its way to another process, without its weights."""
+"""Sends a policy's module, function or object to another process, without its weights."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from funcollect.policies.torch_modules.skeleton import bare
 
 
 class PolicyChanges:
-    """Notices when a policy is no longer what its workers were built from, in anything but its weights.
+    """Notices when a policy differs, in anything but its weights, from the one that its workers have.
 
-    Args:
-        policy: None, or what `funcollect.policies.as_policy` takes.
-        sent: the policy as its workers have it, packed, unless they have it from their job.
+    `sent` is that policy, packed; None if the workers have it from their job.
     """
 
     def __init__(self, policy: Any, sent: bytes | None = None) -> None:
@@ -37,11 +35,7 @@ class PolicyChanges:
             return None
 
     def packed(self) -> bytes | None:
-        """The policy as it is now; None if the workers' job has the same.
-
-        Raises:
-            TypeError: for one that cannot be sent.
-        """
+        """The current policy, packed; None if the workers' job has the same. TypeError if it cannot be sent."""
         now = self._now()
         if now is None or now != self._known:
             self.sent, self._known = pack(self._subject), now
@@ -49,18 +43,14 @@ class PolicyChanges:
 
 
 def dumps(value: Any) -> bytes:
-    """`value` as bytes, by value, for `cloudpickle.loads`."""
+    """`value` as bytes for `cloudpickle.loads`, functions and classes by value."""
     file = io.BytesIO()
     ByValue(file).dump(value)
     return file.getvalue()
 
 
 def pack(subject: Any) -> bytes:
-    """`subject` as bytes, by value; of a module's parameters and buffers only shapes and dtypes.
-
-    Raises:
-        TypeError: for what cannot be sent.
-    """
+    """`subject` as bytes, with only shapes and dtypes of a module's weights; TypeError if it cannot be sent."""
     file = io.BytesIO()
     try:
         _WithoutWeights(file, subject).dump(subject)
@@ -73,15 +63,15 @@ def pack(subject: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """What was packed; the parameters and buffers of a module are zeros."""
+    """The subject that was packed; the parameters and buffers of a module are zeros."""
     return _Unpacker(io.BytesIO(data)).load()
 
 
 class ByValue(cloudpickle.Pickler):  # type: ignore[misc]
-    """Cloudpickle, for modules with parametrizations as well, which refuse to be pickled."""
+    """Cloudpickle that also takes modules with parametrizations, which refuse to be pickled."""
 
     def reducer_override(self, value: Any) -> Any:
-        """How a module with parametrizations is made again: of its class, which goes by value, and its attributes."""
+        """Pickle a module with parametrizations as its class, by value, and its attributes."""
         if isinstance(value, nn.Module) and "parametrizations" in vars(value).get("_modules", ()):
             return bare, (type(value),), vars(value)
         return super().reducer_override(value)
@@ -95,7 +85,7 @@ class _WithoutWeights(ByValue):
         self._number = {id(tensor): number for number, tensor in enumerate(tensors)}
 
     def persistent_id(self, value: Any) -> Any:
-        """What stands for a weight."""
+        """The record that replaces a weight."""
         if (number := self._number.get(id(value))) is None:
             return None
         trained = value.requires_grad if isinstance(value, nn.Parameter) else None
@@ -108,7 +98,7 @@ class _Unpacker(pickle.Unpickler):
         self._tensors: dict[int, torch.Tensor] = {}
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
-        """A tensor like the weight."""
+        """Zeros like the weight; one tensor for each record."""
         number, shape, dtype, device, trained = pid
         if number not in self._tensors:
             zeros = torch.zeros(shape, dtype=dtype, device=device)

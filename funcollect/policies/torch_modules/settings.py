@@ -49,28 +49,22 @@ NO_SETTINGS = Settings()
 
 
 class Look:
-    """The contents of containers, by identity, and the versions of tensors and arrays; `holds` compares.
+    """A record of objects as they are at `take`, which `holds` compares with what they are later."""
 
-    Args:
-        owners: objects whose classes may change.
-        containers: dictionaries, lists and sets.
-        tensors, arrays, cells: of tensors and arrays the contents count, of closure cells the object in them.
-    """
+    def __init__(self, owners: Iterable[Any] = (), containers: Iterable[Any] = ()) -> None:
+        self.owners = list(owners)  # objects whose classes may change
+        self.containers = list(containers)  # dictionaries, lists and sets, whose contents are compared by identity
+        self.cells: list[Any] = []  # of closures, likewise
+        self.tensors: list[Tensor] = []  # compared by how often they were written
+        self.arrays: list[Any] = []  # compared by their contents
 
-    def __init__(
-        self,
-        owners: list[Any],
-        containers: list[Any],
-        tensors: Iterable[Tensor] = (),
-        arrays: Iterable[Any] = (),
-        cells: Iterable[Any] = (),
-    ) -> None:
-        self._owners, self._containers = owners, containers
-        self._tensors, self._arrays, self._cells = list(tensors), list(arrays), list(cells)
+    def take(self) -> Look:
+        """Record what everything is now."""
         self._sizes, self._objects, self._versions = self._sizes_now(), self._objects_now(), self._versions_now()
+        return self
 
     def holds(self) -> bool:
-        """Whether all is as it was."""
+        """Whether everything is as it was."""
         if self._sizes_now() != self._sizes:
             return False
         objects = self._objects_now()
@@ -81,25 +75,23 @@ class Look:
         )
 
     def _sizes_now(self) -> list[int]:
-        return list(map(len, self._containers))
+        return list(map(len, self.containers))
 
     def _objects_now(self) -> list[Any]:
-        objects: list[Any] = list(map(type, self._owners))
-        for each in self._containers:
+        objects: list[Any] = list(map(type, self.owners))
+        for each in self.containers:
             if each:
                 objects += each
                 if isinstance(each, _MAPPINGS):
                     objects += each.values()
-        objects += [content_of(cell) for cell in self._cells]
+        objects += [content_of(cell) for cell in self.cells]
         return objects
 
     def _versions_now(self) -> list[Any]:
-        versions: list[Any] = [version_of(tensor) for tensor in self._tensors]
-        versions += [array.tobytes() for array in self._arrays]
-        return versions
+        return [*map(_version_of, self.tensors), *(array.tobytes() for array in self.arrays)]
 
 
-def version_of(tensor: Tensor) -> int:
+def _version_of(tensor: Tensor) -> int:
     """How often a tensor was written in place; writes through ``.data`` do not count."""
     return 0 if tensor.is_inference() else tensor._version
 
@@ -112,8 +104,19 @@ def content_of(cell: Any) -> Any:
         return None
 
 
+def referents(value: Any) -> tuple[Any, ...] | None:
+    """The objects that a method, a partial or a function with a closure refers to; None for anything else."""
+    if isinstance(value, MethodType):
+        return value.__func__, value.__self__
+    if isinstance(value, partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, FunctionType):
+        return *map(content_of, value.__closure__ or ()), value.__defaults__, value.__kwdefaults__
+    return None
+
+
 class _Itself:
-    """An object that equals nothing but itself; it stays alive, so that its id is not used again."""
+    """An object that equals nothing but itself. It is kept alive, so that its id is not used again."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -126,27 +129,20 @@ class _Itself:
 
 
 class _Survey:
-    """One walk over a module and all that its attributes lead to."""
+    """One walk over a module and everything that its attributes lead to."""
 
     def __init__(self, module: Any) -> None:
         own = isinstance(module, nn.Module)
         self._registered = {id(each) for each in (*module.parameters(), *module.buffers())} if own else set()
-        self._seen: dict[int, tuple[int, Any]] = {}  # by id: its number; and itself, so that the id stays its own
-        self._owners: list[Any] = []
-        self._containers: list[Any] = []
-        self._tensors: list[Tensor] = []
-        self._arrays: list[Any] = []
-        self._cells: list[Any] = []
+        self._seen: dict[int, tuple[int, Any]] = {}  # by id: its number; and itself, so that no other takes the id
+        self.look = Look()
         self.settings = NO_SETTINGS
         self.error: LoweringError | None = None
         try:
             self.settings = Settings(self._setting(module))
         except LoweringError as error:
             self.error = error.with_traceback(None)
-
-    def look(self) -> Look:
-        """What was seen, to compare with later."""
-        return Look(self._owners, self._containers, self._tensors, self._arrays, self._cells)
+        self.look.take()
 
     def _setting(self, value: Any) -> Any:
         """The value as it can be compared: plain values with their types, since 1, 1.0 and True are equal."""
@@ -172,47 +168,39 @@ class _Survey:
         if isinstance(value, TensorDictBase):  # whose own attributes change as it is read
             return tuple((path, self._setting(leaf)) for path, leaf in flatten(value).items())
         if isinstance(value, _MAPPINGS):
-            self._containers.append(value)
+            self.look.containers.append(value)
             return tuple((self._setting(key), self._setting(each)) for key, each in value.items())
         if isinstance(value, _SEQUENCES):
-            self._containers.append(value)
+            self.look.containers.append(value)
             return tuple(map(self._setting, value))
         if isinstance(value, np.ndarray | np.generic):
-            self._arrays.append(value)
+            self.look.arrays.append(value)
             return value.dtype.str, value.shape, value.tobytes()
-        if isinstance(value, FunctionType):
-            return self._function(value)
         return self._object(value)
 
     def _tensor(self, value: Tensor) -> Any:
         kind = (value.dtype, None if is_lazy(value) else tuple(value.shape), value.device)
         if id(value) in self._registered:
             return kind
-        self._tensors.append(value)
-        return (*kind, _Itself(value), version_of(value))
-
-    def _function(self, value: FunctionType) -> Any:
-        cells = value.__closure__ or ()
-        self._cells += cells
-        held = (*map(content_of, cells), value.__defaults__, value.__kwdefaults__)
-        return value.__code__, tuple(map(self._setting, held))
+        self.look.tensors.append(value)
+        return (*kind, _Itself(value), _version_of(value))
 
     def _object(self, value: Any) -> Any:
-        if isinstance(value, MethodType):
-            return tuple(map(self._setting, (value.__func__, value.__self__)))
-        if isinstance(value, partial):
-            return tuple(map(self._setting, (value.func, value.args, value.keywords)))
+        if isinstance(value, FunctionType):
+            self.look.cells += value.__closure__ or ()
+        if (parts := referents(value)) is not None:
+            return getattr(value, "__code__", None), tuple(map(self._setting, parts))
         if isinstance(value, weakref.ref):
             return self._setting(value())
         attributes = getattr(value, "__dict__", None)
         if not isinstance(attributes, dict):
             return _Itself(value)
-        self._owners.append(value)
+        self.look.owners.append(value)
         return self._setting(attributes)
 
 
 def settings_of(module: Any) -> Settings:
-    """All that a module is, but for the contents of its parameters and buffers, as far as Python shows it.
+    """Everything that a module is, except the contents of its parameters and buffers, as far as Python shows it.
 
     These are its submodules and their classes, hooks, the names, shapes and dtypes of tensors, and the values of
     attributes: numbers, containers, functions and what they close over, tensors, arrays and other objects with their
@@ -231,11 +219,7 @@ def settings_of(module: Any) -> Settings:
 
 
 class SettingsCache:
-    """A module's settings, gone through again only where something has been set since.
-
-    Args:
-        module: the module; None for what has no settings.
-    """
+    """The settings of a module (None: no settings), read anew only if something has been set since the last time."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -248,10 +232,10 @@ class SettingsCache:
 
     @property
     def settings(self) -> Settings:
-        """`settings_of` the module as it is now."""
+        """The module's current settings; see `settings_of`."""
         if self._module is not None and (self._look is None or not self._look.holds()):
             survey = _Survey(self._module)
-            self._look, self._error = survey.look(), survey.error
+            self._look, self._error = survey.look, survey.error
             if survey.settings != self._settings:
                 self._settings = survey.settings
         if self._error is not None:
@@ -268,24 +252,27 @@ def unregistered(module: nn.Module) -> str:
     'mean'
     """
     for prefix, part in module.named_modules():
-        held = {name: value for name, value in vars(part).items() if name not in REGISTERED}
-        if isinstance(part, nn.RNNBase):
-            held.pop("_flat_weights", None)  # its parameters once more, which it lists anew when they are others
+        held = {name: value for name, value in vars(part).items() if not is_registry(part, name)}
         for name, value in {**held, "forward": type(part).forward}.items():
             if any(isinstance(each, (Tensor, nn.Module)) and each is not part for each in _held(value)):
                 return f"{prefix}.{name}" if prefix else name
     return ""
 
 
+def is_registry(part: nn.Module, name: str) -> bool:
+    """Whether an attribute holds parameters, buffers or submodules. An RNN keeps a second list of its parameters."""
+    return name in REGISTERED or (name == "_flat_weights" and isinstance(part, nn.RNNBase))
+
+
 def _held(value: Any) -> Iterator[Any]:
-    """A value, or what stands in it where it is a container, or what it refers to where it is a function."""
+    """The value; for a container its contents, for a method its object, for a function what its code refers to."""
     if isinstance(value, Mapping):
         value = tuple(value.values())
     if isinstance(value, MethodType):
         yield value.__self__
     elif isinstance(value, FunctionType):
-        yield from (cell.cell_contents for cell in value.__closure__ or () if cell.cell_contents is not value)
-        yield from (value.__globals__.get(name) for name in value.__code__.co_names)
+        yield from map(content_of, value.__closure__ or ())
+        yield from map(value.__globals__.get, value.__code__.co_names)
     elif isinstance(value, (tuple, list, set)):
         for each in value:
             yield from _held(each)

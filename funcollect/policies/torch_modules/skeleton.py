@@ -1,38 +1,45 @@
 """A shallow copy of a Torch module, to run with other tensors; the user's module is only read.
 
-Each submodule of the copy has its own dictionaries of parameters, buffers and submodules, and shares all else with the
-user's: what is changed inside an attribute acts at once, and `Skeleton.follow` takes over what has been set since.
+Each submodule of the copy has its own dictionaries of parameters, buffers and submodules, and shares everything else
+with the user's. So a change inside an attribute acts at once, and `Skeleton.follow` applies what has been set since.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import torch
 from tensordict.nn import TensorDictParams
 from torch import Tensor, nn
 
-from funcollect.policies.torch_modules.settings import PLAIN, REGISTERED, Look, content_of
+from funcollect.policies.torch_modules.settings import PLAIN, REGISTERED, Look, is_registry, referents
 
 _MOST_OBJECTS = 2_000  # that are looked through behind the attributes of a submodule
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 
 
+@dataclass
+class _PartCopy:
+    """The copy of one submodule, and its attributes as they were copied last."""
+
+    original: nn.Module  # kept alive, so that its id is not used again
+    copy: nn.Module
+    taken: dict[str, Any] = field(default_factory=dict)
+
+
 class Skeleton:
     """See the module's docstring.
 
-    Args:
-        module: the user's.
-
     Attributes:
-        root: the copy.
+        root: the copy of the user's module.
         entangled: the name of an attribute through which the module reaches its own parameters or submodules, whatever
-            stands in for them; empty if there is none.
+            replaces them in the copy; empty if there is none.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -42,23 +49,24 @@ class Skeleton:
         self.follow()
 
     def follow(self) -> bool:
-        """Take over all that has been set in the module since the last call; whether there was anything."""
+        """Apply whatever has been set in the module since the last call. Return whether anything had been set."""
         if self._look is not None and self._look.holds():
             return False
         parts = _parts_of(self._module)
         self._copies = self._copies_of(parts)
         self.root: nn.Module = self._copies[id(self._module)].copy
-        tensors = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
+        self._registered = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
+        self._copied: list[Any] = []  # containers of submodules or of their methods, which have copies of their own
+        self._open: set[int] = set()  # containers that are being copied
+        self._seen: dict[int, Any] = {}  # by id, objects that were looked through for one submodule
         self.entangled = ""
-        watched: list[Any] = []
-        for part in parts:
-            if not isinstance(part, torch.jit.ScriptModule):
-                follower = _Follower(self._copies, tensors)
-                self.entangled = follower.follow(part) or self.entangled
-                watched += follower.containers
-        if not any(isinstance(part, torch.jit.ScriptModule) for part in parts):
-            registered = [getattr(part, kind) for part in parts for kind in REGISTERED]
-            self._look = Look(parts, [*map(vars, parts), *registered, *watched])
+        plain = [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]
+        for part in plain:
+            self.entangled = self._update(part) or self.entangled
+        self._seen = {}
+        if len(plain) == len(parts):  # a script module changes where Python does not see it
+            registries = [getattr(part, kind) for part in parts for kind in REGISTERED]
+            self._look = Look(parts, [*map(vars, parts), *registries, *self._copied]).take()
         return True
 
     def _copies_of(self, parts: list[nn.Module]) -> dict[int, _PartCopy]:
@@ -66,7 +74,7 @@ class Skeleton:
         for part in parts:
             if id(part) in copies:
                 continue
-            if isinstance(part, torch.jit.ScriptModule):  # which changes where Python does not see it
+            if isinstance(part, torch.jit.ScriptModule):
                 pairs = zip(part.modules(), copy.deepcopy(part).modules(), strict=True)
                 copies |= {id(original): _PartCopy(original, other) for original, other in pairs}
             else:
@@ -74,56 +82,12 @@ class Skeleton:
         return copies
 
     def parts(self) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-        """The name of each submodule, the user's and the copy."""
+        """For each submodule its name, the user's module and the copy."""
         for name, part in self._module.named_modules():
             yield name, part, self._copies[id(part)].copy
 
-
-def _parts_of(module: nn.Module) -> list[nn.Module]:
-    """The module, its submodules, and other modules in their attributes, which may have submodules in common."""
-    parts: dict[int, nn.Module] = {}
-    queue = [module]
-    while queue:
-        part = queue.pop()
-        if id(part) not in parts:
-            parts[id(part)] = part
-            queue += [each for each in part._modules.values() if each is not None]
-            if not isinstance(part, torch.jit.ScriptModule):
-                queue += [value for value in vars(part).values() if isinstance(value, nn.Module)]
-    return list(parts.values())
-
-
-class _PartCopy:
-    """The copy of one submodule, and its attributes as they were taken over."""
-
-    def __init__(self, original: nn.Module, other: nn.Module) -> None:
-        self.original = original
-        self.copy = other
-        self.taken: dict[str, Any] = {}
-
-
-def bare(kind: type[nn.Module]) -> nn.Module:
-    """A module without attributes. `copy.copy` would refuse modules with parametrizations."""
-    made: nn.Module = object.__new__(kind)
-    return made
-
-
-class _Follower:
-    """Brings the copy of one submodule up to date.
-
-    Attributes:
-        containers: those with methods or submodules of the module in them, whose copies have to follow them.
-    """
-
-    def __init__(self, copies: Mapping[int, _PartCopy], tensors: set[int]) -> None:
-        self._copies = copies
-        self._tensors = tensors
-        self.containers: list[Any] = []
-        self._open: set[int] = set()
-        self._seen: dict[int, Any] = {}
-
-    def follow(self, part: nn.Module) -> str:
-        """Take over what the submodule is; the name of an attribute that cannot be, or an empty string."""
+    def _update(self, part: nn.Module) -> str:
+        """Make the copy of a submodule equal to it. Return the name of an entangled attribute, or an empty string."""
         known = self._copies[id(part)]
         made_anew = (*REGISTERED, "forward") if _is_compiled(part) else REGISTERED
         attributes = {name: value for name, value in vars(part).items() if name not in made_anew}
@@ -134,11 +98,12 @@ class _Follower:
             del known.taken[name]
             own.pop(name, None)
         entangled = "_param_td" if isinstance(part, TensorDictParams) else ""
+        self._seen = {}
         for name, value in attributes.items():
             moved = self._moved(value)
             if moved is not value or name not in known.taken or known.taken[name] is not value:
                 known.taken[name], own[name] = value, moved
-            if not isinstance(value, PLAIN) and self._reaches(moved) and not _weights_of_rnn(part, name):
+            if not is_registry(part, name) and self._reaches(moved):
                 entangled = entangled or name
         own["_modules"] = {name: child and self._copies[id(child)].copy for name, child in part._modules.items()}
         for kind in ("_parameters", "_buffers"):
@@ -149,7 +114,7 @@ class _Follower:
         return entangled
 
     def _moved(self, value: Any) -> Any:
-        """The value, with the copies of submodules in the place of submodules; itself where it has none."""
+        """The value with submodules replaced by their copies; the value itself if it has none."""
         if isinstance(value, nn.Module):
             known = self._copies.get(id(value))
             return value if known is None else known.copy
@@ -172,7 +137,7 @@ class _Follower:
         self._open.remove(id(value))
         if all(new is old for new, old in zip(moved, items, strict=True)):
             return value
-        self.containers.append(value)
+        self._copied.append(value)
         if isinstance(value, dict):
             other = copy.copy(value)
             other.update(zip(value, moved, strict=True))
@@ -184,32 +149,43 @@ class _Follower:
         if isinstance(value, nn.Module):
             return id(value) in self._copies
         if isinstance(value, Tensor):
-            return id(value) in self._tensors
+            return id(value) in self._registered
         if isinstance(value, PLAIN) or id(value) in self._seen or len(self._seen) == _MOST_OBJECTS:
             return False
         self._seen[id(value)] = value
         return any(map(self._reaches, _inside(value)))
 
 
-def _inside(value: Any) -> list[Any]:
-    """What a container holds, what a function or method refers to, or an object's attributes."""
+def _parts_of(module: nn.Module) -> list[nn.Module]:
+    """The module, its submodules, and other modules in their attributes, which may have submodules in common."""
+    parts: dict[int, nn.Module] = {}
+    queue = [module]
+    while queue:
+        part = queue.pop()
+        if id(part) not in parts:
+            parts[id(part)] = part
+            queue += [each for each in part._modules.values() if each is not None]
+            if not isinstance(part, torch.jit.ScriptModule):
+                queue += [value for value in vars(part).values() if isinstance(value, nn.Module)]
+    return list(parts.values())
+
+
+def bare(kind: type[nn.Module]) -> nn.Module:
+    """A module without attributes. `copy.copy` would refuse modules with parametrizations."""
+    made: nn.Module = object.__new__(kind)
+    return made
+
+
+def _inside(value: Any) -> Any:
+    """The contents of a container, what a function or method refers to, or an object's attributes."""
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, _CONTAINERS):
         return list(value)
-    if isinstance(value, MethodType):
-        return [value.__self__]
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, FunctionType):
-        return [content_of(cell) for cell in value.__closure__ or ()]
+    if (parts := referents(value)) is not None:
+        return parts
     attributes = None if isinstance(value, type | ModuleType) else getattr(value, "__dict__", None)
     return list(attributes.values()) if isinstance(attributes, dict) else []
-
-
-def _weights_of_rnn(part: nn.Module, name: str) -> bool:
-    """Whether this is an RNN's list of its own parameters, which it rebuilds if they have been replaced."""
-    return isinstance(part, nn.RNNBase) and name == "_flat_weights"
 
 
 def _is_compiled(part: nn.Module) -> bool:

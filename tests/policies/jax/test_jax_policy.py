@@ -13,7 +13,7 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
-from funcollect.policies.jax_functions.packing import layout, pack
+from funcollect.policies.jax_functions.program import layout, pack
 from tests.support.compare import assert_same, collect
 
 ENVS = ["CartPole-v1", "torch/CartPole-v1"]

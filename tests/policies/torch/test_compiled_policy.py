@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import funcollect as fc
-from funcollect.policies.torch_modules.compiled import CompiledCall
+from funcollect.policies.torch_modules.torch_policy import CompiledCall
 from tests.support.compare import collect
 
 ENV = "CartPole-v1"
