@@ -23,8 +23,8 @@ from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
 from funcollect.protocols import Backend, Env, Policy, is_env
 from funcollect.specs import ExplorationType
 
-_LOOPS: dict[str, Loop] = {"host": host, "torch": tensor, "fused": fused, "crossing": crossing}
-_STATES: dict[Backend, Loop] = {"host": host, "torch": tensor, "jax": fused}  # by the kind of state
+# By `Route.loop` for rollouts, and by the environment's backend for functions that need no policy's route.
+_LOOPS: dict[str, Loop] = {"host": host, "torch": tensor, "jax": fused, "fused": fused, "crossing": crossing}
 
 
 def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:
@@ -55,7 +55,7 @@ def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:
 def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, total_lanes: int) -> CollectorState:
     """Do what `init` does for a checked pair, for the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`."""
     check_untraced("init", seed)
-    return _STATES[env.backend].init(env, policy, key_from_seed(seed), first_lane, total_lanes)
+    return _LOOPS[env.backend].init(env, policy, key_from_seed(seed), first_lane, total_lanes)
 
 
 def check_pair(env: Any, policy: Any) -> None:
@@ -68,7 +68,7 @@ def check_pair(env: Any, policy: Any) -> None:
         raise TypeError(f"env has the backend {env.backend!r}, expected one of {sorted(backends)}")
     policy.check(env.action_spec)
     if isinstance(policy, TorchBacked) and policy.compiler is not None:
-        route_of(env, policy)  # raises now if the way that `compile` demands cannot be had
+        route_of(env, policy)  # raises now if the route that `compile` demands is impossible
 
 
 def rollout(
@@ -88,7 +88,7 @@ def rollout(
         policy: the policy with which `state` was made.
         state: the state to continue from. Over simulators a state can be used once; see `fork`.
         length: T.
-        params: the parameters to act with; None for the policy's own, as they are now.
+        params: the parameters to act with; None for the policy's own current ones.
         exploration_type: whether the policy samples or acts deterministically.
         max_frames_per_traj: steps after which a trajectory is truncated; None for no limit.
 
@@ -115,10 +115,10 @@ def run(
     check_state(env, state, function)
     check_untraced(function, policy.params if policy.backend == "jax" and request.params is None else request.params)
     route = route_of(env, policy, request.exploration_type)
-    loop = _LOOPS[route.loop]
+    run_loop = _LOOPS[route.loop].run
     if isinstance(route.policy, EmbeddedPolicy) and route.policy is not policy:
-        return run_embedded(loop.run, env, route.policy, state, request)
-    return loop.run(env, route.policy, state, request)
+        return run_embedded(run_loop, env, route.policy, state, request)
+    return run_loop(env, route.policy, state, request)
 
 
 def step(
@@ -149,7 +149,7 @@ def reset(env: Env, state: CollectorState, mask: Tensor | None = None) -> Collec
     """
     check_state(env, state, "reset")
     check_untraced("reset", mask)
-    return _STATES[env.backend].reset(env, state, _checked_mask(mask, state))
+    return _LOOPS[env.backend].reset(env, state, _checked_mask(mask, state))
 
 
 def recover(env: Env, state: CollectorState) -> CollectorState:
@@ -172,23 +172,21 @@ def recover(env: Env, state: CollectorState) -> CollectorState:
     ([2], [3])
     """
     check_state(env, state, "reset")
-    return _STATES[env.backend].recover(env, state)
+    return _LOOPS[env.backend].recover(env, state)
 
 
 def _checked_mask(mask: Tensor | None, state: CollectorState) -> Tensor:
     if mask is None:
         return all_lanes(state)
+    wanted = tuple(state.lane.shape)
     try:
         mask = torch.as_tensor(mask, device=device_of(state))
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"mask is {shown(mask)}, expected bool {tuple(state.lane.shape)}: one flag per lane"
-        ) from error
-    if mask.dtype != torch.bool or mask.shape != state.lane.shape:
-        raise ValueError(
-            f"mask is {mask.dtype} {tuple(mask.shape)}, expected bool {tuple(state.lane.shape)}: pass one flag per lane"
-        )
-    return mask
+        if mask.dtype == torch.bool and mask.shape == wanted:
+            return mask
+        given = f"{mask.dtype} {tuple(mask.shape)}"
+    except (TypeError, ValueError, RuntimeError):  # such as a ragged list
+        given = shown(mask)
+    raise ValueError(f"mask is {given}, expected bool {wanted}: pass one flag per lane")
 
 
 def fork(env: Env, state: CollectorState) -> CollectorState:
@@ -204,7 +202,7 @@ def fork(env: Env, state: CollectorState) -> CollectorState:
         ValueError: for an environment instance that cannot be rebuilt.
     """
     check_state(env, state, "fork")
-    return _STATES[env.backend].fork(env, state)
+    return _LOOPS[env.backend].fork(env, state)
 
 
 def close(state: CollectorState) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -10,18 +12,19 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from typing_extensions import override
 
 from funcollect.core.api import check_pair, check_state
-from funcollect.core.loops.fused import FLAGS, batch_of
+from funcollect.core.loops.fused import batch_of
 from funcollect.core.request import Request
-from funcollect.core.routes import checked_state, leave_loop, lowered_for
+from funcollect.core.routes import enter_loop, leave_loop, lowered_for
 from funcollect.core.state import CollectorState
-from funcollect.core.traced_step.batch import cast, dtypes_of, widen
+from funcollect.core.traced import check_jax_env
+from funcollect.core.traced_step.batch import cast, dtypes_of, recorded_step
 from funcollect.core.traced_step.keys import run_keys
-from funcollect.core.traced_step.step import Row, StepConfig, make_step_config, step
+from funcollect.core.traced_step.step import Row, StepConfig, make_step_config
 from funcollect.interop.bridge import argument, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
-from funcollect.messages import shown
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
 from funcollect.protocols import JaxEnv, Policy
 from funcollect.specs import ExplorationType
@@ -38,24 +41,23 @@ def differentiable_rollout(
     exploration_type: ExplorationType = ExplorationType.RANDOM,
     max_frames_per_traj: int | None = None,
 ) -> tuple[CollectorState, TensorDict]:
-    """A rollout whose batch Torch differentiates, through the environment and the policy of every step.
+    """Do what `rollout` does, and let Torch differentiate the batch through every step of environment and policy.
 
-    What is a floating number in the batch (rewards, observations, actions, log-probabilities, what else the policy
-    returned) depends on the parameters of the module that require grad, those of `params` where these are given: the
-    loss's ``backward()`` adds to their ``.grad``. Sampled continuous actions are differentiated with their noise held
-    (reparametrised); discrete ones pass no gradient. The state that comes in is a constant, so gradients end where a
-    rollout begins; within it they end where an episode does. All steps are kept in memory until the gradient is taken.
+    All floating leaves of the batch (rewards, observations, actions, log-probabilities, other outputs) depend on the
+    parameters that require grad, those of the module or of `params`: the loss's ``backward()`` adds to their ``.grad``.
+    Sampled continuous actions are differentiated with their noise fixed (reparametrised); discrete ones pass no
+    gradient. The given state is a constant, so gradients end where the rollout begins, and where an episode ends.
 
-    Noise, episodes and batch are those of `rollout`, within rounding. A call of its own, since what it costs, memory
-    and a compiled program for each `length`, should not hang on whether a gradient happens to be recorded.
+    Noise, episodes and batch are those of `rollout`, within rounding. All steps are kept in memory until the gradient
+    is taken, and each `length` compiles a program, so this is a function of its own.
 
     Args:
         env: an environment written in JAX, whose steps JAX can differentiate.
         policy: a policy of `torch_policy` or `tensordict_policy`, whose module can be lowered.
-        state: where to go on.
+        state: the state to continue from.
         length: T.
-        params: parameters to act with; None for the module's own.
-        exploration_type: whether heads sample or act deterministically.
+        params: the parameters to act with; None for the module's own.
+        exploration_type: whether the policy samples or acts deterministically.
         max_frames_per_traj: steps after which a trajectory is truncated; None for no limit.
 
     Raises:
@@ -73,80 +75,67 @@ def differentiable_rollout(
     """
     check_pair(env, policy)
     check_state(env, state, "rollout")
-    if not isinstance(env, JaxEnv):
-        raise TypeError(f"env is {shown(env)}, expected one that is written in JAX: gradients pass no other")
+    check_jax_env(env)
     request = Request(length=length, exploration_type=exploration_type, max_frames_per_traj=max_frames_per_traj)
     lowered = lowered_for(env, policy, exploration_type)
-    before = checked_state(state.policy_state)
+    before, entered = enter_loop(lowered, state)
     tensors = lowered.source.tensors(lowered.source.prepare(params))
-    run = _JaxRollout(env, lowered, state.replace(policy_state=lowered.enter(before, state.num_lanes)), request)
+    config = make_step_config(env, lowered, state.num_lanes, request)
+    which = ("differentiable", env, state.num_lanes, length, exploration_type, max_frames_per_traj)
+    run = _Run(lowered, compiled(lowered, which, partial(_forward, config, length)), entered)
     columns = _Rollout.apply(run, *(tensors[name] for name in lowered.lowered.names))  # type: ignore[no-untyped-call]
     leaves = cast(dict(zip(run.paths, columns, strict=True)), dtypes_of(env))
     return leave_loop(lowered, run.state, before), lowered.as_torch(batch_of(env, lowered, state, leaves))
 
 
-class _JaxRollout:
-    """One rollout in JAX: forward, and back with what it kept."""
+@dataclass
+class _Run:
+    """A rollout: the compiled program, and the state, which the rollout replaces. `paths` are the columns' keys."""
 
-    def __init__(self, env: JaxEnv, policy: LoweredPolicy, state: CollectorState, request: Request) -> None:
-        config = make_step_config(env, policy, state.num_lanes, request)
-        limits = (request.length, request.exploration_type, request.max_frames_per_traj)
-        which = ("differentiable", env, state.num_lanes, *limits)
-        self._forward = compiled(policy, which, partial(_forward, config, request.length))
-        self._back = compiled(policy, "back", lambda pull, given: pull(given)[0])
-        self.policy = policy
-        self.state = state
-        self.paths: list[Path] = []
-
-    def forward(self, tensors: dict[str, Tensor]) -> dict[Path, Tensor]:
-        """The columns [T, P, ...], in memory of their own."""
-        prepared = self.policy.laid_out(tensors)
-        trained = {name: array for name, array in prepared.items() if tensors[name].requires_grad}
-        fixed = {name: array for name, array in prepared.items() if name not in trained}
-        numbers, others, self.state, self._pull = self._forward(trained, fixed, self.state)
-        self._numbers = list(numbers)
-        columns = {path: torch_view(column).clone() for path, column in (numbers | others).items()}
-        self.paths = list(columns)
-        return columns
-
-    def back(self, gradients: dict[Path, Tensor]) -> dict[str, Tensor]:
-        """The gradients of the parameters, by name, from those of the columns."""
-        given = {path: argument(gradients[path].contiguous()) for path in self._numbers}
-        return self.policy.lowered.restore(self._back(self._pull, given))
+    policy: LoweredPolicy
+    program: Callable[..., Any]
+    state: CollectorState
+    paths: list[Path] = field(default_factory=list)
 
 
 class _Rollout(torch.autograd.Function):
-    """A rollout as one operation of Torch."""
+    """A rollout as one operation of Torch: from the parameters to the columns [T, P, ...]."""
 
     @staticmethod
-    def forward(ctx: Any, run: _JaxRollout, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The columns, in the order of ``run.paths``."""
-        columns = run.forward(dict(zip(run.policy.lowered.names, tensors, strict=True)))
-        ctx.run = run
+    @override
+    def forward(ctx: Any, run: _Run, *tensors: Tensor) -> tuple[Tensor, ...]:
+        names = run.policy.lowered.names
+        prepared = run.policy.laid_out(dict(zip(names, tensors, strict=True)))
+        trained_names = [name for name, tensor in zip(names, tensors, strict=True) if tensor.requires_grad]
+        trained = {name: array for name, array in prepared.items() if name in trained_names}
+        fixed = {name: array for name, array in prepared.items() if name not in trained_names}
+        numbers, others, run.state, ctx.pull = run.program(trained, fixed, run.state)
+        columns = {path: torch_view(column).clone() for path, column in (numbers | others).items()}
+        ctx.run, ctx.numbers, run.paths = run, list(numbers), list(columns)
         ctx.mark_non_differentiable(*(leaf for leaf in columns.values() if not leaf.is_floating_point()))
         return tuple(columns.values())
 
     @staticmethod
+    @override
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """None for the run, then the gradient of each parameter that requires one."""
-        run: _JaxRollout = ctx.run
-        found = run.back(dict(zip(run.paths, gradients, strict=True)))
-        return None, *(found.get(name) for name in run.policy.lowered.names)
+        policy, by_path = ctx.run.policy, dict(zip(ctx.run.paths, gradients, strict=True))
+        given = {path: argument(by_path[path].contiguous()) for path in ctx.numbers}
+        pull_back = compiled(policy, "back", lambda pull, given: pull(given)[0])
+        found = policy.lowered.restore(pull_back(ctx.pull, given))
+        return None, *(found.get(name) for name in policy.lowered.names)
 
 
 def _forward(config: StepConfig, length: int, trained: Any, fixed: Any, state: CollectorState) -> Any:
-    """Traced: the columns that are floating numbers, the others, the state after, and the way back."""
+    """Trace the rollout: its floating columns, the other columns, the state after, and the pullback of the first."""
     jax = import_jax()
     keys = run_keys(state.key, state.lane)
 
     def columns(trained: Any) -> tuple[Row, tuple[Row, CollectorState]]:
         def body(state: CollectorState, _: None) -> tuple[CollectorState, Row]:
-            after, row = step(config, {**trained, **fixed}, state, keys)
-            return after, widen(row, dtypes=dtypes_of(config.env), total_lanes=state.total_lanes)
+            return recorded_step(config, {**trained, **fixed}, state, keys)
 
         after, rows = jax.lax.scan(body, state, None, length=length)
-        rows = {path: column for path, column in rows.items() if path not in FLAGS}
         numbers = {path: column for path, column in rows.items() if jax.numpy.issubdtype(column.dtype, np.floating)}
         return numbers, ({path: column for path, column in rows.items() if path not in numbers}, after)
 

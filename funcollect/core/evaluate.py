@@ -44,15 +44,14 @@ def evaluate(
         seed: an int; the same seed gives the same statistics. None draws one.
         params: the parameters to act with; None for the policy's own.
         max_frames: frames over all lanes after which the evaluation gives up.
-        exploration_type: deterministic unless given.
+        exploration_type: whether the policy samples or acts deterministically.
 
-    Warns if the first episode begins differently when it is begun again from its seed. The environment then keeps
+    Warns if the first episode, started again from its seed, begins with another observation. The environment then keeps
     something from episode to episode, which new simulators lack.
 
     Raises:
         EvaluationError: if `max_frames` is not enough, and for an environment whose wrappers normalise by running
-            statistics (Gymnasium's `NormalizeObservation`, TorchRL's `VecNorm`): the simulators of an evaluation would
-            begin without any.
+            statistics (Gymnasium's `NormalizeObservation`, TorchRL's `VecNorm`), which new simulators lack.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=4)
@@ -87,11 +86,13 @@ def evaluate(
         _warn_if_kept(env, state, first)
     finally:
         close(state)
-    return _first_of_each_lane(EpisodeStats.concatenate(parts), quota)
+    stats = EpisodeStats.concatenate(parts)
+    first_ones = [(stats.lanes == lane).nonzero()[:count, 0] for lane, count in enumerate(quota.tolist())]
+    return stats.select(torch.cat(first_ones))
 
 
 def _warn_if_kept(env: Env, state: CollectorState, first: Mapping[Path, torch.Tensor]) -> None:
-    """Warn if the first episode of lane 0, begun again from its seed, does not begin with `first` [P, ...]."""
+    """Warn if the first episode of lane 0, started again from its seed, does not begin with `first` [P, ...]."""
     if env.backend != "host" or env.seeding != "episode":
         return
     simulation = state.env_state.claim()
@@ -101,14 +102,8 @@ def _warn_if_kept(env: Env, state: CollectorState, first: Mapping[Path, torch.Te
         again = simulation.observation()
         if not all(torch.equal(again[path][0].nan_to_num(), row[0].nan_to_num()) for path, row in first.items()):
             warnings.warn(
-                f"{env}: an episode begun again from its seed begins otherwise. The environment keeps something from "
-                "episode to episode (a wrapper's running statistics?), which an evaluation on new simulators lacks, or "
-                "it draws from a generator that is not seeded: funcollect.testing.check_env looks closer",
+                f"{env}: an episode begun again from its seed begins with another observation. The environment keeps "
+                "something from episode to episode (a wrapper's running statistics?), which an evaluation on new "
+                "simulators lacks, or it draws from an unseeded generator: run funcollect.testing.check_env",
                 stacklevel=3,
             )
-
-
-def _first_of_each_lane(stats: EpisodeStats, quota: torch.Tensor) -> EpisodeStats:
-    """The first ``quota[lane]`` episodes of each lane, by lane and then by time."""
-    kept = [(stats.lanes == lane).nonzero()[:count, 0] for lane, count in enumerate(quota.tolist())]
-    return stats.select(torch.cat(kept))

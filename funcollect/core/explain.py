@@ -1,4 +1,4 @@
-"""A description of what will run, and why, to read before the run."""
+"""A description of how an environment and a policy will run together, and why."""
 
 from __future__ import annotations
 
@@ -16,27 +16,29 @@ from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.protocols import Env, Policy
 
+_NOT_BY_CUT = "data depend on every step and reset since, not on how a run is cut into batches"
 _SEEDING = {
     "episode": "each episode starts from a seed of its own, so data do not depend on how a run is cut into batches",
-    "lane": (
-        "each lane is seeded once, and its later episodes follow from the simulator's own generator: data depend on "
-        "every step and reset since, not on how a run is cut into batches"
-    ),
-    "run": (
-        "all lanes are seeded together, when the simulators are built, and their later episodes follow from that: data "
-        "depend on every step and reset since, not on how a run is cut into batches"
-    ),
+    "lane": f"each lane is seeded once, and its generator goes on from episode to episode: {_NOT_BY_CUT}",
+    "run": f"all lanes are seeded together, once, and their generators go on from episode to episode: {_NOT_BY_CUT}",
 }
 _FORKING = {
     "replay": "the environment is rebuilt and the episode replayed",
     "snapshot": "the environment is rebuilt, takes an earlier snapshot of the simulator, and repeats the steps since",
-    "none": "not to be had: the simulators can neither be replayed from a seed nor give a snapshot",
+    "none": "impossible: the simulators can neither be replayed from a seed nor give a snapshot",
 }
 _NOISE = {
     None: "the policy draws none ahead; Torch's global generator is run from the state's key and put back",
     "key": "one JAX key per step, drawn ahead from the state's key by Philox",
+    "fused": "drawn at each step by JAX's own generator, from the state's key, the step and the first lane's id",
 }
-_FUSED_NOISE = "drawn at each step by JAX's own generator, from the state's key, the step and the first lane's id"
+_PLACES = {
+    "host": "the environment lives in simulators on the host",
+    "torch": "the environment is written in Torch and steps all lanes at once",
+    "jax": "the environment is a JAX function",
+}
+_ONE_LOOP = "all steps are one compiled loop"
+_OWN_COLUMNS = "the loop writes the batch's own columns, which Torch takes over by DLPack"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,17 +87,18 @@ def explain(env: Env, policy: Policy) -> Plan:
     check_pair(env, policy)
     route = route_of(env, policy)
     noise = policy.noise(env.action_spec)
-    kind = None if noise is None else noise.kind
+    kind: str | None = None if noise is None else noise.kind
+    if route.loop == "fused" and (kind or not isinstance(route.policy, CallbackPolicy)):
+        kind = "fused"
+    lanes = "one environment without a batch dimension" if env.num_envs is None else f"a batch of {env.num_envs}"
     return Plan(
-        env=f"{env!r}, {_lanes(env)}",
+        env=f"{env!r}, {lanes}",
         policy=_describe(policy),
         loop=route.loop,
-        why=_why(env, route),
+        why="; ".join((_why(env, route), *route.refusals)),
         copies=_copies(env, route),
         seeding=_seeding(env),
-        noise=_FUSED_NOISE
-        if route.loop == "fused" and (kind or not isinstance(route.policy, CallbackPolicy))
-        else _NOISE.get(kind, f"{kind} noise, drawn ahead for a whole rollout from the state's key by Philox"),
+        noise=_NOISE.get(kind, f"{kind} noise, drawn ahead for a whole rollout from the state's key by Philox"),
         forking=_forking(env),
         caution=avoid_faulty_fusions() if "jax" in (env.backend, route.policy.backend) else "",
     )
@@ -105,22 +108,18 @@ def _forking(env: Env) -> str:
     if env.backend != "host":
         return "states are values: a fork is the state itself"
     if kept := statistics_of(env):
-        return f"not to be had: {kept}, which are no part of a state"
+        return f"impossible: {kept}, which are no part of a state"
     return _FORKING[env.forking]
 
 
 def _seeding(env: Env) -> str:
+    seeding = seeding_of(env)
     if kept := statistics_of(env):
         return (
-            f"{seeding_of(env)}, but {kept}: data depend on every step since init, not on how a run is cut into "
-            "batches; each worker has its own statistics, and new simulators (init, a resumed collector) begin without "
-            "any"
+            f"{seeding}, but {kept}: data depend on every step since init, not on how a run is cut into batches; each "
+            "worker has its own statistics, and new simulators (init, a resumed collector) begin without any"
         )
-    return f"{seeding_of(env)}: {_SEEDING[seeding_of(env)]}"
-
-
-def _lanes(env: Env) -> str:
-    return "one environment without a batch dimension" if env.num_envs is None else f"a batch of {env.num_envs}"
+    return f"{seeding}: {_SEEDING[seeding]}"
 
 
 def _describe(policy: Policy) -> str:
@@ -131,62 +130,54 @@ def _describe(policy: Policy) -> str:
 
 
 def _why(env: Env, route: Route) -> str:
-    if env.backend == "jax":
-        return "; ".join((_why_jax(route), *route.refusals))
-    where = {
-        "host": "the environment lives in simulators on the host",
-        "torch": "the environment is written in Torch and steps all lanes at once",
-    }[env.backend]
-    if route.policy.backend == "torch":
-        return f"{where}; the policy is one call per step for all lanes"
-    if isinstance(route.policy, LoweredPolicy):
-        where += "; the policy's module is lowered to JAX"
+    """Return why this loop runs: where the environment lives, and how the policy is called."""
+    where = _PLACES[env.backend]
+    match route.loop, route.policy:
+        case "crossing", _:
+            return (
+                f"{where}, the policy runs in Torch; each step is one call of the policy and one compiled call of the "
+                f"environment, which writes its columns in place; {dispatch_note()}"
+            )
+        case "fused", LoweredPolicy():
+            return (
+                f"{where}, and the policy's module is lowered to one (its torch.export graph in jax.numpy), so "
+                f"{_ONE_LOOP}"
+            )
+        case "fused", CallbackPolicy():
+            return (
+                f"{where}; {_ONE_LOOP}, which calls the policy's module in Torch on its own buffers "
+                "(jax.experimental.buffer_callback)"
+            )
+        case "fused", policy if policy.backend == "jax":
+            return f"environment and policy are both JAX functions, so {_ONE_LOOP}"
+        case "fused", _:
+            return f"{where}, and JAX draws the random actions, so {_ONE_LOOP}"
+        case _, policy if policy.backend == "torch":
+            return f"{where}; the policy is one call per step for all lanes"
+    lowered = "; the policy's module is lowered to JAX" if isinstance(route.policy, LoweredPolicy) else ""
     if env.backend == "torch" and env.device.type != "cpu":
-        return f"{where}; the policy is one jitted call per step, DLPack each way"
-    return f"{where}; the policy is one jitted call per step, its outputs read back as one array; {dispatch_note()}"
-
-
-def _why_jax(route: Route) -> str:
-    if route.loop == "crossing":
-        return (
-            "the environment is a JAX function, the policy runs in Torch; each step is one call of the policy and one "
-            f"compiled call of the environment, which writes its columns in place; {dispatch_note()}"
-        )
-    if isinstance(route.policy, LoweredPolicy):
-        return (
-            "the environment is a JAX function, and the policy's module is lowered to one (its torch.export graph in "
-            "jax.numpy), so all steps are one compiled loop"
-        )
-    if isinstance(route.policy, CallbackPolicy):
-        return (
-            "the environment is a JAX function; all steps are one compiled loop, which calls the policy's module in "
-            "Torch on its own buffers (jax.experimental.buffer_callback)"
-        )
-    both = "environment and policy are both JAX functions"
-    drawn = "the environment is a JAX function, and JAX draws the random actions"
-    return f"{both if route.policy.backend == 'jax' else drawn}, so all steps are one compiled loop"
+        return f"{where}{lowered}; the policy is one jitted call per step, DLPack each way"
+    call = f"the policy is one jitted call per step, its outputs read back as one array; {dispatch_note()}"
+    return f"{where}{lowered}; {call}"
 
 
 def _copies(env: Env, route: Route) -> str:
     policy = route.policy
-    columns = "the loop writes the batch's own columns, which Torch takes over by DLPack"
     if isinstance(policy, LoweredPolicy):
-        columns = columns if route.loop == "fused" else "each observation once, into the batch"
+        columns = _OWN_COLUMNS if route.loop == "fused" else "each observation once, into the batch"
         return f"parameters and buffers into JAX's layout, at every rollout; {columns}"
     if isinstance(policy, CallbackPolicy):
-        return f"each observation to where the module reads it, and its answer into the loop; {columns}"
+        return f"each observation to where the module reads it, and its answer into the loop; {_OWN_COLUMNS}"
     if route.loop == "fused":
-        return f"nothing: {columns}"
+        return f"nothing: {_OWN_COLUMNS}"
+    crossing = "each observation into the columns, and to where the policy reads it; each action to the environment"
+    parts = [crossing if route.loop == "crossing" else "each observation once, into the batch"]
     source = policy if isinstance(policy, TorchBacked) else None
-    run_device = source.run_device if source else None
     place = env.device if env.backend == "torch" else "cpu"
-    parts = ["each observation once, into the batch"]
-    if route.loop == "crossing":
-        parts = ["each observation into the columns, and to where the policy reads it; each action to the environment"]
-    if run_device is not None and str(run_device) != str(place):
-        parts.append(f"each observation to {run_device} and each action back, at every step")
+    if source and source.run_device is not None and str(source.run_device) != str(place):
+        parts.append(f"each observation to {source.run_device} and each action back, at every step")
     if source and source.device is not None:
-        parts.append("parameters to the policy's device, at every rollout, where they are elsewhere")
+        parts.append("parameters to the policy's device, at every rollout, if they are elsewhere")
     else:
         parts.append("no parameters")
     return "; ".join(parts)

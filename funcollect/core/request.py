@@ -1,4 +1,4 @@
-"""What one rollout is asked for, and the policy made ready for it."""
+"""The checked arguments of one rollout, and the policy bound to them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Request:
 
     Attributes:
         length: T.
-        params: as `rollout` was given them.
+        params: the argument of `rollout`.
         exploration_type: how heads act.
         max_frames_per_traj: steps after which a trajectory is truncated, or None.
-        random_steps: lanes act randomly in the run's first so many steps.
+        random_steps: the number of steps, from the beginning of the run, in which lanes act randomly.
         reset_when_done: False keeps a finished lane finished.
-        columns: memory by path, each [T, P, ...], into which observations are recorded where one fits; what a batch
-            holds besides lies in memory of its own.
+        columns: memory by path, each [T, P, ...], into which observations of that shape and dtype are recorded. All
+            other leaves of a batch get new memory.
     """
 
     length: int
@@ -55,7 +55,7 @@ class Request:
         check_ends(self.max_frames_per_traj, self.reset_when_done)
 
     def column(self, path: Path, row: Tensor) -> Tensor:
-        """Memory [T, P, ...] for rows like `row` [P, ...]."""
+        """Return memory [T, P, ...] for rows like `row` [P, ...]."""
         shape = (self.length, *row.shape)
         given = self.columns.get(path)
         if given is None or (given.shape, given.dtype, given.device) != (shape, row.dtype, row.device):
@@ -73,9 +73,9 @@ def check_ends(max_frames_per_traj: int | None, reset_when_done: bool) -> None:
 
 
 def step_limit(env: TorchEnv | JaxEnv, request: Request) -> int | None:
-    """The steps after which an episode is truncated: the lower of the environment's limit and the request's."""
-    limits = [limit for limit in (env.max_episode_steps, request.max_frames_per_traj) if limit is not None]
-    return min(limits, default=None)
+    """Return the steps after which an episode is truncated: the lower of the environment's and the request's limit."""
+    limits = (env.max_episode_steps, request.max_frames_per_traj)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def check_exploration(value: Any) -> None:
@@ -88,22 +88,34 @@ def check_exploration(value: Any) -> None:
         )
 
 
+def check_state_kind(policy_state: Any, wanted: type) -> None:
+    """Raise ValueError for a policy state that is of another kind of policy."""
+    if type(policy_state) is not wanted:
+        raise ValueError(
+            f"the state holds the policy state {type(policy_state).__name__}, this policy wants {wanted.__name__}: "
+            "pass the policy that the state was made with, or continue with "
+            "state.replace(policy_state=policy.init(state.key, state.num_lanes))"
+        )
+
+
 def open_actor(env: Env, policy: Policy, state: CollectorState, request: Request, observation: Any) -> Actor:
-    """The policy bound to this rollout, its noise drawn ahead.
+    """Return the policy bound to this rollout, its noise drawn ahead.
 
     `observation` is what it reads at each step: the same arrays throughout.
     """
     spec = env.action_spec
-    first_lane = state.first_lane
+    first_lane, steps = state.first_lane, state.steps_made
     noise = policy.noise(spec)
     drawn = None
     if noise is not None:
-        drawn = draw_ahead(noise, state.key, first_lane, state.num_lanes, state.steps_made, request.length)
+        drawn = draw_ahead(noise, state.key, first_lane, state.num_lanes, steps, request.length)
+    initial_state = policy.init(state.key, state.num_lanes)
+    check_state_kind(state.policy_state, type(initial_state))
     actor_inputs = ActorInputs(
         observation=observation,
         params=policy.prepare(request.params),
         policy_state=state.policy_state,
-        initial_state=_initial_state(policy, state),
+        initial_state=initial_state,
         noise=drawn,
         exploration=Exploration(request.exploration_type),
         spec=spec,
@@ -112,26 +124,10 @@ def open_actor(env: Env, policy: Policy, state: CollectorState, request: Request
         single=env.num_envs is None,
     )
     actor = policy.actor(actor_inputs)
-    random_left = min(request.random_steps - state.steps_made, request.length)
+    random_left = min(request.random_steps - steps, request.length)
     if random_left > 0:
-        actor = RandomStart(actor, actor_inputs, state.key, first_lane, state.steps_made, random_left)
+        actor = RandomStart(actor, actor_inputs, state.key, first_lane, steps, random_left)
     fresh = state.step == 0
     if bool(fresh.any()):
         actor.restart(fresh.nonzero()[:, 0].tolist())
     return actor
-
-
-def _initial_state(policy: Policy, state: CollectorState) -> Any:
-    initial = policy.init(state.key, state.num_lanes)
-    check_state_kind(state.policy_state, type(initial))
-    return initial
-
-
-def check_state_kind(policy_state: Any, wanted: type) -> None:
-    """Raise ValueError for a policy state that is of another kind of policy."""
-    if type(policy_state) is not wanted:
-        raise ValueError(
-            f"the state holds the policy state {type(policy_state).__name__}, this policy wants {wanted.__name__}: "
-            "pass the policy that the state was made with, or go on with "
-            "state.replace(policy_state=policy.init(state.key, state.num_lanes))"
-        )

@@ -1,4 +1,4 @@
-"""A live collection taken elsewhere: to another seed, or to where a saved one stood."""
+"""A live collection restarted elsewhere: under another seed, or after the counts of a saved one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import optree
 import torch
+from torch import Tensor
 
 from funcollect.core.api import recover
 from funcollect.core.simulators.simulation import SimulatorHandle
@@ -24,26 +25,24 @@ _LARGEST_SEED = 2**32 - 1
 
 
 def next_seed(seed: int, lanes: int) -> int:
-    """The seed that follows after `lanes` environments, as TorchRL's `set_seed` returns it."""
+    """Return the seed that follows after `lanes` environments, as TorchRL's `set_seed` does."""
     for _ in range(lanes):
         seed = int.from_bytes(np.random.default_rng(seed).bytes(8), "big") % _LARGEST_SEED
     return seed
 
 
 def reseed(env: Env, policy: Policy, state: CollectorState, seed: int) -> CollectorState:
-    """New episodes under another key. Before the first step all counts begin again, so it is as if `init` had it."""
+    """Begin new episodes under another seed. Before the first step, the result is that of `init` with this seed."""
     key = key_from_seed(seed)
-    episode = state.episode if state.steps_made else _minus_one(state.episode)
     policy_state = policy_start(policy, key, state.num_lanes, state.first_lane)
-    return _restarted(env, state.replace(key=key, episode=episode, policy_state=policy_state))
-
-
-def _minus_one(episode: Any) -> Any:
-    return torch.full_like(episode, -1) if isinstance(episode, torch.Tensor) else np.full(episode.shape, -1, np.int32)
+    state = state.replace(key=key, policy_state=policy_state)
+    if not state.steps_made:
+        state = state.replace(episode=_counts_like(state, torch.full((state.num_lanes,), -1)))
+    return _restarted(env, state)
 
 
 def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> CollectorState:
-    """New episodes under the key and after the counts that were saved.
+    """Begin new episodes under the saved key and after the saved counts.
 
     Raises:
         ValueError: for counts of another number of lanes.
@@ -53,20 +52,27 @@ def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> Collect
             f"the saved state has {len(saved['episode'])} lanes, this one {state.num_lanes}: "
             "build the collector with the same number of environments"
         )
-    counts: dict[str, Any] = {name: saved[name] for name in ("episode", "steps", "policy_version")}
+    steps, policy_version = saved["steps"], saved["policy_version"]
+    over_jax = isinstance(state.env_state, JaxEnvState)
+    state = state.replace(
+        key=saved["key"].numpy().astype(np.uint32),
+        policy_state=_restored(state.policy_state, saved["policy_state"]),
+        episode=_counts_like(state, saved["episode"]),
+        steps=from_number(steps) if over_jax else steps,
+        policy_version=np.int32(policy_version) if over_jax else policy_version,
+    )
+    return _restarted(env, state)
+
+
+def _counts_like(state: CollectorState, counts: Tensor) -> Any:
+    """Return counts [P] int64 as the state holds them: in JAX as int32."""
     if isinstance(state.env_state, JaxEnvState):
-        counts["episode"] = counts["episode"].numpy().astype(np.int32)
-        counts["steps"] = from_number(counts["steps"])
-        counts["policy_version"] = np.int32(counts["policy_version"])
-    else:
-        counts["episode"] = counts["episode"].to(state.episode.device)
-    policy_state = _restored(state.policy_state, saved["policy_state"])
-    key = saved["key"].numpy().astype(np.uint32)
-    return _restarted(env, state.replace(key=key, policy_state=policy_state, **counts))
+        return counts.numpy().astype(np.int32)
+    return counts.to(state.episode.device)
 
 
 def go_on(env: Env, policy: Policy, state: CollectorState, *, steps: int, episode: int) -> CollectorState:
-    """New episodes as if so many steps had been made and, in every lane, the episodes up to this one."""
+    """Begin new episodes as if all lanes had made so many steps and had begun the episodes up to this number."""
     counts = saved_counts(state)
     counts["steps"], counts["episode"] = steps, torch.full_like(counts["episode"], episode)
     policy_state = policy_start(policy, state.key, state.num_lanes, state.first_lane, steps)
@@ -74,48 +80,43 @@ def go_on(env: Env, policy: Policy, state: CollectorState, *, steps: int, episod
 
 
 def saved_counts(state: CollectorState) -> dict[str, Any]:
-    """The key and the counts of a state, copied, as `resume` takes them: tensors and numbers."""
+    """Return copies of a state's key and counts, as tensors and numbers, for `resume`."""
     return {
         "key": torch.from_numpy(np.asarray(state.key).astype(np.int64)),
-        "episode": torch.as_tensor(_readable(state.episode)).to("cpu", torch.int64, copy=True),
+        "episode": _copied(state.episode).to("cpu", torch.int64),
         "steps": state.steps_made,
         "policy_version": int(state.policy_version),
     }
 
 
-def _readable(counts: Any) -> Any:
-    return counts if isinstance(counts, torch.Tensor) else np.array(counts)
+def saved_leaves(tree: Any) -> list[Tensor]:
+    """Return copies of the leaves of a policy's state, as tensors, without the hidden state of current episodes."""
+    return [_copied(leaf) for leaf in optree.tree_leaves(_uncarried(tree), namespace=NAMESPACE)]
 
 
-def saved_leaves(tree: Any) -> list[torch.Tensor]:
-    """The leaves of a policy's state, copied, as tensors; without what it carries, which new episodes do not have."""
-    leaves = optree.tree_leaves(_uncarried(tree), namespace=NAMESPACE)
-    return [leaf.clone() if isinstance(leaf, torch.Tensor) else torch.from_numpy(np.array(leaf)) for leaf in leaves]
+def _copied(leaf: Any) -> Tensor:
+    return leaf.clone() if isinstance(leaf, Tensor) else torch.from_numpy(np.array(leaf))
 
 
 def _uncarried(tree: Any) -> Any:
     return tree._replace(carried=None) if isinstance(tree, TorchPolicyState) else tree
 
 
-def _restored(like: Any, leaves: list[torch.Tensor]) -> Any:
-    """A policy's state of the structure, devices and kinds of `like` from what `saved_leaves` gave."""
+def _restored(like: Any, leaves: list[Tensor]) -> Any:
+    """Return a policy's state from `saved_leaves`, with the structure, devices and kinds of array of `like`."""
     own, treedef = optree.tree_flatten(_uncarried(like), namespace=NAMESPACE)
     if [tuple(leaf.shape) for leaf in own] != [tuple(leaf.shape) for leaf in leaves]:
         raise ValueError("the saved policy state is of another policy: build the collector with the same one")
-    kinds = [
-        one.to(old.device) if isinstance(old, torch.Tensor) else _jax_array(one)
-        for old, one in zip(own, leaves, strict=True)
+    restored = [
+        saved.to(leaf.device) if isinstance(leaf, Tensor) else import_jax().numpy.array(saved.numpy())
+        for leaf, saved in zip(own, leaves, strict=True)
     ]
-    return optree.tree_unflatten(treedef, kinds)
-
-
-def _jax_array(leaf: torch.Tensor) -> Any:
-    return import_jax().numpy.array(leaf.numpy())
+    return optree.tree_unflatten(treedef, restored)
 
 
 def _restarted(env: Env, state: CollectorState) -> CollectorState:
     if isinstance(state.env_state, SimulatorHandle):
         state.env_state.simulation.rekey(state.key, state.episode.tolist(), state.steps_made)
-    if isinstance(state.env_state, JaxEnvState):  # the starts that it holds follow from another key
+    if isinstance(state.env_state, JaxEnvState):  # its next starts follow from another key
         state = state.replace(env_state=state.env_state._replace(next_start_used=np.ones(state.num_lanes, bool)))
     return recover(env, state)

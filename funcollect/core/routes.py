@@ -1,4 +1,4 @@
-"""Which loop drives an environment and a policy, and as what the policy runs in it."""
+"""Which loop runs an environment with a policy, and in which form the policy runs in it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.protocols import Env, Policy
 from funcollect.specs import ExplorationType, assemble
 
-_MOST_SETTINGS = 4  # of a module's attributes for which it is lowered; one that changes them more often is called back
-
-_RESTLESS = LoweringError(
+# A module whose attributes take more values than this is called back, since each value would compile again.
+_MOST_SETTINGS = 4
+_TOO_MANY_SETTINGS = LoweringError(
     f"its attributes were seen with {_MOST_SETTINGS} different values, and each would compile again: keep what changes "
     "in buffers"
 )
-Make = Callable[..., EmbeddedPolicy]
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ class Route:
 
     Attributes:
         loop: ``"host"``, ``"torch"``, ``"fused"`` or ``"crossing"``.
-        policy: what the loop runs: the policy itself, or a JAX policy in its place.
-        refusals: what was tried before, and why it did not do.
+        policy: the policy that the loop runs: the user's, or a JAX policy over the same module.
+        refusals: the routes that were rejected, each with the reason.
     """
 
     loop: str
@@ -52,10 +51,10 @@ class Route:
 
 
 def route_of(env: Env, policy: Policy, exploration_type: ExplorationType = ExplorationType.RANDOM) -> Route:
-    """The way for this pair; found once for each kind of space and each setting of the module.
+    """Return the route for this pair, cached for each kind of space and each setting of the module.
 
     Raises:
-        LoweringError: for a policy that demands a way (``compile=``) which is not to be had.
+        LoweringError: for a policy that demands a route (``compile=``) which is impossible.
     """
     asked = policy.compiler if isinstance(policy, TorchBacked) else None
     if env.backend != "jax":
@@ -74,10 +73,10 @@ def route_of(env: Env, policy: Policy, exploration_type: ExplorationType = Explo
 
 
 def lower_policy(policy: Policy, env: Env) -> LoweredPolicy:
-    """A Torch policy as a JAX policy, its module lowered: for `funcollect.traced`, and for training in JAX.
+    """Return a Torch policy as a JAX policy, its module lowered: for `funcollect.traced`, and for training in JAX.
 
-    Its ``params`` are the module's own as they are when they are read, arrays by dotted name; ``load(params)`` writes
-    such arrays into the module. `funcollect.rollout` lowers by itself.
+    Its ``params`` are arrays by dotted name, read from the module at each access; ``load(params)`` writes such arrays
+    into the module. `funcollect.rollout` lowers by itself.
 
     Args:
         policy: a policy of `torch_policy` or `tensordict_policy`.
@@ -85,7 +84,7 @@ def lower_policy(policy: Policy, env: Env) -> LoweredPolicy:
 
     Raises:
         TypeError: for another policy.
-        LoweringError: for a module that cannot be lowered; says what stands in the way and where in the module.
+        LoweringError: for a module that cannot be lowered; it names the reason and the place in the module.
 
     >>> import jax, torch, funcollect as fc
     >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=4)
@@ -100,7 +99,7 @@ def lower_policy(policy: Policy, env: Env) -> LoweredPolicy:
 
 
 def lowered_for(env: Env, policy: Policy, exploration_type: ExplorationType) -> LoweredPolicy:
-    """`lower_policy`, of a TensorDict policy as it acts under an exploration type."""
+    """Do what `lower_policy` does, for a TensorDict policy under this exploration type."""
     if isinstance(policy, LoweredPolicy):
         return policy
     if not isinstance(policy, TorchPolicy | TensorDictPolicy):
@@ -114,15 +113,8 @@ def lowered_for(env: Env, policy: Policy, exploration_type: ExplorationType) -> 
     return lowered
 
 
-def checked_state(policy_state: Any) -> TorchPolicyState:
-    """A Torch policy's state, its generator a copy."""
-    check_state_kind(policy_state, TorchPolicyState)
-    state: TorchPolicyState = policy_state._replace(generator=policy_state.generator.clone())
-    return state
-
-
 def _found(env: Env, source: Source, asked: str | None, exploration_type: ExplorationType) -> Route:
-    """The first way that there is, of all or of the one that is asked for."""
+    """Return the first possible route of all, or of the one that is asked for."""
     loop = "fused" if env.backend == "jax" else env.backend
     ways = {None: ["lowered", "called back"], "xla": ["lowered"], "callback": ["called back"]}[asked]
     refusals: list[str] = []
@@ -137,11 +129,12 @@ def _found(env: Env, source: Source, asked: str | None, exploration_type: Explor
 
 
 def _embedded(env: Env, source: Source, way: str, exploration_type: ExplorationType) -> EmbeddedPolicy | LoweringError:
-    """The policy prepared for one route, or the `LoweringError`. Cached per route and setting."""
+    """Return the policy prepared for one route, or the `LoweringError`. Cached per route and setting."""
     known = source.embedded
-    if not isinstance(source, TensorDictPolicy):  # the others draw outside their module
+    if not isinstance(source, TensorDictPolicy):  # other modules do not depend on it: they do not sample
         exploration_type = ExplorationType.RANDOM
-    spaces = (optree.tree_structure(_placed(env)), env.observation_leaves, env.num_envs and min(env.num_envs, 2))
+    structure = assemble(env.observation_space, {leaf.path: 0 for leaf in env.observation_leaves})
+    spaces = (optree.tree_structure(structure), env.observation_leaves, env.num_envs and min(env.num_envs, 2))
     try:
         which = (way, exploration_type, spaces, source.settings if way == "lowered" else NO_SETTINGS)
         if isinstance(callback := known.get(which), CallbackPolicy) and not callback.fits():
@@ -150,17 +143,14 @@ def _embedded(env: Env, source: Source, way: str, exploration_type: ExplorationT
         return error
     if which not in known:
         others = [each for each in known if each[:3] == which[:3]]
-        known[which] = _made(env, source, way, exploration_type) if len(others) < _MOST_SETTINGS else _RESTLESS
+        full = len(others) >= _MOST_SETTINGS
+        known[which] = _TOO_MANY_SETTINGS if full else _made(env, source, way, exploration_type)
     embedded: EmbeddedPolicy | LoweringError = known[which]
     return embedded
 
 
-def _placed(env: Env) -> Any:
-    return assemble(env.observation_space, {leaf.path: 0 for leaf in env.observation_leaves})
-
-
 def _made(env: Env, source: Source, way: str, exploration_type: ExplorationType) -> EmbeddedPolicy | LoweringError:
-    make: Make = lowered_policy if way == "lowered" else callback_policy
+    make: Callable[..., EmbeddedPolicy] = lowered_policy if way == "lowered" else callback_policy
     single = env.num_envs is None and isinstance(source, TensorDictPolicy)
     try:
         _check_place(source, way)
@@ -171,7 +161,7 @@ def _made(env: Env, source: Source, way: str, exploration_type: ExplorationType)
 
 
 def _check_place(source: TorchBacked, way: str) -> None:
-    """Raise LoweringError for a policy that is to run on another kind of device than JAX does."""
+    """Raise LoweringError for a policy that runs on another kind of device than JAX."""
     place = {"gpu": "cuda"}.get(import_jax().default_backend(), "cpu")
     run_device = source.run_device
     if way == "called back" and place != "cpu":
@@ -186,18 +176,25 @@ def run_embedded(
     run: Callable[..., tuple[CollectorState, TensorDict]],
     env: Env,
     policy: EmbeddedPolicy,
-    state: Any,
+    state: CollectorState,
     request: Request,
 ) -> tuple[CollectorState, TensorDict]:
-    """One rollout by a loop's `run`, with the policy's state and outputs as Torch has them."""
-    before = checked_state(state.policy_state)
+    """Run a loop with a policy over a Torch module, and return the policy's state and outputs as Torch has them."""
+    before, entered = enter_loop(policy, state)
     with policy.running(before):
-        after, batch = run(env, policy, state.replace(policy_state=policy.enter(before, state.num_lanes)), request)
+        after, batch = run(env, policy, entered, request)
     return leave_loop(policy, after, before), policy.as_torch(batch)
 
 
+def enter_loop(policy: EmbeddedPolicy, state: CollectorState) -> tuple[TorchPolicyState, CollectorState]:
+    """Return the Torch policy's state, its generator a copy, and the state with which a loop begins."""
+    check_state_kind(state.policy_state, TorchPolicyState)
+    before: TorchPolicyState = state.policy_state._replace(generator=state.policy_state.generator.clone())
+    return before, state.replace(policy_state=policy.enter(before, state.num_lanes))
+
+
 def leave_loop(policy: EmbeddedPolicy, after: CollectorState, before: TorchPolicyState) -> CollectorState:
-    """The state after a loop, its policy's as Torch has it; `before` is what it was."""
+    """Return the state after a loop, with the Torch policy's state, which was `before` at the beginning."""
     if before.recurrent is None:
         return after.replace(policy_state=before)
     step: Any = after.step

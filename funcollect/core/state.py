@@ -7,7 +7,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Generic
+from typing import Any, Generic, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from funcollect.core.read_only_dict import ReadOnlyDict
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop.jax_setup import import_jax, notice_jax, with_jax
 from funcollect.interop.words import number
 from funcollect.keys import Key, Purpose, fold, generator_state, seed_of
 from funcollect.policies.torch_backed import TorchPolicyState
-from funcollect.protocols import Policy
+from funcollect.protocols import HostEnv, Policy, TorchEnv
 from funcollect.tree import NAMESPACE, Path
 
 Integers = typing.TypeVar("Integers", Tensor, npt.NDArray[np.int64])
@@ -30,6 +29,22 @@ Array = TypeVar("Array", default=Any)  # Tensor, or jax.Array over a JAX environ
 _STATIC = ("total_lanes", "origin")
 _OF_JAX = ("env_state", "env_params", "policy_state")
 _ORIGINS = itertools.count(1)
+
+
+class ReadOnlyDict(dict[Path, Any]):
+    """A dict by path that refuses every change; a node in optree's `NAMESPACE` and in JAX, as a dict is."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
+            "the observation of a state cannot be changed: make another state with "
+            "state.replace(observation={**state.observation, ...})"
+        )
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> Any:
+        return ReadOnlyDict, (dict(self),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +55,7 @@ class CollectorState(Generic[Array]):
     ``"funcollect"`` and in JAX, with the same leaves in both: all fields but `total_lanes` and `origin`.
 
     Attributes:
-        env_state: the environment's own state; over real simulators a handle that one state at a time may use.
+        env_state: the environment's own state; over simulators a handle that can be used once.
         env_params: the environment's parameters, a pytree; None without any.
         observation: the current root observation by key, each [P, ...]; a dict that cannot be changed.
         policy_state: recurrent state and the like.
@@ -76,12 +91,12 @@ class CollectorState(Generic[Array]):
 
     def __post_init__(self) -> None:
         notice_jax()
-        if type(self.observation) is dict:  # JAX puts other things there as it builds a tree
+        if type(self.observation) is dict:  # while JAX builds a tree, other values stand here
             object.__setattr__(self, "observation", ReadOnlyDict(self.observation))
 
     @property
     def seed(self) -> int:
-        """The integer seed of the run: the argument of `init`, or what it drew."""
+        """The integer seed of the run: the argument of `init`, or the one that it drew."""
         return seed_of(np.asarray(self.key))
 
     @property
@@ -146,18 +161,23 @@ def trajectory_ids(lane: Integers, episode: Integers, total_lanes: int) -> Integ
     return first + episode * total_lanes
 
 
-def first_state(env: Any, *, key: Key, lane: Tensor, total_lanes: int, **parts: Any) -> CollectorState:
-    """Return the state of lanes [P] that begin their first episode, with tensors on the device of `lane`.
-
-    Args:
-        env: the environment.
-        key: of the run.
-        lane: the lanes' ids.
-        total_lanes: the number of lanes over all workers.
-        **parts: the remaining fields.
-    """
+def first_state(
+    env: HostEnv | TorchEnv,
+    policy: Policy,
+    key: Key,
+    lane: Tensor,
+    total_lanes: int,
+    *,
+    env_state: Any,
+    observation: dict[Path, Tensor],
+) -> CollectorState:
+    """Return the state of lanes [P] that begin their first episode, with tensors on the device of `lane`."""
     zeros = partial(torch.zeros, len(lane), device=lane.device)
     return CollectorState(
+        env_state=env_state,
+        env_params=env.params if env.backend == "torch" else None,
+        observation=observation,
+        policy_state=policy_start(policy, key, len(lane), int(lane[0])),
         key=key,
         lane=lane,
         episode=zeros(dtype=torch.int64),
@@ -167,13 +187,7 @@ def first_state(env: Any, *, key: Key, lane: Tensor, total_lanes: int, **parts: 
         truncated=zeros(dtype=torch.bool),
         total_lanes=total_lanes,
         origin=origin_of(env),
-        **parts,
     )
-
-
-def all_lanes(state: CollectorState) -> Tensor:
-    """Return the mask [P] of all lanes, on the state's device; on the CPU for a state over JAX."""
-    return torch.ones(state.num_lanes, dtype=torch.bool, device=device_of(state))
 
 
 def device_of(state: CollectorState) -> torch.device:
@@ -181,40 +195,9 @@ def device_of(state: CollectorState) -> torch.device:
     return state.lane.device if isinstance(state.lane, Tensor) else torch.device("cpu")
 
 
-def _flatten(state: CollectorState) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...]]:
-    """Flatten a state. Over a JAX environment, the suite's own nodes are known to JAX only, so JAX flattens them."""
-    names = tuple(field.name for field in fields(state) if field.name not in _STATIC)
-    static = tuple(getattr(state, name) for name in _STATIC)
-    children = {name: getattr(state, name) for name in names}
-    treedefs: dict[str, Any] = {}
-    if isinstance(state.env_state, JaxEnvState):
-        for name in _OF_JAX:
-            if not isinstance(children[name], TorchPolicyState):
-                leaves, treedefs[name] = import_jax().tree.flatten(children[name])
-                children[name] = tuple(leaves)
-    return tuple(children.values()), (static, tuple(treedefs.items())), names
-
-
-def _unflatten(metadata: tuple[Any, ...], values: tuple[Any, ...]) -> CollectorState:
-    static, treedefs = metadata
-    names = [field.name for field in fields(CollectorState) if field.name not in _STATIC]
-    children = dict(zip(names, values, strict=True))
-    for name, treedef in treedefs:
-        children[name] = import_jax().tree.unflatten(treedef, children[name])
-    return CollectorState(**children, **dict(zip(_STATIC, static, strict=True)))
-
-
-optree.register_pytree_node(CollectorState, _flatten, _unflatten, namespace=NAMESPACE)  # type: ignore[arg-type]
-
-
-def _register(jax: Any) -> None:
-    """A node in JAX, too: there `steps` and `policy_version` are arrays."""
-    names = [field.name for field in fields(CollectorState)]
-    static = ["total_lanes", "origin"]
-    jax.tree_util.register_dataclass(CollectorState, [name for name in names if name not in static], static)
-
-
-with_jax(_register)
+def all_lanes(state: CollectorState) -> Tensor:
+    """Return the mask [P] of all lanes."""
+    return torch.ones(state.num_lanes, dtype=torch.bool, device=device_of(state))
 
 
 def policy_start(policy: Policy, key: Key, num_envs: int, first_lane: int, steps: int = 0) -> Any:
@@ -227,3 +210,51 @@ def policy_start(policy: Policy, key: Key, num_envs: int, first_lane: int, steps
     if not isinstance(policy_state, TorchPolicyState) or first_lane == steps == 0:
         return policy_state
     return policy_state._replace(generator=generator_state(fold(key, Purpose.GENERATOR, first_lane, steps)))
+
+
+LEAVES = tuple(field.name for field in fields(CollectorState) if field.name not in _STATIC)
+
+
+def _flatten(state: CollectorState) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...]]:
+    """Flatten a state. Over a JAX environment, the suite's own nodes are known to JAX only, so JAX flattens them."""
+    children = {name: getattr(state, name) for name in LEAVES}
+    treedefs: dict[str, Any] = {}
+    if isinstance(state.env_state, JaxEnvState):
+        for name in _OF_JAX:
+            if not isinstance(children[name], TorchPolicyState):
+                leaves, treedefs[name] = import_jax().tree.flatten(children[name])
+                children[name] = tuple(leaves)
+    static = tuple(getattr(state, name) for name in _STATIC)
+    return tuple(children.values()), (static, tuple(treedefs.items())), LEAVES
+
+
+def _unflatten(metadata: tuple[Any, ...], values: tuple[Any, ...]) -> CollectorState:
+    static, treedefs = metadata
+    children = dict(zip(LEAVES, values, strict=True))
+    for name, treedef in treedefs:
+        children[name] = import_jax().tree.unflatten(treedef, children[name])
+    return CollectorState(**children, **dict(zip(_STATIC, static, strict=True)))
+
+
+def _flatten_dict(node: ReadOnlyDict) -> tuple[list[Any], tuple[Path, ...], tuple[Path, ...]]:
+    paths = tuple(sorted(node))
+    return [node[path] for path in paths], paths, paths
+
+
+def _unflatten_dict(paths: tuple[Path, ...], children: Any) -> ReadOnlyDict:
+    return ReadOnlyDict(zip(paths, children, strict=True))
+
+
+def _register(jax: Any) -> None:
+    def with_keys(node: ReadOnlyDict) -> Any:
+        return [(jax.tree_util.DictKey(path), node[path]) for path in sorted(node)], tuple(sorted(node))
+
+    jax.tree_util.register_pytree_with_keys(
+        ReadOnlyDict, with_keys, _unflatten_dict, lambda node: _flatten_dict(node)[:2]
+    )
+    jax.tree_util.register_dataclass(CollectorState, list(LEAVES), list(_STATIC))
+
+
+optree.register_pytree_node(ReadOnlyDict, _flatten_dict, _unflatten_dict, namespace=NAMESPACE)  # type: ignore[arg-type]
+optree.register_pytree_node(CollectorState, _flatten, _unflatten, namespace=NAMESPACE)  # type: ignore[arg-type]
+with_jax(_register)

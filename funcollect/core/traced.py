@@ -1,22 +1,20 @@
 """The functional core on JAX arrays, for use inside the user's own `jit`, `vmap`, `grad` and `shard_map`.
 
 Environments are JAX ones, policies JAX ones or `random_policy`. `params` is an argument, since a value closed over
-would be baked into the compiled code. Batches are plain nested dicts, time-major ``[T, P, ...]``: rewards and flags
-without a trailing dimension, 64-bit integers as int32, and ``collector.episode`` and ``.lane`` (both int32) in the
-place of ``.traj_ids``. `funcollect.deliver` makes a TensorDict of one.
+would be baked into the compiled code. Batches are nested dicts, time-major ``[T, P, ...]``: rewards and flags without a
+last dimension of size 1, 64-bit integers as int32, and ``collector.episode`` and ``.lane`` (both int32) instead of
+``.traj_ids``. `funcollect.deliver` makes a TensorDict of one.
 
-Whatever depends on Python values is fixed when the user's function is compiled: the environment, the policy,
-`length` and all keywords.
+The environment, the policy, `length` and all keywords are fixed when the user's function is compiled.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from funcollect.arguments import check_kind, check_optional_positive
 from funcollect.core.request import Request
-from funcollect.core.state import CollectorState, check_origin, origin_of
+from funcollect.core.state import LEAVES, CollectorState, check_origin, origin_of
 from funcollect.core.traced_step.checks import check_one_run
 from funcollect.core.traced_step.keys import RunKeys, run_keys
 from funcollect.core.traced_step.step import (
@@ -47,7 +45,7 @@ Batch = dict[str, Any]  # nested, of JAX arrays
 def init(
     env: JaxEnv, policy: Policy, params: Any, *, key: Any, first_lane: Any = 0, total_lanes: int | None = None
 ) -> CollectorState:
-    """The first state, of lanes ``first_lane … first_lane + P - 1`` of `total_lanes`.
+    """Return the first state of the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`.
 
     Call it inside `jit`: outside, a reset runs operation by operation, which for brax takes seconds.
 
@@ -55,13 +53,13 @@ def init(
         env: a JAX environment.
         policy: a JAX policy, or `random_policy`.
         params: the policy's parameters; not read yet.
-        key: uint32[2], or a typed key: all randomness follows from it.
-        first_lane: the id of the first lane, an int or an array []; parts of one run begin at different lanes.
-        total_lanes: how many lanes the run has; P unless given.
+        key: uint32[2], or a typed key, from which all randomness follows.
+        first_lane: the id of the first lane, an int or an array []; the parts of one run begin at different lanes.
+        total_lanes: the number of lanes in the run; P unless given.
 
     Raises:
-        TypeError: for something that is no JAX environment, a policy that JAX cannot trace, or a key that is none.
-        EnvError: for an environment whose functions disagree with one another or with its spaces.
+        TypeError: if `env` is no JAX environment, `policy` cannot be traced, or `key` is no key.
+        EnvError: for an environment whose functions disagree with each other or with its spaces.
 
     >>> import jax, funcollect as fc
     >>> env = fc.envs.from_gymnax("CartPole-v1", num_envs=4)
@@ -72,13 +70,13 @@ def init(
     (3, 4)
     """
     jnp = import_jax().numpy
-    _check_env(env)
+    check_jax_env(env)
     check_traceable(policy)
     check_optional_positive("total_lanes", total_lanes)
     players = check_functions(env)
     key, count = _raw(key), env.num_envs or 1
     lane = jnp.arange(count, dtype=jnp.int32) + first_lane
-    zero, no = lane * 0, lane != lane  # not constants: they vary over a mesh as the lanes do
+    zero, no = lane * 0, lane != lane  # constants would not vary over a mesh, as these do
     env_params = import_jax().tree.map(jnp.asarray, env.params)
     current, observation = begin(env, run_keys(key, lane), lane, zero, env_params)
     state = CollectorState(
@@ -98,16 +96,15 @@ def init(
         steps=jnp.zeros(2, jnp.uint32),
         policy_version=jnp.zeros((), jnp.int32),
     )
-    # No two leaves are one array, nor is one the caller's: outside of `jit` a state could not be donated.
-    copied: CollectorState = import_jax().tree.map(jnp.copy, state)
+    copied: CollectorState = import_jax().tree.map(jnp.copy, state)  # shared leaves could not be donated outside `jit`
     return copied
 
 
 def reset(env: JaxEnv, state: CollectorState, mask: Any = None) -> CollectorState:
-    """The lanes of `mask` [P] bool, or all, begin another episode under a new trajectory id.
+    """Begin another episode, under a new trajectory id, in the lanes of `mask` [P] bool, or in all.
 
     Raises:
-        TypeError: for something that is no JAX environment or no state.
+        TypeError: if `env` is no JAX environment or `state` no state.
         ValueError: for a mask of another shape or dtype.
     """
     _check_state(env, state)
@@ -131,7 +128,7 @@ def step(
     random_steps: int = 0,
     reset_when_done: bool = True,
 ) -> tuple[CollectorState, Batch]:
-    """One step of every lane: the next state, and the transition [P, ...]. Arguments and errors as for `rollout`."""
+    """Return the next state and the transition [P, ...] of one step. Arguments and errors are those of `rollout`."""
     request = Request(
         length=1,
         exploration_type=exploration_type,
@@ -155,20 +152,20 @@ def rollout(
     random_steps: int = 0,
     reset_when_done: bool = True,
 ) -> tuple[CollectorState, Batch]:
-    """`length` steps of every lane: the next state, and the batch [T, P, ...].
+    """Run `length` steps of every lane, and return the next state and the batch [T, P, ...].
 
-    Its keys, resets and counters are those of `funcollect.rollout`; floats may differ in their last bits, since XLA
+    Its keys, resets and counters are those of `funcollect.rollout`. Floats may differ in their last bits, since XLA
     rounds by how it fuses the whole program that it compiles.
 
     Args:
         env: a JAX environment.
         policy: a JAX policy, or `random_policy`.
         params: the parameters to act with.
-        state: where to go on.
+        state: the state to continue from.
         length: T.
-        exploration_type: whether heads sample or act deterministically.
+        exploration_type: whether the policy samples or acts deterministically.
         max_frames_per_traj: steps after which a trajectory is truncated; None for no limit.
-        random_steps: lanes act randomly in the run's first so many steps.
+        random_steps: the number of steps, from the beginning of the run, in which lanes act randomly.
         reset_when_done: False keeps a finished lane finished until `reset`.
 
     Raises:
@@ -202,7 +199,7 @@ def rollout(
 
 
 def partition(state: CollectorState, axis: str) -> CollectorState:
-    """How a state is split for `shard_map`: the lanes over the mesh's `axis`, what all lanes share on every device.
+    """Return the `PartitionSpec` of each leaf for `shard_map`: lanes split over the mesh's `axis`, the rest replicated.
 
     >>> import jax, funcollect as fc
     >>> from jax.sharding import PartitionSpec
@@ -216,8 +213,7 @@ def partition(state: CollectorState, axis: str) -> CollectorState:
     check_kind("axis", axis, str, "pass the name of the mesh's axis")
     spec = import_jax().sharding.PartitionSpec
     shared = ("env_params", "key", "steps", "policy_version")
-    names = [field.name for field in fields(state) if field.name not in ("total_lanes", "origin")]
-    return state.replace(**{name: spec() if name in shared else spec(axis) for name in names})
+    return state.replace(**{name: spec() if name in shared else spec(axis) for name in LEAVES})
 
 
 def _step(config: StepConfig, params: Any, state: CollectorState, keys: RunKeys) -> tuple[CollectorState, Batch]:
@@ -238,13 +234,14 @@ def _checked_config(env: JaxEnv, policy: Policy, params: Any, state: CollectorSt
 
 
 def _check_state(env: Any, state: Any) -> None:
-    _check_env(env)
+    check_jax_env(env)
     check_kind("state", state, CollectorState, "pass what init or rollout returned, after env, policy and params")
     check_one_run(state)
     check_origin(env, state)
 
 
-def _check_env(env: Any) -> None:
+def check_jax_env(env: Any) -> None:
+    """Raise TypeError unless `env` is an environment written in JAX."""
     if not isinstance(env, JaxEnv):
         raise TypeError(
             f"env is {shown(env)}, expected a JAX environment: make one with for example "

@@ -160,7 +160,7 @@ class Holds(gymnasium.Wrapper):  # type: ignore[type-arg]
 
 def test_an_environment_of_ones_own_that_keeps_something_is_warned_of() -> None:
     env = fc.make_env(lambda: OwnMean(gymnasium.make("CartPole-v1")), num_envs=2)
-    with pytest.warns(UserWarning, match=r"begun again from its seed begins otherwise.*check_env looks closer"):
+    with pytest.warns(UserWarning, match=r"begun again from its seed begins with another observation.*check_env"):
         assert len(fc.evaluate(env, fc.random_policy(env), episodes=3, seed=0)) == 3
 
 

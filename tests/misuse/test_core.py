@@ -217,7 +217,7 @@ def test_a_fork_of_what_does_not_follow_from_its_seed() -> None:
         "gave another observation",
         "expected the same",
         "self.np_random",
-        "the state is as good as before",
+        "the state can still be used",
     )
     with refused(ReplayError, says):
         fc.fork(env, state)

@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torch import Tensor
 
-from funcollect.core.loops.fused import FLAGS, bucket, fork, init, place_of, recover, reset, to_batch
+from funcollect.core.loops.fused import bucket, empty_columns, fork, init, place_of, recover, reset, to_batch, write_row
 from funcollect.core.request import Request, open_actor, step_limit
 from funcollect.core.state import CollectorState
-from funcollect.core.traced_step.batch import cast, dtypes_of, widen
+from funcollect.core.traced_step.batch import cast, dtypes_of, recorded_step
 from funcollect.core.traced_step.keys import RunKeys, run_keys
-from funcollect.core.traced_step.step import Row, StepConfig, step
+from funcollect.core.traced_step.step import Row, StepConfig
 from funcollect.interop.bridge import jax_view, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memory import fixed
@@ -32,7 +31,6 @@ from funcollect.policies.actors.checks import check_apart
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.protocols import Actor, JaxEnv, Policy
 from funcollect.specs import ActionSpec, assemble
-from funcollect.tree import Path
 
 __all__ = ["fork", "init", "recover", "reset", "run"]  # the state is that of the fused loop
 
@@ -50,7 +48,8 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
         policy_state, outputs = actor.finish()
     after = loop.state.replace(policy_state=policy_state)
     check_apart(outputs, state.observation)
-    return after, to_batch(env, cast(loop.leaves(), dtypes_of(env)), outputs)
+    columns = {path: torch_view(column)[: request.length] for path, column in loop.columns.items()}
+    return after, to_batch(env, cast(columns, dtypes_of(env)), outputs)
 
 
 def _on_host(state: CollectorState) -> CollectorState:
@@ -64,7 +63,13 @@ def _on_host(state: CollectorState) -> CollectorState:
 
 
 class _CrossingLoop:
-    """The environment's state, the columns, and what the policy reads."""
+    """The state and the columns in JAX, and the observation that the policy reads.
+
+    Attributes:
+        state: the state without its policy's; donated at each step, as the columns are.
+        columns: each [T, P, ...], or longer.
+        observation: tensors [P, ...] in the structure of the space, in the same memory throughout.
+    """
 
     def __init__(self, env: JaxEnv, state: CollectorState, request: Request) -> None:
         config = StepConfig(
@@ -81,22 +86,20 @@ class _CrossingLoop:
         begin = compiled(env, ("crossing", capacity, *which), partial(_begin, config, capacity), place=place)
         self._advance = compiled(env, ("crossing", *which), partial(_advance, config), donate_argnums=(0, 1))
         self.state: CollectorState
-        self.state, self._columns, self._keys = begin(state.replace(policy_state=None))
-        self._request = request
+        self.state, self.columns, self._keys = begin(state.replace(policy_state=None))
         dtypes = dtypes_of(env)
         self._root = {path: fixed(torch_view(value).to(dtypes[path])) for path, value in state.observation.items()}
         self.observation = assemble(env.observation_space, self._root)
         self._on_cpu = all(root.device.type == "cpu" for root in self._root.values())
-        self._into_jax = _crosser(env.action_spec, next(iter(state.observation.values())).device)
+        self._into_jax = _crosser(env.action_spec, state.lane.device)
         self._held: Any = None
 
     def step(self, t: int, action: Any) -> None:
         """Advance all lanes, record the step, and bring its observation to where the policy reads it."""
         crossed = self._into_jax(action)
-        self.state, self._columns, root, fresh = self._advance(
-            self.state, self._columns, self._keys, np.int32(t), crossed
+        self.state, self.columns, root, self._fresh = self._advance(
+            self.state, self.columns, self._keys, np.int32(t), crossed
         )
-        self._fresh = fresh
         for path, value in root.items():
             if self._on_cpu:
                 self._root[path].numpy()[...] = np.asarray(value)
@@ -110,42 +113,28 @@ class _CrossingLoop:
         if not self._on_cpu or bool(fresh.any()):
             actor.restart(fresh)
 
-    def leaves(self) -> dict[Path, Tensor]:
-        """The columns, each [T, P, ...]; JAX does not write them any more."""
-        return {path: torch_view(column)[: self._request.length] for path, column in self._columns.items()}
-
 
 def _given_action(action: Any, policy_state: Any, observation: Any, key: Any) -> tuple[Any, dict[str, Any]]:
     """Act as the policy of the traced step: its parameters are the action that Torch chose."""
     return policy_state, {"action": action}
 
 
-def _row(config: StepConfig, action: Any, state: CollectorState, keys: RunKeys) -> tuple[CollectorState, Row]:
-    after, recorded = step(config, action, state, keys)
-    recorded = widen(recorded, dtypes=dtypes_of(config.env), total_lanes=state.total_lanes)
-    dropped = [("action",), *(FLAGS if config.reset_when_done else [])]  # the actor records the policy's outputs
-    return after, {path: value for path, value in recorded.items() if path not in dropped}
-
-
 def _begin(config: StepConfig, capacity: int, state: CollectorState) -> tuple[CollectorState, Row, RunKeys]:
     """Return a copy of the state, which may be donated, empty columns, and the keys of the run."""
     jax = import_jax()
-    jnp = jax.numpy
     spec = config.env.action_spec
     action = jax.ShapeDtypeStruct((state.num_lanes, *spec.shape), _jax_dtype(spec))
     keys = run_keys(state.key, state.lane)
-    _, shapes = jax.eval_shape(partial(_row, config), action, state, keys)
-    columns = {path: jnp.zeros((capacity, *leaf.shape), leaf.dtype) for path, leaf in shapes.items()}
-    return jax.tree.map(jnp.copy, state), columns, keys
+    _, row = jax.eval_shape(partial(recorded_step, config), action, state, keys)
+    del row["action",]  # the actor records the policy's outputs
+    return jax.tree.map(jax.numpy.copy, state), empty_columns(row, capacity), keys
 
 
 def _advance(config: StepConfig, state: CollectorState, columns: Row, keys: RunKeys, t: Any, action: Any) -> Any:
     """Return the next state, the columns with row `t`, the next observation, and which lanes begin an episode."""
-    write = import_jax().lax.dynamic_update_index_in_dim
-    after, row = _row(config, action.astype(_jax_dtype(config.env.action_spec)), state, keys)
-    columns = {path: write(column, row[path], t, 0) for path, column in columns.items()}
-    fresh = row[("next", "done")] if config.reset_when_done else import_jax().numpy.zeros_like(after.terminated)
-    return after, columns, after.observation, fresh
+    after, row = recorded_step(config, action.astype(_jax_dtype(config.env.action_spec)), state, keys)
+    fresh = row["next", "done"] if config.reset_when_done else import_jax().numpy.zeros_like(after.terminated)
+    return after, write_row(columns, row, t), after.observation, fresh
 
 
 def _jax_dtype(spec: ActionSpec) -> Any:

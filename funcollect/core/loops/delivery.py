@@ -1,8 +1,12 @@
-"""Batches from the columns that a loop recorded: counters are computed for all steps at once, and time comes last."""
+"""What the eager loops (`host` and `tensor`) share: the limit on trajectories, counters, finished lanes and batches.
+
+Counters are computed for all steps at once, after the last one. One call into Torch costs as much as a step of a small
+environment, so counters of one kind share one array.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,67 +15,95 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from funcollect.core.request import Request
 from funcollect.core.state import CollectorState, trajectory_ids
 from funcollect.policies.actors.checks import check_apart
-from funcollect.tree import Path, to_tensordict
+from funcollect.tree import Path, select, to_tensordict
 
 Array = npt.NDArray[Any]
 
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutColumns:
-    """The columns that a loop records over T steps, time first."""
-
-    observation: dict[Path, Tensor]  # each [T, P, ...]
-    next_observation: dict[Path, Tensor]  # each [T, P, ...], before any reset
-    outputs: dict[Path, Tensor]  # the policy's, each [T, P, ...]
-    reward: Tensor  # [T, P] or [T, P, players] float32
-    terminated: Tensor  # [T, P] bool
-    truncated: Tensor  # [T, P] bool
-    info: dict[Path, Tensor]  # each [T, P, ...]
+ROOT_FLAGS: list[Path] = [("terminated",), ("truncated",), ("done",)]
+OUTCOME_KEYS: list[Path] = [("next", name) for name in ("reward", "terminated", "truncated")]
+REWARD, TERMINATED, TRUNCATED = OUTCOME_KEYS
+_FLAGS = [*ROOT_FLAGS, *(("next", *path) for path in ROOT_FLAGS)]
+_NUMBERS: list[Path] = [("collector", name) for name in ("traj_ids", "step", "lane", "policy_version")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Counters:
-    """The position of each row in its trajectory, and the counters of the lanes after the last row.
+class TrajectoryLimit:
+    """The limit on a trajectory's length, as the step of this rollout at which each lane reaches it.
 
-    One call into Torch costs as much as a step of a small environment, so columns of one kind share one tensor.
+    Attributes:
+        due: [P] int64, a NumPy array or a Torch tensor, like the `step` from which it is made.
     """
 
-    numbers: Tensor  # [4, P, T] int64: trajectory id, step, lane, policy version
-    flags: Tensor  # [6, P, T, 1] bool: terminated, truncated and done, at the root and next
-    age: Tensor  # [P] int64, steps of the loop since the lane's last reset, counting those before this rollout
-    after: dict[str, Tensor]  # the state's counters, each [P]
+    def __init__(self, step: Any, limit: int) -> None:
+        self._limit = min(limit, 1 << 62)  # so that sums with steps fit into 64 bits
+        self.due = self._limit - 1 - step
+
+    def reached(self, t: int) -> Any:
+        """Return the mask [P] of the lanes that step `t` brings to the limit."""
+        return self.due <= t
+
+    def restart(self, t: int, lanes: Any) -> None:
+        """Count from zero, after step `t`, in these lanes: their indices, or a mask [P]."""
+        self.due[lanes] = t + self._limit
 
 
-def count(state: CollectorState, columns: RolloutColumns, age: Tensor, *, reset_when_done: bool) -> Counters:
-    """Compute, on the host, the counters of a rollout that began in `state`.
+def new_columns(rows: Mapping[Path, Tensor], request: Request) -> dict[Path, Tensor]:
+    """Return memory [T, P, ...] for the observations, rewards and flags of a rollout with root rows [P, ...]."""
+    columns = {path: request.column(path, row) for path, row in rows.items()}
+    columns |= {("next", *path): request.column(("next", *path), row) for path, row in rows.items()}
+    row = next(iter(rows.values()))
+    for path in OUTCOME_KEYS:
+        dtype = torch.float32 if path == REWARD else torch.bool
+        columns[path] = torch.zeros(request.length, len(row), dtype=dtype, device=row.device)
+    return columns
+
+
+def deliver(
+    state: CollectorState,
+    columns: dict[Path, Tensor],
+    outputs: dict[Path, Tensor],
+    age: Tensor,
+    *,
+    reset_when_done: bool,
+    single: bool,
+) -> tuple[dict[str, Tensor], TensorDict, Tensor]:
+    """Return the counters of the state after a rollout, its batch, and each lane's age after it.
 
     Args:
         state: the state before the rollout.
-        columns: the columns of the rollout.
-        age: [P], steps of the loop since each lane's reset, at the rollout's start.
+        columns: what the loop recorded, each [T, P, ...], under the batch's keys. The flags under ``next`` of lanes
+            that were finished before a step are ignored, and so are their rewards.
+        outputs: the policy's, each [T, P, ...].
+        age: [P] int64 on the CPU, the steps of the loop since each lane's last reset, when the rollout began.
         reset_when_done: whether a finished lane began another episode or stayed as it was.
+        single: whether the environment has no batch dimension.
+
+    Raises:
+        PolicyError: for an output of the policy under the key of an observation.
     """
-    length, num_lanes = columns.terminated.shape
+    check_apart(outputs, state.observation)
+    reward = columns[REWARD]
+    length, num_lanes = reward.shape[:2]
     numbers = np.empty((4, num_lanes, length), np.int64)
     flags = np.zeros((6, num_lanes, length), bool)
-    flags[3], flags[4] = columns.terminated.cpu().numpy().T, columns.truncated.cpu().numpy().T
+    flags[3], flags[4] = columns.pop(TERMINATED).cpu().numpy().T, columns.pop(TRUNCATED).cpu().numpy().T
     np.logical_or(flags[3], flags[4], out=flags[5])
-    fates = _resets if reset_when_done else _freezes
-    after, ages = fates(state, numbers, flags, columns.reward, age.numpy())
+    count = _count_episodes if reset_when_done else _count_until_finished
+    after, ages = count(state, numbers, flags, reward, age.numpy())
     numbers[2] = state.lane.cpu().numpy()[:, None]
     numbers[3] = state.policy_version
+    if single:
+        numbers, flags = numbers[:, 0], flags[:, 0]
     device = state.step.device
-    return Counters(
-        numbers=torch.from_numpy(numbers).to(device),
-        flags=torch.from_numpy(flags[..., None]).to(device),
-        age=torch.from_numpy(ages),
-        after={name: torch.from_numpy(value).to(device) for name, value in after.items()},
-    )
+    counters = dict(zip(_NUMBERS, torch.from_numpy(numbers).to(device).unbind(), strict=True))
+    counters |= zip(_FLAGS, torch.from_numpy(flags[..., None]).to(device).unbind(), strict=True)
+    batch = as_batch(columns | outputs, single=single, counters=counters)
+    return {name: torch.from_numpy(value).to(device) for name, value in after.items()}, batch, torch.from_numpy(ages)
 
 
-def _resets(
+def _count_episodes(
     state: CollectorState, numbers: Array, flags: Array, reward: Tensor, age: Array
 ) -> tuple[dict[str, Array], Array]:
     """Compute the counters if every finished lane began another episode. An episode's rows are adjacent."""
@@ -103,14 +135,23 @@ def _resets(
     return after, np.where(open_since > 0, length - open_since, age + length)
 
 
-def _freezes(
+def _count_until_finished(
     state: CollectorState, numbers: Array, flags: Array, reward: Tensor, age: Array
 ) -> tuple[dict[str, Array], Array]:
-    """Compute the counters if finished lanes stay finished. Their rows have the flags at the root as well."""
-    flags[0, :, 0], flags[1, :, 0] = state.terminated.cpu().numpy(), state.truncated.cpu().numpy()
-    flags[:2, :, 1:] = flags[3:5, :, :-1]
-    np.logical_or(flags[0], flags[1], out=flags[2])
-    live = ~np.logical_or.accumulate(flags[2], 1)
+    """Compute the counters if finished lanes stay finished: they repeat their flags, without reward or steps.
+
+    This completes `flags` and `reward`, into which a loop may write anything for lanes that are finished.
+    """
+    terminated, truncated = state.terminated.cpu().numpy(), state.truncated.cpu().numpy()
+    done = np.logical_or.accumulate(flags[5], 1) | (terminated | truncated)[:, None]  # at or before the step's end
+    flags[2, :, 0] = terminated | truncated
+    flags[2, :, 1:] = done[:, :-1]
+    live = ~flags[2]
+    for root, before in enumerate((terminated, truncated)):
+        flags[root + 3] = np.logical_or.accumulate(flags[root + 3] & live, 1) | before[:, None]
+        flags[root, :, 0], flags[root, :, 1:] = before, flags[root + 3, :, :-1]
+    flags[5] = done
+    reward[torch.from_numpy(flags[2].T).to(reward.device)] = 0.0
     episode, step = state.episode.cpu().numpy(), state.step.cpu().numpy()
     steps = live.cumsum(1) + step[:, None]
     numbers[0] = trajectory_ids(state.lane.cpu().numpy(), episode, state.total_lanes)[:, None]
@@ -123,18 +164,6 @@ def _freezes(
         "truncated": flags[4, :, -1].copy(),
     }
     return after, age + live.shape[1]
-
-
-def reset_counters(state: CollectorState, lanes: Tensor, episode: Tensor) -> dict[str, Tensor]:
-    """Return the counters after the lanes of the mask [P] began the episodes with the numbers `episode` [P]."""
-    wide = lanes.reshape(-1, *[1] * (state.returns.ndim - 1))
-    return {
-        "episode": episode,
-        "step": torch.where(lanes, 0, state.step),
-        "returns": torch.where(wide, 0.0, state.returns),
-        "terminated": state.terminated & ~lanes,
-        "truncated": state.truncated & ~lanes,
-    }
 
 
 def _open_returns(state: CollectorState, reward: Tensor, start: Array) -> Array:
@@ -150,33 +179,30 @@ def _open_returns(state: CollectorState, reward: Tensor, start: Array) -> Array:
     return total
 
 
-def deliver(state: CollectorState, columns: RolloutColumns, counters: Counters, *, batched: bool) -> TensorDict:
-    """Return the batch of a rollout that began in `state`: [P, T], or [T] without a batch dimension, locked.
+def reset_counters(state: CollectorState, lanes: Tensor, episode: Tensor) -> dict[str, Tensor]:
+    """Return the counters after the lanes of the mask [P] began the episodes with the numbers `episode` [P]."""
+    counters = {name: getattr(state, name) for name in ("step", "returns", "terminated", "truncated")}
+    cleared = {name: select(lanes, torch.zeros_like(counter), counter) for name, counter in counters.items()}
+    return {"episode": episode, **cleared}
 
-    Raises:
-        PolicyError: for an output of the policy under the key of an observation.
+
+def as_batch(
+    columns: dict[Path, Tensor], *, single: bool, counters: dict[Path, Tensor] | None = None, time: int = 0
+) -> TensorDict:
+    """Return a locked batch [*B, P, T], or [*B, T] of a `single` environment.
+
+    Args:
+        columns: leaves [*B, T, P, ...]. Flags, and rewards of one player, may lack their last dimension, of size 1.
+        single: whether the environment has no batch dimension.
+        counters: further leaves, in the batch's own shapes.
+        time: the number of dimensions in ``*B``.
     """
-    check_apart(columns.outputs, columns.observation)
-    reward = columns.reward
-    recorded: dict[Path, Tensor] = {
-        **columns.observation,
-        **columns.outputs,
-        **{("next", *path): leaf for path, leaf in columns.next_observation.items()},
-        **{("next", "info", *path): leaf for path, leaf in columns.info.items()},
-        ("next", "reward"): reward.unsqueeze(-1) if reward.ndim == 2 else reward,
-    }
-    numbers, flags = counters.numbers, counters.flags
-    num_envs, length = numbers.shape[1:]
-    if batched:
-        batch_size: tuple[int, ...] = (num_envs, length)
-        leaves = {path: leaf.transpose(0, 1) for path, leaf in recorded.items()}
-    else:
-        batch_size = (length,)
-        numbers, flags = numbers[:, 0], flags[:, 0]
-        leaves = {path: leaf[:, 0] for path, leaf in recorded.items()}
-    leaves |= dict(zip(_NUMBERS, numbers.unbind(), strict=True)) | dict(zip(_FLAGS, flags.unbind(), strict=True))
-    return to_tensordict(leaves, batch_size).lock_()
-
-
-_NUMBERS = [("collector", name) for name in ("traj_ids", "step", "lane", "policy_version")]
-_FLAGS = [(*prefix, name) for prefix in ((), ("next",)) for name in ("terminated", "truncated", "done")]
+    for path in (REWARD, *_FLAGS):
+        if path in columns and columns[path].ndim == time + 2:  # rewards of several players have their own
+            columns[path] = columns[path].unsqueeze(-1)
+    *lead, length, num_lanes = columns[REWARD].shape[: time + 2]
+    if single:
+        leaves = {path: leaf.select(time + 1, 0) for path, leaf in columns.items()}
+        return to_tensordict(leaves | (counters or {}), (*lead, length)).lock_()
+    leaves = {path: leaf.transpose(time, time + 1) for path, leaf in columns.items()}
+    return to_tensordict(leaves | (counters or {}), (*lead, num_lanes, length)).lock_()

@@ -11,11 +11,12 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.core import traced
+from funcollect.core.loops.delivery import REWARD, ROOT_FLAGS, as_batch
 from funcollect.core.request import Request
 from funcollect.core.state import CollectorState, all_lanes, policy_start
-from funcollect.core.traced_step.batch import as_batch, cast, dtypes_of, widen
+from funcollect.core.traced_step.batch import cast, dtypes_of, recorded_step
 from funcollect.core.traced_step.keys import run_keys
-from funcollect.core.traced_step.step import Row, StepConfig, make_step_config, step
+from funcollect.core.traced_step.step import Row, StepConfig, make_step_config
 from funcollect.envs.host.host_env import check_rewards
 from funcollect.interop import words
 from funcollect.interop.bridge import torch_view
@@ -26,7 +27,6 @@ from funcollect.policies.random_policy import RandomPolicy
 from funcollect.protocols import JaxEnv, Policy
 from funcollect.tree import Path
 
-FLAGS = [("terminated",), ("truncated",), ("done",)]
 _CONSTANT = [("collector", "lane"), ("collector", "policy_version")]
 
 
@@ -108,41 +108,43 @@ def _loop(config: StepConfig, capacity: int, params: Any, state: CollectorState,
     """Trace the loop. The trip count is traced, since XLA would round a loop of one step differently."""
     jax = import_jax()
     jnp = jax.numpy
-
     keys = run_keys(state.key, state.lane)
 
-    def row(state: CollectorState) -> tuple[CollectorState, Row]:
-        after, recorded = step(config, params, state, keys)
-        recorded = widen(recorded, dtypes=dtypes_of(config.env), total_lanes=state.total_lanes)
-        return after, {path: value for path, value in recorded.items() if path not in dropped}
-
     def body(t: Any, carry: tuple[CollectorState, Row]) -> tuple[CollectorState, Row]:
-        state, columns = carry
-        state, recorded = row(state)
-        write = jax.lax.dynamic_update_index_in_dim
-        return state, {path: write(columns[path], recorded[path], t, 0) for path in columns}
+        state, row = recorded_step(config, params, carry[0], keys)
+        return state, write_row(carry[1], row, t)
 
-    dropped = FLAGS if config.reset_when_done else []
-    _, first = jax.eval_shape(row, state)
-    shapes = {path: (capacity, *leaf.shape) for path, leaf in first.items()}
-    columns = {path: jnp.zeros(shape, first[path].dtype) for path, shape in shapes.items() if path not in _CONSTANT}
+    _, row = jax.eval_shape(partial(recorded_step, config), params, state, keys)
+    columns = empty_columns({path: leaf for path, leaf in row.items() if path not in _CONSTANT}, capacity)
     after, columns = jax.lax.fori_loop(0, length, body, (state, columns))
-    every_row = {path: words.int64(getattr(state, path[-1])) for path in _CONSTANT}
-    return after, columns | {path: jnp.broadcast_to(value, shapes[path]) for path, value in every_row.items()}
+    for path in _CONSTANT:
+        columns[path] = jnp.broadcast_to(words.int64(getattr(state, path[-1])), (capacity, *row[path].shape))
+    return after, columns
+
+
+def empty_columns(row: Row, capacity: int) -> Row:
+    """Trace columns of zeros for rows of these shapes and dtypes."""
+    return {path: import_jax().numpy.zeros((capacity, *leaf.shape), leaf.dtype) for path, leaf in row.items()}
+
+
+def write_row(columns: Row, row: Row, t: Any) -> Row:
+    """Trace the columns with row `t` written; a row may have keys without a column."""
+    write = import_jax().lax.dynamic_update_index_in_dim
+    return {path: write(column, row[path], t, 0) for path, column in columns.items()}
 
 
 def batch_of(env: JaxEnv, policy: Policy, state: CollectorState, leaves: dict[Path, Tensor]) -> TensorDict:
     """Return the batch of columns [T, P, ...], checked."""
-    names = [path for path in leaves if len(path) == 1 and path not in FLAGS and path not in state.observation]
+    names = [path for path in leaves if len(path) == 1 and path not in ROOT_FLAGS and path not in state.observation]
     return to_batch(env, leaves, policy.finish({path: leaves.pop(path) for path in names}, env.action_spec))
 
 
 def to_batch(env: JaxEnv, leaves: dict[Path, Tensor], outputs: dict[Path, Tensor]) -> TensorDict:
     """Return the batch of an environment's columns [T, P, ...] and a policy's outputs; the rewards are checked here."""
-    reward = leaves["next", "reward"].detach()
+    reward = leaves[REWARD].detach()
     if math.isnan(reward.sum().item()):  # or a sum of both infinities
         check_rewards(reward.reshape(*reward.shape[:2], -1).sum(-1).cpu().numpy())
     done = leaves["next", "done"]
-    if FLAGS[0] not in leaves:
-        leaves |= dict(zip(FLAGS, done.new_zeros(len(FLAGS), *done.shape).unbind(), strict=True))
+    if ROOT_FLAGS[0] not in leaves:
+        leaves |= dict(zip(ROOT_FLAGS, done.new_zeros(len(ROOT_FLAGS), *done.shape).unbind(), strict=True))
     return as_batch(leaves | outputs, single=env.num_envs is None)

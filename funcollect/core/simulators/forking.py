@@ -1,7 +1,8 @@
-"""A second set of simulators brought to the point where a first one stands, by replay or by a snapshot."""
+"""Forks of simulators: a second set, brought to the state of the first by replay or by a snapshot."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -14,16 +15,16 @@ from funcollect.protocols import SnapshotSimulators
 
 
 def fork_simulation(source: Simulation, state: CollectorState) -> SimulatorHandle:
-    """Rebuild the simulators and bring them to where the source's stand.
+    """Rebuild the simulators and bring them to the state of the source's.
 
     Raises:
-        ReplayError: where their environment allows neither replay nor a snapshot, where the actions are no longer all
-            kept, or where the observation comes out different.
+        ReplayError: if their environment allows neither replay nor a snapshot, if the actions are no longer all kept,
+            or if the observation comes out different.
     """
     env = source.env
     if kept := statistics_of(env):
         raise ReplayError(
-            f"{env} cannot be forked: {kept}, which a replay does not bring back: normalise in the first layer of the "
+            f"{env} cannot be forked: {kept}, which a replay does not restore: normalise in the first layer of the "
             "network instead"
         )
     if env.forking == "none":
@@ -47,9 +48,9 @@ def fork_simulation(source: Simulation, state: CollectorState) -> SimulatorHandl
 
 
 def _replay(copy: Simulation, source: Simulation, state: CollectorState) -> None:
-    """Every lane's episode, from its seed and its actions, all lanes in step.
+    """Replay every lane's episode from its seed and its actions, all lanes in step.
 
-    A lane is reset when its episode begins, before that it does what it likes.
+    A lane is reset when its episode begins. Before that it takes the actions of other episodes, to no effect.
     """
     actions, ages = source.action_log.since_reset(), source.action_log.ages.tolist()
     if actions is None:
@@ -57,26 +58,26 @@ def _replay(copy: Simulation, source: Simulation, state: CollectorState) -> None
             "the current episode is too long for its actions to be kept, expected at most 2**20 steps: begin another "
             "with funcollect.reset(env, state), then fork"
         )
-    length = len(actions)
-    copy.episodes = [episode - 1 for episode in state.episode.tolist()]
-    copy.restart(range(len(ages)))
+    lanes, length = range(len(ages)), len(actions)
+    _restart(copy, lanes, state)
     finished = FinishedLanes(copy, ())
     for t in range(length):
-        if late := [lane for lane, age in enumerate(ages) if t and age == length - t]:
-            _again(copy, late)
+        if late := [lane for lane in lanes if t and ages[lane] == length - t]:
+            _restart(copy, late, state)
         _, terminated, truncated, _ = finished.step(actions[t])
-        ended = [lane for lane in range(len(ages)) if terminated[lane] or truncated[lane]]
+        ended = [lane for lane in lanes if terminated[lane] or truncated[lane]]
         early = [lane for lane in ended if ages[lane] < length - t]
         finished.add(lane for lane in ended if lane not in early)
         if early:
-            _again(copy, early)
-    if begun := [lane for lane, age in enumerate(ages) if age == 0 and length]:
-        _again(copy, begun)
+            _restart(copy, early, state)
+    if begun := [lane for lane in lanes if ages[lane] == 0 and length]:
+        _restart(copy, begun, state)
 
 
-def _again(copy: Simulation, lanes: list[int]) -> None:
+def _restart(copy: Simulation, lanes: Sequence[int], state: CollectorState) -> None:
+    """Begin the state's current episode in these lanes, once or again."""
     for lane in lanes:
-        copy.episodes[lane] -= 1
+        copy.episodes[lane] = int(state.episode[lane]) - 1
     copy.restart(lanes)
 
 
@@ -89,5 +90,5 @@ def _compare(copy: Simulation, state: CollectorState) -> None:
             raise ReplayError(
                 f"lane {lane}: replaying the episode's seed and actions gave another {'.'.join(path)}, expected the "
                 "same: the environment is not a function of these. Let it draw from self.np_random, not from a global "
-                "generator, or go on without a fork: the state is as good as before"
+                "generator, or continue without a fork: the state can still be used"
             )

@@ -1,11 +1,12 @@
 """Live simulators behind a state, used linearly: one state at a time holds them.
 
-A handle remembers what a value would hold by itself: which version of the state is the current one, how many episodes
-each lane has begun, and the actions since, from which `fork` replays them.
+A `Simulation` keeps what a state that is a value would hold itself: which version of the state is the current one, how
+many episodes each lane has begun, and the actions since, from which `fork` replays them.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,21 +25,24 @@ _LONGEST_LOG = 1 << 20  # steps; a longer episode cannot be forked
 
 
 class ActionLog:
-    """The actions of the last steps, [steps, P, ...], in chunks as rollouts brought them.
+    """The actions of the last steps, [steps, P, ...], in one chunk per rollout.
 
     Args:
         num_lanes: P.
-        limit: the most steps to keep; 0 where no replay will ask for them.
+        limit: the most steps to keep; 0 if no replay will need them.
+
+    Attributes:
+        ages: [P], steps of the loop since each lane's reset.
     """
 
     def __init__(self, num_lanes: int, limit: int = _LONGEST_LOG) -> None:
         self._chunks: deque[Tensor] = deque()
         self._length = 0
         self._limit = limit
-        self.ages = torch.zeros(num_lanes, dtype=torch.int64)  # steps of the loop since each lane's reset
+        self.ages = torch.zeros(num_lanes, dtype=torch.int64)
 
     def extend(self, actions: Tensor, ages: Tensor) -> None:
-        """Add a rollout's actions; drop what no lane's episode needs."""
+        """Add a rollout's actions, and drop those that no lane's episode needs."""
         self.ages = ages
         if not self._limit:
             return
@@ -49,16 +53,16 @@ class ActionLog:
             self._length -= len(self._chunks.popleft())
 
     def since_reset(self) -> Tensor | None:
-        """The actions of the last ``ages.max()`` steps; None where they are not all kept."""
+        """Return the actions of the last ``ages.max()`` steps, or None if they are not all kept."""
         longest = int(self.ages.max())
         if self._length < longest:
             return None
         return torch.cat(tuple(self._chunks))[-longest:] if longest else torch.empty(0, len(self.ages))
 
     def copy(self) -> ActionLog:
-        """An independent copy; the chunks themselves are never written again."""
-        twin = ActionLog(len(self.ages), self._limit)
-        twin._chunks, twin._length, twin.ages = self._chunks.copy(), self._length, self.ages
+        """Return an independent copy; it shares the chunks, which are never written again."""
+        twin = copy.copy(self)
+        twin._chunks = self._chunks.copy()
         return twin
 
 
@@ -75,18 +79,18 @@ class Simulation:
         self.closed = False
         self.rekey(key, [-1] * len(self.lanes), 0)
         self.action_log = ActionLog(len(self.lanes), _LONGEST_LOG if env.forking == "replay" else 0)
-        self.last_outcome: Outcome = ((), (), (), ())  # of lanes that stay finished, for `FinishedLanes`
+        self.last_outcome: Outcome = ((), (), (), ())  # read by `FinishedLanes`
         self._finalizer = weakref.finalize(self, self.simulators.close)
 
     def __reduce__(self) -> Any:
-        """Simulators are not copied or pickled: for MuJoCo and ALE a copy would go another way, silently."""
+        """Refuse to be copied or pickled: copies of MuJoCo and ALE would silently take another course."""
         raise TypeError(
             f"the simulators of {self.env} cannot be copied or pickled: take funcollect.fork(env, state), or save the "
             "collector's state_dict()"
         )
 
     def rekey(self, key: Key, episodes: list[int], steps: int) -> None:
-        """Take the randomness of what follows from `key`; `episodes` [P] have been begun, `steps` made."""
+        """Take further seeds from `key`, after the episodes with the numbers `episodes` [P] and so many steps."""
         self.key = key
         self.episodes = episodes
         self.steps = steps
@@ -98,9 +102,9 @@ class Simulation:
         self._unseeded = set(range(len(self.lanes)))
 
     def restart(self, lanes: Sequence[int]) -> None:
-        """Begin the next episode of each of `lanes`, seeded as finely as the environment can be.
+        """Begin the next episode of each of `lanes`.
 
-        Where that is by lane or by run, only the first reset under a key has a seed.
+        Each episode has a seed if the environment takes one per episode, otherwise only the first under a key.
         """
         seeds: list[int | None] = []
         for lane in lanes:
@@ -111,14 +115,14 @@ class Simulation:
             self._unseeded.difference_update(lanes)
 
     def go_on_as(self, source: Simulation) -> None:
-        """Take over what `source` remembers, now that the simulators stand where its own do."""
+        """Copy the records of `source`, once the simulators are in the state of its simulators."""
         self.episodes, self.steps = list(source.episodes), source.steps
         self._unseeded = set(source._unseeded)
         self.action_log = source.action_log.copy()
         self.last_outcome = source.last_outcome
 
     def observation(self) -> dict[Path, Tensor]:
-        """A copy of the current root observation."""
+        """Return a copy of the current root observation."""
         return {path: torch.from_numpy(array.copy()) for path, array in self.simulators.observation.items()}
 
     def show(self, observation: Mapping[Path, Tensor]) -> None:
@@ -127,7 +131,7 @@ class Simulation:
             array[...] = observation[path].numpy()
 
     def release(self) -> SimulatorHandle:
-        """The handle of the next state."""
+        """Return the handle of the next state."""
         self.busy = False
         return SimulatorHandle(self, self.version)
 
@@ -138,7 +142,10 @@ class Simulation:
 
 
 class FinishedLanes:
-    """Steps simulators of which some lanes stay finished: these repeat their last flags and infos, without reward."""
+    """Steps the simulators of which some lanes stay finished: these repeat their last outcome, though not its reward.
+
+    `deliver` replaces their rewards by zeros.
+    """
 
     def __init__(self, simulation: Simulation, lanes: Iterable[int]) -> None:
         self._simulation = simulation
@@ -147,52 +154,37 @@ class FinishedLanes:
         self.add(lanes)
 
     def add(self, lanes: Iterable[int]) -> None:
-        """These lanes are finished from now on."""
+        """Keep these lanes finished from now on."""
         self.lanes.update(lanes)
         self._live = [lane for lane in self._every if lane not in self.lanes]
 
     def step(self, action: Any) -> Outcome:
-        """The outcome of all lanes, of a step of those that are not finished; `action` is [P, ...]."""
+        """Step the lanes that are not finished, with their rows of `action` [P, ...]; return the outcome of all."""
         simulation, live = self._simulation, self._live
-        if self.lanes:
-            reward, *others = ([*column] for column in _columns(simulation.last_outcome))
-            for lane in self.lanes:
-                reward[lane] = 0.0
-            if live:
-                simulation.simulators.send(live, action[live])
-                lanes, outcome = simulation.simulators.receive()
-                for column, values in zip((reward, *others), _columns(outcome), strict=True):
-                    for lane, value in zip(lanes, values, strict=True):
-                        column[lane] = value
-            simulation.last_outcome = reward, others[0], others[1], others[2:]
-        else:
+        if not self.lanes:
             simulation.simulators.send(self._every, action)
             _, simulation.last_outcome = simulation.simulators.receive()
+        elif live:
+            reward, terminated, truncated, info = simulation.last_outcome
+            columns = [[*column] for column in (reward, terminated, truncated, *info)]
+            simulation.simulators.send(live, action[live])
+            lanes, (reward, terminated, truncated, info) = simulation.simulators.receive()
+            for column, values in zip(columns, (reward, terminated, truncated, *info), strict=True):
+                for lane, value in zip(lanes, values, strict=True):
+                    column[lane] = value
+            simulation.last_outcome = columns[0], columns[1], columns[2], columns[3:]
         return simulation.last_outcome
-
-
-def _columns(outcome: Outcome) -> Iterable[Any]:
-    reward, terminated, truncated, info = outcome
-    return reward, terminated, truncated, *info
 
 
 @dataclass(frozen=True)
 class SimulatorHandle:
-    """A state's handle on a simulation: good for one use."""
+    """A state's handle on a simulation, which can be used once."""
 
     simulation: Simulation
     version: int
 
     def claim(self, *, stale: bool = False) -> Simulation:
-        """The simulation, which this handle no longer covers afterwards.
-
-        Args:
-            stale: accept a handle that is superseded by a later one, for `recover`.
-
-        Raises:
-            ClosedError: where the simulators were closed.
-            StaleStateError: if this handle was used before.
-        """
+        """Use the handle: return its simulation, and make this and earlier handles stale. Raises as `check` does."""
         self.check(stale=stale)
         if self.simulation.busy:
             self.simulation.seed_again()
@@ -201,18 +193,23 @@ class SimulatorHandle:
         return self.simulation
 
     def check(self, *, stale: bool = False) -> None:
-        """Raise as `claim` does, without using the handle."""
+        """Raise unless the handle can be used.
+
+        Args:
+            stale: accept a handle that is superseded by a later one, for `recover`.
+
+        Raises:
+            ClosedError: if the simulators were closed.
+            StaleStateError: if this handle was used before.
+        """
         if self.simulation.closed:
             raise ClosedError(
                 f"the simulators of {self.simulation.env} were closed: make a new state with funcollect.init"
             )
         if self.version != self.simulation.version and not stale:
-            raise StaleStateError(_STALE.format(env=self.simulation.env, reason=self._reason()))
-
-    def _reason(self) -> str:
-        if self.simulation.busy:
-            return "the call that used it did not end (an exception, or Ctrl-C)"
-        return "a later state has taken its place"
+            interrupted = "the call that used it did not end (an exception, or Ctrl-C)"
+            reason = interrupted if self.simulation.busy else "a later state has taken its place"
+            raise StaleStateError(_STALE.format(env=self.simulation.env, reason=reason))
 
 
 _STALE = """this state over the simulators of {env} cannot be used again: {reason}.
@@ -220,5 +217,5 @@ Likely:
     _, batch = funcollect.rollout(env, policy, state, 128)      # the new state was dropped
 Instead:
     state, batch = funcollect.rollout(env, policy, state, 128)
-To go two ways from one state, take other = funcollect.fork(env, state) first.
-To go on after an exception, begin new episodes: state = funcollect.recover(env, state)."""
+To continue twice from one state, take other = funcollect.fork(env, state) first.
+To continue after an exception, begin new episodes: state = funcollect.recover(env, state)."""

@@ -1,4 +1,4 @@
-"""From the arrays of a traced rollout to a batch: 64-bit integers, keys and shapes by the data contract."""
+"""Batches of traced rollouts: 64-bit integers, keys and shapes as in every other batch."""
 
 from __future__ import annotations
 
@@ -12,38 +12,40 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.arguments import check_kind, check_optional_positive
-from funcollect.core.traced_step.step import Row
+from funcollect.core.loops.delivery import REWARD, ROOT_FLAGS, as_batch
+from funcollect.core.traced_step.keys import RunKeys
+from funcollect.core.traced_step.step import Row, StepConfig, Traced, step
 from funcollect.interop import words
 from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import import_jax
 from funcollect.protocols import JaxEnv
-from funcollect.tree import Path, flatten, to_tensordict
+from funcollect.tree import Path, flatten
 
 Dtypes = dict[Path, torch.dtype]
 
 _EPISODE, _LANE = ("collector", "episode"), ("collector", "lane")
 _TRAJECTORY = ("collector", "traj_ids")
 _COUNTERS: Dtypes = {("collector", name): torch.int64 for name in ("traj_ids", "step", "lane", "policy_version")}
-_REWARD, _DONE = ("next", "reward"), ("next", "done")
+_DONE = ("next", "done")
 
 
 def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes: int | None = None) -> TensorDict:
-    """A batch from what `funcollect.traced.rollout` returned, in memory of its own.
+    """Return the batch of what `funcollect.traced.rollout` returned, in memory of its own.
 
     Args:
-        arrays: the nested dict, ``[T, P, ...]``; leading dimensions, of a rollout under `vmap`, stay in front. What
-            lies on several devices is gathered on the first.
+        arrays: the nested dict, ``[T, P, ...]``. Leading dimensions, from a rollout under `vmap`, stay in front. Arrays
+            on several devices are gathered on the first.
         env: the environment. It gives integer observations and actions the dtypes of its spaces, and a single
             environment's batch no ``P``; without it, integer actions become int64 and other leaves keep their dtypes.
-        total_lanes: what the state's was; P unless given. With it the trajectory ids are those that
+        total_lanes: the state's `total_lanes`; P unless given. With it the trajectory ids are those that
             `funcollect.rollout` gives. Under `vmap` they are unique within each run.
 
     Returns:
         A locked TensorDict ``[*B, P, T]`` (``[*B, T]`` for an `env` without a batch dimension).
 
     Raises:
-        TypeError: for something that is no dict of arrays.
-        ValueError: for arrays without a time dimension.
+        TypeError: if `arrays` is not a dict.
+        ValueError: for arrays that lack a key or the time dimension.
 
     >>> import jax, funcollect as fc
     >>> env = fc.envs.from_gymnax("CartPole-v1", num_envs=2)
@@ -61,20 +63,21 @@ def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes
     dtypes = dtypes_of(env) if env is not None else _guessed(flat)
     columns = _widening(frozenset(dtypes.items()), total)(flat)
     leaves = {path: torch_view(_gathered(column)) for path, column in columns.items()}
-    return as_batch(cast(leaves, dtypes), single=env is not None and env.num_envs is None)
+    single = env is not None and env.num_envs is None
+    return as_batch(cast(leaves, dtypes), single=single, time=flat[_DONE].ndim - 2)
 
 
 @cache
 def _widening(dtypes: frozenset[tuple[Path, torch.dtype]], total_lanes: int) -> Any:
-    """`widen` under `jit`, one for all batches of a run, or each would compile again."""
-    return import_jax().jit(partial(widen, dtypes=dict(dtypes), total_lanes=total_lanes))
+    """Return `_widen` under `jit`, cached so that it compiles once for all batches of a run."""
+    return import_jax().jit(partial(_widen, dtypes=dict(dtypes), total_lanes=total_lanes))
 
 
 def _checked(arrays: Any) -> Row:
     if not isinstance(arrays, Mapping):
         raise TypeError(f"arrays is {type(arrays).__name__}, expected the dict that traced.rollout returned: pass that")
     flat = flatten(arrays)
-    needed = [("action",), _REWARD, _DONE, _EPISODE, _LANE]
+    needed = [("action",), REWARD, _DONE, _EPISODE, _LANE]
     if missing := [".".join(path) for path in needed if path not in flat]:
         raise ValueError(f"the arrays lack {missing}, expected what traced.rollout returned: pass all of it")
     if flat[_DONE].ndim < 2:
@@ -86,7 +89,7 @@ def _checked(arrays: Any) -> Row:
 
 
 def dtypes_of(env: JaxEnv) -> Dtypes:
-    """The dtypes that the leaves of a batch have by the spaces."""
+    """Return the dtypes of a batch's leaves, as far as the spaces and the counters fix them."""
     dtypes: Dtypes = {("action",): env.action_spec.dtype}
     for leaf in env.observation_leaves:
         dtypes[leaf.path] = dtypes["next", *leaf.path] = _torch_dtype(leaf.dtype)
@@ -99,7 +102,7 @@ def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 def _gathered(column: Any) -> Any:
-    """What lies on several devices, on one: DLPack knows no shards."""
+    """Return the column on one device, since DLPack does not support several."""
     devices = column.sharding.device_set
     return column if len(devices) == 1 else import_jax().device_put(column, min(devices, key=lambda each: each.id))
 
@@ -109,11 +112,19 @@ def _guessed(flat: Row) -> Dtypes:
     return _COUNTERS | ({("action",): torch.int64} if integers else {})
 
 
-def widen(row: Row, *, dtypes: Dtypes, total_lanes: int) -> Row:
-    """Traced: int64 numbers as JAX can hold them, trajectory ids in the place of episodes.
+def recorded_step(config: StepConfig, params: Any, state: Traced, keys: RunKeys) -> tuple[Traced, Row]:
+    """Do what `step` does, and return the row as a loop's columns hold it, with 64-bit integers as words.
 
-    Without 64-bit types JAX has them as words [..., 2] of int32.
+    Root flags are omitted if lanes restart, since they are then False in every row.
     """
+    after, row = step(config, params, state, keys)
+    row = _widen(row, dtypes=dtypes_of(config.env), total_lanes=state.total_lanes)
+    omitted = ROOT_FLAGS if config.reset_when_done else []
+    return after, {path: value for path, value in row.items() if path not in omitted}
+
+
+def _widen(row: Row, *, dtypes: Dtypes, total_lanes: int) -> Row:
+    """Trace 64-bit integers, as words [..., 2] of int32 if JAX has no int64, and trajectory ids from episodes."""
     row = dict(row)
     episode, lane = row.pop(_EPISODE), row[_LANE]
     wide = {path: words.int64(value) for path, value in row.items() if dtypes.get(path) == torch.int64}
@@ -121,25 +132,11 @@ def widen(row: Row, *, dtypes: Dtypes, total_lanes: int) -> Row:
 
 
 def cast(leaves: dict[Path, Tensor], dtypes: Dtypes) -> dict[Path, Tensor]:
-    """The leaves in these dtypes: words as int64 over the same memory, others converted."""
+    """Return the leaves in these dtypes: words as int64 over the same memory, others converted."""
     return {path: _cast(leaf, dtypes.get(path, leaf.dtype)) for path, leaf in leaves.items()}
 
 
 def _cast(leaf: Tensor, dtype: torch.dtype) -> Tensor:
-    if leaf.dtype == dtype:
-        return leaf
-    return words.as_int64(leaf) if dtype == torch.int64 and leaf.dtype == torch.int32 else leaf.to(dtype)
-
-
-def as_batch(leaves: dict[Path, Tensor], *, single: bool) -> TensorDict:
-    """Leaves [*B, T, P, ...] as a locked batch [*B, P, T], or [*B, T] of a `single` environment."""
-    *lead, length, num_lanes = leaves[_DONE].shape
-    time = len(lead)
-    flags = [(*prefix, name) for prefix in ((), ("next",)) for name in ("terminated", "truncated", "done")]
-    for path in [*flags, _REWARD]:
-        if leaves[path].ndim == time + 2:  # rewards of several players have their own last dimension
-            leaves[path] = leaves[path].unsqueeze(-1)
-    if single:
-        return to_tensordict({path: leaf.select(time + 1, 0) for path, leaf in leaves.items()}, (*lead, length)).lock_()
-    turned = {path: leaf.transpose(time, time + 1) for path, leaf in leaves.items()}
-    return to_tensordict(turned, (*lead, num_lanes, length)).lock_()
+    if dtype == torch.int64 and leaf.dtype == torch.int32:
+        return words.as_int64(leaf)
+    return leaf.to(dtype)  # the leaf itself if it has the dtype

@@ -1,4 +1,4 @@
-"""Checks of the state that a fused loop takes: that it is alive, and belongs to the policy."""
+"""Checks of the state with which a traced loop begins, and of the shapes that a step keeps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from funcollect.interop.jax_setup import import_jax
 
 
 def check_untraced(function: str, values: Any) -> None:
-    """Raise TypeError inside a JAX transformation, whether it traces one of these values or only others."""
+    """Raise TypeError inside a JAX transformation, also if it traces none of these values."""
     if "jax" in sys.modules and (not _untraced()() or any(map(_is_traced, import_jax().tree.leaves(values)))):
         raise TypeError(
             f"funcollect.{function} got values that JAX traces, expected arrays: inside jit, vmap, grad or scan call "
@@ -24,11 +24,11 @@ def check_untraced(function: str, values: Any) -> None:
 
 @cache
 def _untraced() -> Callable[[], bool]:
-    """JAX's function that reports whether this thread is outside all transformations; always True if JAX lacks it."""
+    """Return JAX's function that reports whether this thread is outside all transformations."""
     import_jax()
     try:
         from jax._src.core import trace_state_clean
-    except ImportError:
+    except ImportError:  # a private function, without which only traced arguments are recognised
         return lambda: True
     return trace_state_clean
 
@@ -41,8 +41,8 @@ def check_one_run(state: CollectorState) -> None:
     """Raise ValueError for a state whose arrays have dimensions of a `vmap` in front."""
     if state.key.ndim > 1:
         raise ValueError(
-            f"the state is of {list(state.key.shape[:-1])} runs, expected one: call funcollect.traced.rollout under "
-            "the jax.vmap that goes over them"
+            f"the state is of {list(state.key.shape[:-1])} runs, expected one: call funcollect.traced.rollout inside "
+            "the jax.vmap over the runs"
         )
 
 
@@ -50,8 +50,8 @@ def check_live(state: CollectorState) -> None:
     """Raise ValueError for a state whose memory was donated to a compiled function."""
     if any(leaf.is_deleted() for leaf in import_jax().tree.leaves(state.env_state.current)):
         raise ValueError(
-            "the state was donated or deleted, expected a live one: go on with the state that the function which took "
-            "it returned, or leave the state out of its donate_argnums"
+            "the state was donated or deleted, expected a live one: continue with the state that the compiled function "
+            "returned, or leave the state out of its donate_argnums"
         )
 
 
@@ -60,7 +60,7 @@ def check_policy_state(wanted: Any, given: Any) -> None:
     if difference := differing(wanted, given):
         raise ValueError(
             f"the state holds the policy state of another policy: {difference}: pass the policy that the state was "
-            "made with, or go on with state.replace(policy_state=policy.init(state.key, state.num_lanes))"
+            "made with, or continue with state.replace(policy_state=policy.init(state.key, state.num_lanes))"
         )
 
 

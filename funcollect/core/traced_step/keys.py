@@ -1,6 +1,6 @@
 """Randomness in traced code: each key follows from the run's key, its purpose, the lane, and the episode or step.
 
-A hash is a loop, which XLA does not move out of an enclosing loop: keys that are fixed for a run are computed before.
+A hash is a loop, which XLA does not move out of an enclosing loop, so keys that are fixed for a run are computed first.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from funcollect.keys import Purpose
 class RunKeys(NamedTuple):
     """The keys that do not change during a run; each [2] uint32."""
 
-    noise: Any  # of the lanes from the first one's id on: shards of one run draw different noise
-    random_action: Any  # the same
+    noise: Any  # depends on the first lane's id, so that the shards of one run draw different noise
+    random_action: Any  # likewise
     dynamics: Any
     starts: Any
 

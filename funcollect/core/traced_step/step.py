@@ -27,7 +27,7 @@ _MOST_STEPS = 2**31 - 1  # of one trajectory: step counters saturate here
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """The values that are fixed when a loop is compiled; see `Request`."""
+    """The values that are fixed when a loop is compiled; see `Request`, whose `params` and `length` are not."""
 
     env: JaxEnv
     policy: Policy
@@ -38,7 +38,7 @@ class StepConfig:
 
 
 def make_step_config(env: JaxEnv, policy: Policy, num_lanes: int, request: Request) -> StepConfig:
-    """Return the configuration for a request, of which `params` and `length` are no part."""
+    """Return the configuration for a request."""
     return StepConfig(
         env=env,
         policy=policy,
@@ -54,10 +54,11 @@ def step(config: StepConfig, params: Any, state: Traced, keys: RunKeys) -> tuple
     env = config.env
     policy_state, outputs = _act(config, params, state, keys)
     check_apart([(name,) for name in outputs], state.observation)
-    moved = _limited(_move(env, state, outputs["action"], keys), state, config.limit)
-    frozen = None if config.reset_when_done else state.terminated | state.truncated
-    if frozen is not None:
-        moved = _frozen(env, state, moved, frozen)
+    moved = _move(config, state, outputs["action"], keys)
+    live = state.step < _MOST_STEPS  # the lanes whose step counter goes on
+    if not config.reset_when_done:
+        finished = state.terminated | state.truncated
+        moved, live = _keep(env, state, moved, finished), live & ~finished
     nexts = by_path(env, moved.observation)
     row: Row = {
         **state.observation,
@@ -67,20 +68,25 @@ def step(config: StepConfig, params: Any, state: Traced, keys: RunKeys) -> tuple
         ("next", "reward"): moved.reward,
         **_flags(("next",), moved),
         **_flags((), state),
-        **_counters(state),
+        **{("collector", name): getattr(state, name) for name in ("episode", "step", "lane")},
+        ("collector", "policy_version"): import_jax().numpy.broadcast_to(state.policy_version, state.lane.shape),
     }
-    return _next(config, state, keys, policy_state, moved, nexts, frozen), row
+    after = state.replace(
+        env_state=state.env_state._replace(current=moved.env_state),
+        observation=nexts,
+        policy_state=policy_state,
+        step=state.step + live,
+        returns=state.returns + moved.reward,
+        steps=words.add(state.steps, 1),
+    )
+    if config.reset_when_done:
+        return restart(env, after, keys, moved.terminated | moved.truncated), row
+    return after.replace(terminated=moved.terminated, truncated=moved.truncated), row
 
 
 def _flags(prefix: Path, of: Any) -> Row:
     flags = {"terminated": of.terminated, "truncated": of.truncated, "done": of.terminated | of.truncated}
     return {(*prefix, name): flag for name, flag in flags.items()}
-
-
-def _counters(state: Traced) -> Row:
-    version = import_jax().numpy.broadcast_to(state.policy_version, state.lane.shape)
-    counters = {"episode": state.episode, "step": state.step, "lane": state.lane, "policy_version": version}
-    return {("collector", name): counter for name, counter in counters.items()}
 
 
 def _act(config: StepConfig, params: Any, state: Traced, keys: RunKeys) -> tuple[Any, dict[str, Any]]:
@@ -99,7 +105,7 @@ def _act(config: StepConfig, params: Any, state: Traced, keys: RunKeys) -> tuple
 def _random_start(
     config: StepConfig, state: Traced, keys: RunKeys, observation: Any, outputs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Replace the actions by random ones in the first `random_steps` steps. The policy still runs, for its outputs."""
+    """Replace the actions in the first `random_steps` steps. The policy still runs, for its other outputs."""
 
     def randomly() -> dict[str, Any]:
         key = step_key(keys.random_action, state.steps)
@@ -114,55 +120,29 @@ def _random_start(
     return acted
 
 
-def _move(env: JaxEnv, state: Traced, action: Any, keys: RunKeys) -> Transition:
-    move = import_jax().vmap(partial(step_lane, env), (0, 0, 0, None))
+def _move(config: StepConfig, state: Traced, action: Any, keys: RunKeys) -> Transition:
+    """Step the environment in all lanes, and truncate those that reach the limit."""
+    move = import_jax().vmap(partial(step_lane, config.env), (0, 0, 0, None))
     by_lane = dynamics_keys(keys, state.lane, state.steps)
     moved: Transition = move(by_lane, state.env_state.current, action, state.env_params)
-    return moved._replace(env_state=without_weak_types(moved.env_state))
+    truncated = moved.truncated
+    if config.limit is not None:
+        truncated = truncated | (state.step >= min(config.limit, _MOST_STEPS) - 1)
+    return moved._replace(env_state=without_weak_types(moved.env_state), truncated=truncated)
 
 
-def _limited(moved: Transition, state: Traced, limit: int | None) -> Transition:
-    if limit is None:
-        return moved
-    return moved._replace(truncated=moved.truncated | (state.step >= min(limit, _MOST_STEPS) - 1))
-
-
-def _frozen(env: JaxEnv, state: Traced, moved: Transition, frozen: Any) -> Transition:
-    """Return the transition in which finished lanes repeat their last state, without reward."""
-    jnp = import_jax().numpy
+def _keep(env: JaxEnv, state: Traced, moved: Transition, finished: Any) -> Transition:
+    """Return the transition in which the `finished` lanes [P] repeat their last state, without reward."""
     before = Transition(
         env_state=state.env_state.current,
         observation=assemble(env.observation_space, state.observation),
-        reward=jnp.zeros_like(moved.reward),
+        reward=import_jax().numpy.zeros_like(moved.reward),
         terminated=state.terminated,
         truncated=state.truncated,
         info=moved.info,
     )
-    kept: Transition = where_lanes(frozen, before, moved)
+    kept: Transition = where_lanes(finished, before, moved)
     return kept
-
-
-def _next(
-    config: StepConfig,
-    state: Traced,
-    keys: RunKeys,
-    policy_state: Any,
-    moved: Transition,
-    nexts: dict[Path, Any],
-    frozen: Any,
-) -> Traced:
-    lived = state.step < _MOST_STEPS if frozen is None else ~frozen & (state.step < _MOST_STEPS)
-    after = state.replace(
-        env_state=state.env_state._replace(current=moved.env_state),
-        observation=nexts,
-        policy_state=policy_state,
-        step=state.step + lived,
-        returns=state.returns + moved.reward,
-        steps=words.add(state.steps, 1),
-    )
-    if frozen is not None:
-        return after.replace(terminated=moved.terminated, truncated=moved.truncated)
-    return restart(config.env, after, keys, moved.terminated | moved.truncated)
 
 
 def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
@@ -173,7 +153,7 @@ def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
     refill = (mask & next_start_used).any()
 
     def start_anew() -> tuple[Any, Any]:
-        # The sum belongs inside the branch: outside of it, XLA makes a step of few lanes take half as long again.
+        # The sum belongs inside the branch: outside of it, XLA makes a step of few lanes 1.5 times as long.
         return begin(env, keys, state.lane, state.episode + 1, state.env_params)
 
     try:

@@ -208,7 +208,7 @@ def test_explain_says_how_it_is_seeded() -> None:
     env = make("CartPole-v1")
     plan = fc.explain(env, fc.random_policy(env))
     assert plan.seeding.startswith("run: all lanes are seeded together")
-    assert plan.forking.startswith("not to be had")
+    assert plan.forking.startswith("impossible")
 
 
 def good() -> Any:

@@ -114,7 +114,7 @@ def test_explain_says_where_it_runs() -> None:
     game = fc.make_env("ale/Pong", num_envs=2, parallel=True)
     plan = fc.explain(game, fc.random_policy(game))
     assert plan.seeding.startswith("lane")
-    assert plan.forking.startswith("not to be had")
+    assert plan.forking.startswith("impossible")
 
 
 def good() -> Any:
