@@ -128,6 +128,15 @@ def test_trajectories_are_truncated_at_the_limit(backend):
 
 
 @pytest.mark.parametrize("backend", MANY)
+def test_a_limit_beyond_64_bits_is_never_reached(backend):
+    env = make_counting(backend, *THREE)
+    state, batch = fc.rollout(env, always(0), fc.init(env, always(0), seed=0), 5, max_frames_per_traj=2**70)
+    check(batch, "0.0 0.1 0.2t 1.0 1.1t", "0.0 0.1t 1.0 1.1c 2.0", "0.0 0.1 0.2 0.3t 1.0t")
+    _, batch = fc.rollout(env, always(0), state, 1, max_frames_per_traj=2**70)
+    check(batch, "2.0", "2.1t", "2.0")
+
+
+@pytest.mark.parametrize("backend", MANY)
 def test_reset_of_some_lanes_and_of_all(backend):
     env = make_counting(backend, *THREE)
     state, batch = fc.rollout(env, always(0), fc.init(env, always(0), seed=0), 2)

@@ -15,7 +15,10 @@ from funcollect.interop.jax_setup import import_jax
 
 def check_untraced(function: str, values: Any) -> None:
     """Raise TypeError inside a JAX transformation, also if it traces none of these values."""
-    if "jax" in sys.modules and (not _untraced()() or any(map(_is_traced, import_jax().tree.leaves(values)))):
+    if "jax" not in sys.modules:
+        return
+    jax = import_jax()
+    if not _untraced()() or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values)):
         raise TypeError(
             f"funcollect.{function} got values that JAX traces, expected arrays: inside jit, vmap, grad or scan call "
             f"funcollect.traced.{function} over a JAX environment; over others call it outside"
@@ -31,10 +34,6 @@ def _untraced() -> Callable[[], bool]:
     except ImportError:  # a private function, without which only traced arguments are recognised
         return lambda: True
     return trace_state_clean
-
-
-def _is_traced(value: Any) -> bool:
-    return isinstance(value, import_jax().core.Tracer)
 
 
 def check_one_run(state: CollectorState) -> None:
