@@ -1,248 +1,123 @@
 """Functional rollouts for reinforcement learning.
 
-Pure functions (`init`, `reset`, `step`, `rollout`) thread an explicit collector state; collectors, trajectories and
-environments stand on top of them. Names are resolved on first use, and JAX is imported only where it is used.
+Pure functions (`init`, `reset`, `step`, `rollout`) take an explicit collector state and return the next one. Collectors
+and replay buffers are built on top. A public name is imported on its first use, and JAX only where it is needed.
 """
 
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from funcollect.faulty_fusions import avoid_faulty_fusions as _avoid_faulty_fusions
 
-if TYPE_CHECKING:
-    from funcollect import envs, errors, interop, plots, testing
-    from funcollect.buffers import jax_ring, ring, samplers, storages
-    from funcollect.buffers.reader import ReplayReader
-    from funcollect.buffers.replay import ReplayBuffer
-    from funcollect.buffers.samplers import (
-        MultiStepSampler,
-        PrioritizedSampler,
-        PrioritizedSliceSampler,
-        RandomSampler,
-        SamplerWithoutReplacement,
-        SliceSampler,
-    )
-    from funcollect.buffers.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage
-    from funcollect.collectors.multi import (
-        MultiAsyncCollector,
-        MultiaSyncDataCollector,
-        MultiSyncCollector,
-        MultiSyncDataCollector,
-    )
-    from funcollect.collectors.ray_collector import RayCollector
-    from funcollect.collectors.sync import Collector, SyncDataCollector
-    from funcollect.core import traced
-    from funcollect.core.api import close, fork, init, recover, reset, rollout, step
-    from funcollect.core.differentiable import differentiable_rollout
-    from funcollect.core.evaluate import evaluate
-    from funcollect.core.explain import Plan, explain
-    from funcollect.core.routes import lower_policy
-    from funcollect.core.state import CollectorState
-    from funcollect.core.traced_step.batch import deliver
-    from funcollect.envs.registry import make_env
-    from funcollect.errors import (
-        BridgeError,
-        CheckError,
-        ClosedError,
-        EnvError,
-        EvaluationError,
-        FuncollectError,
-        LoweringError,
-        PluginError,
-        PolicyError,
-        ReplayError,
-        StaleStateError,
-        WorkerError,
-    )
-    from funcollect.interop.lowering import lower
-    from funcollect.keys import Noise
-    from funcollect.plots.recording import record
-    from funcollect.policies import heads
-    from funcollect.policies.base import PolicyBase
-    from funcollect.policies.jax_functions.jax_policy import jax_policy
-    from funcollect.policies.plugins import make_policy
-    from funcollect.policies.random_policy import random_policy
-    from funcollect.policies.tensordict_modules.tensordict_policy import tensordict_policy
-    from funcollect.policies.torch_modules.torch_policy import torch_policy
-    from funcollect.progress import track
-    from funcollect.protocols import Env, Exploration, Policy
-    from funcollect.specs import ExplorationType
-    from funcollect.trajectories.advantages import gae
-    from funcollect.trajectories.multi_step import MultiStep
-    from funcollect.trajectories.split import split_trajectories
-    from funcollect.trajectories.stats import EpisodeStats, episode_stats
-    from funcollect.tree import NAMESPACE
-
-_HOMES = {
-    "funcollect.collectors.multi": [
-        "MultiAsyncCollector",
-        "MultiSyncCollector",
-        "MultiSyncDataCollector",
-        "MultiaSyncDataCollector",
-    ],
-    "funcollect.collectors.ray_collector": ["RayCollector"],
-    "funcollect.buffers.reader": ["ReplayReader"],
-    "funcollect.buffers.replay": ["ReplayBuffer"],
-    "funcollect.buffers.samplers": [
-        "MultiStepSampler",
-        "PrioritizedSampler",
-        "PrioritizedSliceSampler",
-        "RandomSampler",
-        "SamplerWithoutReplacement",
-        "SliceSampler",
-    ],
-    "funcollect.buffers.storages": ["LazyMemmapStorage", "LazyTensorStorage", "ListStorage"],
-    "funcollect.collectors.sync": ["Collector", "SyncDataCollector"],
-    "funcollect.envs.registry": ["make_env"],
-    "funcollect.errors": [
-        "BridgeError",
-        "CheckError",
-        "ClosedError",
-        "EnvError",
-        "EvaluationError",
-        "FuncollectError",
-        "LoweringError",
-        "PluginError",
-        "PolicyError",
-        "ReplayError",
-        "StaleStateError",
-        "WorkerError",
-    ],
-    "funcollect.interop.lowering": ["lower"],
-    "funcollect.plots.recording": ["record"],
-    "funcollect.policies.jax_functions.jax_policy": ["jax_policy"],
-    "funcollect.policies.tensordict_modules.tensordict_policy": ["tensordict_policy"],
-    "funcollect.policies.base": ["PolicyBase"],
-    "funcollect.policies.plugins": ["make_policy"],
-    "funcollect.policies.random_policy": ["random_policy"],
-    "funcollect.policies.torch_modules.torch_policy": ["torch_policy"],
-    "funcollect.progress": ["track"],
-    "funcollect.core.api": ["close", "fork", "init", "recover", "reset", "rollout", "step"],
-    "funcollect.core.differentiable": ["differentiable_rollout"],
-    "funcollect.core.evaluate": ["evaluate"],
-    "funcollect.core.explain": ["Plan", "explain"],
-    "funcollect.core.routes": ["lower_policy"],
-    "funcollect.core.state": ["CollectorState"],
-    "funcollect.core.traced_step.batch": ["deliver"],
-    "funcollect.keys": ["Noise"],
-    "funcollect.protocols": ["Env", "Exploration", "Policy"],
-    "funcollect.specs": ["ExplorationType"],
-    "funcollect.trajectories.advantages": ["gae"],
-    "funcollect.trajectories.multi_step": ["MultiStep"],
-    "funcollect.trajectories.split": ["split_trajectories"],
-    "funcollect.trajectories.stats": ["EpisodeStats", "episode_stats"],
-    "funcollect.tree": ["NAMESPACE"],
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = {
-    "envs": "funcollect.envs",
-    "errors": "funcollect.errors",
-    "heads": "funcollect.policies.heads",
-    "interop": "funcollect.interop",
-    "jax_ring": "funcollect.buffers.jax_ring",
-    "plots": "funcollect.plots",
-    "ring": "funcollect.buffers.ring",
-    "samplers": "funcollect.buffers.samplers",
-    "storages": "funcollect.buffers.storages",
-    "testing": "funcollect.testing",
-    "traced": "funcollect.core.traced",
-}
+if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a name on its first use
+    from funcollect import envs as envs
+    from funcollect import errors as errors
+    from funcollect import interop as interop
+    from funcollect import plots as plots
+    from funcollect import testing as testing
+    from funcollect.buffers import jax_ring as jax_ring
+    from funcollect.buffers import ring as ring
+    from funcollect.buffers import samplers as samplers
+    from funcollect.buffers import storages as storages
+    from funcollect.buffers.reader import ReplayReader as ReplayReader
+    from funcollect.buffers.replay import ReplayBuffer as ReplayBuffer
+    from funcollect.buffers.samplers import MultiStepSampler as MultiStepSampler
+    from funcollect.buffers.samplers import PrioritizedSampler as PrioritizedSampler
+    from funcollect.buffers.samplers import PrioritizedSliceSampler as PrioritizedSliceSampler
+    from funcollect.buffers.samplers import RandomSampler as RandomSampler
+    from funcollect.buffers.samplers import SamplerWithoutReplacement as SamplerWithoutReplacement
+    from funcollect.buffers.samplers import SliceSampler as SliceSampler
+    from funcollect.buffers.storages import LazyMemmapStorage as LazyMemmapStorage
+    from funcollect.buffers.storages import LazyTensorStorage as LazyTensorStorage
+    from funcollect.buffers.storages import ListStorage as ListStorage
+    from funcollect.collectors.multi import MultiAsyncCollector as MultiAsyncCollector
+    from funcollect.collectors.multi import MultiaSyncDataCollector as MultiaSyncDataCollector
+    from funcollect.collectors.multi import MultiSyncCollector as MultiSyncCollector
+    from funcollect.collectors.multi import MultiSyncDataCollector as MultiSyncDataCollector
+    from funcollect.collectors.ray_collector import RayCollector as RayCollector
+    from funcollect.collectors.sync import Collector as Collector
+    from funcollect.collectors.sync import SyncDataCollector as SyncDataCollector
+    from funcollect.core import traced as traced
+    from funcollect.core.api import close as close
+    from funcollect.core.api import fork as fork
+    from funcollect.core.api import init as init
+    from funcollect.core.api import recover as recover
+    from funcollect.core.api import reset as reset
+    from funcollect.core.api import rollout as rollout
+    from funcollect.core.api import step as step
+    from funcollect.core.differentiable import differentiable_rollout as differentiable_rollout
+    from funcollect.core.evaluate import evaluate as evaluate
+    from funcollect.core.explain import Plan as Plan
+    from funcollect.core.explain import explain as explain
+    from funcollect.core.routes import lower_policy as lower_policy
+    from funcollect.core.state import CollectorState as CollectorState
+    from funcollect.core.traced_step.batch import deliver as deliver
+    from funcollect.envs.registry import make_env as make_env
+    from funcollect.errors import BridgeError as BridgeError
+    from funcollect.errors import CheckError as CheckError
+    from funcollect.errors import ClosedError as ClosedError
+    from funcollect.errors import EnvError as EnvError
+    from funcollect.errors import EvaluationError as EvaluationError
+    from funcollect.errors import FuncollectError as FuncollectError
+    from funcollect.errors import LoweringError as LoweringError
+    from funcollect.errors import PluginError as PluginError
+    from funcollect.errors import PolicyError as PolicyError
+    from funcollect.errors import ReplayError as ReplayError
+    from funcollect.errors import StaleStateError as StaleStateError
+    from funcollect.errors import WorkerError as WorkerError
+    from funcollect.interop.lowering import lower as lower
+    from funcollect.keys import Noise as Noise
+    from funcollect.plots.recording import record as record
+    from funcollect.policies import heads as heads
+    from funcollect.policies.base import PolicyBase as PolicyBase
+    from funcollect.policies.jax_functions.jax_policy import jax_policy as jax_policy
+    from funcollect.policies.plugins import make_policy as make_policy
+    from funcollect.policies.random_policy import random_policy as random_policy
+    from funcollect.policies.tensordict_modules.tensordict_policy import tensordict_policy as tensordict_policy
+    from funcollect.policies.torch_modules.torch_policy import torch_policy as torch_policy
+    from funcollect.progress import track as track
+    from funcollect.protocols import Env as Env
+    from funcollect.protocols import Exploration as Exploration
+    from funcollect.protocols import Policy as Policy
+    from funcollect.specs import ExplorationType as ExplorationType
+    from funcollect.trajectories.advantages import gae as gae
+    from funcollect.trajectories.multi_step import MultiStep as MultiStep
+    from funcollect.trajectories.split import split_trajectories as split_trajectories
+    from funcollect.trajectories.stats import EpisodeStats as EpisodeStats
+    from funcollect.trajectories.stats import episode_stats as episode_stats
+    from funcollect.tree import NAMESPACE as NAMESPACE
 
 _avoid_faulty_fusions()  # before the first computation, which may be the user's own
 
 __version__ = "0.1.0"
-__all__ = [
-    "NAMESPACE",
-    "BridgeError",
-    "CheckError",
-    "ClosedError",
-    "Collector",
-    "CollectorState",
-    "Env",
-    "EnvError",
-    "EpisodeStats",
-    "EvaluationError",
-    "Exploration",
-    "ExplorationType",
-    "FuncollectError",
-    "LazyMemmapStorage",
-    "LazyTensorStorage",
-    "ListStorage",
-    "LoweringError",
-    "MultiAsyncCollector",
-    "MultiStep",
-    "MultiStepSampler",
-    "MultiSyncCollector",
-    "MultiSyncDataCollector",
-    "MultiaSyncDataCollector",
-    "Noise",
-    "Plan",
-    "PluginError",
-    "Policy",
-    "PolicyBase",
-    "PolicyError",
-    "PrioritizedSampler",
-    "PrioritizedSliceSampler",
-    "RandomSampler",
-    "RayCollector",
-    "ReplayBuffer",
-    "ReplayError",
-    "ReplayReader",
-    "SamplerWithoutReplacement",
-    "SliceSampler",
-    "StaleStateError",
-    "SyncDataCollector",
-    "WorkerError",
-    "close",
-    "deliver",
-    "differentiable_rollout",
-    "envs",
-    "episode_stats",
-    "errors",
-    "evaluate",
-    "explain",
-    "fork",
-    "gae",
-    "heads",
-    "init",
-    "interop",
-    "jax_policy",
-    "jax_ring",
-    "lower",
-    "lower_policy",
-    "make_env",
-    "make_policy",
-    "plots",
-    "random_policy",
-    "record",
-    "recover",
-    "reset",
-    "ring",
-    "rollout",
-    "samplers",
-    "split_trajectories",
-    "step",
-    "storages",
-    "tensordict_policy",
-    "testing",
-    "torch_policy",
-    "traced",
-    "track",
-]
+
+
+@cache
+def _homes() -> dict[str, str]:
+    """The module of each public name, read from the imports above, which therefore state each name once."""
+    import ast  # here, since `funcollect --help` needs neither this nor the next
+    from importlib.resources import files
+
+    tree = ast.parse(files(__name__).joinpath("__init__.py").read_text("utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    imports = (node for node in block.body if isinstance(node, ast.ImportFrom))
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        value: Any = importlib.import_module(_MODULES[name])
-    elif name in _HOME_OF:
-        value = getattr(importlib.import_module(_HOME_OF[name]), name)
-    else:
+    if name == "__all__":  # not a variable: type checkers cannot evaluate it, and would see no names in `import *`
+        return sorted(_homes())
+    if name not in _homes():
         raise AttributeError(f"module 'funcollect' has no attribute {name!r}")
+    home = _homes()[name]
+    members = vars(importlib.import_module(home))
+    value = members[name] if name in members else importlib.import_module(f"{home}.{name}")
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return sorted([*_homes(), "__version__"])
