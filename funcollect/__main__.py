@@ -1,4 +1,4 @@
-"""``python -m funcollect``."""
+"""Runs the command line as ``python -m funcollect``."""
 
 import sys
 

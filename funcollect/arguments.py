@@ -1,4 +1,4 @@
-"""Checks of arguments that several layers take."""
+"""Checks of arguments that several layers take; each raises an error with the rule, the value and the fix."""
 
 from __future__ import annotations
 
@@ -23,14 +23,18 @@ def check_count(name: str, value: Any) -> None:
 
 
 def _check_int(name: str, value: Any, wanted: str, *, least: int, example: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+    if not _is_int(value):
         raise TypeError(f"{name} is {shown(value)}, expected {wanted}: pass for example {name}={example}")
     if value < least:
         raise ValueError(f"{name} is {value}, expected at least {least}: pass for example {name}={example}")
 
 
+def _is_int(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 def check_not_given(where: str, kwargs: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-    """Raise ValueError for a keyword argument that has a reason why it is not the caller's to set."""
+    """Raise ValueError for a keyword argument that is in `reasons`, which say why the caller cannot set it."""
     for name in kwargs:
         if name in reasons:
             raise ValueError(f"{name} cannot be given to {where} ({reasons[name]}): leave it out")
@@ -38,8 +42,7 @@ def check_not_given(where: str, kwargs: Mapping[str, Any], reasons: Mapping[str,
 
 def check_num_envs(num_envs: Any) -> None:
     """Raise ValueError unless `num_envs` is a positive int, or None."""
-    whole = isinstance(num_envs, (int, np.integer)) and not isinstance(num_envs, bool)
-    if num_envs is not None and (not whole or num_envs < 1):
+    if num_envs is not None and (not _is_int(num_envs) or num_envs < 1):
         raise ValueError(
             f"num_envs is {shown(num_envs)}, expected a positive int, or None for no batch dimension: pass for example "
             "num_envs=8"
@@ -53,7 +56,7 @@ def check_optional_positive(name: str, value: Any) -> None:
 
 
 def check_flags(**values: Any) -> None:
-    """Raise TypeError for a value that is no bool."""
+    """Raise TypeError unless every value is a bool."""
     for name, value in values.items():
         if not isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{name} is {shown(value)}, expected a bool: pass True or False")
@@ -62,7 +65,7 @@ def check_flags(**values: Any) -> None:
 def check_number(
     name: str, value: Any, *, most: float = math.inf, positive: bool = False, example: float = 0.5
 ) -> None:
-    """Raise unless `value` is a finite number between 0 and `most`; not 0 itself if it has to be positive."""
+    """Raise unless `value` is a finite number in [0, `most`], and not 0 if it has to be `positive`."""
     wanted = (
         f"a number in [0, {most}]" if most < math.inf else "a positive number" if positive else "a number of at least 0"
     )
@@ -74,7 +77,7 @@ def check_number(
 
 
 def check_key(name: str, key: Any) -> None:
-    """Raise TypeError unless `key` is a key of a TensorDict: a string, or a tuple of strings; or None."""
+    """Raise TypeError unless `key` is None or a key of a TensorDict: a string, or a tuple of strings."""
     path = (key,) if isinstance(key, str) else key
     whole = isinstance(path, tuple) and path and all(isinstance(part, str) and part for part in path)
     if key is not None and not whole:
@@ -82,7 +85,7 @@ def check_key(name: str, key: Any) -> None:
 
 
 def check_keys(name: str, keys: Any, example: str) -> None:
-    """Raise unless `keys` is a list or tuple of different strings."""
+    """Raise unless `keys` is a list or tuple of strings without repetitions."""
     if not isinstance(keys, Sequence) or isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
         raise TypeError(f"{name} is {shown(keys)}, expected a list of strings, such as [{example!r}]")
     if len(set(keys)) < len(keys):
@@ -90,7 +93,7 @@ def check_keys(name: str, keys: Any, example: str) -> None:
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
-    """Raise ValueError unless `value` is one of these strings."""
+    """Raise ValueError unless `value` is one of the strings in `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} is {shown(value)}, expected one of {sorted(choices)}: choose one")
 
@@ -102,14 +105,14 @@ def check_function(name: str, value: Any, what: str) -> None:
 
 
 def check_kind(name: str, value: Any, kind: type | tuple[type, ...], mend: str) -> None:
-    """Raise TypeError unless `value` is an instance of `kind`; `mend` says what to pass."""
+    """Raise TypeError unless `value` is an instance of `kind`; `mend` is the fix that the message names."""
     if not isinstance(value, kind):
         names = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
         raise TypeError(f"{name} is {shown(value)}, expected {names}: {mend}")
 
 
 def check_arrays(name: str, leaves: Sequence[Any]) -> None:
-    """Raise TypeError unless each leaf of an argument is an array, or a number."""
+    """Raise TypeError unless each of an argument's leaves is an array or a number."""
     for leaf in leaves:
         if not hasattr(leaf, "dtype") and not isinstance(leaf, Real):
             raise TypeError(f"{name} holds {shown(leaf)}, expected arrays: pass the state of one environment")

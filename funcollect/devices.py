@@ -1,4 +1,4 @@
-"""Devices, shown to exist where they are named."""
+"""Devices, checked when a caller names them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ from funcollect.messages import clipped
 
 
 def checked_device(device: torch.device | str | None, name: str = "device") -> torch.device | None:
-    """The device, with its index; None for None.
-
-    Args:
-        device: what a caller gave.
-        name: the argument's name, for the message.
+    """Return the device that a caller named, with its index, or None for None; `name` is the argument's name.
 
     Raises:
-        ValueError: where Torch cannot allocate on it.
+        ValueError: if Torch cannot allocate memory on it.
     """
     if device is None:
         return None
     try:
         return torch.empty(0, device=torch.device(device)).device
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:  # one or another, by the device
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:  # depends on the device
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"{name} is {str(device)!r}, expected a device that Torch has here ({clipped(reason, 200)}): choose "

@@ -1,47 +1,47 @@
-"""Every error that the library raises by a name of its own.
+"""The library's own exception classes.
 
-Bad arguments raise `ValueError` or `TypeError`. The classes here name what goes wrong later, inside a run; each also
-derives from the built-in class that a caller would expect.
+Bad arguments raise `ValueError` or `TypeError`. The classes here are for faults inside a run. Each also derives from
+the built-in class that a caller would expect.
 """
 
 
 class FuncollectError(Exception):
-    """Base of the library's named errors."""
+    """Base class of the library's errors. The first argument is the message, others are attributes of a subclass."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
 
 
 class StaleStateError(FuncollectError, RuntimeError):
-    """A state over real simulators was used after a later state had taken its place."""
+    """A state over simulators was used although a later state has superseded it."""
 
 
 class ClosedError(FuncollectError, RuntimeError):
-    """The simulators behind a state, or a collector, were closed before this use."""
+    """A collector, or the simulators of a state, were used after they had been closed."""
 
 
 class ReplayError(FuncollectError, RuntimeError):
-    """A simulator could not be brought to the same point again by replaying its seed and actions."""
+    """Replaying the seed and the actions of an episode did not bring a simulator to the same point."""
 
 
 class EnvError(FuncollectError, RuntimeError):
-    """An environment raised, or answered outside its own spaces. Names the lane."""
+    """An environment raised, or returned something outside of its own spaces. The message names the lane."""
 
 
 class PolicyError(FuncollectError, ValueError):
-    """A policy answered with missing, misshapen, mistyped or non-finite outputs."""
+    """A policy returned outputs that are missing or not finite, or have the wrong shape or dtype."""
 
 
 class PluginError(FuncollectError, RuntimeError):
-    """A policy offered by name cannot be imported or made, or is none. Names it, and the package that offers it.
+    """A policy that a package offers by name cannot be imported or made, or is not a policy.
 
     Attributes:
-        reason: the same without the names.
+        reason: the message without the names of the policy and of the package.
     """
 
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message, reason)
         self.reason = reason
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class WorkerError(FuncollectError, RuntimeError):
@@ -49,8 +49,8 @@ class WorkerError(FuncollectError, RuntimeError):
 
     Attributes:
         worker: its index.
-        lane: the lane in which it raised, counted over all workers; None where none is known.
-        traceback: the worker's own, or for a hang its Python stack; empty where there is none.
+        lane: the lane in which it raised, counted over all workers; None if it is unknown.
+        traceback: the worker's traceback, or its Python stack if it hung; empty if there is neither.
     """
 
     def __init__(self, message: str, worker: int = 0, lane: int | None = None, traceback: str = "") -> None:
@@ -60,11 +60,11 @@ class WorkerError(FuncollectError, RuntimeError):
         self.traceback = traceback
 
     def __str__(self) -> str:
-        return f"{self.args[0]}\n\n{self.traceback}" if self.traceback else str(self.args[0])
+        return f"{super().__str__()}\n\n{self.traceback}" if self.traceback else super().__str__()
 
 
 class EvaluationError(FuncollectError, RuntimeError):
-    """An evaluation reached its frame limit before every lane had its episodes, or cannot be had of an environment."""
+    """An evaluation reached its frame limit too early, or the environment cannot be evaluated."""
 
 
 class CheckError(FuncollectError, AssertionError):
@@ -72,7 +72,7 @@ class CheckError(FuncollectError, AssertionError):
 
     Attributes:
         check: the name of the check.
-        report: the `Report` of the checks before it.
+        report: the `Report` of the checks that passed before it.
     """
 
     def __init__(self, message: str, check: str = "", report: object = None) -> None:
@@ -80,13 +80,10 @@ class CheckError(FuncollectError, AssertionError):
         self.check = check
         self.report = report
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class BridgeError(FuncollectError, ValueError):
-    """An array cannot go between JAX and Torch as it is: a value would change, or the other side has no such dtype."""
+    """An array cannot cross between JAX and Torch: a value would change, or the other side lacks the dtype."""
 
 
 class LoweringError(FuncollectError, TypeError):
-    """A Torch module cannot be lowered to JAX: an operator is missing, or it does what a pure function cannot."""
+    """A Torch module cannot be lowered to JAX: it uses an unknown operator, or is not a pure function."""

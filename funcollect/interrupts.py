@@ -1,4 +1,4 @@
-"""Ctrl-C in the midst of what has to be done wholly or not at all."""
+"""Protects steps that must be completed or not begun from Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 
 
 class Uninterrupted:
-    """A block that Ctrl-C does not break off: it is heard when the block has ended.
+    """A block that Ctrl-C does not interrupt: the signal is handled at the end of the block.
 
-    Only the main thread is interrupted by Ctrl-C, so the block means nothing in others.
+    Ctrl-C interrupts only the main thread, so the block does nothing in other threads.
 
     >>> try:
     ...     with Uninterrupted():
     ...         signal.raise_signal(signal.SIGINT)
-    ...         print("to the end")
+    ...         print("the block ends")
     ... except KeyboardInterrupt:
-    ...     print("and heard")
-    to the end
-    and heard
+    ...     print("the interrupt follows")
+    the block ends
+    the interrupt follows
     """
 
-    __slots__ = ("_came", "_handler")
+    __slots__ = ("_handler", "_interrupted_at")
 
     def __enter__(self) -> None:
-        self._came: FrameType | None = None
+        self._interrupted_at: FrameType | None = None  # the frame in which the signal arrived
         self._handler: Callable[[int, FrameType | None], Any] | None = None
         if threading.current_thread() is not threading.main_thread():
             return
@@ -35,14 +35,14 @@ class Uninterrupted:
         inside_another = isinstance(getattr(handler, "__self__", None), Uninterrupted)
         if callable(handler) and not inside_another:
             self._handler = handler
-            signal.signal(signal.SIGINT, self._hear)
+            signal.signal(signal.SIGINT, self._note)
 
-    def _hear(self, _: int, frame: FrameType | None) -> None:
-        self._came = frame
+    def _note(self, _: int, frame: FrameType | None) -> None:
+        self._interrupted_at = frame
 
     def __exit__(self, *_: object) -> None:
         if self._handler is None:
             return
         signal.signal(signal.SIGINT, self._handler)
-        if self._came is not None:
-            self._handler(signal.SIGINT, self._came)
+        if self._interrupted_at is not None:
+            self._handler(signal.SIGINT, self._interrupted_at)

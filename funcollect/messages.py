@@ -1,4 +1,4 @@
-"""Values in messages."""
+"""Values and texts, shortened for error messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def shown(value: Any, length: int = 80) -> str:
-    """The repr of a value for a message, in one line, cut between two words.
+    """The repr of a value in one line, cut between two words if it is longer than `length`.
 
     >>> shown([1.25, 2.5, 3.125], length=12)
     '[1.25, 2.5, …'
@@ -16,7 +16,7 @@ def shown(value: Any, length: int = 80) -> str:
 
 
 def clipped(text: str, length: int = 80) -> str:
-    """A text for a message, in one line, cut between two words.
+    """A text in one line, cut between two words if it is longer than `length`.
 
     >>> clipped("the shape [128, 64]", length=17)
     'the shape [128, …'

@@ -1,8 +1,8 @@
 """TensorDicts as optree nodes, and nested dicts by path.
 
-tensordict registers its own node in optree's namespace ``"torch"``, in insertion order and without the lock. The node
-here, in the namespace `NAMESPACE`, sorts the keys, keeps the lock and stores the batch dimensions as a count, so that a
-function mapped over the leaves may add or drop leading dimensions only together with the batch's.
+tensordict registers its own node in optree's namespace ``"torch"``, with keys in insertion order and without the lock.
+The node here is registered in the namespace `NAMESPACE`. It sorts the keys, keeps the lock, and stores only the number
+of batch dimensions, so a function mapped over the leaves may change the sizes of these dimensions, not their number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Path = tuple[str, ...]
 
 def _flatten(batch: TensorDictBase) -> tuple[tuple[Any, ...], Any, tuple[str, ...]]:
     keys = tuple(sorted(batch.keys()))
-    empty = None if keys else batch.batch_size  # which nothing else would tell
+    empty = None if keys else batch.batch_size  # the leaves of a batch without keys cannot show its size
     return tuple(batch.get(key) for key in keys), (keys, batch.batch_dims, batch.is_locked, empty), keys
 
 
@@ -39,7 +39,7 @@ optree.register_pytree_node(TensorDict, _flatten, _unflatten, namespace=NAMESPAC
 
 
 def nest(flat: Mapping[Path, Any]) -> dict[str, Any]:
-    """A nested dict from one by paths.
+    """A nested dict from a dict by paths.
 
     >>> nest({("a",): 1, ("b", "c"): 2})
     {'a': 1, 'b': {'c': 2}}
@@ -67,20 +67,20 @@ def flatten(nested: Mapping[str, Any], prefix: Path = ()) -> dict[Path, Any]:
 
 
 def key_of(path: Path) -> str | Path:
-    """A path as TensorDict writes its key: a string, where it has one part."""
+    """A path in TensorDict's own form: a string if it has one part, else the tuple."""
     return path if path[1:] else path[0]
 
 
 def to_tensordict(flat: Mapping[Path, torch.Tensor], batch_size: tuple[int, ...]) -> TensorDict:
-    """A TensorDict over leaves by path, all of which begin with `batch_size`; nothing is checked or copied."""
+    """A TensorDict over leaves by path, each [*batch_size, ...]; nothing is checked or copied."""
     return _build(nest(flat), torch.Size(batch_size))
 
 
 def aliased(nested: Mapping[str, Any], batch_size: torch.Size) -> TensorDict:
-    """A TensorDict of new tensors over the memory of those in a nested dict.
+    """A TensorDict of new tensors that share memory with the tensors of a nested dict.
 
-    To autograd they are no views, neither of those nor of each other: one may be changed in place though another is
-    needed for a gradient.
+    Autograd does not treat the new tensors as views, so one may be modified in place although another is needed for a
+    gradient.
     """
     leaves = {
         name: aliased(value, batch_size) if isinstance(value, dict) else value.data for name, value in nested.items()
@@ -94,7 +94,7 @@ def _build(nested: Mapping[str, Any], batch_size: torch.Size) -> TensorDict:
 
 
 def select(mask: torch.Tensor, chosen: Any, other: Any) -> Any:
-    """A pytree with the lanes of `mask` [P] taken from `chosen`, the rest from `other`."""
+    """A pytree of leaves [P, ...]: the lanes of `mask` [P] are taken from `chosen`, the rest from `other`."""
 
     def pick(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
         return torch.where(mask.reshape(-1, *[1] * (one.ndim - 1)), one, two)

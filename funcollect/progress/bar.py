@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from os import PathLike
 from typing import Any, Protocol, TextIO
@@ -15,15 +16,14 @@ from tqdm import TqdmWarning
 
 from funcollect.arguments import check_kind
 from funcollect.messages import shown
-from funcollect.progress.scalars import Scalars, open_folder, scalars
+from funcollect.progress.scalars import Scalars, open_folder
 from funcollect.progress.window import EpisodeWindow
-from funcollect.progress.workers import WorkersSummary
 
 with warnings.catch_warnings():  # without ipywidgets a notebook shows a plain bar, and tqdm warns
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
-__all__ = ["TrackableCollector", "Tracked", "track"]
+_WORKER_COUNTS = {"lag": "policy_lag", "restarts": "restarts", "copies": "copies"}  # entry of the bar: key of `stats`
 
 
 class TrackableCollector(Protocol):
@@ -31,11 +31,11 @@ class TrackableCollector(Protocol):
 
     @property
     def total_frames(self) -> int:
-        """The number of frames after which it ends; negative if it never does."""
+        """The number of frames after which the collector ends; negative if it never does."""
         ...
 
     def __iter__(self) -> Iterator[TensorDict]:
-        """The batches."""
+        """Iterate over the batches."""
         ...
 
 
@@ -126,9 +126,9 @@ class Tracked:
     def __iter__(self) -> Iterator[TensorDict]:
         frames = getattr(self._collector, "frames", 0)  # not 0 if the run continues after a break
         workers = WorkersSummary(self._collector)
-        log = nullcontext() if self._log_dir is None else scalars(self._log_dir, frames)
+        log = nullcontext() if self._log_dir is None else closing(Scalars(self._log_dir, frames))
         try:
-            with self._bar(initial=frames, unit_scale=True, dynamic_ncols=True) as bar, log as self._scalars:
+            with log as self._scalars, self._bar(initial=frames, unit_scale=True, dynamic_ncols=True) as bar:
                 for batch in self._collector:
                     self._show(bar, workers, self._episodes.add(batch))
                     yield batch
@@ -165,3 +165,29 @@ class Tracked:
             self._scalars.add(values)
         elif self._log_dir is not None:
             raise RuntimeError("log was called outside of the loop, expected a batch in hand: call it inside the loop")
+
+
+class WorkersSummary:
+    """Watches the workers of a collector from now on: waiting times, age of the weights, failures."""
+
+    def __init__(self, collector: Any) -> None:
+        self._collector = collector
+        self._workers = getattr(collector, "num_workers", 0)
+        self._before = collector.stats() if self._workers else {}
+        self._began = time.monotonic()
+
+    def shown(self) -> dict[str, str]:
+        """The entries of the bar, without zeros; none for a collector without workers."""
+        if not self._workers:
+            return {}
+        stats = self._collector.stats()
+        seconds = time.monotonic() - self._began
+        spans = {
+            "reader_waits": ("reader_waited", seconds),
+            "workers_wait": ("workers_waited", seconds * self._workers),
+        }
+        shares = {
+            name: (stats.get(key, 0.0) - self._before.get(key, 0.0)) / span for name, (key, span) in spans.items()
+        }
+        waits = {name: f"{share:.0%}" for name, share in shares.items() if share >= 0.005}
+        return waits | {name: str(stats[key]) for name, key in _WORKER_COUNTS.items() if stats.get(key)}

@@ -10,11 +10,9 @@ from funcollect.arguments import check_positive
 from funcollect.trajectories.split import MASK
 from funcollect.trajectories.stats import EpisodeStats, episode_stats
 
-__all__ = ["EpisodeWindow"]
-
 
 class EpisodeWindow:
-    """The last episodes of a stream of batches, and counts since its begin.
+    """The last episodes of a stream of batches, and counts since its start.
 
     Args:
         size: the number of last episodes in the means.
@@ -37,11 +35,7 @@ class EpisodeWindow:
         self._lengths: deque[int] = deque(maxlen=size)
 
     def add(self, batch: TensorDict) -> int:
-        """Add a batch.
-
-        Returns:
-            The number of its frames.
-        """
+        """Add a batch and return the number of its frames."""
         mask = batch.get(MASK, None)
         frames = batch.numel() if mask is None else int(mask.sum())
         self.frames += frames
