@@ -1,7 +1,7 @@
-"""Pictures of what was collected.
+"""Figures of episode statistics and of single episodes, and films.
 
-Matplotlib, and imageio for films, are imported on first use: ``pip install funcollect[viz]``. Figures are known to no
-pyplot state, so they need no closing.
+Matplotlib, and imageio for films, are imported on first use: ``pip install funcollect[viz]``. Figures are not
+registered with pyplot, so you need not close them.
 """
 
 from funcollect.plots.curves import lengths, returns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -9,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from funcollect.arguments import check_positive
 from funcollect.plots.figures import new_figure, saved
 from funcollect.trajectories.stats import EpisodeStats
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = ["lengths", "returns"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -23,22 +23,22 @@ Floats = npt.NDArray[np.float64]
 def returns(
     stats: EpisodeStats | Sequence[EpisodeStats], *, window: int = 100, path: str | PathLike[str] | None = None
 ) -> Figure:
-    """Episode returns over the frames of a run, with a rolling mean.
+    """Plot episode returns over the frames of a run, with a rolling mean.
 
-    An episode stands where it ended: at the frames that its lane had done by then, times the number of lanes.
+    An episode is drawn where it ended: at the number of frames of its lane at that time, times the number of lanes.
 
     Args:
-        stats: a run's episodes, or those of its batches one after another; several players have a curve each.
-        window: how many of the last episodes the rolling mean covers.
-        path: where to save the picture, in the format that its suffix names.
+        stats: a run's episodes, or a list of those of its batches in order; with several players each has a curve.
+        window: the number of last episodes that the rolling mean covers.
+        path: the file to save the figure in; its suffix names the format.
 
     Returns:
-        The figure, which no pyplot state knows of.
+        The figure.
 
     Raises:
-        ImportError: without Matplotlib.
-        TypeError: for anything but stats, such as a batch.
-        ValueError: for a window below 1, or no stats at all.
+        ImportError: if Matplotlib is not installed.
+        TypeError: if `stats` is something else, such as a batch, or `window` is not an int.
+        ValueError: if `window` is below 1, or `stats` is an empty list.
 
     >>> import torch
     >>> from funcollect import EpisodeStats
@@ -55,7 +55,7 @@ def returns(
 def lengths(
     stats: EpisodeStats | Sequence[EpisodeStats], *, window: int = 100, path: str | PathLike[str] | None = None
 ) -> Figure:
-    """Episode lengths over the frames of a run, with a rolling mean. Arguments, result and errors as for `returns`.
+    """Plot episode lengths over the frames of a run, with a rolling mean; the arguments are those of `returns`.
 
     >>> import torch
     >>> from funcollect import EpisodeStats
@@ -69,8 +69,7 @@ def lengths(
 
 
 def _whole(stats: EpisodeStats | Sequence[EpisodeStats], window: int) -> EpisodeStats:
-    if window < 1:
-        raise ValueError(f"the window is {window}, expected a positive number of episodes")
+    check_positive("window", window, 100)
     if isinstance(stats, EpisodeStats):
         return stats
     strangers = [one for one in stats if not isinstance(one, EpisodeStats)] if isinstance(stats, Sequence) else [stats]
@@ -83,7 +82,7 @@ def _whole(stats: EpisodeStats | Sequence[EpisodeStats], window: int) -> Episode
 
 
 def _curves(stats: EpisodeStats, values: Floats, label: str, window: int, path: str | PathLike[str] | None) -> Figure:
-    """Points and their rolling mean over frames, for each column of `values` [E, players]."""
+    """Draw the values [E, players] as points over frames, and their rolling mean as a line."""
     frames = _frames(stats)
     figure = new_figure(8, 4.5)
     axes = figure.add_subplot(xlabel="frames", ylabel=label, title=f"{len(stats)} episodes")
@@ -98,16 +97,14 @@ def _curves(stats: EpisodeStats, values: Floats, label: str, window: int, path: 
 
 
 def _frames(stats: EpisodeStats) -> npt.NDArray[Any]:
-    """The frames of the whole run at the end of each episode: [E]."""
-    lanes, lengths = stats.lanes.numpy(), stats.lengths.numpy()
-    count = len({*lanes.tolist(), *(one.lane for one in stats.open_returns.values())})
-    by_lane = np.argsort(lanes, kind="stable")
-    total = np.cumsum(lengths[by_lane])
-    first = np.flatnonzero(np.diff(lanes[by_lane], prepend=-1))  # where each lane's episodes begin
-    before = np.concatenate(([0], total))[first]
-    frames = np.empty_like(total)
-    frames[by_lane] = total - np.repeat(before, np.diff(first, append=len(lanes)))
-    return frames * count
+    """The number of frames of the whole run at the end of each episode: [E]."""
+    of_lane: Counter[int] = Counter()
+    frames = []
+    for lane, length in zip(stats.lanes.tolist(), stats.lengths.tolist(), strict=True):
+        of_lane[lane] += length
+        frames.append(of_lane[lane])
+    lanes = {*of_lane, *(one.lane for one in stats.open_returns.values())}
+    return np.array(frames) * len(lanes)
 
 
 def _rolling_mean(values: Floats, window: int) -> Floats:

@@ -1,4 +1,4 @@
-"""The one module that imports Matplotlib: empty figures, and figures saved."""
+"""Makes and saves figures. No other module imports Matplotlib."""
 
 from __future__ import annotations
 
@@ -8,24 +8,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DPI = 150
-
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches, which no pyplot state knows of.
-
-    Raises:
-        ImportError: without Matplotlib.
-    """
+    """An empty figure; its width and height are in inches."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plots need Matplotlib, which is not installed: pip install funcollect[viz]") from error
-    return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 
 def saved(figure: Figure, path: str | PathLike[str] | None) -> Figure:
-    """The figure, saved in the format that the suffix of `path` names, unless that is None."""
+    """Save the figure if `path` is given, in the format that its suffix names, and return it."""
     if path is not None:
         figure.savefig(path)
     return figure

@@ -1,4 +1,4 @@
-"""Pixel observations: as a strip, and as a film."""
+"""Shows pixel observations as a strip or as a film."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from funcollect.arguments import check_positive
 from funcollect.plots.figures import new_figure, saved
 from funcollect.plots.films import film
 from funcollect.plots.selection import Trajectory, pick
@@ -18,8 +19,6 @@ from funcollect.tree import Path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Pictures = npt.NDArray[np.uint8]
 
 _COLOURS = (1, 3, 4)  # grey, RGB, RGBA
 
@@ -32,25 +31,26 @@ def frames(
     key: str | Path | None = None,
     path: str | PathLike[str] | None = None,
 ) -> Figure:
-    """A strip of an episode's frames, from its first observation to its last at even distances.
+    """Show evenly spaced frames of an episode side by side, from its first observation to its last.
 
-    A frame is ``[H, W]``, ``[H, W, C]`` with 1, 3 or 4 colours, ``[3, H, W]``, or a stack, ``[stack, H, W]`` or
-    ``[stack, H, W, C]``, of which the newest (the last) is shown; uint8, or floating within [0, 1].
+    A frame is ``[H, W]``, ``[H, W, C]`` with 1, 3 or 4 colors, or ``[3, H, W]``. Of a stack of frames,
+    ``[stack, H, W]`` or ``[stack, H, W, C]``, the last one is shown. The dtype is uint8, or floating with values in
+    [0, 1].
 
     Args:
-        batch: ``[*B, T]`` with ``collector.traj_ids``; split trajectories are taken as well.
-        traj_id: which trajectory; None for the longest whole one, or the longest one where none is whole.
-        count: how many frames to show at most.
-        key: the observation to show; None where only one has pictures.
-        path: where to save the picture, in the format that its suffix names.
+        batch: as for `episode`.
+        traj_id: as for `episode`.
+        count: the largest number of frames to show.
+        key: the observation to show; None if only one consists of pictures.
+        path: as for `episode`.
 
     Returns:
-        The figure, which no pyplot state knows of.
+        The figure.
 
     Raises:
-        ImportError: without Matplotlib.
-        TypeError: for something other than a TensorDict, and pictures of another dtype.
-        ValueError: for an id or key that is not there, and observations that are no pictures.
+        ImportError: if Matplotlib is not installed.
+        TypeError: if `batch` is not a TensorDict, or the pictures have another dtype.
+        ValueError: if the id or the key is not in the batch, or an observation does not consist of pictures.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -61,12 +61,11 @@ def frames(
     >>> [axes.get_title() for axes in frames(batch, count=3).axes]
     ['step 0', '2', '5']
     """
-    if count < 1:
-        raise ValueError(f"count is {count}, expected a positive number of frames")
+    check_positive("count", count, 8)
     trajectory = pick(batch, traj_id)
     leaf = _pictorial(trajectory, key)
     shown = np.unique(np.linspace(0, len(leaf) - 1, min(count, len(leaf))).round().astype(int))
-    pictures = _colours(leaf[torch.from_numpy(shown)])
+    pictures = _rgb(leaf[torch.from_numpy(shown)])
     height, width = pictures.shape[1:3]
     inches = min(2.0, 12 / len(shown))
     figure = new_figure(inches * len(shown), inches * height / width + 0.3)
@@ -86,62 +85,55 @@ def video(
     fps: float = 30,
     key: str | Path | None = None,
 ) -> int:
-    """Save an episode's pixel observations as a film: GIF or MP4, as the suffix of `path` says.
+    """Save an episode's pixel observations as a film.
 
     Args:
         batch: as for `frames`.
-        path: where; the file is there whole or not at all.
+        path: the file, a GIF or an MP4 by its suffix. It is written only if all goes well.
         traj_id: as for `frames`.
         fps: frames per second.
         key: as for `frames`.
 
     Returns:
-        The number of frames in the film: the episode's steps and one, for the terminal observation.
+        The number of frames in the film: the steps of the episode, plus one for the terminal observation.
 
     Raises:
-        ImportError: without imageio.
-        TypeError, ValueError: as for `frames`; ValueError also for another suffix, and an `fps` that is not positive.
+        ImportError: if imageio is not installed.
+        TypeError, ValueError: as for `frames`. ValueError also if the suffix is unknown, or `fps` is not positive.
     """
     leaf = _pictorial(pick(batch, traj_id), key)
     with film(path, fps) as add:
         for picture in leaf[:, None]:
-            add(_colours(picture)[0])
+            add(_rgb(picture)[0])
     return len(leaf)
 
 
 def _pictorial(trajectory: Trajectory, key: str | Path | None) -> Tensor:
-    """The observation leaf with pictures, [T + 1, ...]."""
+    """The observation leaf that consists of pictures, [T + 1, ...]."""
     leaves = trajectory.observations
+    shapes = {".".join(path): list(leaf.shape[1:]) for path, leaf in leaves.items()}
     if key is not None:
         wanted = (key,) if isinstance(key, str) else tuple(key)
         if wanted not in leaves:
-            raise ValueError(f"there is no observation {_name(wanted)}, expected one of {_shapes(leaves)}")
+            raise ValueError(f"there is no observation {'.'.join(wanted)}, expected one of {shapes}")
         return leaves[wanted]
     pictorial = [leaf for leaf in leaves.values() if leaf.ndim >= 3]
     if len(pictorial) != 1:
         raise ValueError(
             f"{len(pictorial)} of the observations are pictures, expected one: name it with key=; there are "
-            f"{_shapes(leaves)} (plots.episode draws what is not a picture)"
+            f"{shapes} (plots.episode draws what is not a picture)"
         )
     return pictorial[0]
 
 
-def _name(path: Path) -> str:
-    return ".".join(path)
-
-
-def _shapes(leaves: dict[Path, Tensor]) -> dict[str, list[int]]:
-    return {_name(path): list(leaf.shape[1:]) for path, leaf in leaves.items()}
-
-
-def _colours(leaf: Tensor) -> Pictures:
+def _rgb(leaf: Tensor) -> npt.NDArray[np.uint8]:
     """Pictures as [T, H, W, 3] uint8."""
     pictures = _bytes(_channels_last(leaf))
     return pictures.expand(*pictures.shape[:-1], 3).numpy() if pictures.shape[-1] == 1 else pictures[..., :3].numpy()
 
 
 def _channels_last(leaf: Tensor) -> Tensor:
-    """[T, H, W, C] of any layout."""
+    """Pictures of any layout as [T, H, W, C]."""
     match leaf.shape[1:]:
         case (_, _):
             return leaf[..., None]

@@ -1,10 +1,10 @@
-"""Episodes of a rendered environment, as a film."""
+"""`record`: films episodes of an environment that renders."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from os import PathLike
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from tensordict import TensorDict
@@ -17,11 +17,18 @@ from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import Camera
 from funcollect.errors import EnvError
 from funcollect.plots.films import Picture, check_film, film
-from funcollect.protocols import Env, Policy
+from funcollect.protocols import Env, Policy, Simulators
 from funcollect.specs import ExplorationType
 from funcollect.trajectories.stats import EpisodeStats, episode_stats
 
-_FPS = 30  # of an environment that names none
+_FPS = 30  # if neither the user nor the environment names it
+
+
+@runtime_checkable
+class _Filmable(Simulators, Protocol):
+    """Simulators that can be filmed."""
+
+    def camera(self, lane: int) -> Camera: ...
 
 
 def record(
@@ -36,30 +43,31 @@ def record(
     max_frames: int = 5_000,
     exploration_type: ExplorationType = ExplorationType.DETERMINISTIC,
 ) -> EpisodeStats:
-    """Film whole episodes of a policy: GIF or MP4, as the suffix of `path` says.
+    """Film whole episodes of a policy as a GIF or an MP4.
 
-    The episodes are those that `evaluate` would see with the same seed. An episode has one picture more than steps, its
-    first one being that of the reset. The file is there whole or not at all, also after Ctrl-C.
+    With the same seed, the episodes are those of `evaluate`. The film shows each episode from its reset on, so an
+    episode has one picture more than it has steps. The file is written only if all goes well.
 
     Args:
         env: a single Gymnasium environment that renders arrays: ``make_env(id, render_mode="rgb_array")``.
         policy: the policy.
-        path: where. A GIF holds all pictures in memory until it is written: long films are better MP4.
-        episodes: how many, one after another.
+        path: the file; its suffix names the format. Save long films as MP4: a GIF is held in memory until its end.
+        episodes: the number of episodes.
         seed: an int; the same seed gives the same film. None draws one.
         params: parameters to act with; None for the policy's own.
-        fps: frames per second; None for what the environment's metadata say, or else 30. A GIF has at most 50.
-        max_frames: steps after which the film ends, even in the middle of an episode.
-        exploration_type: deterministic unless given.
+        fps: frames per second; None for those in the environment's metadata, or else 30. A GIF has at most 50.
+        max_frames: the number of steps after which the film ends, even within an episode.
+        exploration_type: by default deterministic.
 
     Returns:
-        Statistics of the episodes that came to their end.
+        Statistics of the episodes that ended.
 
     Raises:
-        ImportError: without imageio.
-        TypeError: for an environment that is not Gymnasium's, or is in a process of its own (`parallel`).
-        ValueError: for several environments in one, another render mode, another suffix, an `fps` that is not positive.
-        EnvError: where rendering fails, as MuJoCo's does without OpenGL, or the environment itself.
+        ImportError: if imageio is not installed.
+        TypeError: if the environment is not Gymnasium's, or runs in a process of its own (`parallel`).
+        ValueError: if there are several environments, the render mode is another, the suffix is unknown, or `fps` is
+            not positive.
+        EnvError: if the environment raises, for example because MuJoCo cannot render without OpenGL.
 
     >>> import funcollect as fc, tempfile
     >>> env = fc.make_env("CartPole-v1", render_mode="rgb_array")
@@ -76,7 +84,7 @@ def record(
         camera = _camera(env, state)
         parts: list[EpisodeStats] = []
         with film(path, fps or camera.fps or _FPS) as add:
-            for batch in _moments(env, policy, state, request, episodes):
+            for batch in _batches(env, policy, state, request, episodes):
                 add(_picture(camera))
                 if batch is not None:
                     parts.append(episode_stats(batch, parts[-1] if parts else None))
@@ -87,10 +95,10 @@ def record(
         close(state)
 
 
-def _moments(
+def _batches(
     env: Env, policy: Policy, state: CollectorState, request: Request, episodes: int
 ) -> Iterator[TensorDict | None]:
-    """Run the episodes, stopping after each reset (None) and each step (its batch [1], or [1, 1])."""
+    """Run the episodes; yield None after each reset, and the batch [1], or [1, 1], after each step."""
     for episode in range(episodes):
         state = reset(env, state) if episode else state
         yield None
@@ -100,24 +108,22 @@ def _moments(
 
 
 def _camera(env: Env, state: CollectorState) -> Camera:
-    """What films the environment."""
     if (env.num_envs or 1) > 1:
         raise ValueError(f"{env} has {env.num_envs} environments, expected a single one: leave num_envs out")
     simulators = state.env_state.simulation.simulators if isinstance(state.env_state, SimulatorHandle) else None
-    camera = getattr(simulators, "camera", None)
-    if camera is None:
+    if not isinstance(simulators, _Filmable):
         raise TypeError(
             f"{env} cannot be filmed, expected a Gymnasium environment that renders, in this process: make one with "
             "funcollect.make_env(id, render_mode='rgb_array') and without parallel=True, or save pixel observations "
             "with plots.video"
         )
-    shown: Camera = camera(0)
-    if shown.mode != "rgb_array":
+    camera = simulators.camera(0)
+    if camera.mode != "rgb_array":
         raise ValueError(
-            f"{env} has the render mode {shown.mode!r}, expected 'rgb_array': make it with "
+            f"{env} has the render mode {camera.mode!r}, expected 'rgb_array': make it with "
             "funcollect.make_env(id, render_mode='rgb_array')"
         )
-    return shown
+    return camera
 
 
 def _picture(camera: Camera) -> Picture:

@@ -1,4 +1,4 @@
-"""One trajectory picked out of a batch."""
+"""Selects one trajectory of a batch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from torch import Tensor
 from funcollect.trajectories.split import MASK, TRAJECTORY_IDS, check_batch, require
 from funcollect.tree import Path, flatten
 
-_FIELDS = frozenset({"reward", "done", "terminated", "truncated", "info"})  # under "next", beside the observation
+_FIELDS = frozenset(
+    {"reward", "done", "terminated", "truncated", "info"}
+)  # the keys under "next" that are not observations
 
 
 class Trajectory(NamedTuple):
-    """The frames of one trajectory that a batch holds, in their order, on the CPU."""
+    """The frames of one trajectory in a batch, in order, on the CPU."""
 
     traj_id: int
     frames: TensorDictBase  # [T]
 
     @property
     def observations(self) -> dict[Path, Tensor]:
-        """Each observation leaf, [T + 1, ...]: what the policy saw, then what the last step produced."""
+        """Each observation leaf, [T + 1, ...], the last observation of the trajectory included."""
         after = flatten(self.frames["next"])
         roots = flatten(self.frames.exclude("next"))
         paths = [path for path in after if path[0] not in _FIELDS and path in roots]
@@ -30,29 +32,20 @@ class Trajectory(NamedTuple):
 
     @property
     def first_step(self) -> int:
-        """How many steps of the trajectory went before; 0 where the batch doesn't say."""
+        """The index of the first frame in its trajectory; 0 if the batch has no step counter."""
         step = self.frames.get(("collector", "step"), None)
         return 0 if step is None else int(step[0])
 
     @property
     def ending(self) -> str:
-        """How it ended, in a word."""
+        """How the trajectory ended, in words."""
         flags = {name: self.frames.get(("next", name), None) for name in ("terminated", "truncated")}
         ended = [name for name, flag in flags.items() if flag is not None and bool(flag[-1].any())]
         return " and ".join(ended) or "goes on"
 
 
 def pick(batch: TensorDictBase, traj_id: int | None) -> Trajectory:
-    """The frames of one trajectory of a batch, those of split batches included.
-
-    Args:
-        batch: ``[*B, T]`` with ``collector.traj_ids``.
-        traj_id: which; None for the longest of those that are whole, or of all where none is.
-
-    Raises:
-        TypeError: for something other than a TensorDict.
-        ValueError: without ids or frames, and for an id that is not in the batch.
-    """
+    """Select one trajectory of a batch, which may be split; `episode` documents the arguments and errors."""
     check_batch(batch)
     ids = require(batch, TRAJECTORY_IDS, tail=())
     real = _real(batch)
@@ -72,14 +65,14 @@ def pick(batch: TensorDictBase, traj_id: int | None) -> Trajectory:
 
 
 def _real(batch: TensorDictBase) -> Tensor:
-    """Which frames are neither padding nor the repeated end of a lane that stays finished: [*B, T] bool."""
+    """The frames that are neither padding nor repeat the end of a lane that stays finished: [*B, T] bool."""
     mask, stays = batch.get(MASK, None), batch.get("done", None)
     real = torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device) if mask is None else mask
     return real if stays is None else real & ~stays[..., 0]
 
 
 def _longest(batch: TensorDictBase, ids: Tensor, real: Tensor) -> int:
-    """The trajectory with most frames, a whole one (from step 0 to done) if there is one; the first of equals."""
+    """The id of the longest trajectory, among the whole ones (from step 0 to done) if there are any."""
     present, place, counts = torch.unique(ids[real], return_inverse=True, return_counts=True)
     begins, ends = torch.zeros_like(present), torch.zeros_like(present)
     if (step := batch.get(("collector", "step"), None)) is not None:

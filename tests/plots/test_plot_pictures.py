@@ -94,7 +94,7 @@ def test_what_is_no_picture(screen, error, message, tmp_path):
 
 
 def test_a_count_of_nothing():
-    with pytest.raises(ValueError, match="count is 0, expected a positive"):
+    with pytest.raises(ValueError, match="count is 0, expected at least 1"):
         plots.frames(made(rising(3, 6, 4)), count=0)
 
 
