@@ -1,6 +1,6 @@
-"""The commands ``funcollect demo``, ``collect``, ``check``, ``explain`` and ``policies``: arguments and exit codes.
+"""Arguments and exit codes of ``funcollect demo``, ``collect``, ``check``, ``explain`` and ``policies``.
 
-What the commands do is imported with the first of them, so that help and mistyped arguments don't wait for Torch.
+The commands themselves are imported after the arguments are parsed, so that help does not wait for Torch.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: the arguments, those of the process unless given.
+        argv: the arguments; by default those of the process.
 
     Returns:
-        The exit code: 0; 1 for a check that failed; 2 for what the user can mend, said in one line; 130 after Ctrl-C.
+        The exit code: 0; 1 if a check failed; 2 for an error that the user can correct; 130 after Ctrl-C.
 
     Raises:
-        SystemExit: for arguments that cannot be parsed, with 2, and for ``--help``, with 0.
+        SystemExit: with 2 if the arguments cannot be parsed, with 0 for ``--help``.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -62,21 +62,29 @@ def _parser() -> argparse.ArgumentParser:
     add("--frames", type=_count, default=100_000, metavar="N", help="rounded up to whole batches; default: 100000")
     add("--seed", type=int, default=0, metavar="S", help="default: 0")
 
-    _add_collect(commands.add_parser("collect", help="collect experience and save it"))
+    collect = commands.add_parser("collect", help="collect experience and save it")
+    _add_env(collect, num_envs=1)
+    _add_policy(collect)
+    add = collect.add_argument
+    add("--frames", type=_count, required=True, metavar="N", help="rounded up to whole batches")
+    add("--frames-per-batch", type=_count, metavar="N", help="default: 128 per environment, but at least 2000")
+    add("--seed", type=int, metavar="S", help="default: a fresh one, recorded in stats.json")
+    add("--out", type=Path, required=True, metavar="DIR", help="gets batch/, stats.json and returns.png")
+    add("--overwrite", action="store_true", help="replace the results of an earlier run in DIR")
 
     check = commands.add_parser("check", help="check that an environment, or a policy, keeps its contract")
     _add_env(check, num_envs=3)
     _add_policy(check, required=False, what="check this policy in ENV, rather than ENV by itself")
     add = check.add_argument
-    add("--steps", type=_count, default=100, metavar="N", help="T of a run; episodes should end in it; default: 100")
-    add("--max-episode-steps", type=_count, metavar="N", help="truncate episodes, so that they do; default: ENV's own")
+    add("--steps", type=_count, default=100, metavar="N", help="length of a run, in which episodes end; default: 100")
+    add("--max-episode-steps", type=_count, metavar="N", help="truncate episodes after N steps; default: ENV's own")
     add("--seed", type=int, default=0, metavar="S", help="default: 0")
 
-    explain = commands.add_parser("explain", help="say how an environment and a policy would run together")
+    explain = commands.add_parser("explain", help="show how an environment and a policy would run together")
     _add_env(explain, num_envs=1)
     _add_policy(explain)
 
-    policies = commands.add_parser("policies", help="list the policies that can be had by name, and who offers them")
+    policies = commands.add_parser("policies", help="list the policies that packages offer by name")
     policies.add_argument("env", nargs="?", metavar="ENV", help="also make each of them for this environment")
     return parser
 
@@ -91,19 +99,8 @@ def _add_env(parser: argparse.ArgumentParser, num_envs: int) -> None:
 def _add_policy(parser: argparse.ArgumentParser, *, required: bool = True, what: str = _POLICY) -> None:
     add = parser.add_argument
     add("--policy", required=required, metavar="NAME", help=what)
-    options = "for its factory, whose seed is the run's unless given; VALUE is JSON, or else text; once for each"
+    options = "argument of its factory (its seed is the run's by default); VALUE is JSON or text; repeat for more"
     add("--option", "-o", type=_option, action="append", default=[], metavar="NAME=VALUE", help=options)
-
-
-def _add_collect(parser: argparse.ArgumentParser) -> None:
-    _add_env(parser, num_envs=1)
-    _add_policy(parser)
-    add = parser.add_argument
-    add("--frames", type=_count, required=True, metavar="N", help="rounded up to whole batches")
-    add("--frames-per-batch", type=_count, metavar="N", help="default: 128 per environment, but 2000 at least")
-    add("--seed", type=int, metavar="S", help="default: a fresh one, noted in stats.json")
-    add("--out", type=Path, required=True, metavar="DIR", help="gets batch/, stats.json and returns.png")
-    add("--overwrite", action="store_true", help="replace what an earlier run left in DIR")
 
 
 def _count(text: str) -> int:
@@ -112,7 +109,7 @@ def _count(text: str) -> int:
     return number
 
 
-_count.__name__ = "count"  # how argparse names it to the user
+_count.__name__ = "count"  # argparse shows this name to the user
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -1,4 +1,4 @@
-"""What each command does."""
+"""Runs the commands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -19,12 +18,10 @@ from funcollect.cli.report import RunSummary, layout
 from funcollect.policies.mlp import mlp
 from funcollect.policies.plugins import PolicyPlugin, find_policy, offered_policies
 
-__all__ = ["check", "collect", "demo", "explain", "policies"]
-
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Torch with one thread: a small network gains nothing from more, and on a busy machine loses most of its speed."""
+    """Run Torch with one thread: more do not help a small network, and on a busy machine they slow it down."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -35,7 +32,7 @@ def _one_thread() -> Iterator[None]:
 
 @_one_thread()
 def demo(arguments: argparse.Namespace) -> None:
-    """Collect on CartPole-v1 with a Torch MLP, and show what came of it."""
+    """Collect on CartPole-v1 with a Torch MLP, and print the result."""
     frames, seed = arguments.frames, arguments.seed
     env = fc.make_env("CartPole-v1", num_envs=8)
     policy = mlp(env, seed=seed)
@@ -51,7 +48,7 @@ def demo(arguments: argparse.Namespace) -> None:
 
 @_one_thread()
 def collect(arguments: argparse.Namespace) -> None:
-    """Collect and save: the batch as a memory-mapped TensorDict, the statistics as JSON, the returns as a picture."""
+    """Collect, and save the batch as a memory-mapped TensorDict, the statistics as JSON, and a plot of the returns."""
     num_envs, frames = arguments.num_envs, arguments.frames
     seed = secrets.randbits(31) if arguments.seed is None else arguments.seed
     frames_per_batch = arguments.frames_per_batch or min(frames, max(2000, 128 * num_envs))
@@ -74,15 +71,18 @@ def collect(arguments: argparse.Namespace) -> None:
             "seed": seed,
         }
         (folder / "stats.json").write_text(json.dumps(about | run.statistics(), indent=2) + "\n")
-        _plot(run, folder / "returns.png")
+        try:
+            plots.returns(run.episodes, path=folder / "returns.png")
+        except ImportError as error:
+            print(f"no returns.png: {error}", file=sys.stderr)
     print(run.table(), f"saved in {arguments.out}", sep="\n\n")
 
 
 @_one_thread()
 def check(arguments: argparse.Namespace) -> None:
-    """Print what `funcollect.testing` finds in an environment, or a policy there, up to the first failure."""
+    """Check an environment, or a policy in it, and print the report up to the first failure."""
     if arguments.option and arguments.policy is None:
-        raise ValueError("--option is given without --policy, whose options it names: leave it out, or name the policy")
+        raise ValueError("--option is given without --policy, expected both: leave it out, or name the policy")
     limit = arguments.max_episode_steps
     given = {} if limit is None else {"max_episode_steps": limit}
     env = _make_env(arguments.env, arguments.num_envs, **given)
@@ -104,7 +104,7 @@ def explain(arguments: argparse.Namespace) -> None:
 
 
 def policies(arguments: argparse.Namespace) -> None:
-    """Print a line for each policy that can be had by name: whether it works, who offers it, where its factory is."""
+    """Print each policy that packages offer by name: whether it works, the package, and where its factory is."""
     env = None if arguments.env is None else _make_env(arguments.env, 1)
     offers = offered_policies()
     wide, origins = (max(map(len, each)) for each in (offers, [plugin.origin for plugin in offers.values()]))
@@ -117,6 +117,7 @@ def policies(arguments: argparse.Namespace) -> None:
 
 
 def _fault(plugin: PolicyPlugin, env: fc.Env | None) -> str:
+    """Why the policy cannot be loaded, or made for the environment; empty if it can."""
     try:
         if env is None:
             plugin.load()
@@ -128,7 +129,7 @@ def _fault(plugin: PolicyPlugin, env: fc.Env | None) -> str:
 
 
 def _make_policy(arguments: argparse.Namespace, env: fc.Env, seed: int) -> fc.Policy:
-    """The policy that the arguments name; its factory also gets the run's seed, if it takes one."""
+    """Make the policy that the arguments name, with the run's seed if its factory takes one."""
     plugin = find_policy(arguments.policy)
     seeded = {"seed": seed} if plugin.takes("seed") else {}
     return plugin.make(env, **(seeded | dict(arguments.option)))
@@ -141,10 +142,3 @@ def _make_env(name: str, num_envs: int, **kwargs: int) -> fc.Env:
         raise
     except Exception as error:  # the environment's own code may raise anything
         raise ValueError(f"cannot make {name!r}: {error or type(error).__name__}") from error
-
-
-def _plot(run: RunSummary, path: Path) -> None:
-    try:
-        plots.returns(run.episodes, path=path)
-    except ImportError as error:
-        print(f"no {path.name}: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A folder of results, which is there whole or not at all."""
+"""Writes a folder of results, either completely or not at all."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ OUTPUTS = frozenset({"batch", "stats.json", "returns.png"})
 
 @contextmanager
 def output_folder(out: Path, overwrite: bool) -> Iterator[Path]:
-    """A folder beside `out` that takes its place if all goes well, and is gone otherwise.
+    """Give a folder beside `out` that replaces it if all goes well, and is deleted otherwise.
 
     Raises:
-        ValueError: where something is in the way.
+        ValueError: if `out` cannot be replaced.
     """
     out = out.resolve()
     _check_output(out, overwrite)
@@ -47,18 +47,18 @@ def _check_output(out: Path, overwrite: bool) -> None:
     if not out.exists():
         return
     if not out.is_dir():
-        raise ValueError(f"{out} is a file, --out wants a folder: choose another name")
+        raise ValueError(f"{out} is a file, expected a folder for --out: choose another name")
     if out.is_mount() or Path.cwd().is_relative_to(out):
         raise ValueError(f"{out} is in use and cannot be replaced as a whole: name a folder inside it")
     present = {path.name for path in out.iterdir()}
     if present and not overwrite:
-        raise ValueError(f"{out} is not empty: choose another, or replace what an earlier run left with --overwrite")
+        raise ValueError(f"{out} is not empty: choose another folder, or replace an earlier run with --overwrite")
     if foreign := sorted(present - OUTPUTS):
-        raise ValueError(f"{out} holds {foreign}, which no run of funcollect left there: choose another folder")
+        raise ValueError(f"{out} holds {foreign}, which no run of funcollect has written: choose another folder")
 
 
 def save(batches: Iterable[TensorDict], path: Path, frames: int) -> None:
-    """Write batches [P, T] of equal shape, `frames` or a little more together, as one memory-mapped TensorDict."""
+    """Write batches [P, T] of equal shape, with `frames` frames or a few more, as one memory-mapped TensorDict."""
     store, filled = None, 0
     for batch in batches:
         if store is None:
@@ -68,12 +68,12 @@ def save(batches: Iterable[TensorDict], path: Path, frames: int) -> None:
 
 
 def _reserve(path: Path, batch: TensorDict, *, steps: int) -> TensorDict:
-    """A memory-mapped TensorDict laid out as `batch` is, but `steps` long.
+    """Make a memory-mapped TensorDict [P, steps] with the keys, shapes and dtypes of `batch`.
 
-    The files get their blocks at once: writing into a sparse one on a full disk would kill the process by a signal.
+    All disk blocks are allocated at once, since writing to a sparse file on a full disk kills the process by a signal.
 
     Raises:
-        OSError: where the disk has no room.
+        OSError: if there is no room on the disk.
     """
     whole = batch[..., :1].expand(*batch.shape[:-1], steps)
     wanted = sum(leaf.numel() * leaf.element_size() for leaf in flatten(whole).values())
@@ -82,15 +82,11 @@ def _reserve(path: Path, batch: TensorDict, *, steps: int) -> TensorDict:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         store = whole.memmap_like(path)
         for file in path.rglob("*.memmap"):
-            _allocate(file)
+            size = file.stat().st_size
+            if sys.platform == "linux" and size:
+                with file.open("r+b") as opened:
+                    os.posix_fallocate(opened.fileno(), 0, size)
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OSError(f"no room for {wanted / 1e6:,.1f} MB in {path.parents[2]}: {reason}") from error
     return store
-
-
-def _allocate(file: Path) -> None:
-    size = file.stat().st_size
-    if sys.platform == "linux" and size:
-        with file.open("r+b") as opened:
-            os.posix_fallocate(opened.fileno(), 0, size)

@@ -1,4 +1,4 @@
-"""What a run says about itself: statistics for a file, tables for a person."""
+"""Statistics of a run for a file, and tables for a person."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from funcollect.progress import EpisodeWindow, TrackableCollector, track
 from funcollect.trajectories.stats import EpisodeStats
 from funcollect.tree import flatten
 
-__all__ = ["RunSummary", "layout"]
-
 
 class RunSummary:
-    """A run as it goes: its episodes, frames and seconds."""
+    """Counts the episodes, frames and seconds of a run."""
 
     def __init__(self) -> None:
         self._window = EpisodeWindow()
@@ -26,7 +24,7 @@ class RunSummary:
         self._seconds = 0.0
 
     def follow(self, collector: TrackableCollector) -> Iterator[TensorDict]:
-        """The batches, with a progress bar."""
+        """Iterate over the batches with a progress bar."""
         began = time.perf_counter()
         for batch in track(collector, window=self._window):
             if self._window.last is not None:
@@ -36,14 +34,16 @@ class RunSummary:
 
     @property
     def episodes(self) -> EpisodeStats:
-        """All that ended, and what was open at the end."""
+        """The episodes that ended, and those that were open at the end."""
         whole = EpisodeStats.concatenate(self._parts)
         return whole if self._window.last is None else replace(whole, open_returns=self._window.last.open_returns)
 
     def statistics(self) -> dict[str, Any]:
-        """Everything that is said about the run, ready for JSON."""
+        """The statistics of the run, ready for JSON."""
         episodes = self.episodes
         terminated = int(episodes.terminated.sum())
+        returns = episodes.returns
+        players = {"": returns} if returns.ndim == 1 else {f"_{n}": column for n, column in enumerate(returns.mT)}
         return {
             "frames": self._window.frames,
             "seconds": self._seconds,
@@ -51,12 +51,12 @@ class RunSummary:
             "episodes": len(episodes),
             "terminated": terminated,
             "truncated": len(episodes) - terminated,
-            **{name: _spread(values) for name, values in _returns(episodes).items()},
+            **{f"return{player}": _spread(column) for player, column in players.items()},
             "length": _spread(episodes.lengths.double()),
         }
 
     def table(self) -> str:
-        """The statistics as a person reads them."""
+        """The statistics as two tables."""
         statistics = self.statistics()
         spreads = {name: value for name, value in statistics.items() if isinstance(value, dict)}
         counts = {name: value for name, value in statistics.items() if name not in spreads}
@@ -69,14 +69,8 @@ class RunSummary:
         )
 
 
-def _returns(episodes: EpisodeStats) -> dict[str, Tensor]:
-    if episodes.returns.ndim == 1:
-        return {"return": episodes.returns}
-    return {f"return_{player}": column for player, column in enumerate(episodes.returns.unbind(1))}
-
-
 def _spread(values: Tensor) -> dict[str, float | None]:
-    """Mean, standard deviation, least and greatest; None where there is no such number."""
+    """The mean, standard deviation, minimum and maximum; None for one that does not exist or is not finite."""
     if not len(values):
         return dict.fromkeys(("mean", "std", "min", "max"))
     numbers = {"mean": values.mean(), "std": values.std(correction=0), "min": values.min(), "max": values.max()}
@@ -96,7 +90,7 @@ def layout(batch: TensorDict) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns: the first to the left, the others to the right."""
+    """Align the first column on the left, the others on the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:
