@@ -1,4 +1,4 @@
-"""What the loops ask of environments and of policies: any class with these members will do."""
+"""The protocols of environments and policies: the loops accept any class with these members."""
 
 from funcollect.protocols.environments import (
     Backend,

@@ -1,4 +1,4 @@
-"""What the loops ask of environments; ``P`` is their number in one batch."""
+"""The protocols of environments; ``P`` is the number of environments in one batch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Seeding = Literal["episode", "lane", "run"]
 Forking = Literal["replay", "snapshot", "none"]
 Starts = Literal["fresh", "cached"]
 
-# One step of k lanes, without the observations: reward [k], terminated [k] bool, truncated [k] bool and, for each info
-# key, [k, ...]. A plain tuple, since one is made at every step.
+# The outcome of one step of k lanes, without the observations: reward [k], terminated [k] bool, truncated [k] bool and,
+# for each info key, [k, ...]. It is a plain tuple for speed, since one is made at every step.
 Column = Sequence[Any] | npt.NDArray[Any]
 Outcome = tuple[Column, Column, Column, Sequence[Column]]
 
@@ -28,7 +28,7 @@ _NO_INFO: Mapping[str, Any] = {}
 
 
 class Transition(NamedTuple):
-    """The result of one step, before any reset: of one lane in JAX, of all P lanes in Torch (then each [P, ...])."""
+    """The result of one step, before any reset: of one lane in JAX, of all P lanes in Torch (each field [P, ...])."""
 
     env_state: Any  # a pytree
     observation: Any  # in the structure of the observation space
@@ -39,7 +39,7 @@ class Transition(NamedTuple):
 
 
 class EnvDescription(Protocol):
-    """What every environment says about itself."""
+    """The members that all environments have."""
 
     @property
     def num_envs(self) -> int | None:
@@ -69,11 +69,11 @@ class EnvDescription(Protocol):
 
 @runtime_checkable
 class HostEnv(EnvDescription, Protocol):
-    """An environment whose simulators are Python objects: a description from which they are made."""
+    """The description of an environment whose simulators are Python objects, which `open` makes."""
 
     @property
     def backend(self) -> Literal["host"]:
-        """Which kind of environment this is."""
+        """The kind of environment."""
         ...
 
     @property
@@ -83,7 +83,7 @@ class HostEnv(EnvDescription, Protocol):
 
     @property
     def forking(self) -> Forking:
-        """How `fork` copies it: by replaying episodes from their seeds, by a full snapshot, or not at all."""
+        """How `fork` copies a state: by replaying episodes from their seeds, by a full snapshot, or not at all."""
         ...
 
     @property
@@ -93,25 +93,25 @@ class HostEnv(EnvDescription, Protocol):
 
     @property
     def running_statistics(self) -> tuple[str, ...]:
-        """The wrappers that normalise by statistics of their own, updated over episodes.
+        """The names of wrappers that normalise by statistics of their own, updated over episodes.
 
-        New simulators lack these statistics, so `evaluate` and `fork` refuse such an environment.
+        New simulators lack these statistics, so `evaluate` and `fork` raise an error for such an environment.
         """
         ...
 
     def open(self) -> Simulators:
-        """Live simulators, not reset yet."""
+        """Make live simulators, which are not reset yet."""
         ...
 
 
 class Simulators(Protocol):
-    """P live simulators. They are mutable, and belong to one collector state."""
+    """P live simulators. They are mutable and belong to one collector state."""
 
     @property
     def observation(self) -> Mapping[Path, npt.NDArray[Any]]:
-        """The current observations by key, each [P, ...]: always the same memory, into which all methods write.
+        """The current observations by key, each [P, ...]: always the same arrays, into which all methods write.
 
-        `funcollect.envs.observation_rows` makes such arrays, aligned as Torch's results depend on it.
+        `funcollect.envs.observation_rows` makes such arrays, aligned in memory, since Torch's results depend on that.
         """
         ...
 
@@ -124,7 +124,7 @@ class Simulators(Protocol):
         ...
 
     def receive(self) -> tuple[Sequence[int], Outcome]:
-        """The lanes of the oldest `send` that was not received yet, and the outcome of their step."""
+        """Return the lanes of the oldest `send` that was not received yet, and the outcome of their step."""
         ...
 
     def close(self) -> None:
@@ -133,14 +133,14 @@ class Simulators(Protocol):
 
 
 class SnapshotSimulators(Simulators, Protocol):
-    """Simulators of which a snapshot can be taken, generators included, and put into others like them."""
+    """Simulators whose full state, random generators included, can be saved and restored."""
 
     def snapshot(self) -> Any:
-        """All that the next steps depend on; later steps do not change it."""
+        """Return everything that the next steps depend on; later steps do not change the result."""
         ...
 
     def restore(self, snapshot: Any, /) -> None:
-        """Go to where `snapshot` was taken, observations included, on these or on other simulators."""
+        """Restore a snapshot of these or of equal simulators, observations included."""
         ...
 
 
@@ -150,30 +150,30 @@ class TorchEnv(EnvDescription, Protocol):
 
     @property
     def backend(self) -> Literal["torch"]:
-        """Which kind of environment this is."""
+        """The kind of environment."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors lie."""
+        """The device of its tensors."""
         ...
 
     @property
     def params(self) -> Any:
-        """The parameters with which a run begins: a pytree, or None."""
+        """The parameters at the start of a run: a pytree, or None."""
         ...
 
     @property
     def max_episode_steps(self) -> int | None:
-        """The loop truncates an episode after this many steps; None for no limit."""
+        """The number of steps after which the loop truncates an episode; None for no limit."""
         ...
 
     def reset(self, key: LaneKeys, params: Any, /) -> tuple[Any, Any]:
-        """The state and the observation [P, ...] at the start of an episode of each lane."""
+        """Begin an episode in each lane; return the state and the observation [P, ...]."""
         ...
 
     def step(self, key: LaneKeys, env_state: Any, action: Tensor, params: Any, /) -> Transition:
-        """One step of each lane, with the action [P, ...]. It resets no lane and writes nothing in place."""
+        """Make one step in each lane with the action [P, ...], without resets and without writing in place."""
         ...
 
 
@@ -183,30 +183,30 @@ class JaxEnv(EnvDescription, Protocol):
 
     @property
     def backend(self) -> Literal["jax"]:
-        """Which kind of environment this is."""
+        """The kind of environment."""
         ...
 
     @property
     def params(self) -> Any:
-        """The parameters with which a run begins: a pytree, or None."""
+        """The parameters at the start of a run: a pytree, or None."""
         ...
 
     @property
     def max_episode_steps(self) -> int | None:
-        """The loop truncates an episode after this many steps; None for no limit."""
+        """The number of steps after which the loop truncates an episode; None for no limit."""
         ...
 
     @property
     def starts(self) -> Starts:
-        """``"fresh"``, or ``"cached"``: every episode of a lane starts as its first one did."""
+        """``"fresh"``, or ``"cached"`` if every episode of a lane starts as its first one did."""
         ...
 
     def reset(self, key: Any, params: Any, /) -> tuple[Any, Any]:
-        """The state and the observation at the start of an episode; `key` is uint32[2]."""
+        """Begin an episode; return the state and the observation. `key` is uint32[2]."""
         ...
 
     def step(self, key: Any, env_state: Any, action: Any, params: Any, /) -> Transition:
-        """One step, which does not reset. Discrete actions come as the space has them, never as one-hot rows."""
+        """Make one step without a reset. Discrete actions are elements of the space, never one-hot rows."""
         ...
 
 
@@ -215,7 +215,7 @@ _KNOWN: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def is_env(value: Any) -> TypeGuard[Env]:
-    """Whether it has the members of an environment; looked up once for each class, since the lookup reads them all."""
+    """Whether it has all members of an environment. Cached by class, since the test reads every member."""
     if type(value) not in _KNOWN:
         if isinstance(value, type) or not isinstance(value, Env):
             return False

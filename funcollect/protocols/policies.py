@@ -1,4 +1,4 @@
-"""What the loops ask of policies; ``P`` environments in one batch, ``T`` steps."""
+"""The protocols of policies; ``P`` is the number of environments in one batch, ``T`` the number of steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Exploration(NamedTuple):
 
     Attributes:
         type: whether it samples, or acts deterministically.
-        values: numbers or arrays [] that may change during a run, such as ``epsilon``; a change compiles nothing.
+        values: numbers or arrays [] that may change during a run without a new compilation, such as ``epsilon``.
     """
 
     type: ExplorationType = ExplorationType.RANDOM
@@ -33,17 +33,19 @@ class Exploration(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ActorInputs:
-    """Everything that a policy is given for one rollout.
+    """The inputs of a policy for one rollout.
 
     Attributes:
-        observation: what the policy reads at each step: always the same arrays [P, ...], in the space's structure.
-        params: prepared parameters.
+        observation: the current observation, always in the same arrays [P, ...], in the structure of the space.
+        params: the result of `Policy.prepare`.
         policy_state: the state to start from.
         initial_state: the state of a lane at the start of an episode.
         noise: [T, P, ...], or None.
-        exploration: how it explores.
-        spec: how an action looks.
-        single: whether the environment has no batch dimension; P is 1 then.
+        exploration: how the policy explores.
+        spec: the action space, and the form of an action in a batch.
+        num_envs: P.
+        length: T.
+        single: whether the environment has no batch dimension; then P is 1.
     """
 
     observation: Any
@@ -64,22 +66,22 @@ class ActorInputs:
 
 
 class Actor(Protocol):
-    """A policy at work."""
+    """A policy that is bound to one rollout."""
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which `act` and `finish` are called."""
         ...
 
     def act(self, t: int) -> Any:
-        """The action [P, ...] for the observation that stands in `ActorInputs.observation` now."""
+        """The action [P, ...] of step `t`, for the current values of `ActorInputs.observation`."""
         ...
 
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
-        """These lanes, listed or a mask [P], begin an episode before the next `act`: forget their recurrent state."""
+        """Reset the recurrent state of these lanes (indices or a mask [P]), which begin an episode at the next `act`."""
         ...
 
     def finish(self) -> tuple[Any, Columns]:
-        """The policy's next state, and its outputs of all steps."""
+        """Return the policy's next state, and its outputs of all steps."""
         ...
 
 
@@ -92,7 +94,7 @@ class Policy(Protocol):
 
     @property
     def backend(self) -> Literal["torch", "jax"]:
-        """Whether it reads Torch tensors or arrays for JAX."""
+        """Whether it takes Torch tensors, or arrays for JAX."""
         ...
 
     @property
@@ -102,35 +104,35 @@ class Policy(Protocol):
 
     @property
     def nested(self) -> Sequence[Path]:
-        """The outputs that a traced loop has under dotted names and a batch nested."""
+        """The outputs that have dotted names in a traced loop and nested keys in a batch."""
         ...
 
     def check(self, spec: ActionSpec, /) -> None:
-        """Raise ValueError for an action space that does not suit."""
+        """Raise ValueError if the policy cannot act in this action space."""
         ...
 
     def noise(self, spec: ActionSpec, /) -> Noise | None:
-        """What to draw ahead for each lane and step, or None."""
+        """The noise to draw in advance for each lane and step, or None."""
         ...
 
     def init(self, key: Key, num_envs: int, /) -> Any:
-        """The state with which the policy starts: recurrent state, or the generator's."""
+        """The policy's state at the start of a run: its recurrent state, or that of its random generator."""
         ...
 
     def prepare(self, params: Any, /) -> Any:
-        """Parameters in the form that the call takes: moved, laid out, checked. None means the policy's own."""
+        """Check the parameters and convert them to the form that the call takes. None means the policy's own."""
         ...
 
     def remembers(self, policy_state: Any, /) -> bool:
-        """Whether a step may depend on those before it, so that the actor has to hear of new episodes."""
+        """Whether a step may depend on those before it; if so, the loop calls `Actor.restart` for new episodes."""
         ...
 
     def actor(self, inputs: ActorInputs, /) -> Actor:
-        """The policy bound to one rollout."""
+        """Bind the policy to one rollout."""
         ...
 
     def finish(self, columns: Columns, spec: ActionSpec, /) -> Columns:
-        """The outputs of a rollout, checked, with the dtypes that a batch has."""
+        """Check the outputs of a rollout, and convert them to the dtypes of a batch."""
         ...
 
     def __call__(
@@ -143,14 +145,14 @@ class Policy(Protocol):
         exploration: Exploration,
         /,
     ) -> tuple[Any, Mapping[str, Any]]:
-        """One action for each of P environments.
+        """Choose one action for each of P environments.
 
         Args:
-            params: what `prepare` returned.
-            policy_state: what `init`, or the call before, returned.
+            params: the result of `prepare`.
+            policy_state: the result of `init` or of the last call.
             observation: arrays [P, ...] in the structure of the observation space.
-            noise: what `noise` asked for, [P, ...], or None.
-            spec: how an action looks.
+            noise: the noise that `noise` describes, [P, ...], or None.
+            spec: the action space, and the form of an action in a batch.
             exploration: how to explore.
 
         Returns:
@@ -163,7 +165,7 @@ _KNOWN: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def is_policy(value: Any) -> TypeGuard[Policy]:
-    """Whether it has the members of a policy; looked up once for each class, since the lookup reads them all."""
+    """Whether it has all members of a policy. Cached by class, since the test reads every member."""
     if type(value) not in _KNOWN:
         if isinstance(value, type) or not isinstance(value, Policy):
             return False
