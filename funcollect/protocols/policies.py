@@ -77,7 +77,7 @@ class Actor(Protocol):
         ...
 
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
-        """Reset the recurrent state of these lanes (indices or a mask [P]), which begin an episode at the next `act`."""
+        """Reset the recurrent state of these lanes (indices or a mask [P]): they begin an episode at the next `act`."""
         ...
 
     def finish(self) -> tuple[Any, Columns]:

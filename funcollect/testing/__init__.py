@@ -1,4 +1,4 @@
-"""Conformance: one call that the author of an adapter or a policy runs."""
+"""Conformance checks for the authors of environments and policies, each a single call."""
 
 from funcollect.testing.envs.check_env import CHECKS as ENV_CHECKS
 from funcollect.testing.envs.check_env import check_env
@@ -6,10 +6,4 @@ from funcollect.testing.policies.check_policy import CHECKS as POLICY_CHECKS
 from funcollect.testing.policies.check_policy import check_policy
 from funcollect.testing.report import Report
 
-__all__ = [
-    "ENV_CHECKS",
-    "POLICY_CHECKS",
-    "Report",
-    "check_env",
-    "check_policy",
-]
+__all__ = ["ENV_CHECKS", "POLICY_CHECKS", "Report", "check_env", "check_policy"]

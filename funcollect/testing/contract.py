@@ -1,4 +1,4 @@
-"""The data contract, said of rows that are there: layout, flags, counters, and how rows follow each other."""
+"""Checks rows against the data contract: their layout, flags and counters, and the order of their observations."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from funcollect.tree import Path, flatten
 
 FLAGS = ("terminated", "truncated", "done")
 COUNTERS = ("traj_ids", "step", "lane", "policy_version")
-REPORT_IT = "this is the library's part, or a wrapper's around it: it has to follow the README's table"
+REPORT_IT = "the library writes this, or a wrapper around it: it has to follow the README's table"
 
 
 def expect_layout(batch: TensorDictBase) -> None:
     """Fail unless a batch [*B] has the keys, shapes and dtypes that every batch has."""
     leaves, size = flatten(batch), tuple(batch.batch_size)
+    reward = leaves.get(("next", "reward"))
+    players = 1 if reward is None or not reward.ndim else reward.shape[-1]
     wanted: dict[Path, tuple[tuple[int, ...], torch.dtype]] = {
         **{(*prefix, name): ((*size, 1), torch.bool) for prefix in ((), ("next",)) for name in FLAGS},
         **{("collector", name): (size, torch.int64) for name in COUNTERS},
-        ("next", "reward"): ((*size, players(leaves)), torch.float32),
+        ("next", "reward"): ((*size, players), torch.float32),
         **{("next", *path): (tuple(leaf.shape), leaf.dtype) for path, leaf in roots(leaves).items()},
     }
     if ("action",) not in leaves:
@@ -36,38 +38,31 @@ def expect_layout(batch: TensorDictBase) -> None:
             raise fail(f"the batch's {'.'.join(path)}", expected=kind, got=got, mend=REPORT_IT)
     for path, leaf in leaves.items():
         if leaf.shape[: len(size)] != size:
-            raise fail(
-                f"the batch's {'.'.join(path)}", expected=f"{[*size, '...']}", got=list(leaf.shape), mend=REPORT_IT
-            )
-
-
-def players(leaves: Mapping[Path, Tensor]) -> int:
-    """How many rewards a row has."""
-    reward = leaves.get(("next", "reward"))
-    return 1 if reward is None or not reward.ndim else reward.shape[-1]
+            expected = f"{[*size, '...']}"
+            raise fail(f"the batch's {'.'.join(path)}", expected=expected, got=list(leaf.shape), mend=REPORT_IT)
 
 
 def roots(leaves: Mapping[Path, Tensor]) -> dict[Path, Tensor]:
-    """The leaves of the root observation: those that stand under `next`, too."""
+    """The leaves of the observation before the step: those whose key is also under `next`."""
     own = {("reward",), *((name,) for name in FLAGS)}
     nexts = {path[1:] for path in leaves if path[0] == "next" and path[1] != "info"} - own
     return {path: leaf for path, leaf in leaves.items() if path in nexts}
 
 
 def expect_flags(batch: TensorDictBase) -> None:
-    """Fail unless ``done`` is terminated or truncated, and no root of a batch [P, T] is done."""
+    """Fail unless ``done`` is terminated or truncated, and is False before every step of a batch [P, T]."""
     for prefix in ((), ("next",)):
         terminated, truncated, done = (batch[(*prefix, name)] for name in FLAGS)
         if place := first_row(done != (terminated | truncated)):
+            flags = f"terminated={shown(terminated[place])}, truncated={shown(truncated[place])}"
             raise fail(
                 spot(*place, (*prefix, "done")),
                 expected="terminated or truncated",
-                got=f"{shown(done[place])} with terminated={shown(terminated[place])}, "
-                f"truncated={shown(truncated[place])}",
-                mend="set the two flags apart, and never done itself",
+                got=f"{shown(done[place])} with {flags}",
+                mend="set these two flags, and never done itself",
             )
     if place := first_row(batch["done"]):
-        raise fail(spot(*place, ("done",)), expected="False: a done lane begins again", got=True, mend=REPORT_IT)
+        raise fail(spot(*place, ("done",)), expected="False: a done lane is reset", got=True, mend=REPORT_IT)
 
 
 def expect_counters(rows: TensorDictBase, *, cut: bool = False) -> None:
@@ -97,15 +92,13 @@ def expect_counters(rows: TensorDictBase, *, cut: bool = False) -> None:
 
 
 def expect_used_once(ids: list[int]) -> None:
-    """Fail where a trajectory's id comes twice."""
+    """Fail if several trajectories have the same id."""
     if again := sorted(each for each, count in Counter(ids).items() if count > 1):
-        raise fail(
-            "collector.traj_ids", expected="every id for one trajectory", got=f"{again[:3]} twice", mend=REPORT_IT
-        )
+        raise fail("collector.traj_ids", expected="one trajectory per id", got=f"{again[:3]} twice", mend=REPORT_IT)
 
 
 def expect_chained(rows: TensorDictBase) -> None:
-    """Fail unless, inside a trajectory of consecutive rows [P, T], each root is what the step before produced."""
+    """Fail unless each observation in a trajectory of consecutive rows [P, T] is what the step before returned."""
     leaves = flatten(rows)
     within = rows["collector", "traj_ids"][:, 1:] == rows["collector", "traj_ids"][:, :-1]
     for path, root in roots(leaves).items():
@@ -115,5 +108,5 @@ def expect_chained(rows: TensorDictBase) -> None:
                 spot(place[0], place[1] + 1, path),
                 expected=f"{shown(produced[place])}, the next observation of the row before",
                 got=shown(root[:, 1:][place]),
-                mend="write observations in reset and step only, and only those of the lanes that were asked for",
+                mend="write observations in reset and step only, and only for the lanes that these are called with",
             )

@@ -1,4 +1,4 @@
-"""What holds for every environment with every policy: determinism, and nothing shared with the outside."""
+"""Checks for every environment with every policy: determinism, and that nothing is shared with the outside."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 from funcollect.core import api
 from funcollect.testing.compare import expect_equal
@@ -23,7 +22,7 @@ OWN_RANDOMNESS = (
 
 
 def generators(trial: Trial) -> None:
-    """Torch's, NumPy's and Python's global generators are as before after every call."""
+    """No call changes the global generators of Torch, NumPy and Python."""
     before = _generators()
     state = _unmoved(before, "init", lambda: api.init(trial.env, trial.policy, seed=trial.seed))
     try:
@@ -35,6 +34,7 @@ def generators(trial: Trial) -> None:
 
 
 def _generators() -> dict[str, Any]:
+    """The states of the global generators."""
     name, words, *rest = np.random.get_state()
     return {
         "Torch": torch.get_rng_state().numpy().tobytes(),
@@ -44,12 +44,13 @@ def _generators() -> dict[str, Any]:
 
 
 def _unmoved(before: dict[str, Any], what: str, call: Callable[[], Any]) -> Any:
-    answer = call()
+    """The result of the call; fail if the generators are no longer as `before`."""
+    result = call()
     after = _generators()
     for name, state in before.items():
         if after[name] != state:
             raise fail(f"{name}'s global generator", expected="unmoved", got=f"moved by {what}", mend=OWN_RANDOMNESS)
-    return answer
+    return result
 
 
 def same_seed(trial: Trial) -> None:
@@ -64,7 +65,7 @@ def same_seed(trial: Trial) -> None:
 
 
 def cuts(trial: Trial) -> None:
-    """How a run is cut into batches changes nothing."""
+    """How a run is cut into batches does not change its data."""
     lengths = [1, trial.third, 1, trial.third]
     got = trial.run(*lengths)
     expect_equal(
@@ -72,24 +73,27 @@ def cuts(trial: Trial) -> None:
         trial.batch[:, : got.shape[1]],
         what=f"the run cut into {lengths}",
         source="the run in one piece",
-        mend="keep what outlives a call in the state: simulators, with rows that stay; a policy's memory "
-        "in its recurrent state (buffers that it writes begin anew with each batch)",
+        mend="keep what outlives a call in the state: simulators in rows that stay the same arrays, a policy in its "
+        "recurrent state (buffers that it writes are reset with each batch)",
     )
 
 
 def batch_memory(trial: Trial) -> None:
-    """Whatever is written into a batch, later ones are the same; and later ones write into none."""
-    batches, first, kept = [], None, None
+    """Writing into a batch does not change later batches, and collecting does not change earlier ones."""
     with trial.started() as state:
-        for _ in range(2):
-            state, batch = api.rollout(trial.env, trial.policy, state, trial.third)
-            batches.append(by_lane(trial.env, batch).clone())
-            if first is None:
-                first, kept = batch, batch.clone()
-            else:
-                _expect_kept(trial, first, kept)
-                _zero(batch)
-        _zero(first)
+        state, first = api.rollout(trial.env, trial.policy, state, trial.third)
+        kept = by_lane(trial.env, first).clone()
+        state, second = api.rollout(trial.env, trial.policy, state, trial.third)
+        batches = [kept, by_lane(trial.env, second).clone()]
+        expect_equal(
+            by_lane(trial.env, first),
+            kept,
+            what="the first batch after the second was collected",
+            source="the same batch when it was returned",
+            mend="copy what goes into a batch",
+        )
+        for leaf in (*flatten(first).values(), *flatten(second).values()):
+            leaf.zero_()
         batches.append(trial.go_on(state, trial.third)[1])
     got = torch.cat(batches, 1)
     expect_equal(
@@ -97,20 +101,5 @@ def batch_memory(trial: Trial) -> None:
         trial.batch[:, : got.shape[1]],
         what="the run whose batches were zeroed",
         source="the run whose batches were left alone",
-        mend="copy what is kept: a batch is the caller's own",
+        mend="copy what is kept: a batch belongs to the caller",
     )
-
-
-def _expect_kept(trial: Trial, batch: TensorDict, kept: TensorDict | None) -> None:
-    expect_equal(
-        by_lane(trial.env, batch),
-        by_lane(trial.env, kept if kept is not None else batch),
-        what="the first batch after the second was collected",
-        source="the same batch when it came",
-        mend="copy what goes into a batch",
-    )
-
-
-def _zero(batch: Any) -> None:
-    for leaf in flatten(batch).values():
-        leaf.zero_()

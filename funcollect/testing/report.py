@@ -1,4 +1,4 @@
-"""Checks run one after the other, and the report of what they found."""
+"""Runs checks in order, and reports what they found."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import TypeVar
 from funcollect.errors import CheckError
 
 Subject = TypeVar("Subject")
-Check = Callable[[Subject], str | None]  # its name and the first line of its docstring say what it claims
+Check = Callable[[Subject], str | None]  # the report shows its name, the first line of its docstring, and its result
 
 
 class NotApplicableError(Exception):
-    """A check has nothing to say about this subject; the message says why."""
+    """A check does not apply to this subject; the message is the reason."""
 
 
 class FailedError(Exception):
-    """A check found a fault; `run_checks` puts its name in front."""
+    """A check found a fault; `run_checks` adds the name of the check to the message."""
 
 
 def fail(where: str, *, expected: object, got: object, mend: str) -> FailedError:
-    """The fault at `where`, in the form that every message has."""
+    """The error for a fault at `where`, in the form that every message has."""
     return FailedError(f"{where}: expected {expected}, got {got}: {mend}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What one check found.
+    """The result of one check that did not fail.
 
     Attributes:
-        name: the check's.
-        claim: what it looked at, in one line.
-        applies: False where it had nothing to look at.
-        note: why it does not apply, or what should be known of a check that passed; may be empty.
+        name: the name of the check.
+        claim: what the check has confirmed, in one line.
+        applies: False if the check does not apply.
+        note: the reason why it does not apply, or a remark on a check that passed; may be empty.
     """
 
     name: str
@@ -43,15 +43,13 @@ class Result:
     note: str
 
     def __str__(self) -> str:
-        what = self.claim if self.applies else ""
-        return f"{'passed' if self.applies else 'n/a':<6}  {self.name:<18}  " + " -- ".join(
-            filter(None, (what, self.note))
-        )
+        texts = (self.claim if self.applies else "", self.note)
+        return f"{'passed' if self.applies else 'n/a':<6}  {self.name:<18}  {' -- '.join(filter(None, texts))}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The checks that passed, or did not apply; `str` gives one line for each.
+    """The checks that passed, or do not apply; `str` gives one line for each.
 
     Attributes:
         subject: what was checked.
@@ -63,7 +61,7 @@ class Report:
 
     @property
     def passed(self) -> tuple[str, ...]:
-        """The names of the checks that had something to look at."""
+        """The names of the checks that apply."""
         return tuple(result.name for result in self.results if result.applies)
 
     def __str__(self) -> str:
@@ -74,7 +72,7 @@ def run_checks(label: str, checks: Sequence[Check[Subject]], subject: Subject) -
     """Run `checks` in order.
 
     Raises:
-        CheckError: at the first one that fails, or in which anything else raises.
+        CheckError: at the first check that fails, or that raises any other error.
     """
     results: list[Result] = []
     for check in checks:
@@ -84,9 +82,10 @@ def run_checks(label: str, checks: Sequence[Check[Subject]], subject: Subject) -
         except NotApplicableError as reason:
             note, applies = str(reason), False
         except Exception as error:
-            what = str(error) if isinstance(error, FailedError) else f"{type(error).__name__}: {error}"
-            done = Report(subject=label, results=tuple(results))
-            cause = error.__cause__ if isinstance(error, FailedError) else error
-            raise CheckError(f"{label} fails {check.__name__!r} ({claim}): {what}", check.__name__, done) from cause
+            failed = isinstance(error, FailedError)
+            what = str(error) if failed else f"{type(error).__name__}: {error}"
+            before = Report(subject=label, results=tuple(results))
+            message = f"{label} fails {check.__name__!r} ({claim}): {what}"
+            raise CheckError(message, check.__name__, before) from (error.__cause__ if failed else error)
         results.append(Result(name=check.__name__, claim=claim, applies=applies, note=note))
     return Report(subject=label, results=tuple(results))

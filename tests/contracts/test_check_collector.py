@@ -76,7 +76,7 @@ FAULTS: list[tuple[str, Callable[..., Any], str]] = [
     ("checkpoint", faulty.SavesAFunction, r"UnpicklingError: Weights only load failed"),
     ("checkpoint", faulty.ForgetsFrames, r"frames after loading: expected 120, got 0"),
     ("checkpoint", faulty.ForgetsItsVersion, r"collector.policy_version after loading: expected \[1\], got \[0\]"),
-    ("checkpoint", faulty.ForgetsItsEpisodes, r"collector.traj_ids: expected every id for one trajectory"),
+    ("checkpoint", faulty.ForgetsItsEpisodes, r"collector.traj_ids: expected one trajectory per id"),
     ("checkpoint", faulty.ForgetsItsKey, r"a second run from one state_dict, lane 0"),
     ("exception", faulty.Swallows, r"an exception in the environment: expected raised, got swallowed"),
     ("exception", faulty.StaysBroken, r"StaleStateError"),

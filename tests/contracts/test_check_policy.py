@@ -112,9 +112,9 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
     (
         "pure",
         faulty.WritesItsObservation,
-        r"the observation observation after the policy was asked: expected unchanged",
+        r"the observation observation after the policy was called: expected unchanged",
     ),
-    ("pure", faulty.Counts, r"the answer to a question asked again.*keep nothing in self"),
+    ("pure", faulty.Counts, r"the second of two equal calls.*keep nothing in self"),
     ("pure", faulty.choosing(faulty.LearnsAsItActs(2, 3)), r"the policy's own 0.weight after a rollout"),
     ("same_seed", faulty.StartsAnyhow, r"the second run, lane \d.*seed=0"),
     ("cuts", faulty.hesitant, r"the run cut into \[1, 13, 1, 13\], lane 0, step 0, scores"),
@@ -126,8 +126,8 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
     ("deterministic", faulty.DrawsRegardless, r"row \d, action, with exploration_type=DETERMINISTIC.*for every seed"),
     ("deterministic", faulty.choosing(nn.Linear(2, 3), nn.Dropout()), r"call module.eval\(\) if there is dropout"),
     ("log_probs", faulty.unnormalised, r"lane 0, step 0, action_log_prob: expected -\d"),
-    ("rows_apart", faulty.ComparesItsRows, r"the answer beside other rows, lane 0"),
-    ("rows_apart", faulty.CountsItsRows, r"the answers for the rows in reverse order, lane 0"),
+    ("rows_apart", faulty.ComparesItsRows, r"the output beside other rows, lane 0"),
+    ("rows_apart", faulty.CountsItsRows, r"the outputs for the rows in reverse order, lane 0"),
     ("recurrent", lambda: faulty.recurrent(faulty.Forgets), r"lane 1, leaf 0 of the recurrent state.*going on"),
     ("recurrent", lambda: faulty.recurrent(faulty.NeverForgets), r"lane 0, leaf 0 of the recurrent state.*begun anew"),
     ("params_argument", faulty.IgnoresItsParams, r"the run with other params: expected other outputs, got the same"),
@@ -148,7 +148,7 @@ def test_a_planted_fault_is_caught_by_its_check(check: str, make: Callable[[], A
 
 def test_batch_norm_in_training_mode_is_caught() -> None:
     policy = fc.torch_policy(nn.Sequential(nn.BatchNorm1d(2), mlp(2, 3)), head=fc.heads.categorical)
-    with pytest.raises(fc.CheckError, match=r"the answer beside other rows.*call module.eval\(\)"):
+    with pytest.raises(fc.CheckError, match=r"the output beside other rows.*call module.eval\(\)"):
         check_policy(policy, over(Walk)())
 
 

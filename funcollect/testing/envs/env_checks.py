@@ -1,4 +1,4 @@
-"""What `check_env` looks at in one run: the description, and what every row holds."""
+"""Checks of `check_env` that look at the description of an environment, and at the rows of one run."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from typing import Any, get_args
 import numpy as np
 import torch
 from gymnasium import spaces
-from torch import Tensor
 
 from funcollect.envs.host.host_env import seeding_of
 from funcollect.protocols import Backend, Env, Seeding
-from funcollect.specs import ActionSpec, Space, disassemble, observation_leaves
+from funcollect.specs import ActionSpec, disassemble, observation_leaves
 from funcollect.testing.compare import first_row, shown, spot
 from funcollect.testing.contract import expect_chained, expect_counters, expect_flags, expect_layout
 from funcollect.testing.report import fail
 from funcollect.testing.trial import Trial
 
-_STEPS_ALONE = 8
+_SINGLE_STEPS = 8
 
 
 def describes(trial: Trial) -> None:
-    """The description is whole: backend, seeding, lanes, spaces and the leaves that follow from them."""
+    """The description is complete: backend, seeding, number of lanes, spaces and their leaves."""
     env: Env = trial.env
     for name, value, known in (("backend", env.backend, Backend), ("seeding", seeding_of(env), Seeding)):
         if value not in get_args(known):
@@ -37,8 +36,8 @@ def describes(trial: Trial) -> None:
 
 
 def runs(trial: Trial) -> None:
-    """It resets and steps: observations have their space's structure, shape and dtype, rewards and flags are such."""
-    trial.run(*[1] * _STEPS_ALONE, trial.third)  # each rollout's first step is looked at most closely
+    """It resets and steps: observations, rewards and flags have the right structure, shape and dtype."""
+    trial.run(*[1] * _SINGLE_STEPS, trial.third)  # the loops check the first step of each rollout most thoroughly
 
 
 def layout(trial: Trial) -> None:
@@ -57,13 +56,15 @@ def layout(trial: Trial) -> None:
 
 
 def observations(trial: Trial) -> None:
-    """Every observation lies in its space, at the root and next."""
+    """Every observation lies in its space, before and after a step."""
     space = trial.env.observation_space
-    parts = disassemble(space, _spaces(space))
+    parts = disassemble(space, space)  # a Dict or Tuple space is indexed like its observations
     for leaf, part in zip(trial.env.observation_leaves, parts, strict=True):
         for path in (("next", *leaf.path), leaf.path):
             value = trial.batch[path]
-            if place := first_row(~_inside(part, value, leaf.dtype)):
+            low, high = (torch.as_tensor(bound) for bound in _bounds(part, leaf.dtype))
+            numbers = value.cpu()
+            if place := first_row(~((numbers >= low) & (numbers <= high))):  # NaN is outside, too
                 raise fail(
                     spot(*place, path),
                     expected=f"a value in {part}",
@@ -72,28 +73,11 @@ def observations(trial: Trial) -> None:
                 )
 
 
-def _spaces(space: Space) -> Any:
-    """The spaces of the leaves, in the structure of an observation."""
-    match space:
-        case spaces.Dict():
-            return {name: _spaces(child) for name, child in space.spaces.items()}
-        case spaces.Tuple():
-            return tuple(_spaces(child) for child in space.spaces)
-        case _:
-            return space
-
-
-def _inside(space: Any, value: Tensor, dtype: np.dtype[Any]) -> Tensor:
-    """[P, T, ...] bool: the numbers within the bounds, which are rounded as observations are; NaN is outside."""
-    low, high = _bounds(space, dtype)
-    numbers = value.cpu()
-    return (numbers >= torch.as_tensor(low)) & (numbers <= torch.as_tensor(high))
-
-
 def _bounds(space: Any, dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    """The lowest and highest values of a leaf's space."""
     match space:
         case spaces.Box():
-            return space.low.astype(dtype), space.high.astype(dtype)
+            return space.low.astype(dtype), space.high.astype(dtype)  # rounded as observations are
         case spaces.Discrete():
             return int(space.start), int(space.start) + int(space.n) - 1
         case spaces.MultiDiscrete():
@@ -115,15 +99,15 @@ def rewards(trial: Trial) -> None:
 
 
 def flags(trial: Trial) -> None:
-    """`done` is terminated or truncated, and no root is done."""
+    """`done` is terminated or truncated, and is False before every step."""
     expect_flags(trial.batch)
 
 
 def counters(trial: Trial) -> None:
-    """Steps count from 0 in each trajectory, whose id no other has."""
+    """Steps count from 0 in each trajectory, and every trajectory has an id of its own."""
     expect_counters(trial.batch)
 
 
 def chained(trial: Trial) -> None:
-    """Inside an episode each root is the observation that the step before produced."""
+    """Within an episode, each observation is the one that the step before returned."""
     expect_chained(trial.batch)

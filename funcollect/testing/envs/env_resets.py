@@ -1,4 +1,4 @@
-"""What `check_env` finds by resetting: how episodes begin and end, and in which lanes."""
+"""Checks of `check_env` on how episodes begin and end, and in which lanes."""
 
 from __future__ import annotations
 
@@ -12,47 +12,44 @@ from funcollect.core.restore import resume, saved_leaves
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import seeding_of
 from funcollect.keys import key_from_seed
-from funcollect.testing.compare import bits_differ, expect_equal, first_row, shown, spot
-from funcollect.testing.parameters import to_tensor
+from funcollect.testing.compare import bits_differ, expect_equal, first_row, shown, spot, to_tensor
 from funcollect.testing.report import NotApplicableError, fail
 from funcollect.testing.trial import Trial, root_of
 from funcollect.tree import Path
 
-Observation = dict[Path, Tensor]  # each [P, ...]
-
-_CHANCE = 1e-3  # of ends that look like beginnings without being such
-_RESETS = 16  # episodes begun to see what a reset looks like
+_CHANCE = 1e-3  # the probability of a false alarm that `terminal` accepts
+_RESETS = 16  # the number of first observations that are compared
 
 
-def first_observations(trial: Trial, seed: int, count: int = _RESETS) -> Observation:
-    """What the first `count` episodes of each lane begin with: each [P, count, ...]."""
+def _first_observations(trial: Trial, seed: int) -> dict[Path, Tensor]:
+    """The first observations of the first episodes of each lane: each [P, _RESETS, ...]."""
     with trial.started(seed) as state:
         seen = [root_of(state)]
-        for _ in range(count - 1):
+        for _ in range(_RESETS - 1):
             state = api.reset(trial.env, state)
             seen.append(root_of(state))
     return {path: torch.stack([each[path] for each in seen], 1) for path in seen[0]}
 
 
 def another_seed(trial: Trial) -> None:
-    """Another seed gives other episodes, where episodes differ at all."""
-    one = first_observations(trial, trial.seed)
+    """Another seed gives other episodes, if episodes differ at all."""
+    one = _first_observations(trial, trial.seed)
     if all(not bits_differ(leaf, leaf[:1, :1].expand_as(leaf)).any() for leaf in one.values()):
         raise NotApplicableError("every episode begins with the same observation")
-    two = first_observations(trial, trial.seed + 1)
+    two = _first_observations(trial, trial.seed + 1)
     if all(not bits_differ(leaf, two[path]).any() for path, leaf in one.items()):
         raise fail(
             f"the first {_RESETS} episodes of each lane",
             expected=f"other observations with seed={trial.seed + 1} than with seed={trial.seed}",
             got="the same ones, though they differ from episode to episode",
-            mend="use the seed that reset is given: super().reset(seed=seed), then self.np_random",
+            mend="use the seed that reset is called with: super().reset(seed=seed), then self.np_random",
         )
 
 
-def begun(trial: Trial, state: CollectorState, episode: int) -> CollectorState:
-    """A state in which each lane begins its episode of this number, none before it having run.
+def _begin(trial: Trial, state: CollectorState, episode: int) -> CollectorState:
+    """A state in which each lane begins the episode of this number, although no episode before it has run.
 
-    `state` is the one that begins the episode before, or the first one: values need no more than a reset.
+    `state` begins the episode before, or is the first state.
     """
     if trial.env.backend != "host":
         return api.reset(trial.env, state) if episode else state
@@ -67,8 +64,8 @@ def begun(trial: Trial, state: CollectorState, episode: int) -> CollectorState:
 
 
 def resets(trial: Trial) -> str | None:
-    """After a done row the root is the first observation of the next episode."""
-    limit = None if trial.done[:, :-1].any() else max(1, trial.steps // 4)
+    """After a done row, the observation is the first one of the next episode."""
+    limit = None if trial.done[:, :-1].any() else max(1, trial.steps // 4)  # of the frames in an episode
     batch = trial.batch if limit is None else trial.run(trial.steps, max_frames_per_traj=limit)
     _expect_moved_on(trial, batch)
     if seeding_of(trial.env) == "episode":
@@ -77,7 +74,7 @@ def resets(trial: Trial) -> str | None:
 
 
 def _expect_moved_on(trial: Trial, batch: Any) -> None:
-    """Fail where every root after an end is the terminal observation still, in an environment that moves."""
+    """Fail if the observation stays the terminal one after every end, in an environment whose observations change."""
     ended = batch["next", "done"][:, :-1, 0]
     still, moves = ended, torch.zeros_like(ended)
     for leaf in trial.env.observation_leaves:
@@ -89,16 +86,16 @@ def _expect_moved_on(trial: Trial, batch: Any) -> None:
             f"lane {lane}, step {step + 1}, the root after an end",
             expected="the first observation of another episode",
             got="the terminal one still, at every end",
-            mend="reset the lanes that reset is given, and write their observations",
+            mend="reset the lanes that reset is called with, and write their observations",
         )
 
 
 def _expect_seeded(trial: Trial, batch: Any) -> None:
-    """Fail where an episode begins otherwise than by its seed alone."""
+    """Fail if the first observation of an episode depends on anything but its seed."""
     number = (batch["collector", "step"] == 0).cumsum(1) - 1
     with trial.started() as state:
         for episode in range(min(int(number.max()) + 1, _RESETS)):
-            state = begun(trial, state, episode)
+            state = _begin(trial, state, episode)
             starts = (number == episode) & (batch["collector", "step"] == 0)
             for path, first in root_of(state).items():
                 wanted = first.unsqueeze(1).expand_as(batch[path])
@@ -113,34 +110,34 @@ def _expect_seeded(trial: Trial, batch: Any) -> None:
 
 
 def terminal(trial: Trial) -> None:
-    """At an end `next` holds the terminal observation, not that of the next episode."""
+    """At an end, `next` holds the terminal observation, not the first one of the next episode."""
     if not trial.done.any():
         raise NotApplicableError(f"no episode ended within {trial.steps} steps: raise steps")
-    fresh = _looks_begun(trial)
+    fresh = _look_like_first(trial)
     inner = (trial.batch["collector", "step"] > 0) & ~trial.done
-    share = float(fresh[inner].double().mean()) if inner.any() else 1.0
-    said = False
+    share = float(fresh[inner].double().mean()) if inner.any() else 1.0  # of other rows that look like first ones
+    applies = False
     for name in ("terminated", "truncated"):
         ends = trial.batch["next", name][..., 0]
         if not ends.any() or share ** int(ends.sum()) > _CHANCE:
             continue
-        said = True
+        applies = True
         if fresh[ends].all():
             lane, step = first_row(ends) or (0, 0)
             raise fail(
                 f"lane {lane}, step {step}, next where an episode is {name}",
                 expected="the terminal observation",
-                got=f"at all {int(ends.sum())} such ends one among those that episodes begin with",
+                got=f"at all {int(ends.sum())} such ends one like those that episodes begin with",
                 mend="wrap the raw environment, without its own autoreset: the library resets",
             )
-    if not said:
+    if not applies:
         raise NotApplicableError("too few ends, or first observations look like any other: raise steps")
 
 
-def _looks_begun(trial: Trial) -> Tensor:
-    """[P, T] bool: the rows whose next observation lies, in every number, among those that episodes begin with."""
+def _look_like_first(trial: Trial) -> Tensor:
+    """The rows in which every number of the next observation is in the range of first observations: [P, T] bool."""
     fresh = torch.ones_like(trial.done)
-    for path, leaf in first_observations(trial, trial.seed + 2).items():
+    for path, leaf in _first_observations(trial, trial.seed + 2).items():
         seen, produced = leaf.flatten(0, 1), trial.batch["next", *path]
         inside = (produced >= seen.amin(0)) & (produced <= seen.amax(0))
         fresh &= inside.reshape(*inside.shape[:2], -1).all(-1)
@@ -148,7 +145,7 @@ def _looks_begun(trial: Trial) -> Tensor:
 
 
 def reset_mask(trial: Trial) -> None:
-    """`reset` with a mask begins other episodes in its lanes, and touches no other."""
+    """`reset` with a mask begins new episodes in these lanes, and does not affect the others."""
     if trial.lanes < 2:
         raise NotApplicableError("there is one lane: pass num_envs=3")
     third = trial.third
@@ -165,11 +162,12 @@ def reset_mask(trial: Trial) -> None:
         trial.batch[~mask][:, third : 2 * third],
         what=f"lanes {(~mask).nonzero()[:, 0].tolist()} (counted here from 0) after a reset of the others",
         source="the run without that reset",
-        mend="let reset touch only the lanes that it is given",
+        mend="let reset change only the lanes that it is called with",
     )
 
 
 def _expect_masked(before: CollectorState, after: CollectorState, mask: Tensor) -> None:
+    """Fail unless a reset of the lanes in `mask` [P] changed no other observation, and set their steps to 0."""
     shown_before = root_of(before)
     for path, leaf in root_of(after).items():
         touched = bits_differ(leaf.unsqueeze(1), shown_before[path].unsqueeze(1))[:, 0]
@@ -178,8 +176,8 @@ def _expect_masked(before: CollectorState, after: CollectorState, mask: Tensor) 
                 f"lane {place[0]}, {'.'.join(path)} after a reset of lanes {mask.nonzero()[:, 0].tolist()}",
                 expected=f"{shown(shown_before[path][place[0]])} as before",
                 got=shown(leaf[place[0]]),
-                mend="reset the lanes that reset is given, and write only their observations",
+                mend="reset the lanes that reset is called with, and write only their observations",
             )
     step = to_tensor(after.step)
     if place := first_row(((step != 0) & mask).unsqueeze(1)):
-        raise fail(f"lane {place[0]}, step after its reset", expected=0, got=int(step[place[0]]), mend="begin anew")
+        raise fail(f"lane {place[0]}, step after its reset", expected=0, got=int(step[place[0]]), mend="set it to 0")

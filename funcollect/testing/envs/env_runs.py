@@ -1,64 +1,102 @@
-"""What `check_env` finds by runs with a twist: lanes alone, memory written over, forks, old states."""
+"""Checks of `check_env` by special runs: lanes alone, overwritten memory, forks, old states."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import optree
 import torch
-from tensordict import TensorDict
 from torch import Tensor
+from typing_extensions import override
 
 from funcollect.core import api
 from funcollect.core.explain import explain
-from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import seeding_of
 from funcollect.errors import ReplayError, StaleStateError
-from funcollect.protocols import Env
+from funcollect.keys import Noise
+from funcollect.policies.base import PolicyBase
+from funcollect.policies.random_policy import RandomPolicy
+from funcollect.specs import ActionSpec
 from funcollect.testing.compare import bits_differ, expect_equal, first_row, numbers_differ, shown, spot
-from funcollect.testing.envs.stub_policies import OverwritingPolicy, Replay
 from funcollect.testing.report import NotApplicableError, fail
 from funcollect.testing.trial import Trial, by_lane, release
+from funcollect.tree import NAMESPACE
 
-_FEW = 20  # steps over which rounding stays small
+_FEW = 20  # steps, after which rounding errors are still small
+
+
+class OverwritingPolicy(PolicyBase):
+    """Acts at random, keeps a copy of each action, and then overwrites the observation with zeros."""
+
+    backend: Literal["torch"] = "torch"
+    params = None
+
+    def __init__(self, spec: ActionSpec) -> None:
+        self._random = RandomPolicy(spec)
+        self.actions: list[Tensor] = []  # each [P, ...]
+
+    @override
+    def noise(self, spec: ActionSpec, /) -> Noise | None:
+        return self._random.noise(spec)
+
+    @override
+    def __call__(self, *inputs: Any) -> tuple[None, Mapping[str, Any]]:
+        _, outputs = self._random(*inputs)
+        self.actions.append(outputs["action"].clone())
+        _, _, observation, *_ = inputs
+        for leaf in optree.tree_leaves(observation, namespace=NAMESPACE):
+            leaf.zero_()
+        return None, outputs
+
+
+class Replay(PolicyBase):
+    """Returns the given actions [T, P, ...] one after the other, so it serves one run."""
+
+    backend: Literal["torch"] = "torch"
+    params = None
+
+    def __init__(self, actions: Tensor) -> None:
+        self._actions = iter(actions)
+
+    @override
+    def __call__(self, *_: Any) -> tuple[None, Mapping[str, Any]]:
+        return None, {"action": next(self._actions)}
 
 
 def lanes_alone(trial: Trial) -> None:
-    """Each lane of a batch is the same as by itself, without neighbours."""
+    """Each lane of a batch gives the same data as the same lane alone."""
     if trial.lanes < 2 or seeding_of(trial.env) != "episode":
         raise NotApplicableError("there is one lane" if trial.lanes < 2 else f"seeding is {seeding_of(trial.env)!r}")
     if trial.single is None:
         raise NotApplicableError("pass an id, or single=: the same environment with num_envs=1")
-    _expect_torch_drives(trial)
+    _require_eager_loop(trial)
     host = trial.env.backend == "host"
     length = trial.steps if host else min(trial.steps, _FEW)
     for lane in range(trial.lanes):
-        actions = trial.batch["action"][lane, :length].unsqueeze(1)
-        wanted = _alone(trial, trial.single, lane, actions)
+        policy = Replay(trial.batch["action"][lane, :length].unsqueeze(1))
+        state = api.init_lanes(trial.single, policy, seed=trial.seed, first_lane=lane, total_lanes=trial.lanes)
+        try:
+            alone = by_lane(trial.single, api.rollout(trial.single, policy, state, length)[1])
+        finally:
+            release(state)
         expect_equal(
             trial.batch[lane : lane + 1, :length],
-            wanted,
-            what=f"lane {lane} of the batch (below: lane 0)",
+            alone,
+            what=f"lane {lane} of the batch (here called lane 0)",
             source="the same lane by itself",
             mend="let a lane's step and reset depend on that lane only",
             differs=bits_differ if host else numbers_differ,
         )
 
 
-def _expect_torch_drives(trial: Trial) -> None:
+def _require_eager_loop(trial: Trial) -> None:
     if trial.env.backend == "jax":
         raise NotApplicableError("its loop is traced, so the policies of this check cannot look into it")
 
 
-def _alone(trial: Trial, single: Env, lane: int, actions: Tensor) -> TensorDict:
-    """The run of one lane under given actions [T, 1, ...]: [1, T]."""
-    policy = Replay(actions)
-    state = api.init_lanes(single, policy, seed=trial.seed, first_lane=lane, total_lanes=trial.lanes)
-    try:
-        return by_lane(single, api.rollout(single, policy, state, len(actions))[1])
-    finally:
-        release(state)
-
-
 def fork(trial: Trial) -> None:
-    """A fork goes on as its source does, and neither touches the other."""
+    """A fork continues exactly as its source does, and neither affects the other."""
     third = trial.third
     with trial.started() as state:
         state, _ = trial.go_on(state, third)
@@ -85,23 +123,23 @@ def fork(trial: Trial) -> None:
 
 
 def action_memory(trial: Trial) -> None:
-    """The environment leaves the action that it is given as it is."""
-    _expect_torch_drives(trial)
+    """The environment does not modify the action that it is given."""
+    _require_eager_loop(trial)
     policy = OverwritingPolicy(trial.env.action_spec)
     batch = trial.run(trial.steps, policy=policy)
     given = torch.stack(policy.actions, 1)
     if place := first_row(bits_differ(batch["action"], given)):
         raise fail(
             spot(*place, ("action",)),
-            expected=f"{shown(given[place])}, as the policy answered",
-            got=f"{shown(batch['action'][place])} when the run was over",
+            expected=f"{shown(given[place])}, as the policy returned it",
+            got=f"{shown(batch['action'][place])} at the end of the run",
             mend="copy the action before writing into it",
         )
 
 
 def observation_memory(trial: Trial) -> None:
-    """What a policy writes over its observation does not reach the environment."""
-    _expect_torch_drives(trial)
+    """A policy that overwrites its observation does not affect the environment."""
+    _require_eager_loop(trial)
     expect_equal(
         trial.run(trial.steps, policy=OverwritingPolicy(trial.env.action_spec)),
         trial.batch,
@@ -112,13 +150,18 @@ def observation_memory(trial: Trial) -> None:
 
 
 def old_states(trial: Trial) -> None:
-    """An old state gives the same answer again where states are values, and an error where they are not."""
+    """An old state gives the same batch again, or StaleStateError over simulators."""
     length = trial.third
     with trial.started() as state:
         _, first = trial.go_on(state, length)
-        if trial.env.backend == "host":
-            return _expect_stale(trial, state)
-        _, again = trial.go_on(state, length)
+        try:
+            _, again = trial.go_on(state, length)
+        except StaleStateError:
+            if trial.env.backend == "host":
+                return
+            raise
+    if trial.env.backend == "host":
+        raise fail("a state used twice", expected="StaleStateError", got="another batch", mend="keep states linear")
     expect_equal(
         again,
         first,
@@ -126,15 +169,6 @@ def old_states(trial: Trial) -> None:
         source="the first one",
         mend="write nothing in place, and keep nothing in self: a step's result follows from its arguments",
     )
-    return None
-
-
-def _expect_stale(trial: Trial, state: CollectorState) -> None:
-    try:
-        trial.go_on(state, 1)
-    except StaleStateError:
-        return
-    raise fail("a state used twice", expected="StaleStateError", got="another batch", mend="keep states linear")
 
 
 def close(trial: Trial) -> None:

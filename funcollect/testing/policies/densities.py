@@ -1,13 +1,12 @@
-"""Log-probabilities worked out anew, by Torch's own distributions, from what a policy answers to recorded rows."""
+"""The check of log-probabilities: they are recomputed from recorded rows with Torch's own distributions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.interop.jax_setup import import_jax
@@ -17,21 +16,20 @@ from funcollect.policies.jax_functions.jax_policy import JaxPolicy
 from funcollect.policies.numerics import TORCH
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.specs import ActionSpec, assemble
-from funcollect.testing.compare import first_row, shown, spot
-from funcollect.testing.parameters import to_tensor
-from funcollect.testing.policies.queries import PolicyTrial, recurrent_of
+from funcollect.testing.compare import first_row, shown, spot, to_tensor
+from funcollect.testing.policies.policy_trial import PolicyTrial, recurrent_of
 from funcollect.testing.report import NotApplicableError, fail
 from funcollect.tree import select, to_tensordict
 
-HeadOutputs = tuple[Tensor, ...]  # of the distribution, each [P, T, ...]
+HeadOutputs = tuple[Tensor, ...]  # the parameters of the distribution, each [P, T, ...]
 
 td: Any = torch.distributions
 
-_SATURATED = 0.999  # of the tanh; beyond, a float32 action says too little about what was squashed
+_SATURATED = 0.999  # beyond this value of the tanh, a float32 action is too coarse to recover its argument
 
 
 def log_probs(trial: PolicyTrial) -> None:
-    """Log-probabilities are those of the recorded actions, worked out anew from the recorded observations."""
+    """Log-probabilities equal those recomputed from the recorded observations and actions."""
     if "action_log_prob" not in trial.batch:
         raise NotApplicableError("it records no action_log_prob")
     wanted = _expected(trial)
@@ -48,7 +46,7 @@ def log_probs(trial: PolicyTrial) -> None:
 
 
 def _expected(trial: PolicyTrial) -> Tensor:
-    """[P, T] float64; NaN where nothing can be said."""
+    """The log-probabilities, recomputed: [P, T] float64, NaN where that is not possible."""
     policy: Any = trial.policy
     if isinstance(policy, (TorchPolicy, JaxPolicy)):
         if getattr(policy, "takes_key", False):
@@ -60,7 +58,7 @@ def _expected(trial: PolicyTrial) -> Tensor:
     module: Any = getattr(policy, "module", None)
     if not hasattr(module, "get_dist"):
         raise NotApplicableError("it has neither a head nor get_dist")
-    read = [key if isinstance(key, tuple) else (key,) for key in module.in_keys]  # hidden states and is_init, too
+    read = [key if isinstance(key, tuple) else (key,) for key in module.in_keys]  # including hidden states and is_init
     leaves = {path: trial.batch[path] for path in read}
     flat = to_tensordict({path: leaf.flatten(0, 1) for path, leaf in leaves.items()}, (trial.batch.numel(),))
     with torch.no_grad():
@@ -69,7 +67,7 @@ def _expected(trial: PolicyTrial) -> Tensor:
 
 
 def _parameters(trial: PolicyTrial) -> HeadOutputs:
-    """What the head reads, worked out row after row with the policy's own module."""
+    """The inputs of the head, recomputed step by step with the policy's own module."""
     policy: Any = trial.policy
     call = _call_jax if isinstance(policy, JaxPolicy) else _call_torch
     initial = state = recurrent_of(policy.init(key_from_seed(trial.seed), trial.lanes))
@@ -79,23 +77,18 @@ def _parameters(trial: PolicyTrial) -> HeadOutputs:
         if state is not None:
             begun = row["collector", "step"] == 0
             state = select(begun, _tensors(initial), _tensors(state))
-        answer, state = call(policy, _observation(trial, row), state)
+        leaves = {leaf.path: row[leaf.path].clone() for leaf in trial.env.observation_leaves}
+        answer, state = call(policy, assemble(trial.env.observation_space, leaves), state)
         parsed = policy.head.parse(TORCH, split_answer(answer, policy.head)[0], trial.env.action_spec)
         steps.append(tuple(each.double() for each in parsed))
     return tuple(torch.stack(column, 1) for column in zip(*steps, strict=True))
-
-
-def _observation(trial: PolicyTrial, row: TensorDict) -> Any:
-    leaves = {leaf.path: row[leaf.path].clone() for leaf in trial.env.observation_leaves}
-    return assemble(trial.env.observation_space, leaves)
 
 
 def _call_torch(policy: TorchPolicy, observation: Any, state: Any) -> tuple[Any, Any]:
     with torch.no_grad():
         if state is None:
             return policy.module(observation), None
-        answer, after = policy.module(observation, state)
-        return answer, after
+        return tuple(policy.module(observation, state))
 
 
 def _call_jax(policy: JaxPolicy, observation: Any, state: Any) -> tuple[Any, Any]:
@@ -108,29 +101,27 @@ def _tensors(tree: Any) -> Any:
     return import_jax().tree.map(to_tensor, tree)
 
 
-def _indices(action: Tensor, spec: ActionSpec) -> list[Tensor]:
-    """Each component's choice, counted from 0: [P, T]."""
+def _choices(parameters: HeadOutputs, action: Tensor, spec: ActionSpec) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each component of an action, the head's numbers [P, T, choices] and the index of the choice [P, T]."""
+    sizes = list(spec.categories)
     if spec.one_hot:
-        return [part.argmax(-1) for part in torch.split(action, list(spec.categories), -1)]
-    flat = (action - torch.as_tensor(spec.start)).reshape(*action.shape[:2], -1)
-    return list(flat.unbind(-1))
+        indices = [part.argmax(-1) for part in torch.split(action, sizes, -1)]
+    else:
+        indices = list((action - torch.as_tensor(spec.start)).reshape(*action.shape[:2], -1).unbind(-1))
+    return zip(torch.split(parameters[0], sizes, -1), indices, strict=True)
 
 
 def _categorical(parameters: HeadOutputs, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
-    logits = torch.split(parameters[0], list(spec.categories), -1)
-    pairs = zip(logits, _indices(action, spec), strict=True)
-    scores: list[Tensor] = [td.Categorical(logits=part).log_prob(index) for part, index in pairs]
-    return torch.stack(scores).sum(0)
+    choices = _choices(parameters, action, spec)
+    return torch.stack([td.Categorical(logits=logits).log_prob(index) for logits, index in choices]).sum(0)
 
 
 def _epsilon_greedy(parameters: HeadOutputs, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
-    total = torch.zeros(action.shape[:2], dtype=torch.float64)
-    for values, index in zip(
-        torch.split(parameters[0], list(spec.categories), -1), _indices(action, spec), strict=True
-    ):
+    scores = []
+    for values, index in _choices(parameters, action, spec):
         best = (values.argmax(-1) == index).double()
-        total += (best * (1 - head.epsilon) + head.epsilon / values.shape[-1]).log()
-    return total
+        scores.append((best * (1 - head.epsilon) + head.epsilon / values.shape[-1]).log())
+    return torch.stack(scores).sum(0)
 
 
 def _normal(parameters: HeadOutputs, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What `check_policy` finds by asking: shapes, purity, rows apart, recurrent state."""
+"""Checks of `check_policy` that call the policy on chosen rows: shapes, purity, independent rows, recurrent state."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from funcollect.policies.jax_functions.function_policy import FunctionPolicy
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.protocols import Policy
 from funcollect.specs import ExplorationType
-from funcollect.testing.compare import bits_differ, expect_equal, first_row, numbers_differ, shown
-from funcollect.testing.parameters import own_weights, to_tensor
-from funcollect.testing.policies.queries import PolicyOutput, PolicyTrial, recurrent_of
+from funcollect.testing.compare import bits_differ, expect_equal, first_row, numbers_differ, shown, to_tensor
+from funcollect.testing.policies.policy_trial import PolicyTrial, recurrent_of
+from funcollect.testing.policies.policy_weights import own_weights
 from funcollect.testing.report import NotApplicableError, fail
 from funcollect.tree import NAMESPACE, flatten
 
-DETERMINISTIC = ExplorationType.DETERMINISTIC
-DRAWS = "it draws by itself, whatever it is told"
+DETERMINISTIC, RANDOM = ExplorationType.DETERMINISTIC, ExplorationType.RANDOM
+DRAWS = "it draws by itself, whatever the exploration type"
 
 
 def suits(trial: PolicyTrial) -> None:
-    """It is a policy, and one for these spaces."""
+    """It is a policy, and suits these spaces."""
     check_pair(trial.env, trial.policy)
 
 
 def answers(trial: PolicyTrial) -> None:
-    """Actions have the shape and dtype of their space; the other outputs the same keys always, and a row per lane."""
+    """Actions have the shape and dtype of their space; all outputs have a row per lane, and always the same keys."""
     spec, wanted = trial.env.action_spec, None
     for rows in trial.seen:
-        for way in (ExplorationType.RANDOM, DETERMINISTIC):
-            columns = flatten(trial.query(rows, steps=2, exploration_type=way).run().columns)
+        for way in (RANDOM, DETERMINISTIC):
+            columns = flatten(trial.query(rows, steps=2, exploration_type=way).columns)
             check_action(columns[("action",)][:, 0], spec, trial.count)
             for path, column in columns.items():
                 if column.shape[:2] != (trial.count, 2):
@@ -60,40 +60,35 @@ def answers(trial: PolicyTrial) -> None:
 
 
 def acts(trial: PolicyTrial) -> str | None:
-    """It acts in the environment, without NaN, its actions inside the space."""
+    """It acts in the environment without NaN, and its actions lie in the space."""
     trial.run(*[1] * 4, trial.steps, exploration_type=DETERMINISTIC)
     space, action = trial.env.action_space, trial.batch["action"]
     if not isinstance(space, spaces.Box):
-        return None  # that choices are inside is seen to by every rollout
+        return None  # every rollout checks discrete actions
     numbers = action.cpu().numpy()
     outside = ((numbers < space.low) | (numbers > space.high)).reshape(*numbers.shape[:2], -1).any(-1)
-    return (
-        f"{int(np.sum(outside))} of {outside.size} actions are outside the Box: the environment has to clip them"
-        * bool(outside.any())
-    )
+    if not outside.any():
+        return None
+    return f"{np.sum(outside)} of {outside.size} actions are outside the Box: the environment has to clip them"
 
 
 def pure(trial: PolicyTrial) -> None:
-    """It writes neither its observation nor its own parameters and buffers, and remembers nothing by itself."""
+    """It modifies neither its observation nor its own parameters and buffers, and remembers nothing by itself."""
     before, weights = trial.seen[0], own_weights(trial.policy)
     start = trial.policy.init(key_from_seed(trial.seed), trial.count)
-    first = trial.query(policy_state=_copied(start)).run()
+    first = trial.query(exploration_type=RANDOM, policy_state=_copied(start))
     for path, rows in before.items():
-        _expect_bits(
-            rows,
-            first.rows[path],
-            f"the observation {'.'.join(path)} after the policy was asked",
-            "copy it before writing",
-        )
-    trial.query(trial.seen[1], steps=2).run()
+        what = f"the observation {'.'.join(path)} after the policy was called"
+        _expect_bits(rows, first.rows[path], what, "copy it before writing")
+    trial.query(trial.seen[1], exploration_type=RANDOM, steps=2)
     trial.run(trial.steps)
     for name, value in own_weights(trial.policy).items():
         _expect_bits(weights[name], value, f"the policy's own {name} after a rollout", "write it in training only")
     expect_equal(
-        trial.query(policy_state=_copied(start)).run().columns,
+        trial.query(exploration_type=RANDOM, policy_state=_copied(start)).columns,
         first.columns,
-        what="the answer to a question asked again",
-        source="the first answer, to the same observation, state and noise",
+        what="the output of the second of two equal calls",
+        source="that of the first, with the same observation, state and noise",
         mend="keep nothing in self: what a policy remembers is its recurrent state, and its randomness is given",
     )
 
@@ -105,40 +100,38 @@ def _copied(tree: Any) -> Any:
 
 
 def _expect_bits(wanted: Tensor, got: Tensor, what: str, mend: str) -> None:
+    """Fail unless two tensors are equal bit for bit."""
     one, two = (each.detach().reshape(1, 1, -1) for each in (wanted, got))
     if one.shape != two.shape or bool(bits_differ(one, two).any()):
         raise fail(what, expected=f"unchanged, {shown(wanted)}", got=shown(got), mend=mend)
 
 
 def deterministic(trial: PolicyTrial) -> None:
-    """Told to be deterministic, it answers the same whatever the seed."""
-    if place := _answer_depends_on(trial, noise=True):
-        if not _is_told(trial.policy):
+    """In deterministic mode, its outputs do not depend on the seed."""
+    if place := _seed_changes(trial, noise=True):
+        if not _knows_exploration(trial.policy):
             raise NotApplicableError(DRAWS)
         raise fail(
             f"{place}, with exploration_type=DETERMINISTIC",
             expected="the same for every seed",
             got="another for another seed",
-            mend="heed exploration_type; call module.eval() if there is dropout",
+            mend="take the mode if exploration_type says so; call module.eval() if there is dropout",
         )
 
 
-def _answer_depends_on(trial: PolicyTrial, *, noise: bool) -> str:
-    """Where a deterministic answer differs under another seed: of its own draws and, with `noise`, of its head's."""
-    other = key_from_seed(trial.seed + 1)
-    query = trial.query(exploration_type=DETERMINISTIC)
-    one = flatten(query.run().columns)
-    two = flatten(
-        trial.query(exploration_type=DETERMINISTIC, key=other, noise_key=other if noise else query.key).run().columns
-    )
+def _seed_changes(trial: PolicyTrial, *, noise: bool) -> str:
+    """The place at which another seed of its own draws, and with `noise` of its head's, changes the outputs; or ""."""
+    key, other = key_from_seed(trial.seed), key_from_seed(trial.seed + 1)
+    one = flatten(trial.query().columns)
+    two = flatten(trial.query(key=other, noise_key=other if noise else key).columns)
     for path, column in one.items():
         if place := first_row(numbers_differ(column, two[path])):
             return f"row {place[0]}, {'.'.join(path)}"
     return ""
 
 
-def _is_told(policy: Policy) -> bool:
-    """Whether the exploration type reaches what draws."""
+def _knows_exploration(policy: Policy) -> bool:
+    """Whether the part of the policy that draws can know the exploration type."""
     if isinstance(policy, RandomPolicy):
         return False
     if isinstance(policy, FunctionPolicy):
@@ -152,56 +145,51 @@ def _is_told(policy: Policy) -> bool:
 
 
 def rows_apart(trial: PolicyTrial) -> None:
-    """What it answers for a row depends on that row only: not on the others, nor on its place among them."""
-    if _answer_depends_on(trial, noise=False):
+    """Its outputs for a row depend on that row only, not on the other rows or on its position."""
+    if _seed_changes(trial, noise=False):
         raise NotApplicableError(DRAWS)
     rows, others = trial.seen
     mend = "let no operation mix the batch dimension; batch norm in training mode does: call module.eval()"
-    one = trial.query(exploration_type=DETERMINISTIC).run()
+    one = trial.query()
     beside = {path: torch.cat((rows[path][:1], others[path][1:])) for path in rows}
     expect_equal(
-        trial.query(beside, exploration_type=DETERMINISTIC).run().columns[:1],
+        trial.query(beside).columns[:1],
         one.columns[:1],
-        what="the answer beside other rows",
-        source="the answer for the same row (here lane 0) before",
+        what="the output beside other rows",
+        source="the output for the same row (here lane 0) before",
         mend=mend,
         differs=numbers_differ,
     )
     order = torch.arange(trial.count).flip(0)
     turned = {path: value[order] for path, value in rows.items()}
     expect_equal(
-        trial.query(turned, order=order, exploration_type=DETERMINISTIC).run().columns[order],
+        trial.query(turned, order=order).columns[order],
         one.columns,
-        what="the answers for the rows in reverse order",
-        source="the answers in the first order",
+        what="the outputs for the rows in reverse order",
+        source="the outputs in the first order",
         mend=mend,
         differs=numbers_differ,
     )
 
 
 def recurrent(trial: PolicyTrial) -> None:
-    """Recurrent state begins anew in a lane that begins an episode, and only there."""
+    """The recurrent state is reset in a lane that begins an episode, and only there."""
     state = recurrent_of(trial.policy.init(key_from_seed(trial.seed), trial.count))
     if not optree.tree_leaves(state, namespace=NAMESPACE):
         raise NotApplicableError("it has no recurrent state")
-    if _answer_depends_on(trial, noise=False):
+    if _seed_changes(trial, noise=False):
         raise NotApplicableError(DRAWS)
     once, twice, restarted = (
-        _state_leaves(trial.query(exploration_type=DETERMINISTIC, **changes).run())
-        for changes in ({}, {"steps": 2}, {"steps": 2, "restart": [0]})
+        [to_tensor(leaf) for leaf in optree.tree_leaves(output.recurrent, namespace=NAMESPACE)]
+        for output in (trial.query(), trial.query(steps=2), trial.query(steps=2, restart=[0]))
     )
     for number, (one, two, got) in enumerate(zip(once, twice, restarted, strict=True)):
         wanted = torch.cat((one[:1], two[1:])).unsqueeze(1)
         if place := first_row(numbers_differ(got.unsqueeze(1), wanted)):
-            how = "begun anew, as after the episode's first step" if place[0] == 0 else "going on, as its episode does"
+            how = "begun anew, as after the episode's first step" if place[0] == 0 else "going on, as in its episode"
             raise fail(
                 f"lane {place[0]}, leaf {number} of the recurrent state after a restart of lane 0",
                 expected=f"{how}, {shown(wanted[place])}",
                 got=shown(got[place[0]]),
                 mend="let restart(lanes) give the initial state to these lanes, with the batch dimension first",
             )
-
-
-def _state_leaves(answer: PolicyOutput) -> list[Tensor]:
-    leaves = optree.tree_leaves(answer.recurrent, namespace=NAMESPACE)
-    return [to_tensor(leaf) for leaf in leaves]
