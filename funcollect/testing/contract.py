@@ -55,12 +55,9 @@ def expect_flags(batch: TensorDictBase) -> None:
         terminated, truncated, done = (batch[(*prefix, name)] for name in FLAGS)
         if place := first_row(done != (terminated | truncated)):
             flags = f"terminated={shown(terminated[place])}, truncated={shown(truncated[place])}"
-            raise fail(
-                spot(*place, (*prefix, "done")),
-                expected="terminated or truncated",
-                got=f"{shown(done[place])} with {flags}",
-                mend="set these two flags, and never done itself",
-            )
+            where, got = spot(*place, (*prefix, "done")), f"{shown(done[place])} with {flags}"
+            mend = "set these two flags, and never done itself"
+            raise fail(where, expected="terminated or truncated", got=got, mend=mend)
     if place := first_row(batch["done"]):
         raise fail(spot(*place, ("done",)), expected="False: a done lane is reset", got=True, mend=REPORT_IT)
 
@@ -75,19 +72,13 @@ def expect_counters(rows: TensorDictBase, *, cut: bool = False) -> None:
     begins = over | (cut & (step[:, 1:] == 0))
     wanted = torch.where(begins, 0, step[:, :-1] + 1)
     if place := first_row(step[:, 1:] != wanted):
-        raise fail(
-            spot(place[0], place[1] + 1, ("collector", "step")),
-            expected=f"{shown(wanted[place])}, as the row before is {'done' if over[place] else 'not done'}",
-            got=shown(step[:, 1:][place]),
-            mend=REPORT_IT,
-        )
+        where = spot(place[0], place[1] + 1, ("collector", "step"))
+        expected = f"{shown(wanted[place])}, as the row before is {'done' if over[place] else 'not done'}"
+        raise fail(where, expected=expected, got=shown(step[:, 1:][place]), mend=REPORT_IT)
     if place := first_row((ids[:, 1:] != ids[:, :-1]) != begins):
-        raise fail(
-            spot(place[0], place[1] + 1, ("collector", "traj_ids")),
-            expected="another id after a done row, and only there",
-            got=f"{shown(ids[:, 1:][place])} after {shown(ids[:, :-1][place])}",
-            mend=REPORT_IT,
-        )
+        where = spot(place[0], place[1] + 1, ("collector", "traj_ids"))
+        got = f"{shown(ids[:, 1:][place])} after {shown(ids[:, :-1][place])}"
+        raise fail(where, expected="another id after a done row, and only there", got=got, mend=REPORT_IT)
     expect_used_once([segment for lane in ids for segment in lane.unique_consecutive().tolist()])
 
 
@@ -104,9 +95,7 @@ def expect_chained(rows: TensorDictBase) -> None:
     for path, root in roots(leaves).items():
         produced = leaves["next", *path][:, :-1]
         if place := first_row(bits_differ(root[:, 1:], produced) & within):
-            raise fail(
-                spot(place[0], place[1] + 1, path),
-                expected=f"{shown(produced[place])}, the next observation of the row before",
-                got=shown(root[:, 1:][place]),
-                mend="write observations in reset and step only, and only for the lanes that these are called with",
-            )
+            where, got = spot(place[0], place[1] + 1, path), shown(root[:, 1:][place])
+            expected = f"{shown(produced[place])}, the next observation of the row before"
+            mend = "write observations in reset and step only, and only for the lanes that these are called with"
+            raise fail(where, expected=expected, got=got, mend=mend)

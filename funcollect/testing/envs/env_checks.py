@@ -65,12 +65,8 @@ def observations(trial: Trial) -> None:
             low, high = (torch.as_tensor(bound) for bound in _bounds(part, leaf.dtype))
             numbers = value.cpu()
             if place := first_row(~((numbers >= low) & (numbers <= high))):  # NaN is outside, too
-                raise fail(
-                    spot(*place, path),
-                    expected=f"a value in {part}",
-                    got=shown(value[place]),
-                    mend="widen the space, or clip the observation",
-                )
+                mend = "widen the space, or clip the observation"
+                raise fail(spot(*place, path), expected=f"a value in {part}", got=shown(value[place]), mend=mend)
 
 
 def _bounds(space: Any, dtype: np.dtype[Any]) -> tuple[Any, Any]:
@@ -90,12 +86,8 @@ def rewards(trial: Trial) -> None:
     """Rewards are finite float32 numbers."""
     reward = trial.batch["next", "reward"]
     if place := first_row(~reward.isfinite()):
-        raise fail(
-            spot(*place, ("next", "reward")),
-            expected="a finite number",
-            got=shown(reward[place]),
-            mend="look at the division or logarithm behind it",
-        )
+        where, mend = spot(*place, ("next", "reward")), "look at the division or logarithm behind it"
+        raise fail(where, expected="a finite number", got=shown(reward[place]), mend=mend)
 
 
 def flags(trial: Trial) -> None:

@@ -38,12 +38,10 @@ def another_seed(trial: Trial) -> None:
         raise NotApplicableError("every episode begins with the same observation")
     two = _first_observations(trial, trial.seed + 1)
     if all(not bits_differ(leaf, two[path]).any() for path, leaf in one.items()):
-        raise fail(
-            f"the first {_RESETS} episodes of each lane",
-            expected=f"other observations with seed={trial.seed + 1} than with seed={trial.seed}",
-            got="the same ones, though they differ from episode to episode",
-            mend="use the seed that reset is called with: super().reset(seed=seed), then self.np_random",
-        )
+        expected = f"other observations with seed={trial.seed + 1} than with seed={trial.seed}"
+        got = "the same ones, though they differ from episode to episode"
+        mend = "use the seed that reset is called with: super().reset(seed=seed), then self.np_random"
+        raise fail(f"the first {_RESETS} episodes of each lane", expected=expected, got=got, mend=mend)
 
 
 def _begin(trial: Trial, state: CollectorState, episode: int) -> CollectorState:
@@ -82,12 +80,10 @@ def _expect_moved_on(trial: Trial, batch: Any) -> None:
         moves = moves | bits_differ(batch[leaf.path], batch["next", *leaf.path])[:, :-1]
     if ended.any() and moves[~ended].any() and bool(still.eq(ended).all()):
         lane, step = first_row(ended) or (0, 0)
-        raise fail(
-            f"lane {lane}, step {step + 1}, the root after an end",
-            expected="the first observation of another episode",
-            got="the terminal one still, at every end",
-            mend="reset the lanes that reset is called with, and write their observations",
-        )
+        where = f"lane {lane}, step {step + 1}, the root after an end"
+        expected, got = "the first observation of another episode", "the terminal one still, at every end"
+        mend = "reset the lanes that reset is called with, and write their observations"
+        raise fail(where, expected=expected, got=got, mend=mend)
 
 
 def _expect_seeded(trial: Trial, batch: Any) -> None:
@@ -105,7 +101,7 @@ def _expect_seeded(trial: Trial, batch: Any) -> None:
                         expected=f"{shown(first[place[0]])}, as its seed gives when it is begun directly",
                         got=shown(batch[path][place]),
                         mend="let reset(seed=...) alone decide how an episode begins, or say seeding='lane' or 'run'; "
-                        "where a wrapper normalises by running statistics, do that in the network",
+                        "if a wrapper normalises by running statistics, do that in the network",
                     )
 
 
@@ -124,12 +120,10 @@ def terminal(trial: Trial) -> None:
         applies = True
         if fresh[ends].all():
             lane, step = first_row(ends) or (0, 0)
-            raise fail(
-                f"lane {lane}, step {step}, next where an episode is {name}",
-                expected="the terminal observation",
-                got=f"at all {int(ends.sum())} such ends one like those that episodes begin with",
-                mend="wrap the raw environment, without its own autoreset: the library resets",
-            )
+            where = f"lane {lane}, step {step}, next where an episode is {name}"
+            got = f"at all {int(ends.sum())} such ends one like those that episodes begin with"
+            mend = "wrap the raw environment, without its own autoreset: the library resets"
+            raise fail(where, expected="the terminal observation", got=got, mend=mend)
     if not applies:
         raise NotApplicableError("too few ends, or first observations look like any other: raise steps")
 
@@ -172,12 +166,10 @@ def _expect_masked(before: CollectorState, after: CollectorState, mask: Tensor) 
     for path, leaf in root_of(after).items():
         touched = bits_differ(leaf.unsqueeze(1), shown_before[path].unsqueeze(1))[:, 0]
         if place := first_row((touched & ~mask).unsqueeze(1)):
-            raise fail(
-                f"lane {place[0]}, {'.'.join(path)} after a reset of lanes {mask.nonzero()[:, 0].tolist()}",
-                expected=f"{shown(shown_before[path][place[0]])} as before",
-                got=shown(leaf[place[0]]),
-                mend="reset the lanes that reset is called with, and write only their observations",
-            )
+            where = f"lane {place[0]}, {'.'.join(path)} after a reset of lanes {mask.nonzero()[:, 0].tolist()}"
+            expected, got = f"{shown(shown_before[path][place[0]])} as before", shown(leaf[place[0]])
+            mend = "reset the lanes that reset is called with, and write only their observations"
+            raise fail(where, expected=expected, got=got, mend=mend)
     step = to_tensor(after.step)
     if place := first_row(((step != 0) & mask).unsqueeze(1)):
         raise fail(f"lane {place[0]}, step after its reset", expected=0, got=int(step[place[0]]), mend="set it to 0")

@@ -129,12 +129,10 @@ def action_memory(trial: Trial) -> None:
     batch = trial.run(trial.steps, policy=policy)
     given = torch.stack(policy.actions, 1)
     if place := first_row(bits_differ(batch["action"], given)):
-        raise fail(
-            spot(*place, ("action",)),
-            expected=f"{shown(given[place])}, as the policy returned it",
-            got=f"{shown(batch['action'][place])} at the end of the run",
-            mend="copy the action before writing into it",
-        )
+        expected = f"{shown(given[place])}, as the policy returned it"
+        got = f"{shown(batch['action'][place])} at the end of the run"
+        mend = "copy the action before writing into it"
+        raise fail(spot(*place, ("action",)), expected=expected, got=got, mend=mend)
 
 
 def observation_memory(trial: Trial) -> None:

@@ -36,13 +36,12 @@ def log_probs(trial: PolicyTrial) -> None:
     got = trial.batch["action_log_prob"].double().reshape(wanted.shape)
     wrong = ~torch.isclose(got, wanted, rtol=1e-2, atol=1e-2) & wanted.isfinite()
     if place := first_row(wrong):
-        raise fail(
-            spot(*place, ("action_log_prob",)),
-            expected=shown(wanted[place]),
-            got=shown(got[place]),
-            mend="score the recorded action under the weights and the observation that chose it; call module.eval() "
-            "if there is dropout or batch norm",
+        mend = (
+            "score the recorded action under the weights and the observation that chose it; call module.eval() if "
+            "there is dropout or batch norm"
         )
+        where = spot(*place, ("action_log_prob",))
+        raise fail(where, expected=shown(wanted[place]), got=shown(got[place]), mend=mend)
 
 
 def _expected(trial: PolicyTrial) -> Tensor:

@@ -42,20 +42,14 @@ def answers(trial: PolicyTrial) -> None:
             check_action(columns[("action",)][:, 0], spec, trial.count)
             for path, column in columns.items():
                 if column.shape[:2] != (trial.count, 2):
-                    raise fail(
-                        f"the output {'.'.join(path)}",
-                        expected=f"[{trial.count}, ...], a row for each environment",
-                        got=list(column.shape[:1] + column.shape[2:]) if column.ndim > 1 else [],
-                        mend="return [P, ...] for P environments",
-                    )
+                    expected = f"[{trial.count}, ...], a row for each environment"
+                    got = list(column.shape[:1] + column.shape[2:]) if column.ndim > 1 else []
+                    mend = "return [P, ...] for P environments"
+                    raise fail(f"the output {'.'.join(path)}", expected=expected, got=got, mend=mend)
             kinds = {".".join(path): (list(each.shape[2:]), each.dtype) for path, each in columns.items()}
             if wanted not in (None, kinds):
-                raise fail(
-                    f"the outputs with exploration_type={way.name}",
-                    expected=wanted,
-                    got=kinds,
-                    mend="keep keys, shapes and dtypes the same",
-                )
+                where = f"the outputs with exploration_type={way.name}"
+                raise fail(where, expected=wanted, got=kinds, mend="keep keys, shapes and dtypes the same")
             wanted = kinds
 
 
@@ -111,12 +105,9 @@ def deterministic(trial: PolicyTrial) -> None:
     if place := _seed_changes(trial, noise=True):
         if not _knows_exploration(trial.policy):
             raise NotApplicableError(DRAWS)
-        raise fail(
-            f"{place}, with exploration_type=DETERMINISTIC",
-            expected="the same for every seed",
-            got="another for another seed",
-            mend="take the mode if exploration_type says so; call module.eval() if there is dropout",
-        )
+        where = f"{place}, with exploration_type=DETERMINISTIC"
+        mend = "take the mode if exploration_type says so; call module.eval() if there is dropout"
+        raise fail(where, expected="the same for every seed", got="another for another seed", mend=mend)
 
 
 def _seed_changes(trial: PolicyTrial, *, noise: bool) -> str:
@@ -186,10 +177,7 @@ def recurrent(trial: PolicyTrial) -> None:
     for number, (one, two, got) in enumerate(zip(once, twice, restarted, strict=True)):
         wanted = torch.cat((one[:1], two[1:])).unsqueeze(1)
         if place := first_row(numbers_differ(got.unsqueeze(1), wanted)):
+            where = f"lane {place[0]}, leaf {number} of the recurrent state after a restart of lane 0"
             how = "begun anew, as after the episode's first step" if place[0] == 0 else "going on, as in its episode"
-            raise fail(
-                f"lane {place[0]}, leaf {number} of the recurrent state after a restart of lane 0",
-                expected=f"{how}, {shown(wanted[place])}",
-                got=shown(got[place[0]]),
-                mend="let restart(lanes) give the initial state to these lanes, with the batch dimension first",
-            )
+            mend = "let restart(lanes) give the initial state to these lanes, with the batch dimension first"
+            raise fail(where, expected=f"{how}, {shown(wanted[place])}", got=shown(got[place[0]]), mend=mend)

@@ -66,12 +66,8 @@ def params_argument(trial: PolicyTrial) -> None:
         mend="let prepare(None) stand for the policy's own",
     )
     if not any(_changes_outputs(trial, params=other_weights(trial.policy, scale)) for scale in _SCALES):
-        raise fail(
-            "the run with other params",
-            expected="other outputs",
-            got="the same",
-            mend="use the params that the call is given, not those of the constructor",
-        )
+        mend = "use the params that the call is given, not those of the constructor"
+        raise fail("the run with other params", expected="other outputs", got="the same", mend=mend)
     _expect_unchanged(trial, weights)
 
 
