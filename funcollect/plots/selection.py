@@ -11,9 +11,8 @@ from torch import Tensor
 from funcollect.trajectories.split import MASK, TRAJECTORY_IDS, check_batch, require
 from funcollect.tree import Path, flatten
 
-_FIELDS = frozenset(
-    {"reward", "done", "terminated", "truncated", "info"}
-)  # the keys under "next" that are not observations
+# The keys under "next" that are not observations.
+_FIELDS = frozenset({"reward", "done", "terminated", "truncated", "info"})
 
 
 class Trajectory(NamedTuple):

@@ -23,8 +23,6 @@ with warnings.catch_warnings():  # without ipywidgets a notebook shows a plain b
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
-_WORKER_COUNTS = {"lag": "policy_lag", "restarts": "restarts", "copies": "copies"}  # entry of the bar: key of `stats`
-
 
 class TrackableCollector(Protocol):
     """The part of a collector that `track` uses."""
@@ -182,12 +180,14 @@ class WorkersSummary:
             return {}
         stats = self._collector.stats()
         seconds = time.monotonic() - self._began
+        entries = {}
         spans = {
-            "reader_waits": ("reader_waited", seconds),
-            "workers_wait": ("workers_waited", seconds * self._workers),
+            "reader_waited": ("reader_waits", seconds),
+            "workers_waited": ("workers_wait", seconds * self._workers),
         }
-        shares = {
-            name: (stats.get(key, 0.0) - self._before.get(key, 0.0)) / span for name, (key, span) in spans.items()
-        }
-        waits = {name: f"{share:.0%}" for name, share in shares.items() if share >= 0.005}
-        return waits | {name: str(stats[key]) for name, key in _WORKER_COUNTS.items() if stats.get(key)}
+        for key, (name, span) in spans.items():
+            share = (stats.get(key, 0.0) - self._before.get(key, 0.0)) / span
+            if share >= 0.005:
+                entries[name] = f"{share:.0%}"
+        counts = {"lag": "policy_lag", "restarts": "restarts", "copies": "copies"}
+        return entries | {name: str(stats[key]) for name, key in counts.items() if stats.get(key)}

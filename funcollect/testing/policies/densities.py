@@ -68,32 +68,29 @@ def _expected(trial: PolicyTrial) -> Tensor:
 def _parameters(trial: PolicyTrial) -> HeadOutputs:
     """The inputs of the head, recomputed step by step with the policy's own module."""
     policy: Any = trial.policy
-    call = _call_jax if isinstance(policy, JaxPolicy) else _call_torch
     initial = state = recurrent_of(policy.init(key_from_seed(trial.seed), trial.lanes))
     steps = []
     for t in range(trial.steps):
         row = trial.batch[:, t]
-        if state is not None:
-            begun = row["collector", "step"] == 0
-            state = select(begun, _tensors(initial), _tensors(state))
         leaves = {leaf.path: row[leaf.path].clone() for leaf in trial.env.observation_leaves}
-        answer, state = call(policy, assemble(trial.env.observation_space, leaves), state)
+        observation = assemble(trial.env.observation_space, leaves)
+        if state is None:
+            answer = _call(policy, observation)
+        else:
+            begun = row["collector", "step"] == 0
+            answer, state = _call(policy, observation, select(begun, _tensors(initial), _tensors(state)))
         parsed = policy.head.parse(TORCH, split_answer(answer, policy.head)[0], trial.env.action_spec)
         steps.append(tuple(each.double() for each in parsed))
     return tuple(torch.stack(column, 1) for column in zip(*steps, strict=True))
 
 
-def _call_torch(policy: TorchPolicy, observation: Any, state: Any) -> tuple[Any, Any]:
+def _call(policy: TorchPolicy | JaxPolicy, *inputs: Any) -> Any:
+    """The result of the policy's module or function, as tensors."""
+    if isinstance(policy, JaxPolicy):
+        arrays = [import_jax().tree.map(np.asarray, each) for each in inputs]
+        return _tensors(policy.apply(policy.params, *arrays))
     with torch.no_grad():
-        if state is None:
-            return policy.module(observation), None
-        return tuple(policy.module(observation, state))
-
-
-def _call_jax(policy: JaxPolicy, observation: Any, state: Any) -> tuple[Any, Any]:
-    arrays = [import_jax().tree.map(np.asarray, each) for each in (observation, state) if each is not None]
-    answer = policy.apply(policy.params, *arrays)
-    return (_tensors(answer), None) if state is None else tuple(_tensors(answer))
+        return policy.module(*inputs)
 
 
 def _tensors(tree: Any) -> Any:
