@@ -70,15 +70,14 @@ def lengths(
 
 def _whole(stats: EpisodeStats | Sequence[EpisodeStats], window: int) -> EpisodeStats:
     check_positive("window", window, 100)
-    if isinstance(stats, EpisodeStats):
-        return stats
-    strangers = [one for one in stats if not isinstance(one, EpisodeStats)] if isinstance(stats, Sequence) else [stats]
-    if strangers:
-        raise TypeError(
-            f"stats is or holds a {type(strangers[0]).__name__}, expected EpisodeStats or a sequence of them: pass "
-            "fc.episode_stats(batch)"
-        )
-    return EpisodeStats.concatenate(stats)
+    parts = stats if isinstance(stats, Sequence) else [stats]
+    for part in parts:
+        if not isinstance(part, EpisodeStats):
+            raise TypeError(
+                f"stats is or holds a {type(part).__name__}, expected EpisodeStats or a sequence of them: pass "
+                "fc.episode_stats(batch)"
+            )
+    return EpisodeStats.concatenate(parts)
 
 
 def _curves(stats: EpisodeStats, values: Floats, label: str, window: int, path: str | PathLike[str] | None) -> Figure:
