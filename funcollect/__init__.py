@@ -110,7 +110,7 @@ def _homes() -> dict[str, str]:
 def __getattr__(name: str) -> Any:
     if name == "__all__":  # not a variable: type checkers cannot evaluate it, and would see no names in `import *`
         return sorted(_homes())
-    if name not in _homes():
+    if name.startswith("__") or name not in _homes():
         raise AttributeError(f"module 'funcollect' has no attribute {name!r}")
     home = _homes()[name]
     members = vars(importlib.import_module(home))
