@@ -17,6 +17,7 @@ from torch import Tensor
 
 from funcollect.core.request import Request
 from funcollect.core.state import CollectorState, trajectory_ids
+from funcollect.envs.host.host_env import check_rewards
 from funcollect.policies.actors.checks import check_apart
 from funcollect.tree import Path, select, to_tensordict
 
@@ -81,6 +82,7 @@ def deliver(
         single: whether the environment has no batch dimension.
 
     Raises:
+        EnvError: for a reward that is NaN.
         PolicyError: for an output of the policy under the key of an observation.
     """
     check_apart(outputs, state.observation)
@@ -92,6 +94,7 @@ def deliver(
     np.logical_or(flags[3], flags[4], out=flags[5])
     count = _count_episodes if reset_when_done else _count_until_finished
     after, ages = count(state, numbers, flags, reward, age.numpy())
+    check_rewards(reward.cpu().numpy())
     numbers[2] = state.lane.cpu().numpy()[:, None]
     numbers[3] = state.policy_version
     if single:

@@ -18,7 +18,7 @@ from funcollect.core.request import Request, open_actor
 from funcollect.core.simulators.forking import fork_simulation
 from funcollect.core.simulators.simulation import FinishedLanes, Simulation, SimulatorHandle
 from funcollect.core.state import CollectorState, all_lanes, first_state
-from funcollect.envs.host.host_env import check_outcome, check_rewards
+from funcollect.envs.host.host_env import check_outcome
 from funcollect.errors import EnvError
 from funcollect.keys import Key
 from funcollect.messages import shown
@@ -87,7 +87,6 @@ def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -
     with actor.running():
         _loop(simulation, actor, recording, state, request)
         policy_state, outputs = actor.finish()
-    check_rewards(recording.reward)
     counters, batch, ages = deliver(
         state,
         recording.columns(),

@@ -226,6 +226,10 @@ BROKEN: dict[str, tuple[type[InParts], str]] = {
     "observation structure": (broken(observe=lambda self, p: {"place": p["place"].float()}), "counts"),
     "reward shape": (broken(move=moves(lambda p, r, t: (p, r[:, None], t))), r"reward.*\(3, 1\).*3"),
     "reward for all": (broken(move=moves(lambda p, r, t: (p, r.sum(), t))), r"reward.*\(\).*3"),
+    "a reward that is NaN": (
+        broken(move=moves(lambda p, r, t: (p, torch.where(torch.arange(len(r)) == 1, torch.nan, r), t))),
+        "lane 1, step 0 of this batch: the reward is NaN",
+    ),
     "flag dtype": (broken(move=moves(lambda p, r, t: (p, r, t.float()))), r"terminated.*float32.*bool"),
     "flag shape": (broken(move=moves(lambda p, r, t: (p, r, t[:, None]))), r"terminated.*\(3, 1\).*3"),
 }
