@@ -30,11 +30,9 @@ class TrackableCollector(Protocol):
     @property
     def total_frames(self) -> int:
         """The number of frames after which the collector ends; negative if it never does."""
-        ...
 
     def __iter__(self) -> Iterator[TensorDict]:
         """Iterate over the batches."""
-        ...
 
 
 def track(

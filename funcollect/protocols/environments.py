@@ -44,27 +44,22 @@ class EnvDescription(Protocol):
     @property
     def num_envs(self) -> int | None:
         """P, or None for a single environment without a batch dimension."""
-        ...
 
     @property
     def observation_space(self) -> Space:
         """The observation space of one environment."""
-        ...
 
     @property
     def action_space(self) -> Space:
         """The action space of one environment."""
-        ...
 
     @property
     def observation_leaves(self) -> tuple[Leaf, ...]:
         """The leaves of an observation in a batch (`funcollect.envs.observation_leaves`)."""
-        ...
 
     @property
     def action_spec(self) -> ActionSpec:
         """How an action looks in a batch."""
-        ...
 
 
 @runtime_checkable
@@ -74,22 +69,18 @@ class HostEnv(EnvDescription, Protocol):
     @property
     def backend(self) -> Literal["host"]:
         """The kind of environment."""
-        ...
 
     @property
     def seeding(self) -> Seeding:
         """Whether each episode can be seeded, each lane once, or only the whole run."""
-        ...
 
     @property
     def forking(self) -> Forking:
         """How `fork` copies a state: by replaying episodes from their seeds, by a full snapshot, or not at all."""
-        ...
 
     @property
     def info_keys(self) -> tuple[str, ...]:
         """The keys of `info` that a batch records under ``next.info``."""
-        ...
 
     @property
     def running_statistics(self) -> tuple[str, ...]:
@@ -97,11 +88,9 @@ class HostEnv(EnvDescription, Protocol):
 
         New simulators lack these statistics, so `evaluate` and `fork` raise an error for such an environment.
         """
-        ...
 
     def open(self) -> Simulators:
         """Make live simulators, which are not reset yet."""
-        ...
 
 
 class Simulators(Protocol):
@@ -113,23 +102,18 @@ class Simulators(Protocol):
 
         `funcollect.envs.observation_rows` makes such arrays, aligned in memory, since Torch's results depend on that.
         """
-        ...
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
         """Start an episode in each of these k lanes, from its seed if it is not None."""
-        ...
 
     def send(self, lanes: Sequence[int], action: Any, /) -> None:
         """Begin a step of these k lanes with the actions [k, ...], a Torch tensor or a NumPy array."""
-        ...
 
     def receive(self) -> tuple[Sequence[int], Outcome]:
         """Return the lanes of the oldest `send` that was not received yet, and the outcome of their step."""
-        ...
 
     def close(self) -> None:
         """Free the simulators."""
-        ...
 
 
 class SnapshotSimulators(Simulators, Protocol):
@@ -137,11 +121,9 @@ class SnapshotSimulators(Simulators, Protocol):
 
     def snapshot(self) -> Any:
         """Return everything that the next steps depend on; later steps do not change the result."""
-        ...
 
     def restore(self, snapshot: Any, /) -> None:
         """Restore a snapshot of these or of equal simulators, observations included."""
-        ...
 
 
 @runtime_checkable
@@ -151,30 +133,24 @@ class TorchEnv(EnvDescription, Protocol):
     @property
     def backend(self) -> Literal["torch"]:
         """The kind of environment."""
-        ...
 
     @property
     def device(self) -> torch.device:
         """The device of its tensors."""
-        ...
 
     @property
     def params(self) -> Any:
         """The parameters at the start of a run: a pytree, or None."""
-        ...
 
     @property
     def max_episode_steps(self) -> int | None:
         """The number of steps after which the loop truncates an episode; None for no limit."""
-        ...
 
     def reset(self, key: LaneKeys, params: Any, /) -> tuple[Any, Any]:
         """Begin an episode in each lane; return the state and the observation [P, ...]."""
-        ...
 
     def step(self, key: LaneKeys, env_state: Any, action: Tensor, params: Any, /) -> Transition:
         """Make one step in each lane with the action [P, ...], without resets and without writing in place."""
-        ...
 
 
 @runtime_checkable
@@ -184,30 +160,24 @@ class JaxEnv(EnvDescription, Protocol):
     @property
     def backend(self) -> Literal["jax"]:
         """The kind of environment."""
-        ...
 
     @property
     def params(self) -> Any:
         """The parameters at the start of a run: a pytree, or None."""
-        ...
 
     @property
     def max_episode_steps(self) -> int | None:
         """The number of steps after which the loop truncates an episode; None for no limit."""
-        ...
 
     @property
     def starts(self) -> Starts:
         """``"fresh"``, or ``"cached"`` if every episode of a lane starts as its first one did."""
-        ...
 
     def reset(self, key: Any, params: Any, /) -> tuple[Any, Any]:
         """Begin an episode; return the state and the observation. `key` is uint32[2]."""
-        ...
 
     def step(self, key: Any, env_state: Any, action: Any, params: Any, /) -> Transition:
         """Make one step without a reset. Discrete actions are elements of the space, never one-hot rows."""
-        ...
 
 
 Env = HostEnv | TorchEnv | JaxEnv

@@ -70,19 +70,15 @@ class Actor(Protocol):
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which `act` and `finish` are called."""
-        ...
 
     def act(self, t: int) -> Any:
         """The action [P, ...] of step `t`, for the current values of `ActorInputs.observation`."""
-        ...
 
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
         """Reset the recurrent state of these lanes (indices or a mask [P]): they begin an episode at the next `act`."""
-        ...
 
     def finish(self) -> tuple[Any, Columns]:
         """Return the policy's next state, and its outputs of all steps."""
-        ...
 
 
 @runtime_checkable
@@ -95,45 +91,35 @@ class Policy(Protocol):
     @property
     def backend(self) -> Literal["torch", "jax"]:
         """Whether it takes Torch tensors, or arrays for JAX."""
-        ...
 
     @property
     def params(self) -> Any:
         """The policy's own current parameters."""
-        ...
 
     @property
     def nested(self) -> Sequence[Path]:
         """The outputs that have dotted names in a traced loop and nested keys in a batch."""
-        ...
 
     def check(self, spec: ActionSpec, /) -> None:
         """Raise ValueError if the policy cannot act in this action space."""
-        ...
 
     def noise(self, spec: ActionSpec, /) -> Noise | None:
         """The noise to draw in advance for each lane and step, or None."""
-        ...
 
     def init(self, key: Key, num_envs: int, /) -> Any:
         """The policy's state at the start of a run: its recurrent state, or that of its random generator."""
-        ...
 
     def prepare(self, params: Any, /) -> Any:
         """Check the parameters and convert them to the form that the call takes. None means the policy's own."""
-        ...
 
     def remembers(self, policy_state: Any, /) -> bool:
         """Whether a step may depend on those before it; if so, the loop calls `Actor.restart` for new episodes."""
-        ...
 
     def actor(self, inputs: ActorInputs, /) -> Actor:
         """Bind the policy to one rollout."""
-        ...
 
     def finish(self, columns: Columns, spec: ActionSpec, /) -> Columns:
         """Check the outputs of a rollout, and convert them to the dtypes of a batch."""
-        ...
 
     def __call__(
         self,
@@ -158,7 +144,6 @@ class Policy(Protocol):
         Returns:
             The next policy state and the outputs, ``action`` among them.
         """
-        ...
 
 
 _KNOWN: weakref.WeakSet[type] = weakref.WeakSet()

@@ -69,7 +69,6 @@ class SampleSpec(Protocol):
         Raises:
             ValueError: if the ring is empty, or cannot have such a sample.
         """
-        ...
 
 
 def check_filled(memory: BufferView) -> None:

@@ -17,15 +17,12 @@ class RandomSource(Protocol):
 
     def below(self, limit: int, count: int) -> Ints:
         """`count` uniform integers in ``[0, limit)``."""
-        ...
 
     def uniform(self, count: int) -> Floats:
         """`count` uniform numbers in ``[0, 1)``."""
-        ...
 
     def permutation(self, count: int) -> Ints:
         """The integers below `count` in random order."""
-        ...
 
 
 class KeySource(RandomSource):

@@ -31,7 +31,6 @@ class Sampler(Protocol):
 
     def draw(self, memory: BufferView, batch_size: int, random_source: RandomSource) -> SampleIndices:
         """Choose the frames of one sample."""
-        ...
 
     def ran_out(self, batch_size: int) -> bool:
         """Whether every frame was returned once, so that the next sample begins a new round."""

@@ -46,7 +46,6 @@ class Storage(Protocol):
         Raises:
             TypeError, ValueError: if it does not match the storage.
         """
-        ...
 
     def allocate(self, batch: Incoming) -> None:
         """Allocate memory for `max_size` frames, before the first batch is written."""
@@ -57,7 +56,6 @@ class Storage(Protocol):
 
         The frames of a batch are ordered by time, then by lane.
         """
-        ...
 
     def announce(self, oldest: int, written: int) -> None:
         """Publish that exactly the frames with the numbers ``oldest … written - 1`` are complete.
@@ -71,7 +69,6 @@ class Storage(Protocol):
 
         A storage with `compact_obs` also needs `following`, the slots of their successors (any slot if there is none).
         """
-        ...
 
     def settle(self, slots: Ints, following: Ints) -> None:
         """Record that the frames in `slots` have the new successors `following`, each in its trajectory."""
@@ -79,11 +76,9 @@ class Storage(Protocol):
 
     def copy(self) -> Storage:
         """A storage in memory with the same frames."""
-        ...
 
     def dump(self, directory: Path, count: int) -> Any:
         """Write the first `count` slots to files; return a description for JSON."""
-        ...
 
     def load(self, directory: Path, count: int, frames: Any, allow_pickle: bool) -> None:
         """Read the files of `dump`.
@@ -91,7 +86,6 @@ class Storage(Protocol):
         Raises:
             ValueError: if they were changed, or contain objects that only `allow_pickle` could read.
         """
-        ...
 
     def empty(self) -> None:
         """Remove all frames; keys, shapes and dtypes are kept."""
