@@ -76,10 +76,7 @@ def seed_of(key: Key) -> int:
 
 def fold(key: Key, *words: int) -> int:
     """A 64-bit word that depends on the key and on every one of `words`."""
-    return _fold(seed_of(key), *words)
-
-
-def _fold(word: int, *words: int) -> int:
+    word = seed_of(key)
     for data in words:
         word = _fold_one(word, data)
     return word

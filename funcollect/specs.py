@@ -88,17 +88,15 @@ def _leaves(space: Space, path: Path, floating: np.dtype[Any]) -> list[Leaf]:
     return [leaf for name, child in parts for leaf in _leaves(child, (*path, name), floating)]
 
 
-def assemble(space: Space, flat: Mapping[Path, Any]) -> Any:
+def assemble(space: Space, flat: Mapping[Path, Any], path: Path | None = None) -> Any:
     """An observation as a policy takes it: an array, a dict for a Dict space, a tuple for a Tuple space."""
-    return _assemble(space, () if isinstance(space, spaces.Dict) else ("observation",), flat)
-
-
-def _assemble(space: Space, path: Path, flat: Mapping[Path, Any]) -> Any:
+    if path is None:
+        path = () if isinstance(space, spaces.Dict) else ("observation",)
     match space:
         case spaces.Dict():
-            return {name: _assemble(child, (*path, str(name)), flat) for name, child in space.spaces.items()}
+            return {name: assemble(child, flat, (*path, str(name))) for name, child in space.spaces.items()}
         case spaces.Tuple():
-            return tuple(_assemble(child, (*path, str(index)), flat) for index, child in enumerate(space.spaces))
+            return tuple(assemble(child, flat, (*path, str(index))) for index, child in enumerate(space.spaces))
         case _:
             return flat[path]
 
@@ -179,9 +177,15 @@ class ActionSpec:
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of one action in a batch."""
-        return (sum(self.categories),) if self.one_hot else tuple(self.space.shape or ())
+        return (self.choices,) if self.one_hot else tuple(self.space.shape or ())
 
     @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of an action in a batch."""
         return torch.from_numpy(np.empty(0, np.int64 if self.one_hot else self.space.dtype)).dtype
+
+    def from_one_hot(self, action: Any, numpy: Any) -> Any:
+        """Integers [*B, *space.shape] from one-hot rows [*B, choices]; `numpy` is NumPy, or `jax.numpy`."""
+        parts = numpy.split(action, np.cumsum(self.categories)[:-1], -1)
+        chosen = numpy.stack([part.argmax(-1) for part in parts], -1)
+        return chosen.reshape((*action.shape[:-1], *(self.space.shape or ()))) + self.start

@@ -4,15 +4,13 @@ from funcollect.envs.envpool_envs.adapter import from_envpool
 from funcollect.envs.gymnasium_envs.adapter import from_gymnasium
 from funcollect.envs.gymnasium_envs.ale import from_ale
 from funcollect.envs.host.host_env import HostEnvBase, SimulatorsBase, observation_rows
-from funcollect.envs.jax_envs.brax_env import from_brax
-from funcollect.envs.jax_envs.func_env import from_functional
-from funcollect.envs.jax_envs.functions import from_functions
+from funcollect.envs.jax_envs.brax_env import from_brax, from_playground
+from funcollect.envs.jax_envs.functions import from_functional, from_functions
 from funcollect.envs.jax_envs.gymnax_env import from_gymnax
 from funcollect.envs.jax_envs.jax_env import JaxEnvBase
 from funcollect.envs.jax_envs.jumanji_env import from_jumanji
 from funcollect.envs.jax_envs.navix_env import from_navix
 from funcollect.envs.jax_envs.pgx_env import from_pgx
-from funcollect.envs.jax_envs.playground_env import from_playground
 from funcollect.envs.torch_envs.classic_control import CartPole, Pendulum
 from funcollect.envs.torch_envs.torch_env import TorchEnvBase
 from funcollect.envs.torchrl_envs.adapter import from_torchrl

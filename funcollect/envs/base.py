@@ -1,10 +1,12 @@
-"""What the base classes for environments of your own share."""
+"""Members that environments share: those that users write, and those that adapters return."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from funcollect.arguments import check_num_envs
+from funcollect.protocols import Backend
 from funcollect.specs import ActionSpec, Leaf, Space, observation_leaves
 
 if TYPE_CHECKING:  # a cached property does not fit a protocol's property for pyright
@@ -14,15 +16,7 @@ else:
 
 
 class EnvBase:
-    """Members of an environment that follow from its two spaces.
-
-    Args:
-        num_envs: P, or None for a single environment without a batch dimension, unless the class sets it.
-
-    Raises:
-        ValueError: for a `num_envs` below 1.
-        TypeError: for a subclass without spaces.
-    """
+    """Base class of the base classes for users' environments: the members that follow from the two spaces."""
 
     observation_space: Space
     action_space: Space
@@ -47,3 +41,24 @@ class EnvBase:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'' if self.num_envs is None else f'num_envs={self.num_envs}'})"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AdaptedEnv:
+    """An environment that an adapter returns."""
+
+    label: str  # its name in messages
+    num_envs: int | None
+    observation_space: Space
+    action_spec: ActionSpec
+    observation_leaves: tuple[Leaf, ...]
+    backend: Backend
+
+    @property
+    def action_space(self) -> Space:
+        """The action space of one environment."""
+        return self.action_spec.space
+
+    def __repr__(self) -> str:
+        lanes = "" if self.num_envs is None else f", num_envs={self.num_envs}"
+        return f"{self.backend.capitalize()}Env({self.label!r}{lanes})"

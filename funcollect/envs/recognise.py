@@ -1,4 +1,4 @@
-"""Recognise the environments of other libraries without importing these."""
+"""Recognise the environments of other libraries without importing the libraries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_torchrl(env: Any) -> bool:
 
 
 def is_envpool(env: Any) -> bool:
-    """Whether `env` is a pool that EnvPool has built, through whichever interface."""
+    """Whether `env` is a pool of EnvPool's, of any interface."""
     return any(base.__module__.partition(".")[0] == "envpool" for base in type(env).__mro__)
 
 
@@ -32,25 +32,28 @@ def refuse_sb3(env: Any) -> None:
 
 
 def running_statistics(env: Any) -> tuple[str, ...]:
-    """The wrappers of `env`, or of its first lane, that normalise by statistics updated over episodes: their classes.
+    """The classes of the wrappers of `env`, or of its first lane, that normalise by statistics updated over episodes.
 
-    Known by what they hold: a `RunningMeanStd`, as Gymnasium's `NormalizeObservation` and `NormalizeReward` do, unless
-    their ``update_running_mean`` is False; and TorchRL's `VecNorm` transforms, unless they are frozen.
+    These are the wrappers that have a `RunningMeanStd`, such as Gymnasium's `NormalizeObservation`, unless their
+    ``update_running_mean`` is False, and TorchRL's `VecNorm` transforms, unless they are frozen.
     """
-    return tuple(dict.fromkeys(type(part).__name__ for part in _parts(env) if _updates_statistics(part)))
+    return tuple(dict.fromkeys(type(part).__name__ for part in _parts(env, set()) if _updates_statistics(part)))
 
 
-def _parts(env: Any, seen: set[int] | None = None) -> Iterator[Any]:
-    """`env` and what it wraps: wrappers, transforms, the first lane; built and closed again if it lives elsewhere.
+def _parts(env: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield `env`, its wrappers, transforms and first lane; a lane that lives elsewhere is built, and closed again.
 
-    Parts may refer to each other in a circle; `seen` has the ids of those that were met.
+    Parts may refer to each other in a circle, so `seen` has the ids of those that were yielded.
     """
-    seen = set() if seen is None else seen
     if id(env) in seen:
         return
     seen.add(id(env))
     yield env
-    own = _by_name(env)
+    own: Mapping[str, Any] = {}
+    if isinstance(env, torch.nn.Module):  # TorchRL's environments are modules
+        own = vars(env)
+    elif isinstance(env, VectorEnv):
+        own = {name: getattr(env, name, None) for name in ("envs", "env_fns")}
     for part in [*filter(_is_env, _attributes(env)), *own.get("_modules", {}).values()]:
         yield from _parts(part, seen)
     lanes = own.get("envs") or own.get("_envs")
@@ -63,22 +66,15 @@ def _parts(env: Any, seen: set[int] | None = None) -> Iterator[Any]:
         lane.close()
 
 
-def _by_name(env: Any) -> Mapping[str, Any]:
-    """What a TorchRL environment or one of Gymnasium's vectors holds, among it its lanes or how to make them."""
-    if isinstance(env, torch.nn.Module):
-        return vars(env)
-    return {name: getattr(env, name, None) for name in ("envs", "env_fns")} if isinstance(env, VectorEnv) else {}
-
-
 def _is_env(value: Any) -> bool:
     return hasattr(type(value), "step") and hasattr(type(value), "reset")
 
 
 def _attributes(part: Any) -> list[Any]:
-    """What the attributes of an instance hold, and what dicts among them hold.
+    """The values of an instance's attributes, and the values of dicts among them.
 
     `vars` would slow the instance down: after its ``__dict__`` has been read, CPython keeps the attributes in a dict,
-    which a simulator reads more slowly at every step.
+    from which a simulator reads them more slowly at every step.
     """
     found = gc.get_referents(part)
     for _ in range(2):

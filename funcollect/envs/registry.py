@@ -9,18 +9,9 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 
-from funcollect.envs.envpool_envs.adapter import from_envpool
-from funcollect.envs.gymnasium_envs.adapter import from_gymnasium
-from funcollect.envs.gymnasium_envs.ale import from_ale
-from funcollect.envs.jax_envs.brax_env import from_brax
-from funcollect.envs.jax_envs.gymnax_env import from_gymnax
-from funcollect.envs.jax_envs.jumanji_env import from_jumanji
-from funcollect.envs.jax_envs.navix_env import from_navix
-from funcollect.envs.jax_envs.pgx_env import from_pgx
-from funcollect.envs.jax_envs.playground_env import from_playground
+from funcollect import envs
 from funcollect.envs.recognise import is_envpool, is_torchrl, refuse_sb3
 from funcollect.envs.torch_envs.classic_control import TORCH_ENVS
-from funcollect.envs.torchrl_envs.adapter import from_torchrl
 from funcollect.protocols import Env, is_env, is_policy
 
 
@@ -44,9 +35,9 @@ def make_env(env: Any, **kwargs: Any) -> Env:
     Pendulum(num_envs=4)
     """
     if is_torchrl(env):  # before its attributes are looked at: a ParallelEnv asks its processes for them
-        return from_torchrl(env, **kwargs)
+        return envs.from_torchrl(env, **kwargs)
     if is_envpool(env):
-        return from_envpool(env, **kwargs)
+        return envs.from_envpool(env, **kwargs)
     if is_policy(env):
         raise TypeError(f"env is the policy {type(env).__name__}, expected an environment: it comes before the policy")
     if is_env(env):
@@ -54,25 +45,17 @@ def make_env(env: Any, **kwargs: Any) -> Env:
             raise ValueError(f"{', '.join(kwargs)} cannot be given with {env!r}, which is made already: leave it out")
         return env
     namespace, slash, name = env.partition("/") if isinstance(env, str) else ("", "", "")
-    if slash and namespace == "torch":
-        return _torch_env(name, **kwargs)
     if slash and namespace in _NAMESPACES:
-        return _named(namespace, name, kwargs)
+        try:
+            return _NAMESPACES[namespace](name, **kwargs)
+        except TypeError as error:
+            if "unexpected keyword argument" not in str(error):
+                raise
+            takes = "it takes num_envs and device" if namespace == "torch" else f"see funcollect.envs.from_{namespace}"
+            raise TypeError(f"'{env}': {error}: leave it out; {takes}") from error
     if callable(env) and not isinstance(env, gymnasium.Env):
         return _from_callable(env, kwargs)
-    return from_gymnasium(env, **kwargs)
-
-
-def _named(namespace: str, name: str, kwargs: dict[str, Any]) -> Env:
-    adapter = _NAMESPACES[namespace]
-    try:
-        return adapter(name, **kwargs)
-    except TypeError as error:
-        if "unexpected keyword argument" not in str(error):
-            raise
-        raise TypeError(
-            f"'{namespace}/{name}': {error}: leave it out; funcollect.envs.{adapter.__name__} says what there is"
-        ) from error
+    return envs.from_gymnasium(env, **kwargs)
 
 
 def _torch_env(name: str, **kwargs: Any) -> Env:
@@ -81,21 +64,19 @@ def _torch_env(name: str, **kwargs: Any) -> Env:
             f"there is no Torch environment {name!r}, expected one of {sorted(TORCH_ENVS)}: leave 'torch/' out for "
             "Gymnasium's, or pass an instance of your own TorchEnvBase"
         )
-    try:
-        return TORCH_ENVS[name](**kwargs)
-    except TypeError as error:
-        raise TypeError(f"'torch/{name}': {error}: it takes num_envs and device, leave the rest out") from error
+    return TORCH_ENVS[name](**kwargs)
 
 
 _NAMESPACES: dict[str, Callable[..., Env]] = {
-    "ale": from_ale,
-    "brax": from_brax,
-    "envpool": from_envpool,
-    "gymnax": from_gymnax,
-    "jumanji": from_jumanji,
-    "navix": from_navix,
-    "pgx": from_pgx,
-    "playground": from_playground,
+    "ale": envs.from_ale,
+    "brax": envs.from_brax,
+    "envpool": envs.from_envpool,
+    "gymnax": envs.from_gymnax,
+    "jumanji": envs.from_jumanji,
+    "navix": envs.from_navix,
+    "pgx": envs.from_pgx,
+    "playground": envs.from_playground,
+    "torch": _torch_env,
 }
 _ADAPTER_ARGUMENTS = ("num_envs", "parallel", "info_keys", "dtype", "one_hot")
 
@@ -107,9 +88,9 @@ def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
     if is_torchrl(made) or isinstance(made, gymnasium.Env):
         if kwargs.get("parallel") and not is_torchrl(made):
             made.close()
-            return from_gymnasium(factory, **kwargs)
+            return envs.from_gymnasium(factory, **kwargs)
         spare = [made]
-        adapter = from_torchrl if is_torchrl(made) else from_gymnasium
+        adapter = envs.from_torchrl if is_torchrl(made) else envs.from_gymnasium
         return adapter(lambda: spare.pop() if spare else factory(**own), **given)
     refuse_sb3(made)
     if not isinstance(made, (Env, str, EnvSpec, VectorEnv, Sequence)):

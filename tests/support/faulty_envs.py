@@ -250,7 +250,7 @@ def through(proxy: type[Proxy], **changes: Any) -> Callable[[], SimulatedEnv]:
 
     def make() -> SimulatedEnv:
         env = over(Walk)()
-        return replace(env, opener=lambda: proxy(env.open()), **changes)
+        return replace(env, opener=lambda _: proxy(env.open()), **changes)
 
     return make
 

@@ -6,20 +6,22 @@ import difflib
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
+from typing_extensions import override
 
 from funcollect.arguments import check_keys, check_not_given, check_num_envs, check_positive
-from funcollect.envs.envpool_envs.lanes import EnvPoolLanes
-from funcollect.envs.host.extras import import_extra
-from funcollect.envs.host.host_env import SimulatedEnv
+from funcollect.envs.extras import import_extra
+from funcollect.envs.host.host_env import ONWARD, SimulatedEnv, SimulatorsBase, batch_decoder
 from funcollect.envs.host.rows import Rows
+from funcollect.envs.spaces import box
+from funcollect.errors import EnvError
+from funcollect.protocols import Outcome
 from funcollect.specs import ActionSpec, Space, observation_leaves
 
-Imported = TypeVar("Imported")
 _OURS = {
     "seed": "pass it to funcollect.init, or to a collector",
     "env_seed": "pass a seed to funcollect.init, or to a collector",
@@ -43,22 +45,20 @@ def from_envpool(
 ) -> SimulatedEnv:
     """A host environment over EnvPool, seeded by run: the pool is built with one seed for each lane, once.
 
-    Lanes that are done are reset in the same step, as everywhere here; EnvPool alone would do that in the next one.
-    Where an episode ends by itself in the very step in which its time is up, EnvPool says truncated, not terminated.
+    Lanes that are done are reset in the same step, while EnvPool itself would reset them in the next one. EnvPool
+    reports an episode that terminates at its time limit as truncated, not as terminated.
 
     Args:
         task_id: one of `envpool.list_all_envs`, such as ``"Pong-v5"``.
-        num_envs: P; None for a single environment without a batch dimension.
         num_threads: threads that step the lanes; the data do not depend on it.
-        info_keys: keys of `info` to be recorded under ``next.info``, such as ``"lives"``.
-        dtype: the dtype of floating observations in a batch; float32 unless given.
-        one_hot: discrete actions as one-hot int64 rows instead of integers.
-        **kwargs: for `envpool.make_gymnasium`: `max_episode_steps`, and what the task itself takes.
+        info_keys: keys of `info` that a batch records under ``next.info``, such as ``"lives"``.
+        **kwargs: for `envpool.make_gymnasium`: `max_episode_steps`, and the task's own options.
+        num_envs, dtype, one_hot: see `from_gymnasium`.
 
     Raises:
-        ImportError: where EnvPool is not installed.
+        ImportError: if EnvPool is not installed.
         ValueError: for an unknown task, one for several players, a number out of range, an info key that the task does
-            not have, or a keyword argument that is not the caller's to set.
+            not have, or a keyword argument that is set here.
         TypeError: for a pool that is built already, and a keyword argument that the task does not take.
 
     >>> from_envpool("CartPole-v1", num_envs=8)
@@ -73,28 +73,26 @@ def from_envpool(
     check_num_envs(num_envs)
     check_positive("num_threads", num_threads)
     check_not_given("EnvPool here", kwargs, _OURS)
-    count = num_envs or 1
     envpool = import_extra("envpool", "envpool", "envs")
-    config = kwargs | {"num_envs": count, "num_threads": num_threads}
-    spec = _spec_of(envpool, task_id, config)
-    _check_task(task_id, spec, info_keys)
-    space, action_spec = _quietly(lambda: (_widened(spec.observation_space), ActionSpec(spec.action_space, one_hot)))
-    leaves = observation_leaves(space, dtype)
+    config = kwargs | {"num_envs": num_envs or 1, "num_threads": num_threads}
+    spec = _spec_of(envpool, task_id, config, info_keys)
+    with warnings.catch_warnings(action="ignore"):  # Gymnasium warns about the bounds of EnvPool's boxes
+        space, action_spec = _widened(spec.observation_space), ActionSpec(spec.action_space, one_hot)
     build = partial(_pool_of, envpool, task_id, config)
     return SimulatedEnv(
         label=f"envpool/{task_id}",
         num_envs=num_envs,
         observation_space=space,
         action_spec=action_spec,
-        observation_leaves=leaves,
-        opener=lambda: EnvPoolLanes(build, Rows(space, leaves, count), action_spec, tuple(info_keys)),
+        observation_leaves=observation_leaves(space, dtype),
+        opener=partial(EnvPoolLanes, build),
         info_keys=tuple(info_keys),
         seeding="run",
         forking="none",
     )
 
 
-def _spec_of(envpool: Any, task_id: str, config: dict[str, Any]) -> Any:
+def _spec_of(envpool: Any, task_id: str, config: dict[str, Any], info_keys: Sequence[str]) -> Any:
     known = envpool.list_all_envs()
     if task_id not in known:
         near = difflib.get_close_matches(task_id, known, 3, 0.4) or _WELL_KNOWN
@@ -102,16 +100,13 @@ def _spec_of(envpool: Any, task_id: str, config: dict[str, Any]) -> Any:
     if "max_episode_steps" in config:
         check_positive("max_episode_steps", config["max_episode_steps"])
     try:
-        return envpool.make_spec(task_id, **config)
+        spec = envpool.make_spec(task_id, **config)
     except TypeError as error:
         reason = str(error).partition("\n")[0]
         raise TypeError(
             f"EnvPool cannot make {task_id!r} with {config}: {reason} leave out what the task does not take; it takes "
             f"{sorted(set(envpool.make_spec(task_id).config._fields) - _OURS.keys())}"
         ) from error
-
-
-def _check_task(task_id: str, spec: Any, info_keys: Sequence[str]) -> None:
     if spec.config.max_num_players > 1:
         raise ValueError(f"{task_id} is for {spec.config.max_num_players} players, expected one: take another task")
     infos = {key.removeprefix("info:") for key in spec.state_array_spec if key.startswith("info:")} | {"elapsed_step"}
@@ -119,29 +114,73 @@ def _check_task(task_id: str, spec: Any, info_keys: Sequence[str]) -> None:
         raise ValueError(
             f"EnvPool's {task_id} has no info key {unknown[0]!r}, expected one of {sorted(infos)}: name one of these"
         )
+    return spec
 
 
 def _pool_of(envpool: Any, task_id: str, config: dict[str, Any], seeds: Sequence[int]) -> Any:
     pool = envpool.make_gymnasium(task_id, seed=[seed & _LARGEST_SEED for seed in seeds], **config)
-    _quietly(lambda: pool.observation_space)  # it is made once, and at the first step otherwise
+    with warnings.catch_warnings(action="ignore"):
+        _ = pool.observation_space  # EnvPool makes it once, otherwise at the first step
     return pool
 
 
 def _widened(space: Space) -> Space:
-    """Boxes without bounds, which EnvPool gives as the least positive and the largest float of C++, made unbounded."""
+    """The space with unbounded boxes, whose bounds EnvPool gives as the least positive and the largest float of C++."""
     if isinstance(space, spaces.Dict):
         return spaces.Dict({name: _widened(child) for name, child in space.spaces.items()})
     if not isinstance(space, spaces.Box) or space.dtype is None or space.dtype.kind != "f":
         return space
-    dtype: Any = space.dtype.type
-    limits = np.finfo(dtype)
-    without = (space.low == limits.tiny) & (space.high == limits.max)
-    low, high = np.where(without, -np.inf, space.low), np.where(without, np.inf, space.high)
-    return spaces.Box(low.astype(dtype), high.astype(dtype), dtype=dtype)
+    limits = np.finfo(space.dtype)
+    unbounded = (space.low == limits.tiny) & (space.high == limits.max)
+    low, high = np.where(unbounded, -np.inf, space.low), np.where(unbounded, np.inf, space.high)
+    return box(space.shape, space.dtype, low, high)
 
 
-def _quietly(make: Callable[[], Imported]) -> Imported:
-    """Without the warnings of Gymnasium's boxes about the bounds that EnvPool gives them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return make()
+class EnvPoolLanes(SimulatorsBase):
+    """A pool in synchronous mode, which returns results in the order of the indices that it is sent.
+
+    EnvPool would reset a lane at the step after its episode's end. That never happens here: a lane that is done is
+    reset by its index first, or is not stepped any more. `build` makes a pool from one seed for each lane.
+    """
+
+    def __init__(self, build: Callable[[Sequence[int]], Any], env: SimulatedEnv) -> None:
+        self._build = build
+        self._pool: Any = None
+        self._decode = batch_decoder(env.action_spec)
+        self._info_keys = env.info_keys
+        self._num_envs = env.num_envs or 1
+        self._rows = Rows(env.observation_space, env.observation_leaves, self._num_envs)
+        self.observation = self._rows.arrays
+
+    @override
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
+        if not lanes:
+            return
+        given = [seed for seed in seeds if seed is not None]
+        try:
+            if given:  # all lanes get seeds together, in a new pool
+                self.close()
+                self._pool = self._build(given)
+            index = np.array(lanes, np.int32)
+            observation, _ = self._pool.reset(index)
+        except Exception as error:
+            raise EnvError(f"lanes {list(lanes)}: EnvPool's reset raised {error!r}: {ONWARD}") from error
+        self._rows.write_batch(observation, index)
+
+    @override
+    def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
+        actions = self._decode(action)
+        index = None if len(lanes) == self._num_envs else np.array(lanes, np.int32)
+        try:
+            observation, reward, terminated, truncated, info = self._pool.step(actions, index)
+        except Exception as error:
+            raise EnvError(f"EnvPool's step raised {error!r}: {ONWARD}") from error
+        infos = [info[key] for key in self._info_keys]
+        self._rows.write_batch(observation, index)
+        return reward, terminated.tolist(), truncated.tolist(), infos
+
+    @override
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None

@@ -1,4 +1,4 @@
-"""Atari games from the Arcade Learning Environment, with the wrappers that are usual for them."""
+"""Atari games from the Arcade Learning Environment, with the usual wrappers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from copy import deepcopy
 from typing import Any
 
 import gymnasium
-from gymnasium.envs.registration import EnvSpec
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, TimeLimit
 
 from funcollect.arguments import check_count, check_flags, check_not_given, check_number, check_positive
+from funcollect.envs.extras import import_extra
 from funcollect.envs.gymnasium_envs.adapter import from_gymnasium
-from funcollect.envs.host.extras import import_extra
 from funcollect.envs.host.host_env import SimulatedEnv
 
 _OURS = {
@@ -40,32 +39,30 @@ def from_ale(
     parallel: bool = False,
     **kwargs: Any,
 ) -> SimulatedEnv:
-    """A host environment over an Atari game, seeded by lane: a seeded reset loads the game anew, which takes 90 ms.
+    """A host environment over an Atari game, seeded by lane: a seeded reset reloads the game, which takes 90 ms.
 
     Observations are ``[stack, screen_size, screen_size]`` uint8, in colour with a last dimension of 3. Rewards are the
-    game's own. A frame repeats the action before with probability 0.25, as Machado et al., 2018, have it; give 0.0 for
-    the games of Mnih et al., 2015.
+    game's own. A frame repeats the last action with probability 0.25, as in Machado et al., 2018; pass 0.0 for the
+    games of Mnih et al., 2015.
 
     Args:
         game: its name in ``ALE/<game>-v5``, such as ``"Pong"``.
-        num_envs: P; None for a single environment without a batch dimension.
-        frame_skip: frames of the game for which an action is held; they are one step.
-        noop_max: the most frames without an action with which an episode begins; 0 for none.
+        frame_skip: frames of the game per step; the action is held.
+        noop_max: the largest number of frames without an action at the start of an episode; 0 for none.
         screen_size: pixels in each direction.
-        stack: how many of the last screens stand in an observation.
+        stack: the number of screens in an observation.
         grayscale: whether colours are left out.
         terminal_on_life_loss: whether an episode terminates when a life is lost, and not only when the game is over.
-        repeat_action_probability: how often a frame takes the action before, in [0, 1].
+        repeat_action_probability: the probability that a frame repeats the last action, in [0, 1].
         max_episode_steps: steps after which an episode is truncated; the game itself truncates after 108,000 frames.
-        info_keys: keys of `info` to be recorded under ``next.info``, such as ``"lives"``.
-        one_hot: actions as one-hot int64 rows instead of integers.
-        parallel: a process of its own for every lane, see `from_gymnasium`.
+        info_keys: keys of `info` that a batch records under ``next.info``, such as ``"lives"``.
         **kwargs: for the game: `mode`, `difficulty`, `full_action_space`, `max_num_frames_per_episode`, and
             `render_mode`, ``"rgb_array"`` for `funcollect.record`.
+        num_envs, one_hot, parallel: see `from_gymnasium`.
 
     Raises:
-        ImportError: where ale-py or OpenCV is not installed.
-        ValueError: for an unknown game, a number out of range, or a keyword argument that is not the caller's to set.
+        ImportError: if ale-py or OpenCV is not installed.
+        ValueError: for an unknown game, a number out of range, or a keyword argument that is set here.
         TypeError: for something else as a number, or a keyword argument that the game does not take.
 
     >>> env = from_ale("Pong", num_envs=4)
@@ -92,17 +89,13 @@ def from_ale(
     if max_episode_steps is not None:
         check_positive("max_episode_steps", max_episode_steps)
         wrappers.append(TimeLimit.wrapper_spec(max_episode_steps=max_episode_steps))
-    spec = _spec_of(game)
+    gymnasium.register_envs(import_extra("ale_py", "ale-py", "envs"))
+    try:
+        spec = deepcopy(gymnasium.spec(f"ALE/{game}-v5"))
+    except gymnasium.error.Error as error:
+        raise ValueError(f"there is no Atari game {game!r} ({error}): for 'ALE/Pong-v5' write 'Pong'") from error
     spec.additional_wrappers = tuple(wrappers)
     spec.kwargs |= {"frameskip": 1, "repeat_action_probability": repeat_action_probability}
     if grayscale:
-        spec.kwargs["obs_type"] = "grayscale"  # what no wrapper reads is cheaper to fetch
+        spec.kwargs["obs_type"] = "grayscale"  # cheaper to fetch, and no wrapper reads colours
     return from_gymnasium(spec, num_envs=num_envs, info_keys=info_keys, one_hot=one_hot, parallel=parallel, **kwargs)
-
-
-def _spec_of(game: str) -> EnvSpec:
-    gymnasium.register_envs(import_extra("ale_py", "ale-py", "envs"))
-    try:
-        return deepcopy(gymnasium.spec(f"ALE/{game}-v5"))
-    except gymnasium.error.Error as error:
-        raise ValueError(f"there is no Atari game {game!r} ({error}): for 'ALE/Pong-v5' write 'Pong'") from error

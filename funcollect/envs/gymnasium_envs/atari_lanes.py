@@ -1,8 +1,8 @@
-"""Atari games under whatever Gymnasium wrappers, which can be brought to the same point again.
+"""Atari games under any Gymnasium wrappers, with snapshots.
 
-ALE's own clone holds the machine and its generator, but not the action that it repeats where actions are sticky. So a
-game is copied every hundred steps or so, and the calls since the last copy but one are remembered. To follow it, they
-are made again from that copy, once for each action that may have come before, until the machine stands where it should.
+ALE's own clone has the machine and its generator, but not the action that sticky frames repeat. So a game is copied
+about every hundred steps, and the calls since the last copy but one are recorded. A snapshot is restored by repeating
+these calls from that copy, for each action that may have come before it, until the whole machine is equal.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from functools import partial
 from typing import Any
 
 import gymnasium
+from typing_extensions import override
 
 from funcollect.envs.gymnasium_envs.lanes import GymEnv, Lanes
+from funcollect.envs.host.host_env import SimulatedEnv
 from funcollect.errors import ReplayError
-from funcollect.specs import ActionSpec, Leaf
 
 _APART = 128  # calls between two copies: a copy takes as long as one or two steps
-_UNLIKELY = 1e-12  # that an action has not been taken up, though it was asked for again and again
+_UNLIKELY = 1e-12  # the accepted probability that ALE still repeats another action than the one that was sent
 _CHANGELESS = frozenset({"env", "ale", "spec", "_cached_spec", "observation_space", "_observation_space"})
-_RESET = object()  # stands for a reset without a seed where an action would stand
+_RESET = object()  # in a list of actions: a reset without a seed
 
 
 def is_atari(env: Any) -> bool:
     """Whether a Gymnasium environment is an Atari game, under any wrappers."""
-    ale_py = sys.modules.get("ale_py")  # whoever made such an environment has imported it
+    ale_py = sys.modules.get("ale_py")  # it has been imported if there is such an environment
     return ale_py is not None and isinstance(env.unwrapped, ale_py.AtariEnv)
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """Layers from the outermost wrapper to the game, the attributes in which they change, and the machine's state.
+    """The layers from the outermost wrapper to the game, their attributes that change, and the machine's state.
 
-    The attributes are copied together, so that what two layers share stays shared.
+    The attributes are copied together, so that objects which two layers share stay shared.
     """
 
     layers: tuple[Any, ...]
@@ -67,7 +68,7 @@ def _layers(env: Any) -> tuple[Any, ...]:
 
 
 def _copied(attributes: list[dict[str, Any]], old: Sequence[Any], new: Sequence[Any]) -> list[dict[str, Any]]:
-    """A deep copy, in which the `new` layers stand for the `old` ones."""
+    """A deep copy in which references to the `old` layers become references to the `new` ones."""
     memo = {id(one): other for one, other in zip(old, new, strict=True)}
     memo[id(old[-1].ale)] = new[-1].ale
     return copy.deepcopy(attributes, memo)
@@ -75,25 +76,21 @@ def _copied(attributes: list[dict[str, Any]], old: Sequence[Any], new: Sequence[
 
 @dataclass(frozen=True)
 class _History:
-    """A copy, or None for the seeded reset with which all began, the calls since, and where they have led."""
+    """Two copies of a game, the calls after each of them, and the resulting machine."""
 
     seed: int | None
-    older: _Copy | None
+    older: _Copy | None  # None: the calls began with the reset with `seed`
     newer: _Copy | None
-    before: list[Any]  # between the two copies
-    since: list[Any]
+    before: list[Any]  # the calls between the two copies
+    since: list[Any]  # the calls after the newer copy
     machine: Any = None
 
 
-class RememberedGame:
-    """A game that remembers how it came to where it is. Its `step` and `reset` are those of a Gymnasium environment."""
+class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """A game that remembers the calls by which it came to its state."""
 
     def __init__(self, env: GymEnv) -> None:
-        self.env = env
-        self.observation_space = env.observation_space
-        self.unwrapped = env.unwrapped
-        self.render = env.render
-        self.close = env.close
+        super().__init__(env)
         self._step = env.step
         self._unfit: Exception | None = None
         self._begin(_History(None, None, None, [], []))
@@ -102,20 +99,20 @@ class RememberedGame:
         self._history = history
         self._calls = history.since
 
-    def reset(self, *, seed: int | None = None) -> Any:
-        """Start an episode; with a seed, all over again."""
+    @override
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         if seed is None:
-            self._note(_RESET)
+            self._record(_RESET)
         else:
             self._begin(_History(seed, None, None, [], []))
         return self.env.reset(seed=seed)
 
+    @override
     def step(self, action: Any) -> Any:
-        """One step."""
-        self._note(action)
+        self._record(action)
         return self._step(action)
 
-    def _note(self, call: Any) -> None:
+    def _record(self, call: Any) -> None:
         if len(self._calls) >= _APART:
             self._copy()
         self._calls.append(call)
@@ -124,12 +121,12 @@ class RememberedGame:
         old = self._history
         try:
             newer = None if self._unfit else _Copy.of(self.env)
-        except Exception as error:  # said by `fork`, if it is asked for
+        except Exception as error:  # `fork` raises it, if it is called
             self._unfit, newer = error, None
         self._begin(_History(old.seed, old.newer, newer, old.since, []))
 
     def history(self) -> _History:
-        """Where it stands, for `follow`."""
+        """The history up to now, for `follow`."""
         if self._unfit is not None:
             raise ReplayError(
                 f"the wrappers of {self.env} hold what cannot be copied ({self._unfit!r}): leave out the wrapper that "
@@ -139,11 +136,7 @@ class RememberedGame:
         return replace(self._history, since=list(self._calls), machine=machine)
 
     def follow(self, history: _History) -> Any:
-        """Go to where another game's history leads; gives the answer of the last call.
-
-        Raises:
-            ReplayError: where it does not lead there.
-        """
+        """Repeat another game's history, and return the result of its last call; ReplayError if the machine differs."""
         ale = self.env.unwrapped.ale  # type: ignore[attr-defined]
         for begin in self._beginnings(history, ale):
             answer = begin()
@@ -161,33 +154,27 @@ class RememberedGame:
         if history.older is None:
             yield partial(self.env.reset, seed=history.seed)
             return
+        repeats = ale.getFloat("repeat_action_probability")
+        times = math.ceil(math.log(_UNLIKELY) / math.log(repeats)) if 0 < repeats < 1 else 1
         for action in dict.fromkeys((*ale.getMinimalActionSet(), *ale.getLegalActionSet())):
-            _ask_for(ale, action)
+            ale.reset_game()  # a game that is over takes no action
+            for _ in range(times):
+                ale.act(action)  # afterwards `action` is the one that sticky frames repeat
             yield partial(history.older.put_into, self.env)
-
-
-def _ask_for(ale: Any, action: Any) -> None:
-    """Make `action` the one that is repeated."""
-    repeats = ale.getFloat("repeat_action_probability")
-    ale.reset_game()  # a game that is over takes no action
-    for _ in range(math.ceil(math.log(_UNLIKELY) / math.log(repeats)) if 0 < repeats < 1 else 1):
-        ale.act(action)
 
 
 class AtariLanes(Lanes):
     """One Atari game per lane."""
 
-    def __init__(
-        self, envs: Sequence[GymEnv], leaves: tuple[Leaf, ...], spec: ActionSpec, info_keys: tuple[str, ...]
-    ) -> None:
-        self._games = [RememberedGame(env) for env in envs]
-        super().__init__(self._games, leaves, spec, info_keys)
+    def __init__(self, lanes: Sequence[GymEnv], env: SimulatedEnv) -> None:
+        self._games = [RememberedGame(lane) for lane in lanes]
+        super().__init__(self._games, env)
 
     def snapshot(self) -> list[_History]:
-        """How each lane came to where it is."""
+        """The history of each game."""
         return [game.history() for game in self._games]
 
     def restore(self, snapshot: list[_History]) -> None:
-        """Bring each lane to where the snapshot was taken."""
+        """Bring each game, and its observation, to the point of its history."""
         answers = [game.follow(history) for game, history in zip(self._games, snapshot, strict=True)]
         self._rows.write([answer[0] for answer in answers])

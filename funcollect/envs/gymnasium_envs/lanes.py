@@ -2,67 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import gymnasium
 from typing_extensions import override
 
-from funcollect.envs.host.host_env import ONWARD, Camera, SimulatorsBase, decoder
+from funcollect.envs.host.host_env import ONWARD, Camera, SimulatedEnv, SimulatorsBase, decoder
 from funcollect.envs.host.rows import Rows
 from funcollect.errors import EnvError
 from funcollect.messages import shown
 from funcollect.protocols import Outcome
-from funcollect.specs import ActionSpec, Leaf, Space
+from funcollect.specs import Space
 
 GymEnv = gymnasium.Env[Any, Any]
-
-
-class Lane(Protocol):
-    """What is asked of a Gymnasium environment here."""
-
-    observation_space: Space
-
-    @property
-    def step(self) -> Callable[[Any], Any]:
-        """Takes an action."""
-        ...
-
-    @property
-    def reset(self) -> Callable[..., Any]:
-        """Takes a seed, or None."""
-        ...
-
-    @property
-    def close(self) -> Callable[[], None]:
-        """Takes nothing."""
-        ...
-
-    @property
-    def unwrapped(self) -> Any:
-        """The environment within its wrappers."""
-        ...
-
-    @property
-    def render(self) -> Callable[[], Any]:
-        """What it shows."""
-        ...
 
 
 class Lanes(SimulatorsBase):
     """One Gymnasium environment per lane, stepped one after the other."""
 
-    def __init__(
-        self, envs: Sequence[Lane], leaves: tuple[Leaf, ...], spec: ActionSpec, info_keys: tuple[str, ...]
-    ) -> None:
-        self._envs = list(envs)
-        self._steps: list[Callable[[Any], Any]] = [env.step for env in envs]
-        self._resets: list[Callable[..., Any]] = [env.reset for env in envs]
-        self._alone = self._steps[0] if len(envs) == 1 else None
-        self._decode = decoder(spec)
-        self._space = spec.space
-        self._info_keys = info_keys
-        self._rows = Rows(envs[0].observation_space, leaves, len(envs))
+    def __init__(self, lanes: Sequence[GymEnv], env: SimulatedEnv) -> None:
+        self._envs = lanes
+        self._steps: list[Callable[[Any], Any]] = [lane.step for lane in lanes]
+        self._resets: list[Callable[..., Any]] = [lane.reset for lane in lanes]
+        self._alone = self._steps[0] if len(lanes) == 1 else None
+        self._decode = decoder(env.action_spec)
+        self._space = env.action_space
+        self._info_keys = env.info_keys
+        self._rows = Rows(env.observation_space, env.observation_leaves, len(lanes))
         self.observation = self._rows.arrays
 
     @override
@@ -74,15 +41,12 @@ class Lanes(SimulatorsBase):
             except Exception as error:
                 raise EnvError(f"lane {lane}: reset(seed={seed}) raised {error!r}: {ONWARD}") from error
             if not isinstance(answer, tuple) or len(answer) != 2:
-                raise EnvError(
-                    f"lane {lane}: reset returned {shown(answer)}, expected the two values (observation, info): "
-                    "use Gymnasium's reset API"
-                )
+                raise bad_reset(f"lane {lane}", answer)
             write(lane, answer[0])
 
     @override
     def receive(self) -> tuple[Sequence[int], Outcome]:
-        """One lane is stepped right here: at this size a step's cost is its calls."""
+        """Step a single lane here, without the calls that cost most at this size."""
         lanes, action = self._sent
         if self._alone is None:
             return lanes, self.step(lanes, action)
@@ -124,7 +88,7 @@ class Lanes(SimulatorsBase):
             raise _no_info(self._info_keys, lanes, infos) from error
 
     def camera(self, lane: int) -> Camera:
-        """How an environment shows itself."""
+        """The camera of one lane, for `funcollect.record`."""
         env = self._envs[lane]
         return Camera(env.unwrapped.render_mode, (env.unwrapped.metadata or {}).get("render_fps"), env.render)
 
@@ -141,15 +105,28 @@ class Lanes(SimulatorsBase):
             raise EnvError(f"lane {lane}: close raised {reason!r}: correct that; the others are closed") from reason
 
 
+def bad_reset(where: str, answer: Any) -> EnvError:
+    """The error of a reset that returned anything but a pair."""
+    return EnvError(
+        f"{where}: reset returned {shown(answer)}, expected the two values (observation, info): use Gymnasium's "
+        "reset API"
+    )
+
+
+def no_info_key(lane: int, key: str, known: Iterable[Any]) -> EnvError:
+    """The error of a step whose info lacks a recorded key."""
+    return EnvError(
+        f"lane {lane}: step returned no info key {key!r}, which info_keys names: there are {sorted(map(str, known))}; "
+        "name one that every step returns"
+    )
+
+
 def _no_info(keys: Sequence[str], lanes: Sequence[int], infos: Sequence[Any]) -> EnvError:
     for lane, info in zip(lanes, infos, strict=True):
         if not isinstance(info, Mapping):
             return EnvError(f"lane {lane}: step returned the info {shown(info)}, expected a dict: return one")
         if missing := [key for key in keys if key not in info]:
-            return EnvError(
-                f"lane {lane}: step returned no info key {missing[0]!r}, which info_keys names: "
-                f"there are {sorted(map(str, info))}; name one that every step returns"
-            )
+            return no_info_key(lane, missing[0], info)
     return EnvError(f"the infos {shown(infos)} cannot be read: return dicts")
 
 

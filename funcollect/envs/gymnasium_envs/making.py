@@ -1,4 +1,4 @@
-"""How Gymnasium environments come to be: from ids, specs and factories, or as instances that back one state each."""
+"""Make Gymnasium environments from ids, specs, factories and instances; an instance backs one state."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from funcollect.envs.recognise import is_torchrl, refuse_sb3
 EnvSource = str | EnvSpec | GymEnv | Callable[..., GymEnv]
 LaneFactory = Callable[[], Any]
 
-_TAKEN: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by id: what backs a state, or did before it was closed
+_TAKEN: WeakValueDictionary[int, Any] = WeakValueDictionary()  # environments by id that back a state, or a closed one
 
 
 class Made:
-    """Gives an environment that exists already, unless it is taken, and builds others after that."""
+    """A factory that returns `env` unless that backs a state, and else builds another."""
 
     def __init__(self, env: Any, build: LaneFactory) -> None:
         self.env = env
@@ -35,13 +35,13 @@ class Made:
 
 
 def taken(env: Any) -> Any:
-    """`env`, which backs a state from now on."""
+    """Return `env`, which backs a state from now on."""
     _TAKEN[id(env)] = env
     return env
 
 
 def open_lanes(factories: Sequence[LaneFactory], first: GymEnv) -> list[GymEnv]:
-    """One environment per lane; if that fails, those that were made are given back or closed."""
+    """Make one environment per lane; if that fails, release the given instances, and close those that were built."""
     envs: list[GymEnv] = []
     try:
         for lane, factory in enumerate(factories):
@@ -63,11 +63,7 @@ def open_lanes(factories: Sequence[LaneFactory], first: GymEnv) -> list[GymEnv]:
 
 
 def sources_of(env: EnvSource | Sequence[EnvSource], num_envs: int | None) -> list[EnvSource]:
-    """What each lane is made from.
-
-    Raises:
-        ValueError: for an empty list, a count that does not fit, or an instance given for two lanes.
-    """
+    """The source of each lane; ValueError for an empty list, a wrong count, or an instance given for two lanes."""
     if isinstance(env, Sequence) and not isinstance(env, str):
         if not env:
             raise ValueError("the list of environments is empty: pass at least one")
@@ -86,7 +82,7 @@ def sources_of(env: EnvSource | Sequence[EnvSource], num_envs: int | None) -> li
 
 
 def factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
-    """What makes an environment in this process."""
+    """A function that makes the environment in this process."""
     if isinstance(source, gymnasium.Env):
         refuse("an environment instance", **kwargs)
         return Made(source, lambda: _rebuild(source))
@@ -104,7 +100,7 @@ def factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
 
 
 def worker_factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
-    """What makes an environment in another process, where nothing of ours, nor what registered an id, is imported."""
+    """A function that makes the environment in another process, where the module that registered an id is missing."""
     if isinstance(source, gymnasium.Env):
         raise ValueError(
             f"parallel=True was given with the instance {source}, which cannot move to another process: pass its id "
@@ -188,7 +184,7 @@ def _refuse_torchrl(env: Any) -> None:
 
 
 def refuse(what: str, **arguments: Any) -> None:
-    """Raise ValueError for arguments that come too late for `what`."""
+    """Raise ValueError for arguments that cannot be given with `what`, because it is built already."""
     given = [name for name, value in arguments.items() if value is not None]
     if given:
         raise ValueError(f"{', '.join(given)} cannot be given with {what}, which is built already: leave it out")

@@ -11,23 +11,23 @@ import numpy as np
 import numpy.typing as npt
 
 from funcollect.arguments import check_kind
-from funcollect.envs.base import EnvBase
+from funcollect.envs.base import AdaptedEnv, EnvBase
 from funcollect.errors import EnvError
 from funcollect.interop.memory import aligned
 from funcollect.messages import shown
 from funcollect.protocols import Column, Env, Forking, HostEnv, Outcome, Seeding, Simulators
-from funcollect.specs import ActionSpec, Leaf, Space
+from funcollect.specs import ActionSpec
 from funcollect.tree import Path
 
 ONWARD = "correct that, or begin new episodes with funcollect.recover(env, state), as a collector does by itself"
 
 
 class Camera(NamedTuple):
-    """How a simulator shows itself; `Simulators` that can have a method ``camera(lane) -> Camera``."""
+    """How to film a lane; `Simulators` that can be filmed have a method ``camera(lane) -> Camera``."""
 
     mode: str | None  # Gymnasium's render_mode
-    fps: float | None  # the frames per second that the environment names
-    shoot: Callable[[], Any]  # what it shows now: [H, W, 3] uint8 in the mode "rgb_array"
+    fps: float | None  # the frames per second that the environment recommends
+    shoot: Callable[[], Any]  # returns the current picture: [H, W, 3] uint8 in the mode "rgb_array"
 
 
 _NUMBERS = {float, int, np.float64, np.float32}
@@ -35,7 +35,7 @@ _FLAGS = {bool, np.bool_}
 
 
 def check_outcome(outcome: Outcome) -> None:
-    """Raise EnvError for the first lane whose reward is no number, or whose flag is no bool."""
+    """Raise EnvError for the first lane whose reward is no number, or whose flags are no bools."""
     reward, terminated, truncated, _ = outcome
     flags = {*map(type, terminated), *map(type, truncated)}
     if flags <= _FLAGS and set(map(type, reward)) <= _NUMBERS:
@@ -56,7 +56,7 @@ def _check_each(name: str, values: Column, kinds: str, expected: str) -> None:
 
 
 def check_rewards(rewards: npt.NDArray[np.float32]) -> None:
-    """Raise EnvError for the first row [T, P] that is NaN; a NumPy array takes None for NaN, too."""
+    """Raise EnvError for the first of the rewards [T, P] that is NaN, as which NumPy stores None, too."""
     wrong = np.isnan(rewards)
     if wrong.any():
         step, lane = np.argwhere(wrong)[0].tolist()
@@ -69,18 +69,12 @@ def check_rewards(rewards: npt.NDArray[np.float32]) -> None:
 class HostEnvBase(EnvBase, ABC):
     """Subclass this with `open`, which makes the simulators (`funcollect.protocols.Simulators`).
 
+    The spaces, `num_envs` and the errors are those of `TorchEnvBase`.
+
     Attributes:
-        observation_space, action_space: Gymnasium spaces of one environment.
         seeding: whether each episode can be seeded, each lane once, or only the whole run.
         forking: how `fork` copies it: ``"replay"`` of episodes from their seeds, ``"snapshot"``, or ``"none"``.
         info_keys: the keys of the infos that `receive` returns, in their order.
-
-    Args:
-        num_envs: P, or None for a single environment without a batch dimension.
-
-    Raises:
-        ValueError: for a `num_envs` below 1.
-        TypeError: for a subclass without spaces.
     """
 
     backend: Literal["host"] = "host"
@@ -126,7 +120,7 @@ class SimulatorsBase(ABC):
         """Step these k lanes with the actions [k, ...]: reward, terminated, truncated and the infos, each [k, ...]."""
 
     def send(self, lanes: Sequence[int], action: Any, /) -> None:
-        """Keep the actions for `receive`, which does the work."""
+        """Keep the actions for `receive`, which steps the lanes."""
         self._sent = lanes, action
 
     def receive(self) -> tuple[Sequence[int], Outcome]:
@@ -138,44 +132,20 @@ class SimulatorsBase(ABC):
         """Free the simulators."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SimulatedEnv:
-    """A host environment; what every adapter returns.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SimulatedEnv(AdaptedEnv):
+    """The host environment that every adapter returns."""
 
-    Attributes:
-        label: how it is called in messages.
-        info_keys: the keys of `info` that a batch records under ``next.info``.
-        opener: makes the simulators.
-        forking: how `fork` copies them: by replaying episodes from their seeds, by a full snapshot (the simulators are
-            `SnapshotSimulators`), or not at all.
-        running_statistics: the wrappers that normalise by statistics of their own, updated over episodes. New
-            simulators lack these statistics, so `evaluate` and `fork` refuse such an environment.
-    """
-
-    label: str
-    num_envs: int | None
-    observation_space: Space
-    action_spec: ActionSpec
-    observation_leaves: tuple[Leaf, ...]
-    opener: Callable[[], Simulators]
+    opener: Callable[[SimulatedEnv], Simulators]  # makes the simulators of this environment
     info_keys: tuple[str, ...] = ()
     seeding: Seeding = "episode"
     forking: Forking = "replay"
     running_statistics: tuple[str, ...] = ()
     backend: Literal["host"] = "host"
 
-    @property
-    def action_space(self) -> Space:
-        """The action space of one environment."""
-        return self.action_spec.space
-
     def open(self) -> Simulators:
         """Live simulators, not reset yet."""
-        return self.opener()
-
-    def __repr__(self) -> str:
-        lanes = "" if self.num_envs is None else f", num_envs={self.num_envs}"
-        return f"HostEnv({self.label!r}{lanes})"
+        return self.opener(self)
 
 
 def seeding_of(env: Env) -> Seeding:
@@ -186,39 +156,25 @@ def seeding_of(env: Env) -> Seeding:
 def statistics_of(env: Env) -> str:
     """The clause that explains why `env` is neither evaluated nor forked; empty unless it has running statistics."""
     names = env.running_statistics if isinstance(env, HostEnv) else ()
-    return (
-        f"{' and '.join(names)} normalise{'s'[len(names) > 1 :]} by statistics updated over episodes" if names else ""
-    )
+    verb = "normalises" if len(names) == 1 else "normalise"
+    return f"{' and '.join(names)} {verb} by statistics updated over episodes" if names else ""
 
 
 def batch_decoder(spec: ActionSpec) -> Callable[[Any], npt.NDArray[Any]]:
-    """A function from a batch's action [P, ...] (Torch or NumPy) to a copy that vector environments take, [P, ...]."""
+    """A function that copies a batch's action [P, ...] (Torch or NumPy) to the array that vector environments take."""
     dtype = np.dtype(spec.space.dtype)
     if spec.one_hot:
-        return lambda action: np.array(_from_one_hot(spec, np.asarray(action)), dtype)
+        return lambda action: spec.from_one_hot(np.asarray(action), np).astype(dtype, copy=False)
     return lambda action: np.asarray(action).astype(dtype)
 
 
 def decoder(spec: ActionSpec) -> Callable[[Any], Any]:
-    """A function from a batch's action [P, ...] (Torch or NumPy) to one that Gymnasium environments take, P times."""
-    dtype = np.dtype(spec.space.dtype)
-    shape = tuple(spec.space.shape or ())
+    """A function from a batch's action [P, ...] (Torch or NumPy) to P actions of Gymnasium environments."""
+    if spec.space.shape:
+        return batch_decoder(spec)  # a copy: an environment may keep its action, or write to it
     if spec.one_hot:
-        return lambda action: _from_one_hot(spec, np.asarray(action))
-    if spec.categories and not shape:
+        return lambda action: spec.from_one_hot(np.asarray(action), np).tolist()
+    if spec.categories:
         return lambda action: action.tolist()
-
-    def rows(action: Any) -> npt.NDArray[Any]:
-        return np.asarray(action).astype(dtype)  # a copy: an environment may keep its action, or write it
-
-    if not shape:
-        return lambda action: [np.asarray(value) for value in rows(action)]  # as Box.sample gives it
-    return rows
-
-
-def _from_one_hot(spec: ActionSpec, action: npt.NDArray[Any]) -> Any:
-    ends = np.cumsum(spec.categories)
-    parts = np.split(action, ends[:-1], axis=-1)
-    chosen = np.stack([part.argmax(-1) for part in parts], -1)
-    shaped = chosen.reshape(len(action), *(spec.space.shape or ())) + spec.start
-    return shaped if spec.space.shape else shaped.tolist()
+    dtype = np.dtype(spec.space.dtype)
+    return lambda action: [np.asarray(value) for value in np.asarray(action).astype(dtype)]  # as Box.sample returns it

@@ -1,7 +1,7 @@
-"""Observations of many simulators written into one fixed, aligned array per leaf.
+"""Write the observations of many simulators into one fixed, aligned array per leaf.
 
-Torch's bits depend on the alignment of an input row, and NumPy's assignment broadcasts and truncates in silence. So the
-policy always reads the same 64-byte-aligned arrays, and every row written is checked for shape and dtype.
+Torch's bits depend on the alignment of an input row, and NumPy's assignment broadcasts and truncates silently. So the
+policy always reads the same 64-byte-aligned arrays, and the shape and dtype of every row are checked.
 """
 
 from __future__ import annotations
@@ -43,75 +43,70 @@ class LeafRows:
                 if scalars.shape == self.array.shape and scalars.dtype in self._dtypes:
                     self.array[:] = scalars
                     return
-            elif set(map(len, values)) == self._lengths:  # concatenate itself compares the other dimensions
+            elif set(map(len, values)) == self._lengths:  # concatenate compares the other dimensions
                 np.concatenate(values, out=self._flat, casting=self._casting)
                 return
         except (AttributeError, TypeError, ValueError):
-            pass  # said below, with the lane
+            pass  # the loop below raises the error, which names the lane
         for lane, value in enumerate(values):
             self.write_lane(lane, value)
 
     def write_batch(self, values: Any, lanes: Array | None = None) -> None:
         """Write [P, *shape] at once, or [k, *shape] into k of the `lanes`."""
-        values = self._as_array("the vector environment", values)
         wanted = self.array.shape if lanes is None else (len(lanes), *self.leaf.shape)
-        if values.shape != wanted:
-            raise EnvError(
-                f"observation {self.leaf.name!r} of the vector environment has shape {values.shape}, "
-                f"its space wants {wanted}: correct the space or the observation"
-            )
+        values = self._as_array("the vector environment", values, wanted)
         if values.dtype in self._dtypes:
             self.array[... if lanes is None else lanes] = values
         else:
             for lane, value in zip(range(len(values)) if lanes is None else lanes, values, strict=True):
                 self.write_lane(lane, value)
 
+    def write_from_batch(self, values: Any, lanes: Sequence[int]) -> None:
+        """Write the rows of `lanes` only, from [P, *shape]."""
+        others = np.ones(len(self.array), bool)
+        others[list(lanes)] = False
+        kept = self.array[others]
+        self.write_batch(values)
+        self.array[others] = kept
+
     def write_lane(self, lane: int, value: Any) -> None:
-        """Write one lane's row, or say what is wrong with it."""
+        """Write one lane's row; EnvError if its shape or dtype is not the space's."""
         if getattr(value, "dtype", None) in self._dtypes and value.shape == self.leaf.shape:
             self.array[lane] = value
             return
-        given = self._as_array(f"lane {lane}", value)
-        if given.shape != self.leaf.shape:
-            raise EnvError(
-                f"lane {lane}: observation {self.leaf.name!r} has shape {given.shape}, "
-                f"its space wants {self.leaf.shape}: correct the space or the observation"
-            )
-        if given.dtype not in self._dtypes and not self._lossless(given):
+        given = self._as_array(f"lane {lane}", value, self.leaf.shape)
+        dtype = self.leaf.dtype
+        integers = {given.dtype.kind, dtype.kind} <= set("iub")
+        if given.dtype not in self._dtypes and not (integers and (given.astype(dtype) == given).all()):
             raise EnvError(
                 f"lane {lane}: observation {self.leaf.name!r} has dtype {given.dtype}, "
-                f"its space wants {self.leaf.dtype}: correct the space's dtype or cast the observation"
+                f"its space wants {dtype}: correct the space's dtype or cast the observation"
             )
         self.array[lane] = given
 
-    def _as_array(self, where: str, value: Any) -> Array:
+    def _as_array(self, where: str, value: Any, shape: tuple[int, ...]) -> Array:
         try:
-            return np.asarray(value)
+            array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise EnvError(
                 f"{where}: observation {self.leaf.name!r} is {type(value).__name__} and no array ({error}), "
                 f"its space wants {self.leaf.dtype} {self.leaf.shape}: correct the space or the observation"
             ) from error
-
-    def _lossless(self, given: Array) -> bool:
-        if self.leaf.dtype.kind not in "iub" or given.dtype.kind not in "iub":
-            return False
-        return bool((given.astype(self.leaf.dtype) == given).all())
+        if array.shape != shape:
+            raise EnvError(
+                f"{where}: observation {self.leaf.name!r} has shape {array.shape}, its space wants {shape}: correct "
+                "the space or the observation"
+            )
+        return array
 
 
 class Rows:
-    """The current observation of all lanes, leaf by leaf.
-
-    Attributes:
-        arrays: [P, ...] per leaf: always the same memory.
-        write: writes every lane's observation, given as a sequence.
-        write_lane: writes one lane's.
-    """
+    """The current observation of all lanes, leaf by leaf."""
 
     def __init__(self, space: Space, leaves: tuple[Leaf, ...], num_envs: int) -> None:
         self.space = space
         self.leaves = tuple(LeafRows(leaf, num_envs) for leaf in leaves)
-        self.arrays = {rows.leaf.path: rows.array for rows in self.leaves}
+        self.arrays = {rows.leaf.path: rows.array for rows in self.leaves}  # [P, ...] each: always the same memory
         plain = len(self.leaves) == 1 and leaves[0].path == ("observation",)
         self.write: Callable[[Sequence[Any]], None] = self.leaves[0].write if plain else self._write
         self.write_lane: Callable[[int, Any], None] = self.leaves[0].write_lane if plain else self._write_lane
@@ -129,6 +124,11 @@ class Rows:
         """Write a vector environment's observation, whose leaves are [P, ...], or [k, ...] for k of the `lanes`."""
         for rows, values in zip(self.leaves, self._parts(None, observations), strict=True):
             rows.write_batch(values, lanes)
+
+    def write_from_batch(self, observations: Any, lanes: Sequence[int]) -> None:
+        """Write the rows of `lanes` only, from a vector environment's observation of all lanes."""
+        for rows, values in zip(self.leaves, self._parts(None, observations), strict=True):
+            rows.write_from_batch(values, lanes)
 
     def _parts(self, lane: int | None, observation: Any) -> list[Any]:
         try:

@@ -1,17 +1,30 @@
-"""brax environments (https://github.com/google/brax)."""
+"""Environments with brax's states: brax (https://github.com/google/brax) and MuJoCo Playground.
+
+MuJoCo Playground is at https://github.com/google-deepmind/mujoco_playground.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from funcollect.arguments import check_positive
+from funcollect.arguments import check_optional_positive, check_positive
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv, jax_env
-from funcollect.envs.jax_envs.spaces import box, space_like
-from funcollect.envs.jax_envs.suite import Suite, check_instance, first_observation
+from funcollect.envs.jax_envs.suite import Suite, first_observation
+from funcollect.envs.spaces import box, space_like
 from funcollect.protocols import Starts, Transition
 
 _TRAINING = ("AutoResetWrapper", "EpisodeWrapper", "EvalWrapper", "VmapWrapper")  # in brax's and playground's names
+
+_MEMBERS = ("reset", "step", "action_size")
+_BRAX = Suite("brax", "brax.envs", lambda envs: (envs._envs, envs.get_environment), _MEMBERS)
+_PLAYGROUND = Suite(
+    "playground",
+    "mujoco_playground",
+    lambda playground: (playground.registry.ALL_ENVS, partial(_load_playground, playground.registry)),
+    (*_MEMBERS, "unwrapped"),
+)
 
 
 def from_brax(
@@ -27,11 +40,10 @@ def from_brax(
 
     Args:
         env: an id such as ``"ant"``, or an instance without wrappers that batch, count or reset.
-        num_envs: P; None for a single environment without a batch dimension.
         episode_length: steps after which an episode is truncated.
         info_keys: the keys of the state's `metrics` that a batch records under ``next.info``.
-        starts: ``"cached"`` starts every episode of a lane as its first one, as brax's own autoreset does.
         **kwargs: for `brax.envs.get_environment`, such as `backend`.
+        num_envs, starts: see `from_functions`. ``"cached"`` starts are those of brax's own autoreset.
 
     Raises:
         ImportError: without brax.
@@ -41,29 +53,55 @@ def from_brax(
     JaxEnv('brax/inverted_pendulum', num_envs=64)
     """
     check_positive("episode_length", episode_length, 1000)
-    label, raw = _SUITE.make(env, kwargs)
-    return over_states(
-        label,
-        raw,
-        num_envs=num_envs,
-        max_episode_steps=episode_length,
-        info_keys=info_keys,
-        starts=starts,
-    )
+    label, raw = _BRAX.make(env, kwargs)
+    return _over_states(label, raw, episode_length, num_envs, info_keys, starts)
 
 
-def _load() -> tuple[Iterable[str], Callable[..., Any]]:
-    from brax import envs
+def from_playground(
+    env: Any,
+    *,
+    num_envs: int | None = None,
+    episode_length: int | None = None,
+    info_keys: Sequence[str] = (),
+    starts: Starts = "fresh",
+    **kwargs: Any,
+) -> FunctionsEnv:
+    """A JAX environment over a raw one of MuJoCo Playground, without its training wrappers.
 
-    return envs._envs, envs.get_environment
+    The physics are MJX's ``"jax"`` implementation, which runs on every device, unless a `config` or
+    ``config_overrides={"impl": …}`` names another. The `action_repeat` of the config is not applied.
+
+    Args:
+        env: an id such as ``"CartpoleBalance"``, or an instance without wrappers that batch, count or reset.
+        episode_length: steps after which an episode is truncated; the config's unless given.
+        info_keys: the keys of the state's `metrics` that a batch records under ``next.info``.
+        **kwargs: for `mujoco_playground.registry.load`: `config`, `config_overrides`.
+        num_envs, starts: see `from_functions`. ``"cached"`` starts are those of Playground's own autoreset; resets are
+            slow here.
+
+    Raises:
+        ImportError: without MuJoCo Playground.
+        ValueError: for an unknown id, or a training wrapper.
+
+    >>> from_playground("CartpoleBalance", num_envs=64)
+    JaxEnv('playground/CartpoleBalance', num_envs=64)
+    """
+    check_optional_positive("episode_length", episode_length)
+    label, raw = _PLAYGROUND.make(env, kwargs)
+    length = raw.unwrapped._config.episode_length if episode_length is None else episode_length
+    return _over_states(label, raw, length, num_envs, info_keys, starts)
 
 
-_SUITE = Suite("brax", _load, ())
+def _load_playground(registry: Any, name: str, **kwargs: Any) -> Any:
+    if "config" not in kwargs and "impl" in registry.get_default_config(name):
+        kwargs["config_overrides"] = {"impl": "jax"} | (kwargs.get("config_overrides") or {})
+    return registry.load(name, **kwargs)
 
 
-def over_states(label: str, raw: Any, **options: Any) -> FunctionsEnv:
-    """An environment whose ``reset(key)`` and ``step(state, action)`` give states with `obs`, `reward` and `done`."""
-    check_instance(label.partition("/")[0], raw, "reset", "step", "action_size")
+def _over_states(
+    label: str, raw: Any, episode_length: int, num_envs: int | None, info_keys: Sequence[str], starts: Starts
+) -> FunctionsEnv:
+    """The adapter over ``reset(key)`` and ``step(state, action)``, which return states with `obs`, `reward`, `done`."""
     _refuse_wrappers(label, raw)
 
     def reset(key: Any, _: Any) -> tuple[Any, Any]:
@@ -74,18 +112,12 @@ def over_states(label: str, raw: Any, **options: Any) -> FunctionsEnv:
         state = raw.step(env_state, action)
         return Transition(state, state.obs, state.reward, state.done > 0, False, state.metrics)
 
-    return jax_env(
-        label,
-        reset,
-        step,
-        observation_space=space_like(first_observation(reset)),
-        action_space=box((raw.action_size,), "float32", -1.0, 1.0),
-        **options,
-    )
+    observed = space_like(first_observation(reset))
+    actions = box((raw.action_size,), "float32", -1.0, 1.0)
+    return jax_env(label, reset, step, observed, actions, num_envs, False, info_keys, starts, episode_length)
 
 
 def _refuse_wrappers(label: str, raw: Any) -> None:
-    """A wrapper keeps what it wraps as `env`."""
     inner = raw
     while inner is not None:
         if type(inner).__name__.endswith(_TRAINING):
@@ -93,4 +125,4 @@ def _refuse_wrappers(label: str, raw: Any) -> None:
                 f"{label} is wrapped in {type(inner).__name__}, expected an environment of one lane that neither "
                 "counts its steps nor resets itself: pass env.unwrapped"
             )
-        inner = vars(inner).get("env")
+        inner = vars(inner).get("env")  # the environment that a wrapper wraps

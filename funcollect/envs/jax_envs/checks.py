@@ -1,4 +1,4 @@
-"""What is checked of JAX environments as they are traced: that their two functions agree with their spaces."""
+"""Check that the two functions of a JAX environment fit its spaces, without running them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ from funcollect.specs import disassemble
 
 
 def check_functions(env: JaxEnv) -> tuple[int, ...]:
-    """The shape of a reward, once `reset` and `step` are seen to agree with one another and with the spaces.
-
-    Raises:
-        EnvError: where they do not.
-    """
+    """The shape of a reward; EnvError unless `reset` and `step` agree with one another and with the spaces."""
     jax = import_jax()
     key = jax.ShapeDtypeStruct((2,), np.uint32)
     dtype = jax.dtypes.canonicalize_dtype(np.int64 if env.action_spec.one_hot else env.action_space.dtype)
@@ -42,7 +38,7 @@ def check_functions(env: JaxEnv) -> tuple[int, ...]:
 
 
 def differing(one: Any, other: Any) -> str:
-    """How two pytrees of arrays differ, in words; empty where they do not."""
+    """How two pytrees of arrays differ, in words; empty if they do not."""
     jax = import_jax()
     ones, others = _described(one), _described(other)
     for path in sorted(ones.keys() | others.keys()):
@@ -83,7 +79,7 @@ def _check_leaf(what: str, value: Any, expected: str, shape: tuple[int, ...], dt
 
 
 def _fits(given: Any, wanted: np.dtype[Any]) -> bool:
-    """Whether a cast keeps the values; floats of any width may become the space's, as batches hold them so."""
+    """Whether a cast keeps the values. Floats of any width may be cast, since batches have the space's dtype."""
     jnp = import_jax().numpy
     both_floating = jnp.issubdtype(given, jnp.floating) and wanted.kind == "f"
     return bool(both_floating or given == wanted or jnp.promote_types(given, wanted) == wanted)

@@ -1,4 +1,4 @@
-"""Environments that are a plain pair of functions in JAX."""
+"""JAX environments from functions: a plain pair, or those of Gymnasium's `FuncEnv`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from gymnasium import spaces
 from funcollect.arguments import check_function, check_kind
 from funcollect.envs.jax_envs.checks import check_functions
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv, Reset, jax_env
-from funcollect.protocols import Starts
+from funcollect.envs.jax_envs.suite import check_instance
+from funcollect.protocols import Starts, Transition
 from funcollect.specs import Space
 
 
@@ -38,17 +39,17 @@ def from_functions(
         observation_space: of one environment.
         action_space: of one environment.
         num_envs: P; None for a single environment without a batch dimension.
-        max_episode_steps: steps after which an episode is truncated, unless `step` ended it before.
+        max_episode_steps: steps after which an episode is truncated; None for no limit.
         one_hot: in a batch, discrete actions are one-hot rows, TorchRL's encoding; `step` gets them as in the space.
         info_keys: the keys of `info` that a batch records under ``next.info``.
         starts: ``"cached"`` starts every episode of a lane as its first one: less work, and less variety.
         params: the last argument of both functions, a pytree of arrays, or None.
-        name: how it is called in messages.
+        name: its name in messages.
 
     Raises:
         TypeError: for a `step` that returns something else.
         EnvError: for results that do not fit each other or the spaces.
-        ValueError: for options that cannot be.
+        ValueError: for an option out of range.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -67,18 +68,66 @@ def from_functions(
     check_function("step", step, "a function of a key, the state, an action and the parameters")
     check_kind("observation_space", observation_space, spaces.Space, "pass a space of gymnasium.spaces")
     check_kind("action_space", action_space, spaces.Space, "pass a space of gymnasium.spaces")
-    env = jax_env(
-        name,
+    options = (num_envs, one_hot, info_keys, starts, max_episode_steps, params)
+    env = jax_env(name, reset, step, observation_space, action_space, *options)
+    check_functions(env)
+    return env
+
+
+def from_functional(
+    env: Any,
+    params: Any = None,
+    *,
+    num_envs: int | None = None,
+    max_episode_steps: int | None = None,
+    one_hot: bool = False,
+    info_keys: Sequence[str] = (),
+    starts: Starts = "fresh",
+) -> FunctionsEnv:
+    """A JAX environment over a `FuncEnv`, whose `terminal` is a termination; it knows no truncation of its own.
+
+    As in Gymnasium's own wrapper, one key serves all functions of a step.
+
+    Args:
+        env: a `FuncEnv` instance, whose functions JAX can trace.
+        params: the last argument of its functions; unless given, their own default holds.
+        info_keys: the keys of `transition_info` that a batch records under ``next.info``.
+        num_envs, max_episode_steps, one_hot, starts: see `from_functions`.
+
+    Raises:
+        TypeError: for something that is no `FuncEnv`; `from_functions` has the errors of its functions.
+
+    >>> from gymnasium.envs.phys2d.cartpole import CartPoleFunctional
+    >>> from_functional(CartPoleFunctional(), num_envs=64, max_episode_steps=500)
+    JaxEnv('CartPoleFunctional', num_envs=64)
+    """
+    check_instance("Gymnasium's FuncEnv", env, "initial", "transition", "terminal")
+    last = () if params is None else (params,)
+
+    def reset(key: Any, _: Any) -> tuple[Any, Any]:
+        state = env.initial(key, *last)
+        return state, env.observation(state, key, *last)
+
+    def step(key: Any, env_state: Any, action: Any, _: Any) -> Transition:
+        state = env.transition(env_state, action, key, *last)
+        return Transition(
+            env_state=state,
+            observation=env.observation(state, key, *last),
+            reward=env.reward(env_state, action, state, key, *last),
+            terminated=env.terminal(state, key, *last),
+            truncated=False,
+            info=env.transition_info(env_state, action, state, *last),
+        )
+
+    return from_functions(
         reset,
         step,
-        observation_space=observation_space,
-        action_space=action_space,
+        observation_space=env.observation_space,
+        action_space=env.action_space,
         num_envs=num_envs,
         max_episode_steps=max_episode_steps,
         one_hot=one_hot,
         info_keys=info_keys,
         starts=starts,
-        params=params,
+        name=type(env).__name__,
     )
-    check_functions(env)
-    return env

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv, jax_env
-from funcollect.envs.jax_envs.spaces import box
 from funcollect.envs.jax_envs.suite import Suite, first_observation
+from funcollect.envs.spaces import box
 from funcollect.protocols import Starts, Transition
 from funcollect.specs import Space
+
+_SUITE = Suite(
+    "gymnax",
+    "gymnax",
+    lambda gymnax: (gymnax.registered_envs, lambda name, **kwargs: gymnax.make(name, **kwargs)[0]),
+    ("reset_env", "step_env"),
+)
 
 
 def from_gymnax(
@@ -30,11 +37,9 @@ def from_gymnax(
     Args:
         env: an id such as ``"CartPole-v1"``, or an instance.
         params: the environment's parameters; its defaults unless given.
-        num_envs: P; None for a single environment without a batch dimension.
-        one_hot: discrete actions as one-hot rows, TorchRL's encoding.
         info_keys: the keys of gymnax's `info`, such as ``"discount"``, that a batch records under ``next.info``.
-        starts: ``"cached"`` starts every episode of a lane as its first one: less work, and less variety.
         **kwargs: for `gymnax.make`.
+        num_envs, one_hot, starts: see `from_functions`.
 
     Raises:
         ImportError: without gymnax.
@@ -45,56 +50,30 @@ def from_gymnax(
     """
     _, raw = _SUITE.make(env, kwargs)
     params = raw.default_params if params is None else params
-    step_raw = _step if hasattr(raw, "is_truncated") else _step_old
 
     def reset(key: Any, _: Any) -> tuple[Any, Any]:
         observation, env_state = raw.reset_env(key, params)
         return env_state, observation
 
     def step(key: Any, env_state: Any, action: Any, _: Any) -> Transition:
-        return step_raw(raw, params, key, env_state, action)
+        observation, after, reward, terminated, info = raw.step_env(key, env_state, action, params)
+        if hasattr(raw, "is_truncated"):
+            truncated = raw.is_truncated(after, params)
+        else:
+            # Releases 0.0.x count the time limit as a termination, and some environments keep that in their state. So
+            # the same step is traced without the limit, too; the compiler merges the two.
+            endless = params.replace(max_steps_in_episode=np.iinfo(np.int32).max)
+            terminated = raw.step_env(key, env_state, action, endless)[3]
+            truncated = after.time >= params.max_steps_in_episode
+        return Transition(after, observation, reward, terminated, truncated, info)
 
-    return jax_env(
-        f"gymnax/{raw.name}",
-        reset,
-        step,
-        observation_space=_space(raw.observation_space(params), first_observation(reset)),
-        action_space=_space(raw.action_space(params)),
-        num_envs=num_envs,
-        one_hot=one_hot,
-        info_keys=info_keys,
-        starts=starts,
-    )
-
-
-def _load() -> tuple[Iterable[str], Callable[..., Any]]:
-    import gymnax
-
-    return gymnax.registered_envs, lambda name, **kwargs: gymnax.make(name, **kwargs)[0]
-
-
-_SUITE = Suite("gymnax", _load, ("reset_env", "step_env"))
-
-
-def _step(raw: Any, params: Any, key: Any, env_state: Any, action: Any) -> Transition:
-    observation, after, reward, terminated, info = raw.step_env(key, env_state, action, params)
-    return Transition(after, observation, reward, terminated, raw.is_truncated(after, params), info)
-
-
-def _step_old(raw: Any, params: Any, key: Any, env_state: Any, action: Any) -> Transition:
-    """0.0.x counts the time limit among the ends: what ends without it is a termination.
-
-    The same step is traced twice, which the compiler makes one: some environments keep the end in their state, so it
-    cannot be asked for afterwards.
-    """
-    endless = params.replace(max_steps_in_episode=np.iinfo(np.int32).max)
-    terminated = raw.step_env(key, env_state, action, endless)[3]
-    observation, after, reward, _, info = raw.step_env(key, env_state, action, params)
-    return Transition(after, observation, reward, terminated, after.time >= params.max_steps_in_episode, info)
+    observed = _space(raw.observation_space(params), first_observation(reset))
+    actions = _space(raw.action_space(params))
+    return jax_env(f"gymnax/{raw.name}", reset, step, observed, actions, num_envs, one_hot, info_keys, starts)
 
 
 def _space(given: Any, delivered: Any = None) -> Space:
-    """A Gymnasium space from one of gymnax's; some say another dtype than that of what is `delivered`."""
+    """The Gymnasium counterpart of a space of gymnax; some name another dtype than that of the `delivered` array."""
     match type(given).__name__:
         case "Discrete":
             return spaces.Discrete(int(given.n))

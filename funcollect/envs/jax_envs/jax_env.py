@@ -7,15 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-import numpy as np
-
 from funcollect.arguments import check_choice, check_keys, check_num_envs, check_optional_positive
-from funcollect.envs.base import EnvBase
-from funcollect.envs.jax_envs.spaces import as_delivered
+from funcollect.envs.base import AdaptedEnv, EnvBase
+from funcollect.envs.spaces import as_delivered
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.protocols import JaxEnv, Starts, Transition
-from funcollect.specs import ActionSpec, Leaf, Space, observation_leaves
+from funcollect.specs import ActionSpec, Space, observation_leaves
 
 Reset = Callable[[Any, Any], tuple[Any, Any]]  # (uint32[2] key, params) -> (env_state, observation)
 Step = Callable[[Any, Any, Any, Any], Transition]  # (uint32[2] key, env_state, action, params) -> Transition
@@ -24,18 +22,10 @@ Step = Callable[[Any, Any, Any, Any], Transition]  # (uint32[2] key, env_state, 
 class JaxEnvBase(EnvBase, ABC):
     """Subclass this with `reset` and `step`, both pure functions of one lane that JAX can trace.
 
+    The attributes, `num_envs` and the errors are those of `TorchEnvBase`; `params` is a pytree of JAX arrays.
+
     Attributes:
-        observation_space, action_space: Gymnasium spaces of one environment.
-        max_episode_steps: the loop truncates an episode after this many steps; None for no limit.
         starts: ``"cached"`` starts every episode of a lane as its first one.
-        params: what `reset` and `step` get as their last argument: a pytree of arrays, or None.
-
-    Args:
-        num_envs: P, or None for a single environment without a batch dimension.
-
-    Raises:
-        ValueError: for a `num_envs` below 1.
-        TypeError: for a subclass without spaces.
     """
 
     backend: Literal["jax"] = "jax"
@@ -52,15 +42,10 @@ class JaxEnvBase(EnvBase, ABC):
         """One step, which does not reset."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class FunctionsEnv:
-    """A JAX environment made of two functions; what every adapter returns."""
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class FunctionsEnv(AdaptedEnv):
+    """The JAX environment that every adapter returns: two functions of one lane."""
 
-    label: str  # its name in messages
-    num_envs: int | None
-    observation_space: Space
-    action_spec: ActionSpec
-    observation_leaves: tuple[Leaf, ...]
     reset: Reset
     step: Step
     starts: Starts = "fresh"
@@ -68,21 +53,12 @@ class FunctionsEnv:
     params: Any = None
     backend: Literal["jax"] = "jax"
 
-    @property
-    def action_space(self) -> Space:
-        """The action space of one environment."""
-        return self.action_spec.space
-
-    def __repr__(self) -> str:
-        lanes = "" if self.num_envs is None else f", num_envs={self.num_envs}"
-        return f"JaxEnv({self.label!r}{lanes})"
-
 
 class JaxEnvState(NamedTuple):
     """All lanes of a JAX environment.
 
-    A reset can cost as much as many steps, so each lane keeps the start of its next episode at hand. Starts are made
-    for all lanes at once, when a lane ends whose own has been used.
+    A reset can cost as much as many steps, so each lane keeps the start of its next episode. Starts are made for all
+    lanes at once, when a lane ends whose next start has been used.
     """
 
     current: Any  # the environment's own state, a pytree [P, ...]
@@ -94,34 +70,18 @@ def jax_env(
     label: str,
     reset: Reset,
     step: Callable[..., Any],
-    *,
     observation_space: Space,
     action_space: Space,
-    num_envs: int | None = None,
+    num_envs: int | None,
     one_hot: bool = False,
     info_keys: Sequence[str] = (),
     starts: Starts = "fresh",
     max_episode_steps: int | None = None,
     params: Any = None,
 ) -> FunctionsEnv:
-    """An environment over two functions of one lane, with checked options.
+    """The environment of two functions of one lane, with the arguments of `from_functions`, which are checked here.
 
-    Args:
-        label: its name in messages.
-        reset: the start of an episode.
-        step: one step: a Transition, or a tuple of its fields.
-        observation_space: of one environment, with dtypes of 64 bits or those that JAX has.
-        action_space: of one environment.
-        num_envs: P, or None.
-        one_hot: discrete actions as one-hot rows.
-        info_keys: the keys of `info` that a batch records.
-        starts: ``"fresh"`` or ``"cached"``.
-        max_episode_steps: steps after which an episode is truncated, or None.
-        params: the last argument of both functions.
-
-    Raises:
-        ValueError: for a `num_envs`, `starts`, `max_episode_steps` or key of an observation that cannot be.
-        TypeError: for a space that has no fixed-size arrays.
+    `step` returns a Transition, or a tuple of its fields. Spaces may have dtypes of 64 bits, or those that JAX has.
     """
     check_num_envs(num_envs)
     check_optional_positive("max_episode_steps", max_episode_steps)
@@ -143,7 +103,7 @@ def jax_env(
 
 
 def _with_infos(label: str, step: Callable[..., Any], info_keys: tuple[str, ...]) -> Step:
-    """A step whose result holds the part of `info` that is recorded."""
+    """A step whose `info` has the recorded keys only."""
 
     def recorded(key: Any, env_state: Any, action: Any, params: Any) -> Transition:
         answer = step(key, env_state, action, params)
@@ -173,7 +133,9 @@ def reset_lane(env: JaxEnv, key: Any, params: Any) -> tuple[Any, Any]:
 def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -> Transition:
     """One traced step of one lane, with an action as a batch holds it, and the dtypes that a batch has."""
     jnp = import_jax().numpy
-    moved = env.step(key, env_state, _from_one_hot(env.action_spec, action), params)
+    if env.action_spec.one_hot:
+        action = env.action_spec.from_one_hot(action, jnp).astype(jnp.int32)
+    moved = env.step(key, env_state, action, params)
     if not isinstance(moved, Transition):
         raise EnvError(
             f"step of {env!r} returned {_kind(moved)}, expected a Transition: return "
@@ -188,12 +150,3 @@ def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -
 
 def _kind(given: Any) -> str:
     return f"{len(given)} values" if type(given) is tuple else type(given).__name__
-
-
-def _from_one_hot(spec: ActionSpec, action: Any) -> Any:
-    if not spec.one_hot:
-        return action
-    jnp = import_jax().numpy
-    parts = jnp.split(action, np.cumsum(spec.categories)[:-1], -1)
-    chosen = jnp.stack([part.argmax(-1) for part in parts], -1).reshape(spec.space.shape or ())
-    return (chosen + spec.start).astype(jnp.int32)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv, jax_env
-from funcollect.envs.jax_envs.spaces import box
 from funcollect.envs.jax_envs.suite import Suite
+from funcollect.envs.spaces import box
 from funcollect.messages import shown
 from funcollect.protocols import Starts, Transition
 from funcollect.specs import Space
+
+_SUITE = Suite(
+    "jumanji",
+    "jumanji.registration",
+    lambda registration: (registration.registered_environments(), registration.make),
+    ("observation_spec", "action_spec", "reset", "step"),
+)
 
 
 def from_jumanji(
@@ -27,17 +35,15 @@ def from_jumanji(
 ) -> FunctionsEnv:
     """A JAX environment over jumanji's; a last step whose discount is not zero is a truncation.
 
-    Named tuples become dicts. Where there are several agents, their rewards are ``next.reward`` [*B, T, agents]. Many
-    environments of the suite call their own time limit a termination: so does the batch.
+    Named tuples become dicts. The rewards of several agents are ``next.reward`` [*B, T, agents]. Many environments of
+    the suite report their own time limit as a termination, and so does the batch.
 
     Args:
         env: an id such as ``"Snake-v1"``, or an instance without autoreset.
-        num_envs: P; None for a single environment without a batch dimension.
-        one_hot: discrete actions as one-hot rows, TorchRL's encoding.
         info_keys: the keys of the time step's `extras` that a batch records under ``next.info``.
-        starts: ``"cached"`` starts every episode of a lane as its first one. The state holds the key, so everything
-            random in the episode repeats, too.
         **kwargs: for `jumanji.make`.
+        num_envs, one_hot, starts: see `from_functions`. The state holds the key, so with ``"cached"`` starts everything
+            random in a lane's episode repeats, too.
 
     Raises:
         ImportError: without jumanji.
@@ -60,39 +66,19 @@ def from_jumanji(
         observation = _plain(observed, timestep.observation)
         return Transition(state, observation, timestep.reward, over & ended, over & ~ended, timestep.extras)
 
-    return jax_env(
-        label,
-        reset,
-        step,
-        observation_space=observed,
-        action_space=_space(raw.action_spec),
-        num_envs=num_envs,
-        one_hot=one_hot,
-        info_keys=info_keys,
-        starts=starts,
-    )
-
-
-def _load() -> tuple[Iterable[str], Callable[..., Any]]:
-    from jumanji import registration
-
-    return registration.registered_environments(), registration.make
-
-
-_SUITE = Suite("jumanji", _load, ("observation_spec", "action_spec", "reset", "step"))
+    return jax_env(label, reset, step, observed, _space(raw.action_spec), num_envs, one_hot, info_keys, starts)
 
 
 def _plain(space: Space, observation: Any) -> Any:
-    """Named tuples and dataclasses as the dicts that a Dict space has."""
+    """The observation with dicts in the place of named tuples and dataclasses."""
     if not isinstance(space, spaces.Dict):
         return observation
-    named = isinstance(observation, Mapping)
-    parts = {name: observation[name] if named else getattr(observation, name) for name in space.spaces}
-    return {name: _plain(child, parts[name]) for name, child in space.spaces.items()}
+    part = observation.__getitem__ if isinstance(observation, Mapping) else partial(getattr, observation)
+    return {name: _plain(child, part(name)) for name, child in space.spaces.items()}
 
 
 def _space(spec: Any) -> Space:
-    """A Gymnasium space from one of jumanji's specs."""
+    """The Gymnasium counterpart of a spec of jumanji."""
     match type(spec).__name__:
         case "DiscreteArray":
             return spaces.Discrete(int(spec.num_values))

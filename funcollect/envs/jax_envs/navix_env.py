@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gymnasium import spaces
 
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv, jax_env
-from funcollect.envs.jax_envs.spaces import space_like
 from funcollect.envs.jax_envs.suite import Suite, first_observation
+from funcollect.envs.spaces import space_like
 from funcollect.protocols import Starts, Transition
 
 _TRUNCATION, _TERMINATION = 1, 2  # navix's step types; 0 is a transition
+
+_SUITE = Suite("navix", "navix", lambda navix: (navix.registry(), navix.make), ("reset", "_step", "action_space"))
 
 
 def from_navix(
@@ -28,11 +30,9 @@ def from_navix(
 
     Args:
         env: an id such as ``"Navix-Empty-8x8-v0"``, or an instance.
-        num_envs: P; None for a single environment without a batch dimension.
-        one_hot: discrete actions as one-hot rows, TorchRL's encoding.
         info_keys: the keys of the time step's `info`, such as ``"return"``, that a batch records under ``next.info``.
-        starts: ``"cached"`` starts every episode of a lane as its first one, in the same grid.
         **kwargs: for `navix.make`, such as `max_steps`, after which an episode is truncated (100 unless given).
+        num_envs, one_hot, starts: see `from_functions`. With ``"cached"`` starts, a lane keeps its grid.
 
     Raises:
         ImportError: without navix.
@@ -52,23 +52,6 @@ def from_navix(
         terminated, truncated = after.step_type == _TERMINATION, after.step_type == _TRUNCATION
         return Transition(after, after.observation, after.reward, terminated, truncated, after.info)
 
-    return jax_env(
-        label,
-        reset,
-        step,
-        observation_space=space_like(first_observation(reset)),
-        action_space=spaces.Discrete(int(raw.action_space.maximum) + 1),
-        num_envs=num_envs,
-        one_hot=one_hot,
-        info_keys=info_keys,
-        starts=starts,
-    )
-
-
-def _load() -> tuple[Iterable[str], Callable[..., Any]]:
-    import navix
-
-    return navix.registry(), navix.make
-
-
-_SUITE = Suite("navix", _load, ("reset", "_step", "action_space"))
+    observed = space_like(first_observation(reset))
+    actions = int(raw.action_space.maximum) + 1
+    return jax_env(label, reset, step, observed, spaces.Discrete(actions), num_envs, one_hot, info_keys, starts)

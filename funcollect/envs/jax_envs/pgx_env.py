@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from gymnasium import spaces
 
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv, jax_env
-from funcollect.envs.jax_envs.spaces import space_like
 from funcollect.envs.jax_envs.suite import Suite, first_observation
+from funcollect.envs.spaces import space_like
 from funcollect.protocols import Transition
+from funcollect.specs import Space
+
+_SUITE = Suite("pgx", "pgx", lambda pgx: (pgx.available_envs(), pgx.make), ("init", "num_players", "num_actions"))
 
 
 def from_pgx(
     env: Any, *, num_envs: int | None = None, one_hot: bool = False, max_episode_steps: int | None = None
 ) -> FunctionsEnv:
-    """A JAX environment over a pgx game: the observation is that of the player whose turn it is.
+    """A JAX environment over a pgx game.
 
-    An observation is a dict of ``observation``, ``action_mask`` (the legal actions) and, for several players,
-    ``current_player``. Their rewards are ``next.reward`` [*B, T, players].
+    The observation is that of the player whose turn it is: a dict of ``observation``, ``action_mask`` (the legal
+    actions) and, for several players, ``current_player``. Their rewards are ``next.reward`` [*B, T, players].
 
     Args:
         env: an id such as ``"go_9x9"``, or an instance.
-        num_envs: P; None for a single game without a batch dimension.
-        one_hot: actions as one-hot rows, TorchRL's encoding.
         max_episode_steps: steps after which a game is truncated; None for no limit, and some games never end.
+        num_envs, one_hot: see `from_functions`.
 
     Raises:
         ImportError: without pgx.
@@ -50,28 +51,16 @@ def from_pgx(
         reward = state.rewards if several else state.rewards[0]
         return Transition(state, observe(state), reward, state.terminated, state.truncated)
 
+    # pgx declares no observation space, so it is derived from the shapes and dtypes
+    known: dict[str, Space] = {"current_player": spaces.Discrete(raw.num_players)}
+    observed = {name: known.get(name) or space_like(part) for name, part in first_observation(reset).items()}
     return jax_env(
         f"pgx/{raw.id}",
         reset,
         step,
-        observation_space=_space(first_observation(reset), raw.num_players),
-        action_space=spaces.Discrete(raw.num_actions),
-        num_envs=num_envs,
-        one_hot=one_hot,
+        spaces.Dict(observed),
+        spaces.Discrete(raw.num_actions),
+        num_envs,
+        one_hot,
         max_episode_steps=max_episode_steps,
     )
-
-
-def _load() -> tuple[Iterable[str], Callable[..., Any]]:
-    import pgx
-
-    return pgx.available_envs(), pgx.make
-
-
-_SUITE = Suite("pgx", _load, ("init", "num_players", "num_actions"))
-
-
-def _space(observation: Any, players: int) -> spaces.Dict:
-    """The space, from the observation's shapes and dtypes: pgx does not give it."""
-    known: dict[str, spaces.Space[Any]] = {"current_player": spaces.Discrete(players)}
-    return spaces.Dict({name: known.get(name) or space_like(part) for name, part in observation.items()})

@@ -1,4 +1,4 @@
-"""What the adapters over suites of JAX environments share: finding an environment by its id, and clear errors."""
+"""Find an environment of a JAX suite by its id; used by the adapters of all suites."""
 
 from __future__ import annotations
 
@@ -7,56 +7,33 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from funcollect.envs.extras import import_extra
 from funcollect.interop.jax_setup import import_jax
-
-Load = Callable[[], tuple[Iterable[str], Callable[..., Any]]]
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A package of JAX environments.
+    """A package of JAX environments."""
 
-    Attributes:
-        name: of the suite, as ids and `from_…` functions have it.
-        load: imports it, and returns the names of its environments and the function that makes one.
-        members: what each of its environments has.
-        package: what pip installs, if that is not `name`.
-    """
-
-    name: str
-    load: Load
-    members: tuple[str, ...]
-    package: str = ""
+    name: str  # of the suite, in ids, in the name of its adapter and for pip
+    module: str  # imported on first use
+    find: Callable[[Any], tuple[Iterable[str], Callable[..., Any]]]  # from `module`, the ids and what makes one of them
+    members: tuple[str, ...]  # that every environment of the suite has
 
     def make(self, env: Any, kwargs: Mapping[str, Any]) -> tuple[str, Any]:
-        """The label and the suite's own environment, from an id with keyword arguments, or from an instance.
-
-        Raises:
-            ImportError: if the suite is not installed.
-            ValueError: for an unknown id.
-            TypeError: for something that is no environment of the suite, or keywords beside an instance.
-        """
+        """The label and the suite's own environment, from an id with keyword arguments, or from an instance."""
         import_jax()
-        if not isinstance(env, str):
-            self._check_instance(env, kwargs)
-            return f"{self.name}/{type(env).__name__}", env
-        try:
-            names, make = self.load()
-        except ImportError as error:
-            package = self.package or self.name
-            raise ImportError(
-                f"{self.name} is not installed: pip install funcollect[jax-envs], or only it: pip install {package}"
-            ) from error
-        check_known(self.name, env, names)
-        return f"{self.name}/{env}", make(env, **kwargs)
-
-    def _check_instance(self, env: Any, kwargs: Mapping[str, Any]) -> None:
+        if isinstance(env, str):
+            names, make = self.find(import_extra(self.module, self.name, "jax-envs"))
+            check_known(self.name, env, names)
+            return f"{self.name}/{env}", make(env, **kwargs)
         if kwargs:
             raise TypeError(
                 f"from_{self.name} has no argument {', '.join(kwargs)} for an environment that is made already: pass "
                 f"its id, with which {self.name} takes more, or check the spelling"
             )
         check_instance(self.name, env, *self.members)
+        return f"{self.name}/{type(env).__name__}", env
 
 
 def check_known(suite: str, name: str, known: Iterable[str]) -> None:

@@ -20,14 +20,14 @@ class TorchEnvBase(EnvBase, ABC):
     Attributes:
         observation_space, action_space: Gymnasium spaces of one environment.
         max_episode_steps: the loop truncates an episode after this many steps; None for no limit.
-        params: what `reset` and `step` get as their last argument: a pytree of tensors, or None.
+        params: the last argument of `reset` and `step`: a pytree of tensors, or None.
 
     Args:
         num_envs: P, or None for a single environment without a batch dimension.
-        device: where the state lives; the CPU unless given.
+        device: the device of the state; the CPU unless given.
 
     Raises:
-        ValueError: for a `num_envs` below 1, or a device that is not there.
+        ValueError: for a `num_envs` below 1, or an unknown device.
         TypeError: for a subclass without spaces.
 
     >>> import gymnasium
@@ -60,7 +60,7 @@ class TorchEnvBase(EnvBase, ABC):
 
         Args:
             key: ``len(key)`` is P. ``key.uniform(n)`` returns float64 numbers [P, n], uniform in (0, 1).
-            params: `params`, or what was set later.
+            params: `params`, or the parameters of the state.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""TorchRL's specs as Gymnasium spaces, and what its environments may look like. The one module that imports TorchRL."""
+"""Read a TorchRL environment's spaces and the keys of its TensorDict; the one module that imports TorchRL."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from funcollect.envs.spaces import box
 from funcollect.specs import ActionSpec, Space
 from funcollect.tree import Path, flatten
 
@@ -21,38 +23,25 @@ _GROUP = {"done", "terminated", "truncated"}
 
 @dataclass(frozen=True, kw_only=True)
 class TorchRLLayout:
-    """Where things stand in an environment's TensorDict, and what they look like in one environment.
+    """The spaces of an environment, and the keys of its TensorDict."""
 
-    Attributes:
-        observation_space: the space of the leaves in the observation spec, less the primers' keys.
-        action: how an action looks in a batch.
-        action_key, action_dtype: where the environment reads it, and as what.
-        reward_key: where it writes the reward.
-        truncates: whether it writes ``truncated``.
-        primers: recurrent states of a policy that transforms of the environment declare: their initial values.
-        bare: whether a step reads nothing but the action.
-        raw: whether, besides, `_step` writes everything that `step` gives: TorchRL's own adapters of Gymnasium do, and
-            checking that again takes a quarter of their step.
-    """
-
-    observation_space: Space
+    observation_space: Space  # without the keys of `primers`
     action: ActionSpec
     action_key: NestedKey
-    action_dtype: torch.dtype
+    action_dtype: torch.dtype  # as the environment reads the action
     reward_key: NestedKey
-    truncates: bool
-    primers: dict[Path, Tensor]
-    bare: bool
+    truncates: bool  # whether the environment writes "truncated"
+    primers: dict[Path, Tensor]  # initial recurrent states of a policy, which transforms of the environment declare
+    bare: bool  # whether a step reads nothing but the action
+    # whether, besides, `_step` writes all that `step` returns, as TorchRL's own adapters of Gymnasium do; checking that
+    # again takes a quarter of their step
     raw: bool
 
 
 def layout_of(env: Any) -> TorchRLLayout:
-    """What `env`, an `EnvBase`, reads and writes.
+    """The layout of an `EnvBase`; raises ValueError for one that cannot be adapted, TypeError for an unknown spec."""
+    from torchrl.envs import GymLikeEnv
 
-    Raises:
-        ValueError: for several batch dimensions, actions, rewards or groups of done flags.
-        TypeError: for a spec without a space.
-    """
     if len(env.batch_size) > 1:
         raise ValueError(
             f"the environment has the batch size {list(env.batch_size)}, expected [] or [P]: build it with one batch "
@@ -73,10 +62,10 @@ def layout_of(env: Any) -> TorchRLLayout:
             f"the reward {reward_key!r} has shape {list(reward.shape)}, expected one number per environment: add the "
             "parts up in a transform"
         )
-    primers = _primers(env)
+    space, primers = _observation_space(env)
     bare = not env.batch_size and not hasattr(type(env), "transform") and not list(env.state_spec.keys(True, True))
     return TorchRLLayout(
-        observation_space=_observation_space(env.full_observation_spec_unbatched, primers),
+        observation_space=space,
         action=action_spec(action),
         action_key=action_key,
         action_dtype=action.dtype,
@@ -84,14 +73,8 @@ def layout_of(env: Any) -> TorchRLLayout:
         truncates="truncated" in done_keys,
         primers=primers,
         bare=bare,
-        raw=bare and _writes_all(env),
+        raw=bare and isinstance(env, GymLikeEnv) and type(env)._step is GymLikeEnv._step and not env.run_type_checks,
     )
-
-
-def _writes_all(env: Any) -> bool:
-    from torchrl.envs import GymLikeEnv
-
-    return isinstance(env, GymLikeEnv) and type(env)._step is GymLikeEnv._step and not env.run_type_checks
 
 
 def _only(what: str, keys: Iterable[NestedKey], mend: str) -> NestedKey:
@@ -101,44 +84,33 @@ def _only(what: str, keys: Iterable[NestedKey], mend: str) -> NestedKey:
     return names[0]
 
 
-def _primers(env: Any) -> dict[Path, Tensor]:
-    """What `TensorDictPrimer`s around the environment put in at a reset."""
+def _observation_space(env: Any) -> tuple[Space, dict[Path, Tensor]]:
+    """The space of an observation, and the initial values that `TensorDictPrimer`s around the environment declare."""
+    from tensordict import TensorDict
     from torchrl.envs import Compose, TensorDictPrimer
 
-    found: dict[Path, Tensor] = {}
-    while hasattr(type(env), "transform"):
-        transforms = env.transform if isinstance(env.transform, Compose) else [env.transform]
-        for primer in transforms:
+    primers: dict[Path, Tensor] = {}
+    inner = env
+    while hasattr(type(inner), "transform"):
+        for primer in inner.transform if isinstance(inner.transform, Compose) else [inner.transform]:
             if isinstance(primer, TensorDictPrimer):
-                values = flatten(_primed(primer))
-                found |= {path: value[0] if env.batch_size else value for path, value in values.items()}
-        env = env.base_env
-    return found
-
-
-def _primed(primer: Any) -> Any:
-    from tensordict import TensorDict
-
-    return primer(TensorDict({}, batch_size=primer.primers.shape))
-
-
-def _observation_space(spec: Any, primers: Collection[Path]) -> Space:
-    space = observation_space(spec, without=primers)
+                values = flatten(primer(TensorDict({}, batch_size=primer.primers.shape)))
+                primers |= {path: value[0] if inner.batch_size else value for path, value in values.items()}
+        inner = inner.base_env
+    space = observation_space(env.full_observation_spec_unbatched, without=primers)
     assert isinstance(space, spaces.Dict)
-    if list(space) == ["observation"]:
-        return space["observation"]
     if not len(space):
         raise ValueError("the environment's observation spec is empty, expected at least one key: add it")
-    return space
+    return space["observation"] if list(space) == ["observation"] else space, primers
 
 
 def observation_space(spec: Any, path: Path = (), without: Collection[Path] = ()) -> Space:
-    """The space of an observation's spec, less the leaves at the paths `without`.
+    """The space of an observation's spec, without the leaves at the paths in `without`.
 
-    Composite gives Dict; a single Categorical gives Discrete; all else gives a Box in the spec's shape and dtype, of
-    zeros and ones for OneHot, MultiOneHot, Binary and bool.
+    A Composite becomes a Dict, and a single Categorical a Discrete. All others become a Box of the spec's shape and
+    dtype; that of OneHot, MultiOneHot, Binary and bool has the bounds 0 and 1.
     """
-    from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, OneHot, Unbounded
+    from torchrl.data import Binary, Bounded, Categorical, Composite, OneHot, Unbounded
 
     if isinstance(spec, Composite):
         parts = {key: (child, (*path, key)) for key, child in spec.items() if (*path, key) not in without}
@@ -147,12 +119,10 @@ def observation_space(spec: Any, path: Path = (), without: Collection[Path] = ()
     dtype = _numpy_dtype(spec, name)
     shape = tuple(spec.shape)
     if isinstance(spec, (Binary, OneHot)) or dtype.kind == "b":
-        return _limits(0, 1, shape, dtype)
-    if isinstance(spec, MultiCategorical):
-        return _limits(0, np.asarray(spec.nvec.cpu()) - 1, shape, dtype)
+        return box(shape, dtype, 0, 1)
     if isinstance(spec, Categorical):
-        count = int(spec.space.n)
-        return _limits(0, count - 1, shape, dtype) if shape or dtype != np.int64 else spaces.Discrete(count)
+        counts = _counts(spec)
+        return box(shape, dtype, 0, counts - 1) if shape or dtype != np.int64 else spaces.Discrete(int(counts))
     if isinstance(spec, (Bounded, Unbounded)):
         return _box(spec, dtype)
     raise TypeError(
@@ -162,26 +132,21 @@ def observation_space(spec: Any, path: Path = (), without: Collection[Path] = ()
 
 
 def action_spec(spec: Any) -> ActionSpec:
-    """How an action of this spec looks in a batch: as the environment wants it."""
-    from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, MultiOneHot, OneHot, Unbounded
+    """The action in a batch, in the environment's own encoding."""
+    from torchrl.data import Binary, Bounded, Categorical, MultiOneHot, OneHot, Unbounded
 
     if isinstance(spec, OneHot):
-        counts = [part.n for part in spec.space] if isinstance(spec, MultiOneHot) else [spec.space.n]
-        if list(spec.shape) != [sum(counts)]:
-            raise TypeError(f"the one-hot action has shape {list(spec.shape)}, expected [{sum(counts)}]: flatten it")
         several = isinstance(spec, MultiOneHot)
-        return ActionSpec(spaces.MultiDiscrete(counts) if several else spaces.Discrete(int(counts[0])), one_hot=True)
+        sizes = [part.n for part in spec.space] if several else [spec.space.n]
+        if list(spec.shape) != [sum(sizes)]:
+            raise TypeError(f"the one-hot action has shape {list(spec.shape)}, expected [{sum(sizes)}]: flatten it")
+        return ActionSpec(spaces.MultiDiscrete(sizes) if several else spaces.Discrete(int(sizes[0])), one_hot=True)
     dtype = _numpy_dtype(spec, "action")
     if isinstance(spec, Binary):
         return ActionSpec(spaces.MultiBinary(tuple(spec.shape)))
-    if isinstance(spec, MultiCategorical):
-        return ActionSpec(spaces.MultiDiscrete(np.broadcast_to(np.asarray(spec.nvec.cpu()), tuple(spec.shape))))
     if isinstance(spec, Categorical):
-        count = int(spec.space.n)
-        choice: Space = (
-            spaces.MultiDiscrete(np.full(tuple(spec.shape), count)) if spec.shape else spaces.Discrete(count)
-        )
-        return ActionSpec(choice)
+        counts = _counts(spec)
+        return ActionSpec(spaces.MultiDiscrete(counts) if spec.shape else spaces.Discrete(int(counts)))
     if isinstance(spec, (Bounded, Unbounded)):
         return ActionSpec(_box(spec, dtype))
     raise TypeError(
@@ -190,18 +155,19 @@ def action_spec(spec: Any) -> ActionSpec:
     )
 
 
-def _box(spec: Any, dtype: np.dtype[Any]) -> spaces.Box:
-    """The box of a bounded or unbounded spec; an unbounded float has infinite bounds, whatever finite ones it names."""
+def _counts(spec: Any) -> npt.NDArray[np.int64]:
+    """The number of choices of each component of a `Categorical` or `MultiCategorical`, in the spec's shape."""
+    counts = spec.nvec.cpu().numpy() if hasattr(spec, "nvec") else spec.space.n
+    return np.broadcast_to(np.asarray(counts, np.int64), tuple(spec.shape))
+
+
+def _box(spec: Any, dtype: np.dtype[Any]) -> Space:
+    """The box of a bounded or unbounded spec; the latter may name finite bounds, which are those of its dtype."""
     from torchrl.data import Unbounded
 
-    if isinstance(spec, Unbounded) and dtype.kind == "f":
-        return _limits(-np.inf, np.inf, tuple(spec.shape), dtype)
-    return _limits(spec.space.low.cpu().numpy(), spec.space.high.cpu().numpy(), tuple(spec.shape), dtype)
-
-
-def _limits(low: Any, high: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> spaces.Box:
-    low, high = (np.broadcast_to(bound, shape).astype(dtype) for bound in (low, high))
-    return spaces.Box(low, high, dtype=dtype.type)
+    if isinstance(spec, Unbounded):
+        return box(tuple(spec.shape), dtype)
+    return box(tuple(spec.shape), dtype, spec.space.low.cpu().numpy(), spec.space.high.cpu().numpy())
 
 
 def _numpy_dtype(spec: Any, name: str) -> np.dtype[Any]:

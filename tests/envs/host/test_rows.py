@@ -153,5 +153,5 @@ def test_a_vector_environments_batch_is_written_at_once() -> None:
     assert rows.arrays["box",].tolist() == [[1, 1, 1], [1, 1, 1]]
     assert rows.arrays["inner", "bytes"].tolist() == [[1, 2], [3, 4]]
     assert rows.arrays["inner", "count"].tolist() == [5, 6]
-    with pytest.raises(EnvError, match=r"'box' of the vector environment has shape \(1, 3\).*\(2, 3\)"):
+    with pytest.raises(EnvError, match=r"the vector environment: observation 'box' has shape \(1, 3\).*\(2, 3\)"):
         rows.write_batch({"box": np.ones((1, 3)), "inner": {"bytes": np.zeros((2, 2)), "count": np.zeros(2)}})

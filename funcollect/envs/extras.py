@@ -1,4 +1,4 @@
-"""Packages that come with an extra of ours, imported on first use."""
+"""Import optional packages on first use."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ import torch
 
 
 def import_extra(module: str, package: str, extra: str) -> Any:
-    """`module`, or ImportError with the command that installs `package`."""
+    """Import `module`, or raise ImportError with the command that installs `package`."""
     try:
         with _global_generators_kept():
             return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
             raise
-        raise ImportError(f"{package} is not installed: pip install 'funcollect[{extra}]' brings it") from error
+        raise ImportError(
+            f"{package} is not installed: pip install 'funcollect[{extra}]', or only it: pip install {package}"
+        ) from error
 
 
 @contextmanager
 def _global_generators_kept() -> Iterator[None]:
-    """Python's, NumPy's and Torch's generators as they were: EnvPool's import draws from NumPy's."""
+    """Restore Python's, NumPy's and Torch's global generators: EnvPool's import draws from NumPy's."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""Gymnasium spaces for what JAX delivers."""
+"""Make Gymnasium spaces from shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from funcollect.specs import Space
 
 
 def box(shape: tuple[int, ...], dtype: npt.DTypeLike, low: Any = None, high: Any = None) -> Space:
-    """A Box of one dtype, bool among them; where no bounds are given, those of the dtype.
+    """A Box of any dtype, bool included, with the bounds of the dtype unless others are given.
 
     >>> box((2,), bool)
     Box(False, True, (2,), bool)
@@ -29,19 +29,15 @@ def box(shape: tuple[int, ...], dtype: npt.DTypeLike, low: Any = None, high: Any
     return spaces.Box(lower, upper, shape, kind)
 
 
-def space_like(delivered: Any) -> Space:
-    """The space of an array or a dict of them, by shape and dtype alone.
-
-    Args:
-        delivered: arrays, or what `jax.eval_shape` says about them.
-    """
-    if isinstance(delivered, Mapping):
-        return spaces.Dict({name: space_like(part) for name, part in delivered.items()})
-    return box(delivered.shape, delivered.dtype)
+def space_like(array: Any) -> Space:
+    """The space of an array, or of a dict of arrays, which may be the results of `jax.eval_shape`."""
+    if isinstance(array, Mapping):
+        return spaces.Dict({name: space_like(part) for name, part in array.items()})
+    return box(array.shape, array.dtype)
 
 
 def as_delivered(space: Space) -> Space:
-    """The same space with integers of 32 bits where JAX makes them so."""
+    """The same space with the integers that JAX has: 32 bits, unless JAX has enabled 64."""
     match space:
         case spaces.Dict():
             return spaces.Dict({name: as_delivered(child) for name, child in space.spaces.items()})
