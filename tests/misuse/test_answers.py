@@ -112,8 +112,8 @@ def mixed(**extras: Any) -> dict[str, Any]:
     wrong(
         "three arrays", pendulum, PAIR, (TORQUES,) * 3, "a tuple of", "a pair", "return these", head=HEADS.normal, at=0
     ),
-    wrong("an extra for one lane", cartpole, mixed(v=STILL), mixed(v=STILL[:1]), "'v' is (1, 5)", *ROWS, at=0),
-    wrong("a scalar extra", cartpole, mixed(v=STILL), mixed(v=torch.tensor(0.0)), "'v' is ()", *ROWS, at=0),
+    wrong("an extra for one lane", cartpole, mixed(v=STILL), mixed(v=STILL[:1]), "'v' is of shape (1, 5)", *ROWS, at=0),
+    wrong("a scalar extra", cartpole, mixed(v=STILL), mixed(v=torch.tensor(0.0)), "'v' is of shape ()", *ROWS, at=0),
     wrong("an extra that is no tensor", cartpole, mixed(v=STILL), mixed(v=[1, 2, 3]), "'v' is list", *ROWS, at=0),
     wrong("another extra later", cartpole, mixed(v=STILL), mixed(u=STILL), "['u'] after ['v']", "keep them the same"),
     wrong("an extra less later", cartpole, mixed(v=STILL), ACTIONS, "step 2", "after", "keep the shapes"),
