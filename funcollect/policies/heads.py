@@ -3,8 +3,8 @@
 A head is pure and serves Torch and JAX alike. The noise with which it samples is an argument, drawn ahead for a whole
 rollout. `categorical`, `greedy`, `normal` and `tanh_normal` are heads; `epsilon_greedy(epsilon)` makes one.
 
-A network returns the distribution's parameters, floating, for P environments. It may also return them in a dict, under
-the names that each head's docstring gives, beside further outputs to record. Actions have the dtype of the space.
+A network returns the distribution's parameters for P environments. It may also return them in a dict, under the names
+that each head's docstring lists, together with further outputs to record. Actions have the dtype of the space.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class RandomActor(Actor):
 
 
 class RandomStart:
-    """Another actor whose first `count` actions are random; it runs all the same, so every batch has the same keys."""
+    """Another actor with its first `count` actions replaced by random ones. It still runs, for the batch's keys."""
 
     def __init__(self, actor: Actor, inputs: ActorInputs, key: Key, lane: int, start: int, count: int) -> None:
         self._actor = actor

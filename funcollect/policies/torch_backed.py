@@ -155,7 +155,7 @@ class TorchBacked(PolicyBase):
         Raises:
             TypeError: for something that holds no tensors by name.
             ValueError: for a missing, unknown or misshapen parameter, parameters for a plain function, or a module
-                that would use its own all the same.
+                that refers to its own parameters and so would use those.
         """
         if params is None:
             return None

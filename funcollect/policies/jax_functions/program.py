@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -34,16 +34,11 @@ class StepProgram:
     32-bit observations and the noise travel in one buffer; others are arguments of their own. Small parameters travel
     as one vector. A `plain` policy has neither a state nor other observations: its step is ``step(params, buffer)`` and
     returns the packed outputs. Any other is ``step(params, buffer, policy_state, others)`` and returns both.
-
-    Args:
-        answer: the policy's traced step.
-        actor_inputs: any rollout of the kind, for its shapes.
+    `answer` is the policy's traced step, `actor_inputs` any rollout with the same shapes.
     """
 
     def __init__(self, answer: TracedCall, actor_inputs: ActorInputs) -> None:
         jax = import_jax()
-        from jax.flatten_util import ravel_pytree
-
         noise = None if actor_inputs.noise is None else actor_inputs.noise[0].numpy()
         _, shapes = jax.eval_shape(
             answer, actor_inputs.params, actor_inputs.policy_state, actor_inputs.observation, noise
@@ -53,9 +48,8 @@ class StepProgram:
             raise PolicyError(f"the policy's action is {kind}, expected an array: return one")
         check_action(shapes["action"], actor_inputs.spec, actor_inputs.num_envs)
         self.fields = layout(shapes, actor_inputs.num_envs)
-        self._unravel = _unravel(actor_inputs.params)
-        self._ravel = jax.jit(lambda params: ravel_pytree(params)[0])
-        self._packed: tuple[Any, Any] | None = None
+        self._ravel, unravel = _as_vector(actor_inputs.params)
+        self._raveled: tuple[Any, Any] | None = None
         inputs, _, treedef = self.inputs(actor_inputs)
         wide = [_is_word(leaf) for leaf in jax.tree.leaves(actor_inputs.observation)]
 
@@ -64,8 +58,7 @@ class StepProgram:
             leaves = [next(arrays) if word else next(rest) for word in wide]
             observation = jax.tree.unflatten(treedef, leaves)
             drawn = None if noise is None else next(arrays)
-            params = params if self._unravel is None else self._unravel(params)
-            policy_state, outputs = answer(params, policy_state, observation, drawn)
+            policy_state, outputs = answer(unravel(params), policy_state, observation, drawn)
             return policy_state, pack(outputs, self.fields)
 
         self.plain = actor_inputs.policy_state is None and all(wide)
@@ -73,11 +66,9 @@ class StepProgram:
 
     def params(self, prepared: Any) -> Any:
         """The parameters as `step` takes them, laid out once per version."""
-        if self._unravel is None:
-            return prepared
-        if self._packed is None or self._packed[0] is not prepared:
-            self._packed = (prepared, self._ravel(prepared))
-        return self._packed[1]
+        if self._raveled is None or self._raveled[0] is not prepared:
+            self._raveled = (prepared, self._ravel(prepared))
+        return self._raveled[1]
 
     def inputs(self, actor_inputs: ActorInputs) -> tuple[PackedInputs, list[npt.NDArray[Any]], Any]:
         """The buffer of a rollout, the observation's leaves that travel beside it, and its structure."""
@@ -87,16 +78,16 @@ class StepProgram:
         return PackedInputs([leaf for leaf in leaves if _is_word(leaf)], noise), others, treedef
 
 
-def _unravel(params: Any) -> Callable[[Any], Any] | None:
-    """The function from one vector to the parameters; None if they are not all float32, or too large for it to pay."""
+def _as_vector(params: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """Functions from a few small float32 parameters to one vector and back; other parameters stay as they are."""
+    jax = import_jax()
     from jax.flatten_util import ravel_pytree
 
-    leaves = import_jax().tree.leaves(params)
+    leaves = jax.tree.leaves(params)
     small = len(leaves) > 1 and sum(math.prod(np.shape(leaf)) for leaf in leaves) <= _LARGEST_VECTOR
     if not small or any(getattr(leaf, "dtype", None) != np.float32 for leaf in leaves):
-        return None
-    unravel: Callable[[Any], Any] = ravel_pytree(params)[1]
-    return unravel
+        return (lambda tree: tree), (lambda tree: tree)
+    return jax.jit(lambda tree: ravel_pytree(tree)[0]), ravel_pytree(params)[1]
 
 
 def _is_word(leaf: Any) -> bool:
@@ -111,9 +102,7 @@ def select_program() -> Callable[[Any, Any, Any], Any]:
     def pick(mask: Any, one: Any, two: Any) -> Any:
         return jax.numpy.where(mask.reshape(-1, *[1] * (one.ndim - 1)), one, two)
 
-    return jax.jit(  # type: ignore[no-any-return]
-        lambda mask, chosen, other: jax.tree.map(lambda one, two: pick(mask, one, two), chosen, other)
-    )
+    return jax.jit(lambda mask, *trees: jax.tree.map(partial(pick, mask), *trees))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def traced_random(spec: ActionSpec, key: Any, observation: Any, num_envs: int) -
 
 
 def match_log_prob(log_prob: Any, like: Any) -> Any:
-    """Log-probabilities [P] as a policy gives them: [P], or [P, n] in shares that add up to them."""
+    """Log-probabilities [P] in the shape of a policy's own: [P], or [P, n] in shares that add up to them."""
     parts = like.shape[1:]
     shares = log_prob.reshape(-1, *[1] * len(parts)) / math.prod(parts)
     return import_jax().numpy.broadcast_to(shares, like.shape).astype(like.dtype)

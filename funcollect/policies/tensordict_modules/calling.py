@@ -1,4 +1,4 @@
-"""How a module is called on a TensorDict: what it reads, what it wrote, and the hidden states that it carries as keys.
+"""Calls a module on a TensorDict, and finds its outputs and the hidden states that it carries as keys.
 
 A module that carries a hidden state reads `key` and writes ``("next", key)``, or it reads and writes `key` itself.
 """
@@ -18,7 +18,10 @@ from funcollect.errors import PolicyError
 from funcollect.keys import generator_state, torch_generator
 from funcollect.tree import Path, flatten, nest, to_tensordict
 
-_KEEP_STATES = ("OrnsteinUhlenbeckProcessModule", "MultiStepActorWrapper")  # of TorchRL, beside their in_keys
+_KEEP_STATES = (
+    "OrnsteinUhlenbeckProcessModule",
+    "MultiStepActorWrapper",
+)  # of TorchRL; not only their in_keys
 _KNOWN = ("tensordict", "torchrl")
 
 INIT: Path = ("is_init",)  # True at the first step of a trajectory, as in TorchRL's InitTracker
@@ -118,7 +121,7 @@ def written_by(module: Any, path: Path) -> Path:
 
 
 def reads_what_it_wrote(module: Any) -> bool:
-    """Whether a policy may read what it wrote at the step before, without declaring it.
+    """Whether a policy may read its outputs of the step before, without declaring them.
 
     Modules of tensordict and TorchRL read their in_keys only, except those that keep a state of their own. Functions of
     a TensorDict, and other libraries' modules, may read any key.
@@ -138,10 +141,10 @@ def initial_hidden_states(
 ) -> dict[Path, Tensor]:
     """The value of each hidden state of `module` at the start of an episode, in one environment.
 
-    `given` is what the user passed, nested or by key; it goes before what the module's own parts provide with
-    `make_tensordict_primer`, as TorchRL's LSTMModule does, and this before `defaults`. A state that is written under
-    ``next`` has to have a value. A key that the module reads and writes is a state only if its value is known;
-    otherwise it may be an observation that the module replaces.
+    The value is taken from `given`, the user's argument, nested or by key; else from the `make_tensordict_primer` of a
+    part of the module, such as TorchRL's LSTMModule; else from `defaults`. A state that is written under ``next`` has
+    to have a value. A key that the module reads and writes is a state only if its value is known; otherwise it may be
+    an observation that the module replaces.
 
     Raises:
         ValueError: for a state without a value, or a given one that the policy does not carry.
@@ -161,8 +164,8 @@ def initial_hidden_states(
     if missing := [path for path in hidden if path not in known]:
         name = missing[0][0] if len(missing[0]) == 1 else missing[0]
         raise ValueError(
-            f"the policy reads {name!r} and writes it under 'next', so it carries it from step to step, and nothing "
-            "says what an episode begins with: use funcollect.tensordict_policy(policy, initial_state={"
+            f"the policy reads {name!r} and writes it under 'next', so it is carried from step to step, and its value "
+            "at the start of an episode is not known: use funcollect.tensordict_policy(policy, initial_state={"
             f"{name!r}: torch.zeros(...)}}), without a batch dimension, or give the module a make_tensordict_primer"
         )
     return {path: known[path] for path in [*hidden, *sorted(same_key & known.keys())]}

@@ -86,7 +86,8 @@ class TensorDictPolicy(TorchBacked):
     ) -> None:
         super().__init__(module, device, hidden_states or None, compiler)
         self.hidden_states = dict(hidden_states or {})
-        self.written = {path: written_by(module, path) for path in self.hidden_states}  # where its next value is
+        # By the path of each hidden state, the path of its next value.
+        self.written = {path: written_by(module, path) for path in self.hidden_states}
 
     @property
     def reads_init(self) -> bool:

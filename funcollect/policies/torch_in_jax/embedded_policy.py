@@ -51,21 +51,17 @@ Source = TorchPolicy | TensorDictPolicy
 class EmbeddedPolicy(FunctionPolicy, ABC):
     """Base class of `LoweredPolicy` and `CallbackPolicy`.
 
-    Args:
-        source: the Torch policy.
-        exploration_type: the interaction type for a TensorDict policy's distributions.
-        initial_carry: what the loop carries, in one environment at the start of an episode, or None.
-        single: whether a TensorDict policy's module is called without a batch dimension; P is 1 then.
+    `initial_carry` is what the loop carries, in one environment at the start of an episode, or None.
     """
 
     def __init__(self, source: Source, exploration_type: ExplorationType, initial_carry: Any, single: bool) -> None:
         initial = optree.tree_map(lambda leaf: np.asarray(torch.as_tensor(leaf)), plain(initial_carry))
         super().__init__(self.traced, source.head, initial)
         self.source = source
-        self.single = single
+        self.exploration_type = exploration_type  # the interaction type for a TensorDict policy's distributions
+        self.single = single  # whether a TensorDict policy's module is called without a batch dimension; P is 1 then
         self.ties = isinstance(source, TensorDictPolicy)
-        self._tells_init = isinstance(source, TensorDictPolicy) and INIT in (initial_carry or {})
-        self.exploration_type = exploration_type
+        self._carries_init = isinstance(source, TensorDictPolicy) and INIT in (initial_carry or {})
         self.dtypes: dict[Path, torch.dtype] = {}  # of outputs whose dtypes JAX lacks
         self.nested: list[Path] = []  # outputs that the loop has under dotted names
 
@@ -89,7 +85,7 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
         """
         asarray = import_jax().numpy.asarray
         recurrent = optree.tree_map(lambda leaf: asarray(argument(leaf)), plain(state.recurrent))
-        if not self._tells_init:
+        if not self._carries_init:
             return recurrent
         return {**(recurrent or {}), INIT: import_jax().numpy.zeros((num_lanes, 1), bool)}
 
@@ -99,7 +95,7 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
         Lanes in `fresh` [P] are about to begin an episode. They get their initial state, as in a loop in Torch.
         """
         leaves, treespec = optree.tree_flatten(before.recurrent, namespace=NAMESPACE)
-        if self._tells_init:
+        if self._carries_init:
             recurrent = {path: leaf for path, leaf in recurrent.items() if path != INIT}
         arrays = import_jax().tree.leaves(recurrent)
         after = [torch_view(new).to(old.device, old.dtype, copy=True) for new, old in zip(arrays, leaves, strict=True)]
@@ -195,24 +191,23 @@ def constant(initial_carry: Any) -> Any:
 
 
 def check_forgets(policy: EmbeddedPolicy, module: Any, observation: Any, recurrent: Any) -> None:
-    """Raise LoweringError for a policy on a TensorDict that reads what it wrote there at the step before.
+    """Raise LoweringError for a policy on a TensorDict that reads its own outputs of the step before.
 
-    A loop of JAX only carries hidden states that are declared. So the module is called twice, the second time with
-    what it wrote the first time, and has to return the same.
+    A loop of JAX only carries hidden states that are declared. So the module is called twice, the second time with its
+    first outputs, and has to return the same.
     """
     source, single = policy.source, policy.single
     if not isinstance(source, TensorDictPolicy) or not reads_what_it_wrote(source.module):
         return
     inputs, read = source.inputs_of(observation, recurrent)
-    answers: list[dict[Path, Any]] = []
-    for _ in range(2):
-        carried = {path: leaf for path, leaf in answers[0].items() if may_be_read(path)} if answers else {}
+
+    def outputs_from(given: dict[Path, Any]) -> dict[Path, Any]:
         with torch.no_grad(), set_interaction_type(policy.exploration_type), torch_generator(torch.get_rng_state()):
-            answer = run_module(module, inputs | carried, source.device, single=single)
-            answers.append(outputs_of(answer, read, single=single))
-    one, two = answers
-    others = [path for path, leaf in two.items() if not _same(one.get(path), leaf)]
-    if others:
+            return outputs_of(run_module(module, given, source.device, single=single), read, single=single)
+
+    first = outputs_from(inputs)
+    second = outputs_from(inputs | {path: leaf for path, leaf in first.items() if may_be_read(path)})
+    if others := [path for path, leaf in second.items() if not _same(first.get(path), leaf)]:
         raise LoweringError(
             f"its {names_of(others)} depend on what it wrote at the step before: give these keys a start with "
             "funcollect.tensordict_policy(policy, initial_state={...}), and name them in the in_keys and out_keys"

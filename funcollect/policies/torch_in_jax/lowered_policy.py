@@ -84,7 +84,7 @@ def lowered_policy(
     """A policy whose module is lowered, checked against the module on an example `observation` [P, ...].
 
     Raises:
-        LoweringError: for a module that cannot be lowered, or whose weights a program could not read anew.
+        LoweringError: for a module that cannot be lowered, or whose weights a program could not read again.
     """
     module = _checked_module(source)
     initial_carry = constant(source.initial_carry(observation))

@@ -54,7 +54,7 @@ class Look:
     def __init__(self, owners: Iterable[Any] = (), containers: Iterable[Any] = ()) -> None:
         self.owners = list(owners)  # objects whose classes may change
         self.containers = list(containers)  # dictionaries, lists and sets, whose contents are compared by identity
-        self.cells: list[Any] = []  # of closures, likewise
+        self.cells: list[Any] = []  # of closures, also compared by identity
         self.tensors: list[Tensor] = []  # compared by how often they were written
         self.arrays: list[Any] = []  # compared by their contents
 
@@ -219,7 +219,7 @@ def settings_of(module: Any) -> Settings:
 
 
 class SettingsCache:
-    """The settings of a module (None: no settings), read anew only if something has been set since the last time."""
+    """The settings of a module (None: no settings), read again only if something has been set since the last time."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -265,7 +265,7 @@ def is_registry(part: nn.Module, name: str) -> bool:
 
 
 def _held(value: Any) -> Iterator[Any]:
-    """The value; for a container its contents, for a method its object, for a function what its code refers to."""
+    """The contents of a container, the object of a method, the closure and globals of a function, or the value."""
     if isinstance(value, Mapping):
         value = tuple(value.values())
     if isinstance(value, MethodType):

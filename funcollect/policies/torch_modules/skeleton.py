@@ -89,8 +89,8 @@ class Skeleton:
     def _update(self, part: nn.Module) -> str:
         """Make the copy of a submodule equal to it. Return the name of an entangled attribute, or an empty string."""
         known = self._copies[id(part)]
-        made_anew = (*REGISTERED, "forward") if _is_compiled(part) else REGISTERED
-        attributes = {name: value for name, value in vars(part).items() if name not in made_anew}
+        rebuilt = (*REGISTERED, "forward") if _is_compiled(part) else REGISTERED
+        attributes = {name: value for name, value in vars(part).items() if name not in rebuilt}
         own = vars(known.copy)
         if type(known.copy) is not type(part):
             known.copy.__class__ = type(part)
