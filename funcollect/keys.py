@@ -1,11 +1,11 @@
-"""Threaded randomness: keys, lane seeds and noise that is drawn ahead.
+"""Compute random numbers from keys: seeds of episodes, and the noise of a whole rollout.
 
-A key is a ``uint32[2]`` array, the high and low words of a 64-bit seed (the layout of a legacy JAX key). Whatever is
-random is a pure function of the key, a purpose, a lane and an episode or step, so no draw depends on what ran before.
+A key is a ``uint32[2]`` array, the high and low words of a 64-bit seed (the layout of a legacy JAX key). Every random
+number is a pure function of the key, a purpose, a lane and an episode or step, so no draw depends on earlier draws.
 
-Two counter-based generators serve it. Philox 4x64 (Salmon et al., 2011, as NumPy ships it) draws the noise of a whole
-rollout at once. SplitMix64 (Steele et al., 2014) gives single words: in Python integers for one lane, in int64 tensors
-for many, with equal results.
+There are two counter-based generators. Philox 4x64 (Salmon et al., 2011, as in NumPy) draws the noise of a whole
+rollout at once. SplitMix64 (Steele et al., 2014) computes single words: in Python integers for one lane, in int64
+tensors for many, with equal results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WORDS_PER_BLOCK = 8  # one Philox block is 4 x 64 bits
 
 
 class Purpose(IntEnum):
-    """What a draw is for; draws for different purposes are independent."""
+    """The purpose of a draw; draws for different purposes are independent."""
 
     RESET = 1
     NOISE = 2
@@ -44,7 +44,7 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """What a policy wants drawn ahead for each step.
+    """The noise that a policy needs at each step, which is drawn before the rollout.
 
     ``uniform`` lies in (0, 1); ``gumbel`` and ``normal`` are standard; all are float32, one array of `shape` per lane.
     ``key`` is one ``uint32[2]`` for all lanes (a JAX function's own randomness), and has no shape.
@@ -70,12 +70,12 @@ def key_from_seed(seed: int | None) -> Key:
 
 
 def seed_of(key: Key) -> int:
-    """The integer seed that a key holds: the inverse of `key_from_seed`."""
+    """The integer seed of a key: the inverse of `key_from_seed`."""
     return int(key[0]) << 32 | int(key[1])
 
 
 def fold(key: Key, *words: int) -> int:
-    """A 64-bit word that depends on the key and on every one of `words`."""
+    """A 64-bit word that depends on the key and on all `words`."""
     word = seed_of(key)
     for data in words:
         word = _fold_one(word, data)
@@ -120,7 +120,7 @@ class LaneKeys:
 
     Attributes:
         key: the run's key.
-        purpose: what is drawn for.
+        purpose: the purpose of the draws.
         lanes: [P] int64, the lanes' ids.
         numbers: [P] int64, the episodes' numbers, or the number of the step.
     """
@@ -148,7 +148,7 @@ class LaneKeys:
 
 
 class _Thread(threading.local):
-    """A thread's generator: to make one draws entropy from the system, which costs more than its draws here."""
+    """A thread's generator. It is kept, since making one costs more than its draws here: it reads system entropy."""
 
     def __init__(self) -> None:
         self.philox = np.random.Philox(0)
@@ -160,7 +160,7 @@ _THREAD = _Thread()
 def random_words(key: Key, purpose: Purpose, lane: int, start: int, length: int, width: int) -> npt.NDArray[np.uint32]:
     """Philox words for the steps ``start … start + length - 1``: [length, width] uint32.
 
-    Step ``s`` always gets the same words, whichever range it was drawn in. `lane` is the first lane's id.
+    Step ``s`` always gets the same words, in any range. `lane` is the first lane's id.
     """
     blocks = math.ceil(width / _WORDS_PER_BLOCK)
     generator = _THREAD.philox
@@ -171,7 +171,7 @@ def random_words(key: Key, purpose: Purpose, lane: int, start: int, length: int,
             "key": np.array([seed_of(key), int(purpose) << 48 | lane], np.uint64),
         },
         "buffer": np.zeros(4, np.uint64),
-        "buffer_pos": 4,  # nothing is left in it
+        "buffer_pos": 4,  # the buffer is used up
         "has_uint32": 0,
         "uinteger": 0,
     }
@@ -206,7 +206,7 @@ def draw_ahead(noise: Noise, key: Key, lane: int, num_envs: int, start: int, len
 
 
 class torch_generator:  # noqa: N801  (used as a function; a generator function costs a microsecond more per step)
-    """Torch's global CPU generator runs from `state`, a private copy that is moved on; afterwards it is as it was."""
+    """Run Torch's global CPU generator from `state`, which is advanced in place; restore it afterwards."""
 
     def __init__(self, state: Tensor) -> None:
         self._state = state

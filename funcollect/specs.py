@@ -1,4 +1,4 @@
-"""What the layers agree on: batch keys, spaces and shapes.
+"""The keys, spaces and shapes of a batch, for all layers.
 
 Letters in shapes are fixed throughout the library: ``T`` time, ``P`` environments in one batch, ``W`` workers,
 ``L`` lanes (``W * P``), ``*B`` whatever batch dimensions there are.
@@ -37,7 +37,7 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """The path as a person reads it."""
+        """The path, joined by dots, for messages."""
         return ".".join(self.path)
 
 
@@ -50,7 +50,7 @@ def observation_leaves(space: Space, dtype: npt.DTypeLike | None = None) -> tupl
 
     Raises:
         TypeError: for a space that has no fixed-size arrays (Text, Sequence, Graph, OneOf).
-        ValueError: for a Dict key that a batch uses itself.
+        ValueError: for a Dict key that is a key of the batch, is empty or contains a dot.
     """
     try:
         floating = np.dtype(np.float32 if dtype is None else dtype)
@@ -63,7 +63,7 @@ def observation_leaves(space: Space, dtype: npt.DTypeLike | None = None) -> tupl
     for leaf in leaves:
         if leaf.path[0] in RESERVED:
             raise ValueError(
-                f"the observation key {leaf.path[0]!r} collides with the batch's own: "
+                f"the observation key {leaf.path[0]!r} collides with a key of the batch: "
                 f"rename it with a Gymnasium wrapper; taken are {sorted(RESERVED)}"
             )
         if any("." in part or not part for part in leaf.path):
@@ -115,18 +115,18 @@ def disassemble(space: Space, observation: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class ActionSpec:
-    """How an action looks in a batch: the space, and whether discrete ones are one-hot (TorchRL's encoding).
+    """The encoding of actions in a batch: the space, and whether discrete actions are one-hot (TorchRL's encoding).
 
     Raises:
         TypeError: for a space that is not Box, Discrete, MultiDiscrete or MultiBinary.
-        ValueError: for one-hot actions of a space that has no categories.
+        ValueError: for one-hot actions of a space without categories.
     """
 
     space: Space
     one_hot: bool = False
 
     def __post_init__(self) -> None:
-        """Check the space once, here."""
+        """Check the space."""
         if not isinstance(self.space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
             raise TypeError(
                 f"the action space is {type(self.space).__name__}, expected Box, Discrete, MultiDiscrete or "
@@ -156,7 +156,7 @@ class ActionSpec:
 
     @cached_property
     def plain(self) -> bool:
-        """Whether an action is an index from 0 on, as a network's answer has it."""
+        """Whether an action is an index that starts at 0, like the index of a logit."""
         return isinstance(self.space, spaces.Discrete) and not self.one_hot and not self.space.start
 
     @cached_property

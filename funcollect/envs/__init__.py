@@ -1,4 +1,4 @@
-"""Environments: adapters over what people use, and batched ones written in Torch or JAX."""
+"""Environments: adapters for other libraries, and base classes for your own, in Python, Torch or JAX."""
 
 from funcollect.envs.envpool_envs.adapter import from_envpool
 from funcollect.envs.gymnasium_envs.adapter import from_gymnasium

@@ -54,7 +54,8 @@ def _parts(env: Any, seen: set[int]) -> Iterator[Any]:
         own = vars(env)
     elif isinstance(env, VectorEnv):
         own = {name: getattr(env, name, None) for name in ("envs", "env_fns")}
-    for part in [*filter(_is_env, _attributes(env)), *own.get("_modules", {}).values()]:
+    envs = [part for part in _attributes(env) if hasattr(type(part), "step") and hasattr(type(part), "reset")]
+    for part in [*envs, *own.get("_modules", {}).values()]:
         yield from _parts(part, seen)
     lanes = own.get("envs") or own.get("_envs")
     factories = own.get("env_fns") or own.get("create_env_fn")
@@ -64,10 +65,6 @@ def _parts(env: Any, seen: set[int]) -> Iterator[Any]:
         lane = factories[0]()
         yield from _parts(lane, seen)
         lane.close()
-
-
-def _is_env(value: Any) -> bool:
-    return hasattr(type(value), "step") and hasattr(type(value), "reset")
 
 
 def _attributes(part: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""`make_env`: one name for every environment that the library can drive."""
+"""`make_env` makes an environment from an id, an instance or a factory of any library."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from funcollect.protocols import Env, is_env, is_policy
 
 
 def make_env(env: Any, **kwargs: Any) -> Env:
-    """An environment from whatever describes one.
+    """Make an environment from an id, an instance, a factory or a list of these.
 
     Args:
-        env: an `Env`, which is returned as it is; whatever `funcollect.envs.from_gymnasium` or `from_torchrl` takes; a
-            callable that returns one of these; or an id with a namespace of this library's: ``"torch/CartPole-v1"``,
+        env: an `Env`, which is returned unchanged; anything that `funcollect.envs.from_gymnasium` or `from_torchrl`
+            takes; a callable that returns one of these; or an id in a namespace: ``"torch/CartPole-v1"``,
             ``"envpool/CartPole-v1"``, ``"ale/Pong"``, ``"gymnax/CartPole-v1"``, ``"brax/ant"``, ``"jumanji/Snake-v1"``,
             ``"navix/Navix-Empty-8x8-v0"``, ``"pgx/go_9x9"``, ``"playground/CartpoleBalance"``.
         **kwargs: for the adapter: `num_envs` and, for Gymnasium, `parallel`, `info_keys`, `dtype`, `one_hot` and the
@@ -34,7 +34,7 @@ def make_env(env: Any, **kwargs: Any) -> Env:
     >>> make_env("torch/Pendulum-v1", num_envs=4)
     Pendulum(num_envs=4)
     """
-    if is_torchrl(env):  # before its attributes are looked at: a ParallelEnv asks its processes for them
+    if is_torchrl(env):  # first, since a ParallelEnv asks its processes for attributes that the checks below read
         return envs.from_torchrl(env, **kwargs)
     if is_envpool(env):
         return envs.from_envpool(env, **kwargs)
@@ -85,17 +85,17 @@ def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
     own = {name: value for name, value in kwargs.items() if name not in _ADAPTER_ARGUMENTS}
     made = factory(**own)
     given = {name: value for name, value in kwargs.items() if name in _ADAPTER_ARGUMENTS}
+    if isinstance(made, gymnasium.Env) and kwargs.get("parallel"):
+        made.close()
+        return envs.from_gymnasium(factory, **kwargs)
     if is_torchrl(made) or isinstance(made, gymnasium.Env):
-        if kwargs.get("parallel") and not is_torchrl(made):
-            made.close()
-            return envs.from_gymnasium(factory, **kwargs)
         spare = [made]
         adapter = envs.from_torchrl if is_torchrl(made) else envs.from_gymnasium
         return adapter(lambda: spare.pop() if spare else factory(**own), **given)
     refuse_sb3(made)
     if not isinstance(made, (Env, str, EnvSpec, VectorEnv, Sequence)):
         raise TypeError(
-            f"the environment's factory returned {type(made).__name__}, expected an Env, a gymnasium.Env or what else "
-            "make_env takes: return the environment"
+            f"the environment's factory returned {type(made).__name__}, expected an Env, a gymnasium.Env or anything "
+            "else that make_env takes: return the environment"
         )
     return make_env(made, **given)

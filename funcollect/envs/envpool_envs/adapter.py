@@ -1,4 +1,4 @@
-"""EnvPool: batches of environments that are stepped in C++, all lanes in one call."""
+"""EnvPool's environments, whose lanes are all stepped in one call of C++."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ _OURS = {
     "env_type": "Gymnasium's interface is used",
     "parallel": "EnvPool is parallel itself: num_threads=",
 }
-_WELL_KNOWN = ["CartPole-v1", "Pong-v5", "HalfCheetah-v4"]
 _LARGEST_SEED = 2**31 - 1  # EnvPool takes int32
 
 
@@ -95,7 +94,7 @@ def from_envpool(
 def _spec_of(envpool: Any, task_id: str, config: dict[str, Any], info_keys: Sequence[str]) -> Any:
     known = envpool.list_all_envs()
     if task_id not in known:
-        near = difflib.get_close_matches(task_id, known, 3, 0.4) or _WELL_KNOWN
+        near = difflib.get_close_matches(task_id, known, 3, 0.4) or ["CartPole-v1", "Pong-v5"]
         raise ValueError(f"EnvPool has no task {task_id!r}, expected one of envpool.list_all_envs(), such as {near}")
     if "max_episode_steps" in config:
         check_positive("max_episode_steps", config["max_episode_steps"])
@@ -104,8 +103,8 @@ def _spec_of(envpool: Any, task_id: str, config: dict[str, Any], info_keys: Sequ
     except TypeError as error:
         reason = str(error).partition("\n")[0]
         raise TypeError(
-            f"EnvPool cannot make {task_id!r} with {config}: {reason} leave out what the task does not take; it takes "
-            f"{sorted(set(envpool.make_spec(task_id).config._fields) - _OURS.keys())}"
+            f"EnvPool cannot make {task_id!r} with {config}: {reason}; leave out the options that the task "
+            f"lacks, it takes {sorted(set(envpool.make_spec(task_id).config._fields) - _OURS.keys())}"
         ) from error
     if spec.config.max_num_players > 1:
         raise ValueError(f"{task_id} is for {spec.config.max_num_players} players, expected one: take another task")

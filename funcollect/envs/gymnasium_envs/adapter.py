@@ -130,13 +130,12 @@ def _open_vector(vector: GymVectorEnv) -> Opener:
 
 def _rebuild_vector(env: GymVectorEnv) -> GymVectorEnv:
     try:
-        rebuilt: GymVectorEnv = type(env)(env.env_fns, autoreset_mode=AutoresetMode.DISABLED)  # type: ignore
+        return type(env)(env.env_fns, autoreset_mode=AutoresetMode.DISABLED)  # type: ignore
     except Exception as error:
         raise ValueError(
             f"{env} backs a state already and cannot be rebuilt from its env_fns ({error!r}): build another, or pass a "
             "list of factories"
         ) from error
-    return rebuilt
 
 
 def _label(env: Any) -> str:

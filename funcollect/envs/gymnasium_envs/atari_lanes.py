@@ -129,8 +129,8 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         """The history up to now, for `follow`."""
         if self._unfit is not None:
             raise ReplayError(
-                f"the wrappers of {self.env} hold what cannot be copied ({self._unfit!r}): leave out the wrapper that "
-                "does, or go on without a fork: the state is as good as before"
+                f"the wrappers of {self.env} hold an object that cannot be copied ({self._unfit!r}): leave out the "
+                "wrapper, or go on without a fork: the state is as good as before"
             ) from self._unfit
         machine = self.env.unwrapped.ale.cloneState(include_rng=True)  # type: ignore[attr-defined]
         return replace(self._history, since=list(self._calls), machine=machine)
@@ -146,8 +146,8 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
                 self._begin(replace(history, since=list(history.since)))
                 return answer
         raise ReplayError(
-            f"{self.env} went another way from the same point: let its wrappers draw from np_random, not from a global "
-            "generator, or go on without a fork: the state is as good as before"
+            f"{self.env} reached another state by the same calls: let its wrappers draw from np_random, not from a "
+            "global generator, or go on without a fork: the state is as good as before"
         )
 
     def _beginnings(self, history: _History, ale: Any) -> Iterator[Callable[[], Any]]:

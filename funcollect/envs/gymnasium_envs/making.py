@@ -71,7 +71,7 @@ def sources_of(env: EnvSource | Sequence[EnvSource], num_envs: int | None) -> li
             raise ValueError(f"num_envs is {num_envs}, but the list holds {len(env)} environments: leave num_envs out")
         instances = [id(one) for one in env if isinstance(one, gymnasium.Env)]
         if len(set(instances)) < len(instances):
-            raise ValueError("the same environment instance stands twice in the list: pass one instance per lane")
+            raise ValueError("the same environment instance is in the list twice: pass one instance per lane")
         return list(env)
     check_num_envs(num_envs)
     if isinstance(env, gymnasium.Env) and (num_envs or 1) > 1:
@@ -107,20 +107,17 @@ def worker_factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
             "or a factory"
         )
     if isinstance(source, str):
-        source = _spec_of(source)
+        module, _, name = source.rpartition(":")
+        try:
+            if module:
+                importlib.import_module(module)
+            spec = gymnasium.spec(name)
+        except (gymnasium.error.Error, ModuleNotFoundError) as error:
+            raise _not_made(source, error) from error
+        source = spec
     if isinstance(source, EnvSpec):
         return partial(gymnasium.make, source, disable_env_checker=True, **kwargs)
     return partial(source, **kwargs)
-
-
-def _spec_of(name: str) -> EnvSpec:
-    module, _, rest = name.rpartition(":")
-    try:
-        if module:
-            importlib.import_module(module)
-        return gymnasium.spec(rest)
-    except (gymnasium.error.Error, ModuleNotFoundError) as error:
-        raise _not_made(name, error) from error
 
 
 def _make(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:
@@ -131,7 +128,7 @@ def _make(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:
         if not kwargs:
             raise
         raise TypeError(
-            f"Gymnasium cannot make {name!r}: {error}; leave out what its constructor does not take"
+            f"Gymnasium cannot make {name!r}: {error}; leave out the arguments that its constructor lacks"
         ) from error
     except (gymnasium.error.Error, ModuleNotFoundError) as error:
         raise _not_made(name, error) from error
@@ -170,8 +167,8 @@ def check_lane(lane: int, env: Any, first: GymEnv) -> None:
             raise ValueError(f"lane {lane} has the {name} {own}, lane 0 has {wanted}: use equal spaces in one batch")
     if is_atari(env) != is_atari(first):
         raise ValueError(
-            f"lane {lane} is {env}, lane 0 is {first}: put Atari games, which are seeded otherwise, in a batch of "
-            "their own"
+            f"lane {lane} is {env}, lane 0 is {first}: put Atari games, which are seeded differently, in a "
+            "batch of their own"
         )
 
 

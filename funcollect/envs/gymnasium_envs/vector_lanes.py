@@ -45,10 +45,7 @@ def check_autoreset(env: GymVectorEnv) -> None:
 
 
 def open_processes(factories: Sequence[Callable[[], Any]]) -> AsyncVectorEnv:
-    """One process per factory, with observations in shared memory.
-
-    The processes are spawned, since a fork hangs after Torch or JAX have started threads.
-    """
+    """One process per factory, spawned, since a fork hangs after Torch or JAX have started threads."""
     with hidden_main():
         return AsyncVectorEnv(factories, copy=False, context="spawn", autoreset_mode=AutoresetMode.DISABLED)
 

@@ -1,1 +1,1 @@
-"""What every environment that steps on the host shares: its protocol, rows of observations, infos."""
+"""Environments whose simulators are Python objects: base classes, checks, rows of observations."""

@@ -1,4 +1,4 @@
-"""Environments whose simulators are Python objects, and checks of what these return."""
+"""Environments whose simulators are Python objects, and checks of the simulators' results."""
 
 from __future__ import annotations
 
@@ -72,8 +72,7 @@ class HostEnvBase(EnvBase, ABC):
     The spaces, `num_envs` and the errors are those of `TorchEnvBase`.
 
     Attributes:
-        seeding: whether each episode can be seeded, each lane once, or only the whole run.
-        forking: how `fork` copies it: ``"replay"`` of episodes from their seeds, ``"snapshot"``, or ``"none"``.
+        seeding, forking: see `HostEnv`.
         info_keys: the keys of the infos that `receive` returns, in their order.
     """
 

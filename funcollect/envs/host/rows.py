@@ -31,10 +31,7 @@ class LeafRows:
         self._dtypes = {dtype for dtype in dtypes if np.can_cast(dtype, leaf.dtype, casting)}
         self._lengths = set(leaf.shape[:1])
         self._flat = self.array.reshape(num_envs * leaf.shape[0], *leaf.shape[1:]) if leaf.shape else self.array
-        self.write = self._write_single if num_envs == 1 else self._write_all
-
-    def _write_single(self, values: Sequence[Any]) -> None:
-        self.write_lane(0, values[0])
+        self.write = self._write_all if num_envs > 1 else lambda values: self.write_lane(0, values[0])
 
     def _write_all(self, values: Sequence[Any]) -> None:
         try:

@@ -36,8 +36,7 @@ def from_functions(
             any pytree.
         step: ``(key, env_state, action, params) -> (env_state, observation, reward, terminated, truncated)``, or with
             a dict `info` as a sixth: one step. The reward is [], or [players]; the flags are []. It does not reset.
-        observation_space: of one environment.
-        action_space: of one environment.
+        observation_space, action_space: of one environment.
         num_envs: P; None for a single environment without a batch dimension.
         max_episode_steps: steps after which an episode is truncated; None for no limit.
         one_hot: in a batch, discrete actions are one-hot rows, TorchRL's encoding; `step` gets them as in the space.
@@ -110,14 +109,10 @@ def from_functional(
 
     def step(key: Any, env_state: Any, action: Any, _: Any) -> Transition:
         state = env.transition(env_state, action, key, *last)
-        return Transition(
-            env_state=state,
-            observation=env.observation(state, key, *last),
-            reward=env.reward(env_state, action, state, key, *last),
-            terminated=env.terminal(state, key, *last),
-            truncated=False,
-            info=env.transition_info(env_state, action, state, *last),
-        )
+        observation = env.observation(state, key, *last)
+        reward = env.reward(env_state, action, state, key, *last)
+        info = env.transition_info(env_state, action, state, *last)
+        return Transition(state, observation, reward, env.terminal(state, key, *last), False, info)
 
     return from_functions(
         reset,

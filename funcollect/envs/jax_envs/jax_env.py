@@ -1,4 +1,4 @@
-"""Environments written in JAX: pure functions of one lane, from which the fused loop makes P."""
+"""Environments written in JAX: pure functions of one lane, which the loops batch and compile."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _with_infos(label: str, step: Callable[..., Any], info_keys: tuple[str, ...]
             )
         moved = Transition(*answer)
         if missing := [name for name in info_keys if name not in moved.info]:
-            raise ValueError(f"{label} has no info {missing}, expected some of {sorted(moved.info)}: mend info_keys")
+            raise ValueError(f"{label} has no info {missing}, expected some of {sorted(moved.info)}: correct info_keys")
         return moved._replace(info={name: moved.info[name] for name in info_keys})
 
     return recorded
@@ -131,7 +131,7 @@ def reset_lane(env: JaxEnv, key: Any, params: Any) -> tuple[Any, Any]:
 
 
 def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -> Transition:
-    """One traced step of one lane, with an action as a batch holds it, and the dtypes that a batch has."""
+    """One traced step of one lane, with the action and the dtypes of a batch."""
     jnp = import_jax().numpy
     if env.action_spec.one_hot:
         action = env.action_spec.from_one_hot(action, jnp).astype(jnp.int32)

@@ -18,8 +18,8 @@ from funcollect.specs import Space
 
 _SUITE = Suite(
     "jumanji",
-    "jumanji.registration",
-    lambda registration: (registration.registered_environments(), registration.make),
+    "jumanji",
+    lambda jumanji: (jumanji.registered_environments(), jumanji.make),
     ("observation_spec", "action_spec", "reset", "step"),
 )
 

@@ -17,7 +17,9 @@ class Suite:
 
     name: str  # of the suite, in ids, in the name of its adapter and for pip
     module: str  # imported on first use
-    find: Callable[[Any], tuple[Iterable[str], Callable[..., Any]]]  # from `module`, the ids and what makes one of them
+    find: Callable[
+        [Any], tuple[Iterable[str], Callable[..., Any]]
+    ]  # the ids in `module`, and a function that makes one
     members: tuple[str, ...]  # that every environment of the suite has
 
     def make(self, env: Any, kwargs: Mapping[str, Any]) -> tuple[str, Any]:

@@ -1,4 +1,4 @@
-"""Classic control in Torch, with the dynamics of Gymnasium's `CartPole-v1` and `Pendulum-v1`, in float64 as there.
+"""Classic control in Torch, with the dynamics of Gymnasium's `CartPole-v1` and `Pendulum-v1`, in float64 like those.
 
 The equations are those of Barto, Sutton and Anderson (1983) and of Gymnasium's sources.
 """
@@ -91,7 +91,7 @@ class Pendulum(TorchEnvBase):
         return swing, self._observe(swing)
 
     def step(self, key: LaneKeys, env_state: Tensor, action: Tensor, params: Any, /) -> Transition:
-        """One semi-implicit Euler step. The torque's own terms are float32, as in Gymnasium."""
+        """One semi-implicit Euler step. The terms of the torque are float32, as in Gymnasium."""
         angle, speed = env_state.unbind(-1)
         torque = action[:, 0].clamp(-self.max_torque, self.max_torque)
         upright = torch.remainder(angle + math.pi, 2 * math.pi) - math.pi

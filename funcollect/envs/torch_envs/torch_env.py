@@ -1,4 +1,4 @@
-"""Batched environments written in Torch: all lanes in one step, state in and state out."""
+"""The base class of environments written in Torch: pure functions over all lanes."""
 
 from __future__ import annotations
 

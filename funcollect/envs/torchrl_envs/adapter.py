@@ -198,7 +198,7 @@ class TorchRLLanes(SimulatorsBase):
             raise self._failed("step", error) from error
         self._broken_off = False
         reward = self._column(after, self._layout.reward_key)
-        terminated, truncated = self._fates(after)
+        terminated, truncated = self._flags(after)
         self._write(after, lanes)
         if len(lanes) < self._num_envs:
             reward, terminated, truncated = ([each[lane] for lane in lanes] for each in (reward, terminated, truncated))
@@ -225,7 +225,7 @@ class TorchRLLanes(SimulatorsBase):
         self._restarted = self._column(after, "done")
         return after
 
-    def _fates(self, after: TensorDictBase) -> tuple[list[bool], list[bool]]:
+    def _flags(self, after: TensorDictBase) -> tuple[list[bool], list[bool]]:
         """Terminated and truncated, [P] each; a lane that is done but not terminated is truncated."""
         done = self._column(after, "done")
         if not any(done):
@@ -235,10 +235,9 @@ class TorchRLLanes(SimulatorsBase):
         return terminated, [c or (d and not t) for c, d, t in zip(cut, done, terminated, strict=True)]
 
     @staticmethod
-    def _column(source: TensorDictBase, key: Any) -> list[Any]:
-        """[P] numbers or flags."""
-        values: list[Any] = source.get(key).reshape(-1).tolist()
-        return values
+    def _column(source: TensorDictBase, key: Any) -> Any:
+        """A list of P numbers or flags."""
+        return source.get(key).reshape(-1).tolist()
 
     def _write(self, source: TensorDictBase, lanes: Sequence[int]) -> None:
         """Write the observations of `lanes`."""
