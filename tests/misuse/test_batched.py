@@ -19,7 +19,7 @@ from tests.support.torch_parts import InParts
 
 VECTOR = "the vector environment"
 RETURNED = f"{VECTOR}: step returned"
-SHAPE = f"'observation' of {VECTOR} has shape"
+SHAPE = f"{VECTOR}: observation 'observation' has shape"
 
 
 def spoilt_vector(spoil: Any) -> Any:
