@@ -29,12 +29,16 @@ FAMILIES = {
 
 
 class Rule(NamedTuple):
-    """How one operator is evaluated."""
+    """How one operator is evaluated.
+
+    Attributes:
+        evaluate: the function.
+        weights: the positions of arguments that are weights. If they are parameters, they are laid out for speed.
+        family: the module of `operators` that has the rule.
+    """
 
     evaluate: Callable[..., Any]
-    weights: tuple[
-        int, ...
-    ]  # the positions of arguments that are weights, laid out for speed where they are parameters
+    weights: tuple[int, ...]
     family: str
 
 
