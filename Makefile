@@ -10,7 +10,7 @@ FUNCOLLECT_SCALE ?= 1
 export FUNCOLLECT_SCALE
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 
-.PHONY: demo test test-newest test-oldest test-gpu-machine tests-ray tests-1 tests-2 test-ray test-notebooks soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
+.PHONY: demo test test-newest test-oldest test-gpu-machine tests-ray tests-1 tests-2 tests-docs test-ray test-notebooks soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -39,7 +39,7 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# What CI runs on two cores, in three parts at once: whatever starts Ray, which waits half of its time, and two others.
+# What CI runs on two cores, three parts at once. The part that starts Ray waits half of its time, and takes longest.
 RAY_TESTS := tests/collectors/ray tests/docs funcollect/collectors/ray_collector.py
 RAY_NOTEBOOK := notebooks/06_ray.ipynb
 FIRST_TESTS := tests/collectors tests/contracts tests/envs tests/interop
@@ -49,7 +49,7 @@ NBMAKE := --nbmake --nbmake-timeout=1200
 IGNORE = $(addprefix --ignore=,$(1))
 
 test: $(VENV)/.test
-	$(IN_PARALLEL) test-ray tests-2 tests-1 lint test-notebooks
+	$(IN_PARALLEL) test-ray tests-2 tests-1 tests-docs lint test-notebooks
 
 test-ray: tests-ray
 	$(PYTEST) $(NBMAKE) $(RAY_NOTEBOOK)
@@ -58,7 +58,10 @@ test-notebooks: $(VENV)/.test
 	$(PYTEST) $(NBMAKE) --ignore=$(RAY_NOTEBOOK) notebooks
 
 tests-ray: $(VENV)/.test
-	$(PYTEST) $(RAY_TESTS)
+	$(PYTEST) -k ray $(RAY_TESTS)
+
+tests-docs: $(VENV)/.test
+	$(PYTEST) -k "not ray" tests/docs
 
 tests-1: $(VENV)/.test
 	$(PYTEST) $(call IGNORE,$(RAY_TESTS)) $(FIRST_TESTS)
@@ -123,7 +126,7 @@ notebooks: $(VENV)/.test
 # The issues' full counts; the output is kept beside the benchmarks' results.
 soak: FUNCOLLECT_SCALE = 10
 soak: $(VENV)/.test
-	set -o pipefail; PYTEST_ADDOPTS=-q $(IN_PARALLEL) tests-ray tests-2 tests-1 2>&1 | tee benchmarks/results/soak.txt
+	set -o pipefail; PYTEST_ADDOPTS=-q $(IN_PARALLEL) tests-ray tests-2 tests-1 tests-docs 2>&1 | tee benchmarks/results/soak.txt
 
 bench: $(VENV)/.test
 	for name in imports memory overhead collect suites torchrl fused policies replay workers ray; do $(BIN)/python -m benchmarks $$name || exit 1; done
