@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.report import heading, save, setting
-from benchmarks.runner import Options
+from benchmarks.runner import Options, module_of
 
 NAMES = (
     "collect",
@@ -30,7 +30,6 @@ NAMES = (
     "memory",
     "imports",
 )
-MODULES = {"ray": "cluster"}  # of names that a package has
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -63,7 +62,7 @@ def main() -> None:
     if sys.argv[1:2] == ["compare"]:
         raise SystemExit(importlib.import_module("benchmarks.compare").main(sys.argv[2:], RESULTS))
     arguments = parse()
-    benchmark = importlib.import_module(f"benchmarks.{MODULES.get(arguments.name, arguments.name)}")
+    benchmark = module_of(arguments.name)
     options = options_of(arguments)
     facts = setting(options)
     print(heading(benchmark.__doc__, facts), flush=True)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -46,32 +46,36 @@ _STARTS = {OURS: "funcollect", LIMIT: "funcollect", "torchrl sync": "torchrl.col
 
 
 def results(options: Options) -> Iterator[Result]:
-    for cell, actors in cells(BLOCK * options.scale):
+    for cell in cells(options.scale):
         if options.only in cell.name:
-            yield with_shares(compare(cell, measure(cell, actors, options), OURS), LIMIT)
+            yield with_shares(compare(cell, measure(cell, options), OURS), LIMIT)
     if options.only in "cost of a rollout":
         yield in_ms("cost of a rollout", costs(options.rounds))
     if options.only in "start":
         yield in_ms("start", starts(options.rounds))
 
 
-def cells(seconds: float) -> Iterator[tuple[Cell, int]]:
-    """What is measured, and the number of actors."""
+def cells(scale: float = 1.0) -> Iterator[Cell]:
+    """Yield the cells of the benchmark, which are also those of `compare`."""
     for actors in ACTORS:
         note = f"{LENGTH:,} frames of each actor per batch"
-        made = contestants(ENV, actors, LENGTH)
-        yield Cell(name=f"{ENV} {actors}", note=note, contestants=made, block=seconds), actors
+        yield _cell(f"{ENV} {actors}", note, contestants(ENV, actors, LENGTH), actors, scale)
     for size in PAYLOADS:
         made = contestants(f"payload/{size}/{PAYLOAD_WORK / PAYLOAD_STEPS}", 2, PAYLOAD_STEPS)
         note = f"2 actors, {PAYLOAD_STEPS} frames of {PAYLOAD_WORK:g} s in {size >> 10:,} KiB per batch"
-        yield Cell(name=f"payload {size >> 10} KiB", note=note, contestants=made, block=seconds), 2
+        yield _cell(f"payload {size >> 10} KiB", note, made, 2, scale)
 
 
-def measure(cell: Cell, actors: int, options: Options) -> Measured:
-    """Blocks of frames per second; our own contestants, and the limit, cannot be absent."""
+def _cell(name: str, note: str, made: Mapping[str, Callable[[], Any]], actors: int, scale: float) -> Cell:
+    stale = {each: 1 + AHEAD.get(each, 0) * actors for each in made}
+    return Cell(name=name, note=note, contestants=made, block=BLOCK * scale, ours=(OURS, OURS_ASYNC), stale=stale)
+
+
+def measure(cell: Cell, options: Options) -> Measured:
+    """Measure blocks of frames per second. Our own contestants, and the limit, cannot be absent."""
 
     def block(name: str, contestant: Isolated) -> float:
-        return float(contestant.ask(frames_per_second, cell.block, 1 + AHEAD.get(name, 0) * actors))
+        return float(contestant.ask(frames_per_second, cell.block, cell.stale[name]))
 
     rates, absent = interleaved(cell.contestants, block, options.rounds)
     for name in {OURS, OURS_ASYNC, LIMIT} & absent.keys():

@@ -27,7 +27,7 @@ from benchmarks.served import Work
 from benchmarks.side import Side
 
 NAMES = ("collect", "fused", "policies", "workers", "replay")
-COMPARED = (*NAMES, "suites")  # those that declare `cells()`
+COMPARED = (*NAMES, "ray", "suites")  # those that declare `cells()`
 REPOSITORY = Path(__file__).parents[1]
 
 

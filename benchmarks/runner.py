@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, Protocol
 
 import jax
 import torch
 
+_MODULES = {"ray": "cluster"}  # benchmarks named after a package; a module with its name would hide it
 WARM_UP = 2  # calls of `run` at least, before anything is measured
+
+
+def module_of(benchmark: str) -> ModuleType:
+    """Import the module of a benchmark."""
+    return importlib.import_module(f"benchmarks.{_MODULES.get(benchmark, benchmark)}")
 
 
 class AbsentError(Exception):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from benchmarks.processes import cpu_seconds, cpu_times, family
-from benchmarks.runner import WARM_UP, AbsentError, Cell, Contestant, one_thread, quiet_mujoco
+from benchmarks.runner import WARM_UP, AbsentError, Cell, Contestant, module_of, one_thread, quiet_mujoco
 
 REST = 0.1  # seconds in which batches that are begun are finished, before those that are ready are read
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
@@ -124,7 +124,7 @@ class Server:
     def _cells(self, benchmark: str) -> Iterator[Cell]:
         for name in ("funcollect", "benchmarks"):
             _check_origin(name, self._tree)
-        cells: Iterator[Cell] = importlib.import_module(f"benchmarks.{benchmark}").cells()
+        cells: Iterator[Cell] = module_of(benchmark).cells()
         return cells
 
 
