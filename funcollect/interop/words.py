@@ -39,9 +39,7 @@ def add(words: Any, number: int) -> Any:
 
 def number(words: Any) -> int:
     """The Python integer of unsigned words [2]."""
-    low, high = map(
-        int, np.asarray(words)
-    )  # one read of the array: `int` of each element would cost several times more
+    low, high = map(int, np.asarray(words))  # one read of the array; one for each element would cost several times more
     return high << 32 | low
 
 

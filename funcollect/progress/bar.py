@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
 from typing import Any, Protocol, TextIO
@@ -99,6 +100,7 @@ def _in_notebook() -> bool:
     return kernel is not None and kernel.IPKernelApp.initialized()
 
 
+@dataclass(eq=False, repr=False)
 class Tracked:
     """The result of `track`: iterate over it to get the batches.
 
@@ -106,18 +108,11 @@ class Tracked:
     a loop ends, breaks or raises.
     """
 
-    def __init__(
-        self,
-        collector: TrackableCollector,
-        episodes: EpisodeWindow,
-        bar: partial[Any],
-        log_dir: str | PathLike[str] | None,
-    ) -> None:
-        self._collector = collector
-        self._episodes = episodes
-        self._bar = bar
-        self._log_dir = log_dir
-        self._scalars: Scalars | None = None
+    _collector: TrackableCollector
+    _episodes: EpisodeWindow
+    _bar: partial[Any]
+    _log_dir: str | PathLike[str] | None
+    _scalars: Scalars | None = field(default=None, init=False)
 
     def __iter__(self) -> Iterator[TensorDict]:
         frames = getattr(self._collector, "frames", 0)  # not 0 if the run continues after a break

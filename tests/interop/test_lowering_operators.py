@@ -12,11 +12,11 @@ from torch import nn
 from funcollect.interop.bridge import to_jax, to_torch
 from funcollect.interop.lowering import lower_module
 from funcollect.interop.lowering.registry import rules
-from funcollect.interop.lowering.table import PAGE, page
 from tests.support.lowered_modules import POLICIES
 from tests.support.lowered_numerics import TORCH
 from tests.support.lowered_operators import FAMILIES, Expressions, inputs
 from tests.support.lowering_checks import assert_equal, assert_gradients_equal, jax_inputs
+from tests.support.operator_table import PAGE, page
 from tests.support.running import scaled
 
 REACHED = {}
@@ -32,7 +32,7 @@ def family(request):
 
 
 def operators(lowered):
-    nodes = [node for program in lowered._programs for node in program.graph.nodes]
+    nodes = [node for program in lowered._programs for node in program.exported.graph.nodes]
     return {str(node.target) for node in nodes if node.op == "call_function"}
 
 
@@ -185,5 +185,5 @@ def test_random_compositions(network, batch_size, seed):
 
 
 def test_the_docs_list_what_is_covered():
-    """`python -m funcollect.interop.lowering.table` writes the page again."""
+    """`python -m tests.support.operator_table` writes the page again."""
     assert page(PAGE.read_text()) == PAGE.read_text()

@@ -20,18 +20,18 @@ from typing_extensions import override
 
 from funcollect.errors import LoweringError
 from funcollect.interop.lowering.dtypes import jax_dtype
-from funcollect.interop.lowering.effects import is_effect, without_checks
 from funcollect.interop.lowering.places import LIBRARY, place_of, place_of_error, unknown_mask
 from funcollect.interop.lowering.registry import rules
 from funcollect.interop.lowering.structure import leaves_of, plain, unlocked
 from funcollect.messages import clipped
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal_functional", "poisson", "exponential", "geometric")
-_READING = "_local_scalar_dense"
 _OF_DATA = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")  # limits of sizes and numbers
 _RESIZING = ("upsample_nearest1d", "upsample_nearest2d", "upsample_linear1d", "upsample_bilinear2d")
 _IMAGE = 3  # channels, height, width: sizes that a network is built for
 _SKIPPING = "torchrl/modules/tensordict_module/rnn.py"  # sets masked states to 0 only if the mask has any
+# Operators that return nothing: they raise an error, or let the program go on.
+_CHECKS = ("aten._linalg_check_errors.default", "aten._assert_async.default", "aten._assert_async.msg")
 
 
 class FlatModule(nn.Module):
@@ -70,7 +70,7 @@ def export(flat: FlatModule, leaves: list[Tensor]) -> ExportedProgram:
             program: ExportedProgram = exported.run_decompositions(table)
     except Exception as error:
         raise LoweringError(f"{_name(flat)} cannot be lowered: {_reason(error)}") from error
-    without_checks(program)
+    _remove_checks(program)
     _check_writes(flat, program)
     _check_operators(flat, program)
     return program
@@ -170,14 +170,40 @@ def _detach_without_grad(exported: ExportedProgram) -> None:
     exported.graph_module.recompile()
 
 
+def _remove_checks(program: ExportedProgram) -> None:
+    """Remove the checks of data, and the tokens, by which Torch keeps effects in order, if no other effect is left."""
+    graph, signature = program.graph, program.graph_signature
+    for node in list(graph.nodes):
+        if _is_effect(node) and str(node.args[1]) in _CHECKS:
+            for following in list(node.users):  # they take the token that the check would have passed on
+                following.replace_all_uses_with(node.args[0])
+                graph.erase_node(following)
+            graph.erase_node(node)
+        elif str(node.target) in _CHECKS:
+            graph.erase_node(node)
+    if any(map(_is_effect, graph.nodes)):
+        return
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    output = next(node for node in graph.nodes if node.op == "output")
+    kept = [spec.kind.name != "TOKEN" for spec in signature.output_specs]
+    output.args = (tuple(value for value, keep in zip(output.args[0], kept, strict=True) if keep),)
+    signature.output_specs[:] = [spec for spec, keep in zip(signature.output_specs, kept, strict=True) if keep]
+    for node, spec in zip(placeholders, list(signature.input_specs), strict=True):
+        if spec.kind.name == "TOKEN":
+            graph.erase_node(node)
+            signature.input_specs.remove(spec)
+    program.graph_module.recompile()
+
+
+def _is_effect(node: Any) -> bool:
+    """Whether a node calls an operator, its second argument, with a token, its first."""
+    return node.target is torch.ops.higher_order.with_effects
+
+
 def _check_writes(flat: FlatModule, program: ExportedProgram) -> None:
     for spec in program.graph_signature.output_specs:
-        if spec.kind.name in (
-            "USER_OUTPUT",
-            "LOSS_OUTPUT",
-            "TOKEN",
-        ):  # an effect with a token is refused by its operator
-            continue
+        if spec.kind.name in ("USER_OUTPUT", "LOSS_OUTPUT", "TOKEN"):
+            continue  # `_check_operators` refuses an effect, which has a token
         what = spec.kind.name.removesuffix("_MUTATION").replace("_", " ").lower()
         target = (spec.target or "").removeprefix("module.")
         raise LoweringError(
@@ -197,7 +223,7 @@ def _fault(node: Any) -> str | None:
     if node.op != "call_function":
         return None
     name = str(node.target)
-    if is_effect(node):
+    if _is_effect(node):
         return f"{node.args[1]} has a side effect, at {place_of(node)}: do that outside of the module"
     if isinstance(node.target, torch._ops.OpOverload):
         return _refusal(name, node) or _wide(node) or _narrowed(name, node)
@@ -210,7 +236,7 @@ def _refusal(name: str, node: Any) -> str | None:
     kind = name.split(".")[1]
     if kind in _OF_DATA:
         return None  # the operator that gives the size or the number is refused instead
-    reason = "reads a number out of a tensor" if kind == _READING else None
+    reason = "reads a number out of a tensor" if kind == "_local_scalar_dense" else None
     if _is_open(node.meta.get("val")):
         reason = reason or "has an output whose shape depends on data"
     if reason:
@@ -231,9 +257,9 @@ def _is_open(value: Any) -> bool:
 
 
 def _wide(node: Any) -> str | None:
-    values = node.meta.get("val")
+    """Refuse 64-bit floating-point results that JAX would round."""
     try:
-        for value in values if isinstance(values, (tuple, list)) else [values]:
+        for value in leaves_of(node.meta.get("val"))[0]:
             if isinstance(value, Tensor):
                 jax_dtype(value.dtype)
     except LoweringError as error:
@@ -270,4 +296,4 @@ def _reason(error: Exception) -> str:
         return (
             f"its control flow depends on data, at {place}: choose between values with torch.where instead of branching"
         )
-    return f"torch.export says, at {place}: {clipped(first, 300)}"
+    return f"torch.export raised an error, at {place}: {clipped(first, 300)}"

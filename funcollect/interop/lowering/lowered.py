@@ -12,7 +12,6 @@ from funcollect.errors import LoweringError
 from funcollect.interop.bridge import to_jax, to_torch
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.dtypes import jax_dtype
-from funcollect.interop.lowering.evaluate import evaluate
 from funcollect.interop.lowering.program import LoweredProgram, Placeholder, Shape, inverse, make_program
 from funcollect.interop.lowering.structure import leaves_of, paths_of
 from funcollect.tree import flatten
@@ -95,7 +94,7 @@ class Lowered:
         program = self._program_for([leaf.shape for leaf in leaves])
         remaining = iter(leaves)
         values = [self._value(slot, params, remaining) for slot in program.slots]
-        return program.answer.unflatten(evaluate(program.graph, values))
+        return program.answer.unflatten(program.run(values))
 
     def _checked(self, inputs: tuple[Any, ...]) -> list[Any]:
         if (paths := paths_of(inputs)) != self._paths:

@@ -1,4 +1,4 @@
-"""An exported program: what its placeholders stand for, which shapes it is good for, and how it reads its weights."""
+"""An exported program: its placeholders, the shapes it is good for, the layout of its weights, and its evaluation."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.fx.node import Node, map_aggregate
 
 from funcollect.errors import LoweringError
 from funcollect.interop.bridge import to_jax
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.dtypes import jax_dtype
-from funcollect.interop.lowering.evaluate import evaluate
 from funcollect.interop.lowering.exporting import FlatModule, export
+from funcollect.interop.lowering.places import place_of
 from funcollect.interop.lowering.registry import rules
 
 Shape = tuple[int, ...]
 Layout = tuple[int, ...]  # a permutation of axes
 
 _TRANSPOSES = ("aten.permute.default", "aten.t.default", "aten.transpose.int")
+_WHERE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")  # arguments that JAX's arrays do not have
 
 
 class Placeholder(NamedTuple):
@@ -37,11 +39,6 @@ class LoweredProgram(NamedTuple):
     exported: ExportedProgram
     slots: list[Placeholder]
     answer: Any  # the treespec of the output
-
-    @property
-    def graph(self) -> Any:
-        """The graph of operators."""
-        return self.exported.graph
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -80,6 +77,55 @@ class LoweredProgram(NamedTuple):
         in_range = all(name in ranges and ranges[name].lower <= size <= ranges[name].upper for name, size in symbols)
         return bool(in_range) and _passes_guards(self.exported, shapes)
 
+    def run(self, values: list[Any]) -> tuple[Any, ...]:
+        """Evaluate the graph in `jax.numpy`, with one value for each slot, and return its outputs.
+
+        Raises:
+            LoweringError: for an operator that JAX refuses, with its place in the module.
+        """
+        jax = import_jax()
+        known: dict[Any, Any] = {}
+        remaining = iter(values)
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            for node in self.exported.graph.nodes:
+                if node.op == "placeholder":
+                    known[node] = next(remaining)
+                elif node.op == "call_function":
+                    known[node] = _called(node, known)
+                elif node.op == "output":
+                    return tuple(_looked_up(node.args[0], known))
+        raise AssertionError("a graph ends with its output")
+
+
+def _called(node: Any, known: dict[Any, Any]) -> Any:
+    arguments = _looked_up(node.args, known)
+    options = {name: value for name, value in _looked_up(node.kwargs, known).items() if name not in _WHERE}
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target(*arguments, **options)  # a function of Python's on sizes, or an item of a tuple
+    try:
+        result = rules()[str(node.target)].evaluate(*arguments, **options)
+    except Exception as error:
+        raise LoweringError(f"{node.target} failed, at {place_of(node)}: {error}") from error
+    return _cast(result, node.meta.get("val"))
+
+
+def _looked_up(arguments: Any, known: dict[Any, Any]) -> Any:
+    def look_up(argument: Any) -> Any:
+        if isinstance(argument, Node):
+            return known[argument]
+        return jax_dtype(argument) if isinstance(argument, torch.dtype) else argument
+
+    return map_aggregate(arguments, look_up)
+
+
+def _cast(result: Any, like: Any) -> Any:
+    """Cast results to the dtypes that Torch has there."""
+    if isinstance(like, (tuple, list)):
+        return tuple(map(_cast, result, like))
+    if not isinstance(like, torch.Tensor) or result is None:
+        return result
+    return import_jax().numpy.asarray(result, jax_dtype(like.dtype))
+
 
 def inverse(layout: Layout) -> Layout:
     """The permutation that undoes this one."""
@@ -95,20 +141,11 @@ def _is_weight(node: Any, user: Any) -> bool:
     return any(each is node for argument in given for each in (argument if isinstance(argument, list) else [argument]))
 
 
-class _Sizes:
-    """Stands for an input where Torch's guards ask for its size."""
-
-    def __init__(self, shape: Shape) -> None:
-        self._shape = shape
-
-    def size(self) -> Shape:
-        return self._shape
-
-
 def _passes_guards(program: ExportedProgram, shapes: list[Shape]) -> bool:
     """Whether Python's branches on sizes would be the same; False also if that is unknown."""
-    names = {"L": {"leaves": [_Sizes(shape) for shape in shapes]}, "max": max, "min": min, "math": math, "torch": torch}
     try:
+        leaves = [torch.empty(shape, device="meta") for shape in shapes]  # the guards ask for their sizes
+        names = {"L": {"leaves": leaves}, "max": max, "min": min, "math": math, "torch": torch}
         guards = program._guards_code
         return all(eval(guard, {"__builtins__": {}}, names) for guard in guards)
     except Exception:
@@ -155,4 +192,4 @@ def _trace(program: LoweredProgram, leaves: list[Tensor]) -> None:
         tensor = next(remaining) if slot.parameter is None else slot.node.meta["val"]
         return jax.ShapeDtypeStruct(tuple(tensor.shape), jax_dtype(tensor.dtype)) if slot.node.users else None
 
-    jax.eval_shape(lambda values: evaluate(program.graph, values), list(map(stand_in, program.slots)))
+    jax.eval_shape(program.run, list(map(stand_in, program.slots)))

@@ -1,31 +1,22 @@
 """The operators that are covered, by the name ATen gives them.
 
 A rule takes what the operator takes, with JAX arrays for tensors and JAX dtypes for Torch's dtypes, and returns what
-the operator returns. Devices, layouts and memory formats are removed before the call. `evaluate` casts each result to
+the operator returns. Devices, layouts and memory formats are removed before the call. `LoweredProgram.run` casts each result to
 the dtype that Torch gives it, so a rule need not.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-FAMILIES = {
-    "elementwise": "Arithmetic, functions of one or two arrays, comparisons, logic, choice, bits",
-    "activation": "Activations and softmax",
-    "complex": "Complex numbers, Fourier transforms",
-    "linear": "Products of matrices and vectors, distances, attention",
-    "matrices": "Factorisations, determinants, matrix functions, inverses, ranks, linear systems",
-    "windows": "Convolutions and pooling",
-    "normalisation": "Normalisation",
-    "recurrent": "Recurrent cells and layers",
-    "reduction": "Reductions, scans, sorting, medians, running extremes, modes",
-    "indexing": "Indexing, gathering, scattering",
-    "sampling": "Images sampled at the points of a grid",
-    "shape": "Shapes, joining, padding, constants, casts",
-}  # each is a module of `operators`, with its title in the docs
+# The modules of `operators`.
+FAMILIES = (
+    *("elementwise", "activation", "complex", "linear", "matrices", "windows"),
+    *("normalisation", "recurrent", "reduction", "indexing", "sampling", "shape"),
+)
 
 
 class Rule(NamedTuple):
@@ -42,45 +33,41 @@ class Rule(NamedTuple):
     family: str
 
 
+Table = dict[str, Callable[..., Any]]  # rules by the names of operators, see `register`
+
 _RULES: dict[str, Rule] = {}
 
 
 def operator(names: str, weights: tuple[int, ...] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as the rule for these operators of ATen; see `register` for the names."""
+    """Register a function as the rule for these operators of ATen; see `register` for the arguments."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        register(function.__module__, {names: function}, weights)
+        register(function.__module__, names, function, weights)
         return function
 
     return decorate
 
 
-def register(module: str, table: Mapping[str, Callable[..., Any]], weights: tuple[int, ...] = ()) -> None:
-    """Register functions, such as JAX's own, as rules.
+def register(module: str, names: str, function: Callable[..., Any], weights: tuple[int, ...] = ()) -> None:
+    """Register a rule of a module of `operators`.
 
-    Args:
-        module: the name of the module that registers them, one of `operators`.
-        table: functions by the operators that they evaluate. Operators are separated by spaces, and the overloads of
-            one by bars: ``"add.Tensor|Scalar dot"`` means `add.Tensor`, `add.Scalar` and `dot.default`.
-        weights: the positions of arguments that are weights.
+    Operators are separated by spaces, and the overloads of one by bars: ``"add.Tensor|Scalar dot"`` means `add.Tensor`,
+    `add.Scalar` and `dot.default`. `weights` holds the positions of arguments that are weights.
     """
-    for names, function in table.items():
-        for name in _overloads(names):
-            if name in _RULES:
-                raise ValueError(f"{name} has a rule already: keep one")
-            _RULES[name] = Rule(function, weights, module.rpartition(".")[2])
-
-
-def _overloads(names: str) -> Iterator[str]:
     for each in names.split():
         name, _, overloads = each.partition(".")
-        for overload in overloads.split("|") if overloads else ["default"]:
-            yield f"aten.{name}.{overload}"
+        for overload in (overloads or "default").split("|"):
+            target = f"aten.{name}.{overload}"
+            if target in _RULES:
+                raise ValueError(f"{target} has a rule already: keep one")
+            _RULES[target] = Rule(function, weights, module.rpartition(".")[2])
 
 
 @cache
 def rules() -> dict[str, Rule]:
-    """Every rule by its operator's name; imports JAX."""
+    """Every rule by its operator's name: those that modules register, and those of their tables; imports JAX."""
     for family in FAMILIES:
-        importlib.import_module(f"{__package__}.operators.{family}")
+        module = importlib.import_module(f"{__package__}.operators.{family}")
+        for names, function in getattr(module, "TABLE", {}).items():
+            register(module.__name__, names, function)
     return _RULES

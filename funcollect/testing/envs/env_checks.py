@@ -1,21 +1,32 @@
-"""Checks of `check_env` that look at the description of an environment, and at the rows of one run."""
+"""Checks of an environment's description, and of rows against the data contract.
+
+The functions that take a trial are checks of `check_env`. Those that take rows raise an error if the rows break the
+contract: in their layout, flags or counters, or in the order of their observations.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import numpy as np
 import torch
 from gymnasium import spaces
+from tensordict import TensorDictBase
+from torch import Tensor
 
 from funcollect.envs.host.host_env import seeding_of
 from funcollect.protocols import Backend, Env, Seeding
 from funcollect.specs import ActionSpec, disassemble, observation_leaves
-from funcollect.testing.compare import first_row, shown, spot
-from funcollect.testing.contract import expect_chained, expect_counters, expect_flags, expect_layout
+from funcollect.testing.compare import bits_differ, first_row, shown, spot
 from funcollect.testing.report import fail
 from funcollect.testing.trial import Trial
+from funcollect.tree import Path, flatten
 
+FLAGS = ("terminated", "truncated", "done")
+COUNTERS = ("traj_ids", "step", "lane", "policy_version")
+REPORT_IT = "the library writes this, or a wrapper around it: it has to follow the README's table"
 _SINGLE_STEPS = 8
 
 
@@ -103,3 +114,86 @@ def counters(trial: Trial) -> None:
 def chained(trial: Trial) -> None:
     """Within an episode, each observation is the one that the step before returned."""
     expect_chained(trial.batch)
+
+
+def expect_layout(batch: TensorDictBase) -> None:
+    """Fail unless a batch [*B] has the keys, shapes and dtypes that every batch has."""
+    leaves, size = flatten(batch), tuple(batch.batch_size)
+    reward = leaves.get(("next", "reward"))
+    players = 1 if reward is None or not reward.ndim else reward.shape[-1]
+    wanted: dict[Path, tuple[tuple[int, ...], torch.dtype]] = {
+        **{(*prefix, name): ((*size, 1), torch.bool) for prefix in ((), ("next",)) for name in FLAGS},
+        **{("collector", name): (size, torch.int64) for name in COUNTERS},
+        ("next", "reward"): ((*size, players), torch.float32),
+        **{("next", *path): (tuple(leaf.shape), leaf.dtype) for path, leaf in roots(leaves).items()},
+    }
+    if ("action",) not in leaves:
+        raise fail("the batch", expected="the key 'action'", got=sorted(map(".".join, leaves)), mend=REPORT_IT)
+    for path, kind in wanted.items():
+        leaf = leaves.get(path)
+        got = None if leaf is None else (tuple(leaf.shape), leaf.dtype)
+        if got != kind:
+            raise fail(f"the batch's {'.'.join(path)}", expected=kind, got=got, mend=REPORT_IT)
+    for path, leaf in leaves.items():
+        if leaf.shape[: len(size)] != size:
+            expected = f"{[*size, '...']}"
+            raise fail(f"the batch's {'.'.join(path)}", expected=expected, got=list(leaf.shape), mend=REPORT_IT)
+
+
+def roots(leaves: Mapping[Path, Tensor]) -> dict[Path, Tensor]:
+    """The leaves of the observation before the step: those whose key is also under `next`."""
+    own = {("reward",), *((name,) for name in FLAGS)}
+    nexts = {path[1:] for path in leaves if path[0] == "next" and path[1] != "info"} - own
+    return {path: leaf for path, leaf in leaves.items() if path in nexts}
+
+
+def expect_flags(batch: TensorDictBase) -> None:
+    """Fail unless ``done`` is terminated or truncated, and is False before every step of a batch [P, T]."""
+    for prefix in ((), ("next",)):
+        terminated, truncated, done = (batch[(*prefix, name)] for name in FLAGS)
+        if place := first_row(done != (terminated | truncated)):
+            flags = f"terminated={shown(terminated[place])}, truncated={shown(truncated[place])}"
+            where, got = spot(*place, (*prefix, "done")), f"{shown(done[place])} with {flags}"
+            mend = "set these two flags, and never done itself"
+            raise fail(where, expected="terminated or truncated", got=got, mend=mend)
+    if place := first_row(batch["done"]):
+        raise fail(spot(*place, ("done",)), expected="False: a done lane is reset", got=True, mend=REPORT_IT)
+
+
+def expect_counters(rows: TensorDictBase, *, cut: bool = False) -> None:
+    """Fail unless steps count from 0 in each trajectory and ids are used once, over consecutive rows [P, T].
+
+    `cut` allows trajectories that end without a done flag, as after a reset from outside.
+    """
+    ids, step = rows["collector", "traj_ids"], rows["collector", "step"]
+    over = rows["next", "done"][:, :-1, 0]
+    begins = over | (cut & (step[:, 1:] == 0))
+    wanted = torch.where(begins, 0, step[:, :-1] + 1)
+    if place := first_row(step[:, 1:] != wanted):
+        where = spot(place[0], place[1] + 1, ("collector", "step"))
+        expected = f"{shown(wanted[place])}, as the row before is {'done' if over[place] else 'not done'}"
+        raise fail(where, expected=expected, got=shown(step[:, 1:][place]), mend=REPORT_IT)
+    if place := first_row((ids[:, 1:] != ids[:, :-1]) != begins):
+        where = spot(place[0], place[1] + 1, ("collector", "traj_ids"))
+        got = f"{shown(ids[:, 1:][place])} after {shown(ids[:, :-1][place])}"
+        raise fail(where, expected="another id after a done row, and only there", got=got, mend=REPORT_IT)
+    expect_used_once([segment for lane in ids for segment in lane.unique_consecutive().tolist()])
+
+
+def expect_used_once(ids: list[int]) -> None:
+    """Fail if several trajectories have the same id."""
+    if again := sorted(each for each, count in Counter(ids).items() if count > 1):
+        raise fail("collector.traj_ids", expected="one trajectory per id", got=f"{again[:3]} twice", mend=REPORT_IT)
+
+
+def expect_chained(rows: TensorDictBase) -> None:
+    """Fail unless each observation in a trajectory of consecutive rows [P, T] is what the step before returned."""
+    leaves = flatten(rows)
+    within = rows["collector", "traj_ids"][:, 1:] == rows["collector", "traj_ids"][:, :-1]
+    for path, root in roots(leaves).items():
+        produced = leaves["next", *path][:, :-1]
+        if place := first_row(bits_differ(root[:, 1:], produced) & within):
+            where, got = spot(place[0], place[1] + 1, path), shown(root[:, 1:][place])
+            expected = f"{shown(produced[place])}, the next observation of the row before"
+            mend = "write observations in reset and step only, and only for the lanes that these are called with"
+            raise fail(where, expected=expected, got=got, mend=mend)

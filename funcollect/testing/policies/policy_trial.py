@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.interop.memory import aligned
+from funcollect.interop.memory import fixed
 from funcollect.keys import Key, draw_ahead, key_from_seed
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.torch_backed import TorchPolicyState
@@ -73,7 +73,7 @@ class PolicyTrial(Trial):
     ) -> PolicyOutput:
         """Call the policy on the same rows (by default the first set in `seen`), with the same noise at each step."""
         key = key_from_seed(self.seed) if key is None else key
-        memory = {path: _aligned_copy(leaf) for path, leaf in (self.seen[0] if rows is None else rows).items()}
+        memory = {path: fixed(leaf.cpu()) for path, leaf in (self.seen[0] if rows is None else rows).items()}
         leaves = memory if self.policy.backend == "torch" else {path: leaf.numpy() for path, leaf in memory.items()}
         initial = self.policy.init(key, self.count)
         inputs = ActorInputs(
@@ -106,8 +106,3 @@ class PolicyTrial(Trial):
         if order is not None and wanted.kind != "key":
             drawn = drawn[:, order]
         return drawn.expand(steps, *drawn.shape[1:]).clone()
-
-
-def _aligned_copy(rows: Tensor) -> Tensor:
-    """A copy in aligned memory, in which loops keep observations."""
-    return torch.from_numpy(aligned(tuple(rows.shape), rows.cpu().numpy().dtype)).copy_(rows)

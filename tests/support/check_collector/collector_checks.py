@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from funcollect.testing.compare import expect_equal
-from funcollect.testing.contract import (
+from funcollect.testing.envs.env_checks import (
     expect_chained,
     expect_counters,
     expect_flags,

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from tensordict import TensorDictBase
 
 from funcollect.errors import ClosedError
-from funcollect.testing.contract import expect_counters, expect_used_once
+from funcollect.testing.envs.env_checks import expect_counters, expect_used_once
 from funcollect.testing.policies.policy_weights import other_weights, own_weights
 from funcollect.testing.report import fail
 from funcollect.tree import flatten

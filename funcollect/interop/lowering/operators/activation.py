@@ -11,7 +11,7 @@ from typing import Any
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.operators.normalisation import by_channel
 from funcollect.interop.lowering.operators.reduction import in_dtype
-from funcollect.interop.lowering.registry import operator, register
+from funcollect.interop.lowering.registry import Table, operator
 
 jax = import_jax()
 jnp, nn = jax.numpy, jax.nn
@@ -57,23 +57,20 @@ def hardsigmoid(x: Any) -> Any:
     return hardtanh(x + 3.0, 0.0, 6.0) / 6.0
 
 
-register(
-    __name__,
-    {
-        "relu": nn.relu,
-        "relu6": lambda x: hardtanh(x, 0.0, 6.0),
-        "gelu": lambda x, approximate="none": nn.gelu(x, approximate == "tanh"),
-        "silu": nn.silu,
-        "mish": lambda x: x * jnp.tanh(nn.softplus(x)),
-        "log_sigmoid": nn.log_sigmoid,
-        "selu": lambda x: elu(x, 1.6732632423543772, 1.0507009873554805),
-        "celu": lambda x, alpha=1.0: elu(x, alpha, 1.0, 1.0 / alpha),
-        "prelu": lambda x, weight: leaky_relu(x, by_channel(weight, x) if weight.size > 1 else weight),
-        "hardsigmoid": hardsigmoid,
-        "hardswish": lambda x: x * hardsigmoid(x),
-        "threshold": lambda x, limit, value: jnp.where(x > limit, x, value),
-        "glu": nn.glu,
-        "softmax.int": lambda x, dim, dtype=None: nn.softmax(in_dtype(x, dtype), dim),
-        "log_softmax.int": lambda x, dim, dtype=None: nn.log_softmax(in_dtype(x, dtype), dim),
-    },
-)
+TABLE: Table = {
+    "relu": nn.relu,
+    "relu6": lambda x: hardtanh(x, 0.0, 6.0),
+    "gelu": lambda x, approximate="none": nn.gelu(x, approximate == "tanh"),
+    "silu": nn.silu,
+    "mish": lambda x: x * jnp.tanh(nn.softplus(x)),
+    "log_sigmoid": nn.log_sigmoid,
+    "selu": lambda x: elu(x, 1.6732632423543772, 1.0507009873554805),
+    "celu": lambda x, alpha=1.0: elu(x, alpha, 1.0, 1.0 / alpha),
+    "prelu": lambda x, weight: leaky_relu(x, by_channel(weight, x) if weight.size > 1 else weight),
+    "hardsigmoid": hardsigmoid,
+    "hardswish": lambda x: x * hardsigmoid(x),
+    "threshold": lambda x, limit, value: jnp.where(x > limit, x, value),
+    "glu": nn.glu,
+    "softmax.int": lambda x, dim, dtype=None: nn.softmax(in_dtype(x, dtype), dim),
+    "log_softmax.int": lambda x, dim, dtype=None: nn.log_softmax(in_dtype(x, dtype), dim),
+}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.registry import operator, register
+from funcollect.interop.lowering.registry import Table, operator
 
 jax = import_jax()
 jnp, lax = jax.numpy, jax.lax
@@ -53,15 +53,12 @@ def irfft(x: Any, dims: Sequence[int], normalization: int, size: int) -> Any:
     return jnp.fft.irfftn(x, s=sizes, axes=dims, norm=_INVERSE[normalization])
 
 
-register(
-    __name__,
-    {
-        "view_as_complex": lambda x: lax.complex(x[..., 0], x[..., 1]),
-        "view_as_real": lambda x: jnp.stack([x.real, x.imag], -1),
-        "polar": lambda size, angle: complex_(size * jnp.cos(angle), size * jnp.sin(angle)),
-        "_conj _conj_physical": jnp.conj,
-        "_neg_view": jnp.negative,
-        "fft_fftfreq": jnp.fft.fftfreq,
-        "fft_rfftfreq": jnp.fft.rfftfreq,
-    },
-)
+TABLE: Table = {
+    "view_as_complex": lambda x: lax.complex(x[..., 0], x[..., 1]),
+    "view_as_real": lambda x: jnp.stack([x.real, x.imag], -1),
+    "polar": lambda size, angle: complex_(size * jnp.cos(angle), size * jnp.sin(angle)),
+    "_conj _conj_physical": jnp.conj,
+    "_neg_view": jnp.negative,
+    "fft_fftfreq": jnp.fft.fftfreq,
+    "fft_rfftfreq": jnp.fft.rfftfreq,
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.registry import operator, register
+from funcollect.interop.lowering.registry import Table, operator
 
 jax = import_jax()
 jnp, lax, special = jax.numpy, jax.lax, jax.scipy.special
@@ -114,35 +114,27 @@ def lerp(start: Any, end: Any, weight: Any) -> Any:
     return jnp.where(jnp.abs(weight) < 0.5, start + weight * way, end - way * (1 - weight))
 
 
-@operator("nan_to_num")
-def nan_to_num(x: Any, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Any:
-    """Numbers in the place of NaN and infinities."""
-    return jnp.nan_to_num(x, nan=nan or 0.0, posinf=posinf, neginf=neginf)
-
-
-register(__name__, {names: getattr(jnp, names.partition(".")[0]) for names in _NAMED_ALIKE.split()})
-register(__name__, {names: _with_floats(function) for names, function in _OF_FLOATS.items()})
-register(
-    __name__,
-    {
-        "eq.Tensor|Scalar": jnp.equal,
-        "ne.Tensor|Scalar": jnp.not_equal,
-        "lt.Tensor|Scalar": jnp.less,
-        "le.Tensor|Scalar": jnp.less_equal,
-        "gt.Tensor|Scalar": jnp.greater,
-        "ge.Tensor|Scalar": jnp.greater_equal,
-        "__lshift__.Tensor|Scalar bitwise_left_shift.Tensor|Tensor_Scalar|Scalar_Tensor": jnp.left_shift,
-        "__rshift__.Tensor|Scalar bitwise_right_shift.Tensor|Tensor_Scalar|Scalar_Tensor": jnp.right_shift,
-        "where.self|ScalarOther|ScalarSelf|Scalar": jnp.where,
-        "masked_fill.Scalar|Tensor": lambda x, mask, value: jnp.where(mask, jnp.asarray(value, x.dtype), x),
-        "atan2": jnp.arctan2,
-        "neg": jnp.negative,
-        "frac": lambda x: x - jnp.trunc(x),
-        "rsub.Tensor|Scalar": lambda x, y, alpha=1: sub(y, x, alpha),
-        "mul.Tensor|Scalar": lambda x, y: _single(x) * _single(y),
-        "addcmul": lambda x, one, two, value=1: _single(x) + value * (_single(one) * _single(two)),
-        "addcdiv": lambda x, one, two, value=1: _single(x) + value * (_single(one) / _single(two)),
-        "clamp_max.default|Tensor": lambda x, high: clamp(x, None, high),
-        "detach": lax.stop_gradient,
-    },
-)
+TABLE: Table = {
+    **{names: getattr(jnp, names.partition(".")[0]) for names in _NAMED_ALIKE.split()},
+    **{names: _with_floats(function) for names, function in _OF_FLOATS.items()},
+    "nan_to_num": lambda x, nan=None, posinf=None, neginf=None: jnp.nan_to_num(x, True, nan or 0.0, posinf, neginf),
+    "eq.Tensor|Scalar": jnp.equal,
+    "ne.Tensor|Scalar": jnp.not_equal,
+    "lt.Tensor|Scalar": jnp.less,
+    "le.Tensor|Scalar": jnp.less_equal,
+    "gt.Tensor|Scalar": jnp.greater,
+    "ge.Tensor|Scalar": jnp.greater_equal,
+    "__lshift__.Tensor|Scalar bitwise_left_shift.Tensor|Tensor_Scalar|Scalar_Tensor": jnp.left_shift,
+    "__rshift__.Tensor|Scalar bitwise_right_shift.Tensor|Tensor_Scalar|Scalar_Tensor": jnp.right_shift,
+    "where.self|ScalarOther|ScalarSelf|Scalar": jnp.where,
+    "masked_fill.Scalar|Tensor": lambda x, mask, value: jnp.where(mask, jnp.asarray(value, x.dtype), x),
+    "atan2": jnp.arctan2,
+    "neg": jnp.negative,
+    "frac": lambda x: x - jnp.trunc(x),
+    "rsub.Tensor|Scalar": lambda x, y, alpha=1: sub(y, x, alpha),
+    "mul.Tensor|Scalar": lambda x, y: _single(x) * _single(y),
+    "addcmul": lambda x, one, two, value=1: _single(x) + value * (_single(one) * _single(two)),
+    "addcdiv": lambda x, one, two, value=1: _single(x) + value * (_single(one) / _single(two)),
+    "clamp_max.default|Tensor": lambda x, high: clamp(x, None, high),
+    "detach": lax.stop_gradient,
+}

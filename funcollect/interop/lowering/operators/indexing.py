@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.registry import operator, register
+from funcollect.interop.lowering.registry import Table, operator
 
 jax = import_jax()
 jnp = jax.numpy
@@ -111,12 +111,6 @@ def _slices(x: Any, dim: int, at: Any, src: Any, reduce: str = "set") -> Any:
     return jnp.moveaxis(getattr(jnp.moveaxis(x, dim, 0).at[at], reduce)(moved), 0, dim)
 
 
-def _slice_scatter(
-    x: Any, src: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Any:
-    return _slices(x, dim, slice(start, end, step), src)
-
-
 @operator("searchsorted.Tensor|Scalar")
 def searchsorted(
     edges: Any, x: Any, *, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
@@ -127,15 +121,12 @@ def searchsorted(
     return jnp.searchsorted(edges, x, side="right" if right or side == "right" else "left")
 
 
-register(
-    __name__,
-    {
-        "index_select": lambda x, dim, index: jnp.take(x, index, dim),
-        "index.Tensor _unsafe_index.Tensor": lambda x, indices: x[_full(indices)],
-        "scatter_add": lambda x, dim, index, src: scatter(x, dim, index, src, reduce="add"),
-        "select_scatter": lambda x, src, dim, index: _slices(x, dim, index, src),
-        "slice_scatter": _slice_scatter,
-        "index_add": lambda x, dim, index, src, alpha=1: _slices(x, dim, index, alpha * src, "add"),
-        "bucketize.Tensor|Scalar": lambda x, edges, **options: searchsorted(edges, x, **options),
-    },
-)
+TABLE: Table = {
+    "index_select": lambda x, dim, index: jnp.take(x, index, dim),
+    "index.Tensor _unsafe_index.Tensor": lambda x, indices: x[_full(indices)],
+    "scatter_add": lambda x, dim, index, src: scatter(x, dim, index, src, reduce="add"),
+    "select_scatter": lambda x, src, dim, index: _slices(x, dim, index, src),
+    "slice_scatter": lambda x, src, dim=0, start=None, end=None, step=1: _slices(x, dim, slice(start, end, step), src),
+    "index_add": lambda x, dim, index, src, alpha=1: _slices(x, dim, index, alpha * src, "add"),
+    "bucketize.Tensor|Scalar": lambda x, edges, **options: searchsorted(edges, x, **options),
+}

@@ -8,7 +8,7 @@ from typing import Any
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.operators.normalisation import scaled, vector_norm
 from funcollect.interop.lowering.operators.reduction import root
-from funcollect.interop.lowering.registry import operator, register
+from funcollect.interop.lowering.registry import Table, operator
 
 jax = import_jax()
 jnp = jax.numpy
@@ -80,20 +80,13 @@ def _addmm_to(bias: Any, x: Any, y: Any, dtype: Any, *, beta: Any = 1, alpha: An
     return alpha * matmul_to(x, y, dtype) + beta * bias.astype(dtype)
 
 
-def _bilinear(x: Any, y: Any, weight: Any, bias: Any = None) -> Any:
-    return scaled(jnp.einsum("...i,oij,...j->...o", x, weight, y), None, bias)
-
-
-register(
-    __name__,
-    {
-        "mm bmm matmul mv dot": jnp.matmul,
-        "vdot": jnp.vdot,
-        "outer": jnp.outer,
-        "einsum": lambda equation, operands, path=None: jnp.einsum(equation, *operands),
-        "addmm.dtype": _addmm_to,
-        "addbmm": lambda bias, x, y, beta=1, alpha=1: beta * bias + alpha * jnp.matmul(x, y).sum(0),
-        "bilinear": _bilinear,
-        "dist": lambda x, y, p=2: vector_norm(x - y, p),
-    },
-)
+TABLE: Table = {
+    "mm bmm matmul mv dot": jnp.matmul,
+    "vdot": jnp.vdot,
+    "outer": jnp.outer,
+    "einsum": lambda equation, operands, path=None: jnp.einsum(equation, *operands),
+    "addmm.dtype": _addmm_to,
+    "addbmm": lambda bias, x, y, beta=1, alpha=1: beta * bias + alpha * jnp.matmul(x, y).sum(0),
+    "bilinear": lambda x, y, weight, bias=None: scaled(jnp.einsum("...i,oij,...j->...o", x, weight, y), None, bias),
+    "dist": lambda x, y, p=2: vector_norm(x - y, p),
+}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.registry import operator, register
+from funcollect.interop.lowering.registry import Table, operator
 
 jax = import_jax()
 jnp, linalg = jax.numpy, jax.lax.linalg
@@ -146,7 +146,7 @@ def solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitrian
 
 @operator("triangular_solve")
 def triangular(b: Any, a: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False) -> Any:
-    """The solution of a triangular system, and the matrix; the old function."""
+    """The solution of a triangular system, and the matrix; Torch has deprecated this operator."""
     a, b = _batched(a, b)
     options = {"lower": not upper, "transpose_a": transpose, "unit_diagonal": unitriangular}
     return linalg.triangular_solve(a, b, left_side=True, **options), a
@@ -206,20 +206,15 @@ def matrix_rank(x: Any, *, atol: Any = None, rtol: Any = None, hermitian: bool =
     return (values > _tolerance(x, values[..., 0], atol, rtol)[..., None]).sum(-1)
 
 
-def _cholesky_inverse(factor: Any, upper: bool = False) -> Any:
-    return cholesky_solve(jnp.eye(factor.shape[-1], dtype=factor.dtype), factor, upper)
-
-
-register(
-    __name__,
-    {
-        "cholesky": lambda x, upper=False: cholesky_ex(x, upper=upper)[0],
-        "cholesky_inverse": _cholesky_inverse,
-        "linalg_lu": lambda x, *, pivot=True: lu_unpack(*lu_factor_ex(x, pivot=pivot)[:2]),
-        "_linalg_det": lambda x: (jnp.linalg.det(x), None, None),
-        "_linalg_slogdet": lambda x: (*jnp.linalg.slogdet(x), None, None),
-        "linalg_matrix_exp": lambda x: jax.scipy.linalg.expm(x) if x.size else x,
-        "pinverse": lambda x, rcond=1e-15: pinv(x, rcond),
-        "linalg_matrix_rank.default|tol_tensor": lambda x, tol, hermitian=False: matrix_rank(x, atol=tol, rtol=0.0),
-    },
-)
+TABLE: Table = {
+    "cholesky": lambda x, upper=False: cholesky_ex(x, upper=upper)[0],
+    "cholesky_inverse": lambda factor, upper=False: cholesky_solve(
+        jnp.eye(factor.shape[-1], dtype=factor.dtype), factor, upper
+    ),
+    "linalg_lu": lambda x, *, pivot=True: lu_unpack(*lu_factor_ex(x, pivot=pivot)[:2]),
+    "_linalg_det": lambda x: (jnp.linalg.det(x), None, None),
+    "_linalg_slogdet": lambda x: (*jnp.linalg.slogdet(x), None, None),
+    "linalg_matrix_exp": lambda x: jax.scipy.linalg.expm(x) if x.size else x,
+    "pinverse": lambda x, rcond=1e-15: pinv(x, rcond),
+    "linalg_matrix_rank.default|tol_tensor": lambda x, tol, hermitian=False: matrix_rank(x, atol=tol, rtol=0.0),
+}

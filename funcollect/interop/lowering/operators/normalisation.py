@@ -8,7 +8,7 @@ from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.operators.reduction import axes_of, in_dtype, root
-from funcollect.interop.lowering.registry import operator, register
+from funcollect.interop.lowering.registry import Table, operator
 
 jax = import_jax()
 jnp, lax = jax.numpy, jax.lax
@@ -105,4 +105,4 @@ def _squared_size(x: Any) -> Any:
     return jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x)
 
 
-register(__name__, {"layer_norm": lambda x, shape, *arguments: native_layer_norm(x, shape, *arguments[:3])[0]})
+TABLE: Table = {"layer_norm": lambda x, shape, *arguments: native_layer_norm(x, shape, *arguments[:3])[0]}

@@ -104,5 +104,5 @@ def _layers(
 
 
 for _name, _cell in {"gru": _gru, "lstm": _lstm, "rnn_tanh": _elman(jnp.tanh), "rnn_relu": _elman(nn.relu)}.items():
-    register(__name__, {f"{_name}.input": partial(_layers, _cell)}, weights=(2,))
-    register(__name__, {f"{_name}_cell": partial(_step, _cell)}, weights=(2, 3))
+    register(__name__, f"{_name}.input", partial(_layers, _cell), weights=(2,))
+    register(__name__, f"{_name}_cell", partial(_step, _cell), weights=(2, 3))

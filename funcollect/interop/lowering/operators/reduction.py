@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.registry import operator, register
+from funcollect.interop.lowering.registry import Table, operator
 
 jax = import_jax()
 jnp, lax = jax.numpy, jax.lax
@@ -152,12 +152,6 @@ def _of_all(of_dim: Operation) -> Operation:
     return of_all
 
 
-@operator("kthvalue")
-def kthvalue(x: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
-    """The k-th smallest value along a dimension, counted from 1, and its place."""
-    return _picked(x, _ranked(x, k - 1, dim), dim, keepdim) if x.ndim else _only(x)
-
-
 @operator("mode")
 def mode(x: Any, dim: int = -1, keepdim: bool = False) -> Any:
     """The most frequent value along a dimension, of equally frequent ones the smallest, and its last place."""
@@ -191,30 +185,30 @@ def _running(further: Operation) -> Operation:
     return scan
 
 
-register(
-    __name__,
-    {
-        "sum.default|dim_IntList": _reduction(jnp.sum),
-        "mean.default|dim": _reduction(jnp.mean),
-        "prod.default|dim_int": _reduction(jnp.prod),
-        "max amax": _reduction(jnp.max),
-        "min amin": _reduction(jnp.min),
-        "any.default|dim|dims": _reduction(jnp.any),
-        "all.default|dim|dims": _reduction(jnp.all),
-        "max.dim": _with_place(jnp.argmax),
-        "min.dim": _with_place(jnp.argmin),
-        "argmax": _reduction(jnp.argmax),
-        "argmin": _reduction(jnp.argmin),
-        "var_mean.correction": _with_mean(var),
-        "std_mean.correction": _with_mean(std),
-        "logsumexp": _reduction(jax.nn.logsumexp),
-        "cumsum": _scan(jnp.cumsum),
-        "cumprod": _scan(jnp.cumprod),
-        "logcumsumexp": lambda x, dim: lax.cumlogsumexp(x, dim % x.ndim),
-        "argsort.default|stable": lambda x, *arguments, **options: sort(x, *arguments, **options)[1],
-        "median": _of_all(median_dim),
-        "nanmedian": _of_all(nanmedian_dim),
-        "cummax": _running(jnp.greater_equal),
-        "cummin": _running(jnp.less_equal),
-    },
-)
+TABLE: Table = {
+    "sum.default|dim_IntList": _reduction(jnp.sum),
+    "mean.default|dim": _reduction(jnp.mean),
+    "prod.default|dim_int": _reduction(jnp.prod),
+    "max amax": _reduction(jnp.max),
+    "min amin": _reduction(jnp.min),
+    "any.default|dim|dims": _reduction(jnp.any),
+    "all.default|dim|dims": _reduction(jnp.all),
+    "max.dim": _with_place(jnp.argmax),
+    "min.dim": _with_place(jnp.argmin),
+    "argmax": _reduction(jnp.argmax),
+    "argmin": _reduction(jnp.argmin),
+    "var_mean.correction": _with_mean(var),
+    "std_mean.correction": _with_mean(std),
+    "logsumexp": _reduction(jax.nn.logsumexp),
+    "cumsum": _scan(jnp.cumsum),
+    "cumprod": _scan(jnp.cumprod),
+    "logcumsumexp": lambda x, dim: lax.cumlogsumexp(x, dim % x.ndim),
+    "argsort.default|stable": lambda x, *arguments, **options: sort(x, *arguments, **options)[1],
+    "median": _of_all(median_dim),
+    "nanmedian": _of_all(nanmedian_dim),
+    "kthvalue": lambda x, k, dim=-1, keepdim=False: (
+        _picked(x, _ranked(x, k - 1, dim), dim, keepdim) if x.ndim else _only(x)  # k is counted from 1
+    ),
+    "cummax": _running(jnp.greater_equal),
+    "cummin": _running(jnp.less_equal),
+}

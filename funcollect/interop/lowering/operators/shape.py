@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.registry import operator, register
+from funcollect.interop.lowering.registry import Table, operator
 
 jax = import_jax()
 jnp, lax = jax.numpy, jax.lax
@@ -81,10 +81,6 @@ def _interleaved(repeats: Any, *, output_size: int) -> Any:
     return jnp.repeat(jnp.arange(repeats.shape[0]), repeats, total_repeat_length=output_size)
 
 
-def _roll(x: Any, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
-    return jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, shifts[0])
-
-
 def _widths(x: Any, pad: Sequence[int]) -> list[tuple[int, int]]:
     """Torch's padding, which begins with the last axis, as one pair for each axis."""
     pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)]
@@ -95,55 +91,49 @@ def _constant_pad(x: Any, pad: Sequence[int], value: Any = 0) -> Any:
     return lax.pad(x, jnp.asarray(value, x.dtype), [(*width, 0) for width in _widths(x, pad)])  # may cut: width < 0
 
 
-def _linspace_between(start: Any, end: Any, steps: int, dtype: Any = None) -> Any:
-    """Numbers between arrays, which get no gradient from it in Torch."""
-    return lax.stop_gradient(jnp.linspace(start, end, steps, dtype=dtype))
-
-
 def _pad(mode: str, x: Any, pad: Sequence[int]) -> Any:
     return jnp.pad(x, _widths(x, pad), mode=mode)
 
 
-register(
-    __name__,
-    {
-        "sym_size.int": lambda x, dim: int(x.shape[dim]),  # a number while a function is traced
-        "view _unsafe_view": jnp.reshape,
-        "view.dtype": lambda x, dtype: x.view(dtype),
-        "permute t": jnp.transpose,
-        "transpose.int": lambda x, one, two: jnp.swapaxes(x, one, two) if x.ndim else x,
-        "squeeze": jnp.squeeze,
-        "unsqueeze": jnp.expand_dims,
-        "repeat": jnp.tile,
-        "repeat_interleave.self_int": lambda x, repeats, dim=None, output_size=None: jnp.repeat(x, repeats, dim),
-        "repeat_interleave.Tensor": _interleaved,
-        "stack": jnp.stack,
-        "unbind.int": lambda x, dim=0: list(jnp.moveaxis(x, dim, 0)),
-        "select.int": lambda x, dim, index: lax.index_in_dim(x, index, dim, keepdims=False),
-        "flip": jnp.flip,
-        "roll": _roll,
-        "clone": lambda x: x,
-        "tril": jnp.tril,
-        "triu": jnp.triu,
-        "diagonal": jnp.diagonal,
-        "constant_pad_nd": _constant_pad,
-        "reflection_pad1d reflection_pad2d reflection_pad3d": partial(_pad, "reflect"),
-        "replication_pad1d replication_pad2d replication_pad3d": partial(_pad, "edge"),
-        "full": jnp.full,
-        "full_like": jnp.full_like,
-        "new_full": lambda x, shape, value, dtype=None: jnp.full(shape, value, dtype or x.dtype),
-        "zeros empty.memory_format": jnp.zeros,  # memory that Torch leaves unwritten is zeroed, too
-        "ones": jnp.ones,
-        "zeros_like empty_like": jnp.zeros_like,
-        "ones_like": jnp.ones_like,
-        "new_zeros new_empty": lambda x, shape, dtype=None: jnp.zeros(shape, dtype or x.dtype),
-        "new_ones": lambda x, shape, dtype=None: jnp.ones(shape, dtype or x.dtype),
-        "scalar_tensor": jnp.asarray,
-        "arange.start_step": jnp.arange,
-        "linspace": jnp.linspace,
-        "linspace.Tensor_Tensor|Tensor_Scalar|Scalar_Tensor": _linspace_between,
-        "eye.default|m": jnp.eye,
-        "copy": lambda x, source: jnp.broadcast_to(source, x.shape).astype(x.dtype),
-        "_assert_tensor_metadata": lambda *arguments, **options: None,  # dtypes were checked in the export
-    },
-)
+TABLE: Table = {
+    "sym_size.int": lambda x, dim: int(x.shape[dim]),  # a number while a function is traced
+    "view _unsafe_view": jnp.reshape,
+    "view.dtype": lambda x, dtype: x.view(dtype),
+    "permute t": jnp.transpose,
+    "transpose.int": lambda x, one, two: jnp.swapaxes(x, one, two) if x.ndim else x,
+    "squeeze": jnp.squeeze,
+    "unsqueeze": jnp.expand_dims,
+    "repeat": jnp.tile,
+    "repeat_interleave.self_int": lambda x, repeats, dim=None, output_size=None: jnp.repeat(x, repeats, dim),
+    "repeat_interleave.Tensor": _interleaved,
+    "stack": jnp.stack,
+    "unbind.int": lambda x, dim=0: list(jnp.moveaxis(x, dim, 0)),
+    "select.int": lambda x, dim, index: lax.index_in_dim(x, index, dim, keepdims=False),
+    "flip": jnp.flip,
+    "roll": lambda x, shifts, dims=(): jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, shifts[0]),
+    "clone": lambda x: x,
+    "tril": jnp.tril,
+    "triu": jnp.triu,
+    "diagonal": jnp.diagonal,
+    "constant_pad_nd": _constant_pad,
+    "reflection_pad1d reflection_pad2d reflection_pad3d": partial(_pad, "reflect"),
+    "replication_pad1d replication_pad2d replication_pad3d": partial(_pad, "edge"),
+    "full": jnp.full,
+    "full_like": jnp.full_like,
+    "new_full": lambda x, shape, value, dtype=None: jnp.full(shape, value, dtype or x.dtype),
+    "zeros empty.memory_format": jnp.zeros,  # memory that Torch leaves unwritten is zeroed, too
+    "ones": jnp.ones,
+    "zeros_like empty_like": jnp.zeros_like,
+    "ones_like": jnp.ones_like,
+    "new_zeros new_empty": lambda x, shape, dtype=None: jnp.zeros(shape, dtype or x.dtype),
+    "new_ones": lambda x, shape, dtype=None: jnp.ones(shape, dtype or x.dtype),
+    "scalar_tensor": jnp.asarray,
+    "arange.start_step": jnp.arange,
+    "linspace": jnp.linspace,
+    "linspace.Tensor_Tensor|Tensor_Scalar|Scalar_Tensor": lambda *arguments, **options: lax.stop_gradient(
+        jnp.linspace(*arguments, **options)  # Torch gives the ends no gradient
+    ),
+    "eye.default|m": jnp.eye,
+    "copy": lambda x, source: jnp.broadcast_to(source, x.shape).astype(x.dtype),
+    "_assert_tensor_metadata": lambda *arguments, **options: None,  # dtypes were checked in the export
+}

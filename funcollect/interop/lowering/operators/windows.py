@@ -11,7 +11,7 @@ import numpy as np
 
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.lowering.operators.normalisation import by_channel, scaled
-from funcollect.interop.lowering.registry import operator, register
+from funcollect.interop.lowering.registry import Table, operator
 
 jax = import_jax()
 jnp, lax = jax.numpy, jax.lax
@@ -165,16 +165,13 @@ def _with_indices(pool: Operation) -> Operation:
     return lambda *arguments: (pool(*arguments), None)
 
 
+TABLE: Table = {}
 for _rank in (1, 2, 3):
-    _max: Operation = partial(_max_pool, _rank)
-    register(
-        __name__,
-        {
-            f"max_pool{_rank}d": _max,
-            f"avg_pool{_rank}d": partial(_avg_pool, _rank),
-            f"adaptive_avg_pool{_rank}d": partial(_adaptive_pool, jnp.mean, _rank),
-            f"adaptive_max_pool{_rank}d": _with_indices(partial(_adaptive_pool, jnp.max, _rank)),
-        },
-    )
+    TABLE |= {
+        f"max_pool{_rank}d": partial(_max_pool, _rank),
+        f"avg_pool{_rank}d": partial(_avg_pool, _rank),
+        f"adaptive_avg_pool{_rank}d": partial(_adaptive_pool, jnp.mean, _rank),
+        f"adaptive_max_pool{_rank}d": _with_indices(partial(_adaptive_pool, jnp.max, _rank)),
+    }
     if _rank > 1:
-        register(__name__, {f"max_pool{_rank}d_with_indices": _with_indices(_max)})
+        TABLE[f"max_pool{_rank}d_with_indices"] = _with_indices(TABLE[f"max_pool{_rank}d"])

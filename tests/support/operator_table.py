@@ -1,0 +1,48 @@
+"""Writes the table of covered operators in ``docs/lowering.md`` from the registry.
+
+Run ``python -m tests.support.operator_table`` in a checkout of the repository.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+from funcollect.interop.lowering.registry import FAMILIES, rules
+
+_TITLES = {
+    "elementwise": "Arithmetic, functions of one or two arrays, comparisons, logic, choice, bits",
+    "activation": "Activations and softmax",
+    "complex": "Complex numbers, Fourier transforms",
+    "linear": "Products of matrices and vectors, distances, attention",
+    "matrices": "Factorisations, determinants, matrix functions, inverses, ranks, linear systems",
+    "windows": "Convolutions and pooling",
+    "normalisation": "Normalisation",
+    "recurrent": "Recurrent cells and layers",
+    "reduction": "Reductions, scans, sorting, medians, running extremes, modes",
+    "indexing": "Indexing, gathering, scattering",
+    "sampling": "Images sampled at the points of a grid",
+    "shape": "Shapes, joining, padding, constants, casts",
+}  # by the module of `operators`
+PAGE = Path(__file__).parents[2] / "docs" / "lowering.md"
+_BEGIN, _END = "<!-- operators: begin -->\n", "<!-- operators: end -->\n"
+
+
+def table() -> str:
+    """The operators by family, in Markdown, without their overloads."""
+    names: dict[str, set[str]] = defaultdict(set)
+    for name, rule in rules().items():
+        names[rule.family].add(name.split(".")[1])
+    rows = [f"| {_TITLES[key]} | {', '.join(f'`{name}`' for name in sorted(names[key]))} |" for key in FAMILIES]
+    return "\n".join(["| | |", "|---|---|", *rows, ""])
+
+
+def page(text: str) -> str:
+    """The text of the page, with a new table."""
+    before, _, rest = text.partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    return f"{before}{_BEGIN}{table()}{_END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))
