@@ -38,20 +38,18 @@ def space_like(array: Any) -> Space:
 
 def as_delivered(space: Space) -> Space:
     """The same space with the integers that JAX has: 32 bits, unless JAX has enabled 64."""
+    own = np.dtype(space.dtype or np.float32)
+    dtype = np.dtype(import_jax().dtypes.canonicalize_dtype(own))
+    changes = own.kind in "iu" and dtype != own
     match space:
         case spaces.Dict():
             return spaces.Dict({name: as_delivered(child) for name, child in space.spaces.items()})
         case spaces.Tuple():
             return spaces.Tuple([as_delivered(child) for child in space.spaces])
-    own = np.dtype(space.dtype or np.float32)
-    dtype = np.dtype(import_jax().dtypes.canonicalize_dtype(own))
-    if own.kind not in "iu" or dtype == own:
-        return space
-    match space:
-        case spaces.Discrete():
+        case spaces.Discrete() if changes:
             return spaces.Discrete(int(space.n), start=int(space.start), dtype=dtype.type)
-        case spaces.MultiDiscrete():
+        case spaces.MultiDiscrete() if changes:
             return spaces.MultiDiscrete(space.nvec, dtype.type, start=space.start)
-        case spaces.Box():
+        case spaces.Box() if changes:
             return box(space.shape, dtype, space.low, space.high)
     return space

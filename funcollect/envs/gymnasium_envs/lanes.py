@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import gymnasium
@@ -85,7 +86,10 @@ class Lanes(SimulatorsBase):
         try:
             return [tuple(info[key] for info in infos) for key in self._info_keys]
         except (KeyError, TypeError) as error:
-            raise _no_info(self._info_keys, lanes, infos) from error
+            for (lane, info), key in product(zip(lanes, infos, strict=True), self._info_keys):
+                if not isinstance(info, Mapping) or key not in info:
+                    raise no_info_key(lane, key, info) from error
+            raise
 
     def camera(self, lane: int) -> Camera:
         """The camera of one lane, for `funcollect.record`."""
@@ -113,21 +117,14 @@ def bad_reset(where: str, answer: Any) -> EnvError:
     )
 
 
-def no_info_key(lane: int, key: str, known: Iterable[Any]) -> EnvError:
-    """The error of a step whose info lacks a recorded key."""
+def no_info_key(lane: int, key: str, info: Any) -> EnvError:
+    """The error of a step whose info lacks a recorded key, or is no dict."""
+    if not isinstance(info, Mapping):
+        return EnvError(f"lane {lane}: step returned the info {shown(info)}, expected a dict: return one")
     return EnvError(
-        f"lane {lane}: step returned no info key {key!r}, which info_keys names: there are {sorted(map(str, known))}; "
+        f"lane {lane}: step returned no info key {key!r}, which info_keys names: there are {sorted(map(str, info))}; "
         "name one that every step returns"
     )
-
-
-def _no_info(keys: Sequence[str], lanes: Sequence[int], infos: Sequence[Any]) -> EnvError:
-    for lane, info in zip(lanes, infos, strict=True):
-        if not isinstance(info, Mapping):
-            return EnvError(f"lane {lane}: step returned the info {shown(info)}, expected a dict: return one")
-        if missing := [key for key in keys if key not in info]:
-            return no_info_key(lane, missing[0], info)
-    return EnvError(f"the infos {shown(infos)} cannot be read: return dicts")
 
 
 def _located(error: Exception, lanes: Sequence[int], answers: Sequence[Any], actions: Any, space: Space) -> EnvError:

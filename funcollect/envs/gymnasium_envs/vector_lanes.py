@@ -160,7 +160,8 @@ class VectorLanes(SimulatorsBase):
         for key in self._info_keys:
             present = info.get(f"_{key}", key in info)  # Gymnasium marks the lanes that returned the key
             if not np.all(present):
-                raise no_info_key(int(np.argmin(present)), key, (name for name in info if not name.startswith("_")))
+                known = {name: values for name, values in info.items() if not name.startswith("_")}
+                raise no_info_key(int(np.argmin(present)), key, known)
             picked.append(tuple(info[key]))
         return picked
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -22,7 +22,7 @@ from funcollect.envs.torchrl_envs.specs import TorchRLLayout, layout_of
 from funcollect.errors import EnvError
 from funcollect.keys import generator_state, torch_generator
 from funcollect.protocols import Outcome
-from funcollect.specs import Leaf, observation_leaves
+from funcollect.specs import observation_leaves
 from funcollect.tree import Path, key_of, to_tensordict
 
 
@@ -65,8 +65,9 @@ def from_torchrl(env: Any, *, dtype: npt.DTypeLike | None = None, **kwargs: Any)
             f"{', '.join(given)} cannot be given for an environment of TorchRL's, which has its own: build it that "
             "way, several as torchrl.envs.SerialEnv(num_envs, factory)"
         )
-    build = _factory_of(env, kwargs)
-    first = build()
+    if kwargs and is_torchrl(env):
+        raise TypeError(f"{', '.join(kwargs)} cannot be given with an environment that is built: pass a factory")
+    first = env if is_torchrl(env) else _make(env, kwargs)
     unopened = [first]
     layout = layout_of(first)
     with torch_generator(generator_state(0)):  # this builds a lane if they live in other processes
@@ -77,7 +78,7 @@ def from_torchrl(env: Any, *, dtype: npt.DTypeLike | None = None, **kwargs: Any)
         observation_space=layout.observation_space,
         action_spec=layout.action,
         observation_leaves=observation_leaves(layout.observation_space, dtype),
-        opener=lambda env: TorchRLLanes(unopened.pop() if unopened else build(), layout, env.observation_leaves),
+        opener=lambda adapted: TorchRLLanes(unopened.pop() if unopened else _make(env, kwargs), layout, adapted),
         seeding="run",
         forking="none",
         running_statistics=statistics,
@@ -85,35 +86,22 @@ def from_torchrl(env: Any, *, dtype: npt.DTypeLike | None = None, **kwargs: Any)
     )
 
 
-def _factory_of(env: Any, kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """A function that returns the instance `env`, once, or that builds an environment at each call."""
+def _make(env: Any, kwargs: dict[str, Any]) -> Any:
+    """A new environment from the factory `env`; ValueError for an instance."""
     if is_torchrl(env):
-        if kwargs:
-            raise TypeError(f"{', '.join(kwargs)} cannot be given with an environment that is built: pass a factory")
-        unused = [env]
-
-        def take() -> Any:
-            if unused:
-                return unused.pop()
-            raise ValueError(
-                f"this {type(env).__name__} backs a state, or did until that was closed, and cannot be rebuilt: pass a "
-                "factory instead of an instance"
-            )
-
-        return take
+        raise ValueError(
+            f"this {type(env).__name__} backs a state, or did until that was closed, and cannot be rebuilt: pass a "
+            "factory instead of an instance"
+        )
     if not callable(env):
         raise TypeError(f"env is {type(env).__name__}, expected a torchrl.envs.EnvBase or a factory: pass one")
-
-    def build() -> Any:
-        with torch_generator(generator_state(0)):  # some environments draw a seed as they are built
-            built = env(**kwargs)
-        if not is_torchrl(built):
-            raise TypeError(
-                f"the factory returned {type(built).__name__}, expected a torchrl.envs.EnvBase: return the environment"
-            )
-        return built
-
-    return build
+    with torch_generator(generator_state(0)):  # some environments draw a seed as they are built
+        built = env(**kwargs)
+    if not is_torchrl(built):
+        raise TypeError(
+            f"the factory returned {type(built).__name__}, expected a torchrl.envs.EnvBase: return the environment"
+        )
+    return built
 
 
 _NOTHING = contextlib.nullcontext()
@@ -130,7 +118,7 @@ class TorchRLLanes(SimulatorsBase):
     state or transforms reads only the action, and gets only that.
     """
 
-    def __init__(self, env: Any, layout: TorchRLLayout, leaves: tuple[Leaf, ...]) -> None:
+    def __init__(self, env: Any, layout: TorchRLLayout, adapted: SimulatedEnv) -> None:
         self._env = env
         self._layout = layout
         key = layout.action_key
@@ -142,7 +130,7 @@ class TorchRLLanes(SimulatorsBase):
         self._broken_off = False  # whether a call of the environment did not end
         self._root: TensorDictBase | None = None
         self._restarted = [False] * self._num_envs  # whether a lane's next episode has begun in _root already
-        rows = Rows(layout.observation_space, leaves, self._num_envs)
+        rows = Rows(adapted.observation_space, adapted.observation_leaves, self._num_envs)
         self._reads = [(leaf_rows, key_of(leaf_rows.leaf.path)) for leaf_rows in rows.leaves]
         self.observation = rows.arrays
 
