@@ -22,8 +22,13 @@ def is_envpool(env: Any) -> bool:
     return any(base.__module__.partition(".")[0] == "envpool" for base in type(env).__mro__)
 
 
-def refuse_sb3(env: Any) -> None:
-    """Raise TypeError for a vector environment of Stable-Baselines3."""
+def refuse_foreign(env: Any) -> None:
+    """Raise TypeError for TorchRL's environments and Stable-Baselines3's vector environments, which are no lanes."""
+    if is_torchrl(env):
+        raise TypeError(
+            f"a lane is TorchRL's {type(env).__name__}, expected a gymnasium.Env: for several of TorchRL's "
+            "environments, pass torchrl.envs.SerialEnv(num_envs, factory)"
+        )
     if any(base.__name__ == "VecEnv" and base.__module__.startswith("stable_baselines3") for base in type(env).__mro__):
         raise TypeError(
             f"env is Stable-Baselines3's {type(env).__name__}, which resets its lanes itself: pass the functions that "
@@ -41,9 +46,9 @@ def running_statistics(env: Any) -> tuple[str, ...]:
 
 
 def _parts(env: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield `env`, its wrappers, transforms and first lane; a lane that lives elsewhere is built, and closed again.
+    """Yield `env`, its wrappers, transforms and first lane; a lane in another process is built here and closed again.
 
-    Parts may refer to each other in a circle, so `seen` has the ids of those that were yielded.
+    Parts may refer to each other in a circle, so `seen` has the ids of the parts that were yielded.
     """
     if id(env) in seen:
         return

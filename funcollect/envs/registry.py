@@ -10,7 +10,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 
 from funcollect import envs
-from funcollect.envs.recognise import is_envpool, is_torchrl, refuse_sb3
+from funcollect.envs.recognise import is_envpool, is_torchrl, refuse_foreign
 from funcollect.envs.torch_envs.classic_control import TORCH_ENVS
 from funcollect.protocols import Env, is_env, is_policy
 
@@ -92,7 +92,7 @@ def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
         spare = [made]
         adapter = envs.from_torchrl if is_torchrl(made) else envs.from_gymnasium
         return adapter(lambda: spare.pop() if spare else factory(**own), **given)
-    refuse_sb3(made)
+    refuse_foreign(made)
     if not isinstance(made, (Env, str, EnvSpec, VectorEnv, Sequence)):
         raise TypeError(
             f"the environment's factory returned {type(made).__name__}, expected an Env, a gymnasium.Env or anything "

@@ -50,9 +50,8 @@ def from_envpool(
     Args:
         task_id: one of `envpool.list_all_envs`, such as ``"Pong-v5"``.
         num_threads: threads that step the lanes; the data do not depend on it.
-        info_keys: keys of `info` that a batch records under ``next.info``, such as ``"lives"``.
         **kwargs: for `envpool.make_gymnasium`: `max_episode_steps`, and the task's own options.
-        num_envs, dtype, one_hot: see `from_gymnasium`.
+        num_envs, info_keys, dtype, one_hot: see `from_gymnasium`.
 
     Raises:
         ImportError: if EnvPool is not installed.

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy.typing as npt
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import VectorEnv
 
 from funcollect.arguments import check_flags, check_keys
 from funcollect.envs.gymnasium_envs.atari_lanes import AtariLanes, is_atari
@@ -18,6 +18,7 @@ from funcollect.envs.gymnasium_envs.making import (
     check_lane,
     factory_of,
     open_lanes,
+    rebuild,
     refuse,
     sources_of,
     taken,
@@ -123,19 +124,9 @@ def _open_processes(sources: list[EnvSource], kwargs: dict[str, Any]) -> tuple[G
 
 def _open_vector(vector: GymVectorEnv) -> Opener:
     check_autoreset(vector)
-    rebuild = partial(_rebuild_vector, vector)
-    made = Made(vector, rebuild)
-    return lambda env: VectorLanes(taken(made()), env, rebuild)
-
-
-def _rebuild_vector(env: GymVectorEnv) -> GymVectorEnv:
-    try:
-        return type(env)(env.env_fns, autoreset_mode=AutoresetMode.DISABLED)  # type: ignore
-    except Exception as error:
-        raise ValueError(
-            f"{env} backs a state already and cannot be rebuilt from its env_fns ({error!r}): build another, or pass a "
-            "list of factories"
-        ) from error
+    build = partial(rebuild, vector)
+    made = Made(vector, build)
+    return lambda env: VectorLanes(taken(made()), env, build)
 
 
 def _label(env: Any) -> str:

@@ -55,10 +55,9 @@ def from_ale(
         terminal_on_life_loss: whether an episode terminates when a life is lost, and not only when the game is over.
         repeat_action_probability: the probability that a frame repeats the last action, in [0, 1].
         max_episode_steps: steps after which an episode is truncated; the game itself truncates after 108,000 frames.
-        info_keys: keys of `info` that a batch records under ``next.info``, such as ``"lives"``.
         **kwargs: for the game: `mode`, `difficulty`, `full_action_space`, `max_num_frames_per_episode`, and
             `render_mode`, ``"rgb_array"`` for `funcollect.record`.
-        num_envs, one_hot, parallel: see `from_gymnasium`.
+        num_envs, info_keys, one_hot, parallel: see `from_gymnasium`.
 
     Raises:
         ImportError: if ale-py or OpenCV is not installed.

@@ -10,11 +10,12 @@ from weakref import WeakValueDictionary
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector import AutoresetMode, VectorEnv
 
 from funcollect.arguments import check_num_envs
 from funcollect.envs.gymnasium_envs.atari_lanes import is_atari
 from funcollect.envs.gymnasium_envs.lanes import GymEnv
-from funcollect.envs.recognise import is_torchrl, refuse_sb3
+from funcollect.envs.recognise import refuse_foreign
 
 EnvSource = str | EnvSpec | GymEnv | Callable[..., GymEnv]
 LaneFactory = Callable[[], Any]
@@ -23,7 +24,7 @@ _TAKEN: WeakValueDictionary[int, Any] = WeakValueDictionary()  # environments by
 
 
 class Made:
-    """A factory that returns `env` unless that backs a state, and else builds another."""
+    """A factory that returns `env` if it backs no state yet, and otherwise builds another environment."""
 
     def __init__(self, env: Any, build: LaneFactory) -> None:
         self.env = env
@@ -35,13 +36,13 @@ class Made:
 
 
 def taken(env: Any) -> Any:
-    """Return `env`, which backs a state from now on."""
+    """Record that `env` backs a state from now on, and return it."""
     _TAKEN[id(env)] = env
     return env
 
 
 def open_lanes(factories: Sequence[LaneFactory], first: GymEnv) -> list[GymEnv]:
-    """Make one environment per lane; if that fails, release the given instances, and close those that were built."""
+    """Make one environment per lane; on failure, release the user's instances and close the environments built here."""
     envs: list[GymEnv] = []
     try:
         for lane, factory in enumerate(factories):
@@ -85,11 +86,10 @@ def factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
     """A function that makes the environment in this process."""
     if isinstance(source, gymnasium.Env):
         refuse("an environment instance", **kwargs)
-        return Made(source, lambda: _rebuild(source))
+        return Made(source, partial(rebuild, source))
     if isinstance(source, (str, EnvSpec)):
         return lambda: _make(source, kwargs)
-    _refuse_torchrl(source)
-    refuse_sb3(source)
+    refuse_foreign(source)
     if callable(source):
         return lambda: source(**kwargs)
     raise TypeError(
@@ -100,7 +100,7 @@ def factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
 
 
 def worker_factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
-    """A function that makes the environment in another process, where the module that registered an id is missing."""
+    """A function that makes the environment in another process, which has not imported the module that registers it."""
     if isinstance(source, gymnasium.Env):
         raise ValueError(
             f"parallel=True was given with the instance {source}, which cannot move to another process: pass its id "
@@ -142,21 +142,26 @@ def _not_made(name: str, error: Exception) -> ValueError:
     return ValueError(f"Gymnasium cannot make {name!r}: {error}; {mend}")
 
 
-def _rebuild(env: GymEnv) -> GymEnv:
+def rebuild(env: Any) -> Any:
+    """Build another instance of `env`, from its spec, or from the functions of a vector environment."""
+    is_vector = isinstance(env, VectorEnv)
     try:
+        if is_vector:
+            return type(env)(env.env_fns, autoreset_mode=AutoresetMode.DISABLED)
         if env.spec is not None:
             return gymnasium.make(env.spec, disable_env_checker=True)
         reason = "it has no spec"
     except Exception as error:
         reason = repr(error)
     raise ValueError(
-        f"{env} backs a state already and cannot be rebuilt ({reason}): pass an id or a factory instead of an instance"
+        f"{env} backs a state already and cannot be rebuilt ({reason}): pass an id or a factory, or a list of "
+        "factories, instead of an instance"
     )
 
 
 def check_lane(lane: int, env: Any, first: GymEnv) -> None:
     """Raise unless `env` is a Gymnasium environment with the spaces of the first lane's."""
-    _refuse_torchrl(env)
+    refuse_foreign(env)
     if not isinstance(env, gymnasium.Env):
         raise TypeError(
             f"lane {lane}: the factory returned {type(env).__name__}, expected a gymnasium.Env: return the environment"
@@ -172,16 +177,8 @@ def check_lane(lane: int, env: Any, first: GymEnv) -> None:
         )
 
 
-def _refuse_torchrl(env: Any) -> None:
-    if is_torchrl(env):
-        raise TypeError(
-            f"a lane is TorchRL's {type(env).__name__}, expected a gymnasium.Env: for several of TorchRL's "
-            "environments, pass torchrl.envs.SerialEnv(num_envs, factory)"
-        )
-
-
 def refuse(what: str, **arguments: Any) -> None:
-    """Raise ValueError for arguments that cannot be given with `what`, because it is built already."""
+    """Raise ValueError for arguments other than None, which cannot be given with `what`, since it is built already."""
     given = [name for name, value in arguments.items() if value is not None]
     if given:
         raise ValueError(f"{', '.join(given)} cannot be given with {what}, which is built already: leave it out")

@@ -45,9 +45,7 @@ def from_brax(
         **kwargs: for `brax.envs.get_environment`, such as `backend`.
         num_envs, starts: see `from_functions`. ``"cached"`` starts are those of brax's own autoreset.
 
-    Raises:
-        ImportError: without brax.
-        ValueError: for an unknown id, or a training wrapper.
+    The errors are those of `from_gymnax`, and ValueError for a training wrapper.
 
     >>> from_brax("inverted_pendulum", num_envs=64)
     JaxEnv('brax/inverted_pendulum', num_envs=64)
@@ -74,14 +72,10 @@ def from_playground(
     Args:
         env: an id such as ``"CartpoleBalance"``, or an instance without wrappers that batch, count or reset.
         episode_length: steps after which an episode is truncated; the config's unless given.
-        info_keys: the keys of the state's `metrics` that a batch records under ``next.info``.
         **kwargs: for `mujoco_playground.registry.load`: `config`, `config_overrides`.
-        num_envs, starts: see `from_functions`. ``"cached"`` starts are those of Playground's own autoreset; resets are
-            slow here.
+        num_envs, info_keys, starts: see `from_brax`. Resets are slow here, so ``"cached"`` starts save much time.
 
-    Raises:
-        ImportError: without MuJoCo Playground.
-        ValueError: for an unknown id, or a training wrapper.
+    The errors are those of `from_brax`.
 
     >>> from_playground("CartpoleBalance", num_envs=64)
     JaxEnv('playground/CartpoleBalance', num_envs=64)
@@ -102,7 +96,14 @@ def _over_states(
     label: str, raw: Any, episode_length: int, num_envs: int | None, info_keys: Sequence[str], starts: Starts
 ) -> FunctionsEnv:
     """The adapter over ``reset(key)`` and ``step(state, action)``, which return states with `obs`, `reward`, `done`."""
-    _refuse_wrappers(label, raw)
+    inner = raw
+    while inner is not None:
+        if type(inner).__name__.endswith(_TRAINING):
+            raise ValueError(
+                f"{label} is wrapped in {type(inner).__name__}, expected an environment of one lane that neither "
+                "counts its steps nor resets itself: pass env.unwrapped"
+            )
+        inner = vars(inner).get("env")  # the environment that a wrapper wraps
 
     def reset(key: Any, _: Any) -> tuple[Any, Any]:
         state = raw.reset(key)
@@ -115,14 +116,3 @@ def _over_states(
     observed = space_like(first_observation(reset))
     actions = box((raw.action_size,), "float32", -1.0, 1.0)
     return jax_env(label, reset, step, observed, actions, num_envs, False, info_keys, starts, episode_length)
-
-
-def _refuse_wrappers(label: str, raw: Any) -> None:
-    inner = raw
-    while inner is not None:
-        if type(inner).__name__.endswith(_TRAINING):
-            raise ValueError(
-                f"{label} is wrapped in {type(inner).__name__}, expected an environment of one lane that neither "
-                "counts its steps nor resets itself: pass env.unwrapped"
-            )
-        inner = vars(inner).get("env")  # the environment that a wrapper wraps

@@ -42,8 +42,9 @@ def from_gymnax(
         num_envs, one_hot, starts: see `from_functions`.
 
     Raises:
-        ImportError: without gymnax.
-        ValueError: for an unknown id.
+        ImportError: if the suite's package is not installed.
+        ValueError: for an unknown id, or an option out of range.
+        TypeError: for something else as `env`, or an argument that the suite does not take.
 
     >>> from_gymnax("CartPole-v1", num_envs=64)
     JaxEnv('gymnax/CartPole-v1', num_envs=64)

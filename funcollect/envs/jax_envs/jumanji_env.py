@@ -45,10 +45,7 @@ def from_jumanji(
         num_envs, one_hot, starts: see `from_functions`. The state holds the key, so with ``"cached"`` starts everything
             random in a lane's episode repeats, too.
 
-    Raises:
-        ImportError: without jumanji.
-        ValueError: for an unknown id.
-        TypeError: for a spec without a Gymnasium counterpart.
+    The errors are those of `from_gymnax`, and TypeError for a spec without a Gymnasium counterpart.
 
     >>> from_jumanji("Snake-v1", num_envs=64)
     JaxEnv('jumanji/Snake-v1', num_envs=64)
@@ -70,7 +67,7 @@ def from_jumanji(
 
 
 def _plain(space: Space, observation: Any) -> Any:
-    """The observation with dicts in the place of named tuples and dataclasses."""
+    """The observation with its named tuples and dataclasses as dicts."""
     if not isinstance(space, spaces.Dict):
         return observation
     part = observation.__getitem__ if isinstance(observation, Mapping) else partial(getattr, observation)
@@ -88,9 +85,9 @@ def _space(spec: Any) -> Space:
             return box(tuple(spec.shape), spec.dtype, spec.minimum, spec.maximum)
         case "Array":
             return box(tuple(spec.shape), spec.dtype)
-    children = vars(spec).get("_specs")
-    if not children:
-        raise TypeError(
-            f"the spec {shown(spec)} of jumanji has no counterpart in Gymnasium: expected arrays, or a Spec of such"
-        )
-    return spaces.Dict({name: _space(child) for name, child in children.items()})
+    if children := vars(spec).get("_specs"):
+        return spaces.Dict({name: _space(child) for name, child in children.items()})
+    raise TypeError(
+        f"the spec {shown(spec)} of jumanji has no counterpart in Gymnasium, expected arrays or a Spec of arrays: "
+        "adapt it with funcollect.envs.from_functions"
+    )

@@ -34,9 +34,7 @@ def from_navix(
         **kwargs: for `navix.make`, such as `max_steps`, after which an episode is truncated (100 unless given).
         num_envs, one_hot, starts: see `from_functions`. With ``"cached"`` starts, a lane keeps its grid.
 
-    Raises:
-        ImportError: without navix.
-        ValueError: for an unknown id.
+    The errors are those of `from_gymnax`.
 
     >>> from_navix("Navix-Empty-8x8-v0", num_envs=64)
     JaxEnv('navix/Navix-Empty-8x8-v0', num_envs=64)

@@ -28,9 +28,7 @@ def from_pgx(
         max_episode_steps: steps after which a game is truncated; None for no limit, and some games never end.
         num_envs, one_hot: see `from_functions`.
 
-    Raises:
-        ImportError: without pgx.
-        ValueError: for an unknown id.
+    The errors are those of `from_gymnax`.
 
     >>> from_pgx("tic_tac_toe", num_envs=64)
     JaxEnv('pgx/tic_tac_toe', num_envs=64)

@@ -13,19 +13,12 @@ from funcollect.interop.jax_setup import import_jax
 
 @dataclass(frozen=True)
 class Suite:
-    """A package of JAX environments.
+    """A package of JAX environments."""
 
-    Attributes:
-        name: of the suite, in ids, in the name of its adapter and for pip.
-        module: imported on first use.
-        find: returns the ids in `module`, and a function that makes an environment.
-        members: attributes that every environment of the suite has.
-    """
-
-    name: str
-    module: str
-    find: Callable[[Any], tuple[Iterable[str], Callable[..., Any]]]
-    members: tuple[str, ...]
+    name: str  # of the suite, in ids, in the name of its adapter and for pip
+    module: str  # imported on first use
+    find: Callable[[Any], tuple[Iterable[str], Callable[..., Any]]]  # from the module: the ids, and the constructor
+    members: tuple[str, ...]  # attributes that every environment of the suite has
 
     def make(self, env: Any, kwargs: Mapping[str, Any]) -> tuple[str, Any]:
         """The label and the suite's own environment, from an id with keyword arguments, or from an instance."""
