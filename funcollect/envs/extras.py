@@ -15,7 +15,7 @@ def import_extra(module: str, package: str, extra: str) -> Any:
 
     The global generators are restored, since an import may draw from them: EnvPool's draws from NumPy's.
     """
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
             return importlib.import_module(module)
@@ -26,5 +26,5 @@ def import_extra(module: str, package: str, extra: str) -> Any:
             f"{package} is not installed: pip install 'funcollect[{extra}]', or only it: pip install {package}"
         ) from error
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)

@@ -20,7 +20,9 @@ from funcollect.envs.recognise import refuse_foreign
 EnvSource = str | EnvSpec | GymEnv | Callable[..., GymEnv]
 LaneFactory = Callable[[], Any]
 
-_TAKEN: WeakValueDictionary[int, Any] = WeakValueDictionary()  # environments by id that back a state, or a closed one
+_TAKEN: WeakValueDictionary[int, Any] = (
+    WeakValueDictionary()
+)  # by id: environments that back a state, or did until it was closed
 
 
 class Made:

@@ -59,7 +59,7 @@ def _end_processes(env: AsyncVectorEnv) -> None:
 
 
 def _death_of(env: GymVectorEnv, error: Exception) -> str | None:
-    """Which process is gone, if that explains why a call raised `error`."""
+    """The lane and exit code of a process that is gone, in words, if that explains why a call raised `error`."""
     if not isinstance(env, AsyncVectorEnv) or not isinstance(error, (EOFError, OSError)):
         return None
     ended = wait([process.sentinel for process in env.processes], _TO_DIE)

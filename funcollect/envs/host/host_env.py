@@ -35,7 +35,7 @@ _FLAGS = {bool, np.bool_}
 
 
 def check_outcome(outcome: Outcome) -> None:
-    """Raise EnvError for the first lane whose reward is no number, or whose flags are no bools."""
+    """Raise EnvError for the first lane whose reward is not a number, or whose flags are not bools."""
     reward, terminated, truncated, _ = outcome
     flags = {*map(type, terminated), *map(type, truncated)}
     if flags <= _FLAGS and set(map(type, reward)) <= _NUMBERS:
@@ -56,7 +56,7 @@ def _check_each(name: str, values: Column, kinds: str, expected: str) -> None:
 
 
 def check_rewards(rewards: npt.NDArray[np.float32]) -> None:
-    """Raise EnvError for the first of the rewards [T, P] that is NaN, as which NumPy stores None, too."""
+    """Raise EnvError for the first NaN among the rewards [T, P]; NumPy stores None as NaN, too."""
     wrong = np.isnan(rewards)
     if wrong.any():
         step, lane = np.argwhere(wrong)[0].tolist()

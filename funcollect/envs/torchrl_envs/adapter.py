@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import BaseProcess, active_children
 from typing import Any
 
 import numpy as np
@@ -245,7 +245,7 @@ class TorchRLLanes(SimulatorsBase):
             if self._env.is_closed:
                 return
             processes = _processes_of(self._env)
-            if processes and (self._broken_off or not all(map(_is_alive, processes))):
+            if processes and (self._broken_off or not processes <= {*active_children()}):
                 _end_processes(self._env)
                 self._env.close(raise_if_closed=False)  # its transforms
             else:
@@ -254,17 +254,10 @@ class TorchRLLanes(SimulatorsBase):
             torch.set_num_threads(self._threads)  # closing a ParallelEnv changes it
 
 
-def _processes_of(env: Any) -> list[BaseProcess]:
-    """The processes of the `ParallelEnv` that `env` is, or that its transforms wrap; none for any other."""
+def _processes_of(env: Any) -> set[BaseProcess]:
+    """The processes of a `ParallelEnv`, which may be under transforms; empty for any other environment."""
     # `getattr` would be forwarded by a ParallelEnv to its processes
-    return [process for module in env.modules() for process in vars(module).get("_workers", ())]
-
-
-def _is_alive(process: BaseProcess) -> bool:
-    try:
-        return process.is_alive()
-    except ValueError:  # TorchRL has reaped it
-        return False
+    return {process for module in env.modules() for process in vars(module).get("_workers", ())}
 
 
 def _end_processes(env: Any) -> None:
@@ -272,10 +265,9 @@ def _end_processes(env: Any) -> None:
     for module in env.modules():
         if "_workers" not in vars(module):
             continue
-        for process in module._workers:
-            with contextlib.suppress(ValueError):  # TorchRL has reaped it
-                process.kill()
-                process.join()
+        for process in {*module._workers} & {*active_children()}:  # without those that TorchRL has reaped
+            process.kill()
+            process.join()
         for channel in module.parent_channels:
             channel.close()
         module.is_closed = True

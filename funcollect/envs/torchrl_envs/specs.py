@@ -33,8 +33,8 @@ class TorchRLLayout:
     truncates: bool  # whether the environment writes "truncated"
     primers: dict[Path, Tensor]  # initial recurrent states of a policy, which transforms of the environment declare
     bare: bool  # whether a step reads nothing but the action
-    # whether, besides, `_step` writes all that `step` returns, as TorchRL's own adapters of Gymnasium do; checking that
-    # again takes a quarter of their step
+    # Whether `_step` can be called instead of `step`: TorchRL's own adapters of Gymnasium write the whole result there,
+    # and a quarter of the time of their `step` goes into checking it again. Implies `bare`.
     raw: bool
 
 
@@ -110,7 +110,7 @@ def observation_space(spec: Any, path: Path = (), without: Collection[Path] = ()
     A Composite becomes a Dict, and a single Categorical a Discrete. All others become a Box of the spec's shape and
     dtype; that of OneHot, MultiOneHot, Binary and bool has the bounds 0 and 1.
     """
-    from torchrl.data import Binary, Bounded, Categorical, Composite, OneHot, Unbounded
+    from torchrl.data import Binary, Categorical, Composite, OneHot
 
     if isinstance(spec, Composite):
         parts = {key: (child, (*path, key)) for key, child in spec.items() if (*path, key) not in without}
@@ -123,17 +123,12 @@ def observation_space(spec: Any, path: Path = (), without: Collection[Path] = ()
     if isinstance(spec, Categorical):
         counts = _counts(spec)
         return box(shape, dtype, 0, counts - 1) if shape or dtype != np.int64 else spaces.Discrete(int(counts))
-    if isinstance(spec, (Bounded, Unbounded)):
-        return _box(spec, dtype)
-    raise TypeError(
-        f"the spec of {name!r} is {type(spec).__name__}, expected Bounded, Unbounded, Categorical, MultiCategorical, "
-        "OneHot, MultiOneHot, Binary or Composite: leave it out with torchrl.envs.ExcludeTransform"
-    )
+    return _box(spec, dtype, f"the spec of {name!r}", "leave it out with torchrl.envs.ExcludeTransform")
 
 
 def action_spec(spec: Any) -> ActionSpec:
     """The action in a batch, in the environment's own encoding."""
-    from torchrl.data import Binary, Bounded, Categorical, MultiOneHot, OneHot, Unbounded
+    from torchrl.data import Binary, Categorical, MultiOneHot, OneHot
 
     if isinstance(spec, OneHot):
         several = isinstance(spec, MultiOneHot)
@@ -147,12 +142,7 @@ def action_spec(spec: Any) -> ActionSpec:
     if isinstance(spec, Categorical):
         counts = _counts(spec)
         return ActionSpec(spaces.MultiDiscrete(counts) if spec.shape else spaces.Discrete(int(counts)))
-    if isinstance(spec, (Bounded, Unbounded)):
-        return ActionSpec(_box(spec, dtype))
-    raise TypeError(
-        f"the action spec is {type(spec).__name__}, expected Bounded, Unbounded, Categorical, MultiCategorical, "
-        "OneHot, MultiOneHot or Binary: write a transform that gives one of these"
-    )
+    return ActionSpec(_box(spec, dtype, "the action spec", "write a transform that gives one of these"))
 
 
 def _counts(spec: Any) -> npt.NDArray[np.int64]:
@@ -161,13 +151,18 @@ def _counts(spec: Any) -> npt.NDArray[np.int64]:
     return np.broadcast_to(np.asarray(counts, np.int64), tuple(spec.shape))
 
 
-def _box(spec: Any, dtype: np.dtype[Any]) -> Space:
-    """The box of a bounded or unbounded spec; the latter may name finite bounds, which are those of its dtype."""
-    from torchrl.data import Unbounded
+def _box(spec: Any, dtype: np.dtype[Any], what: str, mend: str) -> Space:
+    """The box of a bounded or unbounded spec; TypeError, with the fix `mend`, for any other kind of spec."""
+    from torchrl.data import Bounded, Unbounded
 
-    if isinstance(spec, Unbounded):
+    if isinstance(spec, Unbounded):  # it may name finite bounds, which are those of its dtype
         return box(tuple(spec.shape), dtype)
-    return box(tuple(spec.shape), dtype, spec.space.low.cpu().numpy(), spec.space.high.cpu().numpy())
+    if isinstance(spec, Bounded):
+        return box(tuple(spec.shape), dtype, spec.space.low.cpu().numpy(), spec.space.high.cpu().numpy())
+    raise TypeError(
+        f"{what} is {type(spec).__name__}, expected Bounded, Unbounded, Categorical, MultiCategorical, OneHot, "
+        f"MultiOneHot, Binary or, for observations, Composite: {mend}"
+    )
 
 
 def _numpy_dtype(spec: Any, name: str) -> np.dtype[Any]:
