@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from funcollect.buffers.arrays import Arrays
 from funcollect.buffers.ring import RingMemory
 from funcollect.buffers.samplers.uniform import Sampler
+from funcollect.buffers.trajectory_index.trajectory_index import TrajectoryIndex
 
 _FORMAT = 2
 _POINTER, _META, _ARRAYS = "current", "meta.json", "arrays.npz"
@@ -49,9 +49,9 @@ def dump(root: Path, memory: RingMemory, sampler: Sampler, generator: torch.Gene
 
 
 def _write(directory: Path, memory: RingMemory, sampler: Sampler, generator: torch.Generator | None) -> None:
-    arrays = {f"sampler.{name}": array for name, array in sampler.state().items()}
-    if memory.index is not None:
-        arrays |= {f"trajectories.{name}": array for name, array in memory.index.state().items()}
+    arrays = {
+        f"{name}.{key}": array for name, part in _parts(memory, sampler).items() for key, array in part.state().items()
+    }
     if generator is not None:
         arrays["generator"] = generator.get_state().numpy()
     frames = memory.storage.dump(directory, len(memory))
@@ -91,29 +91,28 @@ def load(
     memory.storage.load(found, min(meta["written"], memory.capacity), meta["frames"], allow_pickle)
     memory.written = meta["written"]
     memory.storage.announce(memory.written - len(memory), memory.written)
-    if memory.index is not None:
-        memory.index.load(_under("trajectories.", arrays))
-    sampler.load(_under("sampler.", arrays))
+    for name, part in _parts(memory, sampler).items():
+        prefix = f"{name}."
+        part.load({key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)})
     if generator is not None and "generator" in arrays:
         generator.set_state(torch.from_numpy(arrays["generator"]))
 
 
-def _under(prefix: str, arrays: Arrays) -> Arrays:
-    """The arrays whose names have this prefix, without it."""
-    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+def _parts(memory: RingMemory, sampler: Sampler) -> dict[str, Sampler | TrajectoryIndex]:
+    """The parts of a buffer whose state is a dict of arrays; the name of a part is the prefix of its arrays."""
+    return {"sampler": sampler} if memory.index is None else {"sampler": sampler, "trajectories": memory.index}
 
 
 def _kind(memory: RingMemory, sampler: Sampler) -> dict[str, Any]:
-    """The properties in which the dumped buffer and the loading one must agree, as JSON."""
-    linked, keys = memory.trajectories, None
-    if linked is not None:
-        keys = {name: list(key) if isinstance(key, tuple) else key for name, key in asdict(linked).items()}
-    return {
+    """The properties in which the dumped buffer and the loading one must agree, as they are read back from JSON."""
+    kind = {
         "format": _FORMAT,
         "storage": "list" if type(memory.storage).__name__ == "ListStorage" else "rows",
         "max_size": memory.capacity,
         "ndim": memory.storage.ndim,
         "compact_obs": memory.storage.compact_obs,
         "sampler": type(sampler).__name__,
-        "trajectories": keys,
+        "trajectories": None if memory.trajectories is None else asdict(memory.trajectories),
     }
+    as_read: dict[str, Any] = json.loads(json.dumps(kind))  # with lists for tuples
+    return as_read

@@ -16,9 +16,8 @@ from funcollect.buffers.arrays import Bools, Ints
 from funcollect.buffers.samplers.indices import SampleIndices
 from funcollect.buffers.samplers.randomness import GeneratorSource
 from funcollect.buffers.samplers.uniform import RandomSampler, SliceSampler, wanted_size
-from funcollect.buffers.storages import rows_file
+from funcollect.buffers.storages.memmap_storage import RowsFile, attach
 from funcollect.buffers.storages.packed_rows import RowLayout
-from funcollect.buffers.storages.rows_file import RowsFile
 from funcollect.buffers.trajectory_index.segments import Frames, Segments
 from funcollect.buffers.trajectory_index.trajectory_index import TrajectoryIndex
 from funcollect.buffers.trajectory_index.trajectory_keys import Trajectories
@@ -74,7 +73,7 @@ class ReplayReader:
                 "trajectories: the others need to be notified of each extend"
             )
         self.directory, self.batch_size = Path(directory), batch_size
-        self._file = rows_file.attach(self.directory / rows_file.NAME)
+        self._file = attach(self.directory)
         self._layout = _layout(self._file.header)
         self._view = FileView(self._file, self._layout, self.sampler.trajectories)
         self._random_source = GeneratorSource(generator)

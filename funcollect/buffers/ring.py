@@ -89,7 +89,7 @@ class RingMemory:
 
     def read(self, slots: Ints, mask: Bools | None = None) -> Any:
         """The frames in `slots` [N] as a batch; zeros where `mask` is False."""
-        if self.index is None or not self.storage.compact_obs:
+        if not self.storage.compact_obs or self.index is None:  # in this order: `index` updates the index
             return self.storage.read(slots, mask)
         return self.storage.read(slots, mask, self.index.following(slots))
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import funcollect as fc
-from funcollect.buffers.samplers.sum_tree import SumTree
+from funcollect.buffers.samplers.prioritized import SumTree
 from tests.support.running import scaled
 from tests.support.statistics import implausible
 from tests.support.streams_of_frames import batch_of, frames_of

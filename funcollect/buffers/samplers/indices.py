@@ -9,7 +9,6 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from funcollect.arguments import check_choice, check_flags, check_positive
 from funcollect.buffers.arrays import Bools, Ints
@@ -60,17 +59,6 @@ class SampleIndices:
         return batch
 
 
-class SampleSpec(Protocol):
-    """A description of a sample."""
-
-    def draw(self, memory: BufferView, random_source: RandomSource) -> SampleIndices:
-        """Draw the frames of one sample.
-
-        Raises:
-            ValueError: if the ring is empty, or cannot have such a sample.
-        """
-
-
 def check_filled(memory: BufferView) -> None:
     """Raise ValueError if the ring is empty."""
     if not len(memory):
@@ -78,7 +66,7 @@ def check_filled(memory: BufferView) -> None:
 
 
 @dataclass(frozen=True)
-class Flat(SampleSpec):
+class Flat:
     """`batch_size` single frames, drawn uniformly with replacement."""
 
     batch_size: int
@@ -86,14 +74,14 @@ class Flat(SampleSpec):
     def __post_init__(self) -> None:
         check_positive("batch_size", self.batch_size)
 
-    @override
     def draw(self, memory: BufferView, random_source: RandomSource) -> SampleIndices:
+        """Draw the frames of one sample; ValueError if the ring is empty."""
         check_filled(memory)
         return SampleIndices(slots=random_source.below(len(memory), self.batch_size))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slices(SampleSpec):
+class Slices:
     """Slices of trajectories, concatenated to ``num_slices * slice_len`` frames.
 
     A slice consists of successive frames of one trajectory. ``next.truncated`` and ``next.done`` are True in its last
@@ -119,8 +107,8 @@ class Slices(SampleSpec):
         check_flags(strict_length=self.strict_length)
         check_choice("over", self.over, ("trajectories", "windows"))
 
-    @override
     def draw(self, memory: BufferView, random_source: RandomSource) -> SampleIndices:
+        """Draw the frames of one sample; ValueError if the ring is empty, or no trajectory is long enough."""
         check_filled(memory)
         index = trajectory_index_of(memory)
         if self.over == "trajectories":
@@ -160,6 +148,9 @@ class Slices(SampleSpec):
         slots = index.slot_lists.get(trajectory[:, None], np.minimum(position, stop - 1)).reshape(-1)
         lengths = np.minimum(stop[:, 0] - begin, self.slice_len)
         return SampleIndices(slots=slots, mask=mask, last=np.arange(len(trajectory)) * self.slice_len + lengths - 1)
+
+
+SampleSpec = Flat | Slices  # a description of a sample
 
 
 def _draw(random_source: RandomSource, count: int, size: int, valid: Callable[[Ints], Bools]) -> Ints:

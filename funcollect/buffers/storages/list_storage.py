@@ -47,11 +47,9 @@ class ListStorage(Storage):
     def admit(self, data: Any) -> Incoming:
         if not hasattr(data, "__len__"):
             raise TypeError(f"the data is {type(data).__name__}, expected a sequence of items: give a list of them")
-        leaves: dict[KeyPath, Tensor] = {}
+        tensors, leaves = isinstance(data, (TensorDictBase, Tensor)), dict[KeyPath, Tensor]()
         if isinstance(data, TensorDictBase):
-            for key, leaf in data.items(include_nested=True, leaves_only=True):
-                leaves[key if isinstance(key, tuple) else (key,)] = leaf
-        tensors = isinstance(data, (TensorDictBase, Tensor))
+            leaves = {key if isinstance(key, tuple) else (key,): leaf for key, leaf in data.items(True, True)}
         return Incoming((len(data),), leaves, data.clone().unbind(0) if tensors else list(data))
 
     @override

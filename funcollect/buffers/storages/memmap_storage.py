@@ -1,21 +1,36 @@
-"""Frames as packed rows in a memory-mapped file."""
+"""Frames as packed rows in a memory-mapped file: a header, then the rows.
+
+The header describes the rows in JSON, and two of its words give the range of complete frames. A process can read the
+file without further information, even after the writer was killed. A reader never gets part of a frame: frames are
+withdrawn before their rows are overwritten, and published once they are complete.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_kind
-from funcollect.buffers.storages import rows_file
+from funcollect.buffers.arrays import Ints
 from funcollect.buffers.storages.packed_rows import RowLayout
 from funcollect.buffers.storages.tensor_storage import LazyTensorStorage
+
+_NAME = "rows.bin"  # of the file
+_MAGIC = int.from_bytes(b"funcoll1", "little")
+_WORD, _PAGE = 8, 4096  # bytes
+_OLDEST, _WRITTEN = 8, 9  # the words of the header that change
+_JSON = 16  # the word at which the JSON begins
 
 
 class LazyMemmapStorage(LazyTensorStorage):
@@ -50,7 +65,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         check_kind("scratch_dir", scratch_dir, (str, os.PathLike, type(None)), "pass a directory, or None")
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self._existsok = existsok
-        self._file: rows_file.RowsFile | None = None
+        self._file: RowsFile | None = None
         self._base = 0  # the number of the first frame after `empty`: for readers, numbers only increase
 
     def _allocate(self, layout: RowLayout, existsok: bool = False) -> Tensor:
@@ -58,14 +73,14 @@ class LazyMemmapStorage(LazyTensorStorage):
         if directory is None:
             directory = Path(tempfile.mkdtemp(prefix="funcollect-"))
             weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
-        path = directory / rows_file.NAME
+        path = directory / _NAME
         if path.exists() and not (existsok or self._existsok):
             raise FileExistsError(f"{path} exists: give another scratch_dir, or existsok=True to write over it")
         path.parent.mkdir(parents=True, exist_ok=True)
         described = layout.to_json() if layout.structure is None else None
         header = {"rows": described, "compact_obs": self.compact_obs}
         try:
-            self._file, rows = rows_file.create(path, header, self.max_size, layout.words)
+            self._file, rows = _create(path, header, self.max_size, layout.words)
         except OSError as error:
             size = self.max_size * layout.nbytes
             raise OSError(
@@ -86,3 +101,65 @@ class LazyMemmapStorage(LazyTensorStorage):
         if self._file is not None:
             self._base = -(-self._file.span[1] // self.max_size) * self.max_size
             self.announce(0, 0)
+
+
+class RowsFile:
+    """A mapped file."""
+
+    def __init__(self, words: Ints) -> None:
+        self.header: dict[str, Any] = json.loads(words[_JSON:].view(np.uint8)[: words[2]].tobytes())
+        self.rows = words[words[1] :].reshape(self.header["max_size"], -1)  # [capacity, words] int64
+        self._words = words
+
+    @property
+    def oldest(self) -> int:
+        """The number of the oldest complete frame."""
+        return int(self._words[_OLDEST])
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The number of the oldest complete frame, and one past the number of the newest."""
+        while True:
+            written, oldest = int(self._words[_WRITTEN]), self.oldest
+            if written == self._words[_WRITTEN]:  # else all frames of the range may have been withdrawn since
+                return oldest, written
+
+    def announce(self, oldest: int, written: int) -> None:
+        """Publish that exactly the frames ``oldest … written - 1`` are complete."""
+        self._words[_OLDEST] = oldest  # first, since a frame may be overwritten only once it is withdrawn
+        self._words[_WRITTEN] = written
+
+
+def _create(path: Path, header: Mapping[str, Any], rows: int, words: int) -> tuple[RowsFile, Tensor]:
+    """Create a file with space for all rows; return it and its rows as a tensor ``[rows, words]``."""
+    text = json.dumps({**header, "max_size": rows}).encode()
+    offset = -(-(_JSON * _WORD + len(text)) // _PAGE) * _PAGE // _WORD  # words before the first row
+    size = offset + rows * words
+    # The file gets its name once it is complete. An old file is replaced, not truncated: a process that has mapped it
+    # would be killed.
+    fresh = path.with_suffix(".new")
+    try:
+        with open(fresh, "w+b") as file:
+            os.posix_fallocate(file.fileno(), 0, size * _WORD)
+            file.write(np.array([_MAGIC, offset, len(text)], np.int64).tobytes())
+            file.seek(_JSON * _WORD)
+            file.write(text)
+    except OSError:
+        fresh.unlink()
+        raise
+    mapped = torch.from_file(str(fresh), shared=True, size=size, dtype=torch.int64)
+    fresh.replace(path)
+    return RowsFile(mapped.numpy()), mapped[offset:].view(rows, words)
+
+
+def attach(directory: Path) -> RowsFile:
+    """Open the file that another process writes in its `scratch_dir`, for reading."""
+    path = directory / _NAME
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{directory} has no frames of a LazyMemmapStorage: give its scratch_dir, after the first extend"
+        )
+    words = np.memmap(path, np.int64, "r")
+    if words[0] != _MAGIC:
+        raise ValueError(f"{path} was not written by a LazyMemmapStorage: give the scratch_dir of one")
+    return RowsFile(words.view(np.ndarray))

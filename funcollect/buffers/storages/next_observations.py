@@ -53,9 +53,8 @@ class NextObservations:
         self._rows = rows
         self._aside = torch.zeros(0, aside.words, dtype=torch.int64)
         self._free = np.zeros(0, np.int64)
-        self._pairs = [
-            (aside.field(column.path), layout.field(column.path[1:])) for column in aside.columns if column.nbytes
-        ]
+        # The fields of a next observation in `aside`, and of the observation at the root in `rows`.
+        self._pairs = [(str(column.path), str(column.path[1:])) for column in aside.columns if column.nbytes]
 
     @property
     def nbytes(self) -> int:

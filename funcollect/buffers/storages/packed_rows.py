@@ -130,7 +130,7 @@ class RowLayout:
         widest = max([_WORD, *(column.dtype.itemsize for column in columns)])
         self.nbytes = max(-(-end // widest), 1) * widest
         self.words = self.nbytes // _WORD
-        self._names = [str(index) for index in range(len(columns))]
+        self._names = [str(column.path) for column in columns]
         self._bytes = [np.dtype(f"V{column.nbytes}") for column in columns]
         arrays = [torch.empty(0, dtype=_CARRIERS.get(column.dtype, column.dtype)).numpy() for column in columns]
         self._typed = self._struct([(each.dtype, column.shape) for each, column in zip(arrays, columns, strict=True)])
@@ -247,13 +247,9 @@ class RowLayout:
         return leaves
 
     def records(self, rows: Tensor) -> npt.NDArray[np.void]:
-        """The `rows` [N, words] as a structured array with the bytes of columns as fields (see `field`); on the CPU."""
+        """The `rows` [N, words] as a structured array, in which field ``str(path)`` is a leaf's bytes; on the CPU."""
         records: npt.NDArray[np.void] = rows.numpy().view(self._opaque)[:, 0]
         return records
-
-    def field(self, path: Path) -> str:
-        """The name of a column's field."""
-        return str([column.path for column in self.columns].index(path))
 
     def _views(self, rows: Tensor) -> list[Tensor]:
         typed = {dtype: rows.view(dtype) for dtype in {column.dtype for column in self.columns}}

@@ -145,11 +145,9 @@ class LazyTensorStorage(Storage):
         if self._next is not None:
             header["aside"] = self._next.aside.to_json()
             np.savez(directory / _ASIDE, allow_pickle=False, **self._next.state())
-        step = max(_CHUNK // self.layout.nbytes, 1)
         with open(directory / _ROWS, "wb") as file:
-            for start in range(0, count, step):
-                # `tofile` would not report a full disk.
-                file.write(self._rows[start : min(start + step, count)].numpy(force=True).data)
+            for rows in torch.split(self._rows[:count], max(_CHUNK // self.layout.nbytes, 1)):
+                file.write(rows.numpy(force=True).data)  # `tofile` would not report a full disk
         return header
 
     @override
@@ -162,12 +160,9 @@ class LazyTensorStorage(Storage):
             raise ValueError(f"{directory / _ROWS} has {size} bytes, expected {count * layout.nbytes}: it was changed")
         self._rows = self._allocate(layout, existsok=True)
         self.layout = layout
-        step = max(_CHUNK // layout.nbytes, 1)
         with open(directory / _ROWS, "rb") as file:
-            for start in range(0, count, step):
-                stop = min(start + step, count)
-                rows = np.fromfile(file, np.int64, (stop - start) * layout.words)
-                self._rows[start:stop] = torch.from_numpy(rows).view(-1, layout.words)
+            for rows in torch.split(self._rows[:count], max(_CHUNK // layout.nbytes, 1)):
+                rows.copy_(torch.from_numpy(np.fromfile(file, np.int64, rows.numel())).view_as(rows))
         if "aside" in frames:
             self._next = NextObservations(layout, RowLayout.from_json(frames["aside"]), self._rows)
             with np.load(directory / _ASIDE, allow_pickle=False) as state:
