@@ -44,7 +44,7 @@ def dump(root: Path, memory: RingMemory, sampler: Sampler, generator: torch.Gene
     pointer.replace(root / _POINTER)
     _sync(root)
     for other in root.glob("v*"):
-        if other != fresh and other.name[1:].isdigit():  # the previous dump, and the remains of interrupted ones
+        if other != fresh and other.name[1:].isdigit():  # an earlier dump, or what an interrupted one left behind
             shutil.rmtree(other, ignore_errors=True)
 
 
@@ -80,7 +80,7 @@ def load(
     if (found := _current(root)) is None:
         raise FileNotFoundError(f"{root} has no complete dump of a buffer: pass the directory given to dumps")
     meta = json.loads((found / _META).read_text())
-    for name, mine in _kind(memory, sampler).items():
+    for name, mine in json.loads(json.dumps(_kind(memory, sampler))).items():  # JSON has lists for tuples
         if meta[name] != mine:
             raise ValueError(
                 f"{name} of the dump is {meta[name]}, of this buffer {mine}: build the buffer like the one that was "
@@ -104,8 +104,8 @@ def _parts(memory: RingMemory, sampler: Sampler) -> dict[str, Sampler | Trajecto
 
 
 def _kind(memory: RingMemory, sampler: Sampler) -> dict[str, Any]:
-    """The properties in which the dumped buffer and the loading one must agree, as they are read back from JSON."""
-    kind = {
+    """The properties in which the dumped buffer and the loading one must agree."""
+    return {
         "format": _FORMAT,
         "storage": "list" if type(memory.storage).__name__ == "ListStorage" else "rows",
         "max_size": memory.capacity,
@@ -114,5 +114,3 @@ def _kind(memory: RingMemory, sampler: Sampler) -> dict[str, Any]:
         "sampler": type(sampler).__name__,
         "trajectories": None if memory.trajectories is None else asdict(memory.trajectories),
     }
-    as_read: dict[str, Any] = json.loads(json.dumps(kind))  # with lists for tuples
-    return as_read

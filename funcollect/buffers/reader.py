@@ -89,7 +89,7 @@ class ReplayReader:
         gathered = self._layout.gather(self._file.rows, drawn.slots)
         while (gone := np.any(numbers < self._file.oldest, axis=1)).any():
             other, others = self._draw(wanted)
-            drawn, numbers = _mended(drawn, other, gone), np.where(gone[:, None], others, numbers)
+            drawn, numbers = _redrawn(drawn, other, gone), np.where(gone[:, None], others, numbers)
             gathered = self._layout.gather(self._file.rows, drawn.slots)
         if drawn.mask is not None:
             gathered[torch.from_numpy(~drawn.mask)] = 0
@@ -165,7 +165,7 @@ class FileView:
         return drawn, self.oldest + (drawn - self.oldest) % self.capacity
 
 
-def _mended(drawn: SampleIndices, other: SampleIndices, gone: Bools) -> SampleIndices:
+def _redrawn(drawn: SampleIndices, other: SampleIndices, gone: Bools) -> SampleIndices:
     """A sample in which the slices marked by `gone` [slices] are replaced by those of another sample."""
     rows, mask, last = gone.repeat(len(drawn.slots) // len(gone)), drawn.mask, drawn.last
     if mask is not None and other.mask is not None:
@@ -178,7 +178,8 @@ def _mended(drawn: SampleIndices, other: SampleIndices, gone: Bools) -> SampleIn
 def _layout(header: dict[str, Any]) -> RowLayout:
     if header["compact_obs"]:
         raise ValueError(
-            "the storage has compact_obs, whose next observations lie in its own process: build it without for readers"
+            "the storage has compact_obs, so its next observations are in the memory of its process: build it without "
+            "compact_obs for readers"
         )
     if header["rows"] is None:
         raise TypeError("the storage holds trees, whose structure is not in its file: store TensorDicts for readers")

@@ -158,7 +158,7 @@ class ReplayBuffer:
             self._ahead.clear()
 
     def _gather(self, drawn: SampleIndices) -> _Sample:
-        batch = ring.gather(self.state.memory, drawn)
+        batch = drawn.finish(self.state.memory.read(drawn.slots, drawn.mask))
         return batch, {"index": torch.from_numpy(drawn.index), **drawn.info}
 
     def _made_ahead(self, batch_size: int, pool: ThreadPoolExecutor) -> _Sample:
@@ -276,6 +276,6 @@ def _map(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def _check_part(name: str, part: Any, method: str, example: str) -> None:
-    """Raise TypeError unless a storage or sampler has the method that characterises it."""
+    """Raise TypeError unless `part` is an instance with this method, as every storage or sampler is."""
     if isinstance(part, type) or not hasattr(part, method):
         raise TypeError(f"{name} is {type(part).__name__}, expected a {name} of funcollect: pass for example {example}")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from funcollect.arguments import check_kind, check_positive
 from funcollect.buffers.arrays import Bools, Ints
-from funcollect.buffers.samplers.indices import Flat, SampleIndices, SampleSpec, Slices
+from funcollect.buffers.samplers.indices import Flat, SampleSpec, Slices
 from funcollect.buffers.samplers.randomness import KeySource
 from funcollect.buffers.storages.storage import Incoming, Storage
 from funcollect.buffers.storages.tensor_storage import LazyTensorStorage
@@ -62,17 +62,18 @@ class RingMemory:
         batch = self.storage.admit(data)
         *lanes, steps = batch.lead
         count = math.prod(batch.lead)
-        numbers, skipped = range(self.written, self.written + count), max(count - self.capacity, 0)
+        numbers = range(self.written, self.written + count)
+        oldest = max(numbers.stop - self.capacity, 0)  # the oldest frame that remains
+        skipped = max(count - self.capacity, 0)  # frames that later ones of the same batch would overwrite
         frames = None
         if self.trajectories is not None and count:
             check_linked(data)
             frames = self.trajectories.frames(batch.leaves, batch.lead, self.written)
         self.storage.allocate(batch)
-        whole = max(numbers.stop - self.capacity, 0)
-        self.storage.announce(whole, self.written)
+        self.storage.announce(oldest, self.written)
         self._write(batch, skipped, count - skipped)
         self.written = numbers.stop
-        self.storage.announce(whole, self.written)
+        self.storage.announce(oldest, self.written)
         if self._lazy_index is not None and frames is not None:
             self._lazy_index.extend(frames, numbers)
         begin = numbers.start % self.capacity
@@ -89,7 +90,8 @@ class RingMemory:
 
     def read(self, slots: Ints, mask: Bools | None = None) -> Any:
         """The frames in `slots` [N] as a batch; zeros where `mask` is False."""
-        if not self.storage.compact_obs or self.index is None:  # in this order: `index` updates the index
+        # `compact_obs` comes first, since reading `index` updates the index, which single frames do not need.
+        if not self.storage.compact_obs or self.index is None:
             return self.storage.read(slots, mask)
         return self.storage.read(slots, mask, self.index.following(slots))
 
@@ -209,11 +211,7 @@ def sample(state: RingState, key: Key, spec: SampleSpec) -> Any:
     check_kind("spec", spec, (Flat, Slices), "pass for example Flat(256)")
     if getattr(key, "shape", None) != (2,) or key.dtype != np.uint32:
         raise TypeError(f"key is {shown(key)}, expected uint32 [2]: pass funcollect.keys.key_from_seed(0), say")
-    return gather(memory, spec.draw(memory, KeySource(key)))
-
-
-def gather(memory: RingMemory, drawn: SampleIndices) -> Any:
-    """The frames of a sample, as a batch."""
+    drawn = spec.draw(memory, KeySource(key))
     return drawn.finish(memory.read(drawn.slots, drawn.mask))
 
 

@@ -84,7 +84,7 @@ def test_bad_input():
         fc.LazyTensorStorage(9, device="cuda", compact_obs=True)
     buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(9, compact_obs=True))
     batch = batch_of([frames_of(0, [4])])[0]
-    with pytest.raises(ValueError, match=r"no next observation beside one .* leave compact_obs out"):
+    with pytest.raises(ValueError, match=r"no next observation of the same shape .* leave compact_obs out"):
         buffer.extend(batch.exclude("observation"))
     buffer.extend(batch)
     batch["next", "observation"] = batch["next", "observation"].double()

@@ -48,14 +48,7 @@ class MultiStepSampler(RandomSampler):
 
     They are computed from the trajectories in the buffer, also across batches, up to the newest frame of each.
 
-    Args:
-        gamma: see `MultiStep`.
-        n_steps: see `MultiStep`.
-        traj_key: see `SliceSampler`.
-        end_key: see `SliceSampler`.
-
-    Raises:
-        TypeError, ValueError: see `MultiStep`.
+    For `gamma`, `n_steps` and the errors, see `MultiStep`; for `traj_key` and `end_key`, see `SliceSampler`.
 
     >>> import funcollect as fc
     >>> sampler = MultiStepSampler(gamma=0.9, n_steps=3)

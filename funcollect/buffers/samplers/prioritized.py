@@ -145,11 +145,8 @@ def _numbers(name: str, values: Any, kinds: str) -> npt.NDArray[Any]:
 class PrioritizedSliceSampler(PrioritizedSampler):
     """Slices of trajectories. Their first frames are drawn by priority from those at which a slice can begin.
 
-    The arguments are those of `PrioritizedSampler` and `SliceSampler`. In ``info["priority_weight"]``, all frames of a
-    slice have the weight of its first frame.
-
-    Raises:
-        TypeError, ValueError: see `PrioritizedSampler` and `SliceSampler`.
+    The arguments and errors are those of `PrioritizedSampler` and `SliceSampler`. In ``info["priority_weight"]``, all
+    frames of a slice have the weight of its first frame.
     """
 
     def __init__(
@@ -194,7 +191,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         return SampleIndices(slots=drawn.slots, mask=drawn.mask, last=drawn.last, info={"priority_weight": weight})
 
     def _among(self, slots: Ints, places: Floats) -> Ints:
-        """Those of `slots` at the given places in ``[0, 1)``, if their weights are laid end to end on that interval."""
+        """As `SumTree.find`, for the weights of these `slots` only."""
         upto = self._priorities.get(slots).cumsum()
         if not upto[-1] > 0:
             raise ValueError("every frame at which a slice can begin has priority 0: give some frame a positive one")

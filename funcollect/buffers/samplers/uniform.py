@@ -195,7 +195,7 @@ class SliceSampler(RandomSampler):
         self.trajectories = Trajectories(traj_key=trajectory_key if traj_key is None else traj_key, end_key=end_key)
         self.num_slices, self.slice_len = num_slices, slice_len
         self.strict_length, self.over = strict_length, over
-        # Checks the arguments. The one of the two numbers that is not given follows from the batch size.
+        # This checks the arguments. The number that is not given follows from the batch size, so it is 1 here.
         Slices(
             num_slices=1 if num_slices is None else num_slices,
             slice_len=1 if slice_len is None else slice_len,

@@ -22,20 +22,19 @@ _AT_ONCE = 256  # frames compared at once
 
 
 def next_paths(leaves: Mapping[Path, Tensor]) -> list[Path]:
-    """The keys under ``next`` for which the root has a leaf of the same shape and dtype, of which there must be one."""
+    """The paths of next observations: below ``next``, where the root has a leaf of the same shape and dtype.
 
-    def alike(one: Tensor | None, two: Tensor) -> bool:
-        return one is not None and one.shape == two.shape and one.dtype == two.dtype
-
-    found = [
-        path
-        for path, leaf in leaves.items()
-        if path[0] == "next" and path[1:2] and path[1] not in RESERVED and alike(leaves.get(path[1:]), leaf)
-    ]
+    Raises ValueError if there are none.
+    """
+    found = []
+    for path, leaf in leaves.items():
+        root = leaves.get(path[1:]) if path[0] == "next" and path[1:] and path[1] not in RESERVED else None
+        if root is not None and root.shape == leaf.shape and root.dtype == leaf.dtype:
+            found.append(path)
     if not found:
         raise ValueError(
-            "the batch has no next observation beside one of the same shape and dtype at its root, which compact_obs "
-            f"would not store; it has {sorted('.'.join(path) for path in leaves)}: leave compact_obs out"
+            "the batch has no next observation of the same shape and dtype as an observation at its root, so "
+            f"compact_obs would save nothing; it has {sorted('.'.join(path) for path in leaves)}: leave compact_obs out"
         )
     return found
 
@@ -43,8 +42,8 @@ def next_paths(leaves: Mapping[Path, Tensor]) -> list[Path]:
 class NextObservations:
     """The next observations of the frames in a storage.
 
-    `layout` is that of the `rows` [capacity, words], which contain the observations at the root. `aside` is that of the
-    next observations.
+    `layout` is the layout of the `rows` [capacity, words], which contain the observations at the root. `aside` is the
+    layout of the next observations that are stored aside.
     """
 
     def __init__(self, layout: RowLayout, aside: RowLayout, rows: Tensor) -> None:
@@ -84,11 +83,13 @@ class NextObservations:
             self._release(some[same])
 
     def _release(self, slots: Ints) -> None:
+        """Free the places aside of the frames in `slots`."""
         place = self.place.take(slots)
         self._free = np.concatenate([self._free, place[place >= 0]])
         self.place[slots] = -1
 
     def _take(self, count: int) -> Ints:
+        """The numbers of `count` free places aside."""
         missing = count - len(self._free)
         if missing > 0:
             size = len(self._aside)
@@ -112,15 +113,9 @@ class NextObservations:
             packed[~mask] = 0
         return dict(zip([c.path for c in self.aside.columns], self.aside.leaves(torch.from_numpy(packed)), strict=True))
 
-    def copy(self, rows: Tensor) -> NextObservations:
-        """A copy, for a copy of the rows."""
-        twin = NextObservations(self.layout, self.aside, rows)
-        twin.load(self.state())
-        return twin
-
     def state(self) -> Arrays:
         """The stored next observations, as arrays by name."""
-        return {"place": self.place.copy(), "aside": self._aside.numpy().copy(), "free": self._free.copy()}
+        return {"place": self.place, "aside": self._aside.numpy(), "free": self._free}
 
     def load(self, state: Arrays) -> None:
         """Restore what `state` returned."""

@@ -24,7 +24,7 @@ class Incoming(NamedTuple):
 
     lead: tuple[int, ...]  # the batch dimensions, time last
     leaves: Mapping[KeyPath, Tensor]  # of a TensorDict or a tree
-    content: Any
+    content: Any  # the items of a `ListStorage`; otherwise the leaves that are stored in rows
     layout: RowLayout | None = None
     beside: Mapping[KeyPath, Tensor] = MappingProxyType({})  # leaves stored outside of the rows
 
@@ -41,11 +41,7 @@ class Storage(Protocol):
     compact_obs: bool  # whether next observations are read from the following frames
 
     def admit(self, data: Any) -> Incoming:
-        """Check a batch and prepare it for `write`; the storage is unchanged.
-
-        Raises:
-            TypeError, ValueError: if it does not match the storage.
-        """
+        """Check a batch and prepare it for `write`; TypeError or ValueError if it does not match the storage."""
 
     def allocate(self, batch: Incoming) -> None:
         """Allocate memory for `max_size` frames, before the first batch is written."""
@@ -81,11 +77,7 @@ class Storage(Protocol):
         """Write the first `count` slots to files; return a description for JSON."""
 
     def load(self, directory: Path, count: int, frames: Any, allow_pickle: bool) -> None:
-        """Read the files of `dump`.
-
-        Raises:
-            ValueError: if they were changed, or contain objects that only `allow_pickle` could read.
-        """
+        """Read the files of `dump`; ValueError if they were changed, or cannot be read without `allow_pickle`."""
 
     def empty(self) -> None:
         """Remove all frames; keys, shapes and dtypes are kept."""

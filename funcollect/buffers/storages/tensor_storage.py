@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class LazyTensorStorage(Storage):
         check_size(max_size)
         check_flags(compact_obs=compact_obs)
         if compact_obs and torch.device(device or "cpu").type != "cpu":
-            raise ValueError(f"compact_obs is for storages on the host, device is {device}: omit one of them")
+            raise ValueError(f"compact_obs is for storages on the host, device is {device}: leave one of them out")
         check_positive("ndim", ndim)
         self.max_size, self.ndim = int(max_size), int(ndim)
         self.device = checked_device(device) or torch.device("cpu")
@@ -132,9 +133,7 @@ class LazyTensorStorage(Storage):
     def copy(self) -> LazyTensorStorage:
         twin = LazyTensorStorage(self.max_size, ndim=self.ndim, device=self.device, compact_obs=self.compact_obs)
         twin.layout = self.layout
-        if self._rows is not None:
-            twin._rows = self._rows.clone()
-            twin._next = None if self._next is None else self._next.copy(twin._rows)
+        twin._rows, twin._next = copy.deepcopy((self._rows, self._next))  # together, since `_next` refers to the rows
         return twin
 
     @override

@@ -13,8 +13,8 @@ import numpy as np
 from funcollect.buffers.arrays import Arrays, Bools, Ints
 from funcollect.buffers.trajectory_index.segments import Frames, Segments
 
-_MOST_SEGMENTS = 1 << 12  # that are kept: three megabytes, if each frame is a segment
-_FRAMES_AT_ONCE = 1 << 14  # few enough for a processor's cache
+_MOST_SEGMENTS = 1 << 12  # recorded before the index is updated; three megabytes, if each frame is a segment
+_FRAMES_AT_ONCE = 1 << 14  # added to the index together; their arrays fit into a processor's cache
 _SMALLEST_BLOCK = 4  # 2**4 entries of a `SlotLists`
 
 _STATE = ("member", "position", "first", "stop", "_free", "_open_key", "_open_trajectory", "_next_step")
@@ -150,7 +150,7 @@ class LazyIndex:
     def __init__(self, capacity: int) -> None:
         self._index = TrajectoryIndex(capacity)
         self._waiting: list[Segments] = []  # not yet in the index, one entry per extend, oldest first
-        self._count = 0  # the number of these segments
+        self._count = 0  # the number of waiting segments
         self._numbers = range(0)  # the numbers of their frames
 
     @property

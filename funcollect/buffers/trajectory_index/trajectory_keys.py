@@ -20,7 +20,7 @@ from funcollect.tree import Path
 
 __all__ = ["Trajectories"]
 
-# By default, the first of these that a batch has.
+# The default keys. If there are several, the first that the batch has is used.
 _IDS: tuple[Path, ...] = (TRAJECTORY_IDS, ("episode",))
 _ENDS: tuple[Path, ...] = (("next", "done"),)
 _STEPS: tuple[Path, ...] = (STEP,)
