@@ -1,4 +1,4 @@
-"""Checks of arguments that several layers take; each raises an error with the rule, the value and the fix."""
+"""Checks of arguments for all layers. Each raises an error with the rule, the value and the fix."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from numbers import Real
 from typing import Any
 
 import numpy as np
+import torch
 
-from funcollect.messages import shown
+from funcollect.messages import clipped, shown
 
 
 def check_positive(name: str, value: Any, example: int = 128) -> None:
@@ -116,3 +117,21 @@ def check_arrays(name: str, leaves: Sequence[Any]) -> None:
     for leaf in leaves:
         if not hasattr(leaf, "dtype") and not isinstance(leaf, Real):
             raise TypeError(f"{name} holds {shown(leaf)}, expected arrays: pass the state of one environment")
+
+
+def checked_device(device: torch.device | str | None, name: str = "device") -> torch.device | None:
+    """Return the device that a caller named, with its index, or None for None; `name` is the argument's name.
+
+    Raises:
+        ValueError: if Torch cannot allocate memory on it.
+    """
+    if device is None:
+        return None
+    try:
+        return torch.empty(0, device=torch.device(device)).device
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:  # depends on the device
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"{name} is {str(device)!r}, expected a device that Torch has here ({clipped(reason, 200)}): choose "
+            "another, such as 'cpu' or 'cuda:0'"
+        ) from error

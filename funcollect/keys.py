@@ -78,30 +78,16 @@ def fold(key: Key, *words: int) -> int:
     """A 64-bit word that depends on the key and on all `words`."""
     word = seed_of(key)
     for data in words:
-        word = _fold_one(word, data)
+        word = fold_in(word, data)
     return word
 
 
-def _fold_one(word: int, data: int) -> int:
+def fold_in(word: int, data: int) -> int:
+    """A 64-bit word that depends on another word and on `data`: one round of `fold`."""
     word = (word + _GOLDEN * (data + 1)) & _MASK
     word = ((word ^ word >> 30) * _MULTIPLIERS[0]) & _MASK
     word = ((word ^ word >> 27) * _MULTIPLIERS[1]) & _MASK
     return word ^ word >> 31
-
-
-@dataclass(frozen=True)
-class EpisodeSeeds:
-    """The 32-bit seeds with which a lane's episodes start."""
-
-    stream: int
-
-    @classmethod
-    def of(cls, key: Key, lane: int) -> EpisodeSeeds:
-        """The seeds of one lane."""
-        return cls(fold(key, Purpose.RESET, lane))
-
-    def __getitem__(self, episode: int) -> int:
-        return _fold_one(self.stream, episode) >> 32
 
 
 def _signed(word: int) -> int:

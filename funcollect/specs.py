@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,12 @@ __all__ = ["ActionSpec", "ExplorationType", "Leaf", "observation_leaves"]
 Space = spaces.Space[Any]
 
 RESERVED = frozenset({"action", "action_log_prob", "collector", "done", "next", "reward", "terminated", "truncated"})
+
+
+@cache
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    """The dtype of a Torch tensor over a NumPy array of this dtype."""
+    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +188,7 @@ class ActionSpec:
     @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of an action in a batch."""
-        return torch.from_numpy(np.empty(0, np.int64 if self.one_hot else self.space.dtype)).dtype
+        return torch_dtype(np.dtype(np.int64 if self.one_hot else self.space.dtype))
 
     def from_one_hot(self, action: Any, numpy: Any) -> Any:
         """Integers [*B, *space.shape] from one-hot rows [*B, choices]; `numpy` is NumPy, or `jax.numpy`."""

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from funcollect.keys import (
-    EpisodeSeeds,
     LaneKeys,
     Noise,
     Purpose,
     draw_ahead,
     fold,
+    fold_in,
     key_from_seed,
     normals,
     random_words,
@@ -107,13 +107,13 @@ def test_lane_uniforms_of_a_step_are_those_of_its_number() -> None:
         assert not torch.equal(one, LaneKeys(KEY, Purpose.RESET, lanes, number).uniform(2))
 
 
-def test_episode_seeds_are_made_of_the_same_words() -> None:
+def test_words_can_be_folded_in_one_by_one() -> None:
     for lane, episode in [(0, 0), (0, 1), (3, 0), (2**40, 12)]:
-        assert EpisodeSeeds.of(KEY, lane)[episode] == fold(KEY, Purpose.RESET, lane, episode) >> 32
+        assert fold_in(fold(KEY, Purpose.RESET, lane), episode) == fold(KEY, Purpose.RESET, lane, episode)
 
 
 def test_episode_seeds_fit_gymnasium_and_differ() -> None:
-    seeds = [EpisodeSeeds.of(KEY, lane)[episode] for lane in range(40) for episode in range(50)]
+    seeds = [fold(KEY, Purpose.RESET, lane, episode) >> 32 for lane in range(40) for episode in range(50)]
     assert all(0 <= seed < 2**32 for seed in seeds)
     assert len(set(seeds)) >= len(seeds) - 2  # two equal ones: one case in 2,000
 

@@ -12,9 +12,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from funcollect.arguments import check_flags, check_positive
+from funcollect.arguments import check_flags, check_positive, checked_device
 from funcollect.core.request import OwnColumns, Request, check_ends, check_exploration
-from funcollect.devices import checked_device
 from funcollect.messages import shown
 from funcollect.protocols import Env
 from funcollect.specs import ExplorationType

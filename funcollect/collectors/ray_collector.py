@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from tensordict import TensorDictBase
 from typing_extensions import override
 
-from funcollect.arguments import check_flags, check_kind, check_positive
+from funcollect.arguments import check_flags, check_kind, check_positive, checked_device
 from funcollect.collectors.cluster.jobs import (
     NOT_HERE,
     ActorSpec,
@@ -26,7 +26,6 @@ from funcollect.collectors.workers.gathering import AsyncGathering, Gathering, S
 from funcollect.collectors.workers.jobs import columns_of, rows, shares, want_accelerators
 from funcollect.collectors.workers.run import WorkerRun
 from funcollect.collectors.workers.worker import WorkerInfo
-from funcollect.devices import checked_device
 from funcollect.keys import key_from_seed, seed_of
 from funcollect.messages import shown
 

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
-from funcollect.devices import checked_device
+from funcollect.arguments import checked_device
 from funcollect.messages import shown
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.tensordict_modules.calling import initial_hidden_states

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from funcollect.keys import EpisodeSeeds, key_from_seed
+from funcollect.keys import Purpose, fold, key_from_seed
 from tests.support.compare import bits, leaves
 
 
@@ -12,9 +12,9 @@ def plain_loop(env, *, seed, actions, lane=0, lanes=1, info_keys=(), dtype=np.fl
 
     `reseed`: whether later episodes have seeds, too, or follow from the first one's.
     """
-    seeds = EpisodeSeeds.of(key_from_seed(seed), lane)
+    key = key_from_seed(seed)
     episode = step = 0
-    observation, _ = env.reset(seed=seeds[0])
+    observation, _ = env.reset(seed=fold(key, Purpose.RESET, lane, 0) >> 32)
     rows = []
     for action in actions:
         row = {("done",): [False], ("terminated",): [False], ("truncated",): [False]}
@@ -31,7 +31,7 @@ def plain_loop(env, *, seed, actions, lane=0, lanes=1, info_keys=(), dtype=np.fl
         step += 1
         if terminated or truncated:
             episode, step = episode + 1, 0
-            observation, _ = env.reset(seed=seeds[episode] if reseed else None)
+            observation, _ = env.reset(seed=fold(key, Purpose.RESET, lane, episode) >> 32 if reseed else None)
     env.close()
     return {path: torch.from_numpy(np.array([row[path] for row in rows])) for path in rows[0]}
 

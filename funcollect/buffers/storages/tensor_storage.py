@@ -12,12 +12,11 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.arguments import check_flags, check_positive
+from funcollect.arguments import check_flags, check_positive, checked_device
 from funcollect.buffers.arrays import Bools, Ints
 from funcollect.buffers.storages.next_observations import NextObservations, next_paths
 from funcollect.buffers.storages.packed_rows import RowLayout, leaves_of
 from funcollect.buffers.storages.storage import Incoming, Storage, check_size
-from funcollect.devices import checked_device
 from funcollect.tree import Path as KeyPath
 
 _ROWS, _ASIDE = "rows.bin", "aside.npz"

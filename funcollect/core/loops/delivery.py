@@ -19,6 +19,7 @@ from funcollect.core.request import Request
 from funcollect.core.state import CollectorState, trajectory_ids
 from funcollect.envs.host.host_env import check_rewards
 from funcollect.policies.actors.checks import check_apart
+from funcollect.protocols import Env
 from funcollect.tree import Path, select, to_tensordict
 
 Array = npt.NDArray[Any]
@@ -62,28 +63,18 @@ def new_columns(rows: Mapping[Path, Tensor], request: Request) -> dict[Path, Ten
 
 
 def deliver(
+    env: Env,
     state: CollectorState,
+    request: Request,
     columns: dict[Path, Tensor],
     outputs: dict[Path, Tensor],
     age: Tensor,
-    *,
-    reset_when_done: bool,
-    single: bool,
 ) -> tuple[dict[str, Tensor], TensorDict, Tensor]:
-    """Return the counters of the state after a rollout, its batch, and each lane's age after it.
+    """Return the counters of the state after a rollout that began with `state`, its batch, and each lane's new age.
 
-    Args:
-        state: the state before the rollout.
-        columns: what the loop recorded, each [T, P, ...], under the batch's keys. The flags under ``next`` of lanes
-            that were finished before a step are ignored, and so are their rewards.
-        outputs: the policy's, each [T, P, ...].
-        age: [P] int64 on the CPU, the steps of the loop since each lane's last reset, when the rollout began.
-        reset_when_done: whether a finished lane began another episode or stayed as it was.
-        single: whether the environment has no batch dimension.
-
-    Raises:
-        EnvError: for a reward that is NaN.
-        PolicyError: for an output of the policy under the key of an observation.
+    The environment's `columns` and the policy's `outputs` are [T, P, ...] by the batch's keys. Under ``next``, flags
+    and rewards of lanes that were finished before a step are ignored. The `age` [P] int64 of a lane, on the CPU, is the
+    number of the loop's steps since its last reset.
     """
     check_apart(outputs, state.observation)
     reward = columns[REWARD]
@@ -92,11 +83,12 @@ def deliver(
     flags = np.zeros((6, num_lanes, length), bool)
     flags[3], flags[4] = columns.pop(TERMINATED).cpu().numpy().T, columns.pop(TRUNCATED).cpu().numpy().T
     np.logical_or(flags[3], flags[4], out=flags[5])
-    count = _count_episodes if reset_when_done else _count_until_finished
+    count = _count_episodes if request.reset_when_done else _count_until_finished
     after, ages = count(state, numbers, flags, reward, age.numpy())
     check_rewards(reward.cpu().numpy())
     numbers[2] = state.lane.cpu().numpy()[:, None]
     numbers[3] = state.policy_version
+    single = env.num_envs is None
     if single:
         numbers, flags = numbers[:, 0], flags[:, 0]
     device = state.step.device
@@ -192,13 +184,10 @@ def reset_counters(state: CollectorState, lanes: Tensor, episode: Tensor) -> dic
 def as_batch(
     columns: dict[Path, Tensor], *, single: bool, counters: dict[Path, Tensor] | None = None, time: int = 0
 ) -> TensorDict:
-    """Return a locked batch [*B, P, T], or [*B, T] of a `single` environment.
+    """Return a locked batch [*B, P, T], or [*B, T] of a `single` environment, which has no batch dimension.
 
-    Args:
-        columns: leaves [*B, T, P, ...]. Flags, and rewards of one player, may lack their last dimension, of size 1.
-        single: whether the environment has no batch dimension.
-        counters: further leaves, in the batch's own shapes.
-        time: the number of dimensions in ``*B``.
+    The `columns` are [*B, T, P, ...], with `time` dimensions in ``*B``; flags and rewards of one player may lack their
+    last dimension, of size 1. The `counters` have the batch's own shapes already.
     """
     for path in (REWARD, *_FLAGS):
         if path in columns and columns[path].ndim == time + 2:  # rewards of several players have their own

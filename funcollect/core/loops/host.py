@@ -87,14 +87,7 @@ def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -
     with actor.running():
         _loop(simulation, actor, recording, state, request)
         policy_state, outputs = actor.finish()
-    counters, batch, ages = deliver(
-        state,
-        recording.columns(),
-        outputs,
-        simulation.action_log.ages,
-        reset_when_done=request.reset_when_done,
-        single=env.num_envs is None,
-    )
+    counters, batch, ages = deliver(env, state, request, recording.columns(), outputs, simulation.action_log.ages)
     simulation.action_log.extend(outputs[("action",)], ages)
     after = state.replace(
         env_state=simulation.release(),

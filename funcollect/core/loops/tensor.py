@@ -14,10 +14,10 @@ from funcollect.core.loops.delivery import OUTCOME_KEYS, TrajectoryLimit, delive
 from funcollect.core.request import Request, open_actor, step_limit
 from funcollect.core.state import CollectorState, all_lanes, first_state
 from funcollect.errors import EnvError
-from funcollect.interop.memory import aligned, fixed
+from funcollect.interop.memory import fixed
 from funcollect.keys import Key, LaneKeys, Purpose
 from funcollect.protocols import Policy, TorchEnv, Transition
-from funcollect.specs import assemble, disassemble
+from funcollect.specs import assemble, disassemble, torch_dtype
 from funcollect.tree import Path, select
 
 
@@ -75,7 +75,7 @@ def _check_root(env: TorchEnv, root: dict[Path, Tensor], num_lanes: int) -> None
     """Raise EnvError unless every leaf is [P, *shape] of the space's dtype."""
     for leaf in env.observation_leaves:
         value, wanted = root[leaf.path], (num_lanes, *leaf.shape)
-        dtype = torch.from_numpy(aligned((1,), leaf.dtype)).dtype
+        dtype = torch_dtype(leaf.dtype)
         if not isinstance(value, Tensor) or tuple(value.shape) != wanted or value.dtype != dtype:
             got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise EnvError(
@@ -112,14 +112,8 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
             if mask is not None:
                 actor.restart(mask)
         policy_state, outputs = actor.finish()
-    counters, batch, _ = deliver(
-        state,
-        loop.columns,
-        outputs,
-        torch.zeros(state.num_lanes, dtype=torch.int64),
-        reset_when_done=request.reset_when_done,
-        single=env.num_envs is None,
-    )
+    no_ages = torch.zeros(state.num_lanes, dtype=torch.int64)  # nothing is replayed
+    counters, batch, _ = deliver(env, state, request, loop.columns, outputs, no_ages)
     after = state.replace(
         env_state=loop.env_state,
         observation={path: root.clone() for path, root in loop.root.items()},

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from funcollect.errors import ClosedError, StaleStateError
-from funcollect.keys import EpisodeSeeds, Key
+from funcollect.keys import Key, Purpose, fold, fold_in
 from funcollect.protocols import HostEnv, Outcome, Simulators
 from funcollect.tree import Path
 
@@ -25,21 +25,13 @@ _LONGEST_LOG = 1 << 20  # steps; a longer episode cannot be forked
 
 
 class ActionLog:
-    """The actions of the last steps, [steps, P, ...], in one chunk per rollout.
-
-    Args:
-        num_lanes: P.
-        limit: the most steps to keep; 0 if no replay will need them.
-
-    Attributes:
-        ages: [P], steps of the loop since each lane's reset.
-    """
+    """The actions of the last steps, at most `limit`, [steps, P, ...], in one chunk per rollout."""
 
     def __init__(self, num_lanes: int, limit: int = _LONGEST_LOG) -> None:
         self._chunks: deque[Tensor] = deque()
         self._length = 0
-        self._limit = limit
-        self.ages = torch.zeros(num_lanes, dtype=torch.int64)
+        self._limit = limit  # 0 if no replay will need the actions
+        self.ages = torch.zeros(num_lanes, dtype=torch.int64)  # [P], steps of the loop since each lane's reset
 
     def extend(self, actions: Tensor, ages: Tensor) -> None:
         """Add a rollout's actions, and drop those that no lane's episode needs."""
@@ -94,7 +86,7 @@ class Simulation:
         self.key = key
         self.episodes = episodes
         self.steps = steps
-        self._seeds = [EpisodeSeeds.of(key, lane) for lane in self.lanes]
+        self._streams = [fold(key, Purpose.RESET, lane) for lane in self.lanes]
         self.seed_again()
 
     def seed_again(self) -> None:
@@ -109,7 +101,8 @@ class Simulation:
         seeds: list[int | None] = []
         for lane in lanes:
             self.episodes[lane] = episode = self.episodes[lane] + 1
-            seeds.append(self._seeds[lane][episode] if self._each_episode or lane in self._unseeded else None)
+            seeded = self._each_episode or lane in self._unseeded
+            seeds.append(fold_in(self._streams[lane], episode) >> 32 if seeded else None)
         self.simulators.reset(lanes, seeds)
         if self._unseeded:
             self._unseeded.difference_update(lanes)
@@ -193,14 +186,9 @@ class SimulatorHandle:
         return self.simulation
 
     def check(self, *, stale: bool = False) -> None:
-        """Raise unless the handle can be used.
+        """Raise ClosedError if the simulators were closed, and StaleStateError if a later handle supersedes this one.
 
-        Args:
-            stale: accept a handle that is superseded by a later one, for `recover`.
-
-        Raises:
-            ClosedError: if the simulators were closed.
-            StaleStateError: if this handle was used before.
+        With `stale`, a superseded handle is accepted, as `recover` does.
         """
         if self.simulation.closed:
             raise ClosedError(

@@ -19,6 +19,7 @@ from funcollect.interop import words
 from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import import_jax
 from funcollect.protocols import JaxEnv
+from funcollect.specs import torch_dtype
 from funcollect.tree import Path, flatten
 
 Dtypes = dict[Path, torch.dtype]
@@ -92,13 +93,8 @@ def dtypes_of(env: JaxEnv) -> Dtypes:
     """Return the dtypes of a batch's leaves, as far as the spaces and the counters fix them."""
     dtypes: Dtypes = {("action",): env.action_spec.dtype}
     for leaf in env.observation_leaves:
-        dtypes[leaf.path] = dtypes["next", *leaf.path] = _torch_dtype(leaf.dtype)
+        dtypes[leaf.path] = dtypes["next", *leaf.path] = torch_dtype(leaf.dtype)
     return dtypes | _COUNTERS
-
-
-@cache
-def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 def _gathered(column: Any) -> Any:

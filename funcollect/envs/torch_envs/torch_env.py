@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from funcollect.devices import checked_device
+from funcollect.arguments import checked_device
 from funcollect.envs.base import EnvBase
 from funcollect.keys import LaneKeys
 from funcollect.protocols import Transition

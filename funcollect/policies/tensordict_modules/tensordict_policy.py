@@ -10,7 +10,7 @@ from tensordict.nn import set_interaction_type
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.devices import checked_device
+from funcollect.arguments import checked_device
 from funcollect.policies.tensordict_modules.actor import TensorDictActor
 from funcollect.policies.tensordict_modules.calling import (
     INIT,

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from funcollect.arguments import check_arrays
-from funcollect.devices import checked_device
+from funcollect.arguments import check_arrays, checked_device
 from funcollect.errors import PolicyError
 from funcollect.keys import torch_generator
 from funcollect.policies.actors.actor import Recorder, lane_mask, memory_of, names_changed, noise_by_step, split_answer

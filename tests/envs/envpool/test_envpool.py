@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import funcollect as fc
-from funcollect.keys import EpisodeSeeds, key_from_seed
+from funcollect.keys import Purpose, fold, key_from_seed
 from tests.support.compare import assert_same, collect, leaves
 from tests.support.misuse import Misuse, refused, refused_then_mended, runs, table
 from tests.support.running import scaled
@@ -31,7 +31,7 @@ def make(name: str, num_envs: int | None = 3, **kwargs: Any) -> Any:
 
 
 def seeds(seed: int, lanes: int) -> list[int]:
-    return [EpisodeSeeds.of(key_from_seed(seed), lane)[0] % 2**31 for lane in range(lanes)]
+    return [(fold(key_from_seed(seed), Purpose.RESET, lane, 0) >> 32) % 2**31 for lane in range(lanes)]
 
 
 def flat(observation: Any) -> dict[str, Any]:

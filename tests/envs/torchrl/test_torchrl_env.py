@@ -27,7 +27,7 @@ from torchrl.modules import QValueActor
 
 import funcollect as fc
 from funcollect.envs import from_torchrl
-from funcollect.keys import EpisodeSeeds, key_from_seed
+from funcollect.keys import Purpose, fold, key_from_seed
 from funcollect.testing import ENV_CHECKS, check_env
 from tests.support.compare import assert_same, bits, collect, leaves
 
@@ -74,7 +74,7 @@ ENVS = {
 
 def own_loop(env, seed, actions):
     """TorchRL's loop: every step's TensorDict, stacked over time, the last batch dimension."""
-    first = EpisodeSeeds.of(key_from_seed(seed), 0)[0]
+    first = fold(key_from_seed(seed), Purpose.RESET, 0, 0) >> 32
     with torch.random.fork_rng():
         torch.manual_seed(first)
         env.set_seed(first)
