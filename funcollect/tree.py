@@ -71,6 +71,11 @@ def key_of(path: Path) -> str | Path:
     return path if path[1:] else path[0]
 
 
+def as_path(key: str | Path) -> Path:
+    """A key as the tuple of its parts."""
+    return (key,) if isinstance(key, str) else key
+
+
 def to_tensordict(flat: Mapping[Path, torch.Tensor], batch_size: tuple[int, ...]) -> TensorDict:
     """A TensorDict over leaves by path, each [*batch_size, ...]; nothing is checked or copied."""
     return _build(nest(flat), torch.Size(batch_size))

@@ -172,12 +172,9 @@ def _copies(env: Env, route: Route) -> str:
         return f"nothing: {_OWN_COLUMNS}"
     crossing = "each observation into the columns, and to where the policy reads it; each action to the environment"
     parts = [crossing if route.loop == "crossing" else "each observation once, into the batch"]
-    source = policy if isinstance(policy, TorchBacked) else None
     place = env.device if env.backend == "torch" else "cpu"
-    if source and source.run_device is not None and str(source.run_device) != str(place):
-        parts.append(f"each observation to {source.run_device} and each action back, at every step")
-    if source and source.device is not None:
-        parts.append("parameters to the policy's device, at every rollout, if they are elsewhere")
-    else:
-        parts.append("no parameters")
-    return "; ".join(parts)
+    run_device, device = (policy.run_device, policy.device) if isinstance(policy, TorchBacked) else (None, None)
+    if run_device is not None and str(run_device) != str(place):
+        parts.append(f"each observation to {run_device} and each action back, at every step")
+    elsewhere = "parameters to the policy's device, at every rollout, if they are elsewhere"
+    return "; ".join((*parts, "no parameters" if device is None else elsewhere))

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from funcollect.arguments import check_count, check_flags, check_positive
+from funcollect.arguments import check_count, check_flags, check_optional_positive, check_positive
 from funcollect.core.state import CollectorState
 from funcollect.keys import draw_ahead
 from funcollect.policies.random_policy import RandomStart
@@ -47,8 +47,7 @@ class Request:
     def __post_init__(self) -> None:
         """Check every field, here and nowhere else."""
         check_positive("length", self.length)
-        if self.max_frames_per_traj is not None:
-            check_positive("max_frames_per_traj", self.max_frames_per_traj)
+        check_optional_positive("max_frames_per_traj", self.max_frames_per_traj)
         check_exploration(self.exploration_type)
         check_count("random_steps", self.random_steps)
         check_flags(reset_when_done=self.reset_when_done)
@@ -99,16 +98,11 @@ def check_state_kind(policy_state: Any, wanted: type) -> None:
 
 
 def open_actor(env: Env, policy: Policy, state: CollectorState, request: Request, observation: Any) -> Actor:
-    """Return the policy bound to this rollout, its noise drawn ahead.
-
-    `observation` is what it reads at each step: the same arrays throughout.
-    """
+    """Return the policy bound to this rollout, its noise drawn ahead; it reads the same `observation` at each step."""
     spec = env.action_spec
     first_lane, steps = state.first_lane, state.steps_made
     noise = policy.noise(spec)
-    drawn = None
-    if noise is not None:
-        drawn = draw_ahead(noise, state.key, first_lane, state.num_lanes, steps, request.length)
+    drawn = None if noise is None else draw_ahead(noise, state.key, first_lane, state.num_lanes, steps, request.length)
     initial_state = policy.init(state.key, state.num_lanes)
     check_state_kind(state.policy_state, type(initial_state))
     actor_inputs = ActorInputs(

@@ -42,11 +42,7 @@ def reseed(env: Env, policy: Policy, state: CollectorState, seed: int) -> Collec
 
 
 def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> CollectorState:
-    """Begin new episodes under the saved key and after the saved counts.
-
-    Raises:
-        ValueError: for counts of another number of lanes.
-    """
+    """Begin new episodes under the saved key and after the saved counts, which have to be of as many lanes."""
     if len(saved["episode"]) != state.num_lanes:
         raise ValueError(
             f"the saved state has {len(saved['episode'])} lanes, this one {state.num_lanes}: "
@@ -73,10 +69,10 @@ def _counts_like(state: CollectorState, counts: Tensor) -> Any:
 
 def go_on(env: Env, policy: Policy, state: CollectorState, *, steps: int, episode: int) -> CollectorState:
     """Begin new episodes as if all lanes had made so many steps and had begun the episodes up to this number."""
-    counts = saved_counts(state)
-    counts["steps"], counts["episode"] = steps, torch.full_like(counts["episode"], episode)
-    policy_state = policy_start(policy, state.key, state.num_lanes, state.first_lane, steps)
-    return resume(env, state, {**counts, "policy_state": saved_leaves(policy_state)})
+    policy_state = saved_leaves(policy_start(policy, state.key, state.num_lanes, state.first_lane, steps))
+    episodes = torch.full((state.num_lanes,), episode)
+    counts = {"steps": steps, "episode": episodes, "policy_state": policy_state}
+    return resume(env, state, {**saved_counts(state), **counts})
 
 
 def saved_counts(state: CollectorState) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -24,7 +23,7 @@ from funcollect.policies.torch_backed import TorchPolicyState
 from funcollect.protocols import HostEnv, Policy, TorchEnv
 from funcollect.tree import NAMESPACE, Path
 
-Integers = typing.TypeVar("Integers", Tensor, npt.NDArray[np.int64])
+Integers = TypeVar("Integers", Tensor, npt.NDArray[np.int64])
 Array = TypeVar("Array", default=Any)  # Tensor, or jax.Array over a JAX environment
 _STATIC = ("total_lanes", "origin")
 _OF_JAX = ("env_state", "env_params", "policy_state")
@@ -138,11 +137,8 @@ class CollectorState(Generic[Array]):
 
 def origin_of(env: Any) -> int:
     """Return the number of an environment in this process."""
-    attributes: dict[str, Any] = vars(env)  # written directly, since environments may be frozen
-    if "_origin" not in attributes:
-        attributes["_origin"] = next(_ORIGINS)
-    origin: int = attributes["_origin"]
-    return origin
+    attributes: dict[str, int] = vars(env)  # written directly, since environments may be frozen
+    return attributes.get("_origin") or attributes.setdefault("_origin", next(_ORIGINS))
 
 
 def check_origin(env: Any, state: CollectorState) -> None:

@@ -30,7 +30,6 @@ from funcollect.core.traced_step.step import step as fused_step
 from funcollect.envs.jax_envs.checks import check_functions
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop.jax_setup import import_jax
-from funcollect.messages import shown
 from funcollect.policies.jax_functions.program import PROBE
 from funcollect.policies.jax_functions.traced_policy import check_traceable
 from funcollect.protocols import JaxEnv, Policy
@@ -242,11 +241,8 @@ def _check_state(env: Any, state: Any) -> None:
 
 def check_jax_env(env: Any) -> None:
     """Raise TypeError unless `env` is an environment written in JAX."""
-    if not isinstance(env, JaxEnv):
-        raise TypeError(
-            f"env is {shown(env)}, expected a JAX environment: make one with for example "
-            "funcollect.make_env('gymnax/CartPole-v1'), or use funcollect.rollout for this one"
-        )
+    mend = "make one with for example funcollect.make_env('gymnax/CartPole-v1'), or use funcollect.rollout for this one"
+    check_kind("env", env, JaxEnv, mend)
 
 
 def _raw(key: Any) -> Any:

@@ -126,8 +126,20 @@ class SnapshotSimulators(Simulators, Protocol):
         """Restore a snapshot of these or of equal simulators, observations included."""
 
 
+class FunctionalEnv(EnvDescription, Protocol):
+    """The members of environments that are pure functions, written in Torch or in JAX."""
+
+    @property
+    def params(self) -> Any:
+        """The parameters at the start of a run: a pytree, or None."""
+
+    @property
+    def max_episode_steps(self) -> int | None:
+        """The number of steps after which the loop truncates an episode; None for no limit."""
+
+
 @runtime_checkable
-class TorchEnv(EnvDescription, Protocol):
+class TorchEnv(FunctionalEnv, Protocol):
     """An environment written in Torch: pure functions over all P lanes at once."""
 
     @property
@@ -138,14 +150,6 @@ class TorchEnv(EnvDescription, Protocol):
     def device(self) -> torch.device:
         """The device of its tensors."""
 
-    @property
-    def params(self) -> Any:
-        """The parameters at the start of a run: a pytree, or None."""
-
-    @property
-    def max_episode_steps(self) -> int | None:
-        """The number of steps after which the loop truncates an episode; None for no limit."""
-
     def reset(self, key: LaneKeys, params: Any, /) -> tuple[Any, Any]:
         """Begin an episode in each lane; return the state and the observation [P, ...]."""
 
@@ -154,20 +158,12 @@ class TorchEnv(EnvDescription, Protocol):
 
 
 @runtime_checkable
-class JaxEnv(EnvDescription, Protocol):
+class JaxEnv(FunctionalEnv, Protocol):
     """An environment written in JAX: pure functions of one lane, which the loop batches and compiles."""
 
     @property
     def backend(self) -> Literal["jax"]:
         """The kind of environment."""
-
-    @property
-    def params(self) -> Any:
-        """The parameters at the start of a run: a pytree, or None."""
-
-    @property
-    def max_episode_steps(self) -> int | None:
-        """The number of steps after which the loop truncates an episode; None for no limit."""
 
     @property
     def starts(self) -> Starts:

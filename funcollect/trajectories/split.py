@@ -14,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_coll
 from torch import Tensor
 
 from funcollect.arguments import check_key
-from funcollect.tree import Path
+from funcollect.tree import Path, as_path
 
 __all__ = ["split_trajectories"]
 
@@ -101,11 +101,6 @@ def split_trajectories(
     if not as_nested:
         result.set(mask_key, place(torch.ones_like(begins)))
     return result
-
-
-def as_path(key: str | Path) -> Path:
-    """A key as the tuple of its parts."""
-    return (key,) if isinstance(key, str) else key
 
 
 def _ids(batch: TensorDictBase, key: Path, instead: Path | None) -> Tensor | None:

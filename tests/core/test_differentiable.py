@@ -206,7 +206,7 @@ def test_what_cannot_be_differentiated_is_said():
     module = nn.Linear(4, 2)
     policy = fc.torch_policy(module, head=fc.heads.categorical)
     env = fc.make_env("CartPole-v1")
-    with pytest.raises(TypeError, match="expected a JAX environment"):
+    with pytest.raises(TypeError, match="expected JaxEnv"):
         fc.differentiable_rollout(env, policy, fc.init(env, policy, seed=0), 4)
     env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
     with pytest.raises(TypeError, match="expected one over a Torch module"):

@@ -318,7 +318,7 @@ TORCH = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        (lambda: start(fc.make_env("CartPole-v1")), TypeError, "expected a JAX environment"),
+        (lambda: start(fc.make_env("CartPole-v1")), TypeError, "expected JaxEnv"),
         (lambda: start(key=3), TypeError, "key is 3, expected uint32"),
         (lambda: start(key=jnp.zeros(4, jnp.uint32)), TypeError, r"uint32 \[4\], expected"),
         (lambda: fc.traced.rollout(PLAIN, POLICY, start(), 0, 5), TypeError, "state is 0, expected CollectorState"),

@@ -15,8 +15,8 @@ from torch import Tensor
 from funcollect.arguments import check_key
 from funcollect.buffers.arrays import Ints
 from funcollect.buffers.trajectory_index.segments import Frames
-from funcollect.trajectories.split import STEP, TRAJECTORY_IDS, as_path, readable
-from funcollect.tree import Path
+from funcollect.trajectories.split import STEP, TRAJECTORY_IDS, readable
+from funcollect.tree import Path, as_path
 
 __all__ = ["Trajectories"]
 

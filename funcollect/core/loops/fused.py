@@ -90,11 +90,7 @@ def program(env: JaxEnv, policy: Policy, state: CollectorState, request: Request
 
 
 def place_of(state: CollectorState) -> Any:
-    """Return the sharding of a state that lies on one device.
-
-    Raises:
-        ValueError: for a state on several devices, which Torch cannot read.
-    """
+    """Return the sharding of a state; raise ValueError if it lies on several devices, since Torch cannot read it."""
     place = state.lane.sharding
     if len(place.device_set) > 1:
         raise ValueError(

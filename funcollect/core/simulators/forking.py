@@ -15,12 +15,7 @@ from funcollect.protocols import SnapshotSimulators
 
 
 def fork_simulation(source: Simulation, state: CollectorState) -> SimulatorHandle:
-    """Rebuild the simulators and bring them to the state of the source's.
-
-    Raises:
-        ReplayError: if their environment allows neither replay nor a snapshot, if the actions are no longer all kept,
-            or if the observation comes out different.
-    """
+    """Rebuild the simulators and bring them to the state of the source's. Raises as `funcollect.fork` does."""
     env = source.env
     if kept := statistics_of(env):
         raise ReplayError(
