@@ -19,9 +19,9 @@ from funcollect.interop.jax_setup import import_jax
 from funcollect.policies.jax_functions.traced_policy import is_traceable
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_backed import TorchBacked, TorchPolicyState
-from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy, callback_policy
+from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
 from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source, example
-from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy, lowered_policy
+from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
 from funcollect.policies.torch_modules.settings import NO_SETTINGS
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.protocols import Env, Policy
@@ -150,12 +150,12 @@ def _embedded(env: Env, source: Source, way: str, exploration_type: ExplorationT
 
 
 def _made(env: Env, source: Source, way: str, exploration_type: ExplorationType) -> EmbeddedPolicy | LoweringError:
-    make: Callable[..., EmbeddedPolicy] = lowered_policy if way == "lowered" else callback_policy
+    kind: type[EmbeddedPolicy] = LoweredPolicy if way == "lowered" else CallbackPolicy
     single = env.num_envs is None and isinstance(source, TensorDictPolicy)
     try:
         _check_place(source, way)
         given = example(env.observation_space, env.observation_leaves, env.num_envs or 1)
-        return make(source, given, exploration_type, single=single)
+        return kind(source, given, exploration_type, single=single)
     except LoweringError as error:
         return error.with_traceback(None)
 

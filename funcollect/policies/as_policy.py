@@ -28,11 +28,11 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
             ``tensordict`` or ``td`` or annotated as a TensorDict; any other module or function from observation to
             action. For a Dict space it may take the keys as arguments, by their names or all in their order.
         env: the environment, for its action space.
-        device: where the policy is to run; None for where it is. A policy that is there already is not copied.
+        device: the device on which the policy runs; None leaves it where it is.
 
     Raises:
-        TypeError: for something that cannot be called.
-        ValueError: for a device that is not there, or a policy that is elsewhere and cannot be copied.
+        TypeError: for a policy that cannot be called.
+        ValueError: for a device that does not exist, or a policy that cannot be copied to it.
     """
     place = checked_device(device, "policy_device")
     if isinstance(policy, type):
@@ -89,6 +89,7 @@ def _keys_of_arguments(policy: Any, env: Env) -> list[str]:
 
 
 def _parameters(policy: Any) -> list[inspect.Parameter]:
+    """The parameters of a module's forward or of a function; empty if they cannot be inspected."""
     function = policy.forward if isinstance(policy, nn.Module) else policy
     try:
         return list(inspect.signature(function).parameters.values())
@@ -102,6 +103,7 @@ def _required(parameters: list[inspect.Parameter]) -> list[inspect.Parameter]:
 
 
 def _takes_tensordict(policy: Any) -> bool:
+    """Whether the one argument of a policy is a TensorDict, by its name or annotation."""
     required = _required(_parameters(policy))
     if len(required) != 1:
         return False

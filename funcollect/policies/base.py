@@ -86,7 +86,7 @@ class ProtocolActor(Actor):
         self._policy = policy
         self._inputs = inputs
         self._state = inputs.policy_state
-        self._names: list[str] = []
+        self._names: list[str] = []  # of the outputs in the order in which they are recorded, once they are known
         self._recorder = Recorder(inputs.observation, inputs.length)
 
     @override
@@ -103,9 +103,10 @@ class ProtocolActor(Actor):
         action, extras = split_answer(outputs, None)
         check_action(action, inputs.spec, inputs.num_envs)
         names = sorted(extras)
-        if t and names != self._names:
-            raise names_changed(t, names, self._names)
-        self._names = names
+        if t == 0:
+            self._names = ["action", *names]
+        elif names != self._names[1:]:
+            raise names_changed(t, names, self._names[1:])
         self._recorder.append((torch.as_tensor(action), *(torch.as_tensor(extras[name]) for name in names)))
         return action
 
@@ -117,9 +118,8 @@ class ProtocolActor(Actor):
 
     @override
     def finish(self) -> tuple[Any, Columns]:
-        paths = [("action",), *((name,) for name in self._names)]
-        columns: Columns = dict(zip(paths, self._recorder.columns(), strict=True))
-        return self._state, finish_columns(columns, self._inputs.spec)
+        columns: Columns = dict(zip(((name,) for name in self._names), self._recorder.columns(), strict=True))
+        return self._state, self._policy.finish(columns, self._inputs.spec)
 
 
 def check_policy(policy: Any) -> None:

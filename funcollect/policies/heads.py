@@ -96,10 +96,10 @@ class _Discrete:
     def _decode(self, action: Any, spec: ActionSpec) -> list[Any]:
         if spec.one_hot:
             return [part.argmax(-1) for part in self._split(action, spec)]
-        start = spec.start.ravel()
         lead = action.shape[: action.ndim - len(spec.shape)]
         flat = action.reshape(*lead, -1)
-        return [flat[..., i] - int(start[i if start.size > 1 else 0]) for i in range(len(spec.categories))]
+        starts = np.broadcast_to(spec.start.ravel(), len(spec.categories))
+        return [flat[..., i] - int(start) for i, start in enumerate(starts)]
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ def epsilon_greedy(epsilon: float) -> Head:
         epsilon: in [0, 1]; with 0 there is no log-probability, as for `greedy`.
 
     Raises:
-        TypeError, ValueError: for an `epsilon` that is no number in [0, 1].
+        TypeError, ValueError: if `epsilon` is not a number in [0, 1].
 
     >>> epsilon_greedy(0.1).names
     ('action_value',)

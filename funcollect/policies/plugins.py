@@ -23,7 +23,6 @@ from funcollect.protocols import Env, Policy, is_env, is_policy
 __all__ = ["GROUP", "PolicyPlugin", "find_policy", "make_policy", "offered_policies"]
 
 GROUP = "funcollect.policies"
-Factory = Callable[..., Any]
 
 _FILE = "entry_points.txt"
 
@@ -38,9 +37,9 @@ def make_policy(name: str, env: Env, /, **options: Any) -> Policy:
         **options: arguments of the policy's factory.
 
     Raises:
-        ValueError: for a name that nobody offers, or several packages do.
-        TypeError: for something that is no environment, or options that the factory does not take.
-        PluginError: for a policy that cannot be imported or made, or a factory that returns something else.
+        ValueError: for a name that no package offers, or that several do.
+        TypeError: if `env` is not an environment, or the factory does not take these options.
+        PluginError: for a policy that cannot be imported or made, or a factory that does not return a policy.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
@@ -77,7 +76,7 @@ def find_policy(name: str) -> PolicyPlugin:
 def offered_policies() -> dict[str, PolicyPlugin]:
     """Every policy by its shortest unique name: ``"name"``, else ``"package:name"``. Nothing is imported.
 
-    A built-in name always means the built-in policy.
+    A built-in name always stands for the built-in policy.
 
     >>> list(offered_policies())[:2]
     ['mlp', 'random']
@@ -89,7 +88,7 @@ def offered_policies() -> dict[str, PolicyPlugin]:
 
 
 def _installed() -> Iterator[PolicyPlugin]:
-    """The policies of packages on `sys.path`, read one package at a time, so that a broken one hides no other."""
+    """The policies of packages on `sys.path`, read package by package, so that a broken one does not hide others."""
     seen = set()
     for package in distributions():
         if GROUP not in (package.read_text(_FILE) or ""):
@@ -139,7 +138,7 @@ class PolicyPlugin:
         """The distribution that offers it, for messages."""
         return f"{self.package} {self.version}" if self.package else "built in"
 
-    def load(self) -> Factory:
+    def load(self) -> Callable[..., Any]:
         """Import the factory; PluginError if that fails, or if it is no function of an environment."""
         if self.fault:
             raise self._broken(self.fault)

@@ -29,7 +29,7 @@ def random_policy(env: Env) -> RandomPolicy:
     from the side that is bounded.
 
     Raises:
-        TypeError: for something that is no environment.
+        TypeError: if `env` is not an environment.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("Pendulum-v1", num_envs=2)
@@ -111,7 +111,7 @@ class RandomActor(Actor):
 
 
 class RandomStart:
-    """Another actor with its first `count` actions replaced by random ones. It still runs, for the batch's keys."""
+    """Another actor with its first `count` actions replaced by random ones. It is still called, for its outputs."""
 
     def __init__(self, actor: Actor, inputs: ActorInputs, key: Key, lane: int, start: int, count: int) -> None:
         self._actor = actor

@@ -27,11 +27,11 @@ _Slots = dict[str, tuple[dict[str, Any], dict[str, Any], str]]  # by name: the m
 
 
 class TorchPolicyState(NamedTuple):
-    """What a Torch policy carries from step to step."""
+    """The state that a Torch policy carries from step to step."""
 
     recurrent: Any  # a pytree of tensors [P, ...], or None
     generator: Tensor  # uint8: the state of Torch's global generator, for modules that draw from it
-    carried: Any = None  # by path, what a policy on a TensorDict wrote and may read at its next step, each [P, ...]
+    carried: Any = None  # by path, the keys that a TensorDict policy wrote and may read at its next step, each [P, ...]
 
 
 def check_compiler(compiler: str | None, without: str = "") -> None:
@@ -82,21 +82,20 @@ class TorchBacked(PolicyBase):
         initial_state: Any = None,
         compiler: Compiler | None = None,
     ) -> None:
-        self.device = device  # where the policy is to run; None for where the module is
+        self.device = device  # where the policy runs; None for where the module is
         self.initial_state = initial_state  # of one environment at the start of an episode, or None
         self.compiler = compiler  # the way of running that the user demands
-        self.embedded: dict[Any, Any] = {}  # the policies that run it in a loop of JAX, filled by `core.routes`
+        self.embedded: dict[Any, Any] = {}  # the policies that run this one in a loop of JAX, filled by `core.routes`
         self.replace(module)
 
     def replace(self, module: Callable[..., Any]) -> None:
         """Run another module, or function, from now on."""
-        own = isinstance(module, nn.Module)
+        own = module if isinstance(module, nn.Module) else None
         self._module = module
-        self._settings_cache = SettingsCache(module if own else None)
-        self._skeleton = Skeleton(module) if isinstance(module, nn.Module) else None
+        self._settings_cache = SettingsCache(own)
+        self._skeleton = Skeleton(own) if own is not None else None
         self._list_slots()
-        tensors = [source[key] for source, _, key in (self._parameters | self._buffers).values()]
-        if self.device is not None and any(tensor.device != self.device for tensor in tensors):
+        if self.device is not None and any(tensor.device != self.device for tensor in self._own_tensors().values()):
             self._check_apart(f"the policy cannot be copied to {self.device}", "move it there before")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -104,7 +103,7 @@ class TorchBacked(PolicyBase):
         return vars(self) | {"embedded": {}}
 
     def _check_apart(self, consequence: str, way: str) -> None:
-        """Raise ValueError if the skeleton would use tensors of the user's module whatever is bound to it."""
+        """Raise ValueError if the skeleton would use tensors of the user's module in place of the bound ones."""
         if self._skeleton and (name := self._skeleton.entangled):
             raise ValueError(
                 f"{consequence}: {name!r} of {type(self.module).__name__} refers to a submodule or a parameter of the "
@@ -122,9 +121,13 @@ class TorchBacked(PolicyBase):
                         slots[f"{prefix}.{key}" if prefix else key] = (own, copied, key)
 
     def _follow(self) -> None:
-        """Apply to the skeleton whatever has been set in the module since the last call."""
+        """Apply the changes of the module since the last call to the skeleton."""
         if self._skeleton and self._skeleton.follow():
             self._list_slots()
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """The module's current parameters and buffers by dotted name."""
+        return {name: source[key] for name, (source, _, key) in (self._parameters | self._buffers).items()}
 
     @property
     def module(self) -> Callable[..., Any]:
@@ -152,10 +155,7 @@ class TorchBacked(PolicyBase):
     def prepare(self, params: Any, /) -> dict[str, Tensor] | None:
         """Parameters by dotted name, checked; None stands for the module's own, read at each rollout.
 
-        Raises:
-            TypeError: for something that holds no tensors by name.
-            ValueError: for a missing, unknown or misshapen parameter, parameters for a plain function, or a module
-                that refers to its own parameters and so would use those.
+        Raises TypeError or ValueError for parameters that are not the module's, or that it would not use.
         """
         if params is None:
             return None
@@ -175,24 +175,23 @@ class TorchBacked(PolicyBase):
                 "policy.params or module.state_dict()"
             )
         self._follow()
-        slots = self._parameters | self._buffers
+        own = self._own_tensors()
         given = {".".join(path): value for path, value in flatten(params).items()}
-        if unknown := sorted(set(given) - set(slots)):
-            raise ValueError(f"params holds {unknown}, expected only what the module has, {sorted(slots)}: drop them")
+        if unknown := sorted(set(given) - set(own)):
+            raise ValueError(f"params holds {unknown}, expected only what the module has, {sorted(own)}: drop them")
         if missing := sorted(set(self._parameters) - set(given)):
             raise ValueError(
                 f"params holds {sorted(given)} and lacks {missing}: pass every parameter of the module, as "
                 "policy.params does"
             )
         for name, value in given.items():
-            source, _, key = slots[name]
-            if not isinstance(value, Tensor) or value.shape != source[key].shape:
+            if not isinstance(value, Tensor) or value.shape != own[name].shape:
                 got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(
                     f"parameter {name!r} of params is {got}, the module wants a tensor of shape "
-                    f"{tuple(source[key].shape)}: pass the parameters of a module like it"
+                    f"{tuple(own[name].shape)}: pass the parameters of a module like it"
                 )
-        return {name: given[name] for name in slots if name in given}
+        return {name: given[name] for name in own if name in given}
 
     @override
     def check(self, spec: ActionSpec, /) -> None:
@@ -210,7 +209,7 @@ class TorchBacked(PolicyBase):
         return TorchPolicyState(recurrent, generator_state(fold(key, Purpose.GENERATOR)))
 
     def initial_carry(self, observation: Any) -> Any:
-        """What a loop of JAX carries, in one environment at the start of an episode, or None."""
+        """The state that a loop of JAX carries, in one environment at the start of an episode, or None."""
         return self.initial_state
 
     @override
@@ -242,9 +241,9 @@ class TorchBacked(PolicyBase):
     def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
         """The function itself, or the skeleton over `prepared` or, for None, over the module's current tensors.
 
-        Whatever has been set in the module since the last call is set in the skeleton as well: attributes, submodules,
-        hooks, training mode. Parameters are shared, not copied. Buffers are copied, so that a forward pass that writes
-        them (batch statistics in training mode) leaves the user's module as it is.
+        Changes of the module since the last call (attributes, submodules, hooks, training mode) act on the skeleton.
+        Parameters are shared. Buffers are copied, since a forward pass may write them (batch statistics in training
+        mode).
         """
         if self._skeleton is None:
             return self._module
@@ -260,20 +259,19 @@ class TorchBacked(PolicyBase):
     def tensors(self, prepared: dict[str, Tensor] | None) -> dict[str, Tensor]:
         """The module's current parameters and buffers by name, replaced by those in `prepared`; none for a function."""
         self._follow()
-        own = {name: source[key] for name, (source, _, key) in (self._parameters | self._buffers).items()}
-        return own | (prepared or {})
+        return self._own_tensors() | (prepared or {})
 
     def state_dict(self, params: Any = None) -> dict[str, Tensor]:
-        """A copy of `params`, or of the module's own, by dotted name: what `load` and `prepare` take."""
-        if isinstance(params, nn.Module):
-            params = TensorDict.from_module(params)
+        """A copy of `params`, or of the module's own, by dotted name. `load` and `prepare` take it."""
         given = self.params if params is None else params
+        if isinstance(given, nn.Module):
+            given = TensorDict.from_module(given)
         return {".".join(path): leaf.detach().clone() for path, leaf in flatten({} if given is None else given).items()}
 
     def load(self, params: Any) -> None:
         """Write `params` into the user's module."""
         if self._skeleton is not None:
+            given, own = self._matched(params), self._own_tensors()
             with torch.no_grad():
-                for name, value in self._matched(params).items():
-                    source, _, key = (self._parameters | self._buffers)[name]
-                    source[key].copy_(value)
+                for name, value in given.items():
+                    own[name].copy_(value)

@@ -110,7 +110,7 @@ def plain(what: str, answers: Any, *says: str) -> Misuse:
 @table(
     plain("no action", ({"value": ACTIONS},), "['value']", "expected ['action']", "return the action"),
     plain("a wide one", (GOOD, {"action": ACTIONS[:, None]}), "(3, 1)", "wants (3,)", "return one action"),
-    plain("a list", ({"action": [0, 0, 0]},), "is list", "expected an array", "return a tensor"),
+    plain("a list", ({"action": [0, 0, 0]},), "is list", "expected an array", "return a tensor or array"),
     plain("another key", (GOOD | {"v": ACTIONS},), "step 1", "extra keys []", "after ['v']", "keep them the same"),
 )
 def test_a_policy_of_the_protocol_that_goes_wrong(misuse: Misuse) -> None:

@@ -39,7 +39,7 @@ def traced(what: str, make_env: Any, answer: Any, *says: str, **how: Any) -> Mis
     traced("a dimension too many", cartpole, lambda x: zeros(x)[:, None], "shape (3, 1)", "wants (3,)", "return one"),
     traced("a float action", cartpole, lambda x: x[:, 0], "dtype float32", "wants torch.int64", "cast it"),
     traced("an integer torque", pendulum, lambda x: zeros(x)[:, None], "dtype int32", "wants torch.float32", "cast it"),
-    traced("a list", cartpole, lambda x: [zeros(x)], "action is list", "expected an array", "return one"),
+    traced("a list", cartpole, lambda x: [zeros(x)], "action is list", "expected an array", "return a tensor or array"),
     traced("no action", cartpole, lambda x: {"value": x}, "['value']", "expected ['action']", "return the action"),
     traced("a misfit head", pendulum, lambda x: x, "(3, 3)", "(loc, scale)", "return these", head=HEADS.normal),
     traced("a scalar extra", cartpole, lambda x: {"action": zeros(x), "v": 0.0}, "'v' is of shape ()", *ROWS),

@@ -1,7 +1,7 @@
-"""A policy bound to one rollout: what a loop calls at every step, and the work that is left for the end.
+"""Splits the answers of a policy and records its outputs, for the actors of all policies.
 
-The cost of a small network is dispatch. Whatever need not happen between two steps (recording, log-probabilities,
-checks for NaN) therefore happens once, over the stacked outputs of all steps, in `Actor.finish`.
+The cost of a small network is dispatch. Work that can wait (stacking, log-probabilities, checks for NaN) therefore
+happens once, over the outputs of all steps, in `Actor.finish`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ _HELD_STEPS = 64
 def split_answer(answer: Any, head: Head | None) -> tuple[Any, Mapping[str, Any]]:
     """Split a policy's answer into what its head reads (without a head: the action) and the extras to record.
 
-    Raises:
-        PolicyError: if a dict lacks these keys, or has a key that a batch uses itself.
+    PolicyError if a dict lacks these keys, or has a key that a batch uses itself.
     """
     if not isinstance(answer, Mapping):
         return answer, {}
@@ -55,7 +54,7 @@ class Recorder:
     """Records the outputs of every step, and stacks them into columns 64 steps at a time.
 
     Thousands of live tensors would set off Python's full garbage collections, and a copy per step would cost a
-    dispatch. If a policy returns memory that it writes again, or a view of its input, the first two steps show it; its
+    dispatch. The first two steps show whether a policy returns memory that it writes again, or a view of its input; its
     outputs are then copied at every step. `always_copy` is for a policy that may begin to do so later.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -23,8 +24,9 @@ def check_action(action: Any, spec: ActionSpec, num_envs: int) -> None:
     """Raise PolicyError unless `action` is [P, *spec.shape] of a dtype that the space can take."""
     wanted = (num_envs, *spec.shape)
     if not hasattr(action, "shape"):
+        kind = type(action).__name__
         raise PolicyError(
-            f"the policy's action is {type(action).__name__}, expected an array of shape {wanted}: return a tensor"
+            f"the policy's action is {kind}, expected an array of shape {wanted}: return a tensor or array"
         )
     if tuple(action.shape) != wanted:
         raise PolicyError(
@@ -74,13 +76,12 @@ def overlap(one: Path, two: Path) -> bool:
 
 def check_apart(outputs: Iterable[Path], observation: Iterable[Path]) -> None:
     """Raise PolicyError if an output of the policy has the key of an observation."""
-    for path in outputs:
-        for other in observation:
-            if overlap(path, other):
-                raise PolicyError(
-                    f"the policy's output {'.'.join(path)!r} collides with the observation {'.'.join(other)!r}, which "
-                    "the batch keeps under that key: rename the output"
-                )
+    for path, other in itertools.product(outputs, observation):
+        if overlap(path, other):
+            raise PolicyError(
+                f"the policy's output {'.'.join(path)!r} collides with the observation {'.'.join(other)!r}, which "
+                "the batch keeps under that key: rename the output"
+            )
 
 
 def check_recurrent(answer: Any, before: Any) -> None:
@@ -125,7 +126,7 @@ def finish_columns(
 ) -> Columns:
     """A policy's output `columns`, checked, the action in the dtype of its space.
 
-    `parameters` are what a head read; if it has a log-probability, that shows every NaN in them. `chosen` says that a
+    `parameters` are the inputs of a head; its log-probability, if it has one, is NaN if they are. `chosen` is True if a
     head chose the action. With `ties`, only the first of several ones in a one-hot row counts, as it does for
     environments: TorchRL's value policies return several where values are equal.
     """

@@ -16,9 +16,9 @@ from typing_extensions import override
 from funcollect.interop.bridge import jax_view, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.keys import Key, Noise
-from funcollect.policies.actors.actor import Recorder, lane_mask, split_answer
+from funcollect.policies.actors.actor import lane_mask, split_answer
 from funcollect.policies.actors.checks import check_action, check_recurrent, finish_columns
-from funcollect.policies.base import PolicyBase
+from funcollect.policies.base import PolicyBase, ProtocolActor
 from funcollect.policies.heads import Head
 from funcollect.policies.jax_functions.program import PROBE, StepProgram, select_program
 from funcollect.policies.numerics import jax_numerics
@@ -29,10 +29,7 @@ _NARROW = {torch.int64: torch.int32, torch.float64: torch.float32}  # JAX's own 
 
 
 class FunctionPolicy(PolicyBase):
-    """Base class of policies over a traced function: the call, the head, the recurrent state. Subclasses add `params`.
-
-    The arguments are those of `funcollect.jax_policy`.
-    """
+    """Base class of policies over a traced function, with the arguments of `jax_policy`. Subclasses add `params`."""
 
     backend: Literal["jax"] = "jax"
     ties = False  # whether only the first of several ones in a one-hot action counts
@@ -60,10 +57,9 @@ class FunctionPolicy(PolicyBase):
         jax = import_jax()
 
         def expand(leaf: Any) -> Any:
-            array = jax.numpy.asarray(leaf)
-            return jax.numpy.tile(array, (num_envs, *[1] * array.ndim))
+            return jax.numpy.tile(jax.numpy.asarray(leaf), (num_envs, *[1] * np.ndim(leaf)))
 
-        return None if self.initial_state is None else jax.tree.map(expand, self.initial_state)
+        return jax.tree.map(expand, self.initial_state)
 
     @override
     def __call__(
@@ -87,9 +83,9 @@ class FunctionPolicy(PolicyBase):
             check_recurrent(answer, policy_state)
             answer, policy_state = answer
         inner, extras = split_answer(answer, self.head)
-        outputs = dict(extras)
         if self.head is None:
-            return policy_state, {"action": inner, **outputs}
+            return policy_state, {"action": inner, **extras}
+        outputs = dict(extras)
         xp = jax_numerics()
         parameters = self.head.parse(xp, inner, spec)
         if self.takes_key:
@@ -125,13 +121,11 @@ class FunctionPolicy(PolicyBase):
 
 def jax_noise(noise: Noise | None, key: Any, num_envs: int) -> Any:
     """A head's noise drawn in JAX: [P, *shape] float32."""
-    if noise is None:
-        return None
-    return getattr(import_jax().random, noise.kind)(key, (num_envs, *noise.shape))
+    return None if noise is None else getattr(import_jax().random, noise.kind)(key, (num_envs, *noise.shape))
 
 
 class JaxActor(Actor):
-    """Over NumPy rows on the host: one jitted call and one read-back per step."""
+    """Calls the policy on NumPy rows on the host: one jitted call per step, and one array that is read back."""
 
     def __init__(self, policy: FunctionPolicy, inputs: ActorInputs) -> None:
         program = policy.program(inputs)
@@ -176,8 +170,8 @@ class JaxActor(Actor):
         return self._recurrent, self._finish(columns, self._rollout.spec)
 
 
-class DeviceActor(Actor):
-    """Over Torch tensors on an accelerator: one jitted call per step, DLPack each way.
+class DeviceActor(ProtocolActor):
+    """Calls the policy on Torch tensors on an accelerator: one jitted call per step, DLPack each way.
 
     On the CPU an export to JAX costs more than the whole call, so there `JaxActor` reads NumPy rows. DLPack orders a
     reader after the writer: the call waits for the observation, and Torch waits for the call when it reads the action.
@@ -185,36 +179,27 @@ class DeviceActor(Actor):
     """
 
     def __init__(self, policy: FunctionPolicy, inputs: ActorInputs) -> None:
-        jax = import_jax()
+        super().__init__(policy, inputs)
         spec, stochastic = inputs.spec, inputs.stochastic
 
         def step(params: Any, policy_state: Any, observation: Any, noise: Any, t: Any) -> tuple[Any, dict[str, Any]]:
             drawn = None if noise is None else noise[t]
             return policy.answer(spec, stochastic, params, policy_state, observation, drawn)
 
-        self._inputs = inputs
         self._step = compiled(policy, ("device step", id(spec), stochastic), step)
-        self._finish = policy.finish
-        self._recurrent = inputs.policy_state
-        self._sources, self._structure = jax.tree.flatten(inputs.observation)
+        self._sources, self._structure = import_jax().tree.flatten(inputs.observation)
         device = next(iter(self._observation()[0].devices()))
-        self._noise = None if inputs.noise is None else jax.device_put(inputs.noise.numpy(), device)
-        self._names: list[str] = []
-        self._recorder = Recorder(inputs.observation, inputs.length)
+        self._noise = None if inputs.noise is None else import_jax().device_put(inputs.noise.numpy(), device)
         self._held: Any = None
 
     def _observation(self) -> list[Any]:
         return [jax_view(leaf.to(_NARROW.get(leaf.dtype, leaf.dtype))) for leaf in self._sources]
 
     @override
-    def running(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.no_grad()
-
-    @override
     def act(self, t: int) -> Tensor:
         leaves = self._observation()
         observation = import_jax().tree.unflatten(self._structure, leaves)
-        self._recurrent, outputs = self._step(self._inputs.params, self._recurrent, observation, self._noise, t)
+        self._state, outputs = self._step(self._inputs.params, self._state, observation, self._noise, t)
         if t == 0:
             check_action(outputs["action"], self._inputs.spec, self._inputs.num_envs)
             self._names = sorted(outputs)
@@ -225,11 +210,6 @@ class DeviceActor(Actor):
 
     @override
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
-        if self._recurrent is not None:
+        if self._state is not None:
             mask = jax_view(lane_mask(lanes, self._inputs.num_envs).to(self._sources[0].device))
-            self._recurrent = select_program()(mask, self._inputs.initial_state, self._recurrent)
-
-    @override
-    def finish(self) -> tuple[Any, Columns]:
-        columns: Columns = dict(zip(((name,) for name in self._names), self._recorder.columns(), strict=True))
-        return self._recurrent, self._finish(columns, self._inputs.spec)
+            self._state = select_program()(mask, self._inputs.initial_state, self._state)

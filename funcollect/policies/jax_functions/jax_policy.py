@@ -37,7 +37,7 @@ def jax_policy(
     then, so pass what changes in `params`.
 
     Raises:
-        TypeError: for something that cannot be called, or a head that is none.
+        TypeError: if `apply` cannot be called, or `head` is not a head.
 
     A rollout raises PolicyError if a variable that `apply` closes over has been set since it was compiled.
 
@@ -73,9 +73,7 @@ class JaxPolicy(FunctionPolicy):
     def prepare(self, params: Any, /) -> Any:
         """Parameters on the device, once per version; None stands for the policy's own, read at each rollout.
 
-        Raises:
-            ValueError: for a structure or shapes other than the policy's own, or an array that was donated.
-            TypeError: for a leaf that is no array.
+        Raises ValueError or TypeError for parameters unlike the policy's own, and for arrays that were donated.
         """
         jax = import_jax()
         self._check_closure()

@@ -23,7 +23,7 @@ from funcollect.protocols import ActorInputs
 Words = npt.NDArray[np.int32]
 TracedCall = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]  # params, state, observation, noise or key
 
-PROBE = "what the head reads"  # an output that is NaN if the parameters are, for a head without a log-probability
+PROBE = "what the head reads"  # NaN if the inputs of a head are, for heads without a log-probability
 
 _LARGEST_VECTOR = 1 << 16  # floats
 
@@ -31,21 +31,18 @@ _LARGEST_VECTOR = 1 << 16  # floats
 class StepProgram:
     """The jitted step of a policy for one action space and number of lanes.
 
-    32-bit observations and the noise travel in one buffer; others are arguments of their own. Small parameters travel
-    as one vector. A `plain` policy has neither a state nor other observations: its step is ``step(params, buffer)`` and
-    returns the packed outputs. Any other is ``step(params, buffer, policy_state, others)`` and returns both.
+    32-bit observations and the noise are passed in one buffer, others as arguments of their own. Small parameters are
+    passed as one vector. A `plain` policy has neither a state nor other observations: its step is
+    ``step(params, buffer)`` and returns the packed outputs. Otherwise it is ``step(params, buffer, policy_state,
+    others)`` and returns the next state as well.
     `answer` is the policy's traced step, `actor_inputs` any rollout with the same shapes.
     """
 
     def __init__(self, answer: TracedCall, actor_inputs: ActorInputs) -> None:
         jax = import_jax()
         noise = None if actor_inputs.noise is None else actor_inputs.noise[0].numpy()
-        _, shapes = jax.eval_shape(
-            answer, actor_inputs.params, actor_inputs.policy_state, actor_inputs.observation, noise
-        )
-        if not hasattr(shapes["action"], "shape"):
-            kind = type(shapes["action"]).__name__
-            raise PolicyError(f"the policy's action is {kind}, expected an array: return one")
+        given = (actor_inputs.params, actor_inputs.policy_state, actor_inputs.observation, noise)
+        shapes = jax.eval_shape(answer, *given)[1]
         check_action(shapes["action"], actor_inputs.spec, actor_inputs.num_envs)
         self.fields = layout(shapes, actor_inputs.num_envs)
         self._ravel, unravel = _as_vector(actor_inputs.params)
@@ -107,7 +104,7 @@ def select_program() -> Callable[[Any, Any, Any], Any]:
 
 @dataclass(frozen=True)
 class OutputField:
-    """The place of one output among the words of a row."""
+    """The position of one output among the int32 words of a row."""
 
     name: str
     shape: tuple[int, ...]  # of one lane
@@ -139,11 +136,7 @@ def _carrier(dtype: Any) -> Any:
 
 
 def layout(outputs: Mapping[str, Any], num_envs: int) -> tuple[OutputField, ...]:
-    """The fields of a row, the action first, for outputs whose arrays (or their shapes) begin with P.
-
-    Raises:
-        PolicyError: for an output without a row per environment.
-    """
+    """The fields of a row, the action first; PolicyError for an output that is complex or lacks a row per lane."""
     fields: list[OutputField] = []
     start = 0
     for name in sorted(outputs, key=lambda name: (name != "action", name)):

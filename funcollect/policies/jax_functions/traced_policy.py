@@ -21,7 +21,7 @@ from funcollect.specs import ActionSpec, ExplorationType
 
 
 def is_traceable(policy: Policy) -> bool:
-    """Whether `traced_policy` takes it."""
+    """Whether `traced_policy` takes this policy."""
     return isinstance(policy, RandomPolicy) or policy.backend == "jax"
 
 
@@ -36,11 +36,7 @@ def check_traceable(policy: Any) -> None:
 
 
 def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_type: ExplorationType) -> TracedCall:
-    """The policy's step as a traced function that draws its noise from a key.
-
-    Raises:
-        TypeError: for a policy that cannot be traced.
-    """
+    """The policy's step as a traced function that draws its noise from a key; TypeError if JAX cannot trace it."""
     check_traceable(policy)
     jax = import_jax()
     noise = policy.noise(spec)

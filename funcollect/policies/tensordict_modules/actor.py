@@ -61,7 +61,7 @@ class TensorDictActor(Actor):
         self._values: Values = {}
 
     def _given(self) -> dict[Path, Tensor]:
-        """What the module reads besides the observation and does not write. It is recorded like the outputs."""
+        """The keys that the module reads besides the observation and does not write. They are recorded like outputs."""
         hidden = {path: leaf for path, leaf in self._hidden.items() if self._written_to[path] != path}
         return hidden if self._first is None else {**hidden, INIT: self._first}
 

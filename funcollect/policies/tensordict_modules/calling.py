@@ -6,7 +6,7 @@ A module that carries a hidden state reads `key` and writes ``("next", key)``, o
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -18,26 +18,14 @@ from funcollect.errors import PolicyError
 from funcollect.keys import generator_state, torch_generator
 from funcollect.tree import Path, flatten, nest, to_tensordict
 
-_KEEP_STATES = (
-    "OrnsteinUhlenbeckProcessModule",
-    "MultiStepActorWrapper",
-)  # of TorchRL; not only their in_keys
-_KNOWN = ("tensordict", "torchrl")
+_KEEP_STATES = ("OrnsteinUhlenbeckProcessModule", "MultiStepActorWrapper")  # of TorchRL: they read more than in_keys
 
 INIT: Path = ("is_init",)  # True at the first step of a trajectory, as in TorchRL's InitTracker
 
 
-def reads(module: Any) -> list[Path]:
-    """The paths of a module's in_keys; empty for a function."""
-    return _paths(getattr(module, "in_keys", None))
-
-
-def _paths(keys: Iterable[Any] | None) -> list[Path]:
-    return [key if isinstance(key, tuple) else (key,) for key in keys or ()]
-
-
-def _writes(module: Any) -> list[Path]:
-    return _paths(getattr(module, "out_keys", None))
+def paths_of(module: Any, keys: Literal["in_keys", "out_keys"]) -> list[Path]:
+    """The paths of a module's keys; empty for a function."""
+    return [key if isinstance(key, tuple) else (key,) for key in getattr(module, keys, None) or ()]
 
 
 def run_module(
@@ -53,7 +41,7 @@ def run_module(
     try:
         answer = module(given)
     except KeyError as error:
-        wanted = reads(module)
+        wanted = paths_of(module, "in_keys")
         if all(path in inputs for path in wanted):
             raise
         raise PolicyError(
@@ -116,7 +104,7 @@ def _open(value: Any) -> Any:
 
 def written_by(module: Any, path: Path) -> Path:
     """The path under which `module` writes the next value of the hidden state that it reads as `path`."""
-    writes = _writes(module)
+    writes = paths_of(module, "out_keys")
     return path if path in writes and ("next", *path) not in writes else ("next", *path)
 
 
@@ -130,7 +118,7 @@ def reads_what_it_wrote(module: Any) -> bool:
         return True
     kinds = [type(part) for part in module.modules() if isinstance(part, TensorDictModuleBase)]
     return not isinstance(module, TensorDictModuleBase) or any(
-        kind.forward.__module__.partition(".")[0] not in _KNOWN
+        kind.forward.__module__.partition(".")[0] not in ("tensordict", "torchrl")
         or any(base.__name__ in _KEEP_STATES for base in kind.__mro__)
         for kind in kinds
     )
@@ -145,12 +133,9 @@ def initial_hidden_states(
     part of the module, such as TorchRL's LSTMModule; else from `defaults`. A state that is written under ``next`` has
     to have a value. A key that the module reads and writes is a state only if its value is known; otherwise it may be
     an observation that the module replaces.
-
-    Raises:
-        ValueError: for a state without a value, or a given one that the policy does not carry.
     """
     given_states = {} if given is None else _flat(given)
-    read, written = reads(module), _writes(module)
+    read, written = paths_of(module, "in_keys"), paths_of(module, "out_keys")
     hidden = sorted(path[1:] for path in written if path[0] == "next" and path[1:] in read)
     if not written:
         hidden = sorted(given_states)

@@ -111,7 +111,7 @@ class EquivalenceCheck:
         self._calls: dict[int, deque[tuple[Any, ...]]] = defaultdict(deque)
 
     def compare(self, run: Callable[[], Mapping[Path, Any]]) -> tuple[Mapping[Path, Any], bool]:
-        """What `run`, a call of the policy, returns, and whether the parts return the same."""
+        """Call `run`, one call of the policy. Return its outputs, and whether the parts return the same."""
         before = torch.get_rng_state()
         networks = {id(part.module): part.module for part in self._parts if isinstance(part, _Network)}
         handles = [each.register_forward_hook(self._note, with_kwargs=True) for each in networks.values()]

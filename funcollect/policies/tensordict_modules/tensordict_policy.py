@@ -18,7 +18,7 @@ from funcollect.policies.tensordict_modules.calling import (
     check_hidden,
     initial_hidden_states,
     outputs_of,
-    reads,
+    paths_of,
     reads_what_it_wrote,
     run_module,
     written_by,
@@ -26,7 +26,7 @@ from funcollect.policies.tensordict_modules.calling import (
 from funcollect.policies.torch_backed import Compiler, TorchBacked, TorchPolicyState, check_callable, check_compiler
 from funcollect.protocols import ActorInputs
 from funcollect.specs import ExplorationType
-from funcollect.tree import Path, nest
+from funcollect.tree import Path, flatten, nest
 
 
 def tensordict_policy(
@@ -92,7 +92,7 @@ class TensorDictPolicy(TorchBacked):
     @property
     def reads_init(self) -> bool:
         """Whether the module reads ``is_init``."""
-        return INIT in reads(self.module)
+        return INIT in paths_of(self.module, "in_keys")
 
     @override
     def remembers(self, policy_state: Any, /) -> bool:
@@ -117,18 +117,33 @@ class TensorDictPolicy(TorchBacked):
     @override
     def initial_carry(self, observation: Any) -> dict[Path, Tensor] | None:
         """The hidden states, and ``is_init`` if the module reads it and the example `observation` does not hold it."""
-        tells = self.reads_init and INIT not in by_path(observation)
-        return self.hidden_states | ({INIT: torch.ones(1, dtype=torch.bool)} if tells else {}) or None
+        added = self.reads_init and INIT not in by_path(observation)
+        return self.hidden_states | ({INIT: torch.ones(1, dtype=torch.bool)} if added else {}) or None
 
     def call_module(
         self, module: Any, observation: Any, recurrent: Any, exploration_type: ExplorationType, *, single: bool = False
     ) -> dict[str, Any]:
         """The nested outputs [P, ...] of `module`, which is this policy's module bound to parameters."""
         inputs, read = self.inputs_of(observation, recurrent)
-        with set_interaction_type(exploration_type):
+        with set_interaction_type(exploration_type):  # not `outputs_from`: one call less at each step
             outputs = outputs_of(run_module(module, inputs, self.device, single=single), read, single=single)
         check_hidden(outputs, {path: inputs[path] for path in self.hidden_states}, self.written)
         return nest(outputs)
+
+    def outputs_from(
+        self, inputs: Mapping[Path, Any], read: set[Path], module: Any, exploration_type: ExplorationType, single: bool
+    ) -> dict[Path, Any]:
+        """The outputs [P, ...] of `module` by path, without the paths in `read`."""
+        with set_interaction_type(exploration_type):
+            return outputs_of(run_module(module, inputs, self.device, single=single), read, single=single)
+
+    def recorded(self, answer: Any, recurrent: Any) -> tuple[dict[Path, Any], dict[Path, Any]]:
+        """The outputs of one call for the batch, and the next value of each state in `recurrent`, of Torch or JAX."""
+        read, written = recurrent or {}, self.written
+        outputs = {**flatten(answer), **{path: leaf for path, leaf in read.items() if written.get(path) != path}}
+        if INIT in read:
+            outputs["next", *INIT] = read[INIT] != read[INIT]  # False
+        return outputs, {path: outputs[written.get(path, ("next", *path))] for path in read}
 
     @override
     def actor(self, inputs: ActorInputs, /) -> TensorDictActor:

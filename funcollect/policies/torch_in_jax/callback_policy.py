@@ -20,9 +20,8 @@ from funcollect.interop.lowering.structure import plain
 from funcollect.interop.memory import fixed
 from funcollect.keys import torch_generator
 from funcollect.policies.actors.checks import check_tensor
-from funcollect.policies.torch_backed import TorchPolicyState, lanes_of
-from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source, check_forgets, constant
-from funcollect.specs import ExplorationType
+from funcollect.policies.torch_backed import TorchPolicyState
+from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, check_forgets
 from funcollect.tree import NAMESPACE
 
 _LEAF: Any = 0
@@ -40,27 +39,24 @@ class _OutputBuffers(NamedTuple):
 
 
 class CallbackPolicy(EmbeddedPolicy):
-    """A Torch policy by `jax.experimental.buffer_callback`, on one thread at a time.
+    """A Torch policy whose module is called back, by `jax.experimental.buffer_callback`, on one thread at a time.
 
-    `prepare` binds the parameters; the program is the same for all. `reads` are the Torch dtypes of the leaves of the
-    observation and the recurrent state.
+    `prepare` binds the parameters; the program is the same for all.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        exploration_type: ExplorationType,
-        reads: list[torch.dtype],
-        initial_carry: Any,
-        single: bool,
-    ) -> None:
-        super().__init__(source, exploration_type, initial_carry, single)
+    @override
+    def _try(self, observation: Any, recurrent: Any) -> None:
         self._call = buffer_callback()
-        self._reads = reads
+        leaves, treedef = import_jax().tree.flatten(plain((observation, recurrent)))
+        self._reads = [leaf.dtype for leaf in leaves]  # the dtypes of Torch
         self._answers: dict[Any, _OutputBuffers] = {}
         self._module: Any = None
-        self._settings = source.settings
+        self._settings = self.source.settings
         self._error: BaseException | None = None
+        check_forgets(self, self.source.bound(None), observation, recurrent)
+        treespec, kinds = self.answer_to(treedef, leaves).form
+        zeros = [torch.zeros(shape, dtype=dtype) for shape, dtype in kinds]
+        self.note(optree.tree_unflatten(treespec, zeros), observation, recurrent)
 
     @override
     def prepare(self, params: Any) -> dict[str, Any]:
@@ -81,7 +77,7 @@ class CallbackPolicy(EmbeddedPolicy):
 
     @contextlib.contextmanager
     def running(self, state: TorchPolicyState) -> Iterator[None]:
-        """Torch's global generator running from `state`, and errors of the module as they were raised."""
+        """Run Torch's global generator from `state`, and raise errors of the module in their original form."""
         self._error = None
         with torch_generator(state.generator):
             try:
@@ -104,8 +100,7 @@ class CallbackPolicy(EmbeddedPolicy):
     def answer_to(self, treedef: Any, leaves: list[Any]) -> _OutputBuffers:
         """The form of the answer to such inputs, for which the module is called once with zeros.
 
-        Raises:
-            LoweringError: for dtypes that JAX lacks.
+        LoweringError for dtypes that JAX lacks.
         """
         which = (treedef, *(tuple(leaf.shape) for leaf in leaves))
         if which not in self._answers:
@@ -158,27 +153,6 @@ def buffer_callback() -> Callable[..., Any]:
     except ImportError as error:
         raise LoweringError("this version of JAX has no jax.experimental.buffer_callback") from error
     return call
-
-
-def callback_policy(
-    source: Source, observation: Any, exploration_type: ExplorationType, *, single: bool = False
-) -> CallbackPolicy:
-    """A policy whose module is called back, tried with an example `observation` [P, ...].
-
-    Raises:
-        LoweringError: for a policy whose inputs or answers JAX does not have.
-    """
-    tree = import_jax().tree
-    initial_carry = constant(source.initial_carry(observation))
-    recurrent = lanes_of(initial_carry, len(tree.leaves(observation)[0]), source.device)
-    leaves, treedef = tree.flatten(plain((observation, recurrent)))
-    policy = CallbackPolicy(source, exploration_type, [leaf.dtype for leaf in leaves], initial_carry, single)
-    check_forgets(policy, source.bound(None), observation, recurrent)
-    answer = policy.answer_to(treedef, leaves)
-    treespec, kinds = answer.form
-    zeros = [torch.zeros(shape, dtype=dtype) for shape, dtype in kinds]
-    policy.note(optree.tree_unflatten(treespec, zeros), observation, recurrent)
-    return policy
 
 
 def _narrowed(leaf: Tensor) -> Tensor:

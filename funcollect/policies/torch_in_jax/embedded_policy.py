@@ -16,7 +16,6 @@ import numpy as np
 import optree
 import torch
 from tensordict import TensorDict
-from tensordict.nn import set_interaction_type
 from torch import Tensor
 
 from funcollect.errors import LoweringError
@@ -27,34 +26,31 @@ from funcollect.interop.lowering.structure import plain
 from funcollect.keys import key_from_seed, torch_generator
 from funcollect.policies.actors.checks import overlap
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
-from funcollect.policies.tensordict_modules.calling import (
-    INIT,
-    by_path,
-    may_be_read,
-    names_of,
-    outputs_of,
-    reads_what_it_wrote,
-    run_module,
-)
+from funcollect.policies.tensordict_modules.calling import INIT, by_path, may_be_read, names_of, reads_what_it_wrote
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
-from funcollect.policies.torch_backed import TorchPolicyState
+from funcollect.policies.torch_backed import TorchPolicyState, lanes_of
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.specs import RESERVED, ExplorationType, Leaf, Space, assemble, disassemble
 from funcollect.tree import NAMESPACE, Path, flatten, select
 
 _ANY = key_from_seed(0)  # initial states do not depend on keys
-_MOST_ROWS = 3  # of an example; sizes other than 1 are alike to a module
+_MOST_ROWS = 3  # of an example; a module treats all batch sizes other than 1 alike
 
 Source = TorchPolicy | TensorDictPolicy
 
 
 class EmbeddedPolicy(FunctionPolicy, ABC):
-    """Base class of `LoweredPolicy` and `CallbackPolicy`.
+    """Base class of `LoweredPolicy` and `CallbackPolicy`, which are tried with an example `observation` [P, ...].
 
-    `initial_carry` is what the loop carries, in one environment at the start of an episode, or None.
+    LoweringError for a policy that cannot run in this way.
     """
 
-    def __init__(self, source: Source, exploration_type: ExplorationType, initial_carry: Any, single: bool) -> None:
+    def __init__(
+        self, source: Source, observation: Any, exploration_type: ExplorationType, *, single: bool = False
+    ) -> None:
+        initial_carry = source.initial_carry(observation)
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(initial_carry)):
+            raise LoweringError("initial_state requires grad, so it may change: pass a constant one")
         initial = optree.tree_map(lambda leaf: np.asarray(torch.as_tensor(leaf)), plain(initial_carry))
         super().__init__(self.traced, source.head, initial)
         self.source = source
@@ -64,6 +60,11 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
         self._carries_init = isinstance(source, TensorDictPolicy) and INIT in (initial_carry or {})
         self.dtypes: dict[Path, torch.dtype] = {}  # of outputs whose dtypes JAX lacks
         self.nested: list[Path] = []  # outputs that the loop has under dotted names
+        self._try(observation, lanes_of(initial_carry, len(leaves_of(observation)[0]), source.device))
+
+    @abstractmethod
+    def _try(self, observation: Any, recurrent: Any) -> None:
+        """Prepare the module to be called in the loop, and call it with this example."""
 
     @abstractmethod
     def traced(self, params: Any, observation: Any, state: Any = None) -> Any:
@@ -73,10 +74,6 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
     def params(self) -> Any:
         """Parameters as the loop takes them."""
         return self.prepare(None)
-
-    @abstractmethod
-    def prepare(self, params: Any) -> Any:
-        """Parameters as the loop takes them, from what the Torch policy takes; None for its current ones."""
 
     def enter(self, state: TorchPolicyState, num_lanes: int) -> Any:
         """The recurrent state for the loop, over the same memory.
@@ -99,14 +96,11 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
             recurrent = {path: leaf for path, leaf in recurrent.items() if path != INIT}
         arrays = import_jax().tree.leaves(recurrent)
         after = [torch_view(new).to(old.device, old.dtype, copy=True) for new, old in zip(arrays, leaves, strict=True)]
-        recurrent = optree.tree_unflatten(treespec, after)
         if after and bool(fresh.any()):
-            initial = self.source.init(_ANY, len(fresh)).recurrent
-            initial = optree.tree_map(
-                lambda one, two: one.to(two.device, two.dtype), initial, recurrent, namespace=NAMESPACE
-            )
-            recurrent = select(fresh.to(after[0].device), initial, recurrent)
-        return before._replace(recurrent=recurrent)
+            start = leaves_of(self.source.init(_ANY, len(fresh)).recurrent)
+            initial = [one.to(two.device, two.dtype) for one, two in zip(start, after, strict=True)]
+            after = select(fresh.to(after[0].device), initial, after)
+        return before._replace(recurrent=optree.tree_unflatten(treespec, after))
 
     def as_torch(self, batch: TensorDict) -> TensorDict:
         """A batch of the loop with the dtypes and nested keys of the Torch policy's outputs."""
@@ -128,20 +122,18 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
         """
         if not isinstance(self.source, TensorDictPolicy):
             return answer
-        outputs, after = _recorded(answer, recurrent, self.source.written)
+        outputs, after = self.source.recorded(answer, recurrent)
         named = {".".join(path): leaf for path, leaf in outputs.items()}
         return named if recurrent is None else (named, after)
 
     def note(self, answer: Any, observation: Any, recurrent: Any) -> None:
         """Remember the nested outputs, and those whose dtype JAX lacks, from the module's answer to an example.
 
-        Raises:
-            LoweringError: for nested outputs under keys that a batch uses itself, or a hidden state whose dtype
-                changes in a step.
+        LoweringError for a nested output under a key of the batch, or a hidden state whose dtype changes in a step.
         """
         hidden: Mapping[Path, Any] = {}
         if isinstance(self.source, TensorDictPolicy):
-            outputs, hidden = _recorded(answer, recurrent, self.source.written)
+            outputs, hidden = self.source.recorded(answer, recurrent)
         else:
             answer = answer if recurrent is None else answer[0]
             outputs = flatten(answer) if isinstance(answer, Mapping) else {}
@@ -182,12 +174,9 @@ def example(space: Space, leaves: Sequence[Leaf], num_envs: int) -> Any:
     return assemble(space, flat)
 
 
-def constant(initial_carry: Any) -> Any:
-    """`initial_carry`, which a program keeps; LoweringError if a trainer may change it."""
-    leaves = optree.tree_leaves(initial_carry, namespace=NAMESPACE)
-    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-        raise LoweringError("initial_state requires grad, so it may change: pass a constant one")
-    return initial_carry
+def leaves_of(tree: Any) -> list[Any]:
+    """The leaves of a pytree of tensors."""
+    return optree.tree_leaves(tree, namespace=NAMESPACE)
 
 
 def check_forgets(policy: EmbeddedPolicy, module: Any, observation: Any, recurrent: Any) -> None:
@@ -196,14 +185,14 @@ def check_forgets(policy: EmbeddedPolicy, module: Any, observation: Any, recurre
     A loop of JAX only carries hidden states that are declared. So the module is called twice, the second time with its
     first outputs, and has to return the same.
     """
-    source, single = policy.source, policy.single
+    source = policy.source
     if not isinstance(source, TensorDictPolicy) or not reads_what_it_wrote(source.module):
         return
     inputs, read = source.inputs_of(observation, recurrent)
 
     def outputs_from(given: dict[Path, Any]) -> dict[Path, Any]:
-        with torch.no_grad(), set_interaction_type(policy.exploration_type), torch_generator(torch.get_rng_state()):
-            return outputs_of(run_module(module, given, source.device, single=single), read, single=single)
+        with torch.no_grad(), torch_generator(torch.get_rng_state()):
+            return source.outputs_from(given, read, module, policy.exploration_type, policy.single)
 
     first = outputs_from(inputs)
     second = outputs_from(inputs | {path: leaf for path, leaf in first.items() if may_be_read(path)})
@@ -216,17 +205,3 @@ def check_forgets(policy: EmbeddedPolicy, module: Any, observation: Any, recurre
 
 def _same(one: Any, two: Any) -> bool:
     return one is two or (isinstance(one, Tensor) and torch.equal(one, two))
-
-
-def _recorded(
-    answer: Any, recurrent: Mapping[Path, Any] | None, written: Mapping[Path, Path]
-) -> tuple[dict[Path, Any], dict[Path, Any]]:
-    """The outputs of one call of a TensorDict policy for the batch, and the next value of each state that it read.
-
-    `written` maps the path of each hidden state to the path of its next value.
-    """
-    read = recurrent or {}
-    outputs = {**flatten(answer), **{path: leaf for path, leaf in read.items() if written.get(path) != path}}
-    if INIT in read:
-        outputs["next", *INIT] = read[INIT] != read[INIT]  # False, of Torch or of JAX
-    return outputs, {path: outputs[written.get(path, ("next", *path))] for path in read}

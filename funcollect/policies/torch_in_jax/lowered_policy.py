@@ -19,23 +19,28 @@ from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.lowering import Lowered, lower_module
 from funcollect.interop.lowering.structure import plain
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
-from funcollect.policies.torch_backed import lanes_of
-from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source, check_forgets, constant
+from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source, check_forgets, leaves_of
 from funcollect.policies.torch_modules.settings import settings_of, unregistered
-from funcollect.specs import ExplorationType
-from funcollect.tree import NAMESPACE
 
 _TOLERANCE = 1e-3  # relative; rounding is far below it
 
 
 class LoweredPolicy(EmbeddedPolicy):
-    """See `funcollect.lower_policy`. `params` are the module's current ones, read at each access, as arrays of JAX."""
+    """See `funcollect.lower_policy`. `params` are the module's current ones, read at each access, as arrays of JAX.
 
-    def __init__(
-        self, source: Source, exploration_type: ExplorationType, lowered: Lowered, initial_carry: Any, single: bool
-    ) -> None:
-        super().__init__(source, exploration_type, initial_carry, single)
-        self.lowered = lowered
+    LoweringError for a module that cannot be lowered, or whose weights a program could not read again.
+    """
+
+    @override
+    def _try(self, observation: Any, recurrent: Any) -> None:
+        module = _checked_module(self.source)
+        inputs = self.source.arguments(observation, recurrent)
+        if isinstance(self.source, TensorDictPolicy):
+            given = TensorDict(inputs[0], batch_size=[len(leaves_of(observation)[0])])
+            inputs = (given[0] if self.single else given,)
+        with set_interaction_type(self.exploration_type):
+            self.lowered: Lowered = lower_module(module, inputs)
+        _check_answer(self, observation, recurrent)
 
     @override
     def traced(self, params: Any, observation: Any, state: Any = None) -> Any:
@@ -48,14 +53,7 @@ class LoweredPolicy(EmbeddedPolicy):
 
     @override
     def prepare(self, params: Any) -> dict[str, Any]:
-        """Copies of parameters, laid out for JAX.
-
-        Args:
-            params: what the Torch policy takes, or what this returned; None for the module's current ones.
-
-        Raises:
-            TypeError, ValueError: for parameters that do not fit the module.
-        """
+        """Copies of parameters, laid out for JAX; `params` as the Torch policy takes them, or the result of this."""
         jax = import_jax()
         if isinstance(params, dict) and all(isinstance(leaf, jax.Array) for leaf in params.values()):
             return params
@@ -73,31 +71,9 @@ class LoweredPolicy(EmbeddedPolicy):
         return self.source.state_dict() | ({} if params is None else self.lowered.restore(params))
 
     def load(self, params: Mapping[str, Any]) -> None:
-        """Write arrays such as `params`, or what `state_dict` returned, into the user's module."""
+        """Write arrays such as `params`, or the result of `state_dict`, into the user's module."""
         jax = any(isinstance(leaf, import_jax().Array) for leaf in params.values())
         self.source.load(self.state_dict(params) if jax else params)
-
-
-def lowered_policy(
-    source: Source, observation: Any, exploration_type: ExplorationType, *, single: bool = False
-) -> LoweredPolicy:
-    """A policy whose module is lowered, checked against the module on an example `observation` [P, ...].
-
-    Raises:
-        LoweringError: for a module that cannot be lowered, or whose weights a program could not read again.
-    """
-    module = _checked_module(source)
-    initial_carry = constant(source.initial_carry(observation))
-    rows = len(_leaves(observation)[0])
-    recurrent = lanes_of(initial_carry, rows, source.device)
-    inputs = source.arguments(observation, recurrent)
-    if isinstance(source, TensorDictPolicy):
-        given = TensorDict(inputs[0], batch_size=[rows])
-        inputs = (given[0] if single else given,)
-    with set_interaction_type(exploration_type):
-        policy = LoweredPolicy(source, exploration_type, lower_module(module, inputs), initial_carry, single)
-    _check_answer(policy, observation, recurrent)
-    return policy
 
 
 def _checked_module(source: Source) -> nn.Module:
@@ -117,7 +93,7 @@ def _checked_module(source: Source) -> nn.Module:
 
 
 def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> None:
-    """Raise LoweringError unless `policy` returns what its module does, and the module leaves its attributes alone."""
+    """Raise LoweringError unless `policy` and its module agree, and the module does not change its attributes."""
     source: Any = policy.source
     module: Any = source.bound(None)
     given: Any = (observation, recurrent)
@@ -132,14 +108,13 @@ def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> No
     ours = import_jax().jit(policy.apply)(policy.prepare(None), *inputs)
     eager = plain(eager)
     policy.note(eager, *moved)
-    pairs = zip(_leaves(policy.to_outputs(eager, moved[1])), map(to_torch, import_jax().tree.leaves(ours)), strict=True)
+    pairs = zip(
+        leaves_of(policy.to_outputs(eager, moved[1])), map(to_torch, import_jax().tree.leaves(ours)), strict=True
+    )
     apart = max((_apart(one.cpu(), two.cpu()) for one, two in pairs if one.is_floating_point()), default=0.0)
     if apart > _TOLERANCE:
-        raise LoweringError(f"{type(module).__name__}, lowered, answers otherwise than itself, by {apart:.1e}")
-
-
-def _leaves(tree: Any) -> list[Any]:
-    return optree.tree_leaves(tree, namespace=NAMESPACE)
+        name = type(module).__name__
+        raise LoweringError(f"{name} and its lowered form differ by {apart:.1e}: use torch_policy(compile='eager')")
 
 
 def _apart(one: Tensor, two: Tensor) -> float:

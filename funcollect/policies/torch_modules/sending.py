@@ -63,7 +63,7 @@ def pack(subject: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """The subject that was packed; the parameters and buffers of a module are zeros."""
+    """The subject that `pack` packed; the parameters and buffers of a module are zeros."""
     return _Unpacker(io.BytesIO(data)).load()
 
 
@@ -98,7 +98,7 @@ class _Unpacker(pickle.Unpickler):
         self._tensors: dict[int, torch.Tensor] = {}
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
-        """Zeros like the weight; one tensor for each record."""
+        """Zeros shaped like the weight. A weight that occurs twice becomes one tensor."""
         number, shape, dtype, device, trained = pid
         if number not in self._tensors:
             zeros = torch.zeros(shape, dtype=dtype, device=device)

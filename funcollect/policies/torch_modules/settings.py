@@ -49,7 +49,7 @@ NO_SETTINGS = Settings()
 
 
 class Look:
-    """A record of objects as they are at `take`, which `holds` compares with what they are later."""
+    """Records the state of objects in `take`, and compares it with their later state in `holds`."""
 
     def __init__(self, owners: Iterable[Any] = (), containers: Iterable[Any] = ()) -> None:
         self.owners = list(owners)  # objects whose classes may change
@@ -59,13 +59,14 @@ class Look:
         self.arrays: list[Any] = []  # compared by their contents
 
     def take(self) -> Look:
-        """Record what everything is now."""
-        self._sizes, self._objects, self._versions = self._sizes_now(), self._objects_now(), self._versions_now()
+        """Record the current state."""
+        self._sizes = list(map(len, self.containers))
+        self._objects, self._versions = self._objects_now(), self._versions_now()
         return self
 
     def holds(self) -> bool:
-        """Whether everything is as it was."""
-        if self._sizes_now() != self._sizes:
+        """Whether the state is still the recorded one."""
+        if list(map(len, self.containers)) != self._sizes:
             return False
         objects = self._objects_now()
         return (
@@ -73,9 +74,6 @@ class Look:
             and all(map(is_, objects, self._objects))
             and self._versions_now() == self._versions
         )
-
-    def _sizes_now(self) -> list[int]:
-        return list(map(len, self.containers))
 
     def _objects_now(self) -> list[Any]:
         objects: list[Any] = list(map(type, self.owners))
@@ -129,29 +127,22 @@ class _Itself:
 
 
 class _Survey:
-    """One walk over a module and everything that its attributes lead to."""
+    """One walk over a module and everything that its attributes lead to. `look` records the objects on the way."""
 
     def __init__(self, module: Any) -> None:
         own = isinstance(module, nn.Module)
         self._registered = {id(each) for each in (*module.parameters(), *module.buffers())} if own else set()
         self._seen: dict[int, tuple[int, Any]] = {}  # by id: its number; and itself, so that no other takes the id
         self.look = Look()
-        self.settings = NO_SETTINGS
-        self.error: LoweringError | None = None
-        try:
-            self.settings = Settings(self._setting(module))
-        except LoweringError as error:
-            self.error = error.with_traceback(None)
-        self.look.take()
 
-    def _setting(self, value: Any) -> Any:
+    def setting(self, value: Any) -> Any:
         """The value as it can be compared: plain values with their types, since 1, 1.0 and True are equal."""
         if isinstance(value, PLAIN) and not isinstance(value, Enum):
             return type(value), value
         if isinstance(value, _ITSELF):
             return _Itself(value)
         if isinstance(value, (tuple, frozenset)):
-            return type(value), tuple(map(self._setting, value))
+            return type(value), tuple(map(self.setting, value))
         if id(value) in self._seen:
             return "seen", self._seen[id(value)][0]
         if len(self._seen) == _MOST_OBJECTS:
@@ -166,13 +157,13 @@ class _Survey:
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, TensorDictBase):  # whose own attributes change as it is read
-            return tuple((path, self._setting(leaf)) for path, leaf in flatten(value).items())
+            return tuple((path, self.setting(leaf)) for path, leaf in flatten(value).items())
         if isinstance(value, _MAPPINGS):
             self.look.containers.append(value)
-            return tuple((self._setting(key), self._setting(each)) for key, each in value.items())
+            return tuple((self.setting(key), self.setting(each)) for key, each in value.items())
         if isinstance(value, _SEQUENCES):
             self.look.containers.append(value)
-            return tuple(map(self._setting, value))
+            return tuple(map(self.setting, value))
         if isinstance(value, np.ndarray | np.generic):
             self.look.arrays.append(value)
             return value.dtype.str, value.shape, value.tobytes()
@@ -189,26 +180,22 @@ class _Survey:
         if isinstance(value, FunctionType):
             self.look.cells += value.__closure__ or ()
         if (parts := referents(value)) is not None:
-            return getattr(value, "__code__", None), tuple(map(self._setting, parts))
+            return getattr(value, "__code__", None), tuple(map(self.setting, parts))
         if isinstance(value, weakref.ref):
-            return self._setting(value())
+            return self.setting(value())
         attributes = getattr(value, "__dict__", None)
         if not isinstance(attributes, dict):
             return _Itself(value)
         self.look.owners.append(value)
-        return self._setting(attributes)
+        return self.setting(attributes)
 
 
 def settings_of(module: Any) -> Settings:
     """Everything that a module is, except the contents of its parameters and buffers, as far as Python shows it.
 
     These are its submodules and their classes, hooks, the names, shapes and dtypes of tensors, and the values of
-    attributes: numbers, containers, functions and what they close over, tensors, arrays and other objects with their
-    attributes. Not seen: global variables that a function reads, attributes in ``__slots__`` or in C, and tensors
-    written through ``.data`` that are no parameters or buffers.
-
-    Raises:
-        LoweringError: for a module whose attributes lead to more than 2,000 objects.
+    attributes, with all that these refer to. Not seen are global variables that a function reads, attributes in
+    ``__slots__`` or in C, and writes through ``.data`` to other tensors. LoweringError for more than 2,000 objects.
 
     >>> module = torch.nn.Dropout(0.1)
     >>> before = settings_of(module)
@@ -219,13 +206,12 @@ def settings_of(module: Any) -> Settings:
 
 
 class SettingsCache:
-    """The settings of a module (None: no settings), read again only if something has been set since the last time."""
+    """The settings of a module (None has none), read again only after a change of an attribute or a container."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
         self._look: Look | None = None
-        self._settings = NO_SETTINGS
-        self._error: LoweringError | None = None
+        self._settings: Settings | LoweringError = NO_SETTINGS
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SettingsCache, (self._module,)
@@ -235,11 +221,14 @@ class SettingsCache:
         """The module's current settings; see `settings_of`."""
         if self._module is not None and (self._look is None or not self._look.holds()):
             survey = _Survey(self._module)
-            self._look, self._error = survey.look, survey.error
-            if survey.settings != self._settings:
-                self._settings = survey.settings
-        if self._error is not None:
-            raise self._error
+            try:
+                settings = Settings(survey.setting(self._module))
+                self._settings = self._settings if settings == self._settings else settings
+            except LoweringError as error:
+                self._settings = error.with_traceback(None)
+            self._look = survey.look.take()
+        if isinstance(self._settings, LoweringError):
+            raise self._settings
         return self._settings
 
 

@@ -1,7 +1,7 @@
 """A shallow copy of a Torch module, to run with other tensors; the user's module is only read.
 
 Each submodule of the copy has its own dictionaries of parameters, buffers and submodules, and shares everything else
-with the user's. So a change inside an attribute acts at once, and `Skeleton.follow` applies what has been set since.
+with the user's. So a change inside an attribute acts at once, and `Skeleton.follow` applies attributes set later.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from operator import is_
 from types import MethodType, ModuleType
 from typing import Any
 
@@ -26,7 +27,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 
 @dataclass
 class _PartCopy:
-    """The copy of one submodule, and its attributes as they were copied last."""
+    """The copy of one submodule, and the attributes that were copied last."""
 
     original: nn.Module  # kept alive, so that its id is not used again
     copy: nn.Module
@@ -34,12 +35,10 @@ class _PartCopy:
 
 
 class Skeleton:
-    """See the module's docstring.
+    """See the module's docstring. `root` is the copy of the user's module.
 
-    Attributes:
-        root: the copy of the user's module.
-        entangled: the name of an attribute through which the module reaches its own parameters or submodules, whatever
-            replaces them in the copy; empty if there is none.
+    `entangled` is the name of an attribute through which the copy reaches parameters or submodules of the original;
+    empty if there is none.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -49,7 +48,7 @@ class Skeleton:
         self.follow()
 
     def follow(self) -> bool:
-        """Apply whatever has been set in the module since the last call. Return whether anything had been set."""
+        """Apply the changes of the module since the last call. Return whether there were any."""
         if self._look is not None and self._look.holds():
             return False
         parts = _parts_of(self._module)
@@ -70,6 +69,7 @@ class Skeleton:
         return True
 
     def _copies_of(self, parts: list[nn.Module]) -> dict[int, _PartCopy]:
+        """The copies by the id of the original. Submodules that are still there keep theirs."""
         copies: dict[int, _PartCopy] = {}
         for part in parts:
             if id(part) in copies:
@@ -123,9 +123,8 @@ class Skeleton:
             return value if owner is value.__self__ else MethodType(value.__func__, owner)
         if isinstance(value, partial):
             parts = (value.func, value.args, value.keywords)
-            function, args, keywords = map(self._moved, parts)
-            same = all(new is old for new, old in zip((function, args, keywords), parts, strict=True))
-            return value if same else partial(function, *args, **keywords)
+            moved = tuple(map(self._moved, parts))
+            return value if all(map(is_, moved, parts)) else partial(moved[0], *moved[1], **moved[2])
         return self._container(value) if isinstance(value, _CONTAINERS) and value else value
 
     def _container(self, value: Any) -> Any:
@@ -135,7 +134,7 @@ class Skeleton:
         items = list(value.values() if isinstance(value, dict) else value)
         moved = list(map(self._moved, items))
         self._open.remove(id(value))
-        if all(new is old for new, old in zip(moved, items, strict=True)):
+        if all(map(is_, moved, items)):
             return value
         self._copied.append(value)
         if isinstance(value, dict):
@@ -177,7 +176,7 @@ def bare(kind: type[nn.Module]) -> nn.Module:
 
 
 def _inside(value: Any) -> Any:
-    """The contents of a container, what a function or method refers to, or an object's attributes."""
+    """The contents of a container, the referents of a function or method, or an object's attributes."""
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, _CONTAINERS):

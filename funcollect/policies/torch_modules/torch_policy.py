@@ -63,8 +63,8 @@ def torch_policy(
     ``.data`` to tensors that are neither parameters nor buffers. Make another policy after such a change.
 
     Raises:
-        TypeError: for a module that cannot be called, or a head that is none.
-        ValueError: for a device or a compiler that is not there.
+        TypeError: if `module` cannot be called, or `head` is not a head.
+        ValueError: for a device that does not exist, or an unknown way of running.
 
     If ``"xla"`` is demanded and the module cannot be lowered, `funcollect.init` raises `LoweringError`.
 
@@ -91,11 +91,7 @@ class CompiledCall:
         self._call: Callable[..., Any] | None = None
 
     def __call__(self, module: Callable[..., Any], run_device: torch.device) -> Callable[..., Any]:
-        """The compiled `module`. Torch compiles it at its first call, and again only for another object.
-
-        Raises:
-            PolicyError: if there is no C++ compiler, which Inductor needs on the CPU.
-        """
+        """The compiled `module`. Torch compiles it at its first call, and again only for another object."""
         if self._call is None or self._module is not module:
             program = os.environ.get("CXX", "g++")
             if run_device.type == "cpu" and shutil.which(program) is None:
@@ -165,7 +161,7 @@ class TorchActor(Actor):
         self._policy = policy
         self._head = policy.head
         module = policy.bound(inputs.params)
-        self._module = partial(_with_keys, module, policy.keys) if policy.keys else module
+        self._module = partial(_call_on_keys, module, policy.keys) if policy.keys else module
         run_device = policy.run_device
         leaves = optree.tree_leaves(inputs.observation)
         away = run_device is not None and any(leaf.device != run_device for leaf in leaves)
@@ -253,9 +249,9 @@ class TorchActor(Actor):
         return TorchPolicyState(_copied(self._recurrent), self._generator), columns
 
 
-def _with_keys(module: Callable[..., Any], keys: Sequence[str], observation: Mapping[str, Any], *others: Any) -> Any:
-    """The answer of the module to each of these keys as an argument of its own."""
-    return module(*[observation[key] for key in keys], *others)
+def _call_on_keys(module: Callable[..., Any], keys: Sequence[str], observation: Mapping[str, Any], *rest: Any) -> Any:
+    """Call the module with each of these keys as an argument of its own."""
+    return module(*[observation[key] for key in keys], *rest)
 
 
 def _copied(recurrent: Any) -> Any:
