@@ -13,13 +13,6 @@ class BufferFiller:
 
     The thread refers to the collector only while it waits for a batch, so that a collector that nobody else refers to
     is freed.
-
-    Args:
-        collector: an iterator over batches.
-        buffer: any object with a method `extend`.
-
-    Raises:
-        TypeError: for a buffer without that method.
     """
 
     def __init__(self, collector: Iterator[Any], buffer: Any) -> None:

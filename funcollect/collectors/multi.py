@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -15,9 +15,9 @@ from funcollect.collectors.options import Device, Options, options_of
 from funcollect.collectors.runner import ALONE, Shard
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.batch_layout import Join
-from funcollect.collectors.workers.gathering import AsyncGathering, Gathering, SyncGathering
+from funcollect.collectors.workers.gathering import AsyncGathering, SyncGathering
 from funcollect.collectors.workers.jobs import columns_of, environments, job_of, rows, shares, want_accelerators
-from funcollect.collectors.workers.run import WorkerRun
+from funcollect.collectors.workers.run import OpenGathering
 from funcollect.collectors.workers.serial import SerialTransport
 from funcollect.collectors.workers.transport import Transport
 from funcollect.collectors.workers.worker import Job
@@ -61,16 +61,9 @@ class ProcessCollector(WorkerCollector):
         made: Sequence[Any],
         frames_per_batch: int,
         shares: Sequence[int],
-        open_gathering: Callable[[WorkerRun], Gathering],
+        open_gathering: OpenGathering,
     ) -> None:
-        """Check the keywords and start the workers.
-
-        Args:
-            made: what each worker builds its environment from.
-            frames_per_batch: of the collector's batches.
-            shares: the frames of each worker's rollout.
-            open_gathering: makes the gathering of the run.
-        """
+        """Check the keywords, and start a worker for each entry of `made`, whose rollouts have the frames `shares`."""
         check_flags(in_process=self.in_process)
         check_kind("shard", self.shard, Shard, "pass for example Shard(index=0, count=2)")
         self._check(self._options(frames_per_batch))
@@ -147,28 +140,17 @@ class MultiSyncDataCollector(ProcessCollector):
         """Check the keywords and start the workers."""
         if self.cat_results not in get_args(Join) or isinstance(self.cat_results, bool):
             raise ValueError(f"cat_results is {self.cat_results!r}, expected 'stack', 0 or -1: pass one of them")
-        if not isinstance(self.prefetch, bool):
-            raise TypeError(f"prefetch is {shown(self.prefetch)}, expected a bool: pass True or False")
+        check_flags(prefetch=self.prefetch)
         made = environments(self.create_env_fn, self.num_workers)
         frames = shares(self.frames_per_batch, len(made))
         whole = sum(frames) if isinstance(self.frames_per_batch, Sequence) else self.frames_per_batch
         self.frames_per_batch = whole
-        self._start(made, whole, frames, partial(_open_sync, join=self.cat_results, prefetch=self.prefetch))
+        self._start(made, whole, frames, partial(SyncGathering, join=self.cat_results, prefetch=self.prefetch))
 
     @property
     @override
     def frames_of_batch(self) -> int:
         return sum(self.run.frames)
-
-
-def _open_sync(run: WorkerRun, join: Join, *, prefetch: bool) -> Gathering:
-    lengths = [info.length for info in run.infos.values()]
-    if len({*lengths}) > 1 and (join == "stack" or (join == 0 and run.info.num_envs)):
-        raise ValueError(
-            f"the workers' rollouts have {lengths} steps, which cat_results={join!r} cannot put together: pass "
-            "cat_results=-1, or equal frames"
-        )
-    return SyncGathering(run.pool, run.weights, partial(run.assembler, join=join), prefetch=prefetch)
 
 
 @collector
@@ -178,12 +160,7 @@ class MultiaSyncDataCollector(ProcessCollector):
     Batches are ``[P, T]``, ``T = ceil(frames_per_batch / P)``, and ``[T]`` for single environments; their lanes show
     which worker collected them: worker ``w`` of ``W`` owns the lanes ``w * P`` to ``w * P + P - 1``. The batches of one
     worker come in order. A worker continues while the reader is busy, with up to two batches ready; new weights act
-    from its next rollout on.
-
-    Workers are processes that begin with the construction. A worker that dies, raises, or does not answer within
-    `timeout` ends the run with `WorkerError`, or is replaced with ``on_failure="restart"``. Batches lie in shared
-    memory, which is written again once no view of a batch lives; a reader that keeps every batch gets copies after the
-    first few.
+    from its next rollout on. Processes, failures and shared memory are as in `MultiSyncDataCollector`.
 
     Args:
         frames_per_batch: of each worker's rollout.
@@ -206,16 +183,12 @@ class MultiaSyncDataCollector(ProcessCollector):
         if isinstance(frames := self.frames_per_batch, Sequence):
             raise TypeError(f"frames_per_batch is {shown(frames)}, expected an int: that of each rollout")
         made = environments(self.create_env_fn, self.num_workers)
-        self._start(made, frames, [frames] * len(made), _open_async)
+        self._start(made, frames, [frames] * len(made), AsyncGathering)
 
     @property
     @override
     def frames_of_batch(self) -> int:
         return self.run.frames[0]
-
-
-def _open_async(run: WorkerRun) -> Gathering:
-    return AsyncGathering(run.pool, run.weights, partial(run.assembler, join=None))
 
 
 # Their names in TorchRL since 0.14.

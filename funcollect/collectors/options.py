@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 from funcollect.arguments import check_flags, check_positive, checked_device
 from funcollect.core.request import OwnColumns, Request, check_ends, check_exploration
 from funcollect.messages import shown
-from funcollect.protocols import Env
 from funcollect.specs import ExplorationType
 from funcollect.trajectories.split import split_trajectories
 from funcollect.tree import Path
@@ -104,10 +103,6 @@ class Options(RunOptions):
             device = checked_device(self.device) if given is None else checked_device(given, name)
             setattr(self, name, device)
 
-    def length(self, env: Env) -> int:
-        """T: the steps of a batch."""
-        return math.ceil(self.frames_per_batch / (env.num_envs or 1))
-
     def request(self, length: int, params: Any, lanes: int, columns: OwnColumns) -> Request:
         """The request for one batch: a rollout of `length` steps. `lanes` counts the lanes of the whole run."""
         limit = self.max_frames_per_traj
@@ -141,23 +136,6 @@ def options_of(collector: RunOptions, **own: Any) -> Options:
     return Options(**{name: getattr(collector, name) for name in names} | own)
 
 
-def check_failure_keywords(num_threads: Any, timeout: Any, start_timeout: Any, on_failure: Any) -> None:
-    """Check what collectors with workers are given about threads, waiting and failures.
-
-    Raises:
-        TypeError, ValueError: for a value out of its range, naming the keyword.
-    """
-    check_positive("num_threads", num_threads)
-    for name, seconds in (("timeout", timeout), ("start_timeout", start_timeout)):
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-            raise ValueError(f"{name} is {seconds!r}, expected seconds, more than 0: pass for example {name}=60")
-    if on_failure not in get_args(OnFailure):
-        raise ValueError(
-            f"on_failure is {on_failure!r}, expected 'raise' (a worker's failure ends the run) or 'restart' (a new "
-            "worker replaces it): pass one of them"
-        )
-
-
 def _hidden(batch: TensorDictBase, prefix: Path = ()) -> list[Path]:
     """The keys that begin with an underscore. ``batch.keys(True)`` would cost more than the rest of a delivery."""
     found = []
@@ -167,14 +145,3 @@ def _hidden(batch: TensorDictBase, prefix: Path = ()) -> list[Path]:
         elif not isinstance(value, Tensor) and isinstance(value, TensorDictBase):
             found += _hidden(value, (*prefix, name))
     return found
-
-
-def check_env_device(env: Env, given: Device) -> None:
-    """Raise ValueError if `env_device` is not the device on which the environment runs."""
-    if given is None:
-        return
-    own = getattr(env, "device", torch.device("cpu"))
-    if checked_device(given, "env_device") != checked_device(own):
-        raise ValueError(
-            f"env_device is {given}, but {env!r} runs on {own}: build the environment there, or leave env_device out"
-        )

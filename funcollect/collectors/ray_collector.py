@@ -22,9 +22,8 @@ from funcollect.collectors.collector import CollectorBase, collector
 from funcollect.collectors.options import Device, options_of
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
-from funcollect.collectors.workers.gathering import AsyncGathering, Gathering, SyncGathering
+from funcollect.collectors.workers.gathering import AsyncGathering, SyncGathering
 from funcollect.collectors.workers.jobs import columns_of, rows, shares, want_accelerators
-from funcollect.collectors.workers.run import WorkerRun
 from funcollect.collectors.workers.worker import WorkerInfo
 from funcollect.keys import key_from_seed, seed_of
 from funcollect.messages import shown
@@ -131,7 +130,7 @@ class RayCollector(WorkerCollector):
             accelerators=accelerators,
             eager=not self.sync,
         )
-        open_gathering = partial(_open_sync, prefetch=self.prefetch) if self.sync else _open_async
+        open_gathering = partial(SyncGathering, join="stack", prefetch=self.prefetch) if self.sync else AsyncGathering
         self._launch(jobs, self._transport, open_gathering, _TO_REPORT if self._has_nested_workers else 0.0)
         self.num_collectors = len(made)
 
@@ -316,11 +315,3 @@ class RayCollector(WorkerCollector):
             )
         workers = {str(index): each for index, each in enumerate(state_dict)}
         super().load_state_dict({"workers": workers, **state_dict[0]["run"]})
-
-
-def _open_sync(run: WorkerRun, *, prefetch: bool) -> Gathering:
-    return SyncGathering(run.pool, run.weights, partial(run.assembler, join="stack"), prefetch=prefetch)
-
-
-def _open_async(run: WorkerRun) -> Gathering:
-    return AsyncGathering(run.pool, run.weights, partial(run.assembler, join=None))

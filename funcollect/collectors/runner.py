@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,16 @@ def given_weights(params: Any, policy_or_weights: Any, policy: Any) -> Any:
     return None if given is policy or given is getattr(policy, "module", policy) else given
 
 
+def check_saved(state_dict: Any, names: Sequence[str]) -> None:
+    """Raise TypeError for a `state_dict` that is not a dict, and ValueError for one that lacks some of `names`."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict is {type(state_dict).__name__}, expected a dict: pass what state_dict returned")
+    if missing := [name for name in names if name not in state_dict]:
+        raise ValueError(
+            f"the state_dict lacks {missing}, expected {list(names)}: pass what state_dict of such a collector returned"
+        )
+
+
 class Runner:
     """Collects one rollout after another.
 
@@ -70,11 +81,9 @@ class Runner:
         state: the collector state between two rollouts.
         lanes: the number of lanes in the whole run.
         length: T, the steps of a batch.
-        frames: the frames collected so far.
-        seed: of the run; the one that was drawn if None was given.
     """
 
-    seed: int | None
+    seed: int | None  # of the run; the one that was drawn if None was given
 
     def __init__(self, source: RunnerSpec, options: Options, *, seed: int | None, shard: Shard = ALONE) -> None:
         check_kind("shard", shard, Shard, "pass for example Shard(index=0, count=2)")
@@ -86,8 +95,8 @@ class Runner:
         first_lane = shard.index * (self.env.num_envs or 1)
         self.state = api.init_lanes(self.env, self.policy, seed=seed, first_lane=first_lane, total_lanes=self.lanes)
         self.seed = self.state.seed
-        self.length = options.length(self.env)
-        self.frames = 0
+        self.length = math.ceil(options.frames_per_batch / (self.env.num_envs or 1))
+        self.frames = 0  # collected so far
         self._batches = 0
         self._seconds = 0.0
         self._interrupted = False
@@ -208,10 +217,7 @@ class Runner:
             ValueError: for a state of another number of lanes, or weights that do not fit.
         """
         self._check_open()
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"state_dict is {type(state_dict).__name__}, expected a dict: pass what state_dict gave")
-        if missing := [key for key in _SAVED if key not in state_dict]:
-            raise ValueError(f"the state_dict lacks {missing}, expected {list(_SAVED)}: pass what state_dict gave")
+        check_saved(state_dict, _SAVED)
         weights = state_dict["policy_state_dict"] or None
         if weights is not None:
             self.policy.prepare(weights)

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from funcollect.collectors.options import Options, check_env_device
+from funcollect.collectors.options import Options
+from funcollect.devices import checked_device
 from funcollect.envs.registry import make_env
 from funcollect.messages import shown
 from funcollect.policies.as_policy import as_policy
@@ -17,11 +19,7 @@ from funcollect.protocols import Env, Policy
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerSpec:
-    """An environment and a policy before they are built.
-
-    Raises:
-        TypeError, ValueError: for a policy together with a factory, or environment arguments that are no dict.
-    """
+    """An environment and a policy before they are built."""
 
     create_env_fn: Any
     create_env_kwargs: Mapping[str, Any] | None = None
@@ -51,8 +49,13 @@ class RunnerSpec:
         policy = self._policy()
         env = make_env(self.create_env_fn, **(self.create_env_kwargs or {}))
         # `device` may name an accelerator for the policy while simulators stay on the host; `env_device` may not.
-        if env.backend != "host" or options.env_device_given:
-            check_env_device(env, options.env_device)
+        given = options.env_device if env.backend != "host" or options.env_device_given else None
+        own = getattr(env, "device", torch.device("cpu"))
+        if given is not None and given != checked_device(own):
+            raise ValueError(
+                f"env_device is {given}, but {env!r} runs on {own}: build the environment there, or leave env_device "
+                "out"
+            )
         return env, as_policy(policy, env, options.policy_device)
 
     def _policy(self) -> Any:

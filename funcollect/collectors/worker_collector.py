@@ -7,19 +7,19 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
-from typing import Any
+from typing import Any, get_args
 
 from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
+from funcollect.arguments import check_positive
 from funcollect.collectors.buffer_filler import BufferFiller
 from funcollect.collectors.collector import CollectorBase, collector
-from funcollect.collectors.options import Device, OnFailure, Options, check_failure_keywords
+from funcollect.collectors.options import Device, OnFailure, Options
 from funcollect.collectors.runner import given_weights
-from funcollect.collectors.workers.gathering import Gathering
 from funcollect.collectors.workers.pool import FailurePolicy
-from funcollect.collectors.workers.run import WorkerRun
+from funcollect.collectors.workers.run import OpenGathering, WorkerRun
 from funcollect.collectors.workers.transport import Transport
 from funcollect.collectors.workers.worker import Job
 from funcollect.core.restore import next_seed
@@ -70,14 +70,22 @@ class WorkerCollector(CollectorBase):
 
     def _check(self, options: Options) -> None:
         """Hold the checked options, and check the keywords that they lack."""
-        check_failure_keywords(self.num_threads, self.timeout, self.start_timeout, self.on_failure)
+        check_positive("num_threads", self.num_threads)
+        for name, seconds in (("timeout", self.timeout), ("start_timeout", self.start_timeout)):
+            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+                raise ValueError(f"{name} is {seconds!r}, expected seconds, more than 0: pass for example {name}=60")
+        if self.on_failure not in get_args(OnFailure):
+            raise ValueError(
+                f"on_failure is {self.on_failure!r}, expected 'raise' (a worker's failure ends the run) or 'restart' "
+                "(a new worker replaces it): pass one of them"
+            )
         self.options = options
 
     def _launch(
         self,
         jobs: Sequence[Job],
         transport: Transport,
-        open_gathering: Callable[[WorkerRun], Gathering],
+        open_gathering: OpenGathering,
         grace: float = 0.0,
     ) -> None:
         """Start the workers. `grace` is in seconds, added to the timeouts."""

@@ -27,7 +27,7 @@ class NestedWorker(WorkerBase):
         self._collector = collector
         self._run = collector.run
         self._counted = (0, 0)  # restarts and lost frames, as last reported
-        super().__init__(progress)
+        super().__init__(progress, collector)
 
     @override
     def describe(self) -> WorkerInfo:

@@ -84,17 +84,11 @@ def copy_into(columns: Mapping[Path, Tensor], leaves: Mapping[Path, Tensor]) -> 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """How leaves lie in one piece of memory.
-
-    Attributes:
-        views: one per leaf.
-        batch_size: of the batch that the leaves make.
-        size: of the memory in bytes, a multiple of every leaf's alignment.
-    """
+    """How leaves lie in one piece of memory."""
 
     views: tuple[LeafView, ...]
-    batch_size: tuple[int, ...]
-    size: int
+    batch_size: tuple[int, ...]  # of the batch that the leaves make
+    size: int  # of the memory in bytes, a multiple of every leaf's alignment
 
     @classmethod
     def packed(cls, leaves: Mapping[Path, Tensor], batch_size: tuple[int, ...] = ()) -> PackedLayout:
@@ -126,19 +120,12 @@ class PackedLayout:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Places the rollouts of a group of workers in one memory, so that the batch is a view of it if possible.
+    """Places the rollouts of a group of workers in one memory, so that the batch is a view of it."""
 
-    Attributes:
-        columns: the leaves of each worker's rollout.
-        lengths: T of each worker.
-        join: how the rollouts make a batch; None for one rollout alone.
-        single: whether the environments have no batch dimension.
-    """
-
-    columns: tuple[BatchColumn, ...]
-    lengths: tuple[int, ...]
-    join: Join | None
-    single: bool
+    columns: tuple[BatchColumn, ...]  # the leaves of each worker's rollout
+    lengths: tuple[int, ...]  # T of each worker
+    join: Join | None  # how the rollouts make a batch; None for one rollout alone
+    single: bool  # whether the environments have no batch dimension
 
     @property
     def _side_by_side(self) -> bool:
@@ -182,10 +169,9 @@ class BatchLayout:
     def packed(self) -> PackedLayout:
         """The layout of the batch that the rollouts make."""
         leaves = {path: self._joined(column) for path, column in self._whole(np.zeros(self.size, np.uint8)).items()}
-        starts = dict(zip((column.path for column in self.columns), self._offsets, strict=False))
         views = tuple(
-            LeafView(path, leaf.dtype, tuple(leaf.shape), leaf.stride(), starts[path] // leaf.dtype.itemsize)
-            for path, leaf in leaves.items()
+            LeafView(path, leaf.dtype, tuple(leaf.shape), leaf.stride(), offset // leaf.dtype.itemsize)
+            for offset, (path, leaf) in zip(self._offsets, leaves.items(), strict=False)
         )
         return PackedLayout(views, tuple(leaves["next", "done"].shape[:-1]), self.size)
 

@@ -9,35 +9,27 @@ from collections.abc import Callable, Sequence
 from tensordict import TensorDict
 from typing_extensions import override
 
+from funcollect.collectors.workers.batch_layout import Join
 from funcollect.collectors.workers.pool import WorkerPool
 from funcollect.collectors.workers.transport import BatchAssembler, Call, PendingBatch
 from funcollect.collectors.workers.weights import Weights
 
 _AHEAD = 2  # batches that an asynchronous worker may have begun, or have ready, beyond the one the reader holds
 
-OpenAssembler = Callable[[Sequence[int]], BatchAssembler]
+OpenAssembler = Callable[[Sequence[int], Join | None], BatchAssembler]
 
 
 class Gathering(ABC):
-    """Where batches come from.
+    """Collects batches from the workers of `pool`, after sending them the latest `weights`."""
 
-    Args:
-        pool: the workers.
-        weights: sent to the workers before they collect.
-        open_assembler: makes the assembler of a group of workers.
-
-    Attributes:
-        version: of the weights in the last batch; the oldest, if workers had different ones.
-        workers: those whose rollouts are in the last batch.
-    """
-
-    version: int
-    workers: Sequence[int]
+    version: int  # of the weights in the last batch; the oldest, if its workers had different ones
+    workers: Sequence[int]  # whose rollouts are in the last batch
 
     def __init__(self, pool: WorkerPool, weights: Weights, open_assembler: OpenAssembler) -> None:
         self._pool = pool
         self._weights = weights
         self._open_assembler = open_assembler
+        self._assemblers: dict[int, BatchAssembler] = {}  # also of removed workers, whose batches may still wait
         self.version, self.workers = 0, ()
         self.set_workers(pool.workers)
 
@@ -58,13 +50,21 @@ class Gathering(ABC):
     def set_workers(self, workers: Sequence[int]) -> None:
         """Collect from these workers from now on. Batches that have been begun are completed, and delivered."""
 
-    @abstractmethod
     def restarted(self, worker: int) -> Sequence[Call]:
         """The calls that the new process of a replaced worker needs first."""
+        assembler = self._assemblers.get(worker)  # None for a worker that was just added
+        return [*(assembler.restarted(worker) if assembler else ()), *self._weights.restarted(worker)]
 
-    @abstractmethod
     def close(self) -> None:
         """Release the memory."""
+        for assembler in {*self._assemblers.values()}:
+            assembler.close()
+
+    def _complete(self, assembler: BatchAssembler, pending: PendingBatch) -> None:
+        """Wait until a batch is complete."""
+        self._pool.finish(pending.calls)
+        while not assembler.complete(pending):
+            self._pool.finish(pending.calls)
 
 
 class SyncGathering(Gathering):
@@ -73,12 +73,14 @@ class SyncGathering(Gathering):
     An exception (Ctrl-C, for example) loses nothing: the batch that was waited for is the next one.
 
     Args:
+        join: how the rollouts make a batch.
         prefetch: begin the next batch when one is delivered. It then lags one update of the weights behind.
     """
 
     def __init__(
-        self, pool: WorkerPool, weights: Weights, open_assembler: OpenAssembler, *, prefetch: bool = False
+        self, pool: WorkerPool, weights: Weights, open_assembler: OpenAssembler, *, join: Join, prefetch: bool
     ) -> None:
+        self._join: Join = join
         self._prefetch = prefetch
         self._under_way: tuple[BatchAssembler, PendingBatch] | None = None
         super().__init__(pool, weights, open_assembler)
@@ -91,7 +93,7 @@ class SyncGathering(Gathering):
     @override
     def next(self, *, more: bool) -> TensorDict:
         assembler, pending = self._under_way or self._begin()
-        wait_until_complete(self._pool, assembler, pending)
+        self._complete(assembler, pending)
         batch = assembler.deliver(pending)
         self._under_way = None
         self.workers = [call.worker for call in pending.calls]
@@ -113,16 +115,9 @@ class SyncGathering(Gathering):
     @override
     def set_workers(self, workers: Sequence[int]) -> None:
         if self._under_way is not None:
-            wait_until_complete(self._pool, *self._under_way)
-        self._assembler = self._open_assembler(workers)
-
-    @override
-    def restarted(self, worker: int) -> Sequence[Call]:
-        return [*self._assembler.restarted(worker), *self._weights.restarted(worker)]
-
-    @override
-    def close(self) -> None:
-        self._assembler.close()
+            self._complete(*self._under_way)
+        self._assembler = self._open_assembler(workers, self._join)
+        self._assemblers = dict.fromkeys(workers, self._assembler)
 
 
 class AsyncGathering(Gathering):
@@ -132,7 +127,6 @@ class AsyncGathering(Gathering):
     """
 
     def __init__(self, pool: WorkerPool, weights: Weights, open_assembler: OpenAssembler) -> None:
-        self._assemblers: dict[int, BatchAssembler] = {}  # also of removed workers, whose batches may still wait
         self._under_way: dict[int, deque[PendingBatch]] = {}
         self._arrived: deque[tuple[int, PendingBatch]] = deque()
         super().__init__(pool, weights, open_assembler)
@@ -161,7 +155,7 @@ class AsyncGathering(Gathering):
     def discard(self) -> None:
         for worker, under_way in self._under_way.items():
             while under_way:
-                wait_until_complete(self._pool, self._assemblers[worker], under_way[0])
+                self._complete(self._assemblers[worker], under_way[0])
                 self._assemblers[worker].deliver(under_way.popleft())
         while self._arrived:
             worker, pending = self._arrived.popleft()
@@ -183,27 +177,11 @@ class AsyncGathering(Gathering):
     def set_workers(self, workers: Sequence[int]) -> None:
         for worker in self._under_way.keys() - {*workers}:
             for pending in self._under_way.pop(worker):
-                wait_until_complete(self._pool, self._assemblers[worker], pending)
+                self._complete(self._assemblers[worker], pending)
                 self._arrived.append((worker, pending))
         for worker in workers:
             if worker not in self._assemblers:
-                self._assemblers[worker], self._under_way[worker] = self._open_assembler([worker]), deque()
-
-    @override
-    def restarted(self, worker: int) -> Sequence[Call]:
-        return [*self._assemblers[worker].restarted(worker), *self._weights.restarted(worker)]
-
-    @override
-    def close(self) -> None:
-        for assembler in self._assemblers.values():
-            assembler.close()
-
-
-def wait_until_complete(pool: WorkerPool, assembler: BatchAssembler, pending: PendingBatch) -> None:
-    """Wait until a batch is complete."""
-    pool.finish(pending.calls)
-    while not assembler.complete(pending):
-        pool.finish(pending.calls)
+                self._assemblers[worker], self._under_way[worker] = self._open_assembler([worker], None), deque()
 
 
 def version_of(pending: PendingBatch) -> int:

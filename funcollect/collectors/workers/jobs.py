@@ -30,13 +30,7 @@ _OF_SOURCE = {each.name for each in fields(RunnerSpec)} - {"policy"}
 
 
 def environments(create_env_fn: Any, num_workers: int | None) -> list[Any]:
-    """What each worker builds its environment from: one entry per worker.
-
-    Raises:
-        TypeError: for one environment without a number of workers, or a number of another type.
-        ValueError: for a list of another length, an empty one, or a live environment that cannot be built again for
-            several workers.
-    """
+    """Return one entry per worker, from which it builds its environment; refuse lists of another length."""
     if num_workers is not None:
         check_positive("num_workers", num_workers, example=4)
     if not isinstance(create_env_fn, (list, tuple)):
@@ -57,10 +51,8 @@ def environments(create_env_fn: Any, num_workers: int | None) -> list[Any]:
 def one_each(environments: Sequence[Any]) -> list[Any]:
     """The same entries, except that a live environment that several workers share is built anew in each.
 
-    TorchRL's environments are sent to each worker by value. Gymnasium's are made again from their spec.
-
-    Raises:
-        ValueError: for such an environment that cannot be built again.
+    TorchRL's environments are sent to each worker by value. Gymnasium's are made again from their spec. Others raise
+    ValueError.
     """
     live = [env for env in environments if isinstance(env, (gymnasium.Env, VectorEnv)) or is_torchrl(env)]
     shared = {number for number, count in Counter(map(id, live)).items() if count > 1}
@@ -92,11 +84,7 @@ def columns_of(collector: Any) -> dict[str, Any]:
 
 
 def rows(count: int, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One dict of arguments per worker. A column is a list with a value for each worker, or one value for all.
-
-    Raises:
-        ValueError: for a list of another length.
-    """
+    """One dict of arguments per worker. A column is a list with a value for each worker, or one value for all."""
     for name, given in columns.items():
         if isinstance(given, (list, tuple)) and len(given) != count:
             raise ValueError(f"{name} has {len(given)} entries for {count} workers: pass one for each, or one for all")
@@ -107,11 +95,7 @@ def rows(count: int, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def job_of(row: Mapping[str, Any], *, policy: Any, seed: int, shard: Shard) -> Job:
-    """The job of one worker, from its row of arguments. Those that no worker needs are left out.
-
-    Raises:
-        TypeError, ValueError: for an argument that a worker would not take.
-    """
+    """The job of one worker, from its row of arguments, which are checked. Those that no worker needs are left out."""
     return Job(
         source=RunnerSpec(**{name: row[name] for name in row.keys() & _OF_SOURCE}, policy=policy),
         options=Options(**{name: row[name] for name in row.keys() & _OF_OPTIONS}),
@@ -129,11 +113,7 @@ def shares(frames_per_batch: int | Sequence[int], count: int) -> list[int]:
 
 
 def masks_of(mask: Tensor | None, lanes: Sequence[int]) -> Sequence[Tensor | None]:
-    """Each worker's part of a mask over all lanes; `lanes` counts those of each worker.
-
-    Raises:
-        ValueError: for a mask of another shape or dtype.
-    """
+    """Split a checked mask [L] over the workers; `lanes` counts the lanes of each."""
     if mask is None:
         return [None] * len(lanes)
     if mask.dtype != torch.bool or mask.shape != (sum(lanes),):

@@ -24,16 +24,10 @@ _BACKOFF = 0.1  # seconds before the second restart in a row, doubled at each
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """How long a worker may take, and what happens if it takes longer or fails.
+    """How long a worker may take, and what happens if it takes longer or fails."""
 
-    Attributes:
-        timeout: seconds of the reader's waiting within which a call has to be answered.
-        start_timeout: the same for a worker's start and its first rollout, which may compile.
-        on_failure: whether a worker that fails ends the run, or is replaced.
-    """
-
-    timeout: float
-    start_timeout: float
+    timeout: float  # seconds of the reader's waiting within which a call has to be answered
+    start_timeout: float  # the same for a worker's start and its first rollout, which may compile
     on_failure: OnFailure = "raise"
 
 
@@ -56,20 +50,10 @@ class WorkerRecord:
 
 
 class WorkerPool:
-    """Workers that answer calls.
+    """Workers that answer calls, one for each of `jobs`.
 
-    Args:
-        jobs: one per worker.
-        failure_policy: how long a worker may take, and what happens when it fails.
-        prepare: the calls that the new process of a replaced worker needs first.
-
-    Attributes:
-        restarts: workers that were replaced, including workers of workers.
-        lost: frames of the rollouts that ended with their worker.
-        waited: seconds that the reader has waited for workers.
-
-    Raises:
-        WorkerError: from every method that reads answers, if a worker failed. All workers are ended then.
+    Every method that reads answers raises `WorkerError` if a worker failed. All workers are ended then. `prepare`
+    returns the calls that the new process of a replaced worker needs first.
     """
 
     def __init__(
@@ -82,8 +66,9 @@ class WorkerPool:
         self._transport = transport
         self._failure_policy = failure_policy
         self.lock = threading.RLock()
-        self.restarts = self.lost = 0
-        self.waited = 0.0
+        self.restarts = 0  # workers that were replaced, including workers of workers
+        self.lost = 0  # frames of the rollouts that ended with their worker
+        self.waited = 0.0  # seconds that the reader has waited for workers
         self._prepare = prepare
         self.closed = self._started = False
         self._checked = time.monotonic()
@@ -138,7 +123,6 @@ class WorkerPool:
     def begin(self) -> None:
         """All workers have been built: from now on those that fail may be replaced, and waiting is counted."""
         self._started, self.waited = True, 0.0
-        self.admit(self.workers)
 
     def admit(self, workers: Sequence[int]) -> None:
         """Let newcomers take part: they have been built."""

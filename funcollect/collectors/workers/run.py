@@ -8,36 +8,23 @@ from typing import Any
 from torch import Tensor
 
 from funcollect.collectors.workers.batch_layout import Join
-from funcollect.collectors.workers.gathering import Gathering
+from funcollect.collectors.workers.gathering import Gathering, OpenAssembler
 from funcollect.collectors.workers.jobs import check_alike, masks_of
 from funcollect.collectors.workers.pool import FailurePolicy, WorkerPool
-from funcollect.collectors.workers.transport import BatchAssembler, Call, Transport, WorkerGroup
+from funcollect.collectors.workers.transport import BatchAssembler, Transport, WorkerGroup
 from funcollect.collectors.workers.weights import Weights
 from funcollect.collectors.workers.worker import Job, Progress, WorkerInfo, progress_of, runners_of, saved_workers
 from funcollect.keys import seed_of
 
+OpenGathering = Callable[[WorkerPool, Weights, OpenAssembler], Gathering]
+
 
 class WorkerRun:
-    """What every collector with workers holds, and every worker that has workers itself.
+    """The workers of one run, one for each of `jobs`, held by collectors and by workers that have workers themselves.
 
-    It does not refer to its collector, so that a collector that nobody uses any more can end it.
-
-    Args:
-        jobs: one per worker.
-        transport: starts the workers.
-        failure_policy: how long a worker may take, and what happens when it fails.
-        policy: whose parameters the workers act with; None if they build their own.
-        open_gathering: makes the gathering, once the workers have described themselves.
-
-    Attributes:
-        pool: the workers.
-        infos: the description of each worker, by its index.
-        weights: those that the workers act with.
-        gathering: where batches come from.
-        seed: of the run.
-
-    Raises:
-        WorkerError: if a worker cannot be built. None of them is left then.
+    It does not refer to its collector, so that it is closed when nobody uses the collector any more. The workers act
+    with the parameters of `policy`; for None they build their own. If a worker cannot be built, `WorkerError` is
+    raised, and no worker is left.
     """
 
     def __init__(
@@ -46,38 +33,28 @@ class WorkerRun:
         transport: Transport,
         failure_policy: FailurePolicy,
         policy: Any,
-        open_gathering: Callable[[WorkerRun], Gathering],
+        open_gathering: OpenGathering,
     ) -> None:
         self._transport = transport
         self.seed = jobs[0].seed
-        self.pool = WorkerPool(transport, jobs, failure_policy, self._prepare)
+        self.pool = WorkerPool(transport, jobs, failure_policy, lambda worker: self.gathering.restarted(worker))
         self._weight_store = transport.weight_store(len(jobs))
-        self._gathering: Gathering | None = None
         try:
             self.infos: dict[int, WorkerInfo] = dict(enumerate(self.pool.call_all("describe")))
             check_alike(self.infos)
             self.pool.begin()
             self.weights = Weights(self.pool, self._weight_store, policy)
-            self._gathering = open_gathering(self)
+            self.gathering = open_gathering(self.pool, self.weights, self._assembler)
         except BaseException:
-            self.close()
+            self.pool.close()
+            self._weight_store.close()
             raise
-
-    @property
-    def gathering(self) -> Gathering:
-        """Where batches come from."""
-        assert self._gathering is not None
-        return self._gathering
-
-    def _prepare(self, worker: int) -> Sequence[Call]:
-        return self.gathering.restarted(worker)
 
     def close(self) -> None:
         """End the workers and release the memory; batches stay. Does nothing the second time."""
         self.pool.close()
         self._weight_store.close()
-        if self._gathering is not None:
-            self._gathering.close()
+        self.gathering.close()
 
     @property
     def workers(self) -> list[int]:
@@ -99,18 +76,19 @@ class WorkerRun:
         """The frames in one rollout of each worker at work."""
         return [self.infos[worker].frames for worker in self.workers]
 
-    def assembler(self, workers: Sequence[int], join: Join | None) -> BatchAssembler:
+    def _assembler(self, workers: Sequence[int], join: Join | None) -> BatchAssembler:
         """What makes batches of these workers' rollouts."""
         lengths = tuple(self.infos[worker].length for worker in workers)
+        if len({*lengths}) > 1 and (join == "stack" or (join == 0 and self.info.num_envs)):
+            raise ValueError(
+                f"the workers' rollouts have {[*lengths]} steps, which cat_results={join!r} cannot put together: pass "
+                "cat_results=-1, or equal frames"
+            )
         group = WorkerGroup(workers, lengths, join, self.info.num_envs is None)
         return self._transport.assembler(self.pool.submit, group)
 
     def reset(self, mask: Tensor | None) -> None:
-        """Begin new episodes in the lanes of `mask` [L], or in all.
-
-        Raises:
-            ValueError: for a mask of another shape or dtype.
-        """
+        """Begin new episodes in the lanes of `mask` [L], or in all."""
         self._call_each("reset", masks_of(mask, self.lanes))
 
     def set_seed(self, seed: int) -> None:
@@ -125,11 +103,7 @@ class WorkerRun:
         self.pool.go_on_from(self.seed, [progress] * len(self.workers))
 
     def update(self, params: Any, workers: Sequence[int] | None = None) -> None:
-        """Make these workers, or all, act with `params`, or for None with the policy's own.
-
-        Raises:
-            ValueError: for parameters that do not fit the policy, or a worker that is not at work.
-        """
+        """Make these workers, or all, act with `params`, or for None with the policy's own."""
         workers = self.workers if workers is None else workers
         self.check_workers(workers)
         self.weights.update(params, workers)
@@ -140,14 +114,9 @@ class WorkerRun:
             raise ValueError(f"worker_ids holds {wrong}, expected numbers of {self.workers}: pass those")
 
     def add(self, jobs: Sequence[Job], check: Callable[[WorkerInfo], None]) -> list[int]:
-        """Start workers beside the others. If one of them fails, the others continue as before.
+        """Start workers beside the others, and return their indices. If one of them fails, the others continue.
 
-        Args:
-            jobs: one per new worker.
-            check: raises if a new worker does not suit the run.
-
-        Returns:
-            Their indices.
+        `check` raises if a new worker does not suit the run.
         """
         workers = [self.pool.add(job) for job in jobs]
         try:
@@ -185,11 +154,7 @@ class WorkerRun:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`; batches that the workers have ready are dropped.
-
-        Raises:
-            TypeError, ValueError: if it is no such state, or one of another number of workers.
-        """
+        """Continue from a `state_dict` of as many workers; batches that the workers have ready are dropped."""
         saved = saved_workers(state_dict, len(self.workers))
         self.gathering.discard()
         self._call_each("load_state_dict", saved)

@@ -45,23 +45,14 @@ class WorkerExited(NamedTuple):
 
 @dataclass(eq=False)
 class Call:
-    """A call to a worker, and its result.
+    """A call to a worker, and its result."""
 
-    Attributes:
-        worker: the index.
-        name: what is called.
-        args: its arguments.
-        fds: file descriptors that are sent with it, if a transport has them.
-        number: identifies the call.
-        done: whether `value` or `error` is set.
-    """
-
-    worker: int
-    name: str
+    worker: int  # its index
+    name: str  # of the method
     args: tuple[Any, ...] = ()
-    fds: tuple[int, ...] = ()
-    number: int = field(default_factory=itertools.count().__next__)
-    done: bool = False
+    fds: tuple[int, ...] = ()  # file descriptors that a transport between processes sends with the call
+    number: int = field(default_factory=itertools.count().__next__)  # identifies the call
+    done: bool = False  # whether `value` or `error` is set
     value: Any = None
     error: BaseException | None = None
 
@@ -106,18 +97,13 @@ class PendingBatch:
 class BatchAssembler(ABC):
     """Decides where the workers of a group write their rollouts, and makes one batch of them.
 
-    Args:
-        submit: sends a call to its worker.
-        group: the workers.
-
-    Attributes:
-        copies: batches that were delivered as copies, since the reader held views of every slot.
+    `submit` sends a call to its worker.
     """
 
     def __init__(self, submit: Callable[[Call], Call], group: WorkerGroup) -> None:
         self._submit = submit
         self._group = group
-        self.copies = 0
+        self.copies = 0  # batches that were delivered as copies, since the reader held views of every slot
 
     def room(self) -> bool:
         """Whether another batch may be begun."""
@@ -167,13 +153,9 @@ class WeightStore(ABC):
 
 
 class Transport(ABC):
-    """Starts workers, and reports which of them have answered.
+    """Starts workers, and reports which of them have answered."""
 
-    Attributes:
-        patient: whether waiting for a worker takes time. If so, a worker that takes too long counts as hung.
-    """
-
-    patient = True
+    patient = True  # whether waiting for a worker takes time; if so, one that takes too long counts as hung
 
     @abstractmethod
     def start(self, worker: int, job: bytes) -> WorkerHandle:

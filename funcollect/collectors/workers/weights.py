@@ -17,21 +17,13 @@ from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 
 @dataclass(frozen=True, eq=False)
 class WeightsVersion:
-    """One update: weights in a slot of the store, or parameters that travel in the call itself.
+    """One update: weights in a slot of the weight store, or parameters that travel in the call itself."""
 
-    Attributes:
-        number: the policy's version.
-        slot: of the weight store.
-        params: what travels in the call; None for the policy's own.
-        loaded: whether `params` are weights from a state dict that were the policy's own when they were saved.
-        policy: the policy's module or function, packed, if it has changed since the workers were built.
-    """
-
-    number: int
+    number: int  # the policy's version
     slot: int | None = None
-    params: Any = None
-    loaded: bool = False
-    policy: bytes | None = None
+    params: Any = None  # the parameters in the call; None for the policy's own
+    loaded: bool = False  # whether `params` come from a state dict and were the policy's own when they were saved
+    policy: bytes | None = None  # the packed module or function, if it has changed since the workers were built
 
 
 class Weights:
@@ -40,14 +32,7 @@ class Weights:
     A worker copies weights before it acts with them, and gets later ones only after that. So a tight loop of updates
     needs one slot per worker, one for the latest version and one to write, and nobody waits.
 
-    Args:
-        pool: the workers.
-        weight_store: holds the weights until the workers have copied them.
-        policy: the owner of the parameters, a `Policy` or a module; None if the workers build their own.
-
-    Attributes:
-        version: of the latest update.
-        own: whether the latest update had the policy's own weights.
+    `policy` owns the parameters: a `Policy` or a module; None if the workers build their own.
     """
 
     def __init__(self, pool: WorkerPool, weight_store: WeightStore, policy: Any) -> None:
@@ -55,9 +40,9 @@ class Weights:
         self._weight_store = weight_store
         self._policy = TorchPolicy(policy, None, None, None) if isinstance(policy, nn.Module) else policy
         self._changes = PolicyChanges(self._policy)
-        self.version = 0
-        self.own = True
-        self._refusal: BaseException | None = None  # by a worker, which keeps its former weights
+        self.version = 0  # of the latest update
+        self.own = True  # whether the latest update had the policy's own weights
+        self._refusal: BaseException | None = None  # the error of a worker that kept its previous weights
         self._latest: WeightsVersion | None = None
         count = len(pool.records)
         self._wanted: list[WeightsVersion | None] = [None] * count

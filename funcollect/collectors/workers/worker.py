@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.collectors.options import Options
-from funcollect.collectors.runner import Runner, Shard
+from funcollect.collectors.runner import Runner, Shard, check_saved
 from funcollect.collectors.source import RunnerSpec
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.errors import EnvError
@@ -48,15 +48,8 @@ def progress_of(state_dict: Mapping[str, Any]) -> Progress:
 
 
 def saved_workers(state_dict: Any, count: int) -> list[Mapping[str, Any]]:
-    """The states of `count` workers, from the state of their collector.
-
-    Raises:
-        TypeError, ValueError: if it is no such state, or one of another number of workers.
-    """
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"state_dict is {type(state_dict).__name__}, expected a dict: pass what state_dict gave")
-    if missing := [name for name in _SAVED if name not in state_dict]:
-        raise ValueError(f"the state_dict lacks {missing}: pass what state_dict of such a collector gave")
+    """The states of `count` workers, from the state of their collector; ValueError for another number of workers."""
+    check_saved(state_dict, _SAVED)
     saved = runners_of(state_dict)
     if len(saved) != count:
         raise ValueError(f"the state_dict has {len(saved)} workers, this collector {count}: build it with as many")
@@ -71,21 +64,13 @@ def runners_of(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything that a worker is built from; sent by cloudpickle.
+    """Everything that a worker is built from; sent by cloudpickle."""
 
-    Attributes:
-        source: makes the environment and the policy.
-        options: the keywords.
-        seed: of the run, the same for all workers.
-        shard: the lanes that it owns.
-        progress: where it continues from.
-    """
-
-    source: RunnerSpec
+    source: RunnerSpec  # makes the environment and the policy
     options: Options
-    seed: int
-    shard: Shard
-    progress: Progress = START
+    seed: int  # of the run, the same for all workers
+    shard: Shard  # the lanes that the worker owns
+    progress: Progress = START  # where the worker continues from
 
     def runner(self) -> Runner:
         """Build the runner."""
@@ -98,13 +83,12 @@ class Job:
             TypeError: for an environment or a policy that cannot be sent.
         """
         try:
-            packed = dumps(self)
+            return dumps(self)
         except Exception as error:
             raise TypeError(
                 f"worker {self.shard.index}: its environment, policy or postproc cannot be sent to a worker "
                 f"({shown(error, 200)}): pass functions that build them, create_env_fn and policy_factory"
             ) from error
-        return packed
 
 
 class WorkerInfo(NamedTuple):
@@ -150,13 +134,15 @@ class Failure(NamedTuple):
 
 
 class WorkerBase(ABC):
-    """Lanes at the disposal of a collector. Each public method answers one call.
+    """Collects in a worker, for the collector that holds it. Each public method answers one call.
 
     Args:
-        progress: where it continues from.
+        progress: where the worker continues from.
+        collector: makes the rollouts: a `Runner`, or a collector that has workers itself.
     """
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, collector: Any) -> None:
+        self._collector = collector
         self._batches, self._frames = progress.batches, progress.frames
         if progress.batches:
             self.go_on(progress)
@@ -164,7 +150,7 @@ class WorkerBase(ABC):
 
     @abstractmethod
     def describe(self) -> WorkerInfo:
-        """What the collector has to know."""
+        """The worker's description."""
 
     def collect(self, columns: OwnColumns = NOWHERE) -> tuple[TensorDictBase, RolloutReport]:
         """One rollout, recorded into `columns` as far as they fit."""
@@ -190,51 +176,50 @@ class WorkerBase(ABC):
 
     @abstractmethod
     def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None = None) -> None:
-        """Copy weights, named as the policy's `state_dict` names them, and act with them from now on.
+        """Copy weights, by their names in the policy's `state_dict`, and act with them from now on.
 
-        Args:
-            weights: the weights.
-            version: their number.
-            policy: the policy's module or function, packed, if it has changed.
+        `version` is their number. `policy` is the policy's module or function, packed, if it has changed.
         """
 
     @abstractmethod
     def take_params(self, params: Any, version: int, policy: bytes | None = None) -> None:
         """Act with `params` from now on; None for the policy's own."""
 
-    @abstractmethod
     def reset(self, mask: Tensor | None) -> None:
         """Begin new episodes in the lanes of `mask` [L], or in all."""
+        self._collector.reset(mask)
 
-    @abstractmethod
     def set_seed(self, seed: int) -> None:
         """Begin new episodes, seeded by `seed`."""
+        self._collector.set_seed(seed)
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs."""
+        """The state that `load_state_dict` takes."""
+        saved: dict[str, Any] = self._collector.state_dict()
+        return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`."""
+        self._collector.load_state_dict(state_dict)
         self._batches, self._frames = state_dict["iter"], state_dict["frames"]
 
-    @abstractmethod
     def close(self) -> None:
         """Free the simulators."""
+        self._collector.shutdown()
 
     @abstractmethod
     def failure(self, error: BaseException) -> Failure:
-        """An exception that was raised here, as the collector gets it."""
+        """The `Failure` to send for an exception that was raised in this worker."""
 
 
 class Worker(WorkerBase):
-    """A runner at the disposal of a collector."""
+    """A worker that runs its lanes itself."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._policy: bytes | None = None  # packed, if another one than the job's was sent
         self._runner = job.runner()
-        super().__init__(job.progress)
+        super().__init__(job.progress, self._runner)
 
     @override
     def describe(self) -> WorkerInfo:
@@ -277,27 +262,6 @@ class Worker(WorkerBase):
         if policy is not None and policy != self._policy:
             self._runner.replace_policy(unpack(policy))
             self._policy = policy
-
-    @override
-    def reset(self, mask: Tensor | None) -> None:
-        self._runner.reset(mask)
-
-    @override
-    def set_seed(self, seed: int) -> None:
-        self._runner.set_seed(seed)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return self._runner.state_dict()
-
-    @override
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._runner.load_state_dict(state_dict)
-        super().load_state_dict(state_dict)
-
-    @override
-    def close(self) -> None:
-        self._runner.shutdown()
 
     @override
     def failure(self, error: BaseException) -> Failure:
