@@ -12,7 +12,8 @@ from typing_extensions import override
 from funcollect.arguments import check_flags, check_kind, check_positive, checked_device
 from funcollect.collectors.cluster.jobs import (
     NOT_HERE,
-    ActorSpec,
+    RayJob,
+    actor_jobs,
     check_class,
     environments_of,
     for_all,
@@ -20,6 +21,7 @@ from funcollect.collectors.cluster.jobs import (
 )
 from funcollect.collectors.collector import CollectorBase, collector
 from funcollect.collectors.options import Device, options_of
+from funcollect.collectors.runner import Shard
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.gathering import AsyncGathering, SyncGathering
@@ -109,15 +111,17 @@ class RayCollector(WorkerCollector):
         stored = self._stored(len(made))
         self._check(options_of(self, frames_per_batch=self.frames_per_batch, **devices, storing_device=stored))
         self.seed = seed_of(key_from_seed(self.seed))
-        frames = shares(self.frames_per_batch, len(made))[0] if self.sync else self.frames_per_batch
         defaults = {name: each.default for name, each in self.__dataclass_fields__.items()}
         self._columns = {name: value for name, value in given.items() if value is not defaults[name]}
-        nested = {name: getattr(self, name) for name in _NESTED} if self._has_nested_workers else {}
+        if self.sync:
+            self._columns["frames_per_batch"] = shares(self.frames_per_batch, len(made))[0]
+        if self._has_nested_workers:
+            self._columns |= {name: getattr(self, name) for name in _NESTED}
         count = self.num_workers_per_collector
-        self._owned = len(made) * count  # indices of workers that have been given away
-        self._actor_spec = ActorSpec(self.collector_class, frames, self._owned, nested)
-        jobs = self._actor_spec.jobs(
-            made, self.policy, self._columns, self.collector_kwargs, seed=self.seed, count=count, first=0
+        columns = self._columns | {"collector_kwargs": self.collector_kwargs}
+        shard = Shard(0, len(made) * count)
+        jobs = actor_jobs(
+            self.collector_class, made, columns, policy=self.policy, seed=self.seed, shard=shard, count=count
         )
         self._since = dict.fromkeys(range(len(jobs)), 0)  # batches of each collector since it was sent weights
         from funcollect.collectors.cluster.transport import RayTransport  # imports Ray
@@ -230,22 +234,30 @@ class RayCollector(WorkerCollector):
             WorkerError: if the cluster lacks the resources, or one cannot be built.
         """
         self._check_open()
-        kwargs = for_all(self.collector_kwargs) if collector_kwargs is None else collector_kwargs
-        configs = for_all(self.remote_configs) if remote_configs is None else remote_configs
         lists = {"collector_kwargs": collector_kwargs, "remote_configs": remote_configs}
         made = environments_of(create_env_fn, None, lists)
+        configs = for_all(self.remote_configs) if remote_configs is None else remote_configs
         count = self.num_workers_per_collector if num_envs is None else num_envs
         check_positive("num_envs", count)
         columns = {name: one for name, given in self._columns.items() if (one := for_all(given)) is not None}
+        columns["collector_kwargs"] = for_all(self.collector_kwargs) if collector_kwargs is None else collector_kwargs
         if policy is not None:
             columns.pop("policy_factory", None)
         elif self.policy is None and self.policy_factory is not None and "policy_factory" not in columns:
             raise ValueError("policy is None, and policy_factory lists those of the first collectors: pass a policy")
-        own = self.policy if policy is None else policy
-        jobs = self._actor_spec.jobs(made, own, columns, kwargs, seed=self.run.seed, count=count, first=self._owned)
+        last = self.run.pool.records[-1].job
+        assert isinstance(last, RayJob)
+        jobs = actor_jobs(
+            self.collector_class,
+            made,
+            columns,
+            policy=self.policy if policy is None else policy,
+            seed=self.run.seed,
+            shard=Shard(last.shard.index + last.workers, last.shard.count),
+            count=count,
+        )
         configs = remote_options(configs, len(made), accelerators=want_accelerators(jobs))
         self._transport.expect(configs, len(self.run.pool.records), self.run.workers)
-        self._owned += count * len(made)
         workers = self.run.add(jobs, self._check_newcomer)
         self._since.update(dict.fromkeys(workers, 0))
         self.num_collectors = self.num_workers

@@ -7,24 +7,32 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
 from tensordict import TensorDictBase
+from torch import Tensor
 from typing_extensions import override
 
-from funcollect.collectors.cluster.jobs import RayJob
-from funcollect.collectors.cluster.nested_worker import NestedWorker
 from funcollect.collectors.cluster.packed_batch import PackedBatch, Packer
 from funcollect.collectors.cluster.resources import ray
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.threads import limit_threads
-from funcollect.collectors.workers.worker import RolloutReport, Worker, WorkerInfo, failure_of
+from funcollect.collectors.workers.worker import (
+    Failure,
+    Progress,
+    RolloutReport,
+    Worker,
+    WorkerBase,
+    WorkerInfo,
+    failure_of,
+)
 from funcollect.core.request import OwnColumns
+from funcollect.errors import WorkerError
 
 
 class ActorSetup(NamedTuple):
@@ -46,13 +54,78 @@ class ClassWorker(Worker):
         return next(self._runner)
 
 
-def built(job: RayJob) -> Worker | NestedWorker:
-    """The worker that a job describes."""
-    if not issubclass(job.kind, WorkerCollector):
-        return ClassWorker(job)
-    collector = job.collector()
-    assert isinstance(collector, WorkerCollector)
-    return NestedWorker(job.progress, collector)
+class NestedWorker(WorkerBase):
+    """A worker of a larger run that is itself a collector with workers, whose lanes are a shard of that run."""
+
+    def __init__(self, progress: Progress, collector: WorkerCollector) -> None:
+        self._collector = collector
+        self._run = collector.run
+        self._counted = (0, 0)  # restarts and lost frames, as last reported
+        super().__init__(progress, collector)
+
+    @override
+    def describe(self) -> WorkerInfo:
+        return self._run.info._replace(lanes=sum(self._run.lanes), frames=self._collector.frames_of_batch)
+
+    @override
+    def _rollout(self, columns: OwnColumns) -> TensorDictBase:
+        return next(self._collector)
+
+    @override
+    def _report(self, seconds: float, idle: float) -> RolloutReport:
+        pool = self._run.pool
+        before, self._counted = self._counted, (pool.restarts, pool.lost)
+        restarts, lost = (now - then for now, then in zip(self._counted, before, strict=True))
+        return RolloutReport(self._progress(), self._run.gathering.version, seconds, idle, restarts, lost)
+
+    def _progress(self) -> Progress:
+        """How far the workers have come: none of them has used an id beyond."""
+        all_progress = [record.progress for record in self._run.pool.records]
+        return Progress(
+            steps=max(progress.steps for progress in all_progress),
+            episode=max(progress.episode for progress in all_progress),
+            batches=self._batches,
+            frames=self._frames,
+        )
+
+    @override
+    def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None = None) -> None:
+        self._run.weights.adopt(weights, version, policy)
+
+    @override
+    def take_params(self, params: Any, version: int, policy: bytes | None = None) -> None:
+        self._run.weights.publish(params, version, policy)
+
+    @override
+    def reset(self, mask: Tensor | None) -> None:
+        self._collector.reset(mask)
+
+    @override
+    def set_seed(self, seed: int) -> None:
+        self._collector.set_seed(seed, static_seed=True)
+
+    @override
+    def go_on(self, progress: Progress) -> None:
+        self._run.go_on(progress)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        saved: dict[str, Any] = self._collector.state_dict()
+        return saved
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._collector.load_state_dict(state_dict)
+        super().load_state_dict(state_dict)
+
+    @override
+    def close(self) -> None:
+        self._collector.shutdown()
+
+    @override
+    def failure(self, error: BaseException) -> Failure:
+        failure = failure_of(error)
+        return failure._replace(lane=error.lane) if isinstance(error, WorkerError) else failure
 
 
 class RayWorker:
@@ -61,7 +134,7 @@ class RayWorker:
     def __init__(self, setup: ActorSetup) -> None:
         sys.path.extend(path for path in setup.path if path not in sys.path)
         limit_threads(setup.num_threads, accelerators=setup.accelerators)
-        self._worker: Worker | NestedWorker | None = None
+        self._worker: WorkerBase | None = None
         self._info: WorkerInfo | None = None
         self._packer = Packer()
         self._one_at_a_time = threading.Lock()
@@ -97,7 +170,9 @@ class RayWorker:
     def _call(self, name: str, args: tuple[Any, ...]) -> Any:
         if name == "describe":
             try:
-                self._worker = built(cloudpickle.loads(args[0]))
+                job = cloudpickle.loads(args[0])
+                nested = issubclass(job.kind, WorkerCollector)
+                self._worker = NestedWorker(job.progress, job.collector()) if nested else ClassWorker(job)
             finally:
                 self._built.set()
             self._info = self._worker.describe()
@@ -113,7 +188,7 @@ class RayWorker:
             return self._worker.adopt({path[0]: leaf for path, leaf in leaves.items()}, version, policy)
         return getattr(self._worker, name)(*args)
 
-    def _collect(self, worker: Worker | NestedWorker) -> tuple[PackedBatch, RolloutReport]:
+    def _collect(self, worker: WorkerBase) -> tuple[PackedBatch, RolloutReport]:
         assert self._info is not None
         batch, report = worker.collect(self._packer.columns)
         own = isinstance(worker, Worker) and batch.ndim == (1 if self._info.num_envs is None else 2)

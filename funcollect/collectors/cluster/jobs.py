@@ -89,63 +89,43 @@ class RayJob(Job):
         return collector
 
 
-@dataclass(frozen=True)
-class ActorSpec:
-    """The arguments that every actor gets alike.
+def actor_jobs(
+    kind: type[Any],
+    made: Sequence[Any],
+    columns: Mapping[str, Any],
+    *,
+    policy: Any,
+    seed: int,
+    shard: Shard,
+    count: int,
+) -> list[RayJob]:
+    """One checked job per actor.
 
-    Attributes:
+    Args:
         kind: the class of the collector in each actor.
-        frames: in each one's batch.
-        workers: the number that the run had when it began, over all actors.
-        nested: keywords of collectors that have workers themselves.
+        made: what each actor's environments are made from.
+        columns: the other keywords, and `collector_kwargs`; a list has a value for each actor.
+        policy: for all actors.
+        seed: of the run.
+        shard: of the first worker of the first actor.
+        count: workers in each actor.
+
+    Raises:
+        TypeError, ValueError: for arguments that no actor would take.
     """
-
-    kind: type[Any]
-    frames: int
-    workers: int
-    nested: Mapping[str, Any]
-
-    def jobs(
-        self,
-        made: Sequence[Any],
-        policy: Any,
-        columns: Mapping[str, Any],
-        collector_kwargs: Any,
-        *,
-        seed: int,
-        count: int,
-        first: int,
-    ) -> list[RayJob]:
-        """One checked job per actor.
-
-        Args:
-            made: what each actor's environments are made from.
-            policy: for all.
-            columns: the other keywords; a list has a value for each actor.
-            collector_kwargs: further keywords of each actor's collector: a dict, or a list with one for each.
-            seed: of the run.
-            count: workers in each actor.
-            first: the number of workers in the actors before.
-
-        Raises:
-            TypeError, ValueError: for arguments that no actor would take.
-        """
-        made = one_each([each for each in made for _ in range(count)])[::count]
-        columns = {**columns, "create_env_fn": made, "frames_per_batch": self.frames, _OWN: collector_kwargs}
-        jobs = []
-        for index, row in enumerate(rows(len(made), columns)):
-            own = dict(row.pop(_OWN) or {})
-            check_not_given("collector_kwargs", own, _NOT_FOR_ACTORS)
-            _check_known(self.kind, own)
-            (row,) = rows(1, row | own)
-            shard = Shard(first + index * count, self.workers)
-            plain = vars(job_of(row, policy=policy, seed=seed, shard=shard))
-            keywords = {**self.nested, **{name: value for name, value in row.items() if name not in _BY_POSITION}}
-            jobs.append(RayJob(**plain, kind=self.kind, workers=count, keywords=keywords))
-        return jobs
+    made = one_each([each for each in made for _ in range(count)])[::count]
+    jobs = []
+    for index, row in enumerate(rows(len(made), {**columns, "create_env_fn": made})):
+        own = dict(row.pop("collector_kwargs") or {})
+        check_not_given("collector_kwargs", own, _NOT_FOR_ACTORS)
+        _check_known(kind, own)
+        (row,) = rows(1, row | own)
+        plain = vars(job_of(row, policy=policy, seed=seed, shard=Shard(shard.index + index * count, shard.count)))
+        keywords = {name: value for name, value in row.items() if name not in _BY_POSITION}
+        jobs.append(RayJob(**plain, kind=kind, workers=count, keywords=keywords))
+    return jobs
 
 
-_OWN = "collector_kwargs"
 _BY_POSITION = ("create_env_fn", "create_env_kwargs", "policy_factory", "frames_per_batch")
 
 

@@ -19,7 +19,6 @@ except ImportError as error:
     raise ImportError("RayCollector needs Ray, which is not installed: pip install 'funcollect[ray]'") from error
 
 ray: Any = _ray  # half of it is typed
-__all__ = ["RaySession", "check_room", "ray", "resources"]
 
 _QUIET = {"include_dashboard": False, "logging_level": "warning"}
 
@@ -40,23 +39,19 @@ class RaySession:
 
     def __init__(self, config: Mapping[str, Any] | None) -> None:
         with RaySession._lock:
-            self._counted = True
-            if not ray.is_initialized():
+            started = not ray.is_initialized()
+            if started:
                 with warnings.catch_warnings():  # JAX warns of forks; those of Ray become other programs at once
                     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
                     ray.init(**_QUIET | dict(config or {}))
                 RaySession._count, RaySession._config = 0, config
-            elif RaySession._count == 0:
-                self._counted = False  # the user's own
-            if self._differs(config):
+            self._counted = started or RaySession._count > 0  # otherwise Ray was started by the user
+            if config is not None and not (self._counted and config == RaySession._config):
                 raise ValueError(
                     "ray_init_config is given, but Ray runs in this process already: leave it out, or call "
                     "ray.shutdown() before"
                 )
             RaySession._count += self._counted
-
-    def _differs(self, config: Mapping[str, Any] | None) -> bool:
-        return config is not None and not (self._counted and config == RaySession._config)
 
     def release(self) -> None:
         """Leave Ray. Does nothing the second time."""
@@ -77,7 +72,7 @@ def demand(config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def resources(configs: Sequence[Mapping[str, Any]]) -> str:
-    """A text that says what actors with these options ask for, and what the cluster has."""
+    """What actors with these options request and what the cluster has, for error messages."""
     counts = Counter(_words(demand(config)) for config in configs)
     asked = "; ".join(f"{count} x ({words})" for words, count in counts.items())
     nodes = "; ".join(f"{node['NodeManagerAddress']} has {_words(node['Resources'])}" for node in _alive())

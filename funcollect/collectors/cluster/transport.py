@@ -12,8 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.collectors.cluster.actor import ActorSetup, RayWorker
-from funcollect.collectors.cluster.batch_assembler import MemoryPool, RayAssembler
-from funcollect.collectors.cluster.packed_batch import PackedBatch, packed
+from funcollect.collectors.cluster.packed_batch import MemoryPool, PackedBatch, RayAssembler, packed
 from funcollect.collectors.cluster.resources import RaySession, check_room, ray, resources
 from funcollect.collectors.workers.batch_layout import PackedLayout
 from funcollect.collectors.workers.transport import (

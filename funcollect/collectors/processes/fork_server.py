@@ -1,34 +1,38 @@
-"""The process from which worker processes are forked: everything heavy is imported here, once.
+"""Starts worker processes by forking them from a server process, which has imported everything heavy once.
 
-It is started as a program of its own with a single thread, so forking it is safe, unlike forking the collector's
-process. It forks on request, reports the end of its children, and ends with the collector's process.
+The server is started on first use and shared by all collectors. It is a program of its own with a single thread, so
+forking it is safe, unlike forking the collector's process. It forks on request, reports the end of its children, and
+ends with the collector's process.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import fcntl
 import os
 import select
 import signal
 import socket
 import struct
+import subprocess
 import sys
+import threading
 import traceback
+from collections.abc import Sequence
 
 from funcollect.collectors.processes.channel import receive_packet
-from funcollect.collectors.processes.lifeline import die_with_parent
 
 _SET_CHILD_SUBREAPER = 36  # of prctl(2)
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # a server with threads could not fork
 STATUS = struct.Struct("q")  # a report on a process: first its id, later its wait status
 
 
 def main(control: int, alive: int) -> None:
     """Serve the socket `control` until its other end, or that of the pipe `alive`, is closed."""
     die_with_parent(alive)
-    ctypes.CDLL(None).prctl(
-        _SET_CHILD_SUBREAPER, 1, 0, 0, 0
-    )  # processes that a killed worker had started are reaped here
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # processes of a killed worker are reaped here
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
@@ -69,6 +73,7 @@ def _fork(children: dict[int, int], fds: list[int], own: tuple[int, ...]) -> Non
 
 
 def _report(status: int, number: int) -> None:
+    """Send the collector's process the id of a worker, or its wait status."""
     with contextlib.suppress(BrokenPipeError):  # the collector has closed its end
         os.write(status, STATUS.pack(number))
 
@@ -115,3 +120,71 @@ def _become_worker(fds: list[int]) -> None:
 def program(module: str, call: str) -> str:
     """Code for ``python -c``: a call of a module in this folder, with this process's import path."""
     return f"import sys; sys.path[:] = {sys.path!r}; from funcollect.collectors.processes.{module} import main; {call}"
+
+
+def die_with_parent(alive: int) -> None:
+    """Let the kernel kill this process, and those that it starts, once the other end of the pipe `alive` is closed.
+
+    This works even if they are stopped, or hang while they hold the GIL. The process becomes a session leader.
+    """
+    os.setsid()
+    fcntl.fcntl(alive, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
+    closed = select.poll()
+    closed.register(alive, select.POLLIN)
+    if closed.poll(0):
+        os._exit(1)
+
+
+class _Server:
+    """The running server, and the socket for requests to it."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        alive, self._life = os.pipe()
+        call = f"main({theirs.fileno()}, {alive})"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program("fork_server", call)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), alive),
+            env=os.environ | dict.fromkeys(_THREADS, "1"),
+        )
+        theirs.close()
+        os.close(alive)
+
+    def launch(self, fds: Sequence[int]) -> None:
+        socket.send_fds(self._socket, [b"f"], fds)
+
+    def close(self) -> None:
+        self._socket.close()
+        os.close(self._life)
+        if os.getpid() == self.owner:
+            self._process.wait()
+
+
+_LOCK = threading.Lock()
+_SERVERS: list[_Server] = []  # none or one
+
+
+def launch(fds: Sequence[int]) -> None:
+    """Start a worker process with these descriptors: one for its status, then those of the worker's `main`."""
+    with _LOCK:
+        if not _SERVERS:
+            _SERVERS.append(_Server())
+        try:
+            _SERVERS[0].launch(fds)
+        except (BrokenPipeError, ConnectionResetError):  # it was killed
+            _SERVERS.pop().close()
+            _SERVERS.append(_Server())
+            _SERVERS[0].launch(fds)
+
+
+@atexit.register
+def _close() -> None:
+    while _SERVERS:
+        _SERVERS.pop().close()
+
+
+os.register_at_fork(after_in_child=_close)  # a forked process starts a server of its own

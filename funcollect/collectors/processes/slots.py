@@ -1,22 +1,51 @@
-"""Slots of shared memory into which workers write whole rollouts, and batches that are views of them."""
+"""Slots of shared memory: workers write whole rollouts into them, of which batches are views, and read weights.
+
+The memory is anonymous, so nothing is left behind, and its pages are allocated.
+"""
 
 from __future__ import annotations
 
+import mmap
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from sys import getrefcount
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 from typing_extensions import override
 
-from funcollect.collectors.processes.shared_memory import mapped, shared_memory
-from funcollect.collectors.workers.batch_layout import BatchColumn, BatchLayout, Memory
-from funcollect.collectors.workers.transport import BatchAssembler, Call, PendingBatch, WorkerGroup
+from funcollect.collectors.workers.batch_layout import BatchColumn, BatchLayout, Memory, PackedLayout
+from funcollect.collectors.workers.transport import BatchAssembler, Call, PendingBatch, WeightStore, WorkerGroup
 from funcollect.errors import WorkerError
 from funcollect.tree import aliased, nest
 
+_MAPPING = mmap.MAP_SHARED | mmap.MAP_POPULATE  # a page's first touch would cost a fault in every process
 _SLOTS = 3  # one that the reader holds, one that is ready, one that is being written
+
+
+def shared_memory(count: int, size: int) -> tuple[int, list[Memory]]:
+    """Allocate `count` pieces of `size` bytes each; return the descriptor and the pieces.
+
+    Raises:
+        MemoryError: if there is not enough memory. Without the allocation, a process could be killed when it writes.
+    """
+    fd = os.memfd_create("funcollect")
+    try:
+        os.posix_fallocate(fd, 0, count * size)
+    except OSError as error:
+        os.close(fd)
+        mebibytes = count * size / 2**20
+        raise MemoryError(f"there is no shared memory for {mebibytes:.1f} MiB ({error.strerror})") from error
+    return fd, mapped(fd, count, size)
+
+
+def mapped(fd: int, count: int, size: int) -> list[Memory]:
+    """`count` pieces of shared memory of `size` bytes each. The memory stays mapped as long as one of them lives."""
+    whole = mmap.mmap(fd, count * size, flags=_MAPPING)
+    return [np.frombuffer(whole, np.uint8, size, place * size) for place in range(count)]
 
 
 class BatchSlot:
@@ -41,7 +70,7 @@ class BatchSlot:
 
     def _references(self) -> tuple[int, int]:
         """The reference counts of the storage: from tensors and arrays, and from Python."""
-        return torch._C._storage_Use_Count(self._storage._cdata), sys.getrefcount(self._storage)
+        return torch._C._storage_Use_Count(self._storage._cdata), getrefcount(self._storage)
 
     @property
     def lent(self) -> bool:
@@ -55,38 +84,25 @@ class BatchSlot:
         return aliased(self._leaves, self._size)
 
 
-class SharedSlots:
-    """Slots of one layout in one shared memory."""
-
-    def __init__(self, layout: BatchLayout) -> None:
-        self.layout = layout
-        self.fd = shared_memory(_SLOTS * layout.size)
-        self._slots = [BatchSlot(layout, memory) for memory in mapped(self.fd, _SLOTS, layout.size)]
-
-    def __getitem__(self, slot: int) -> BatchSlot:
-        return self._slots[slot]
-
-    def close(self) -> None:
-        """Release the memory; batches keep theirs."""
-        os.close(self.fd)
-
-
 class SlotAssembler(BatchAssembler):
     """Workers write into slots of shared memory, and a batch is a view of its slot.
 
     The layout follows from the first rollouts. The workers keep these until they have attached the slots.
     """
 
+    _layout: BatchLayout
+    _fd: int
+
     def __init__(self, submit: Callable[[Call], Call], group: WorkerGroup) -> None:
         super().__init__(submit, group)
-        self._slots: SharedSlots | None = None
+        self._slots: list[BatchSlot] = []  # none before the first rollouts have shown the layout
         self._lent: set[int] = set()
         self._written: set[int] = set()
 
     @property
     def lent(self) -> set[int]:
         """The slots that the reader holds views of."""
-        self._lent = {slot for slot in self._lent if self._slots is not None and self._slots[slot].lent}
+        self._lent = {slot for slot in self._lent if self._slots[slot].lent}
         return self._lent
 
     def _free(self) -> list[int]:
@@ -95,7 +111,7 @@ class SlotAssembler(BatchAssembler):
 
     @override
     def room(self) -> bool:
-        return bool(self._free()) and (self._slots is not None or not self._written)  # only one before there are slots
+        return bool(self._free() and (self._slots or not self._written))  # only one batch before there are slots
 
     @override
     def begin(self) -> PendingBatch:
@@ -110,8 +126,8 @@ class SlotAssembler(BatchAssembler):
     def complete(self, pending: PendingBatch) -> bool:
         if all(call.value is not None and call.value[0] is None for call in pending.calls):
             return True
-        if self._slots is None:
-            self._slots = self._allocated([call.value[0] for call in pending.calls])
+        if not self._slots:
+            self._allocate([call.value[0] for call in pending.calls])
         for part, call in enumerate(pending.calls):
             if call.value is None:  # its worker was replaced before it could write
                 pending.calls[part] = self._collect(call.worker, pending.slot)
@@ -119,7 +135,8 @@ class SlotAssembler(BatchAssembler):
                 pending.calls[part] = self._submit(self._attach(part))
         return False
 
-    def _allocated(self, columns: Sequence[tuple[BatchColumn, ...]]) -> SharedSlots:
+    def _allocate(self, columns: Sequence[tuple[BatchColumn, ...]]) -> None:
+        """Allocate slots for rollouts with these columns, which have to be the same for each worker."""
         first = self._group.workers[0]
         for worker, own in zip(self._group.workers, columns, strict=True):
             if own != columns[0]:
@@ -129,23 +146,22 @@ class SlotAssembler(BatchAssembler):
                     f"{other} with their dtypes and shapes: give all workers equal spaces and policies",
                     worker,
                 )
-        layout = BatchLayout(columns[0], self._group.lengths, self._group.join, self._group.single)
+        self._layout = BatchLayout(columns[0], self._group.lengths, self._group.join, self._group.single)
         try:
-            return SharedSlots(layout)
+            self._fd, memories = shared_memory(_SLOTS, self._layout.size)
         except MemoryError as error:
             raise WorkerError(
                 f"worker {first}: {error} as {_SLOTS} slots for rollouts: collect fewer frames at once, or "
                 "let the machine have more memory",
                 first,
             ) from error
+        self._slots = [BatchSlot(self._layout, memory) for memory in memories]
 
     def _attach(self, part: int) -> Call:
-        assert self._slots is not None
-        return Call(self._group.workers[part], "attach", (self._slots.layout, part, _SLOTS), (self._slots.fd,))
+        return Call(self._group.workers[part], "attach", (self._layout, part, _SLOTS), (self._fd,))
 
     @override
     def deliver(self, pending: PendingBatch) -> TensorDict:
-        assert self._slots is not None
         batch = self._slots[pending.slot].batch()
         if len(self.lent) < _SLOTS - 1:
             self._lent.add(pending.slot)
@@ -157,10 +173,88 @@ class SlotAssembler(BatchAssembler):
 
     @override
     def restarted(self, worker: int) -> Sequence[Call]:
-        return [] if self._slots is None else [self._attach(list(self._group.workers).index(worker))]
+        return [self._attach(list(self._group.workers).index(worker))] if self._slots else []
 
     @override
     def close(self) -> None:
-        if self._slots is not None:
-            self._slots.close()
-            self._slots = None
+        if self._slots:
+            os.close(self._fd)
+            self._slots, self._lent = [], set()
+
+
+class _WeightSlots(NamedTuple):
+    """The slots of a store for weights of the same names, shapes and dtypes."""
+
+    first: int  # the number of the first slot
+    fd: int
+    layout: PackedLayout
+    weights: list[dict[str, Tensor]]  # by name, for each slot
+
+
+def weights_in(memories: Sequence[Memory], layout: PackedLayout) -> list[dict[str, Tensor]]:
+    """The weights by name in each piece of memory, as views."""
+    return [{path[0]: leaf for path, leaf in layout.leaves(memory).items()} for memory in memories]
+
+
+class SharedWeightStore(WeightStore):
+    """Weights in slots of shared memory: as many as can be in use, and one to write.
+
+    The layout is that of the latest weights. When they have other names or shapes, they get new slots.
+
+    Args:
+        workers: how many there are: each may read one slot while the latest weights lie in another.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._count = workers + 2
+        self._slots: list[_WeightSlots] = []  # the latest last, after earlier ones that a worker may still read
+        self._attached: dict[int, int] = {}  # by worker: the first of the slots that it has attached
+
+    @override
+    def put(self, weights: Mapping[str, Tensor], taken: set[int]) -> int | None:
+        if not self._slots or not _fit(weights, self._slots[-1].weights[0]):
+            layout = PackedLayout.packed({(name,): weight for name, weight in weights.items()})
+            fd, memories = shared_memory(self._count, layout.size)
+            first = self._slots[-1].first + self._count if self._slots else 0
+            self._slots.append(_WeightSlots(first, fd, layout, weights_in(memories, layout)))
+        latest = self._slots[-1]
+        self._close_others({latest.first, *map(self._first_of, taken)})
+        for slot, held in enumerate(latest.weights, latest.first):
+            if slot not in taken:
+                for name, weight in held.items():
+                    weight.copy_(weights[name])
+                return slot
+        return None
+
+    def _first_of(self, slot: int) -> int:
+        return slot - slot % self._count
+
+    def _close_others(self, kept: set[int]) -> None:
+        """Release all slots except those whose first one is in `kept`."""
+        for each in self._slots:
+            if each.first not in kept:
+                os.close(each.fd)
+        self._slots = [each for each in self._slots if each.first in kept]
+
+    @override
+    def call(self, worker: int, slot: int, version: int, policy: bytes | None) -> Call:
+        first = self._first_of(slot)
+        slots = next(each for each in self._slots if each.first == first)
+        fds = () if self._attached.get(worker) == first else (slots.fd,)
+        self._attached[worker] = first
+        return Call(worker, "fetch", (slot - first, version, policy, slots.layout, self._count), fds)
+
+    @override
+    def restarted(self, worker: int) -> None:
+        self._attached.pop(worker, None)  # so that the next call sends the memory again
+
+    @override
+    def close(self) -> None:
+        self._close_others(set())
+
+
+def _fit(weights: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> bool:
+    """Whether weights have the names, dtypes and shapes of those in a slot."""
+    return weights.keys() == held.keys() and all(
+        weight.dtype == held[name].dtype and weight.shape == held[name].shape for name, weight in weights.items()
+    )

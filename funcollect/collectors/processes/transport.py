@@ -15,10 +15,8 @@ from typing import Any
 from typing_extensions import override
 
 from funcollect.collectors.processes.channel import pair
-from funcollect.collectors.processes.fork_server import STATUS
-from funcollect.collectors.processes.launcher import launch
-from funcollect.collectors.processes.slots import SlotAssembler
-from funcollect.collectors.processes.weight_slots import SharedWeightStore
+from funcollect.collectors.processes.fork_server import STATUS, launch
+from funcollect.collectors.processes.slots import SharedWeightStore, SlotAssembler
 from funcollect.collectors.processes.worker_process import ProcessSetup
 from funcollect.collectors.workers.transport import Answer, Call, Transport, WorkerExited, WorkerGroup, WorkerHandle
 from funcollect.collectors.workers.worker import RolloutReport
@@ -68,8 +66,8 @@ class ProcessHandle(WorkerHandle):
 
     @override
     def send(self, call: Call) -> None:
-        name, args = ("build", (self._job,)) if call.name == "describe" else (call.name, call.args)
-        self._send((call.number, name, args), call.fds, plain=name == "collect")
+        args = (self._job,) if call.name == "describe" else call.args
+        self._send((call.number, call.name, args), call.fds, plain=call.name == "collect")
 
     def _send(self, message: Any, fds: Sequence[int] = (), *, plain: bool = False) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, which `receive` reports
@@ -81,20 +79,19 @@ class ProcessHandle(WorkerHandle):
             return WorkerExited("was ended")
         try:
             message = self._channel.receive(wait=False)
-            if message is None and self._has_ended(0):
+            if message is None and self.ended_by(0):
                 message = self._channel.receive(wait=False)  # now the channel holds all that it will ever hold
         except (EOFError, OSError):
-            self._has_ended(_TO_DIE)
+            self.ended_by(time.monotonic() + _TO_DIE)
             return WorkerExited(self._how())
         if message is not None:
             number, value, *packed = message[0]
             return Answer(number, (None, RolloutReport.unpacked(*packed)) if packed else value)
         return None if self._ended is None else WorkerExited(self._how())
 
-    def _has_ended(self, timeout: float) -> bool:
-        """Whether the process has ended; waits for its end, at most `timeout` seconds."""
-        until = time.monotonic() + timeout
-        while self._ended is None and self._hear(max(until - time.monotonic(), 0)):
+    def ended_by(self, until: float) -> bool:
+        """Whether the process has ended; waits for its end, at most until `time.monotonic()` is `until`."""
+        while self._ended is None and self._open and self._hear(max(until - time.monotonic(), 0)):
             pass
         return self._ended is not None
 
@@ -123,7 +120,7 @@ class ProcessHandle(WorkerHandle):
 
     @override
     def where(self) -> str:
-        if not self._pid or self._has_ended(0):
+        if not self._pid or self.ended_by(0):
             return ""
         try:
             with open(f"/proc/{self._pid}/stat") as file:
@@ -140,7 +137,7 @@ class ProcessHandle(WorkerHandle):
         until = time.monotonic() + _TO_REPORT
         size = 0
         while time.monotonic() < until:
-            self._has_ended(0.02)
+            self.ended_by(time.monotonic() + 0.02)
             before, size = size, os.fstat(self._stack).st_size
             if before == size > 0:
                 break
@@ -151,18 +148,13 @@ class ProcessHandle(WorkerHandle):
         if self._open and os.getpid() == self._owner:
             self._send((-1, "close", ()))
 
-    def ended_by(self, until: float) -> None:
-        """Wait for its end, until the time `until` at most."""
-        if self._open:
-            self._has_ended(max(until - time.monotonic(), 0))
-
     @override
     def kill(self) -> None:
         if not self._open:
             return
         os.close(self._life)
         if os.getpid() == self._owner:
-            self._has_ended(_TO_DIE)
+            self.ended_by(time.monotonic() + _TO_DIE)
         self._open = False
         for fd in (self._status, self._stack):
             os.close(fd)

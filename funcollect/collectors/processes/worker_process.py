@@ -17,9 +17,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.collectors.processes.channel import Channel
-from funcollect.collectors.processes.lifeline import die_with_parent
-from funcollect.collectors.processes.shared_memory import mapped
-from funcollect.collectors.workers.batch_layout import BatchColumn, BatchLayout, columns_of, store
+from funcollect.collectors.processes.fork_server import die_with_parent
+from funcollect.collectors.processes.slots import mapped, weights_in
+from funcollect.collectors.workers.batch_layout import BatchColumn, BatchLayout, PackedLayout, columns_of, store
 from funcollect.collectors.workers.threads import limit_threads
 from funcollect.collectors.workers.transport import WITH_WEIGHTS
 from funcollect.collectors.workers.worker import RolloutReport, Worker, failure_of
@@ -53,7 +53,11 @@ def serve(channel: Channel) -> None:
     """Answer calls until one of them is to close."""
     setup, _ = channel.receive() or (None, None)
     assert isinstance(setup, ProcessSetup)
-    _prepare(setup)
+    sys.path[:] = setup.path
+    os.chdir(setup.folder)
+    os.environ.clear()
+    os.environ.update(setup.environ)
+    limit_threads(setup.num_threads, accelerators=setup.accelerators)
     served = ServedWorker(channel, eager=setup.eager)
     try:
         while served.answer():
@@ -62,14 +66,6 @@ def serve(channel: Channel) -> None:
         pass  # the collector's process has ended
     sys.stdout.flush()
     sys.stderr.flush()
-
-
-def _prepare(setup: ProcessSetup) -> None:
-    sys.path[:] = setup.path
-    os.chdir(setup.folder)
-    os.environ.clear()
-    os.environ.update(setup.environ)
-    limit_threads(setup.num_threads, accelerators=setup.accelerators)
 
 
 class ServedWorker:
@@ -83,7 +79,7 @@ class ServedWorker:
         self._single = False
         self._slots: list[Mapping[Path, Tensor]] = []
         self._held: tuple[TensorDictBase, RolloutReport, int] | None = None  # a rollout that waits for its slot
-        self._weights: list[Mapping[str, Tensor]] = []
+        self._weights: Sequence[Mapping[str, Tensor]] = ()
 
     def answer(self) -> bool:
         """Answer the next call; False if it was to close."""
@@ -119,7 +115,7 @@ class ServedWorker:
 
     def _do(self, name: str, args: tuple[Any, ...], fds: list[int]) -> Any:
         match name:
-            case "build":
+            case "describe":
                 self._worker = Worker(cloudpickle.loads(args[0]))
                 info = self._worker.describe()
                 self._single = info.num_envs is None
@@ -154,11 +150,10 @@ class ServedWorker:
         return None, report
 
     def _fetch(
-        self, slot: int, version: int, policy: bytes | None, layout: BatchLayout, count: int, *, fds: list[int]
+        self, slot: int, version: int, policy: bytes | None, layout: PackedLayout, count: int, *, fds: list[int]
     ) -> None:
         """Copy weights. The first call, and the first one after a change of shapes, brings their memory."""
         assert self._worker is not None
         if fds:
-            memories = [layout.part(memory, 0) for memory in mapped(fds[0], count, layout.size)]
-            self._weights = [{path[0]: rows[0] for path, rows in each.items()} for each in memories]
+            self._weights = weights_in(mapped(fds[0], count, layout.size), layout)
         self._worker.adopt(self._weights[slot], version, policy)

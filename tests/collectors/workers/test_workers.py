@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import funcollect as fc
-from funcollect.collectors.processes import launcher
-from funcollect.collectors.processes.fork_server import program
+from funcollect.collectors.processes import fork_server
 from funcollect.collectors.workers.batch_layout import joined
 from funcollect.core.api import init_lanes
 from tests.support.cases import make_env
@@ -267,7 +266,7 @@ def test_reader_and_workers_count_how_long_they_wait():
 
 def test_a_server_of_processes_that_is_killed_is_replaced():
     with multi(SYNC, create_env_fn=[Plain] * 2, frames_per_batch=20):
-        (server,) = launcher._SERVERS
+        (server,) = fork_server._SERVERS
         os.kill(server._process.pid, signal.SIGKILL)
         server._process.wait()
     with multi(SYNC, create_env_fn=[Plain] * 2, frames_per_batch=20) as collector:
@@ -275,13 +274,14 @@ def test_a_server_of_processes_that_is_killed_is_replaced():
 
 
 def test_processes_begin_afresh_where_a_fork_would_not_be_safe(monkeypatch):
-    monkeypatch.setattr(launcher, "program", lambda module, call: _THREADED + program(module, call))
-    monkeypatch.setattr(launcher, "_SERVERS", [])  # the others' goes on
+    program = fork_server.program
+    monkeypatch.setattr(fork_server, "program", lambda module, call: _THREADED + program(module, call))
+    monkeypatch.setattr(fork_server, "_SERVERS", [])  # the others' goes on
     try:
         with multi(SYNC, create_env_fn=["CartPole-v1"], frames_per_batch=20) as collector:
             batch = next(collector).clone()
     finally:
-        launcher._close()
+        fork_server._close()
     with multi(SYNC, "serial", create_env_fn=["CartPole-v1"], frames_per_batch=20) as collector:
         assert_same(batch, next(collector))
 
