@@ -31,7 +31,7 @@ from funcollect.keys import key_from_seed, seed_of
 from funcollect.messages import shown
 
 _DEVICES = ("device", "env_device", "policy_device")  # each may be a list
-_LISTS = (*_DEVICES, "create_env_kwargs", "policy_factory")
+_LISTS = (*_DEVICES, "create_env_kwargs", "policy_factory", "storing_device", "collector_kwargs", "remote_configs")
 _NESTED = ("num_threads", "timeout", "start_timeout", "on_failure")  # also for collectors that have workers
 _TO_REPORT = 10.0  # seconds that a collector in an actor has to report the failure of its own workers
 
@@ -104,9 +104,7 @@ class RayCollector(WorkerCollector):
         if type(self.reset_at_each_iter) is int and self.reset_at_each_iter == 0:
             self.reset_at_each_iter = False  # TorchRL's documentation passes -False
         given = columns_of(self)
-        lists = {name: given[name] for name in _LISTS}
-        lists |= {name: getattr(self, name) for name in ("storing_device", "collector_kwargs", "remote_configs")}
-        made = environments_of(self.create_env_fn, self.num_collectors, lists)
+        made = environments_of(self.create_env_fn, self.num_collectors, {name: getattr(self, name) for name in _LISTS})
         devices = {name: for_all(given[name]) for name in _DEVICES}
         stored = self._stored(len(made))
         self._check(options_of(self, frames_per_batch=self.frames_per_batch, **devices, storing_device=stored))
@@ -185,12 +183,11 @@ class RayCollector(WorkerCollector):
 
     @override
     def _gather(self) -> TensorDictBase:
-        limit = 1 if self.update_after_each_batch else max(self.max_weight_update_interval, 1)
-        enforced = self.update_after_each_batch or self.max_weight_update_interval >= 0
-        gathered = {*self.run.gathering.workers} & {*self.run.workers}
-        late = [worker for worker in sorted(gathered) if self._since[worker] >= limit]
-        if enforced and late:
-            self.update_policy_weights_(worker_ids=late)
+        if self.update_after_each_batch or self.max_weight_update_interval >= 0:
+            limit = 1 if self.update_after_each_batch else max(self.max_weight_update_interval, 1)
+            gathered = {*self.run.gathering.workers} & {*self.run.workers}
+            if late := [worker for worker in sorted(gathered) if self._since[worker] >= limit]:
+                self.update_policy_weights_(worker_ids=late)
         batch = self.rollout()
         for worker in self.run.gathering.workers:
             self._since[worker] += 1

@@ -6,9 +6,7 @@ import os
 import sys
 import threading
 import traceback
-from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -129,37 +127,32 @@ class NestedWorker(WorkerBase):
 
 
 class RayWorker:
-    """The actor. Ray runs `do` in the order of the calls, `hurry` and `stack` in threads of their own."""
+    """The actor. Ray runs `do` in the order of the calls, and the other methods in threads of their own."""
 
     def __init__(self, setup: ActorSetup) -> None:
         sys.path.extend(path for path in setup.path if path not in sys.path)
         limit_threads(setup.num_threads, accelerators=setup.accelerators)
         self._worker: WorkerBase | None = None
-        self._info: WorkerInfo | None = None
+        self._single = False  # whether its environment has no batch dimension
         self._packer = Packer()
         self._one_at_a_time = threading.Lock()
         self._built = threading.Event()
-        self._urgent: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._nothing_urgent = threading.Event()
+        self._nothing_urgent.set()
 
     def do(self, name: str, *args: Any) -> Any:
         """The answer to a call, or a `Failure`."""
+        self._nothing_urgent.wait()
         with self._one_at_a_time:
-            self._do_urgent()
             return self._answer(name, args)
 
     def hurry(self, name: str, *args: Any) -> Any:
         """The answer to a call that goes before the waiting ones, once the rollout under way has ended."""
         self._built.wait()
-        answer: Future[Any] = Future()
-        self._urgent.append((answer, lambda: self._answer(name, args)))
+        self._nothing_urgent.clear()
         with self._one_at_a_time:
-            self._do_urgent()
-        return answer.result()
-
-    def _do_urgent(self) -> None:
-        while self._urgent:
-            answer, act = self._urgent.popleft()
-            answer.set_result(act())
+            self._nothing_urgent.set()  # calls of `do` wait for the lock from here on
+            return self._answer(name, args)
 
     def _answer(self, name: str, args: tuple[Any, ...]) -> Any:
         try:
@@ -175,8 +168,9 @@ class RayWorker:
                 self._worker = NestedWorker(job.progress, job.collector()) if nested else ClassWorker(job)
             finally:
                 self._built.set()
-            self._info = self._worker.describe()
-            return self._info
+            info = self._worker.describe()
+            self._single = info.num_envs is None
+            return info
         if name == "close" and self._worker is None:
             return None
         assert self._worker is not None
@@ -189,10 +183,9 @@ class RayWorker:
         return getattr(self._worker, name)(*args)
 
     def _collect(self, worker: WorkerBase) -> tuple[PackedBatch, RolloutReport]:
-        assert self._info is not None
         batch, report = worker.collect(self._packer.columns)
-        own = isinstance(worker, Worker) and batch.ndim == (1 if self._info.num_envs is None else 2)
-        return self._packer.pack(batch, self._info.num_envs is None if own else None), report
+        whole = isinstance(worker, Worker) and batch.ndim == (1 if self._single else 2)
+        return self._packer.pack(batch, self._single if whole else None), report
 
     @staticmethod
     def node() -> str:

@@ -53,17 +53,11 @@ _NOT_REMOTE = {
 
 @dataclass(frozen=True, kw_only=True)
 class RayJob(Job):
-    """Everything that the worker in an actor is built from.
+    """Everything that the worker in an actor is built from."""
 
-    Attributes:
-        kind: the class of the collector in the actor.
-        workers: the number of its workers, if it has workers.
-        keywords: its further keywords.
-    """
-
-    kind: type[Any]
-    workers: int
-    keywords: Mapping[str, Any]
+    kind: type[Any]  # the class of the collector in the actor
+    workers: int  # of that collector, if it has workers
+    keywords: Mapping[str, Any]  # further ones of that collector
 
     def collector(self) -> CollectorBase:
         """Build the collector in the actor."""
@@ -99,16 +93,10 @@ def actor_jobs(
     shard: Shard,
     count: int,
 ) -> list[RayJob]:
-    """One checked job per actor.
+    """One checked job per actor, each with `count` workers and the environments of one entry in `made`.
 
-    Args:
-        kind: the class of the collector in each actor.
-        made: what each actor's environments are made from.
-        columns: the other keywords, and `collector_kwargs`; a list has a value for each actor.
-        policy: for all actors.
-        seed: of the run.
-        shard: of the first worker of the first actor.
-        count: workers in each actor.
+    Lists in `columns`, which includes `collector_kwargs`, have a value for each actor. `shard` is that of the first
+    worker of the first actor.
 
     Raises:
         TypeError, ValueError: for arguments that no actor would take.

@@ -76,14 +76,6 @@ class Packer:
         return layout.packed
 
 
-def packed(leaves: Mapping[Path, Tensor]) -> PackedBatch:
-    """Pack copies of tensors."""
-    packed_layout = PackedLayout.packed(leaves)
-    memory = private_memory(packed_layout.size)
-    copy_into(packed_layout.leaves(memory), leaves)
-    return PackedBatch(packed_layout, memory)
-
-
 class MemoryPool:
     """Memory of this process that batches borrow, and return once no view of it lives."""
 

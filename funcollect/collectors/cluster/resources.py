@@ -26,8 +26,7 @@ _QUIET = {"include_dashboard": False, "logging_level": "warning"}
 class RaySession:
     """One use of Ray in this process. The first session may start Ray; the last one then shuts it down.
 
-    Args:
-        config: for `ray.init`; None uses a running cluster, or else starts one on this machine.
+    The config is for `ray.init`; None uses a running cluster, or else starts one on this machine.
 
     Raises:
         ValueError: for a config if Ray runs in this process already, with another one.
@@ -56,9 +55,9 @@ class RaySession:
     def release(self) -> None:
         """Leave Ray. Does nothing the second time."""
         with RaySession._lock:
-            counted, self._counted = self._counted, False
-            if not counted:
+            if not self._counted:
                 return
+            self._counted = False
             RaySession._count -= 1
             if RaySession._count == 0 and ray.is_initialized():
                 ray.shutdown()

@@ -12,9 +12,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.collectors.cluster.actor import ActorSetup, RayWorker
-from funcollect.collectors.cluster.packed_batch import MemoryPool, PackedBatch, RayAssembler, packed
+from funcollect.collectors.cluster.packed_batch import MemoryPool, PackedBatch, RayAssembler, private_memory
 from funcollect.collectors.cluster.resources import RaySession, check_room, ray, resources
-from funcollect.collectors.workers.batch_layout import PackedLayout
+from funcollect.collectors.workers.batch_layout import PackedLayout, copy_into
 from funcollect.collectors.workers.transport import (
     WITH_WEIGHTS,
     Answer,
@@ -25,6 +25,7 @@ from funcollect.collectors.workers.transport import (
     WorkerGroup,
     WorkerHandle,
 )
+from funcollect.tree import Path
 
 _GROUPS = {"hurry": 1, "look": 1}  # threads of an actor besides the one that works
 _TO_CLOSE = 2.0  # seconds that actors have to close their environments
@@ -33,17 +34,13 @@ _TO_FETCH = 30.0  # seconds within which an object that is there can be read
 
 
 class RayHandle(WorkerHandle):
-    """The connection to one actor.
+    """The connection to one actor, which was made with the options `config`.
 
-    Args:
-        actor: its handle.
-        job: the packed job.
-        config: the options that it was made with.
-        eager: whether it takes new weights before the rollouts that it was sent earlier.
+    An `eager` actor takes new weights before the rollouts that it was sent earlier.
     """
 
     def __init__(self, actor: Any, job: bytes, config: Mapping[str, Any], *, eager: bool) -> None:
-        self._actor = actor
+        self.actor = actor
         self._job = job
         self._config = config
         self._eager = eager
@@ -58,7 +55,7 @@ class RayHandle(WorkerHandle):
     @property
     @override
     def label(self) -> str:
-        return f"actor {self._actor._actor_id.hex()[:12]} on {self._node() or 'no node yet'}"
+        return f"actor {self.actor._actor_id.hex()[:12]} on {self._node() or 'no node yet'}"
 
     def _node(self) -> str:
         if not ray.is_initialized() or not ray.wait([self._node_ref], timeout=0)[0]:
@@ -71,23 +68,23 @@ class RayHandle(WorkerHandle):
 
     @override
     def send(self, call: Call) -> None:
-        if self.gone:
-            self._gone = self.gone
+        self._gone = self.gone
+        if self._gone:
             return
         args = call.args
         if call.name == "describe":
             args, self._job = (self._job,), b""  # a policy's weights are in it
         if self._eager and call.name in WITH_WEIGHTS and self._collects:  # else it is next as it is
-            ref = self._actor.hurry.options(concurrency_group="hurry").remote(call.name, *args)
+            ref = self.actor.hurry.options(concurrency_group="hurry").remote(call.name, *args)
             self._hurried.append((ref, call.number))
         else:
-            self._sent.append((self._actor.do.remote(call.name, *args), call.number))
+            self._sent.append((self.actor.do.remote(call.name, *args), call.number))
             self._collects += call.name == "collect"
 
     @property
     def gone(self) -> str:
         """Why the actor will not answer any more; empty while it may."""
-        return self._gone or ("" if ray.is_initialized() else _NO_RAY)
+        return self._gone or ("" if ray.is_initialized() else "is out of reach: Ray was shut down in this process")
 
     def heads(self) -> list[Any]:
         """The references to the next answers. One of them is readable once there is something to receive."""
@@ -122,7 +119,7 @@ class RayHandle(WorkerHandle):
             return ""
         if not self._node():
             return f"(it has not begun: {resources([self._config])})"
-        ref = self._actor.stack.options(concurrency_group="look").remote()
+        ref = self.actor.stack.options(concurrency_group="look").remote()
         if not ray.wait([ref], timeout=_TO_REPORT)[0]:
             return "(it shows no Python stack: its process is stopped, or its interpreter is held)"
         try:
@@ -131,20 +128,13 @@ class RayHandle(WorkerHandle):
             return f"({reason_of(error)})"
         return stack
 
-    def say_close(self) -> Any:
-        """Ask it to close its environment; the reference to its answer, None if it has ended."""
-        return None if self.gone else self._actor.do.remote("close")
-
     @override
     def kill(self) -> None:
         self._sent.clear()
         self._hurried.clear()
         if ray.is_initialized():
-            ray.kill(self._actor, no_restart=True)
+            ray.kill(self.actor, no_restart=True)
         self._gone = self._gone or "was ended"
-
-
-_NO_RAY = "is out of reach: Ray was shut down in this process"
 
 
 def reason_of(error: BaseException) -> str:
@@ -158,14 +148,17 @@ class RayWeightStore(WeightStore):
     """Weights as objects of Ray's store, which each node fetches once."""
 
     def __init__(self) -> None:
-        self._slots: dict[int, tuple[PackedLayout | None, Any]] = {}
+        self._slots: dict[int, tuple[PackedLayout, Any]] = {}
         self._next = 0
 
     @override
     def put(self, weights: Mapping[str, Tensor], taken: set[int]) -> int:
         self._slots = {slot: held for slot, held in self._slots.items() if slot in taken}
         self._next += 1
-        packed_layout, memory = packed({(name,): weight for name, weight in weights.items()})
+        leaves: dict[Path, Tensor] = {(name,): weight for name, weight in weights.items()}
+        packed_layout = PackedLayout.packed(leaves)
+        memory = private_memory(packed_layout.size)
+        copy_into(packed_layout.leaves(memory), leaves)
         self._slots[self._next] = packed_layout, ray.put(memory)
         return self._next
 
@@ -183,14 +176,10 @@ class RayWeightStore(WeightStore):
 
 
 class RayTransport(Transport):
-    """Starts workers as actors of a Ray cluster.
+    """Starts workers as actors of a Ray cluster, each with Ray's options in `configs`.
 
-    Args:
-        configs: of each actor, the options that Ray takes.
-        init: for `ray.init`, where Ray does not run in this process.
-        num_threads: of each worker.
-        accelerators: whether JAX in an actor may see any.
-        eager: whether actors take new weights before the rollouts that they were sent earlier.
+    `init` is for `ray.init`, if Ray does not run in this process. `eager` actors take new weights before the rollouts
+    that they were sent earlier.
     """
 
     def __init__(
@@ -214,15 +203,10 @@ class RayTransport(Transport):
         self._memory_pool = MemoryPool()
 
     def expect(self, configs: Sequence[Mapping[str, Any]], first: int, present: Sequence[int]) -> None:
-        """Set the options of the next workers' actors.
-
-        Args:
-            configs: the options, one dict per worker.
-            first: the index of the first of these workers.
-            present: the workers that are at work.
+        """Set the options of the actors of the next workers, whose indices begin with `first`.
 
         Raises:
-            WorkerError: if the cluster has no room for them beside the present workers.
+            WorkerError: if the cluster has no room for them beside the `present` workers.
         """
         check_room(configs, first, [self._configs[worker] for worker in present])
         self._configs |= dict(enumerate(configs, first))
@@ -250,7 +234,7 @@ class RayTransport(Transport):
     @override
     def close(self, handles: Sequence[WorkerHandle]) -> None:
         own = [handle for handle in handles if isinstance(handle, RayHandle)]
-        answers = [ref for handle in own if (ref := handle.say_close()) is not None]
+        answers = [handle.actor.do.remote("close") for handle in own if not handle.gone]
         if answers:
             ray.wait(answers, num_returns=len(answers), timeout=_TO_CLOSE)
         for handle in own:

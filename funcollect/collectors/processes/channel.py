@@ -30,11 +30,7 @@ def pair() -> tuple[Channel, socket.socket]:
 
 
 class Channel:
-    """One end of the connection.
-
-    Args:
-        sock: one of the sockets that `pair` makes.
-    """
+    """One end of the connection that `pair` makes."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock

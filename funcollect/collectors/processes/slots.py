@@ -199,10 +199,8 @@ def weights_in(memories: Sequence[Memory], layout: PackedLayout) -> list[dict[st
 class SharedWeightStore(WeightStore):
     """Weights in slots of shared memory: as many as can be in use, and one to write.
 
-    The layout is that of the latest weights. When they have other names or shapes, they get new slots.
-
-    Args:
-        workers: how many there are: each may read one slot while the latest weights lie in another.
+    Each worker may read one slot while the latest weights lie in another. The layout is that of the latest weights;
+    weights with other names or shapes get new slots.
     """
 
     def __init__(self, workers: int) -> None:

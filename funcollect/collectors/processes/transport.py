@@ -36,9 +36,8 @@ class ProcessHandle(WorkerHandle):
     def __init__(self, setup: ProcessSetup, job: bytes) -> None:
         self._job = job
         self._channel, theirs = pair()
-        status, reports = os.pipe()
+        self._status, reports = os.pipe()
         alive, self._life = os.pipe()
-        self._status = status
         self._stack = os.memfd_create("stack")
         self._pid = 0
         self._ended: int | None = None  # its wait status; -1 if nobody reports one
@@ -162,13 +161,7 @@ class ProcessHandle(WorkerHandle):
 
 
 class ProcessTransport(Transport):
-    """Starts workers as processes, whose rollouts lie in shared memory.
-
-    Args:
-        num_threads: of each worker.
-        accelerators: whether JAX in a worker may see any.
-        eager: whether workers take new weights before the rollouts that they were sent earlier.
-    """
+    """Starts workers as processes, whose rollouts lie in shared memory. `ProcessSetup` describes the arguments."""
 
     def __init__(self, *, num_threads: int, accelerators: bool, eager: bool) -> None:
         if not hasattr(os, "memfd_create"):
