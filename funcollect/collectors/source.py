@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from funcollect.arguments import checked_device
 from funcollect.collectors.options import Options
-from funcollect.devices import checked_device
 from funcollect.envs.registry import make_env
 from funcollect.messages import shown
 from funcollect.policies.as_policy import as_policy

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import optree
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from funcollect.interop.bridge import to_jax
 from funcollect.keys import Key, Noise
 from funcollect.policies.actors.actor import Recorder, lane_mask, names_changed, split_answer
 from funcollect.policies.actors.checks import check_action, finish_columns
@@ -36,6 +37,8 @@ class PolicyBase(ABC):
     torch.Size([2, 8])
     """
 
+    backend: Literal["torch", "jax"]
+    params: Any
     nested: Sequence[Path] = ()
 
     def check(self, spec: ActionSpec, /) -> None:  # noqa: B027  (every space suits)
@@ -86,6 +89,10 @@ class ProtocolActor(Actor):
         self._policy = policy
         self._inputs = inputs
         self._state = inputs.policy_state
+        noise: Any = inputs.noise
+        if noise is not None and policy.backend == "jax":
+            noise = noise.numpy() if noise.device.type == "cpu" else to_jax(noise)
+        self._noise = [None] * inputs.length if noise is None else noise
         self._names: list[str] = []  # of the outputs in the order in which they are recorded, once they are known
         self._recorder = Recorder(inputs.observation, inputs.length)
 
@@ -96,9 +103,8 @@ class ProtocolActor(Actor):
     @override
     def act(self, t: int) -> Any:
         inputs = self._inputs
-        noise = None if inputs.noise is None else inputs.noise[t]
         self._state, outputs = self._policy(
-            inputs.params, self._state, inputs.observation, noise, inputs.spec, inputs.exploration
+            inputs.params, self._state, inputs.observation, self._noise[t], inputs.spec, inputs.exploration
         )
         action, extras = split_answer(outputs, None)
         check_action(action, inputs.spec, inputs.num_envs)
