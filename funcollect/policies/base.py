@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import optree
 import torch
@@ -16,7 +16,7 @@ from funcollect.interop.bridge import to_jax
 from funcollect.keys import Key, Noise
 from funcollect.policies.actors.actor import Recorder, lane_mask, names_changed, split_answer
 from funcollect.policies.actors.checks import check_action, finish_columns
-from funcollect.protocols import Actor, ActorInputs, Columns, Exploration, is_policy
+from funcollect.protocols import Actor, ActorInputs, Columns, Exploration, Policy, is_policy
 from funcollect.specs import ActionSpec
 from funcollect.tree import NAMESPACE, Path, select
 
@@ -37,8 +37,6 @@ class PolicyBase(ABC):
     torch.Size([2, 8])
     """
 
-    backend: Literal["torch", "jax"]
-    params: Any
     nested: Sequence[Path] = ()
 
     def check(self, spec: ActionSpec, /) -> None:  # noqa: B027  (every space suits)
@@ -60,7 +58,7 @@ class PolicyBase(ABC):
         """Whether a step may depend on those before it."""
         return bool(optree.tree_leaves(policy_state, namespace=NAMESPACE))
 
-    def actor(self, inputs: ActorInputs, /) -> Actor:
+    def actor(self: Policy, inputs: ActorInputs, /) -> Actor:
         """The policy bound to one rollout."""
         return ProtocolActor(self, inputs)
 
@@ -85,7 +83,7 @@ class PolicyBase(ABC):
 class ProtocolActor(Actor):
     """Calls a policy at every step. The leaves of the policy's state are [P, ...]."""
 
-    def __init__(self, policy: PolicyBase, inputs: ActorInputs) -> None:
+    def __init__(self, policy: Policy, inputs: ActorInputs) -> None:
         self._policy = policy
         self._inputs = inputs
         self._state = inputs.policy_state
