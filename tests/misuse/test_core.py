@@ -227,7 +227,8 @@ def test_a_fork_of_what_does_not_follow_from_its_seed() -> None:
 def test_a_fork_of_an_instance_that_cannot_be_built_again() -> None:
     env = fc.make_env(Rigged())
     state = fc.init(env, fc.random_policy(env), seed=0)
-    with refused(ValueError, ("cannot be rebuilt", "it has no spec", "pass an id or a factory instead of an instance")):
+    fix = "pass an id or a factory, or a list of factories, instead of an instance"
+    with refused(ValueError, ("cannot be rebuilt", "it has no spec", fix)):
         fc.fork(env, state)
     runs(env, state=state)
 
