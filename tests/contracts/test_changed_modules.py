@@ -9,7 +9,7 @@ import torch
 
 import funcollect as fc
 from tests.support.changing import CHANGES, TENSOR_CHANGES, Net, TensorNet, expected
-from tests.support.running import SCALE
+from tests.support.running import SCALE, in_soak
 
 LOOPS: dict[str, tuple[str, Any]] = {
     "host": ("CartPole-v1", None),
@@ -22,8 +22,8 @@ LOOPS: dict[str, tuple[str, Any]] = {
 }
 CHANGES_OF_A_PROGRAM = 3  # a fourth one is refused, since each compiles again
 ALL = slice(None)
-# Each change takes seconds in these, and over Ray: `make soak` makes all of them, `make test` a third.
-COMPILED = ("host, one call of XLA", "host, compiled", "fused")
+# Each change takes seconds in these, and over Ray: `make soak` makes all of them, `make test` a few.
+COMPILED = ("host, one call of XLA", "host, compiled", "fused", "called back")
 NOT_LOWERED = {"a spectral norm": "writes the buffer"}  # changes after which the network cannot become a program
 
 
@@ -38,7 +38,7 @@ def test_every_change_acts_at_the_next_rollout(loop: str) -> None:
     name, compiler = LOOPS[loop]
     torch.manual_seed(0)
     net, env = Net(), fc.make_env(name, num_envs=4)
-    some = slice(2, None, 3) if loop in COMPILED and SCALE == 1 else ALL
+    some = slice(2, None, 6) if loop in COMPILED and SCALE == 1 else ALL
     for number, (what, change) in enumerate([*CHANGES.items()][some]):
         if number % CHANGES_OF_A_PROGRAM == 0:
             policy = fc.torch_policy(net, compile=compiler)
@@ -101,7 +101,7 @@ def test_every_change_reaches_every_collector(kind: str) -> None:
         run_changes(net, collector, update=kind != "one process")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [*in_soak([1]), 2])
 def test_every_change_reaches_actors(ray_cluster: Any, workers: int) -> None:
     torch.manual_seed(0)
     net = TensorNet()

@@ -21,7 +21,7 @@ from funcollect.testing import ENV_CHECKS, check_env
 from tests.support import faulty_envs as faulty
 from tests.support.faulty_envs import TorchWalk, Walk, over, through
 from tests.support.jax_suites import functions_suite
-from tests.support.running import scaled
+from tests.support.running import in_soak, scaled
 
 NAMES = [check.__name__ for check in ENV_CHECKS]
 
@@ -76,7 +76,11 @@ GOOD: dict[str, tuple[Callable[[], Any], dict[str, Any], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", GOOD)
+# "jax" and the page "Your own environment" are JAX environments, too, and each compiles for seconds.
+SLOW = ("jax single", "jax functions")
+
+
+@pytest.mark.parametrize("name", [name for name in GOOD if name not in SLOW] + in_soak(SLOW))
 def test_a_good_environment_passes_every_check_that_applies(name: str) -> None:
     make, kwargs, idle = GOOD[name]
     report = check_env(make(), steps=scaled(60), **kwargs)

@@ -1,5 +1,7 @@
 """Policies in the fused loop: heads, keys, recurrence, extras, random actions, and what is wrong with an answer."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +27,13 @@ def ignoring(space, num_envs=3, one_hot=False, **changes):
     return counting(
         num_envs, action_spec=spec, step=lambda key, place, _, params: step(key, place, 0, params), **changes
     )
+
+
+@functools.cache
+def easy():
+    """One environment, and random actions in it, for tests that differ by their policies alone."""
+    env = ignoring(DISCRETE)
+    return env, fc.random_policy(env)
 
 
 def features(observation, count):
@@ -114,7 +123,7 @@ def test_extras_of_every_dtype_are_recorded_as_they_are():
         wide = x["count"][:, None] * jnp.arange(6)
         return {"action": x["count"] * 0 + 4, **{name: wide.reshape(-1, 2, 3).astype(name) for name in DTYPES}}
 
-    batch = collect(ignoring(DISCRETE), fc.jax_policy(apply, 0.0), 9, seed=0)
+    batch = collect(easy()[0], fc.jax_policy(apply, 0.0), 9, seed=0)
     wide = (batch["count"][..., None] * torch.arange(6)).reshape(3, 9, 2, 3)
     for name in DTYPES:
         assert batch[name].dtype == getattr(torch, name)
@@ -143,7 +152,7 @@ class Alternating(fc.PolicyBase):
 
 
 def test_a_policy_by_the_protocol():
-    env, policy = ignoring(DISCRETE), Alternating()
+    env, policy = easy()[0], Alternating()
     batch = collect(env, policy, 9, seed=0)
     assert torch.equal(batch["action"], 4 + batch["collector", "step"] % 2)
     assert not batch["mode"].any()
@@ -231,7 +240,7 @@ def poisoned(head=None, outputs=3, value=jnp.nan):
     ],
 )
 def test_bad_numbers_are_named_by_lane_and_step(space, policy, says):
-    env = ignoring(space)
+    env = easy()[0] if space is DISCRETE else ignoring(space)
     state = fc.init(env, policy, seed=0)
     with pytest.raises(PolicyError, match=rf"lane \d, step \d of this batch: .*{says}"):
         fc.rollout(env, policy, state, 7)
@@ -300,15 +309,16 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_a_wrong_answer_is_named_when_it_is_traced(what):
     apply, says = WRONG[what]
-    env, policy = ignoring(DISCRETE), fc.jax_policy(apply, 0.0)
+    env, random = easy()
+    policy = fc.jax_policy(apply, 0.0)
     state = fc.init(env, policy, seed=0)
     with pytest.raises(PolicyError, match=says):
         fc.rollout(env, policy, state, 7)
-    fc.rollout(env, fc.random_policy(env), state, 7)
+    fc.rollout(env, random, state, 7)
 
 
 def test_a_recurrent_state_that_changes_or_is_anothers():
-    env = ignoring(DISCRETE)
+    env, _ = easy()
     changing = fc.jax_policy(lambda _, x, s: (rows(x), s + 0.5), 0.0, initial_state=jnp.int32(0))
     with pytest.raises(PolicyError, match=r"int32 \[3\] first, then float32 \[3\].*cast it"):
         collect(env, changing, 7)

@@ -1,6 +1,7 @@
 """As what a Torch policy runs: lowered to JAX, called back from the loop, or called at each step."""
 
 import operator
+from itertools import product
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
 from tests.support.cases import Recurrent, mlp, tensordict_actor, torch_mlp, torch_normal, torch_recurrent
 from tests.support.compare import assert_same, collect, compilations
 from tests.support.jax_counting import counting
-from tests.support.running import SCALE, scaled
+from tests.support.running import SCALE, in_soak, scaled
 
 MODE = fc.ExplorationType.DETERMINISTIC
 
@@ -351,8 +352,11 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("head", HEADS, ids=lambda head: head.name)
-@pytest.mark.parametrize("name", ["gymnax/CartPole-v1", "CartPole-v1"])
+SAMPLED = [*product(["gymnax/CartPole-v1"], HEADS), ("CartPole-v1", fc.heads.categorical)]
+SAMPLED += in_soak(("CartPole-v1", head) for head in HEADS if head is not fc.heads.categorical)
+
+
+@pytest.mark.parametrize(("name", "head"), SAMPLED, ids=[f"{name}-{head.name}" for name, head in SAMPLED])
 def test_the_lowered_policy_samples_as_the_eager_one_does(name, head):
     env = fc.make_env(name, num_envs=8)
     module = nn.Linear(4, 2)
@@ -366,8 +370,12 @@ def test_the_lowered_policy_samples_as_the_eager_one_does(name, head):
     assert fitting == [head.name]
 
 
-@pytest.mark.parametrize("name", ["gymnax/Pendulum-v1", "Pendulum-v1", "torch/Pendulum-v1"])
-@pytest.mark.parametrize("head", [fc.heads.normal, fc.heads.tanh_normal], ids=lambda head: head.name)
+SCORED = [(f"{kind}Pendulum-v1", fc.heads.tanh_normal) for kind in ("gymnax/", "", "torch/")]
+SCORED += [("gymnax/Pendulum-v1", fc.heads.normal)]
+SCORED += in_soak((f"{kind}Pendulum-v1", fc.heads.normal) for kind in ("", "torch/"))
+
+
+@pytest.mark.parametrize(("name", "head"), SCORED, ids=[f"{name}-{head.name}" for name, head in SCORED])
 def test_scores_of_continuous_actions_are_torchs(name, head):
     env = fc.make_env(name, num_envs=4)
     module = Recurrent(3, 2)

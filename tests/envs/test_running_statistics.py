@@ -15,6 +15,7 @@ from gymnasium.wrappers import NormalizeObservation, NormalizeReward, RecordEpis
 from gymnasium.wrappers import vector as vector_wrappers
 
 import funcollect as fc
+from tests.support.running import in_soak
 
 
 class OwnStatistics(gymnasium.ObservationWrapper):  # type: ignore[type-arg]
@@ -109,7 +110,7 @@ def test_they_are_recognised(case: str) -> None:
 
 
 @pytest.mark.needs("torchrl")
-@pytest.mark.parametrize("case", WITH_TORCHRL)
+@pytest.mark.parametrize("case", [case for case in WITH_TORCHRL if case != "in processes"] + in_soak(["in processes"]))
 def test_they_are_recognised_in_torchrl(case: str) -> None:
     make, names = WITH_TORCHRL[case]
     assert_refused(fc.make_env(make()), names)

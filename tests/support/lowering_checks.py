@@ -72,7 +72,7 @@ def torch_gradients(module, inputs):
 
 
 def jax_gradients(lowered, inputs):
-    """The same gradients by JAX, those of parameters in Torch's layout."""
+    """The same gradients by JAX, those of parameters in Torch's layout, and the outputs."""
     leaves, treedef = jax.tree.flatten(jax_inputs(inputs))
     at = [place for place, leaf in enumerate(leaves) if np.issubdtype(leaf.dtype, np.floating)]
 
@@ -80,17 +80,20 @@ def jax_gradients(lowered, inputs):
         full = list(leaves)
         for place, leaf in zip(at, given, strict=True):
             full[place] = leaf
-        return weighted(jax.numpy, lowered.apply(params, *jax.tree.unflatten(treedef, full)))
+        outputs = lowered.apply(params, *jax.tree.unflatten(treedef, full))
+        return weighted(jax.numpy, outputs), outputs
 
-    of_params, of_inputs = jax.jit(jax.grad(loss, (0, 1)))(lowered.prepare(), [leaves[place] for place in at])
-    return lowered.restore(of_params), of_inputs
+    of_both = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+    (of_params, of_inputs), outputs = of_both(lowered.prepare(), [leaves[place] for place in at])
+    return lowered.restore(of_params), of_inputs, outputs
 
 
 def assert_gradients_equal(module, lowered, inputs, *, rtol=1e-4, atol=1e-5):
-    """Compare the gradients of every parameter and every floating input."""
-    of_params, of_inputs = jax_gradients(lowered, inputs)
+    """Compare the gradients of every parameter and every floating input. Returns the outputs of the lowered module."""
+    of_params, of_inputs, outputs = jax_gradients(lowered, inputs)
     wanted_params, wanted_inputs = torch_gradients(module, inputs)
     for name, wanted in wanted_params.items():
         np.testing.assert_allclose(of_params[name].numpy(), wanted.numpy(), rtol=rtol, atol=atol, err_msg=name)
     for got, wanted in zip(of_inputs, wanted_inputs, strict=True):
         np.testing.assert_allclose(np.asarray(got), wanted.numpy(), rtol=rtol, atol=atol)
+    return outputs

@@ -19,6 +19,11 @@ RAY |= {f"RAY_{name}": "3600" for name in _WAITS}
 STORE = 300 << 20  # bytes of Ray's object store
 
 
+def in_soak(cases):
+    """Further cases of what `make test` has tested: `make soak` tests them, too."""
+    return list(cases) if SCALE > 1 else []
+
+
 def scaled(count):
     """A count for CI times FUNCOLLECT_SCALE: 1 in CI, 10 for the full counts."""
     return count * SCALE

@@ -20,7 +20,6 @@ from tests.support.check_collector import check_collector
 from tests.support.compare import assert_same
 from tests.support.counting import always, check
 from tests.support.faulty_workers import Failing, Plain, Uneven, stumble
-from tests.support.running import scaled
 from tests.support.workers import COLLECTORS, TRANSPORTS, by_lane, counting_workers, multi, policy_for
 
 SYNC, ASYNC = COLLECTORS
@@ -82,31 +81,6 @@ def test_workers_with_frames_of_their_own(transport):
         multi(ASYNC, transport, create_env_fn=made, policy=always(0), frames_per_batch=[3, 5])
     with pytest.raises(ValueError, match=r"\[3, 5\] steps"):
         multi(SYNC, transport, create_env_fn=made, policy=always(0), frames_per_batch=[3, 5])
-
-
-PAIRS = [
-    ("CartPole-v1", "torch_mlp"),
-    ("CartPole-v1", "tensordict_actor"),
-    ("CartPole-v1", "torch_recurrent"),
-    ("HalfCheetah-v5", "torch_normal"),
-    ("torch/CartPole-v1", "torch_mlp"),
-    ("torch/Pendulum-v1", "jax_mlp"),
-    ("envpool/CartPole-v1", "torch_mlp"),
-    ("gymnax/CartPole-v1", "jax_mlp"),
-    ("gymnax/CartPole-v1", "torch_mlp"),
-]
-
-
-@pytest.mark.parametrize(("name", "kind"), PAIRS)
-def test_processes_equal_the_serial_transport_bit_for_bit(name, kind):
-    workers = 2
-    kwargs = {"create_env_fn": [name] * workers, "create_env_kwargs": {"num_envs": 2}, "frames_per_batch": 80}
-    runs = []
-    for transport in TRANSPORTS:
-        with multi(SYNC, transport, policy=policy_for(name, kind, 2), **kwargs) as collector:
-            runs.append([batch.clone() for batch in itertools.islice(collector, scaled(3))])
-    for one, two in zip(*runs, strict=True):
-        assert_same(one, two)
 
 
 @pytest.mark.parametrize("workers", [1, 3])

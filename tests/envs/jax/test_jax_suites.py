@@ -11,7 +11,7 @@ from funcollect.specs import disassemble
 from tests.support.compare import assert_same, joined
 from tests.support.jax_counting import folded
 from tests.support.jax_suites import LANES, SUITES, suite_and_policy
-from tests.support.running import SCALE, scaled
+from tests.support.running import SCALE, in_soak, scaled
 
 # In CI of two buckets only: a suite compiles for many seconds, once for each.
 CUTS = (1, 2, 7, 64, 200) if SCALE > 1 else (1, 2, 61, 64)
@@ -59,7 +59,12 @@ def check_observation(env, batch, raw, *prefix):
         assert part.dtype == leaf.dtype
 
 
-@pytest.mark.parametrize("name", SUITES)
+# Those left out share the adapter of another one.
+SHARED = ("old_gymnax", "pgx_one_player")
+FEW = [name for name in SUITES if name not in SHARED]
+
+
+@pytest.mark.parametrize("name", FEW + in_soak(SHARED))
 def test_a_rollout_is_the_raw_suites_own(name):
     suite, policy = suite_and_policy(name)
     start, step = jax.jit(suite.start), jax.jit(suite.step)
@@ -94,11 +99,10 @@ def run(suite, policy, lengths, seed):
     return state, joined(batches)
 
 
-# Those left out share the adapter of another one.
-LEFT_OUT = ("old_gymnax", "pgx_one_player") if SCALE > 1 else ("old_gymnax", "pgx_one_player", "playground")
+SLOW = ("playground", "brax")  # to compile for the lengths of two buckets
 
 
-@pytest.mark.parametrize("name", [name for name in SUITES if name not in LEFT_OUT])
+@pytest.mark.parametrize("name", [name for name in FEW if name not in SLOW] + in_soak(SLOW))
 def test_cuts_change_nothing_and_nothing_compiles_twice(name):
     suite, policy = suite_and_policy(name)
     state, batch = run(suite, policy, CUTS, seed=1)

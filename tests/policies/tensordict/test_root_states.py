@@ -12,6 +12,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 
 import funcollect as fc
+from tests.support.running import in_soak
 from tests.support.stateful_policies import Count
 
 needs_torchrl = pytest.mark.needs("torchrl")
@@ -34,7 +35,7 @@ ENVS = ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"]
 
 @pytest.mark.parametrize("make", [Count, lambda: count], ids=["module", "function"])
 @pytest.mark.parametrize("name", ENVS)
-@pytest.mark.parametrize("lengths", [(60,), (1, 20, 39)])
+@pytest.mark.parametrize("lengths", [*in_soak([(60,)]), (1, 20, 39)])
 def test_what_is_written_is_read_at_the_next_step(name: str, make: Any, lengths: tuple[int, ...]) -> None:
     env, policy = fc.make_env(name, num_envs=3), fc.tensordict_policy(make())
     state, batches = fc.init(env, policy, seed=0), []
