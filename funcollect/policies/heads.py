@@ -84,7 +84,7 @@ class _Discrete:
         wanted = spec.choices
         if not hasattr(answer, "shape") or answer.shape[-1:] != (wanted,):
             raise PolicyError(
-                f"the policy answered {_shape(answer)}, the head {self.name} wants [P, {wanted}]: "
+                f"the policy returned {_shape(answer)}, the head {self.name} wants [P, {wanted}]: "
                 f"one number for each choice of {spec.space}"
             )
         return (answer,)
@@ -181,7 +181,7 @@ class _Normal:
             size = spec.shape[-1]
             return answer[..., :size], xp.softplus(answer[..., size:])
         raise PolicyError(
-            f"the policy answered {_shape(answer)}, the head {self.name} wants a pair (loc, scale), each "
+            f"the policy returned {_shape(answer)}, the head {self.name} wants a pair (loc, scale), each "
             f"{['P', *spec.shape]}, or one array of twice the size along its last dimension: return these"
         )
 

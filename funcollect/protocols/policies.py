@@ -24,7 +24,7 @@ class Exploration(NamedTuple):
 
     Attributes:
         type: whether it samples, or acts deterministically.
-        values: numbers or arrays [] that may change during a run without a new compilation, such as ``epsilon``.
+        values: always empty: nothing reads or sets it yet. It is reserved for numbers that change during a run.
     """
 
     type: ExplorationType = ExplorationType.RANDOM

@@ -326,7 +326,7 @@ class Late(nn.Module):
     ("act", "error", "message"),
     [
         (lambda action: operator.truediv(1, 0), ZeroDivisionError, "division by zero"),
-        (lambda action: action[:2], fc.PolicyError, r"answered \['torch.int64 \[2\]'\] after \['torch.int64 \[3\]'\]"),
+        (lambda action: action[:2], fc.PolicyError, r"returned \['torch.int64 \[2\]'\] after \['torch.int64 \[3\]'\]"),
         (lambda action: action + 2**40, fc.PolicyError, "expected numbers that 32 bits hold"),
     ],
 )

@@ -60,7 +60,7 @@ def test_a_jax_function_that_is_wrong_leaves_the_state_good(misuse: Misuse) -> N
     [
         (
             lambda x, hidden: zeros(x),
-            ("answered with", "expected the pair (answer, next_state)", "leave"),
+            ("and returned", "expected the pair (answer, next_state)", "leave"),
         ),
         (
             lambda x, hidden: (zeros(x), hidden[0]),

@@ -193,6 +193,6 @@ def test_a_jax_function_whose_answer_does_not_suit_is_found_before_the_first_ste
     env = fc.make_env("CartPole-v1", num_envs=3)
     policy = fc.jax_policy(lambda params, x: answer(x), {}, head=HEADS.categorical)
     state = fc.init(env, policy, seed=0)
-    with refused(PolicyError, ("the policy answered", *says)):
+    with refused(PolicyError, ("the policy returned", *says)):
         fc.rollout(env, policy, state, 4)
     runs(env, good_jax(), state)

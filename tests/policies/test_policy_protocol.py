@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -80,6 +81,42 @@ def test_a_policy_of_ones_own_needs_a_call_alone(name: str) -> None:
     assert isinstance(Lean(), fc.Policy)
     _, batch = fc.rollout(env, Lean(), fc.init(env, Lean(), seed=0), 10)
     assert torch.equal(batch["action"], (batch["observation"][..., 2] > 0).long())
+
+
+class Noisy(fc.PolicyBase):
+    """Takes its noise, and its observation, for arrays of JAX, and records the noise."""
+
+    backend = "jax"
+    params = None
+
+    def __init__(self, noise: fc.Noise) -> None:
+        self.wanted = noise
+
+    def noise(self, spec: Any, /) -> fc.Noise:
+        return self.wanted
+
+    def __call__(
+        self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Any, /
+    ) -> tuple[Any, dict[str, Any]]:
+        lanes = len(observation)
+        if self.wanted.kind == "key":
+            assert (noise.shape, noise.dtype) == ((2,), jnp.uint32)
+            drawn = jax.random.normal(noise, (lanes, 2))
+        else:
+            assert (noise.shape, noise.dtype) == ((lanes, *self.wanted.shape), jnp.float32)
+            drawn = jnp.sin(noise)
+        action = (jnp.tanh(observation[:, 2]) + drawn.sum(-1) > 0).astype(jnp.int32)
+        return state, {"action": action, "drawn": drawn}
+
+
+@pytest.mark.parametrize("noise", [fc.Noise(kind="normal", shape=(2,)), fc.Noise(kind="key")], ids=["normal", "key"])
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
+def test_a_jax_policy_of_ones_own_gets_its_noise_as_arrays_of_jax(name: str, noise: fc.Noise) -> None:
+    env = fc.make_env(name, num_envs=LANES)
+    policy = Noisy(noise)
+    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 10)
+    assert batch["drawn"].shape == (LANES, 10, 2)
+    assert len(batch["drawn"].unique()) == 60  # another draw for each lane and step
 
 
 class Bare:

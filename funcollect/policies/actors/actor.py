@@ -32,20 +32,20 @@ def split_answer(answer: Any, head: Head | None) -> tuple[Any, Mapping[str, Any]
     if any(name not in answer for name in names):
         mend = "return the action, or a dict that holds it" if head is None else f"the head {head.name} reads them"
         raise PolicyError(
-            f"the policy answered with the keys {sorted(map(str, answer))}, expected {list(names)} among them: {mend}"
+            f"the policy returned the keys {sorted(map(str, answer))}, expected {list(names)} among them: {mend}"
         )
     parts = tuple(answer[name] for name in names)
     extras = {name: value for name, value in answer.items() if head is not None or name != "action"}
     own = RESERVED if head is not None else RESERVED - {"action_log_prob"}
     if taken := sorted(own & set(extras)):
-        raise PolicyError(f"the policy answered with {taken}, keys that a batch uses itself: rename them")
+        raise PolicyError(f"the policy returned {taken}, keys that a batch uses itself: rename them")
     return parts if len(parts) > 1 else parts[0], extras
 
 
 def names_changed(t: int, names: list[str], first: list[str]) -> PolicyError:
     """The error for a step `t` whose extra outputs have other names than at the first step."""
     return PolicyError(
-        f"step {t} of this batch: the policy answered with the extra keys {names} after {first}: keep them the same at "
+        f"step {t} of this batch: the policy returned the extra keys {names} after {first}: keep them the same at "
         "every step"
     )
 
@@ -100,7 +100,7 @@ class Recorder:
         for step, tensors in enumerate(self._held, start):
             if (got := _kinds(tensors)) != expected:
                 return PolicyError(
-                    f"step {step} of this batch: the policy answered {got} (action first) after {expected}: keep the "
+                    f"step {step} of this batch: the policy returned {got} (action first) after {expected}: keep the "
                     "shapes and dtypes of its outputs the same"
                 )
         return PolicyError(f"the policy's outputs {expected} cannot be stacked: return tensors")

@@ -88,7 +88,7 @@ def check_recurrent(answer: Any, before: Any) -> None:
     """Raise PolicyError unless a recurrent policy returned a pair (answer, state), the state shaped like `before`."""
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:
         raise PolicyError(
-            f"the policy has an initial_state and answered with {type(answer).__name__}, expected the pair "
+            f"the policy has an initial_state and returned {type(answer).__name__}, expected the pair "
             "(answer, next_state): return both, or leave initial_state out"
         )
     got, expected = (

@@ -162,7 +162,7 @@ def _narrowed(leaf: Tensor) -> Tensor:
     narrow = leaf.to(torch.int32)
     if not torch.equal(narrow.long(), leaf):
         raise PolicyError(
-            f"the policy answered with {leaf[narrow != leaf].flatten()[0].item()}, expected numbers that 32 bits hold, "
+            f"the policy returned {leaf[narrow != leaf].flatten()[0].item()}, expected numbers that 32 bits hold, "
             "as JAX has them: return smaller ones, or use torch_policy(compile='eager')"
         )
     return narrow
@@ -171,5 +171,5 @@ def _narrowed(leaf: Tensor) -> Tensor:
 def _changed(now: _Form, before: _Form) -> PolicyError:
     got, expected = ([f"{dtype} {list(shape)}" for shape, dtype in kinds] for _, kinds in (now, before))
     return PolicyError(
-        f"the policy answered {got} after {expected}: keep the keys, shapes and dtypes of its outputs the same"
+        f"the policy returned {got} after {expected}: keep the keys, shapes and dtypes of its outputs the same"
     )
