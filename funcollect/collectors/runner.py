@@ -19,7 +19,7 @@ from funcollect.core import api
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.restore import go_on, next_seed, reseed, resume, saved_counts, saved_leaves
 from funcollect.errors import ClosedError
-from funcollect.policies.torch_backed import replaced
+from funcollect.policies.torch_backed import TorchBacked, replaced
 from funcollect.trajectories.split import CUT
 
 _SAVED = (
@@ -56,7 +56,8 @@ ALONE = Shard()
 def given_weights(params: Any, policy_or_weights: Any, policy: Any) -> Any:
     """The parameters that a call passes; None for the policy's own, also if the policy itself is passed."""
     given = policy_or_weights if params is None else params
-    return None if given is policy or given is getattr(policy, "module", policy) else given
+    own = policy.module if isinstance(policy, TorchBacked) else policy
+    return None if given is policy or given is own else given
 
 
 def check_saved(state_dict: Any, names: Sequence[str]) -> None:
@@ -198,9 +199,8 @@ class Runner:
 
         It holds tensors, numbers and strings only, so that `torch.load` reads it with ``weights_only=True``.
         """
-        weights = getattr(self.policy, "state_dict", None)
         return {
-            "policy_state_dict": {} if weights is None else weights(self.params),
+            "policy_state_dict": dict(self.policy.state_dict(self.params)),
             "own_weights": self.params is None,
             **saved_counts(self.state),
             "policy_state": saved_leaves(self.state.policy_state),
@@ -225,7 +225,7 @@ class Runner:
         self.seed = self.state.seed
         self.params = None if state_dict["own_weights"] else weights
         if weights is not None and self.params is None:
-            self.policy.load(weights)  # type: ignore[attr-defined]
+            self.policy.load(weights)
         self.frames = state_dict["frames"]
         self._batches = state_dict["iter"]
         self._interrupted = False

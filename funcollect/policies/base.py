@@ -16,6 +16,7 @@ from funcollect.interop.bridge import to_jax
 from funcollect.keys import Key, Noise
 from funcollect.policies.actors.actor import Recorder, lane_mask, names_changed, split_answer
 from funcollect.policies.actors.checks import check_action, finish_columns
+from funcollect.policies.weights import copied, matched, state_dict_of
 from funcollect.protocols import Actor, ActorInputs, Columns, Exploration, Policy, is_policy
 from funcollect.specs import ActionSpec
 from funcollect.tree import NAMESPACE, Path, select
@@ -51,8 +52,27 @@ class PolicyBase(ABC):
         return None
 
     def prepare(self, params: Any, /) -> Any:
-        """Parameters in the form that the call takes."""
-        return params
+        """Parameters in the form that the call takes: the policy's own for None, or others of the same structure."""
+        return self.params if params is None else matched(self.params, params, self.backend)
+
+    def state_dict(self, params: Any = None) -> dict[str, Tensor]:
+        """A copy of `params`, or of the policy's own, as tensors by path, for workers and for saving."""
+        given = self.params if params is None else matched(self.params, params, self.backend)
+        return state_dict_of(given, self.backend)
+
+    def load(self, params: Any) -> None:
+        """Set `params` to a copy of a pytree like them, or of the result of `state_dict`.
+
+        An optimizer over the previous tensors has to be made again. ValueError for other paths or shapes.
+        """
+        copy = copied(self.params, params, self.backend)
+        try:
+            self.params = copy
+        except AttributeError as error:
+            raise TypeError(
+                f"params of {type(self).__name__} cannot be set, expected an attribute: give it a setter, or override "
+                "load"
+            ) from error
 
     def remembers(self, policy_state: Any, /) -> bool:
         """Whether a step may depend on those before it."""

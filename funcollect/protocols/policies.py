@@ -110,7 +110,22 @@ class Policy(Protocol):
         """The policy's state at the start of a run: its recurrent state, or that of its random generator."""
 
     def prepare(self, params: Any, /) -> Any:
-        """Check the parameters and convert them to the form that the call takes. None means the policy's own."""
+        """Check parameters and convert them to the form that the call takes.
+
+        They are a pytree like `params`, the result of `state_dict`, or None, which means the policy's own.
+        """
+
+    def state_dict(self, params: Any = None) -> Mapping[str, Tensor]:
+        """A copy of `params`, or for None of the policy's own, as tensors by name: for workers and for saving.
+
+        It is empty if the policy has no parameters.
+        """
+
+    def load(self, params: Any) -> None:
+        """Act with a copy of `params`, or of the result of `state_dict`, as the policy's own from the next rollout on.
+
+        ValueError for parameters of another structure; the message names the paths, and both shapes.
+        """
 
     def remembers(self, policy_state: Any, /) -> bool:
         """Whether a step may depend on those before it; if so, the loop calls `Actor.restart` for new episodes."""

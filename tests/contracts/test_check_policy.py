@@ -79,7 +79,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any], set[str]]] = {
     "function": (lambda: function, over(Walk), STATELESS | UNSCORED | WEIGHTLESS),
     "None": (lambda: None, over(Walk), STATELESS | {"deterministic"} | UNSCORED | WEIGHTLESS),
     "protocol": (faulty.Plain, over(Walk), STATELESS | UNSCORED | WEIGHTLESS),
-    "protocol with parameters": (faulty.Weighted, over(Walk), STATELESS | UNSCORED | {"state_dict"}),
+    "protocol with parameters": (faulty.Weighted, over(Walk), STATELESS | UNSCORED),
     "recurrent": (faulty.recurrent, over(Walk), set()),
     "batch norm, eval": (
         lambda: fc.torch_policy(nn.Sequential(nn.BatchNorm1d(2), mlp(2, 3)).eval(), head=fc.heads.categorical),
@@ -115,7 +115,7 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
         r"the observation observation after the policy was called: expected unchanged",
     ),
     ("pure", faulty.Counts, r"the second of two equal calls.*keep nothing in self"),
-    ("pure", faulty.choosing(faulty.LearnsAsItActs(2, 3)), r"the policy's own 0.weight after a rollout"),
+    ("pure", faulty.choosing(faulty.LearnsAsItActs(2, 3)), r"the policy's own params..0...'weight'. after a rollout"),
     ("same_seed", faulty.StartsAnyhow, r"the second run, lane \d.*seed=0"),
     ("cuts", faulty.hesitant, r"the run cut into \[1, 13, 1, 13\], lane 0, step 0, scores"),
     (
@@ -131,9 +131,10 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
     ("recurrent", lambda: faulty.recurrent(faulty.Forgets), r"lane 1, leaf 0 of the recurrent state.*going on"),
     ("recurrent", lambda: faulty.recurrent(faulty.NeverForgets), r"lane 0, leaf 0 of the recurrent state.*begun anew"),
     ("params_argument", faulty.IgnoresItsParams, r"the run with other params: expected other outputs, got the same"),
-    ("params_argument", faulty.TakesParamsForItsOwn, r"the policy's own weight: expected unchanged"),
-    ("state_dict", faulty.linear_in(faulty.LosesABias), r"the policy's own bias: expected unchanged"),
-    ("state_dict", faulty.linear_in(faulty.SavesNoCopy), r"the policy's own \w+: expected unchanged"),
+    ("params_argument", faulty.TakesNoStateDict, r"KeyError: 'weight'"),
+    ("params_argument", faulty.TakesParamsForItsOwn, r"the policy's own params..weight..: expected unchanged"),
+    ("state_dict", faulty.linear_in(faulty.LosesABias), r"the policy's own params..bias..: expected unchanged"),
+    ("state_dict", faulty.linear_in(faulty.SavesNoCopy), r"the policy's own params..\w+..: expected unchanged"),
     ("state_dict", faulty.linear_in(faulty.LoadsNothing), r"the run after load: expected other outputs, got the same"),
 ]
 

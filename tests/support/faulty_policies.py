@@ -236,8 +236,7 @@ class Weighted(Plain):
     def __init__(self) -> None:
         self.params = {"weight": torch.ones(3)}
 
-    def prepare(self, params: Any) -> Any:
-        return self.params if params is None else params
+    prepare = fc.PolicyBase.prepare
 
     def scores(self, params: Any, observation: Tensor) -> Tensor:
         return super().scores(params, observation) * params["weight"]
@@ -248,10 +247,14 @@ class IgnoresItsParams(Weighted):
         return super().scores(self.params, observation)
 
 
+class TakesNoStateDict(Weighted):
+    def prepare(self, params: Any) -> Any:
+        return self.params if params is None else params
+
+
 class TakesParamsForItsOwn(Weighted):
     def prepare(self, params: Any) -> Any:
-        if params is not None:
-            self.params = params
+        self.params = super().prepare(params)
         return self.params
 
 

@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from funcollect.collectors.workers.pool import WorkerPool
 from funcollect.collectors.workers.transport import Call, WeightStore
 from funcollect.policies.torch_backed import replaced
+from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
 from funcollect.policies.torch_modules.sending import PolicyChanges, unpack
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
+from funcollect.policies.weights import Shapes, check_shapes, shapes_of
+from funcollect.protocols import Policy, is_policy
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,13 +35,15 @@ class Weights:
     A worker copies weights before it acts with them, and gets later ones only after that. So a tight loop of updates
     needs one slot per worker, one for the latest version and one to write, and nobody waits.
 
-    `policy` owns the parameters: a `Policy` or a module; None if the workers build their own.
+    `policy` owns the parameters: a `Policy`, a module or a function; None if the workers build their own.
     """
 
     def __init__(self, pool: WorkerPool, weight_store: WeightStore, policy: Any) -> None:
         self._pool = pool
         self._weight_store = weight_store
-        self._policy = TorchPolicy(policy, None, None, None) if isinstance(policy, nn.Module) else policy
+        own = policy is None or is_policy(policy)
+        self._policy: Policy | None = policy if own else TorchPolicy(policy, None, None, None)
+        self._shapes = self._shapes_now()
         self._changes = PolicyChanges(self._policy)
         self.version = 0  # of the latest update
         self.own = True  # whether the latest update had the policy's own weights
@@ -80,11 +85,23 @@ class Weights:
 
     def _named(self, params: Any) -> Mapping[str, Tensor] | None:
         """The weights by name; None if the policy has none in this process."""
-        if not hasattr(self._policy, "load"):
+        if self._policy is None:
             return None
-        if params is not None:
+        if params is None:
+            check_shapes(self._shapes, self._shapes_now())
+        else:
             self._policy.prepare(params)
         return self._policy.state_dict(params) or None
+
+    def _shapes_now(self) -> Shapes:
+        """The shapes of a JAX policy's parameters, which have to stay as its workers got them.
+
+        Empty for other policies: if these change their structure, workers get the new module or policy.
+        """
+        policy = self._policy
+        if policy is None or policy.backend == "torch" or isinstance(policy, EmbeddedPolicy):
+            return {}
+        return shapes_of(policy.params, "jax")
 
     def _write(self, weights: Mapping[str, Tensor], workers: Sequence[int]) -> int:
         while (slot := self._weight_store.put(weights, self._slots_in_use(workers))) is None:
@@ -167,21 +184,20 @@ class Weights:
     def go_on_from(self, version: int, saved: Mapping[int, Mapping[str, Any]], *, own: bool) -> None:
         """Continue from the states that the workers have loaded. No call with weights is under way then."""
         self.version, self.own = version, own
-        here = hasattr(self._policy, "load")
         self._under_way = [None] * len(self._wanted)
         self._wanted = [None] * len(self._wanted)
         for worker, state in saved.items():
             if weights := state["policy_state_dict"]:
-                self._wanted[worker] = self._saved_version(worker, state, weights, here=here)
+                self._wanted[worker] = self._saved_version(worker, state, weights)
         self._taken = list(self._wanted)
         newest = max(saved, key=lambda worker: int(saved[worker]["policy_version"]))
         self._latest = self._wanted[newest]
-        if own and here and (weights := saved[newest]["policy_state_dict"]):
+        if own and self._policy is not None and (weights := saved[newest]["policy_state_dict"]):
             self._policy.load(weights)
 
-    def _saved_version(self, worker: int, state: Mapping[str, Any], weights: Any, *, here: bool) -> WeightsVersion:
+    def _saved_version(self, worker: int, state: Mapping[str, Any], weights: Any) -> WeightsVersion:
         number = state["policy_version"]
-        if not here:
+        if self._policy is None:
             return WeightsVersion(number, params=weights, loaded=state["own_weights"], policy=self._changes.sent)
         for other in self._wanted[:worker]:
             if other is not None and other.number == number:
@@ -198,7 +214,7 @@ class Weights:
     def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None = None) -> None:
         """Make all workers act with these as the policy's own weights, under the larger run's version number."""
         self._replace(policy)
-        if hasattr(self._policy, "load"):
+        if self._policy is not None:
             self._policy.load(weights)
             self.publish(None, version)
             return

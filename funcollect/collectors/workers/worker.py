@@ -248,7 +248,7 @@ class Worker(WorkerBase):
     @override
     def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None = None) -> None:
         self._replace(policy)
-        self._runner.policy.load(dict(weights))  # type: ignore[attr-defined]
+        self._runner.policy.load(dict(weights))
         self._runner.count_as(None, version)
 
     @override

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_arrays
 from funcollect.errors import PolicyError
-from funcollect.interop.jax_setup import import_jax, strong
+from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import shown
 from funcollect.policies.heads import Head, check_head
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
+from funcollect.policies.weights import jax_arrays, matched
 
 
 def jax_policy(
@@ -77,13 +76,11 @@ class JaxPolicy(FunctionPolicy):
         """
         jax = import_jax()
         self._check_closure()
-        given = self.params if params is None else self._tree(params)
+        given = self.params if params is None else params
         leaves = jax.tree.leaves(given)
         if self._prepared and len(leaves) == len(self._prepared[0]) and all(map(_is_still, leaves, self._prepared[0])):
             return self._prepared[1]
-        if params is not None:
-            self._check_params(given)
-        prepared = jax.tree_util.tree_map_with_path(_array, given)
+        prepared = jax_arrays(given if params is None else matched(self.params, given, self.backend))
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
             self._prepared = (leaves, prepared)
         return prepared
@@ -98,32 +95,6 @@ class JaxPolicy(FunctionPolicy):
                 f"the policy's function closes over {', '.join(changed)}, set since it was compiled, which has no "
                 "effect: pass what changes in params, or make another policy with funcollect.jax_policy"
             )
-
-    def _check_params(self, params: Any) -> None:
-        own, given = ({name: np.shape(leaf) for name, leaf in _named(tree).items()} for tree in (self.params, params))
-        if own != given:
-            differing = sorted(key for key in own.keys() | given.keys() if own.get(key) != given.get(key))
-            raise ValueError(
-                f"params differ from the policy's own at {differing}: got {[given.get(key) for key in differing]}, "
-                f"expected {[own.get(key) for key in differing]}: pass a pytree of the same structure and shapes"
-            )
-
-    def state_dict(self, params: Any = None) -> dict[str, Tensor]:
-        """A copy of `params`, or of the policy's own, by path."""
-        leaves = _named(self.params if params is None else params)
-        return {name: torch.from_numpy(np.array(leaf)) for name, leaf in leaves.items()}
-
-    def load(self, params: Any) -> None:
-        """Act with `params`, a pytree or the result of `state_dict`, from the next rollout on."""
-        self.params = self.prepare(self._tree(params))
-
-    def _tree(self, params: Any) -> Any:
-        """A pytree like the policy's own from the result of `state_dict`; anything else unchanged."""
-        own, jax = _named(self.params), import_jax()
-        if not isinstance(params, Mapping) or set(params) != set(own) or not own:
-            return params
-        leaves = [jax.numpy.array(np.asarray(params[name])) for name in own]
-        return jax.tree.unflatten(jax.tree.structure(self.params), leaves)
 
 
 def _cells_of(function: Any) -> list[tuple[str, Any]]:
@@ -140,32 +111,6 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # it is empty
         return None
-
-
-def _named(tree: Any) -> dict[str, Any]:
-    """The leaves of a pytree by their paths."""
-    tools = import_jax().tree_util
-    return {tools.keystr(path): leaf for path, leaf in tools.tree_leaves_with_path(tree)}
-
-
-def _array(path: Any, leaf: Any) -> Any:
-    """A live array of JAX without a weak type."""
-    jax = import_jax()
-    name = f"the parameter{jax.tree_util.keystr(path)}"
-    if not isinstance(leaf, jax.Array):
-        try:
-            return strong(jax.numpy.array(leaf))
-        except TypeError as error:
-            raise TypeError(
-                f"{name} is {type(leaf).__name__}, expected an array or a number: give the arrays alone as params, and "
-                "what else a model holds to the function (equinox.partition tells them apart)"
-            ) from error
-    if leaf.is_deleted():
-        raise ValueError(
-            f"{name} was donated or deleted, expected a live array: set policy.params, or pass params=, to what the "
-            "function that took it returned"
-        )
-    return strong(leaf)
 
 
 def _is_same(one: Any, two: Any) -> bool:

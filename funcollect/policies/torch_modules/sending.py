@@ -12,8 +12,11 @@ from torch import nn
 
 from funcollect.errors import LoweringError
 from funcollect.messages import shown
+from funcollect.policies.torch_backed import subject_of
 from funcollect.policies.torch_modules.settings import Settings, SettingsCache
 from funcollect.policies.torch_modules.skeleton import bare
+from funcollect.policies.weights import weights_of
+from funcollect.protocols import Policy
 
 
 class PolicyChanges:
@@ -22,8 +25,8 @@ class PolicyChanges:
     `sent` is that policy, packed; None if the workers have it from their job.
     """
 
-    def __init__(self, policy: Any, sent: bytes | None = None) -> None:
-        self._subject = None if getattr(policy, "backend", None) == "jax" else getattr(policy, "module", policy)
+    def __init__(self, policy: Policy | None, sent: bytes | None = None) -> None:
+        self._subject = subject_of(policy)
         self._settings = SettingsCache(self._subject)
         self._known = self._now()
         self.sent = sent
@@ -80,9 +83,8 @@ class ByValue(cloudpickle.Pickler):  # type: ignore[misc]
 class _WithoutWeights(ByValue):
     def __init__(self, file: io.BytesIO, subject: Any) -> None:
         super().__init__(file)
-        own = isinstance(subject, nn.Module)
-        tensors = [*subject.parameters(), *subject.buffers()] if own else []
-        self._number = {id(tensor): number for number, tensor in enumerate(tensors)}
+        self._weights = weights_of(subject)  # kept, so that no other tensor takes an id
+        self._number = {id(tensor): number for number, tensor in enumerate(self._weights)}
 
     def persistent_id(self, value: Any) -> Any:
         """The record that replaces a weight."""

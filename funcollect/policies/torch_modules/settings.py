@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from funcollect.errors import LoweringError
+from funcollect.policies.weights import weights_of
 from funcollect.tree import flatten
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -130,8 +131,8 @@ class _Survey:
     """One walk over a module and everything that its attributes lead to. `look` records the objects on the way."""
 
     def __init__(self, module: Any) -> None:
-        own = isinstance(module, nn.Module)
-        self._registered = {id(each) for each in (*module.parameters(), *module.buffers())} if own else set()
+        self._weights = weights_of(module)  # kept, so that no other tensor takes an id
+        self._registered = set(map(id, self._weights))
         self._seen: dict[int, tuple[int, Any]] = {}  # by id: its number; and itself, so that no other takes the id
         self.look = Look()
 

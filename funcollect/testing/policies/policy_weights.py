@@ -4,55 +4,39 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import optree
 import torch
-from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 
-from funcollect.interop.jax_setup import import_jax
+from funcollect.policies.torch_backed import TorchBacked
+from funcollect.policies.weights import state_dict_of
 from funcollect.protocols import Policy
-from funcollect.testing.compare import bits_differ, expect_equal, to_tensor
+from funcollect.testing.compare import bits_differ, expect_equal
 from funcollect.testing.policies.policy_trial import PolicyTrial
 from funcollect.testing.report import NotApplicableError, fail
-from funcollect.tree import NAMESPACE, flatten, nest
+from funcollect.tree import flatten
 
 _SCALES = (0.5, 3.0, 20.0)  # a small change of the weights may not change an argmax
 
 
 def own_weights(policy: Policy) -> dict[str, Tensor]:
-    """A copy of the policy's own parameters and buffers, by name."""
-    params = policy.params
-    if params is None:
-        return {}
-    if isinstance(params, TensorDictBase):
-        return {".".join(path): leaf.detach().clone() for path, leaf in flatten(params).items()}
-    if policy.backend == "jax":
-        tree = import_jax().tree_util
-        return {tree.keystr(path): to_tensor(leaf) for path, leaf in tree.tree_leaves_with_path(params)}
-    paths, leaves, _ = optree.tree_flatten_with_path(params, namespace=NAMESPACE)
-    return {".".join(map(str, path)): to_tensor(leaf) for path, leaf in zip(paths, leaves, strict=True)}
+    """A copy of the policy's own parameters and buffers, by name; whatever its `state_dict` returns."""
+    leaves = state_dict_of(policy.params, policy.backend)
+    return {f"params{name}": leaf for name, leaf in leaves.items()}
 
 
-def other_weights(policy: Any, scale: float) -> Any:
-    """The policy's own parameters with noise of standard deviation `scale`, and its buffers unchanged."""
-    generator = np.random.default_rng(0)
+def other_weights(policy: Policy, scale: float) -> dict[str, Tensor]:
+    """The policy's `state_dict` with noise of standard deviation `scale`; its buffers are unchanged."""
+    module = policy.module if isinstance(policy, TorchBacked) else None
+    kept = {name for name, _ in module.named_buffers()} if isinstance(module, nn.Module) else set()
+    generator = torch.Generator().manual_seed(0)
 
-    def moved(leaf: Any) -> Any:
-        array = to_tensor(leaf).cpu().numpy()
-        if array.dtype.kind != "f":
-            return leaf
-        drawn = (array + scale * generator.standard_normal(array.shape)).astype(array.dtype)
-        return torch.from_numpy(drawn).to(leaf.device) if isinstance(leaf, Tensor) else drawn
+    def moved(leaf: Tensor) -> Tensor:
+        return leaf + scale * torch.randn(leaf.shape, generator=generator).to(leaf)
 
-    if isinstance(policy.params, TensorDictBase):
-        module = getattr(policy, "module", None)
-        buffers = {name for name, _ in module.named_buffers()} if isinstance(module, torch.nn.Module) else ()
-        given = flatten(policy.params).items()
-        return nest({path: leaf if ".".join(path) in buffers else moved(leaf) for path, leaf in given})
-    if policy.backend == "jax":
-        return import_jax().tree.map(moved, policy.params)
-    return optree.tree_map(moved, policy.params, namespace=NAMESPACE)
+    return {
+        name: moved(leaf) if leaf.is_floating_point() and name not in kept else leaf
+        for name, leaf in policy.state_dict().items()
+    }
 
 
 def params_argument(trial: PolicyTrial) -> None:
@@ -91,10 +75,7 @@ def _expect_unchanged(trial: PolicyTrial, weights: dict[str, Tensor]) -> None:
 
 def state_dict(trial: PolicyTrial) -> None:
     """After `load` of an earlier `state_dict`, the policy acts as it did then."""
-    policy: Any = trial.policy
-    weights = _trainable_weights(trial)
-    if not hasattr(policy, "state_dict") or not hasattr(policy, "load"):
-        raise NotApplicableError("it has no state_dict and load")
+    policy, weights = trial.policy, _trainable_weights(trial)
     saved, before = policy.state_dict(), trial.batch
     try:
         for scale in _SCALES:

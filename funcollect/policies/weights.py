@@ -1,0 +1,133 @@
+"""A policy's parameters by name: any pytree of arrays as tensors, for workers and for saving, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import optree
+import torch
+from torch import Tensor, nn
+
+from funcollect.interop.bridge import to_jax
+from funcollect.interop.jax_setup import import_jax, strong
+from funcollect.messages import clipped, shown
+from funcollect.protocols import is_policy
+from funcollect.tree import NAMESPACE
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def state_dict_of(params: Any, backend: str) -> dict[str, Tensor]:
+    """A copy of each leaf of `params` as a tensor, by its path in Python's notation, such as ``['layers'][0]``.
+
+    TypeError for a leaf that is neither an array nor a number.
+    """
+    leaves = _by_name(jax_arrays(params) if backend == "jax" else params, backend)
+    return {name: _tensor(name, leaf) for name, leaf in leaves.items()}
+
+
+def _tensor(name: str, leaf: Any) -> Tensor:
+    """A copy of a number or an array of Torch, JAX or NumPy as a tensor."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone()
+    array = np.array(leaf)
+    if array.dtype.name == "bfloat16":  # which NumPy itself lacks
+        return torch.from_numpy(array.astype(np.float32)).bfloat16()
+    if array.dtype.kind not in "biufc":
+        raise TypeError(
+            f"the parameter{name} is {type(leaf).__name__}, expected an array or a number: keep only these in params, "
+            "or override state_dict and load"
+        )
+    return torch.from_numpy(array)
+
+
+def matched(own: Any, given: Any, backend: str) -> Any:
+    """`given`, a pytree like a policy's `own` parameters or the `state_dict_of` one, as a pytree.
+
+    ValueError for other paths or shapes than those of `own`.
+    """
+    expected, leaves = _by_name(own, backend), _by_name(given, backend)
+    saved = isinstance(given, Mapping) and all(str(name)[:1] in ("", "[", ".") for name in given)
+    if saved := saved and leaves.keys() != expected.keys():
+        leaves = dict(given)
+    check_shapes(_shapes(expected), _shapes(leaves))
+    ordered = [leaves[name] for name in expected]
+    if backend == "torch":
+        return optree.tree_unflatten(optree.tree_structure(own, namespace=NAMESPACE), ordered)
+    tools = import_jax().tree
+    return jax_arrays(tools.unflatten(tools.structure(own), ordered)) if saved else given
+
+
+def shapes_of(params: Any, backend: str) -> Shapes:
+    """The shape of each leaf of `params`, by the names that `state_dict_of` gives."""
+    return _shapes(_by_name(params, backend))
+
+
+def check_shapes(expected: Shapes, got: Shapes) -> None:
+    """Raise ValueError unless parameters have the paths and shapes of the policy's own."""
+    if expected != got:
+        names = sorted(name for name in expected.keys() | got.keys() if expected.get(name) != got.get(name))
+        raise ValueError(
+            f"params differ from the policy's own at {clipped(', '.join(f'params{name}' for name in names), 300)}: got "
+            f"{shown([got.get(name) for name in names])}, expected {shown([expected.get(name) for name in names])}: "
+            "pass a pytree of the same structure and shapes"
+        )
+
+
+def copied(own: Any, given: Any, backend: str) -> Any:
+    """A copy of `matched` parameters; tensors require gradients, and lie on the devices, as those of `own` do."""
+    tree = matched(own, given, backend)
+    if backend == "jax":
+        return jax_arrays(tree)
+
+    def copy(leaf: Any, before: Any) -> Tensor:
+        like = torch.as_tensor(before)
+        return _tensor("", leaf).to(like.device).requires_grad_(like.requires_grad)
+
+    return optree.tree_map(copy, tree, own, namespace=NAMESPACE)
+
+
+def jax_arrays(tree: Any) -> Any:
+    """A pytree of numbers, arrays and tensors as live arrays of JAX without weak types."""
+    return import_jax().tree_util.tree_map_with_path(_jax_array, tree)
+
+
+def weights_of(subject: Any) -> list[Tensor]:
+    """The parameters and buffers of a module, or the parameters of a policy; empty for anything else."""
+    if isinstance(subject, nn.Module):
+        return [*subject.parameters(), *subject.buffers()]
+    leaves = optree.tree_leaves(subject.params, namespace=NAMESPACE) if is_policy(subject) else []
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _shapes(leaves: Mapping[str, Any]) -> Shapes:
+    return {name: tuple(np.shape(leaf)) for name, leaf in leaves.items()}
+
+
+def _by_name(params: Any, backend: str) -> dict[str, Any]:
+    if backend == "jax":
+        tools = import_jax().tree_util
+        return {tools.keystr(path): leaf for path, leaf in tools.tree_leaves_with_path(params)}
+    paths, leaves, _ = optree.tree_flatten_with_path(params, namespace=NAMESPACE)
+    return {"".join(f"[{part!r}]" for part in path): leaf for path, leaf in zip(paths, leaves, strict=True)}
+
+
+def _jax_array(path: Any, leaf: Any) -> Any:
+    jax = import_jax()
+    name = f"the parameter{jax.tree_util.keystr(path)}"
+    if not isinstance(leaf, jax.Array):
+        try:
+            return strong(jax.numpy.array(np.asarray(to_jax(leaf)) if isinstance(leaf, Tensor) else leaf))
+        except TypeError as error:
+            raise TypeError(
+                f"{name} is {type(leaf).__name__}, expected an array or a number: give the arrays alone as params, and "
+                "what else a model holds to the function (equinox.partition tells them apart)"
+            ) from error
+    if leaf.is_deleted():
+        raise ValueError(
+            f"{name} was donated or deleted, expected a live array: set policy.params, or pass params=, to what the "
+            "function that took it returned"
+        )
+    return strong(leaf)

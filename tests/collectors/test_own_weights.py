@@ -1,0 +1,230 @@
+"""Weights of policies that derive from `fc.PolicyBase`: sent to workers, saved and loaded, in every collector."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import funcollect as fc
+from tests.support.workers import multi
+
+ENVS = {"create_env_fn": ["CartPole-v1"] * 2, "frames_per_batch": 20}
+
+
+class Layer(NamedTuple):
+    weight: Any
+    bias: Any
+
+
+class Recording(fc.PolicyBase):
+    """Records two of its parameters, so that a batch shows which weights acted."""
+
+    backend = "torch"
+
+    def __init__(self, version: float = 0.0) -> None:
+        self.params = self.version(version)
+
+    @staticmethod
+    def version(number: float) -> Any:
+        """Parameters of all kinds, whose numbers are all `number`."""
+        layer = Layer(torch.full((4, 2), float(number)), torch.full((), float(number), dtype=torch.bfloat16))
+        return {"layers": [layer], "steps": torch.tensor(int(number)), "none": None, "rate": number}
+
+    def __call__(
+        self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Any, /
+    ) -> tuple[Any, dict[str, Any]]:
+        (layer,) = params["layers"]
+        scores = observation @ layer.weight
+        seen = torch.stack([layer.weight.sum() / 8, layer.bias.float(), params["steps"].float()])
+        return state, {"action": scores.argmax(-1), "seen": seen.expand(len(observation), 3)}
+
+
+class InJax(Recording):
+    backend = "jax"
+
+    @staticmethod
+    def version(number: float) -> Any:
+        layer = Layer(jnp.full((4, 2), float(number)), jnp.full((), number, jnp.bfloat16))
+        return {"layers": [layer], "steps": np.int32(number), "none": None, "rate": number}
+
+    def __call__(
+        self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Any, /
+    ) -> tuple[Any, dict[str, Any]]:
+        (layer,) = params["layers"]
+        scores = observation @ layer.weight
+        seen = jnp.stack([layer.weight.sum() / 8, layer.bias.astype(jnp.float32), params["steps"]])
+        return state, {"action": scores.argmax(-1), "seen": jnp.broadcast_to(seen, (len(observation), 3))}
+
+
+KINDS = (Recording, InJax)
+COLLECTORS: dict[str, Callable[[Any], Any]] = {
+    "sync": lambda policy: fc.SyncDataCollector("CartPole-v1", policy, frames_per_batch=20, seed=0),
+    "sync, in a loop of JAX": lambda policy: fc.SyncDataCollector(
+        fc.make_env("gymnax/CartPole-v1", num_envs=2), policy, frames_per_batch=20, seed=0
+    ),
+    **{
+        f"{kind.__name__}, {transport}": lambda policy, kind=kind, transport=transport: multi(
+            kind, transport, policy=policy, **ENVS
+        )
+        for kind in (fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector)
+        for transport in ("serial", "processes")
+    },
+}
+
+
+def seen_by(collector: Any) -> Iterator[float]:
+    """The version of the weights in each batch, shown to be whole."""
+    for batch in collector:
+        (version,) = set(batch["seen"].flatten().tolist())
+        yield version
+
+
+def until(collector: Any, version: float) -> None:
+    """Collect until all workers act with `version`; those of an asynchronous collector may have begun before."""
+    versions = seen_by(collector)
+    before = 0
+    for each in versions:
+        before = before + 1 if each == version else 0
+        if before == 6:
+            return
+
+
+def states_of(saved: Any) -> list[Any]:
+    """The state of each worker, or of the collector itself if it has none."""
+    return list(saved["workers"].values()) if "workers" in saved else [saved]
+
+
+@pytest.fixture(params=COLLECTORS)
+def make(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    return COLLECTORS[request.param]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_new_params_act(kind: type[Recording], make: Callable[[Any], Any]) -> None:
+    policy = kind()
+    with make(policy) as collector:
+        assert next(seen_by(collector)) == 0
+        policy.params = kind.version(1)
+        collector.update_policy_weights_()
+        until(collector, 1)
+        collector.update_policy_weights_(kind.version(2))
+        until(collector, 2)
+        collector.update_policy_weights_(policy.state_dict(kind.version(3)))
+        until(collector, 3)
+        collector.update_policy_weights_()
+        until(collector, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("own", [True, False])
+def test_a_saved_run_goes_on_with_its_weights(own: bool, kind: type[Recording], make: Callable[[Any], Any]) -> None:
+    policy = kind()
+    with make(policy) as collector:
+        if own:
+            policy.params = kind.version(5)
+        collector.update_policy_weights_(None if own else kind.version(5))
+        until(collector, 5)
+        file = io.BytesIO()
+        saved = collector.state_dict()
+        torch.save(saved, file)
+    file.seek(0)
+    other = kind()
+    with make(other) as collector:
+        next(collector)
+        collector.load_state_dict(torch.load(file, weights_only=True))
+        until(collector, 5)
+        again = [states_of(each)[-1]["policy_state_dict"] for each in (saved, collector.state_dict())]
+        assert again[0].keys() == again[1].keys() != set()
+        assert float(other.params["layers"][0].weight.max()) == (5 if own else 0)
+        assert isinstance(other.params["layers"][0], Layer)
+        other.params = kind.version(6)
+        collector.update_policy_weights_()
+        until(collector, 6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_params_of_another_structure_are_refused(kind: type[Recording], make: Callable[[Any], Any]) -> None:
+    policy = kind()
+    with make(policy) as collector:
+        good = kind.version(1)
+        (layer,) = good["layers"]
+        saved = policy.state_dict(good)
+        name = next(name for name in saved if "layers" in name and saved[name].shape == (4, 2))
+        for bad, got in (
+            (good | {"layers": [layer._replace(weight=layer.weight[:3])]}, "(3, 2)"),
+            (good | {"layers": []}, "None"),
+            ({key: each for key, each in saved.items() if key != name}, "None"),
+        ):
+            with pytest.raises(ValueError, match="params differ from the policy's own at") as error:
+                collector.update_policy_weights_(bad)
+            assert name in str(error.value)
+            assert f"got [{got}" in str(error.value)
+            assert "(4, 2)" in str(error.value)
+            with pytest.raises(ValueError, match="params differ from the policy's own at"):
+                policy.load(bad)
+        until(collector, 0)
+
+
+@pytest.mark.parametrize("transport", ["serial", "processes"])
+def test_own_params_of_another_structure(transport: str) -> None:
+    """Workers get a Torch policy anew; a JAX policy is compiled, so it has to keep its structure."""
+    policy, fixed = Recording(), InJax()
+    with multi(transport=transport, policy=policy, **ENVS) as collector:
+        policy.params = Recording.version(1) | {"more": torch.ones(2)}
+        collector.update_policy_weights_()
+        until(collector, 1)
+    with multi(transport=transport, policy=fixed, **ENVS) as collector:
+        fixed.params = InJax.version(1) | {"more": jnp.ones(2)}
+        with pytest.raises(ValueError, match=r"own at params.'more'.: got .\(2,\)., expected .None.:"):
+            collector.update_policy_weights_()
+        until(collector, 0)
+
+
+def test_gradients_are_required_as_before() -> None:
+    policy = Recording()
+    policy.params["layers"][0].weight.requires_grad_(True)
+    policy.load(policy.state_dict(Recording.version(1)))
+    assert [leaf.requires_grad for leaf in policy.params["layers"][0]] == [True, False]
+    assert policy.params["layers"][0].weight.is_leaf
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_leaf_that_is_no_array_is_named(kind: type[Recording]) -> None:
+    policy = kind()
+    policy.params = {"name": "mine"}
+    with pytest.raises(TypeError, match=r"the parameter\['name'\] is str, expected an array or a number"):
+        policy.state_dict()
+
+
+class Computed(Recording):
+    def __init__(self) -> None:
+        self.module = torch.nn.Linear(4, 2)
+
+    @property
+    def params(self) -> Any:  # type: ignore[override]
+        return dict(self.module.named_parameters())
+
+
+def test_params_that_cannot_be_set_are_named() -> None:
+    policy = Computed()
+    with pytest.raises(TypeError, match=r"params of Computed cannot be set, .*: give it a setter, or override load"):
+        policy.load(policy.state_dict())
+
+
+@pytest.mark.parametrize("policy", [None, lambda x: (x[:, 2] > 0).long()])
+def test_a_policy_without_weights(policy: Any, make: Callable[[Any], Any]) -> None:
+    with make(policy) as collector:
+        next(collector)
+        saved = collector.state_dict()
+        collector.update_policy_weights_()
+        next(collector)
+        collector.load_state_dict(saved)
+        next(collector)
+        with pytest.raises(ValueError, match="params were given to a"):
+            collector.update_policy_weights_({"weight": torch.ones(2)})
