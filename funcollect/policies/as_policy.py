@@ -58,7 +58,7 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
 
 
 def _on_tensordict(policy: Any, env: Env, place: torch.device | None) -> TensorDictPolicy:
-    hidden_states = initial_hidden_states(policy, None, getattr(env, "primers", None))
+    hidden_states = initial_hidden_states(policy, None, env.primers if env.backend == "host" else None)
     if taken := sorted({leaf.path for leaf in env.observation_leaves} & set(hidden_states)):
         raise ValueError(
             f"the environment delivers {['.'.join(path) for path in taken]}, which the policy carries from step to "

@@ -38,6 +38,8 @@ class PolicyBase(ABC):
     torch.Size([2, 8])
     """
 
+    backend: Any  # "torch" or "jax"; over a narrower type, pyright refuses the literal that a subclass declares
+    params: Any
     nested: Sequence[Path] = ()
 
     def check(self, spec: ActionSpec, /) -> None:  # noqa: B027  (every space suits)
@@ -78,7 +80,7 @@ class PolicyBase(ABC):
         """Whether a step may depend on those before it."""
         return bool(optree.tree_leaves(policy_state, namespace=NAMESPACE))
 
-    def actor(self: Policy, inputs: ActorInputs, /) -> Actor:
+    def actor(self, inputs: ActorInputs, /) -> Actor:
         """The policy bound to one rollout."""
         return ProtocolActor(self, inputs)
 

@@ -33,7 +33,10 @@ Parameters = tuple[Any, ...]  # of the distribution, each [..., n]
 
 
 class Head(Protocol):
-    """The members of a head. `xp` holds the functions of `funcollect.policies.numerics`."""
+    """The members of a head. `xp` holds the functions of `funcollect.policies.numerics`.
+
+    The network returns what `parse` reads, or a dict that holds it under the keys `names`.
+    """
 
     @property
     def name(self) -> str:
@@ -103,7 +106,16 @@ class _Discrete:
 
 
 @dataclass(frozen=True)
-class _Categorical(_Discrete):
+class Categorical(_Discrete):
+    """Samples a Discrete or MultiDiscrete action; its mode is the choice with the largest logit.
+
+    The network returns unnormalised log-probabilities [P, n] float, n = the number of choices; for a MultiDiscrete
+    space n is their sum over the components, one component after the other. In a dict: ``logits``.
+    """
+
+    name: str = "categorical"
+    names: tuple[str, ...] = ("logits",)
+
     def noise(self, spec: ActionSpec) -> Noise | None:
         return Noise(kind="gumbel", shape=(spec.choices,))
 
@@ -126,20 +138,45 @@ class _Categorical(_Discrete):
 
 
 @dataclass(frozen=True)
-class _EpsilonGreedy(_Discrete):
-    epsilon: float
+class Greedy(_Discrete):
+    """The choice with the largest value in a Discrete or MultiDiscrete space, without a log-probability.
+
+    The network returns one value per choice, [P, n] float, laid out as for `categorical`. In a dict: ``action_value``.
+    """
+
+    name: str = "greedy"
+    names: tuple[str, ...] = ("action_value",)
+
+    def noise(self, spec: ActionSpec) -> Noise | None:
+        return None
+
+    def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Any:
+        return encode_choices(xp, [part.argmax(-1) for part in self._split(parameters[0], spec)], spec)
+
+    def log_prob(self, xp: Any, parameters: Parameters, action: Any, noise: Any, spec: ActionSpec) -> Any:
+        return None
+
+
+@dataclass(frozen=True)
+class EpsilonGreedy(Greedy):
+    """As `greedy`, but with probability `epsilon` a choice drawn uniformly; see `epsilon_greedy`.
+
+    The network returns the same as for `greedy`.
+    """
+
+    name: str = "epsilon_greedy"
+    epsilon: float = 0.0
 
     def noise(self, spec: ActionSpec) -> Noise | None:
         return Noise(kind="uniform", shape=(2, len(spec.categories))) if self.epsilon else None
 
     def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Any:
-        best = [part.argmax(-1) for part in self._split(parameters[0], spec)]
         if noise is None:
-            return encode_choices(xp, best, spec)
+            return super().sample(xp, parameters, noise, spec)
         chosen = []
-        for i, (index, count) in enumerate(zip(best, spec.categories, strict=True)):
+        for i, (part, count) in enumerate(zip(self._split(parameters[0], spec), spec.categories, strict=True)):
             anything = xp.clip(xp.floor_int(noise[..., 1, i] * count), 0, count - 1)
-            chosen.append(xp.where(noise[..., 0, i] < self.epsilon, anything, index))
+            chosen.append(xp.where(noise[..., 0, i] < self.epsilon, anything, part.argmax(-1)))
         return encode_choices(xp, chosen, spec)
 
     def log_prob(self, xp: Any, parameters: Parameters, action: Any, noise: Any, spec: ActionSpec) -> Any:
@@ -155,8 +192,13 @@ class _EpsilonGreedy(_Discrete):
 
 
 @dataclass(frozen=True)
-class _Normal:
-    """See `normal`."""
+class Normal:
+    """Samples from a normal distribution with independent components, for a floating Box; its mode is the mean.
+
+    The network returns a pair (loc, scale), each [P, *action] float, scale positive; or one array [P, *action[:-1],
+    2 * action[-1]], whose second half along the last dimension becomes the scale through softplus. In a dict: ``loc``
+    and ``scale``. Actions may lie outside the bounds of the space.
+    """
 
     name: str = "normal"
     names: tuple[str, ...] = ("loc", "scale")
@@ -202,8 +244,12 @@ class _Normal:
 
 
 @dataclass(frozen=True)
-class _TanhNormal(_Normal):
-    """See `tanh_normal`."""
+class TanhNormal(Normal):
+    """As `normal`, squashed by tanh to the bounds of the Box, which has to be bounded.
+
+    See Haarnoja et al., 2018, appendix C. The network returns the same as for `normal`: loc and scale before the
+    squashing.
+    """
 
     name: str = "tanh_normal"
 
@@ -253,32 +299,10 @@ def _shape(answer: Any) -> str:
     return type(answer).__name__
 
 
-categorical: Head = _Categorical("categorical", ("logits",))
-"""Samples a Discrete or MultiDiscrete action; its mode is the choice with the largest logit.
-
-The network returns unnormalised log-probabilities [P, n] float, n = the number of choices; for a MultiDiscrete space n
-is their sum over the components, one component after the other. In a dict: ``logits``.
-"""
-
-greedy: Head = _EpsilonGreedy("greedy", ("action_value",), 0.0)
-"""The choice with the largest value in a Discrete or MultiDiscrete space, without a log-probability.
-
-The network returns one value per choice, [P, n] float, laid out as for `categorical`. In a dict: ``action_value``.
-"""
-
-normal: Head = _Normal()
-"""Samples from a normal distribution with independent components, for a floating Box; its mode is the mean.
-
-The network returns a pair (loc, scale), each [P, *action] float, scale positive; or one array [P, *action[:-1],
-2 * action[-1]], whose second half along the last dimension becomes the scale through softplus. In a dict: ``loc`` and
-``scale``. Actions may lie outside the bounds of the space.
-"""
-
-tanh_normal: Head = _TanhNormal()
-"""As `normal`, squashed by tanh to the bounds of the Box, which has to be bounded (Haarnoja et al., 2018, appendix C).
-
-The network returns the same as for `normal`: loc and scale before the squashing.
-"""
+categorical: Head = Categorical()
+greedy: Head = Greedy()
+normal: Head = Normal()
+tanh_normal: Head = TanhNormal()
 
 
 def epsilon_greedy(epsilon: float) -> Head:
@@ -297,4 +321,4 @@ def epsilon_greedy(epsilon: float) -> Head:
     ('action_value',)
     """
     check_number("epsilon", epsilon, most=1, example=0.1)
-    return _EpsilonGreedy("epsilon_greedy", ("action_value",), float(epsilon))
+    return EpsilonGreedy(epsilon=float(epsilon))

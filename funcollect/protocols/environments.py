@@ -89,6 +89,10 @@ class HostEnv(EnvDescription, Protocol):
         New simulators lack these statistics, so `evaluate` and `fork` raise an error for such an environment.
         """
 
+    @property
+    def primers(self) -> Mapping[Path, Tensor]:
+        """Initial recurrent states for policies, by key, in one lane; usually none. They are no observations."""
+
     def open(self) -> Simulators:
         """Make live simulators, which are not reset yet."""
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import inspect
 import math
+import pydoc
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -247,3 +249,12 @@ def test_heads_refuse_spaces_that_do_not_suit(name: str, space: spaces.Space[Any
 def test_epsilon_is_a_probability(epsilon: float) -> None:
     with pytest.raises(ValueError, match=r"expected a number in \[0, 1\]"):
         fc.heads.epsilon_greedy(epsilon)
+
+
+@pytest.mark.parametrize("name", fc.heads.__all__)
+def test_help_says_what_the_network_returns(name: str) -> None:
+    text = pydoc.plain(pydoc.render_doc(getattr(fc.heads, name)))
+    assert "The network returns" in text
+    assert "class _" not in text
+    if name not in ("Head", "epsilon_greedy"):
+        assert type(getattr(fc.heads, name)).__doc__ in inspect.getsource(type(getattr(fc.heads, name)))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from funcollect.arguments import check_kind
 from funcollect.envs.base import AdaptedEnv, EnvBase
@@ -72,7 +74,7 @@ class HostEnvBase(EnvBase, ABC):
     The spaces, `num_envs` and the errors are those of `TorchEnvBase`.
 
     Attributes:
-        seeding, forking: see `HostEnv`.
+        seeding, forking, running_statistics, primers: see `HostEnv`.
         info_keys: the keys of the infos that `receive` returns, in their order.
     """
 
@@ -81,6 +83,7 @@ class HostEnvBase(EnvBase, ABC):
     forking: Forking = "replay"
     info_keys: tuple[str, ...] = ()
     running_statistics: tuple[str, ...] = ()
+    primers: Mapping[Path, Tensor] = MappingProxyType({})
 
     @abstractmethod
     def open(self) -> Simulators:
@@ -140,6 +143,7 @@ class SimulatedEnv(AdaptedEnv):
     seeding: Seeding = "episode"
     forking: Forking = "replay"
     running_statistics: tuple[str, ...] = ()
+    primers: Mapping[Path, Tensor] = field(default_factory=dict)
     backend: Literal["host"] = "host"
 
     def open(self) -> Simulators:

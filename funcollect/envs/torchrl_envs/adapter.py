@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from multiprocessing.process import BaseProcess, active_children
 from typing import Any
 
@@ -23,19 +22,10 @@ from funcollect.errors import EnvError
 from funcollect.keys import generator_state, torch_generator
 from funcollect.protocols import Outcome
 from funcollect.specs import observation_leaves
-from funcollect.tree import Path, key_of, to_tensordict
+from funcollect.tree import key_of, to_tensordict
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class TorchRLEnv(SimulatedEnv):
-    """A host environment over TorchRL's."""
-
-    # The initial recurrent states, in one environment, that `TensorDictPrimer`s around it declare. They are no
-    # observations: a policy carries its state itself, and begins with these.
-    primers: Mapping[Path, Tensor] = field(default_factory=dict)
-
-
-def from_torchrl(env: Any, *, dtype: npt.DTypeLike | None = None, **kwargs: Any) -> TorchRLEnv:
+def from_torchrl(env: Any, *, dtype: npt.DTypeLike | None = None, **kwargs: Any) -> SimulatedEnv:
     """A host environment over one of TorchRL's: single, `SerialEnv`, `ParallelEnv`, transformed or natively batched.
 
     Observations have the environment's keys, including those that its transforms add, such as ``step_count``. The
@@ -72,7 +62,7 @@ def from_torchrl(env: Any, *, dtype: npt.DTypeLike | None = None, **kwargs: Any)
     layout = layout_of(first)
     with torch_generator(generator_state(0)):  # this builds a lane if they live in other processes
         statistics = running_statistics(first)
-    return TorchRLEnv(
+    return SimulatedEnv(
         label=type(first).__name__,
         num_envs=first.batch_size[0] if first.batch_size else None,
         observation_space=layout.observation_space,
@@ -82,7 +72,7 @@ def from_torchrl(env: Any, *, dtype: npt.DTypeLike | None = None, **kwargs: Any)
         seeding="run",
         forking="none",
         running_statistics=statistics,
-        primers=layout.primers,
+        primers=layout.primers,  # of `TensorDictPrimer`s around it; a policy carries its state itself
     )
 
 
