@@ -41,32 +41,25 @@ class Head(Protocol):
     @property
     def name(self) -> str:
         """The head's name in `funcollect.heads`."""
-        ...
 
     @property
     def names(self) -> tuple[str, ...]:
         """The keys under which a dict answer holds the parameters."""
-        ...
 
     def check(self, spec: ActionSpec) -> None:
         """Raise ValueError if the action space does not suit."""
-        ...
 
     def noise(self, spec: ActionSpec) -> Noise | None:
         """The random numbers to draw ahead for one step of one lane, or None."""
-        ...
 
     def parse(self, xp: Any, answer: Any, spec: ActionSpec) -> Parameters:
         """The distribution's parameters, of checked shapes, from the network's answer."""
-        ...
 
     def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Any:
         """An action; `noise` is None for the mode."""
-        ...
 
     def log_prob(self, xp: Any, parameters: Parameters, action: Any, noise: Any, spec: ActionSpec) -> Any:
         """The log-probability of a sampled action, [...]; None if the head defines none."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -138,45 +131,27 @@ class Categorical(_Discrete):
 
 
 @dataclass(frozen=True)
-class Greedy(_Discrete):
-    """The choice with the largest value in a Discrete or MultiDiscrete space, without a log-probability.
-
-    The network returns one value per choice, [P, n] float, laid out as for `categorical`. In a dict: ``action_value``.
-    """
-
-    name: str = "greedy"
-    names: tuple[str, ...] = ("action_value",)
-
-    def noise(self, spec: ActionSpec) -> Noise | None:
-        return None
-
-    def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Any:
-        return encode_choices(xp, [part.argmax(-1) for part in self._split(parameters[0], spec)], spec)
-
-    def log_prob(self, xp: Any, parameters: Parameters, action: Any, noise: Any, spec: ActionSpec) -> Any:
-        return None
-
-
-@dataclass(frozen=True)
-class EpsilonGreedy(Greedy):
+class EpsilonGreedy(_Discrete):
     """As `greedy`, but with probability `epsilon` a choice drawn uniformly; see `epsilon_greedy`.
 
     The network returns the same as for `greedy`.
     """
 
     name: str = "epsilon_greedy"
+    names: tuple[str, ...] = ("action_value",)
     epsilon: float = 0.0
 
     def noise(self, spec: ActionSpec) -> Noise | None:
         return Noise(kind="uniform", shape=(2, len(spec.categories))) if self.epsilon else None
 
     def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Any:
+        best = [part.argmax(-1) for part in self._split(parameters[0], spec)]
         if noise is None:
-            return super().sample(xp, parameters, noise, spec)
+            return encode_choices(xp, best, spec)
         chosen = []
-        for i, (part, count) in enumerate(zip(self._split(parameters[0], spec), spec.categories, strict=True)):
+        for i, (index, count) in enumerate(zip(best, spec.categories, strict=True)):
             anything = xp.clip(xp.floor_int(noise[..., 1, i] * count), 0, count - 1)
-            chosen.append(xp.where(noise[..., 0, i] < self.epsilon, anything, part.argmax(-1)))
+            chosen.append(xp.where(noise[..., 0, i] < self.epsilon, anything, index))
         return encode_choices(xp, chosen, spec)
 
     def log_prob(self, xp: Any, parameters: Parameters, action: Any, noise: Any, spec: ActionSpec) -> Any:
@@ -189,6 +164,16 @@ class EpsilonGreedy(Greedy):
             nan = xp.where(part == part, 0.0, part).sum(-1)
             total = total + xp.log(xp.where(part.argmax(-1) == index, share + (1 - self.epsilon), share)) + nan
         return total
+
+
+@dataclass(frozen=True)
+class Greedy(EpsilonGreedy):
+    """The choice with the largest value in a Discrete or MultiDiscrete space, without a log-probability.
+
+    The network returns one value per choice, [P, n] float, laid out as for `categorical`. In a dict: ``action_value``.
+    """
+
+    name: str = "greedy"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from funcollect.policies.base import PolicyBase
 from funcollect.policies.heads import Head
 from funcollect.policies.torch_modules.settings import Settings, SettingsCache
 from funcollect.policies.torch_modules.skeleton import Skeleton
-from funcollect.protocols import ActorInputs, Exploration, Policy
+from funcollect.protocols import ActorInputs, Exploration
 from funcollect.specs import ActionSpec
 from funcollect.tree import flatten
 
@@ -63,16 +63,6 @@ def replaced(policy: Any, subject: Any) -> Any:
         return subject
     policy.replace(subject)
     return policy
-
-
-def subject_of(policy: Policy | None) -> Any:
-    """The module or function of a Torch policy, or the policy itself if it has none. Workers get it anew if it changes.
-
-    None for a JAX policy, whose function is compiled and is not expected to change.
-    """
-    if policy is None or policy.backend == "jax":
-        return None
-    return policy.module if isinstance(policy, TorchBacked) else policy
 
 
 class TorchBacked(PolicyBase):

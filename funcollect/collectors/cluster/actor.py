@@ -56,7 +56,6 @@ class NestedWorker(WorkerBase):
     """A worker of a larger run that is itself a collector with workers, whose lanes are a shard of that run."""
 
     def __init__(self, progress: Progress, collector: WorkerCollector) -> None:
-        self._collector = collector
         self._run = collector.run
         self._counted = (0, 0)  # restarts and lost frames, as last reported
         super().__init__(progress, collector)
@@ -95,30 +94,12 @@ class NestedWorker(WorkerBase):
         self._run.weights.publish(params, version, policy)
 
     @override
-    def reset(self, mask: Tensor | None) -> None:
-        self._collector.reset(mask)
-
-    @override
     def set_seed(self, seed: int) -> None:
         self._collector.set_seed(seed, static_seed=True)
 
     @override
     def go_on(self, progress: Progress) -> None:
         self._run.go_on(progress)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        saved: dict[str, Any] = self._collector.state_dict()
-        return saved
-
-    @override
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._collector.load_state_dict(state_dict)
-        super().load_state_dict(state_dict)
-
-    @override
-    def close(self) -> None:
-        self._collector.shutdown()
 
     @override
     def failure(self, error: BaseException) -> Failure:

@@ -125,17 +125,10 @@ class TensorDictPolicy(TorchBacked):
     ) -> dict[str, Any]:
         """The nested outputs [P, ...] of `module`, which is this policy's module bound to parameters."""
         inputs, read = self.inputs_of(observation, recurrent)
-        with set_interaction_type(exploration_type):  # not `outputs_from`: one call less at each step
+        with set_interaction_type(exploration_type):
             outputs = outputs_of(run_module(module, inputs, self.device, single=single), read, single=single)
         check_hidden(outputs, {path: inputs[path] for path in self.hidden_states}, self.written)
         return nest(outputs)
-
-    def outputs_from(
-        self, inputs: Mapping[Path, Any], read: set[Path], module: Any, exploration_type: ExplorationType, single: bool
-    ) -> dict[Path, Any]:
-        """The outputs [P, ...] of `module` by path, without the paths in `read`."""
-        with set_interaction_type(exploration_type):
-            return outputs_of(run_module(module, inputs, self.device, single=single), read, single=single)
 
     def recorded(self, answer: Any, recurrent: Any) -> tuple[dict[Path, Any], dict[Path, Any]]:
         """The outputs of one call for the batch, and the next value of each state in `recurrent`, of Torch or JAX."""

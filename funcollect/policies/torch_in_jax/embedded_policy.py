@@ -16,6 +16,7 @@ import numpy as np
 import optree
 import torch
 from tensordict import TensorDict
+from tensordict.nn import set_interaction_type
 from torch import Tensor
 
 from funcollect.errors import LoweringError
@@ -26,7 +27,15 @@ from funcollect.interop.lowering.structure import plain
 from funcollect.keys import key_from_seed, torch_generator
 from funcollect.policies.actors.checks import overlap
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
-from funcollect.policies.tensordict_modules.calling import INIT, by_path, may_be_read, names_of, reads_what_it_wrote
+from funcollect.policies.tensordict_modules.calling import (
+    INIT,
+    by_path,
+    may_be_read,
+    names_of,
+    outputs_of,
+    reads_what_it_wrote,
+    run_module,
+)
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_backed import TorchPolicyState, lanes_of
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
@@ -191,8 +200,9 @@ def check_forgets(policy: EmbeddedPolicy, module: Any, observation: Any, recurre
     inputs, read = source.inputs_of(observation, recurrent)
 
     def outputs_from(given: dict[Path, Any]) -> dict[Path, Any]:
-        with torch.no_grad(), torch_generator(torch.get_rng_state()):
-            return source.outputs_from(given, read, module, policy.exploration_type, policy.single)
+        with torch.no_grad(), torch_generator(torch.get_rng_state()), set_interaction_type(policy.exploration_type):
+            answer = run_module(module, given, source.device, single=policy.single)
+            return outputs_of(answer, read, single=policy.single)
 
     first = outputs_from(inputs)
     second = outputs_from(inputs | {path: leaf for path, leaf in first.items() if may_be_read(path)})

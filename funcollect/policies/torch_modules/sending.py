@@ -12,7 +12,7 @@ from torch import nn
 
 from funcollect.errors import LoweringError
 from funcollect.messages import shown
-from funcollect.policies.torch_backed import subject_of
+from funcollect.policies.torch_backed import TorchBacked
 from funcollect.policies.torch_modules.settings import Settings, SettingsCache
 from funcollect.policies.torch_modules.skeleton import bare
 from funcollect.policies.weights import weights_of
@@ -26,7 +26,8 @@ class PolicyChanges:
     """
 
     def __init__(self, policy: Policy | None, sent: bytes | None = None) -> None:
-        self._subject = subject_of(policy)
+        subject = policy.module if isinstance(policy, TorchBacked) else policy
+        self._subject = None if policy is None or policy.backend == "jax" else subject
         self._settings = SettingsCache(self._subject)
         self._known = self._now()
         self.sent = sent
