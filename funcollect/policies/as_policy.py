@@ -58,6 +58,7 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
 
 
 def _on_tensordict(policy: Any, env: Env, place: torch.device | None) -> TensorDictPolicy:
+    """A policy on a TensorDict. Its hidden states begin as its own primers say, or else as the environment's do."""
     hidden_states = initial_hidden_states(policy, None, env.primers if env.backend == "host" else None)
     if taken := sorted({leaf.path for leaf in env.observation_leaves} & set(hidden_states)):
         raise ValueError(

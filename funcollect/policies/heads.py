@@ -86,10 +86,12 @@ class _Discrete:
         return (answer,)
 
     def _split(self, array: Any, spec: ActionSpec) -> list[Any]:
+        """One array [..., choices] for each component of the action."""
         ends = np.cumsum((0, *spec.categories))
         return [array[..., start:end] for start, end in itertools.pairwise(ends)]
 
     def _decode(self, action: Any, spec: ActionSpec) -> list[Any]:
+        """The index of the choice [...] for each component of the action: the inverse of `encode_choices`."""
         if spec.one_hot:
             return [part.argmax(-1) for part in self._split(action, spec)]
         lead = action.shape[: action.ndim - len(spec.shape)]
@@ -270,6 +272,7 @@ def check_head(head: Any) -> None:
 
 
 def _tail(array: Any, dims: int) -> tuple[int, ...] | None:
+    """The last `dims` dimensions of an array's shape; None if it has fewer."""
     shape = tuple(getattr(array, "shape", ()))
     return shape[len(shape) - dims :] if len(shape) >= dims else None
 

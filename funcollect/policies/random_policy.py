@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -90,10 +89,6 @@ class RandomActor(Actor):
         self._rows = self.actions.unbind(0)
 
     @override
-    def running(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    @override
     def act(self, t: int) -> Tensor:
         if self._masked:
             mask = action_mask(self._inputs.observation, self._inputs.spec)
@@ -174,6 +169,7 @@ def _draw(spec: ActionSpec, uniform: Tensor, mask: Any) -> tuple[Tensor, Tensor]
 
 
 def _draw_choices(spec: ActionSpec, uniform: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
+    """Discrete actions among those that `mask` [P, n] allows, and their log-probabilities."""
     counts = torch.tensor(spec.categories)
     if mask is None:
         chosen = torch.minimum((uniform.double() * counts).long(), counts - 1).unbind(-1)

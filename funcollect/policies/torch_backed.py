@@ -111,6 +111,7 @@ class TorchBacked(PolicyBase):
             )
 
     def _list_slots(self) -> None:
+        """Find the dictionaries in which the module and its skeleton hold each parameter and buffer."""
         self._parameters: _Slots = {}
         self._buffers: _Slots = {}
         for prefix, source, target in self._skeleton.parts() if self._skeleton else ():

@@ -69,7 +69,8 @@ class Actor(Protocol):
     """A policy that is bound to one rollout."""
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
-        """The context in which `act` and `finish` are called."""
+        """The context in which `act` and `finish` are called; by default none."""
+        return contextlib.nullcontext()
 
     def act(self, t: int) -> Any:
         """The action [P, ...] of step `t`, for the current values of `ActorInputs.observation`."""

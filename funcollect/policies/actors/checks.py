@@ -111,6 +111,7 @@ def check_numbers(columns: Columns, causes: Columns | None = None) -> None:
 
 
 def _check_choices(action: Tensor, spec: ActionSpec) -> None:
+    """Raise PolicyError for the first row of discrete actions [T, P, ...] that is outside its space."""
     low, high = spec.bounds
     wrong = (action < low.to(action.device)) | (action > high.to(action.device))
     if spec.one_hot:
@@ -148,6 +149,7 @@ def finish_columns(
 
 
 def _raise_at(wrong: Tensor, what: str, column: Tensor, mend: str) -> None:
+    """Raise PolicyError that names the first step and lane in which `wrong` [T, P, ...] is True, and `column` there."""
     rows = wrong.reshape(*wrong.shape[:2], -1).any(-1)
     if not bool(rows.any()):
         return  # values whose sum overflows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -144,10 +143,6 @@ class JaxActor(Actor):
         self._words = np.empty((inputs.length, inputs.num_envs, self._fields[-1].stop), np.int32)
         action = self._fields[0]
         self._scalar = not action.shape and np.dtype(action.dtype) == np.int32
-
-    @override
-    def running(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
 
     @override
     def act(self, t: int) -> Any:

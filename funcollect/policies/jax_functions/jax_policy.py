@@ -86,6 +86,7 @@ class JaxPolicy(FunctionPolicy):
         return prepared
 
     def _check_closure(self) -> None:
+        """Raise PolicyError if a variable that the function closes over has been set since the first rollout."""
         now = [_content(cell) for _, cell in self._cells]
         if self._closed_over is None:
             self._closed_over = now

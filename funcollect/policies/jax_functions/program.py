@@ -88,6 +88,7 @@ def _as_vector(params: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
 def _is_word(leaf: Any) -> bool:
+    """Whether the leaf's numbers have 32 bits, so that they can travel in the one buffer."""
     return bool(np.dtype(leaf.dtype).itemsize == 4)
 
 

@@ -90,6 +90,7 @@ def match_log_prob(log_prob: Any, like: Any) -> Any:
 
 
 def _choices(spec: ActionSpec, key: Any, mask: Any, num_envs: int) -> tuple[Any, Any]:
+    """Uniform discrete actions among those that `mask` [P, n] allows, and their log-probabilities."""
     jax = import_jax()
     jnp = jax.numpy
     if mask is None:

@@ -101,6 +101,7 @@ class TensorDictActor(Actor):
         inputs = self._read()
 
         def run() -> dict[Path, Any]:
+            """The outputs of the module itself, called on a TensorDict. The parts are compared with these."""
             answer = run_module(self._module, inputs, self._device, single=self._single)
             return outputs_of(answer, {*self._inputs, *self._given()})
 
@@ -117,12 +118,14 @@ class TensorDictActor(Actor):
         return tuple(outputs[name] for name in self._names)
 
     def _call_parts(self, parts: list[Part]) -> tuple[Tensor, ...]:
+        """The recorded outputs of a later step, from the parts without a TensorDict."""
         values = self._values.copy()
         for part in parts:
             part.run(values)
         return tuple([values[key] for key in self._keys])
 
     def _written(self, t: int) -> tuple[Tensor, ...]:
+        """The recorded outputs of step `t`, from the module. PolicyError if it did not write one of them."""
         answer = run_module(self._module, self._read(), self._device, single=self._single)
         written = tuple([answer.get(key, None) for key in self._keys])
         if any(leaf is None for leaf in written):
@@ -134,6 +137,7 @@ class TensorDictActor(Actor):
         return written
 
     def _carry(self, written: Sequence[Tensor]) -> None:
+        """Keep from this step's outputs what the module reads at the next step."""
         if self._hidden or self._carries:
             by_name = dict(zip(self._names, written, strict=True))
             self._hidden = {path: by_name[self._written_to[path]] for path in self._hidden}
@@ -143,6 +147,7 @@ class TensorDictActor(Actor):
             self._first = self._never
 
     def _check(self, outputs: Mapping[Path, Any]) -> None:
+        """Raise PolicyError unless the first outputs hold an action, the hidden states, and no reserved key."""
         if ("action",) not in outputs:
             raise PolicyError(
                 f"the policy wrote {names_of(outputs)}, expected 'action' among them: add it to the out_keys"

@@ -80,6 +80,7 @@ def plain_parts(module: Any) -> list[Part] | None:
 
 
 def _parts(module: Any) -> Iterable[Part]:
+    """The parts of a module in their order; _NotPlainError unless all of them are plain."""
     if not isinstance(module, nn.Module) or module._forward_hooks or module._forward_pre_hooks:
         raise _NotPlainError
     forward = type(module).forward
@@ -133,6 +134,7 @@ class EquivalenceCheck:
         self._calls[id(module)].append((arguments, named, answer))
 
     def _repeats(self, outputs: Mapping[Path, Any]) -> bool:
+        """Whether the parts, given the recorded answers of the networks, write the same outputs bit for bit."""
         values: Values = dict(self._inputs)
         for part in self._parts:
             part.run(values, self._recall)

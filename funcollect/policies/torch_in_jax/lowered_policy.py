@@ -77,6 +77,7 @@ class LoweredPolicy(EmbeddedPolicy):
 
 
 def _checked_module(source: Source) -> nn.Module:
+    """The policy's module; LoweringError if a change of it could not be noticed after it is lowered."""
     module = source.module
     if not isinstance(module, nn.Module):
         raise LoweringError(

@@ -33,9 +33,10 @@ class PolicyChanges:
         self.sent = sent
 
     def _now(self) -> Settings | None:
+        """The current settings; None if there are too many to compare, so that the policy may have changed."""
         try:
             return self._settings.settings
-        except LoweringError:  # too large to compare, so it may have changed
+        except LoweringError:
             return None
 
     def packed(self) -> bytes | None:
@@ -82,6 +83,8 @@ class ByValue(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _WithoutWeights(ByValue):
+    """Pickles `subject` with a record of its shape and dtype in place of each weight."""
+
     def __init__(self, file: io.BytesIO, subject: Any) -> None:
         super().__init__(file)
         self._weights = weights_of(subject)  # kept, so that no other tensor takes an id

@@ -50,7 +50,10 @@ NO_SETTINGS = Settings()
 
 
 class Look:
-    """Records the state of objects in `take`, and compares it with their later state in `holds`."""
+    """Records the state of objects in `take`, and compares it with their later state in `holds`.
+
+    It shows cheaply whether a module may have changed, so that its settings are read again only then.
+    """
 
     def __init__(self, owners: Iterable[Any] = (), containers: Iterable[Any] = ()) -> None:
         self.owners = list(owners)  # objects whose classes may change
@@ -77,6 +80,7 @@ class Look:
         )
 
     def _objects_now(self) -> list[Any]:
+        """Everything that is compared by identity: classes, the contents of containers, and of closure cells."""
         objects: list[Any] = list(map(type, self.owners))
         for each in self.containers:
             if each:
@@ -155,6 +159,7 @@ class _Survey:
         return type(value), self._contents(value)
 
     def _contents(self, value: Any) -> Any:
+        """A comparable form of what a value holds. Objects that can change without being replaced go into `look`."""
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, TensorDictBase):  # whose own attributes change as it is read

@@ -128,6 +128,7 @@ class Skeleton:
         return self._container(value) if isinstance(value, _CONTAINERS) and value else value
 
     def _container(self, value: Any) -> Any:
+        """A container with its items moved, or the container itself if none of them is replaced."""
         if id(value) in self._open:  # it holds itself
             return value
         self._open.add(id(value))

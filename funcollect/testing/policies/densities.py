@@ -14,6 +14,7 @@ from funcollect.keys import key_from_seed
 from funcollect.policies.actors.actor import split_answer
 from funcollect.policies.jax_functions.jax_policy import JaxPolicy
 from funcollect.policies.numerics import TORCH
+from funcollect.policies.torch_backed import TorchBacked
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.specs import ActionSpec, assemble
 from funcollect.testing.compare import first_row, shown, spot, to_tensor
@@ -48,13 +49,13 @@ def _expected(trial: PolicyTrial) -> Tensor:
     """The log-probabilities, recomputed: [P, T] float64, NaN where that is not possible."""
     policy: Any = trial.policy
     if isinstance(policy, (TorchPolicy, JaxPolicy)):
-        if getattr(policy, "takes_key", False):
+        if isinstance(policy, JaxPolicy) and policy.takes_key:
             raise NotApplicableError("the function draws with its key")
-        density = _DENSITIES.get(getattr(policy.head, "name", ""))
+        density = _DENSITIES.get(policy.head.name if policy.head else "")
         if density is None:
             raise NotApplicableError(f"how {policy.head!r} scores is not known here")
         return density(_parameters(trial), trial.batch["action"], trial.env.action_spec, policy.head)
-    module: Any = getattr(policy, "module", None)
+    module: Any = policy.module if isinstance(policy, TorchBacked) else None
     if not hasattr(module, "get_dist"):
         raise NotApplicableError("it has neither a head nor get_dist")
     read = [key if isinstance(key, tuple) else (key,) for key in module.in_keys]  # including hidden states and is_init

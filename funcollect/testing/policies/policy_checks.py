@@ -16,6 +16,7 @@ from funcollect.keys import key_from_seed
 from funcollect.policies.actors.checks import check_action
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
 from funcollect.policies.random_policy import RandomPolicy
+from funcollect.policies.torch_backed import TorchBacked
 from funcollect.protocols import Policy
 from funcollect.specs import ExplorationType
 from funcollect.testing.compare import bits_differ, expect_equal, first_row, numbers_differ, shown, to_tensor
@@ -127,7 +128,7 @@ def _knows_exploration(policy: Policy) -> bool:
         return False
     if isinstance(policy, FunctionPolicy):
         return policy.head is not None and not policy.takes_key
-    if getattr(policy, "head", None) is not None or not hasattr(policy, "module"):
+    if not isinstance(policy, TorchBacked) or policy.head is not None:
         return True
     module = policy.module
     return isinstance(module, nn.Module) and any(
