@@ -1,14 +1,17 @@
-"""What a policy on a TensorDict wrote at a step, it finds at the next one, in actors too."""
+"""Policies in Ray actors: they find what they wrote at the step before, and follow weights of a user's own policy."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 import funcollect as fc
+from tests.support.own_policies import KINDS, Recording, until
 from tests.support.running import FORKS_OF_RAY
 from tests.support.stateful_policies import Count
+from tests.support.workers import ray_collector
 
 pytestmark = FORKS_OF_RAY
 
@@ -19,3 +22,27 @@ def test_over_ray(ray_cluster: Any) -> None:
         for batch in collector:
             later = batch["collector", "traj_ids"] % 2**40 > 1
             assert torch.equal(batch["count"], batch["collector", "step"] + later.long())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_a_policy_of_ones_own(kind: type[Recording], workers: int, ray_cluster: Any) -> None:
+    """New params reach the actors, and the workers in them; a saved run continues with its weights."""
+    policy, other, envs = kind(), kind(), ["CartPole-v1"] * 2
+    kwargs: dict[str, Any] = {"frames_per_batch": 40}
+    if workers > 1:
+        kwargs |= {"collector_class": fc.MultiSyncDataCollector, "num_workers_per_collector": workers}
+    with ray_collector(envs, policy, **kwargs) as collector:
+        policy.params = kind.version(1)
+        collector.update_policy_weights_()
+        until(collector, 1)
+        collector.update_policy_weights_(kind.version(2))
+        until(collector, 2)
+        policy.params = kind.version(3)
+        collector.update_policy_weights_()
+        until(collector, 3)
+        saved = collector.state_dict()
+    with ray_collector(envs, other, **kwargs) as collector:
+        collector.load_state_dict(saved)
+        until(collector, 3)
+        assert float(other.params["layers"][0].weight.max()) == 3
