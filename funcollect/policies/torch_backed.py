@@ -17,6 +17,7 @@ from funcollect.policies.base import PolicyBase
 from funcollect.policies.heads import Head
 from funcollect.policies.torch_modules.settings import Settings, SettingsCache
 from funcollect.policies.torch_modules.skeleton import Skeleton
+from funcollect.policies.weights import check_shapes
 from funcollect.protocols import ActorInputs, Exploration
 from funcollect.specs import ActionSpec
 from funcollect.tree import flatten
@@ -178,20 +179,11 @@ class TorchBacked(PolicyBase):
         self._follow()
         own = self._own_tensors()
         given = {".".join(path): value for path, value in flatten(params).items()}
-        if unknown := sorted(set(given) - set(own)):
-            raise ValueError(f"params holds {unknown}, expected only what the module has, {sorted(own)}: drop them")
-        if missing := sorted(set(self._parameters) - set(given)):
-            raise ValueError(
-                f"params holds {sorted(given)} and lacks {missing}: pass every parameter of the module, as "
-                "policy.params does"
-            )
-        for name, value in given.items():
-            if not isinstance(value, Tensor) or value.shape != own[name].shape:
-                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise ValueError(
-                    f"parameter {name!r} of params is {got}, the module wants a tensor of shape "
-                    f"{tuple(own[name].shape)}: pass the parameters of a module like it"
-                )
+        wanted = own.keys() & (self._parameters.keys() | given.keys())  # buffers may be left out
+        kinds = {
+            name: tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for name, each in given.items()
+        }
+        check_shapes({name: tuple(own[name].shape) for name in wanted}, kinds)
         return {name: given[name] for name in own if name in given}
 
     @override

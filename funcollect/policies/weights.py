@@ -61,18 +61,18 @@ def matched(own: Any, given: Any, backend: str) -> Any:
 
 
 def shapes_of(params: Any, backend: str) -> Shapes:
-    """The shape of each leaf of `params`, by the names that `state_dict_of` gives."""
+    """The shape of each leaf of `params` by its path."""
     return _shapes(_by_name(params, backend))
 
 
-def check_shapes(expected: Shapes, got: Shapes) -> None:
+def check_shapes(expected: Shapes, got: Mapping[str, Any]) -> None:
     """Raise ValueError unless parameters have the paths and shapes of the policy's own."""
     if expected != got:
         names = sorted(name for name in expected.keys() | got.keys() if expected.get(name) != got.get(name))
         raise ValueError(
-            f"params differ from the policy's own at {clipped(', '.join(f'params{name}' for name in names), 300)}: got "
+            f"params differ from the policy's own at {clipped(', '.join(names), 300)}: got "
             f"{shown([got.get(name) for name in names])}, expected {shown([expected.get(name) for name in names])}: "
-            "pass a pytree of the same structure and shapes"
+            "pass arrays of the same structure and shapes, as policy.params has them"
         )
 
 
@@ -103,7 +103,7 @@ def weights_of(subject: Any) -> list[Tensor]:
 
 
 def _shapes(leaves: Mapping[str, Any]) -> Shapes:
-    return {name: tuple(np.shape(leaf)) for name, leaf in leaves.items()}
+    return {f"params{name}": tuple(np.shape(leaf)) for name, leaf in leaves.items()}
 
 
 def _by_name(params: Any, backend: str) -> dict[str, Any]:

@@ -187,16 +187,12 @@ def test_a_mask_that_does_not_fit_costs_nothing() -> None:
     [
         (
             lambda saved: {},
-            (
-                "the state_dict lacks ['policy_state_dict', 'own_weights'",
-                "expected",
-                "pass what state_dict of such a collector returned",
-            ),
+            ("the state_dict lacks ['policy_state_dict', 'own_weights'", "expected", "pass what state_dict"),
         ),
         (lambda saved: saved | {"episode": torch.zeros(3)}, ("has 3 lanes", "this one 1", "the same number of env")),
         (
             lambda saved: saved | {"policy_state_dict": {"scale": 1}},
-            ("params holds ['scale']", "expected", "drop them"),
+            ("params differ", "at bias, scale, weight: got [", "expected", "pass"),
         ),
     ],
 )

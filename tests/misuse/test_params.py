@@ -31,10 +31,24 @@ OWN = {"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}
 
 
 @table(
-    Misuse("a missing one", {"weight": OWN["weight"]}, ValueError, ("params", "lacks ['bias']", "pass every")),
-    Misuse("an unknown one", OWN | {"scale": OWN["bias"]}, ValueError, ("['scale']", "expected only", "drop them")),
-    Misuse("a misshapen one", OWN | {"bias": torch.zeros(3)}, ValueError, ("'bias'", "(3,)", "shape (2,)", "pass")),
-    Misuse("an array", OWN | {"bias": np.zeros(2)}, ValueError, ("'bias'", "ndarray", "shape (2,)", "pass")),
+    Misuse(
+        "a missing one",
+        {"weight": OWN["weight"]},
+        ValueError,
+        ("params differ", "at bias: got [None]", "expected [(2,)]", "pass"),
+    ),
+    Misuse(
+        "an unknown one", OWN | {"scale": OWN["bias"]}, ValueError, ("at scale: got [(2,)]", "expected [None]", "pass")
+    ),
+    Misuse(
+        "a misshapen one",
+        OWN | {"bias": torch.zeros(3)},
+        ValueError,
+        ("at bias: got [(3,)]", "expected [(2,)]", "pass"),
+    ),
+    Misuse(
+        "an array", OWN | {"bias": np.zeros(2)}, ValueError, ("at bias: got [", "ndarray", "expected [(2,)]", "pass")
+    ),
     Misuse("a list", [OWN["weight"]], TypeError, ("params is list", "expected a TensorDict", "module.state_dict()")),
 )
 def test_torch_parameters_that_do_not_fit(misuse: Misuse) -> None:

@@ -31,7 +31,6 @@ class FunctionPolicy(PolicyBase):
     """Base class of policies over a traced function, with the arguments of `jax_policy`. Subclasses add `params`."""
 
     backend: Literal["jax"] = "jax"
-    params: Any
     ties = False  # whether only the first of several ones in a one-hot action counts
 
     def __init__(self, apply: Callable[..., Any], head: Head | None, initial_state: Any) -> None:
