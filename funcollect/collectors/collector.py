@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import wraps
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from functools import cache, wraps
+from itertools import pairwise
+from textwrap import fill
 from typing import Any, ClassVar, Self, TypeVar, dataclass_transform, get_type_hints
 
 from tensordict import TensorDictBase
@@ -17,16 +21,15 @@ from funcollect.errors import ClosedError
 
 _Collector = TypeVar("_Collector", bound="CollectorBase")
 
-_ARGS = re.compile(r"^Args:\n((?: +.*\n|\n)*)", re.M)  # the section of a docstring
-_ENTRY = re.compile(r"^    ([\w, ]+):.*\n(?:     +.*\n)*", re.M)  # an argument in it
+_SECTIONS = re.compile(r"^(?:Attributes:|Raises:|>>> )", re.M)  # what follows the prose of a docstring
 
 
 @dataclass_transform(kw_only_default=True, eq_default=False, field_specifiers=(field,))
 def collector(cls: type[_Collector]) -> type[_Collector]:
     """Make the fields of a class, its own and those of its bases, the keywords of its constructor.
 
-    The docstring gets the descriptions of inherited keywords, so that ``help`` shows all of them. The constructor
-    refuses an unknown keyword with TypeError, and explains those in the class's `_elsewhere`.
+    Each field has its meaning in a string below it, where editors look for it. The docstring gets all of them, for
+    ``help``. The constructor refuses an unknown keyword with TypeError, and explains those in the class's `_elsewhere`.
     """
     dataclass(kw_only=True, eq=False, repr=False)(cls)
     plain = cls.__init__
@@ -39,7 +42,7 @@ def collector(cls: type[_Collector]) -> type[_Collector]:
         plain(self, *args, **keywords)
 
     cls.__init__ = init  # type: ignore[method-assign]
-    cls.__doc__ = _with_inherited_keywords(cls)
+    cls.__doc__ = _with_keywords(cls, inspect.signature(plain).parameters)
     return cls
 
 
@@ -54,32 +57,39 @@ def check_known(keywords: Mapping[str, Any], known: set[str], elsewhere: Mapping
     )
 
 
-def _with_inherited_keywords(cls: type) -> str:
-    text = inspect.cleandoc(cls.__doc__ or "") + "\n"
-    entries = _entries(text)
-    for base in cls.__mro__[1:]:
-        inherited = _entries(inspect.cleandoc(base.__doc__ or "") + "\n") if issubclass(base, RunOptions) else {}
-        entries = entries | {name: entry for name, entry in inherited.items() if name not in entries}
-    section = "Args:\n" + "".join(dict.fromkeys(entries.values())) + "\n"
-    return _ARGS.sub(lambda _: section, text)
+def _with_keywords(cls: type, keywords: Iterable[str]) -> str:
+    """The docstring of a class with a section on all its keywords, before its other sections and the example."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        found |= _attribute_docstrings(base.__module__).get(base.__name__, {}) if is_dataclass(base) else {}
+    entries = [f"{name}: {found[name]}" for name in keywords if name in found]
+    section = "\n".join(fill(entry, 116, initial_indent=" " * 4, subsequent_indent=" " * 8) for entry in entries)
+    text = inspect.cleandoc(cls.__doc__ or "")
+    head = _SECTIONS.split(text, maxsplit=1)[0].rstrip()
+    return f"{head}\n\nArgs:\n{section}\n\n{text[len(head) :].lstrip()}".rstrip() + "\n"
 
 
-def _entries(text: str) -> dict[str, str]:
-    """The description of each argument in a docstring; those that share one have the same."""
-    section = _ARGS.search(text)
-    found = _ENTRY.finditer(section[1]) if section else ()
-    return {name: entry[0] for entry in found for name in entry[1].split(", ")}
+@cache
+def _attribute_docstrings(module: str) -> dict[str, dict[str, str]]:
+    """By class and attribute, the strings below attributes in the source of a module; none if there is no source."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (OSError, TypeError):
+        return {}
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    return {each.name: dict(_documented(each.body)) for each in classes}
+
+
+def _documented(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
+    for statement, below in pairwise(body):
+        match statement, below:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                yield name, inspect.cleandoc(text)
 
 
 @collector
 class CollectorBase(RunOptions, ABC):
     """The part that collectors share; a class that derives from it gathers the batches.
-
-    Args:
-        create_env_fn: an `Env`, whatever `make_env` takes, or a callable that returns one of these.
-        policy: a `Policy`, a `TensorDictModule` or callable on a TensorDict, a module or function from observation to
-            action, or None for random actions.
-        seed: an int, or None to draw one.
 
     Attributes:
         options: the keywords, checked.
@@ -87,8 +97,12 @@ class CollectorBase(RunOptions, ABC):
     """
 
     create_env_fn: Any = field(kw_only=False)
+    """an `Env`, whatever `make_env` takes, or a callable that returns one of these."""
     policy: Any = field(kw_only=False, default=None)
+    """a `Policy`, a `TensorDictModule` or callable on a TensorDict, a module or function from observation to action, or
+    None for random actions. Not copied if it is on its device already."""
     seed: int | None = None
+    """an int, or None to draw one. Afterwards the one in use."""
     options: Options = field(init=False)
     frames: int = field(init=False, default=0)
 
@@ -100,6 +114,10 @@ class CollectorBase(RunOptions, ABC):
         "one",
         "sync": "MultiSyncDataCollector collects so, MultiaSyncDataCollector does not; RayCollector has this argument",
     }  # of TorchRL's `Collector`, which chooses another class by them
+
+    def _fill(self, **values: Any) -> None:
+        """Set keywords to the values in use. Editors look for a meaning at an assignment in a derived class."""
+        vars(self).update(values)
 
     @property
     @abstractmethod

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 from tensordict import TensorDictBase
 from typing_extensions import override
 
-from funcollect.arguments import check_flags, check_kind
+from funcollect.arguments import check_flags
 from funcollect.collectors.collector import collector
-from funcollect.collectors.options import Device, Options, options_of
-from funcollect.collectors.runner import ALONE, Shard
+from funcollect.collectors.options import LocalOptions, options_of
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.batch_layout import Join
-from funcollect.collectors.workers.gathering import AsyncGathering, SyncGathering
-from funcollect.collectors.workers.jobs import columns_of, environments, job_of, rows, shares, want_accelerators
-from funcollect.collectors.workers.run import OpenGathering
+from funcollect.collectors.workers.jobs import (
+    DEVICES,
+    columns_of,
+    common,
+    job_of,
+    listed,
+    number_of_workers,
+    rows,
+    shares,
+    want_accelerators,
+)
 from funcollect.collectors.workers.serial import SerialTransport
 from funcollect.collectors.workers.transport import Transport
 from funcollect.collectors.workers.worker import Job
@@ -26,22 +32,12 @@ from funcollect.messages import shown
 
 
 @collector
-class ProcessCollector(WorkerCollector):
+class ProcessCollector(WorkerCollector, LocalOptions):
     """The base class of collectors whose workers are processes on this machine.
 
     The processes begin with the collector's construction. They run one thread each and JAX on the CPU, unless the
     keywords say otherwise. Batches lie in shared memory, which is written again once no view of a batch lives; a reader
     that keeps every batch gets copies after the first few.
-
-    Args:
-        num_workers: W, if `create_env_fn` is one for all.
-        storing_device: where batches are delivered.
-        update_at_each_batch: send the policy's weights to the workers before each batch.
-        shard: which lanes are its own, if it is a part of a larger run.
-        in_process: run the workers in this process, one after another, for a debugger.
-
-    Attributes:
-        num_workers: W.
 
     Raises:
         TypeError, ValueError: for a bad argument, before any worker starts.
@@ -49,45 +45,28 @@ class ProcessCollector(WorkerCollector):
     """
 
     num_workers: int | None = None
-    storing_device: Device = None
-    update_at_each_batch: bool = False
-    shard: Shard = ALONE
+    """W, if `create_env_fn` is one for all. Afterwards W in any case."""
     in_process: bool = False
+    """run the workers in this process, one after another, for a debugger."""
 
     _eager = False  # whether workers take new weights before the rollouts that they were sent earlier
 
-    def _start(
-        self,
-        made: Sequence[Any],
-        frames_per_batch: int,
-        shares: Sequence[int],
-        open_gathering: OpenGathering,
-    ) -> None:
-        """Check the keywords, and start a worker for each entry of `made`, whose rollouts have the frames `shares`."""
+    def _start(self, frames: Sequence[int], join: Join | None = None, *, prefetch: bool = False) -> None:
+        """Check the keywords, and start a worker for each entry of `frames`: the frames of its rollouts."""
         check_flags(in_process=self.in_process)
-        check_kind("shard", self.shard, Shard, "pass for example Shard(index=0, count=2)")
-        self._check(self._options(frames_per_batch))
-        self.storing_device, self.num_workers = self.options.storing_device, len(made)
-        self.seed = seed_of(key_from_seed(self.seed))
-        columns = columns_of(self) | {"create_env_fn": made, "frames_per_batch": shares}
-        jobs = [
-            job_of(row, policy=self.policy, seed=self.seed, shard=self.shard.within(worker, len(made)))
-            for worker, row in enumerate(rows(len(made), columns))
-        ]
-        self._launch(jobs, self._open_transport(jobs), open_gathering)
-
-    def _options(self, frames_per_batch: int) -> Options:
-        """The checked options, without lists of devices: each worker checks its own device."""
-        if isinstance(self.storing_device, (list, tuple)):
+        if listed(self.storing_device) is not None:
             raise TypeError(
                 f"storing_device is {self.storing_device!r}, expected one device, on which a batch of several workers "
                 "lies: pass one; RayCollector takes a list"
             )
-        devices = {name: getattr(self, name) for name in ("device", "env_device", "policy_device")}
-        shared = {name: None if isinstance(given, (list, tuple)) else given for name, given in devices.items()}
-        if isinstance(given := self.device, (list, tuple)) and given and all(each == given[0] for each in given):
-            shared["device"] = given[0]  # the default of storing_device
-        return options_of(self, frames_per_batch=frames_per_batch, **shared)
+        self._check(options_of(self, **{name: common(getattr(self, name)) for name in DEVICES}))
+        self.num_workers, seed = len(frames), seed_of(key_from_seed(self.seed))
+        self._fill(storing_device=self.options.storing_device, seed=seed)
+        jobs = [
+            job_of(row, policy=self.policy, seed=seed, shard=self.shard.within(worker, len(frames)))
+            for worker, row in enumerate(rows(len(frames), columns_of(self) | {"frames_per_batch": frames}))
+        ]
+        self._launch(jobs, self._open_transport(jobs), join, prefetch=prefetch)
 
     def _open_transport(self, jobs: Sequence[Job]) -> Transport:
         if self.in_process:
@@ -116,13 +95,6 @@ class MultiSyncDataCollector(ProcessCollector):
     memory, which is written again once no view of a batch lives; a reader that keeps every batch gets copies after the
     first few.
 
-    Args:
-        frames_per_batch: of all workers together, in equal shares; or a list with the frames of each.
-        cat_results: ``"stack"``; or ``0`` for ``[W * P, T]``, ``-1`` for ``[P, W * T]``, and for single environments
-            ``[W * T]`` either way. Workers with different frames need ``-1``, or ``0`` and single environments.
-        prefetch: collect the next batch while the reader works on one. New weights act one batch later. Without it a
-            batch is begun when it is asked for, with the weights of that moment.
-
     >>> import funcollect as fc
     >>> collector = MultiSyncDataCollector(
     ...     ["CartPole-v1"] * 2, None, frames_per_batch=100, total_frames=200, seed=0, in_process=True
@@ -133,19 +105,24 @@ class MultiSyncDataCollector(ProcessCollector):
     """
 
     frames_per_batch: int | Sequence[int]
+    """frames in a batch of all workers, in equal shares, each rounded up to a whole step of the worker's lanes; or a
+    list with the frames of each."""
     cat_results: Join = "stack"
+    """``"stack"``; or ``0`` for ``[W * P, T]``, ``-1`` for ``[P, W * T]``, and for single environments ``[W * T]``
+    either way. Workers with different frames need ``-1``, or ``0`` and single environments."""
     prefetch: bool = False
+    """collect the next batch while the reader works on one. New weights act one batch later. Without it a batch is
+    begun when it is asked for, with the weights of that moment."""
 
     def __post_init__(self) -> None:
         """Check the keywords and start the workers."""
         if self.cat_results not in get_args(Join) or isinstance(self.cat_results, bool):
             raise ValueError(f"cat_results is {self.cat_results!r}, expected 'stack', 0 or -1: pass one of them")
         check_flags(prefetch=self.prefetch)
-        made = environments(self.create_env_fn, self.num_workers)
-        frames = shares(self.frames_per_batch, len(made))
-        whole = sum(frames) if isinstance(self.frames_per_batch, Sequence) else self.frames_per_batch
-        self.frames_per_batch = whole
-        self._start(made, whole, frames, partial(SyncGathering, join=self.cat_results, prefetch=self.prefetch))
+        frames = shares(self.frames_per_batch, number_of_workers(self.create_env_fn, self.num_workers))
+        if listed(self.frames_per_batch) is not None:
+            self.frames_per_batch = sum(frames)
+        self._start(frames, self.cat_results, prefetch=self.prefetch)
 
     @property
     @override
@@ -162,9 +139,6 @@ class MultiaSyncDataCollector(ProcessCollector):
     worker come in order. A worker continues while the reader is busy, with up to two batches ready; new weights act
     from its next rollout on. Processes, failures and shared memory are as in `MultiSyncDataCollector`.
 
-    Args:
-        frames_per_batch: of each worker's rollout.
-
     >>> import funcollect as fc
     >>> collector = MultiaSyncDataCollector(
     ...     ["CartPole-v1"] * 2, None, frames_per_batch=50, total_frames=100, seed=0, in_process=True
@@ -175,15 +149,15 @@ class MultiaSyncDataCollector(ProcessCollector):
     """
 
     frames_per_batch: int
+    """frames in a batch, which is one worker's rollout, rounded up to a whole step of its lanes."""
 
     _eager = True
 
     def __post_init__(self) -> None:
         """Check the keywords and start the workers."""
-        if isinstance(frames := self.frames_per_batch, Sequence):
+        if listed(frames := self.frames_per_batch) is not None:
             raise TypeError(f"frames_per_batch is {shown(frames)}, expected an int: that of each rollout")
-        made = environments(self.create_env_fn, self.num_workers)
-        self._start(made, frames, [frames] * len(made), AsyncGathering)
+        self._start([frames] * number_of_workers(self.create_env_fn, self.num_workers))
 
     @property
     @override

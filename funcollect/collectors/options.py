@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from funcollect.arguments import check_flags, check_positive, checked_device
+from funcollect.arguments import check_flags, check_kind, check_positive, checked_device
 from funcollect.core.request import OwnColumns, Request, check_ends, check_exploration
 from funcollect.messages import shown
 from funcollect.specs import ExplorationType
@@ -24,56 +24,91 @@ Device = torch.device | str | None
 OnFailure = Literal["raise", "restart"]
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
-class RunOptions:
-    """The keywords of every collector.
+@dataclass(frozen=True)
+class Shard:
+    """The lanes of one part of a larger run: part `index` of `count` has ``index * P`` to ``index * P + P - 1``.
 
-    Args:
-        total_frames: frames after which the iteration ends, with a whole last batch; -1 for no end. A frame is one step
-            of one environment.
-        max_frames_per_traj: steps after which a trajectory is truncated; None or negative for no limit.
-        init_random_frames: frames at the start of the run with random actions, rounded up to whole batches. The policy
-            runs all the same.
-        reset_at_each_iter: begin every batch with new episodes.
-        split_trajs: deliver `split_trajectories` of each batch.
-        postproc: applied to each batch, after splitting.
-        exploration_type: whether heads sample or act deterministically.
-        reset_when_done: False keeps a finished lane finished until `reset`.
-        set_truncated: mark the last frame of each lane in a batch as truncated, so that nothing is bootstrapped across
-            batches. The episode continues; ``("collector", "cut")`` is True at these frames, which `episode_stats` and
-            `track` read.
+    Workers that are added to a run later have an index of `count` or more.
     """
 
-    total_frames: int = -1
-    max_frames_per_traj: int | None = None
-    init_random_frames: int | None = None
-    reset_at_each_iter: bool = False
-    split_trajs: bool = False
-    postproc: Postproc | None = None
-    exploration_type: ExplorationType = ExplorationType.RANDOM
-    reset_when_done: bool = True
-    set_truncated: bool = False
+    index: int = 0
+    count: int = 1
+
+    def within(self, worker: int, count: int) -> Shard:
+        """The shard of one of `count` workers that a collector with this shard has."""
+        return Shard(worker, count) if self == ALONE else Shard(self.index + worker, self.count)
+
+
+ALONE = Shard()
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class Options(RunOptions):
+class RunOptions:
+    """The keywords of every collector, each with its meaning below it."""
+
+    frames_per_batch: int | Sequence[int]
+    """frames in a batch. A frame is one step of one environment."""
+    total_frames: int = -1
+    """frames after which the iteration ends, with a whole last batch; -1 for no end."""
+    max_frames_per_traj: int | None = None
+    """steps after which a trajectory is truncated; None or negative for no limit."""
+    init_random_frames: int | None = None
+    """frames at the start of the run with random actions, rounded up to whole batches. The policy runs all the same."""
+    reset_at_each_iter: bool = False
+    """begin every batch with new episodes."""
+    split_trajs: bool = False
+    """deliver `split_trajectories` of each batch."""
+    postproc: Postproc | None = None
+    """applied to each batch, after splitting."""
+    exploration_type: ExplorationType = ExplorationType.RANDOM
+    """whether heads sample or act deterministically."""
+    reset_when_done: bool = True
+    """False keeps a finished lane finished until `reset`."""
+    set_truncated: bool = False
+    """mark the last frame of each lane in a batch as truncated, so that nothing is bootstrapped across batches. The
+    episode continues; ``("collector", "cut")`` is True at these frames, which `episode_stats` and `track` read."""
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class LocalOptions(RunOptions):
+    """The further keywords of collectors that run on this machine."""
+
+    storing_device: Device = None
+    """where batches are delivered."""
+    update_at_each_batch: bool = False
+    """before each batch, take the policy's weights as they are then, as a new policy version."""
+    shard: Shard = ALONE
+    """which lanes are its own, if it is a part of a larger run."""
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class RunnerOptions(LocalOptions):
+    """The keywords of one runner: those of `SyncDataCollector`, and of each worker."""
+
+    frames_per_batch: int
+    """frames in a batch, rounded up to a whole step of all lanes. A frame is one step of one environment."""
+    device: Device = None
+    """for `storing_device`, `env_device` and `policy_device` if they are not given."""
+    env_device: Device = None
+    """where the environment runs; it has to be there already."""
+    policy_device: Device = None
+    """where the policy runs."""
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Options(RunnerOptions):
     """The keywords of one runner, checked.
 
     Raises:
         TypeError, ValueError: for a value out of its range, naming the keyword.
     """
 
-    frames_per_batch: int
-    device: Device = None
-    storing_device: Device = None
-    env_device: Device = None
-    policy_device: Device = None
-    update_at_each_batch: bool = False
     env_device_given: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         """Check every field; `device` fills those that are unset."""
         check_positive("frames_per_batch", self.frames_per_batch)
+        check_kind("shard", self.shard, Shard, "pass for example Shard(index=0, count=2)")
         check_exploration(self.exploration_type)
         if isinstance(self.total_frames, int) and self.total_frames < 1 and self.total_frames != -1:
             raise ValueError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 from tensordict import TensorDictBase
@@ -15,23 +14,21 @@ from funcollect.collectors.cluster.jobs import (
     RayJob,
     actor_jobs,
     check_class,
-    environments_of,
-    for_all,
-    remote_options,
+    number_of_collectors,
 )
 from funcollect.collectors.collector import CollectorBase, collector
-from funcollect.collectors.options import Device, options_of
-from funcollect.collectors.runner import Shard
+from funcollect.collectors.options import Device, Shard, options_of
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
-from funcollect.collectors.workers.gathering import AsyncGathering, SyncGathering
-from funcollect.collectors.workers.jobs import columns_of, rows, shares, want_accelerators
+from funcollect.collectors.workers.jobs import DEVICES, columns_of, common, listed, rows, shares, want_accelerators
 from funcollect.collectors.workers.worker import WorkerInfo
 from funcollect.keys import key_from_seed, seed_of
 from funcollect.messages import shown
 
-_DEVICES = ("device", "env_device", "policy_device")  # each may be a list
-_LISTS = (*_DEVICES, "create_env_kwargs", "policy_factory", "storing_device", "collector_kwargs", "remote_configs")
+_LISTS = (
+    "create_env_fn", *DEVICES, "create_env_kwargs", "policy_factory", "storing_device", "collector_kwargs",
+    "remote_configs",
+)  # fmt: skip
 _NESTED = ("num_threads", "timeout", "start_timeout", "on_failure")  # also for collectors that have workers
 _TO_REPORT = 10.0  # seconds that a collector in an actor has to report the failure of its own workers
 
@@ -52,25 +49,6 @@ class RayCollector(WorkerCollector):
     with ``on_failure="restart"``. Batches are copied once out of Ray's object store, into memory that is used again
     once no view of it lives. Weights are put there once per update.
 
-    Args:
-        create_env_fn: what `SyncDataCollector` takes, in a list with an entry for each collector, or one for all.
-        frames_per_batch: with `sync` of all collectors together, else of each.
-        storing_device: where batches are delivered; without `sync` also a list with one for each collector.
-        collector_class: what runs in each actor: `SyncDataCollector`, `MultiSyncDataCollector`,
-            `MultiaSyncDataCollector`, or a class derived from one that passes its keywords on.
-        collector_kwargs: further keywords for it; or a list with a dict for each.
-        num_workers_per_collector: K, if that class has workers.
-        sync: whether a batch is one of all collectors.
-        ray_init_config: for `ray.init`; None uses a running cluster, or else starts one on this machine.
-        remote_configs: Ray's options for an actor (``{"num_cpus": 1}`` unless given, and a fifth of a GPU if a device
-            names one); or a list with a dict for each.
-        num_collectors: N, if no argument is a list. Afterwards the number of collectors at work.
-        update_after_each_batch: send the policy's weights to the collectors of each batch before the next one is asked
-            for: to all with `sync`, else to the one that collected it.
-        max_weight_update_interval: batches of a collector after which it is sent the weights at the latest; negative
-            for no limit.
-        prefetch: with `sync`, collect the next batch while the reader works on one.
-
     Raises:
         ImportError: without Ray.
         TypeError, ValueError: for a bad argument, before any actor starts.
@@ -83,17 +61,32 @@ class RayCollector(WorkerCollector):
     """
 
     frames_per_batch: int
+    """frames in a batch, which with `sync` is one of all collectors together, else of one."""
     storing_device: Device | Sequence[Device] = None
+    """where batches are delivered; without `sync` also a list with one for each collector."""
     collector_class: type[Any] = SyncDataCollector
+    """what runs in each actor: `SyncDataCollector`, `MultiSyncDataCollector`, `MultiaSyncDataCollector`, or a class
+    derived from one that passes its keywords on."""
     collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
+    """further keywords for it; or a list with a dict for each."""
     num_workers_per_collector: int = 1
+    """K, if that class has workers."""
     sync: bool = False
+    """whether a batch is one of all collectors."""
     ray_init_config: Mapping[str, Any] | None = None
+    """for `ray.init`; None uses a running cluster, or else starts one on this machine."""
     remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
+    """Ray's options for an actor (``{"num_cpus": 1}`` unless given, and a fifth of a GPU if a device names one); or a
+    list with a dict for each."""
     num_collectors: int | None = None
+    """N, if no argument is a list. Afterwards the number of collectors at work."""
     update_after_each_batch: bool = False
+    """send the policy's weights to the collectors of each batch before the next one is asked for: to all with `sync`,
+    else to the one that collected it."""
     max_weight_update_interval: int = -1
+    """batches of a collector after which it is sent the weights at the latest; negative for no limit."""
     prefetch: bool = False
+    """with `sync`, collect the next batch while the reader works on one."""
 
     _elsewhere: ClassVar[Mapping[str, str]] = {"backend": CollectorBase._elsewhere["backend"], **NOT_HERE}
 
@@ -102,39 +95,41 @@ class RayCollector(WorkerCollector):
         check_class(self.collector_class)
         self._check_own()
         if type(self.reset_at_each_iter) is int and self.reset_at_each_iter == 0:
-            self.reset_at_each_iter = False  # TorchRL's documentation passes -False
-        given = columns_of(self)
-        made = environments_of(self.create_env_fn, self.num_collectors, {name: getattr(self, name) for name in _LISTS})
-        devices = {name: for_all(given[name]) for name in _DEVICES}
-        stored = self._stored(len(made))
-        self._check(options_of(self, frames_per_batch=self.frames_per_batch, **devices, storing_device=stored))
-        self.seed = seed_of(key_from_seed(self.seed))
+            self._fill(reset_at_each_iter=False)  # TorchRL's documentation passes -False
+        lists = {name: getattr(self, name) for name in _LISTS}
+        count = number_of_collectors(lists, self.num_collectors)
+        devices = {name: common(lists[name]) for name in DEVICES}
+        self._check(options_of(self, **devices, storing_device=self._stored(count)))
+        self._fill(seed=(seed := seed_of(key_from_seed(self.seed))))
         defaults = {name: each.default for name, each in self.__dataclass_fields__.items()}
-        self._columns = {name: value for name, value in given.items() if value is not defaults[name]}
+        self._columns = {name: value for name, value in columns_of(self).items() if value is not defaults[name]}
+        self._columns |= {"collector_kwargs": self.collector_kwargs, "remote_configs": self.remote_configs}
         if self.sync:
-            self._columns["frames_per_batch"] = shares(self.frames_per_batch, len(made))[0]
+            self._columns["frames_per_batch"] = shares(self.frames_per_batch, count)[0]
         if self._has_nested_workers:
             self._columns |= {name: getattr(self, name) for name in _NESTED}
-        count = self.num_workers_per_collector
-        columns = self._columns | {"collector_kwargs": self.collector_kwargs}
-        shard = Shard(0, len(made) * count)
+        workers = self.num_workers_per_collector
         jobs = actor_jobs(
-            self.collector_class, made, columns, policy=self.policy, seed=self.seed, shard=shard, count=count
+            self.collector_class,
+            count,
+            self._columns,
+            policy=self.policy,
+            seed=seed,
+            shard=Shard(0, count * workers),
+            workers=workers,
         )
-        self._since = dict.fromkeys(range(len(jobs)), 0)  # batches of each collector since it was sent weights
+        self._since = dict.fromkeys(range(count), 0)  # batches of each collector since it was sent weights
         from funcollect.collectors.cluster.transport import RayTransport  # imports Ray
 
-        accelerators = want_accelerators(jobs)
-        self._transport = RayTransport(
-            remote_options(self.remote_configs, len(jobs), accelerators=accelerators),
+        transport = RayTransport(
             self.ray_init_config,
             num_threads=self.num_threads,
-            accelerators=accelerators,
+            accelerators=want_accelerators(jobs),
             eager=not self.sync,
         )
-        open_gathering = partial(SyncGathering, join="stack", prefetch=self.prefetch) if self.sync else AsyncGathering
-        self._launch(jobs, self._transport, open_gathering, _TO_REPORT if self._has_nested_workers else 0.0)
-        self.num_collectors = len(made)
+        grace = _TO_REPORT if self._has_nested_workers else 0.0
+        self._launch(jobs, transport, "stack" if self.sync else None, prefetch=self.prefetch, grace=grace)
+        self.num_collectors = count
 
     def _check_own(self) -> None:
         check_flags(sync=self.sync, update_after_each_batch=self.update_after_each_batch, prefetch=self.prefetch)
@@ -158,16 +153,14 @@ class RayCollector(WorkerCollector):
     def _stored(self, count: int) -> Device:
         """The device of all batches; None if each collector has its own."""
         self._storing: dict[int, Device] = {}
-        given = self.storing_device
-        if not isinstance(given, (list, tuple)):
-            return given  # type: ignore[return-value]
-        each = [
-            checked_device(row["storing_device"], "storing_device") for row in rows(count, {"storing_device": given})
-        ]
+        table = rows(count, {"storing_device": self.storing_device})
+        each = [checked_device(row["storing_device"], "storing_device") for row in table]
         if len({*each}) == 1:
             return each[0]
         if self.sync:
-            raise ValueError(f"storing_device is {given}, expected one for sync=True: a batch is in one place")
+            raise ValueError(
+                f"storing_device is {self.storing_device}, expected one for sync=True: a batch is in one place"
+            )
         self._storing = dict(enumerate(each))
         return None
 
@@ -199,8 +192,7 @@ class RayCollector(WorkerCollector):
         self, params: Any = None, worker_ids: int | Sequence[int] | None = None, *, policy_or_weights: Any = None
     ) -> None:
         super().update_policy_weights_(params, worker_ids, policy_or_weights=policy_or_weights)
-        workers = [worker_ids] if isinstance(worker_ids, int) else worker_ids
-        self._since.update(dict.fromkeys(self.run.workers if workers is None else workers, 0))
+        self._since |= dict.fromkeys(self.run.chosen(worker_ids), 0)
 
     def add_collectors(
         self,
@@ -231,34 +223,31 @@ class RayCollector(WorkerCollector):
             WorkerError: if the cluster lacks the resources, or one cannot be built.
         """
         self._check_open()
-        lists = {"collector_kwargs": collector_kwargs, "remote_configs": remote_configs}
-        made = environments_of(create_env_fn, None, lists)
-        configs = for_all(self.remote_configs) if remote_configs is None else remote_configs
-        count = self.num_workers_per_collector if num_envs is None else num_envs
-        check_positive("num_envs", count)
-        columns = {name: one for name, given in self._columns.items() if (one := for_all(given)) is not None}
-        columns["collector_kwargs"] = for_all(self.collector_kwargs) if collector_kwargs is None else collector_kwargs
+        own = {"create_env_fn": create_env_fn, "collector_kwargs": collector_kwargs, "remote_configs": remote_configs}
+        count = number_of_collectors(own)
+        workers = self.num_workers_per_collector if num_envs is None else num_envs
+        check_positive("num_envs", workers)
+        columns = {name: given for name, given in self._columns.items() if listed(given) is None}
+        columns |= {name: given for name, given in own.items() if given is not None or name == "create_env_fn"}
         if policy is not None:
             columns.pop("policy_factory", None)
         elif self.policy is None and self.policy_factory is not None and "policy_factory" not in columns:
             raise ValueError("policy is None, and policy_factory lists those of the first collectors: pass a policy")
-        last = self.run.pool.records[-1].job
+        last = self.run.jobs[-1]
         assert isinstance(last, RayJob)
         jobs = actor_jobs(
             self.collector_class,
-            made,
+            count,
             columns,
             policy=self.policy if policy is None else policy,
             seed=self.run.seed,
-            shard=Shard(last.shard.index + last.workers, last.shard.count),
-            count=count,
+            shard=Shard(last.options.shard.index + last.workers, last.options.shard.count),
+            workers=workers,
         )
-        configs = remote_options(configs, len(made), accelerators=want_accelerators(jobs))
-        self._transport.expect(configs, len(self.run.pool.records), self.run.workers)
-        workers = self.run.add(jobs, self._check_newcomer)
-        self._since.update(dict.fromkeys(workers, 0))
+        added = self.run.add(jobs, self._check_newcomer)
+        self._since |= dict.fromkeys(added, 0)
         self.num_collectors = self.num_workers
-        return workers
+        return added
 
     def _check_newcomer(self, info: WorkerInfo) -> None:
         if self.sync and info.frames != self.run.info.frames:
@@ -276,11 +265,10 @@ class RayCollector(WorkerCollector):
             ValueError: for one that is not at work, or for all.
         """
         self._check_open()
-        leaving = {worker_ids} if isinstance(worker_ids, int) else {*worker_ids}
-        self.run.check_workers([*leaving])
-        if leaving == {*self.run.workers}:
+        leaving = self.run.chosen(worker_ids)
+        if {*leaving} == {*self.run.workers}:
             raise ValueError("worker_ids holds all collectors, expected one to stay: call shutdown() to end the run")
-        self.run.remove([*leaving])
+        self.run.remove(leaving)
         self.num_collectors = self.num_workers
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -293,8 +281,8 @@ class RayCollector(WorkerCollector):
     @property
     def _places(self) -> list[list[int]]:
         """Each collector's first worker, and the number of workers when the run began. Ids follow from both."""
-        shards = [self.run.pool.records[worker].job.shard for worker in self.run.workers]
-        return [[shard.index, shard.count] for shard in shards]
+        shards = [job.options.shard for job in self.run.jobs]
+        return [[shards[worker].index, shards[worker].count] for worker in self.run.workers]
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Continue from a `state_dict`: the same weights, keys and counts; new episodes under ids not used before.
@@ -307,20 +295,19 @@ class RayCollector(WorkerCollector):
         """
         if isinstance(state_dict, Mapping):  # one for all
             state_dict = [{**state_dict, "place": place} for place in self._places]
-        if not isinstance(state_dict, (list, tuple)) or not all(
-            isinstance(each, Mapping) and {"place", "run"} <= each.keys() for each in state_dict
-        ):
+        saved = listed(state_dict)
+        if saved is None or not all(isinstance(each, Mapping) and {"place", "run"} <= each.keys() for each in saved):
             raise TypeError(
                 f"state_dict is {type(state_dict).__name__}, expected a list with a dict for each collector, or one "
                 "for all: pass what state_dict of a RayCollector returned"
             )
-        if not state_dict:
+        if not saved:
             raise ValueError("state_dict is empty, expected a dict for each collector: pass what state_dict returned")
-        if (places := [each["place"] for each in state_dict]) != self._places:
+        if (places := [each["place"] for each in saved]) != self._places:
             raise ValueError(
                 f"the state_dict's collectors have the places {places} (first worker, workers at the beginning), these "
                 f"have {self._places}, so ids would be used twice: begin with as many, and add and remove "
                 "collectors as the saved run did"
             )
-        workers = {str(index): each for index, each in enumerate(state_dict)}
-        super().load_state_dict({"workers": workers, **state_dict[0]["run"]})
+        workers = {str(index): each for index, each in enumerate(saved)}
+        super().load_state_dict({"workers": workers, **saved[0]["run"]})

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from funcollect.arguments import check_kind
 from funcollect.collectors.options import Options
 from funcollect.collectors.source import RunnerSpec
 from funcollect.core import api
@@ -33,24 +31,6 @@ _SAVED = (
     "frames",
     "iter",
 )
-
-
-@dataclass(frozen=True)
-class Shard:
-    """The lanes that a runner owns: worker `index` of `count` has ``index * P`` to ``index * P + P - 1``.
-
-    Workers that are added to a run later have an index of `count` or more.
-    """
-
-    index: int = 0
-    count: int = 1
-
-    def within(self, worker: int, count: int) -> Shard:
-        """The shard of one of `count` workers that a collector with this shard has."""
-        return Shard(worker, count) if self == ALONE else Shard(self.index + worker, self.count)
-
-
-ALONE = Shard()
 
 
 def given_weights(params: Any, policy_or_weights: Any, policy: Any) -> Any:
@@ -77,26 +57,29 @@ class Runner:
 
     Attributes:
         env: the environment.
-        policy: the policy.
         params: the parameters that the policy acts with; None for its own.
         state: the collector state between two rollouts.
         lanes: the number of lanes in the whole run.
         length: T, the steps of a batch.
     """
 
-    seed: int | None  # of the run; the one that was drawn if None was given
+    seed: int | None
+    """an int, or None to draw one. Afterwards the one in use."""
 
-    def __init__(self, source: RunnerSpec, options: Options, *, seed: int | None, shard: Shard = ALONE) -> None:
-        check_kind("shard", shard, Shard, "pass for example Shard(index=0, count=2)")
+    def __init__(self, source: RunnerSpec, options: Options, *, seed: int | None) -> None:
         self.options = options
-        self.env, self.policy = source.build(options)
+        self.env, policy = source.build(options)
+        self.policy = policy
+        """what acts: made from a `Policy`, a `TensorDictModule`, a module or function, or None for random actions."""
         self.params: Any = None
-        self.lanes = shard.count * (self.env.num_envs or 1)
+        shard, lanes = options.shard, self.env.num_envs or 1
+        self.lanes = shard.count * lanes
         api.check_pair(self.env, self.policy)
-        first_lane = shard.index * (self.env.num_envs or 1)
-        self.state = api.init_lanes(self.env, self.policy, seed=seed, first_lane=first_lane, total_lanes=self.lanes)
+        self.state = api.init_lanes(
+            self.env, self.policy, seed=seed, first_lane=shard.index * lanes, total_lanes=self.lanes
+        )
         self.seed = self.state.seed
-        self.length = math.ceil(options.frames_per_batch / (self.env.num_envs or 1))
+        self.length = math.ceil(options.frames_per_batch / lanes)
         self.frames = 0  # collected so far
         self._batches = 0
         self._seconds = 0.0

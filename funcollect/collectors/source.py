@@ -17,14 +17,22 @@ from funcollect.policies.as_policy import as_policy
 from funcollect.protocols import Env, Policy
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunnerSpec:
+@dataclass(kw_only=True, eq=False, repr=False)
+class SourceOptions:
+    """The keywords of one environment and one policy besides themselves."""
+
+    create_env_kwargs: Mapping[str, Any] | None = None
+    """keyword arguments for `make_env` or for the callable."""
+    policy_factory: Callable[[], Any] | None = None
+    """makes the policy, in place of `policy`."""
+
+
+@dataclass(kw_only=True, eq=False)
+class RunnerSpec(SourceOptions):
     """An environment and a policy before they are built."""
 
     create_env_fn: Any
-    create_env_kwargs: Mapping[str, Any] | None = None
     policy: Any = None
-    policy_factory: Callable[[], Any] | None = None
 
     def __post_init__(self) -> None:
         """Check what can be checked before anything is built."""

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 from tensordict import TensorDictBase
 from typing_extensions import override
 
 from funcollect.collectors.collector import CollectorBase, collector
-from funcollect.collectors.options import Device, options_of
-from funcollect.collectors.runner import ALONE, Runner, Shard
-from funcollect.collectors.source import RunnerSpec
+from funcollect.collectors.options import RunnerOptions, options_of
+from funcollect.collectors.runner import Runner
+from funcollect.collectors.source import RunnerSpec, SourceOptions
 
 
 @collector
-class SyncDataCollector(Runner, CollectorBase):
+class SyncDataCollector(Runner, CollectorBase, SourceOptions, RunnerOptions):
     """An iterator over batches of experience, each collected when it is asked for.
 
     It holds a `state` and `params` and calls the functions of the core. A loop over it can stop and be continued by
@@ -23,19 +20,6 @@ class SyncDataCollector(Runner, CollectorBase):
     unlocked, and not shared with the collector.
 
     After an exception, or Ctrl-C, the next batch begins new episodes under new trajectory ids.
-
-    Args:
-        policy: a `Policy`, a `TensorDictModule` or callable on a TensorDict, a module or function from observation to
-            action, or None for random actions. Not copied if it is on its device already.
-        policy_factory: makes the policy, in place of `policy`.
-        frames_per_batch: frames (steps of one environment) in a batch, rounded up to a whole step of all lanes.
-        device: for `storing_device`, `env_device` and `policy_device` if they are not given.
-        storing_device: where batches are delivered.
-        env_device: where the environment runs; it has to be there already.
-        policy_device: where the policy runs.
-        create_env_kwargs: keyword arguments for `make_env` or for the callable.
-        update_at_each_batch: count a new policy version with every batch.
-        shard: which lanes are its own, if it is a part of a larger run.
 
     Raises:
         TypeError, ValueError: for a bad argument, here and not in the first batch.
@@ -47,16 +31,6 @@ class SyncDataCollector(Runner, CollectorBase):
     >>> collector.shutdown()
     """
 
-    frames_per_batch: int
-    policy_factory: Callable[[], Any] | None = None
-    create_env_kwargs: Mapping[str, Any] | None = None
-    device: Device = None
-    storing_device: Device = None
-    env_device: Device = None
-    policy_device: Device = None
-    update_at_each_batch: bool = False
-    shard: Shard = ALONE
-
     def __post_init__(self) -> None:
         """Build the environment and the policy."""
         options = options_of(self)
@@ -66,9 +40,8 @@ class SyncDataCollector(Runner, CollectorBase):
             policy=self.policy,
             policy_factory=self.policy_factory,
         )
-        Runner.__init__(self, source, options, seed=self.seed, shard=self.shard)
-        self.storing_device = options.storing_device
-        self.env_device, self.policy_device = options.env_device, options.policy_device
+        Runner.__init__(self, source, options, seed=self.seed)
+        self._fill(**{name: getattr(options, name) for name in ("storing_device", "env_device", "policy_device")})
 
     @property
     @override

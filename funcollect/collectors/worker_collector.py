@@ -18,8 +18,9 @@ from funcollect.collectors.buffer_filler import BufferFiller
 from funcollect.collectors.collector import CollectorBase, collector
 from funcollect.collectors.options import Device, OnFailure, Options
 from funcollect.collectors.runner import given_weights
+from funcollect.collectors.workers.batch_layout import Join
 from funcollect.collectors.workers.pool import FailurePolicy
-from funcollect.collectors.workers.run import OpenGathering, WorkerRun
+from funcollect.collectors.workers.run import WorkerRun
 from funcollect.collectors.workers.transport import Transport
 from funcollect.collectors.workers.worker import Job
 from funcollect.core.restore import next_seed
@@ -39,33 +40,33 @@ class WorkerCollector(CollectorBase):
 
     Nothing is ever dropped: workers wait for a slow reader.
 
-    Args:
-        create_env_fn: what `SyncDataCollector` takes, in a list with an entry for each worker, or one for all.
-        policy: what `SyncDataCollector` takes. Each worker has its own copy, which follows `update_policy_weights_`.
-        policy_factory: makes the policy in each worker, in place of `policy`; or a list with one for each.
-        create_env_kwargs: keyword arguments for `make_env` or the callables; or a list with a dict for each worker.
-        device: for `storing_device`, `env_device` and `policy_device` if they are not given; or a list with one for
-            each worker.
-        env_device: where the environments run; or a list with one for each worker.
-        policy_device: where the policies run; or a list with one for each worker.
-        num_threads: threads of each worker, for Torch and XLA.
-        timeout: seconds of waiting for a worker after which it counts as hung.
-        start_timeout: the same for its start and its first rollout, which may compile.
-        on_failure: ``"raise"`` ends the run when a worker fails, ``"restart"`` replaces the worker.
-
     Attributes:
         run: the workers, for a larger run that this collector is a part of.
     """
 
+    create_env_fn: Any = field(kw_only=False)
+    """what `SyncDataCollector` takes, in a list with an entry for each worker, or one for all."""
+    policy: Any = field(kw_only=False, default=None)
+    """what `SyncDataCollector` takes. Each worker has its own copy, which follows `update_policy_weights_`."""
     policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None
+    """makes the policy in each worker, in place of `policy`; or a list with one for each."""
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
+    """keyword arguments for `make_env` or the callables; or a list with a dict for each worker."""
     device: Device | Sequence[Device] = None
+    """for `storing_device`, `env_device` and `policy_device` if they are not given; or a list with one for each
+    worker."""
     env_device: Device | Sequence[Device] = None
+    """where the environments run; or a list with one for each worker."""
     policy_device: Device | Sequence[Device] = None
+    """where the policies run; or a list with one for each worker."""
     num_threads: int = 1
+    """threads of each worker, for Torch and XLA."""
     timeout: float = 60.0
+    """seconds of waiting for a worker after which it counts as hung."""
     start_timeout: float = 300.0
+    """the same for its start and its first rollout, which may compile."""
     on_failure: OnFailure = "raise"
+    """``"raise"`` ends the run when a worker fails, ``"restart"`` replaces the worker."""
     run: WorkerRun = field(init=False)
 
     def _check(self, options: Options) -> None:
@@ -85,14 +86,16 @@ class WorkerCollector(CollectorBase):
         self,
         jobs: Sequence[Job],
         transport: Transport,
-        open_gathering: OpenGathering,
+        join: Join | None,
+        *,
+        prefetch: bool,
         grace: float = 0.0,
     ) -> None:
-        """Start the workers. `grace` is in seconds, added to the timeouts."""
+        """Start the workers; `WorkerRun` describes `join`. `grace` is in seconds, added to the timeouts."""
         self._batches, self._seconds, self._warned = 0, 0.0, False
         self._filler: BufferFiller | None = None
         failure_policy = FailurePolicy(self.timeout + grace, self.start_timeout + grace, self.on_failure)
-        self.run = WorkerRun(jobs, transport, failure_policy, self.policy, open_gathering)
+        self.run = WorkerRun(jobs, transport, failure_policy, self.policy, join, prefetch=prefetch)
         self._finalizer = weakref.finalize(self, self.run.close)
 
     @property
@@ -106,7 +109,7 @@ class WorkerCollector(CollectorBase):
         began = time.monotonic()
         last = 0 <= self.total_frames <= self.frames + self.frames_of_batch
         try:
-            batch = self.run.gathering.next(more=not last)
+            batch = self.run.next(more=not last)
         except WorkerError:
             self.shutdown()
             raise
@@ -190,7 +193,7 @@ class WorkerCollector(CollectorBase):
         self._check_at_rest()
         key_from_seed(seed)
         self.run.set_seed(seed)
-        self.seed = seed
+        self._fill(seed=seed)
         return seed if static_seed else next_seed(seed, sum(self.run.lanes))
 
     def update_policy_weights_(
@@ -211,8 +214,8 @@ class WorkerCollector(CollectorBase):
             ValueError: for parameters that do not fit the policy, or a worker that is not there.
         """
         self._check_open()
-        workers = [worker_ids] if isinstance(worker_ids, int) else worker_ids
-        self.run.update(given_weights(params, policy_or_weights, self.policy), workers)
+        workers = self.run.chosen(worker_ids)
+        self.run.weights.update(given_weights(params, policy_or_weights, self.policy), workers)
 
     def state_dict(self) -> Any:
         """What `load_state_dict` needs: one of `SyncDataCollector`'s per worker. Episodes in flight begin anew.
@@ -232,7 +235,7 @@ class WorkerCollector(CollectorBase):
         """
         self._check_at_rest()
         self.run.load_state_dict(state_dict)
-        self.seed = self.run.seed
+        self._fill(seed=self.run.seed)
         self.frames, self._batches = state_dict["frames"], state_dict["iter"]
 
     def stats(self) -> dict[str, float]:

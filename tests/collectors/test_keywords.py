@@ -1,7 +1,11 @@
 """The keywords of collectors: one table, which `help`, editors and type checkers show."""
 
+import ast
+import dataclasses
 import inspect
+import itertools
 import re
+import textwrap
 
 import pytest
 
@@ -20,10 +24,28 @@ def test_help_describes_every_keyword_once_with_type_and_default(kind):
     )
     required = {name for name, each in parameters.items() if each.default is each.empty}
     assert required == {"create_env_fn", "frames_per_batch"}
+    assert [*parameters][:3] == ["create_env_fn", "policy", "frames_per_batch"]
     assert {name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD} == {
         "create_env_fn",
         "policy",
     }
+
+
+@pytest.mark.parametrize("kind", COLLECTORS)
+def test_a_meaning_stands_below_each_declaration_of_a_keyword_and_none_is_declared_twice(kind):
+    """An editor shows the string below the declaration that is nearest in the order of bases."""
+    found = {name: [] for name in inspect.signature(kind).parameters}
+    for base in kind.__mro__:
+        if base.__module__.startswith("funcollect"):
+            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+            for statement, below in itertools.pairwise(body):
+                if isinstance(statement, ast.AnnAssign) and statement.target.id in found:
+                    assert isinstance(below, ast.Expr), f"{base.__name__}.{statement.target.id}"
+                    assert isinstance(below.value.value, str)
+                    own = (ast.unparse(statement.annotation), below.value.value)
+                    found[statement.target.id] += [own] * dataclasses.is_dataclass(base)
+    assert all(found.values()), [name for name, each in found.items() if not each]
+    assert all(len(each) == len({*each}) for each in found.values()), "declared again without another type or meaning"
 
 
 @pytest.mark.parametrize("kind", COLLECTORS)

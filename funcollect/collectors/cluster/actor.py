@@ -70,20 +70,10 @@ class NestedWorker(WorkerBase):
 
     @override
     def _report(self, seconds: float, idle: float) -> RolloutReport:
-        pool = self._run.pool
+        pool, progress = self._run.pool, self._run.progress(self._batches, self._frames)
         before, self._counted = self._counted, (pool.restarts, pool.lost)
         restarts, lost = (now - then for now, then in zip(self._counted, before, strict=True))
-        return RolloutReport(self._progress(), self._run.gathering.version, seconds, idle, restarts, lost)
-
-    def _progress(self) -> Progress:
-        """How far the workers have come: none of them has used an id beyond."""
-        all_progress = [record.progress for record in self._run.pool.records]
-        return Progress(
-            steps=max(progress.steps for progress in all_progress),
-            episode=max(progress.episode for progress in all_progress),
-            batches=self._batches,
-            frames=self._frames,
-        )
+        return RolloutReport(progress, self._run.gathering.version, seconds, idle, restarts, lost)
 
     @override
     def adopt(self, weights: Mapping[str, Tensor], version: int, policy: bytes | None = None) -> None:
@@ -92,10 +82,6 @@ class NestedWorker(WorkerBase):
     @override
     def take_params(self, params: Any, version: int, policy: bytes | None = None) -> None:
         self._run.weights.publish(params, version, policy)
-
-    @override
-    def set_seed(self, seed: int) -> None:
-        self._collector.set_seed(seed, static_seed=True)
 
     @override
     def go_on(self, progress: Progress) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -12,10 +12,11 @@ from typing_extensions import override
 from funcollect.arguments import check_not_given, check_positive
 from funcollect.collectors.collector import CollectorBase
 from funcollect.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector
-from funcollect.collectors.runner import Runner, Shard
+from funcollect.collectors.options import Shard
+from funcollect.collectors.runner import Runner
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
-from funcollect.collectors.workers.jobs import job_of, one_each, rows
+from funcollect.collectors.workers.jobs import job_of, listed, rows, want_accelerators
 from funcollect.collectors.workers.worker import Job
 from funcollect.messages import shown
 
@@ -57,22 +58,14 @@ class RayJob(Job):
 
     kind: type[Any]  # the class of the collector in the actor
     workers: int  # of that collector, if it has workers
-    keywords: Mapping[str, Any]  # further ones of that collector
+    keywords: Mapping[str, Any]  # of that collector, apart from those of the whole run
+    config: Mapping[str, Any]  # Ray's options for the actor
 
     def collector(self) -> CollectorBase:
         """Build the collector in the actor."""
-        source = self.source
-        made = [source.create_env_fn] * self.workers if issubclass(self.kind, WorkerCollector) else source.create_env_fn
-        from_factory = {} if source.policy_factory is None else {"policy_factory": source.policy_factory}
+        source, shard = self.source, self.options.shard
         collector: CollectorBase = self.kind(
-            made,
-            source.policy,
-            frames_per_batch=self.options.frames_per_batch,
-            create_env_kwargs=source.create_env_kwargs,
-            seed=self.seed,
-            shard=self.shard,
-            **from_factory,
-            **self.keywords,
+            source.create_env_fn, source.policy, seed=self.seed, shard=shard, **self.keywords
         )
         return collector
 
@@ -84,37 +77,32 @@ class RayJob(Job):
 
 
 def actor_jobs(
-    kind: type[Any],
-    made: Sequence[Any],
-    columns: Mapping[str, Any],
-    *,
-    policy: Any,
-    seed: int,
-    shard: Shard,
-    count: int,
+    kind: type[Any], count: int, columns: Mapping[str, Any], *, policy: Any, seed: int, shard: Shard, workers: int
 ) -> list[RayJob]:
-    """One checked job per actor, each with `count` workers and the environments of one entry in `made`.
+    """`count` checked jobs, one per actor, each for a collector with so many `workers`.
 
-    Lists in `columns`, which includes `collector_kwargs`, have a value for each actor. `shard` is that of the first
-    worker of the first actor.
+    `columns` are keywords, also of `RayCollector`: one value for all actors, or a list with one for each. `shard` is
+    that of the first worker of the first actor. An actor has one CPU unless its `remote_configs` says otherwise, and a
+    fifth of a GPU if a device of any of them is one.
 
     Raises:
         TypeError, ValueError: for arguments that no actor would take.
     """
-    made = one_each([each for each in made for _ in range(count)])[::count]
     jobs = []
-    for index, row in enumerate(rows(len(made), {**columns, "create_env_fn": made})):
-        own = dict(row.pop("collector_kwargs") or {})
+    for index, row in enumerate(rows(count, columns, copies=workers)):
+        config = dict(row.pop("remote_configs", None) or {})
+        check_not_given("remote_configs", config, _NOT_REMOTE)
+        own = dict(row.pop("collector_kwargs", None) or {})
         check_not_given("collector_kwargs", own, _NOT_FOR_ACTORS)
         _check_known(kind, own)
         (row,) = rows(1, row | own)
-        plain = vars(job_of(row, policy=policy, seed=seed, shard=Shard(shard.index + index * count, shard.count)))
-        keywords = {name: value for name, value in row.items() if name not in _BY_POSITION}
-        jobs.append(RayJob(**plain, kind=kind, workers=count, keywords=keywords))
-    return jobs
-
-
-_BY_POSITION = ("create_env_fn", "create_env_kwargs", "policy_factory", "frames_per_batch")
+        job = job_of(row, policy=policy, seed=seed, shard=Shard(shard.index + index * workers, shard.count))
+        del row["create_env_fn"]
+        if issubclass(kind, WorkerCollector):
+            row["num_workers"] = workers
+        jobs.append(RayJob(**vars(job), kind=kind, workers=workers, keywords=row, config=config))
+    default = {"num_cpus": 1} | ({"num_gpus": 0.2} if want_accelerators(jobs) else {})
+    return [replace(job, config={**default, **job.config}) for job in jobs]
 
 
 def _check_known(kind: type[Any], own: Mapping[str, Any]) -> None:
@@ -129,11 +117,6 @@ def _check_known(kind: type[Any], own: Mapping[str, Any]) -> None:
         )
 
 
-def for_all(given: Any) -> Any:
-    """The value for a collector that joins later: a list holds the values of the first ones only."""
-    return None if isinstance(given, (list, tuple)) else given
-
-
 def check_class(kind: Any) -> None:
     """Raise TypeError unless it is a collector that an actor may run."""
     if not isinstance(kind, type) or not issubclass(kind, CLASSES):
@@ -141,14 +124,13 @@ def check_class(kind: Any) -> None:
         raise TypeError(f"collector_class is {shown(kind)}, expected {names} or a class derived from one: pass that")
 
 
-def environments_of(create_env_fn: Any, num_collectors: int | None, columns: Mapping[str, Any]) -> list[Any]:
-    """What each collector's environments are made from. Lists among the columns say how many collectors there are.
+def number_of_collectors(columns: Mapping[str, Any], num_collectors: int | None = None) -> int:
+    """The number of collectors, from the lists among these keywords; 1 without any.
 
     Raises:
         ValueError: for lists of different lengths.
     """
-    columns = {"create_env_fn": create_env_fn, **columns}
-    counts = {name: len(value) for name, value in columns.items() if isinstance(value, (list, tuple))}
+    counts = {name: len(values) for name, given in columns.items() if (values := listed(given)) is not None}
     if num_collectors is not None:
         check_positive("num_collectors", num_collectors)
         counts["num_collectors"] = num_collectors
@@ -156,17 +138,4 @@ def environments_of(create_env_fn: Any, num_collectors: int | None, columns: Map
         raise ValueError(
             f"the numbers of collectors differ, or are 0: {counts}: pass lists with an entry for each collector"
         )
-    return [row["made"] for row in rows(next(iter(counts.values()), 1), {"made": create_env_fn})]
-
-
-def remote_options(remote_configs: Any, count: int, *, accelerators: bool) -> list[dict[str, Any]]:
-    """The resources of each actor: those given, else one CPU, and a fifth of a GPU if a device names one.
-
-    Raises:
-        ValueError: for an option that the collector sets itself.
-    """
-    default = {"num_cpus": 1} | ({"num_gpus": 0.2} if accelerators else {})
-    configs = [default | dict(row["remote_configs"] or {}) for row in rows(count, {"remote_configs": remote_configs})]
-    for config in configs:
-        check_not_given("remote_configs", config, _NOT_REMOTE)
-    return configs
+    return next(iter(counts.values()), 1)

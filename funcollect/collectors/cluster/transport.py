@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.collectors.cluster.actor import ActorSetup, RayWorker
+from funcollect.collectors.cluster.jobs import RayJob
 from funcollect.collectors.cluster.packed_batch import MemoryPool, PackedBatch, RayAssembler, private_memory
 from funcollect.collectors.cluster.resources import RaySession, check_room, ray, resources
 from funcollect.collectors.workers.batch_layout import PackedLayout, copy_into
@@ -25,6 +26,7 @@ from funcollect.collectors.workers.transport import (
     WorkerGroup,
     WorkerHandle,
 )
+from funcollect.collectors.workers.worker import Job
 from funcollect.tree import Path
 
 _GROUPS = {"hurry": 1, "look": 1}  # threads of an actor besides the one that works
@@ -175,8 +177,13 @@ class RayWeightStore(WeightStore):
         self._slots.clear()
 
 
+def _config(job: Job) -> Mapping[str, Any]:
+    assert isinstance(job, RayJob)
+    return job.config
+
+
 class RayTransport(Transport):
-    """Starts workers as actors of a Ray cluster, each with Ray's options in `configs`.
+    """Starts workers as actors of a Ray cluster, each with the options of Ray that its `RayJob` has.
 
     `init` is for `ray.init`, if Ray does not run in this process. `eager` actors take new weights before the rollouts
     that they were sent earlier.
@@ -184,38 +191,26 @@ class RayTransport(Transport):
 
     def __init__(
         self,
-        configs: Sequence[Mapping[str, Any]],
         init: Mapping[str, Any] | None,
         *,
         num_threads: int,
         accelerators: bool,
         eager: bool,
     ) -> None:
-        self._configs: dict[int, Mapping[str, Any]] = {}  # by worker
         self._session = RaySession(init)
-        try:
-            self.expect(configs, 0, ())
-        except BaseException:
-            self._session.release()
-            raise
         self._setup = (num_threads, accelerators)
         self._eager = eager
         self._memory_pool = MemoryPool()
 
-    def expect(self, configs: Sequence[Mapping[str, Any]], first: int, present: Sequence[int]) -> None:
-        """Set the options of the actors of the next workers, whose indices begin with `first`.
-
-        Raises:
-            WorkerError: if the cluster has no room for them beside the `present` workers.
-        """
-        check_room(configs, first, [self._configs[worker] for worker in present])
-        self._configs |= dict(enumerate(configs, first))
+    @override
+    def check_room(self, jobs: Sequence[Job], first: int, present: Sequence[Job]) -> None:
+        check_room([_config(job) for job in jobs], first, [_config(job) for job in present])
 
     @override
-    def start(self, worker: int, job: bytes) -> RayHandle:
-        config = self._configs[worker]
+    def start(self, job: Job, packed: bytes) -> RayHandle:
+        config = _config(job)
         kind = ray.remote(**config, max_restarts=0, max_task_retries=0, concurrency_groups=_GROUPS)(RayWorker)
-        return RayHandle(kind.remote(ActorSetup([*sys.path], *self._setup)), job, config, eager=self._eager)
+        return RayHandle(kind.remote(ActorSetup([*sys.path], *self._setup)), packed, config, eager=self._eager)
 
     @override
     def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:

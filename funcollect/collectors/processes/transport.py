@@ -19,7 +19,7 @@ from funcollect.collectors.processes.fork_server import STATUS, launch
 from funcollect.collectors.processes.slots import SharedWeightStore, SlotAssembler
 from funcollect.collectors.processes.worker_process import ProcessSetup
 from funcollect.collectors.workers.transport import Answer, Call, Transport, WorkerExited, WorkerGroup, WorkerHandle
-from funcollect.collectors.workers.worker import RolloutReport
+from funcollect.collectors.workers.worker import Job, RolloutReport
 
 _TO_CLOSE = 1.0  # seconds that workers have to close their environments: Ctrl-C should end a script within two
 _TO_DIE = 5.0  # seconds until a killed process is gone
@@ -172,8 +172,8 @@ class ProcessTransport(Transport):
         self._setup = (num_threads, accelerators, eager)
 
     @override
-    def start(self, worker: int, job: bytes) -> ProcessHandle:
-        return ProcessHandle(ProcessSetup(sys.path.copy(), os.getcwd(), dict(os.environ), *self._setup), job)
+    def start(self, job: Job, packed: bytes) -> ProcessHandle:
+        return ProcessHandle(ProcessSetup(sys.path.copy(), os.getcwd(), dict(os.environ), *self._setup), packed)
 
     @override
     def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:

@@ -16,46 +16,57 @@ from gymnasium.vector import VectorEnv
 from torch import Tensor
 
 from funcollect.arguments import check_positive
-from funcollect.collectors.options import Options
-from funcollect.collectors.runner import Shard
+from funcollect.collectors.options import Options, Shard
 from funcollect.collectors.source import RunnerSpec
 from funcollect.collectors.workers.worker import Job, WorkerInfo
 from funcollect.envs.recognise import is_torchrl
 from funcollect.errors import WorkerError
 from funcollect.messages import clipped, shown
 
-_OF_THE_READER = {"total_frames", "storing_device", "split_trajs", "postproc", "update_at_each_batch"}
+_OF_THE_READER = {"total_frames", "storing_device", "split_trajs", "postproc", "update_at_each_batch", "shard"}
 _OF_OPTIONS = {each.name for each in fields(Options) if each.init} - _OF_THE_READER
+DEVICES = ("device", "env_device", "policy_device")  # each may be a list
 _OF_SOURCE = {each.name for each in fields(RunnerSpec)} - {"policy"}
 
 
-def environments(create_env_fn: Any, num_workers: int | None) -> list[Any]:
-    """Return one entry per worker, from which it builds its environment; refuse lists of another length."""
+def listed(given: Any) -> Sequence[Any] | None:
+    """The values of a keyword that has one for each worker; None for a keyword with one value for all."""
+    return given if isinstance(given, (list, tuple)) else None
+
+
+def common(given: Any) -> Any:
+    """The value that a keyword has for all workers; None if it lists different ones."""
+    values = listed(given)
+    return given if values is None else values[0] if values and all(each == values[0] for each in values) else None
+
+
+def number_of_workers(create_env_fn: Any, num_workers: int | None) -> int:
+    """The number of workers, from both keywords; refuse numbers that differ."""
     if num_workers is not None:
         check_positive("num_workers", num_workers, example=4)
-    if not isinstance(create_env_fn, (list, tuple)):
+    if (entries := listed(create_env_fn)) is None:
         if num_workers is None:
             raise TypeError(
                 "create_env_fn is one environment, and num_workers is not given: pass a list with an entry for each "
                 "worker, [make_env] * 4, or num_workers=4"
             )
-        create_env_fn = [create_env_fn] * num_workers
-    if not create_env_fn or num_workers not in (None, len(create_env_fn)):
+        return num_workers
+    if not entries or num_workers not in (None, len(entries)):
         raise ValueError(
-            f"create_env_fn has {len(create_env_fn)} entries, expected {num_workers or 'at least one'}: pass an entry "
+            f"create_env_fn has {len(entries)} entries, expected {num_workers or 'at least one'}: pass an entry "
             "for each worker and leave num_workers out"
         )
-    return one_each(create_env_fn)
+    return len(entries)
 
 
-def one_each(environments: Sequence[Any]) -> list[Any]:
+def _one_each(environments: Sequence[Any], copies: int) -> list[Any]:
     """The same entries, except that a live environment that several workers share is built anew in each.
 
-    TorchRL's environments are sent to each worker by value. Gymnasium's are made again from their spec. Others raise
-    ValueError.
+    `copies` environments are built from each entry. TorchRL's environments are sent to each worker by value.
+    Gymnasium's are made again from their spec. Others raise ValueError.
     """
     live = [env for env in environments if isinstance(env, (gymnasium.Env, VectorEnv)) or is_torchrl(env)]
-    shared = {number for number, count in Counter(map(id, live)).items() if count > 1}
+    shared = {number for number, count in Counter(map(id, live)).items() if count * copies > 1}
     rebuilt = {id(env): _again(env) for env in live if id(env) in shared}
     return [rebuilt.get(id(env), env) for env in environments]
 
@@ -83,24 +94,28 @@ def columns_of(collector: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(collector).items() if name in _OF_OPTIONS | _OF_SOURCE}
 
 
-def rows(count: int, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One dict of arguments per worker. A column is a list with a value for each worker, or one value for all."""
-    for name, given in columns.items():
-        if isinstance(given, (list, tuple)) and len(given) != count:
-            raise ValueError(f"{name} has {len(given)} entries for {count} workers: pass one for each, or one for all")
-    return [
-        {name: given[worker] if isinstance(given, (list, tuple)) else given for name, given in columns.items()}
-        for worker in range(count)
-    ]
+def rows(count: int, columns: Mapping[str, Any], *, copies: int = 1) -> list[dict[str, Any]]:
+    """One dict of arguments per worker, from keywords that have a list with a value for each worker, or one for all.
+
+    Each worker builds `copies` environments from its `create_env_fn`, none of which is another worker's.
+    """
+    lists = {name: values for name, given in columns.items() if (values := listed(given)) is not None}
+    for name, values in lists.items():
+        if len(values) != count:
+            raise ValueError(f"{name} has {len(values)} entries for {count} workers: pass one for each, or one for all")
+    table = [{**columns, **{name: values[worker] for name, values in lists.items()}} for worker in range(count)]
+    if "create_env_fn" in columns:
+        for row, env in zip(table, _one_each([row["create_env_fn"] for row in table], copies), strict=True):
+            row["create_env_fn"] = env
+    return table
 
 
 def job_of(row: Mapping[str, Any], *, policy: Any, seed: int, shard: Shard) -> Job:
     """The job of one worker, from its row of arguments, which are checked. Those that no worker needs are left out."""
     return Job(
         source=RunnerSpec(**{name: row[name] for name in row.keys() & _OF_SOURCE}, policy=policy),
-        options=Options(**{name: row[name] for name in row.keys() & _OF_OPTIONS}),
+        options=Options(**{name: row[name] for name in row.keys() & _OF_OPTIONS}, shard=shard),
         seed=seed,
-        shard=shard,
     )
 
 
@@ -109,7 +124,7 @@ def shares(frames_per_batch: int | Sequence[int], count: int) -> list[int]:
     frames: list[int] = [row["frames_per_batch"] for row in rows(count, {"frames_per_batch": frames_per_batch})]
     for share in frames:
         check_positive("frames_per_batch", share)
-    return frames if isinstance(frames_per_batch, (list, tuple)) else [math.ceil(share / count) for share in frames]
+    return [math.ceil(share / count) for share in frames] if listed(frames_per_batch) is None else frames
 
 
 def masks_of(mask: Tensor | None, lanes: Sequence[int]) -> Sequence[Tensor | None]:

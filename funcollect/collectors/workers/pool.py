@@ -73,11 +73,9 @@ class WorkerPool:
         self.closed = self._started = False
         self._checked = time.monotonic()
         send_main_by_value()
-        packed = [job.pack() for job in jobs]
         self.records: list[WorkerRecord] = []
         try:
-            for worker, (job, data) in enumerate(zip(jobs, packed, strict=True)):
-                self.records.append(WorkerRecord(job, transport.start(worker, data)))
+            self.add(jobs, newcomers=False)
         except BaseException:
             self.close()
             raise
@@ -87,12 +85,20 @@ class WorkerPool:
         """The indices of the workers at work."""
         return [worker for worker, record in enumerate(self.records) if not record.retired]
 
-    def add(self, job: Job) -> int:
-        """Start another worker; return its index. Until it is admitted, its failure ends its own calls only."""
+    def add(self, jobs: Sequence[Job], *, newcomers: bool = True) -> list[int]:
+        """Start further workers; return their indices. Until newcomers are admitted, a failure ends their calls only.
+
+        Raises:
+            TypeError: for a job that cannot be sent, before any worker starts.
+            WorkerError: if there is no room for all of them.
+        """
+        packed = [job.pack() for job in jobs]
         with self.lock:
-            worker = len(self.records)
-            self.records.append(WorkerRecord(job, self._transport.start(worker, job.pack()), newcomer=True))
-        return worker
+            first = len(self.records)
+            self._transport.check_room(jobs, first, [self.records[worker].job for worker in self.workers])
+            for job, data in zip(jobs, packed, strict=True):
+                self.records.append(WorkerRecord(job, self._transport.start(job, data), newcomer=newcomers))
+        return [*range(first, len(self.records))]
 
     def retire(self, worker: int) -> None:
         """End a worker without replacing it; its unanswered calls are dropped."""
@@ -263,7 +269,7 @@ class WorkerPool:
                 record.progress.frames // max(record.progress.batches, 1) or record.job.options.frames_per_batch
             )
         job = replace(record.job, progress=record.progress)
-        record.handle = self._transport.start(worker, job.pack())
+        record.handle = self._transport.start(job, job.pack())
         record.calls.clear()
         record.rollouts, record.waited = 0, 0.0
         record.first = [Call(worker, "describe"), *self._prepare(worker)]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from funcollect.collectors.workers.batch_layout import Join
-from funcollect.collectors.workers.gathering import Gathering, OpenAssembler
+from funcollect.collectors.workers.gathering import AsyncGathering, Gathering, SyncGathering
 from funcollect.collectors.workers.jobs import check_alike, masks_of
 from funcollect.collectors.workers.pool import FailurePolicy, WorkerPool
 from funcollect.collectors.workers.transport import BatchAssembler, Transport, WorkerGroup
@@ -16,15 +16,16 @@ from funcollect.collectors.workers.weights import Weights
 from funcollect.collectors.workers.worker import Job, Progress, WorkerInfo, progress_of, runners_of, saved_workers
 from funcollect.keys import seed_of
 
-OpenGathering = Callable[[WorkerPool, Weights, OpenAssembler], Gathering]
-
 
 class WorkerRun:
     """The workers of one run, one for each of `jobs`, held by collectors and by workers that have workers themselves.
 
     It does not refer to its collector, so that it is closed when nobody uses the collector any more. The workers act
-    with the parameters of `policy`; for None they build their own. If a worker cannot be built, `WorkerError` is
-    raised, and no worker is left.
+    with the parameters of `policy`; for None they build their own. Batches are of all workers, put together by `join`;
+    for None each is of one worker. If a worker cannot be built, `WorkerError` is raised, and no worker is left.
+
+    Attributes:
+        next: `Gathering.next`, itself, because a call more would be made for every batch.
     """
 
     def __init__(
@@ -33,7 +34,9 @@ class WorkerRun:
         transport: Transport,
         failure_policy: FailurePolicy,
         policy: Any,
-        open_gathering: OpenGathering,
+        join: Join | None,
+        *,
+        prefetch: bool,
     ) -> None:
         self._transport = transport
         self.seed = jobs[0].seed
@@ -44,7 +47,11 @@ class WorkerRun:
             check_alike(self.infos)
             self.pool.begin()
             self.weights = Weights(self.pool, self._weight_store, policy)
-            self.gathering = open_gathering(self.pool, self.weights, self._assembler)
+            parts = (self.pool, self.weights, self._assembler)
+            self.gathering: Gathering = (
+                AsyncGathering(*parts) if join is None else SyncGathering(*parts, join=join, prefetch=prefetch)
+            )
+            self.next = self.gathering.next
         except BaseException:
             self.pool.close()
             self._weight_store.close()
@@ -60,6 +67,11 @@ class WorkerRun:
     def workers(self) -> list[int]:
         """The indices of the workers at work."""
         return self.pool.workers
+
+    @property
+    def jobs(self) -> list[Job]:
+        """The jobs of all workers by their indices, also of those that have been removed."""
+        return [record.job for record in self.pool.records]
 
     @property
     def info(self) -> WorkerInfo:
@@ -102,23 +114,25 @@ class WorkerRun:
         self.pool.call_all("go_on", progress)
         self.pool.go_on_from(self.seed, [progress] * len(self.workers))
 
-    def update(self, params: Any, workers: Sequence[int] | None = None) -> None:
-        """Make these workers, or all, act with `params`, or for None with the policy's own."""
-        workers = self.workers if workers is None else workers
-        self.check_workers(workers)
-        self.weights.update(params, workers)
+    def chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
+        """The workers with these indices, all for None; ValueError for one that is not at work."""
+        at_work = self.workers
+        workers = at_work if worker_ids is None else [worker_ids] if isinstance(worker_ids, int) else [*worker_ids]
+        if wrong := [worker for worker in workers if worker not in at_work]:
+            raise ValueError(f"worker_ids holds {wrong}, expected numbers of {at_work}: pass those")
+        return [*dict.fromkeys(workers)]
 
-    def check_workers(self, workers: Sequence[int]) -> None:
-        """Raise ValueError for a worker that is not at work."""
-        if wrong := [worker for worker in workers if worker not in self.workers]:
-            raise ValueError(f"worker_ids holds {wrong}, expected numbers of {self.workers}: pass those")
+    def progress(self, batches: int, frames: int) -> Progress:
+        """How far the run has come after so many batches and frames: no worker has used an id beyond."""
+        each = [record.progress for record in self.pool.records]
+        return Progress(max(one.steps for one in each), max(one.episode for one in each), batches, frames)
 
     def add(self, jobs: Sequence[Job], check: Callable[[WorkerInfo], None]) -> list[int]:
         """Start workers beside the others, and return their indices. If one of them fails, the others continue.
 
         `check` raises if a new worker does not suit the run.
         """
-        workers = [self.pool.add(job) for job in jobs]
+        workers = self.pool.add(jobs)
         try:
             calls = [self.pool.call(worker, "describe") for worker in workers]
             infos: dict[int, WorkerInfo] = dict(zip(workers, self.pool.finish(calls), strict=True))

@@ -22,7 +22,7 @@ from funcollect.collectors.workers.transport import (
     WorkerGroup,
     WorkerHandle,
 )
-from funcollect.collectors.workers.worker import Worker, failure_of
+from funcollect.collectors.workers.worker import Job, Worker, failure_of
 
 
 class SerialHandle(WorkerHandle):
@@ -92,8 +92,8 @@ class SerialTransport(Transport):
     patient = False
 
     @override
-    def start(self, worker: int, job: bytes) -> SerialHandle:
-        return SerialHandle(job)
+    def start(self, job: Job, packed: bytes) -> SerialHandle:
+        return SerialHandle(packed)
 
     @override
     def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:

@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.collectors.workers.batch_layout import Join
+from funcollect.collectors.workers.worker import Job
 
 WITH_WEIGHTS = ("fetch", "adopt", "take_params")  # the calls that bring new weights
 
@@ -158,8 +159,11 @@ class Transport(ABC):
     patient = True  # whether waiting for a worker takes time; if so, one that takes too long counts as hung
 
     @abstractmethod
-    def start(self, worker: int, job: bytes) -> WorkerHandle:
-        """A handle to a new worker that builds itself from `job`; its first answer is to the call ``"describe"``."""
+    def start(self, job: Job, packed: bytes) -> WorkerHandle:
+        """A handle to a new worker that builds itself from the packed job; the first call to it is ``"describe"``."""
+
+    def check_room(self, jobs: Sequence[Job], first: int, present: Sequence[Job]) -> None:  # noqa: B027 - most have it
+        """Raise WorkerError if there is no room for new workers, with indices from `first`, beside the present ones."""
 
     @abstractmethod
     def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:

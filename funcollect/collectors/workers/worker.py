@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.collectors.options import Options
-from funcollect.collectors.runner import Runner, Shard, check_saved
+from funcollect.collectors.runner import Runner, check_saved
 from funcollect.collectors.source import RunnerSpec
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.errors import EnvError
@@ -67,14 +67,13 @@ class Job:
     """Everything that a worker is built from; sent by cloudpickle."""
 
     source: RunnerSpec  # makes the environment and the policy
-    options: Options
+    options: Options  # with the shard whose lanes the worker owns
     seed: int  # of the run, the same for all workers
-    shard: Shard  # the lanes that the worker owns
     progress: Progress = START  # where the worker continues from
 
     def runner(self) -> Runner:
         """Build the runner."""
-        return Runner(self.source, self.options, seed=self.seed, shard=self.shard)
+        return Runner(self.source, self.options, seed=self.seed)
 
     def pack(self) -> bytes:
         """The job as bytes. Functions are sent by value, also those of a notebook or a script.
@@ -86,7 +85,7 @@ class Job:
             return dumps(self)
         except Exception as error:
             raise TypeError(
-                f"worker {self.shard.index}: its environment, policy or postproc cannot be sent to a worker "
+                f"worker {self.options.shard.index}: its environment, policy or postproc cannot be sent to a worker "
                 f"({shown(error, 200)}): pass functions that build them, create_env_fn and policy_factory"
             ) from error
 
@@ -265,7 +264,7 @@ class Worker(WorkerBase):
 
     @override
     def failure(self, error: BaseException) -> Failure:
-        return failure_of(error, self._job.shard.index * (self._runner.env.num_envs or 1))
+        return failure_of(error, self._job.options.shard.index * (self._runner.env.num_envs or 1))
 
 
 def failure_of(error: BaseException, first_lane: int | None = None) -> Failure:

@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 import funcollect as fc
-from funcollect.collectors.runner import Shard
+from funcollect.collectors.options import Shard
 from tests.support.compare import assert_same
 from tests.support.faulty_workers import BadInit, Doubled, Plain, Wide
 from tests.support.running import FORKS_OF_RAY, SCALE, STORE, scaled
