@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.collectors.multi import MultiaSyncDataCollector as MultiaSyncDataCollector
     from funcollect.collectors.multi import MultiSyncCollector as MultiSyncCollector
     from funcollect.collectors.multi import MultiSyncDataCollector as MultiSyncDataCollector
+    from funcollect.collectors.options import Shard as Shard
     from funcollect.collectors.ray_collector import RayCollector as RayCollector
     from funcollect.collectors.sync import Collector as Collector
     from funcollect.collectors.sync import SyncDataCollector as SyncDataCollector

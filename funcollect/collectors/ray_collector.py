@@ -20,7 +20,7 @@ from funcollect.collectors.collector import CollectorBase, collector
 from funcollect.collectors.options import Device, Shard, options_of
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
-from funcollect.collectors.workers.jobs import DEVICES, columns_of, common, listed, rows, shares, want_accelerators
+from funcollect.collectors.workers.jobs import DEVICES, columns_of, listed, rows, shares, want_accelerators
 from funcollect.collectors.workers.worker import WorkerInfo
 from funcollect.keys import key_from_seed, seed_of
 from funcollect.messages import shown
@@ -98,7 +98,7 @@ class RayCollector(WorkerCollector):
             self._fill(reset_at_each_iter=False)  # TorchRL's documentation passes -False
         lists = {name: getattr(self, name) for name in _LISTS}
         count = number_of_collectors(lists, self.num_collectors)
-        devices = {name: common(lists[name]) for name in DEVICES}
+        devices = {name: given if listed(given := lists[name]) is None else None for name in DEVICES}
         self._check(options_of(self, **devices, storing_device=self._stored(count)))
         self._fill(seed=(seed := seed_of(key_from_seed(self.seed))))
         defaults = {name: each.default for name, each in self.__dataclass_fields__.items()}

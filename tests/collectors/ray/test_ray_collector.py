@@ -11,7 +11,6 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 import funcollect as fc
-from funcollect.collectors.options import Shard
 from tests.support.compare import assert_same
 from tests.support.faulty_workers import BadInit, Doubled, Plain, Wide
 from tests.support.running import FORKS_OF_RAY, SCALE, STORE, scaled
@@ -220,7 +219,7 @@ def test_newcomers_have_the_seed_that_was_set_and_devices_of_their_own():
             batch = next(collector)
             first.setdefault(*collector.run.gathering.workers, batch)
     assert [first[worker].device for worker in range(3)] == [torch.device("cpu"), torch.device("meta"), None]
-    with fc.SyncDataCollector("CartPole-v1", make(), frames_per_batch=10, seed=7, shard=Shard(2, 2)) as collector:
+    with fc.SyncDataCollector("CartPole-v1", make(), frames_per_batch=10, seed=7, shard=fc.Shard(2, 2)) as collector:
         assert_same(first[2], next(collector))
 
 
