@@ -49,6 +49,7 @@ class BufferFiller:
                 self._condition.notify_all()
 
     def _may_go_on(self) -> bool:
+        """Wait while paused; False once the thread has to end."""
         with self._condition:
             while self._paused and not self._stopped:
                 self._resting = True

@@ -81,6 +81,7 @@ def _attribute_docstrings(module: str) -> dict[str, dict[str, str]]:
 
 
 def _documented(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
+    """The annotated attributes in the body of a class that have a string below them, and these strings."""
     for statement, below in pairwise(body):
         match statement, below:
             case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
@@ -108,15 +109,15 @@ class CollectorBase(RunOptions, ABC):
 
     _closed = False
     _elsewhere: ClassVar[Mapping[str, str]] = {
-        "backend": "the class says it: SyncDataCollector, MultiSyncDataCollector, MultiaSyncDataCollector or "
+        "backend": "the class decides it: SyncDataCollector, MultiSyncDataCollector, MultiaSyncDataCollector or "
         "RayCollector",
         "num_collectors": "MultiSyncDataCollector and MultiaSyncDataCollector have num_workers=, RayCollector has this "
         "one",
-        "sync": "MultiSyncDataCollector collects so, MultiaSyncDataCollector does not; RayCollector has this argument",
+        "sync": "MultiSyncDataCollector is synchronous, MultiaSyncDataCollector is not; RayCollector has this argument",
     }  # of TorchRL's `Collector`, which chooses another class by them
 
     def _fill(self, **values: Any) -> None:
-        """Set keywords to the values in use. Editors look for a meaning at an assignment in a derived class."""
+        """Set keywords to the values in use. After an assignment, editors would show that, without the meaning."""
         vars(self).update(values)
 
     @property

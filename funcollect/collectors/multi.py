@@ -69,6 +69,7 @@ class ProcessCollector(WorkerCollector, LocalOptions):
         self._launch(jobs, self._open_transport(jobs), join, prefetch=prefetch)
 
     def _open_transport(self, jobs: Sequence[Job]) -> Transport:
+        """The transport that the keywords ask for."""
         if self.in_process:
             return SerialTransport()
         from funcollect.collectors.processes.transport import ProcessTransport  # which needs Linux

@@ -65,14 +65,14 @@ class RayCollector(WorkerCollector):
     storing_device: Device | Sequence[Device] = None
     """where batches are delivered; without `sync` also a list with one for each collector."""
     collector_class: type[Any] = SyncDataCollector
-    """what runs in each actor: `SyncDataCollector`, `MultiSyncDataCollector`, `MultiaSyncDataCollector`, or a class
-    derived from one that passes its keywords on."""
+    """the class of the collector in each actor: `SyncDataCollector`, `MultiSyncDataCollector`,
+    `MultiaSyncDataCollector`, or a class derived from one that passes its keywords on."""
     collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
     """further keywords for it; or a list with a dict for each."""
     num_workers_per_collector: int = 1
     """K, if that class has workers."""
     sync: bool = False
-    """whether a batch is one of all collectors."""
+    """whether a batch consists of one rollout of every collector."""
     ray_init_config: Mapping[str, Any] | None = None
     """for `ray.init`; None uses a running cluster, or else starts one on this machine."""
     remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
@@ -132,6 +132,7 @@ class RayCollector(WorkerCollector):
         self.num_collectors = count
 
     def _check_own(self) -> None:
+        """Check the keywords that only this class has."""
         check_flags(sync=self.sync, update_after_each_batch=self.update_after_each_batch, prefetch=self.prefetch)
         check_kind("ray_init_config", self.ray_init_config, (Mapping, type(None)), "pass a dict for ray.init")
         if self.prefetch and not self.sync:
@@ -208,7 +209,7 @@ class RayCollector(WorkerCollector):
         the run continues without any of them.
 
         Args:
-            create_env_fn: what each one's environments are made from, in a list; or one for one collector.
+            create_env_fn: as the constructor takes it: a list with an entry for each, or one for one collector.
             num_envs: workers of each, for a class that has them; as many as the others unless given.
             policy: in place of the collector's own; it has to take the same weights. Needed if `policy_factory` was a
                 list: like lists of devices and of `create_env_kwargs`, it has no value for later collectors.
@@ -250,6 +251,7 @@ class RayCollector(WorkerCollector):
         return added
 
     def _check_newcomer(self, info: WorkerInfo) -> None:
+        """Raise ValueError if batches of all collectors cannot include those of a new one."""
         if self.sync and info.frames != self.run.info.frames:
             raise ValueError(
                 "the new collectors have other frames than the others: with sync=True pass as many workers"
@@ -272,7 +274,7 @@ class RayCollector(WorkerCollector):
         self.num_collectors = self.num_workers
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """What `load_state_dict` needs: a dict for each collector. Episodes in flight begin anew."""
+        """The state that `load_state_dict` takes: a dict for each collector. Episodes in flight begin anew."""
         whole = super().state_dict()
         workers = whole.pop("workers")
         states = [workers[name] for name in sorted(workers, key=int)]

@@ -178,7 +178,7 @@ class Runner:
         self.state = go_on(self.env, self.policy, self.state, steps=steps, episode=episode)
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs: weights, key, counters. Episodes in flight begin anew after loading.
+        """The state that `load_state_dict` takes: weights, key, counters. Episodes in flight begin anew after loading.
 
         It holds tensors, numbers and strings only, so that `torch.load` reads it with ``weights_only=True``.
         """

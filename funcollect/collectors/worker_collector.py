@@ -45,9 +45,11 @@ class WorkerCollector(CollectorBase):
     """
 
     create_env_fn: Any = field(kw_only=False)
-    """what `SyncDataCollector` takes, in a list with an entry for each worker, or one for all."""
+    """an `Env`, whatever `make_env` takes, or a callable that returns one of these, for all workers; or a list with an
+    entry for each."""
     policy: Any = field(kw_only=False, default=None)
-    """what `SyncDataCollector` takes. Each worker has its own copy, which follows `update_policy_weights_`."""
+    """a `Policy`, a `TensorDictModule` or callable on a TensorDict, a module or function from observation to action, or
+    None for random actions. Each worker has its own copy, which follows `update_policy_weights_`."""
     policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None
     """makes the policy in each worker, in place of `policy`; or a list with one for each."""
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
@@ -171,6 +173,7 @@ class WorkerCollector(CollectorBase):
         self._filling().raise_error()
 
     def _filling(self) -> BufferFiller:
+        """The filler that `start` has made; RuntimeError if there is none."""
         if self._filler is None:
             raise RuntimeError("no buffer is being filled: call start(buffer) before")
         return self._filler
@@ -206,7 +209,7 @@ class WorkerCollector(CollectorBase):
         rollout.
 
         Args:
-            params: what `SyncDataCollector` takes; copied before this returns.
+            params: the policy's parameters, or a module like its own; copied before this returns.
             worker_ids: the workers that get them; all unless given.
             policy_or_weights: `params`, by TorchRL's name for it.
 
@@ -218,7 +221,7 @@ class WorkerCollector(CollectorBase):
         self.run.weights.update(given_weights(params, policy_or_weights, self.policy), workers)
 
     def state_dict(self) -> Any:
-        """What `load_state_dict` needs: one of `SyncDataCollector`'s per worker. Episodes in flight begin anew.
+        """The state that `load_state_dict` takes: one per worker. Episodes in flight begin anew.
 
         Saving does not disturb the run.
         """
@@ -268,6 +271,7 @@ class WorkerCollector(CollectorBase):
             filler.join()
 
     def _check_at_rest(self) -> None:
+        """Raise an error if the collector is closed, or fills a buffer in another thread."""
         self._check_open()
         if self._filler is not None and self._filler.at_work and not self._filler.own:
             raise RuntimeError("the collector fills a buffer: call pause() before")

@@ -122,12 +122,14 @@ class RayWorker:
             return self._answer(name, args)
 
     def _answer(self, name: str, args: tuple[Any, ...]) -> Any:
+        """The answer to a call; a `Failure` if it raised."""
         try:
             return self._call(name, args)
         except BaseException as error:
             return failure_of(error) if self._worker is None else self._worker.failure(error)
 
     def _call(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Run a call. The first one, ``"describe"``, builds the worker."""
         if name == "describe":
             try:
                 job = cloudpickle.loads(args[0])
@@ -150,6 +152,7 @@ class RayWorker:
         return getattr(self._worker, name)(*args)
 
     def _collect(self, worker: WorkerBase) -> tuple[PackedBatch, RolloutReport]:
+        """One rollout, packed, and its report."""
         batch, report = worker.collect(self._packer.columns)
         whole = isinstance(worker, Worker) and batch.ndim == (1 if self._single else 2)
         return self._packer.pack(batch, self._single if whole else None), report

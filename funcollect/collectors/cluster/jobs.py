@@ -30,7 +30,7 @@ _NOT_FOR_ACTORS = dict.fromkeys(
     ),
     _OF_ALL,
 ) | {
-    "num_workers": "num_workers_per_collector says it",
+    "num_workers": "it is num_workers_per_collector of RayCollector",
     "shard": "RayCollector gives it",
     "in_process": "its workers are processes beside the actor",
 }  # fmt: skip
@@ -79,7 +79,7 @@ class RayJob(Job):
 def actor_jobs(
     kind: type[Any], count: int, columns: Mapping[str, Any], *, policy: Any, seed: int, shard: Shard, workers: int
 ) -> list[RayJob]:
-    """`count` checked jobs, one per actor, each for a collector with so many `workers`.
+    """The checked jobs of `count` actors, each with a collector of `workers` workers.
 
     `columns` are keywords, also of `RayCollector`: one value for all actors, or a list with one for each. `shard` is
     that of the first worker of the first actor. An actor has one CPU unless its `remote_configs` says otherwise, and a

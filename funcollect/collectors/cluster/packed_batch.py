@@ -51,9 +51,9 @@ class Packer:
         self.columns: OwnColumns = NOWHERE
 
     def pack(self, batch: TensorDictBase, single: bool | None) -> PackedBatch:
-        """Pack a batch. `single` says whether a rollout's environment has no batch dimension.
+        """Pack a batch. `single` is whether the environment of a rollout has no batch dimension.
 
-        For a batch of several workers `single` is None.
+        For a batch of several workers it is None.
 
         Raises:
             ValueError: for a batch with other keys or shapes than the first one.
@@ -66,6 +66,7 @@ class Packer:
         return PackedBatch(packed_layout, self._memory)
 
     def _open(self, batch: TensorDictBase, single: bool | None) -> PackedLayout:
+        """Allocate the memory; its layout follows from the first batch."""
         if single is None:
             packed_layout = PackedLayout.packed(flatten(batch), tuple(batch.batch_size))
             self._memory = private_memory(packed_layout.size)
@@ -115,6 +116,7 @@ class RayAssembler(BatchAssembler):
         return batch
 
     def _packed_layout(self, calls: Sequence[Call], packed_batches: Sequence[PackedBatch]) -> PackedLayout:
+        """The layout of all these batches; `WorkerError` if they differ."""
         first = packed_batches[0].packed_layout
         assert first is not None
         for call, packed_batch in zip(calls, packed_batches, strict=True):

@@ -75,7 +75,7 @@ def resources(configs: Sequence[Mapping[str, Any]]) -> str:
     counts = Counter(_words(demand(config)) for config in configs)
     asked = "; ".join(f"{count} x ({words})" for words, count in counts.items())
     nodes = "; ".join(f"{node['NodeManagerAddress']} has {_words(node['Resources'])}" for node in _alive())
-    return f"asked for [{asked}]; the cluster: [{nodes}], of which free: {_words(ray.available_resources())}"
+    return f"asked for [{asked}]; the cluster: [{nodes}], free: {_words(ray.available_resources())}"
 
 
 def check_room(configs: Sequence[Mapping[str, Any]], first: int, taken: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -116,5 +116,6 @@ def _alive() -> list[Mapping[str, Any]]:
 
 
 def _words(amounts: Mapping[str, float]) -> str:
+    """Amounts of resources in words, without those that Ray adds itself."""
     shown = {name: amount for name, amount in amounts.items() if ":" not in name and name != "object_store_memory"}
     return ", ".join(f"{amount:g} {name}" for name, amount in sorted(shown.items())) or "nothing"

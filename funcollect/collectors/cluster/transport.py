@@ -60,6 +60,7 @@ class RayHandle(WorkerHandle):
         return f"actor {self.actor._actor_id.hex()[:12]} on {self._node() or 'no node yet'}"
 
     def _node(self) -> str:
+        """The node and the process of the actor; empty until it runs."""
         if not ray.is_initialized() or not ray.wait([self._node_ref], timeout=0)[0]:
             return ""
         try:
@@ -104,6 +105,7 @@ class RayHandle(WorkerHandle):
         return None
 
     def _read(self, ref: Any, number: int) -> Answer | WorkerExited:
+        """Fetch an answer that Ray has reported as readable."""
         try:
             value = ray.get(ref, timeout=_TO_FETCH)
         except ray.exceptions.RayError as error:
@@ -178,6 +180,7 @@ class RayWeightStore(WeightStore):
 
 
 def _config(job: Job) -> Mapping[str, Any]:
+    """Ray's options for the actor that runs a job."""
     assert isinstance(job, RayJob)
     return job.config
 
@@ -241,7 +244,7 @@ class RayTransport(Transport):
 
     @override
     def assembler(self, submit: Callable[[Call], Call], group: WorkerGroup) -> RayAssembler:
-        alone = group.join is None  # a stack has a size of its own, whose memory goes with its assembler
+        alone = group.join is None  # stacked batches have another size, and their memory is freed with the assembler
         return RayAssembler(submit, group, self._memory_pool if alone else MemoryPool())
 
     @override

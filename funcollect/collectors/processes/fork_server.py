@@ -79,6 +79,7 @@ def _report(status: int, number: int) -> None:
 
 
 def _import_everything() -> None:
+    """Import what every worker needs, once."""
     from funcollect.interop.jax_setup import import_jax
 
     import_jax()

@@ -1,4 +1,4 @@
-"""Slots of shared memory: workers write whole rollouts into them, of which batches are views, and read weights.
+"""Slots of shared memory. Workers write whole rollouts into them, and read weights; batches are views of slots.
 
 The memory is anonymous, so nothing is left behind, and its pages are allocated.
 """
@@ -61,6 +61,7 @@ class BatchSlot:
         self._open()
 
     def _open(self) -> None:
+        """Make the tensors of the slot, and record the reference counts that they have by themselves."""
         leaves = self._layout.packed.leaves(self._memory)
         self._leaves, self._size = nest(leaves), torch.Size(self._layout.packed.batch_size)
         self._first = next(iter(leaves.values()))
@@ -106,6 +107,7 @@ class SlotAssembler(BatchAssembler):
         return self._lent
 
     def _free(self) -> list[int]:
+        """The slots that neither the reader nor a worker uses."""
         taken = self.lent | self._written
         return [slot for slot in range(_SLOTS) if slot not in taken]
 
@@ -158,6 +160,7 @@ class SlotAssembler(BatchAssembler):
         self._slots = [BatchSlot(self._layout, memory) for memory in memories]
 
     def _attach(self, part: int) -> Call:
+        """The call that makes a worker attach its part of every slot."""
         return Call(self._group.workers[part], "attach", (self._layout, part, _SLOTS), (self._fd,))
 
     @override
@@ -197,7 +200,7 @@ def weights_in(memories: Sequence[Memory], layout: PackedLayout) -> list[dict[st
 
 
 class SharedWeightStore(WeightStore):
-    """Weights in slots of shared memory: as many as can be in use, and one to write.
+    """Weights in slots of shared memory: one for each version that can be in use, and one to write.
 
     Each worker may read one slot while the latest weights lie in another. The layout is that of the latest weights;
     weights with other names or shapes get new slots.
@@ -225,6 +228,7 @@ class SharedWeightStore(WeightStore):
         return None
 
     def _first_of(self, slot: int) -> int:
+        """The first of the slots that were allocated together with this one."""
         return slot - slot % self._count
 
     def _close_others(self, kept: set[int]) -> None:

@@ -110,6 +110,7 @@ class ProcessHandle(WorkerHandle):
         return True
 
     def _how(self) -> str:
+        """How the process has ended, in words."""
         if self._ended is None or self._ended < 0:
             return "has ended, and so has the process that would report why"
         if os.WIFSIGNALED(self._ended):

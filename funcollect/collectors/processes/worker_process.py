@@ -103,6 +103,7 @@ class ServedWorker:
         return True
 
     def _next(self) -> tuple[int, str, tuple[Any, ...], list[int]]:
+        """The next call: one to close, else one with new weights if those go first, else the oldest."""
         waiting = self._waiting
         while (message := self._channel.receive(wait=not waiting)) is not None:
             waiting.append((*message[0], message[1]))
@@ -114,6 +115,7 @@ class ServedWorker:
         return waiting.popleft()
 
     def _do(self, name: str, args: tuple[Any, ...], fds: list[int]) -> Any:
+        """Run a call, and return its result."""
         match name:
             case "describe":
                 self._worker = Worker(cloudpickle.loads(args[0]))

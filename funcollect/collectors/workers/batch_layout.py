@@ -134,6 +134,7 @@ class BatchLayout:
 
     @cached_property
     def _offsets(self) -> tuple[int, ...]:
+        """The first byte of each column, and the end of the last one."""
         ends = [0]
         for _, dtype, row in self.columns:
             size = sum(self.lengths) * math.prod(row) * dtype.itemsize
@@ -176,6 +177,7 @@ class BatchLayout:
         return PackedLayout(views, tuple(leaves["next", "done"].shape[:-1]), self.size)
 
     def _joined(self, column: Tensor) -> Tensor:
+        """One column of all workers, as the batch's leaf."""
         if self._side_by_side:
             return column.flatten(1, 2).transpose(0, 1)
         if self.join == "stack":

@@ -40,7 +40,7 @@ class Gathering(ABC):
 
     @abstractmethod
     def next(self, *, more: bool) -> TensorDict:
-        """The next batch; `more` says whether another one will be wanted."""
+        """The next batch; `more` is whether another one will be asked for."""
 
     @abstractmethod
     def discard(self) -> None:
@@ -108,6 +108,7 @@ class SyncGathering(Gathering):
             self.next(more=False)
 
     def _begin(self) -> tuple[BatchAssembler, PendingBatch]:
+        """Make the workers collect a batch with the latest weights."""
         self._weights.flush()
         self._under_way = self._assembler, self._assembler.begin()
         return self._under_way

@@ -72,6 +72,7 @@ def _one_each(environments: Sequence[Any], copies: int) -> list[Any]:
 
 
 def _again(env: Any) -> Any:
+    """The environment, or a function that makes it, for each of the workers that share it."""
     try:
         if is_torchrl(env):
             cloudpickle.dumps(env)

@@ -164,6 +164,7 @@ class WorkerPool:
 
     @property
     def _asked(self) -> dict[int, WorkerHandle]:
+        """The handles of the workers that have unanswered calls."""
         return {worker: record.handle for worker, record in enumerate(self.records) if record.calls}
 
     def poll(self, ready: Iterable[int] | None = None) -> bool:
@@ -204,6 +205,7 @@ class WorkerPool:
         return True
 
     def _count(self, record: WorkerRecord, value: Any) -> None:
+        """Add the figures of an answer to those of its worker."""
         record.waited = 0.0
         if isinstance(value, tuple) and isinstance(value[-1], RolloutReport):
             report: RolloutReport = value[-1]
@@ -215,6 +217,7 @@ class WorkerPool:
             self.lost += report.lost
 
     def _look_for_hangs(self) -> None:
+        """Fail each worker that has not answered in time."""
         now = time.monotonic()
         if (since := now - self._checked) < _SLICE:
             return
@@ -244,10 +247,10 @@ class WorkerPool:
             return
         where = f"worker {worker}" if lane is None else f"worker {worker}, lane {lane}"
         where += f" ({record.handle.label})" if record.handle.label else ""
-        mend = "look at its traceback" if traceback else "look at what it wrote on standard error"
+        advice = "look at its traceback" if traceback else "look at what it wrote on standard error"
         again = f" {record.failures} times in a row" if restart and record.failures > 1 else ""
         rest = "the others continue" if record.newcomer else "all workers were ended, so build another collector"
-        error = WorkerError(f"{where}: {what}{again}: {mend}; {rest}", worker, lane, traceback)
+        error = WorkerError(f"{where}: {what}{again}: {advice}; {rest}", worker, lane, traceback)
         error.__cause__ = _loaded(cause)
         if not record.newcomer:
             self.close()
@@ -290,6 +293,7 @@ _CHECKED = ("reset", "set_seed", "load_state_dict", "take_params")
 
 
 def _loaded(cause: bytes | None) -> BaseException | None:
+    """The exception that a worker has sent; None if it cannot be unpickled."""
     if cause is None:
         return None
     try:

@@ -25,7 +25,7 @@ class WorkerRun:
     for None each is of one worker. If a worker cannot be built, `WorkerError` is raised, and no worker is left.
 
     Attributes:
-        next: `Gathering.next`, itself, because a call more would be made for every batch.
+        next: `Gathering.next`, itself: a method would cost every batch another call.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class WorkerRun:
         return [self.infos[worker].frames for worker in self.workers]
 
     def _assembler(self, workers: Sequence[int], join: Join | None) -> BatchAssembler:
-        """What makes batches of these workers' rollouts."""
+        """An assembler for batches of these workers' rollouts."""
         lengths = tuple(self.infos[worker].length for worker in workers)
         if len({*lengths}) > 1 and (join == "stack" or (join == 0 and self.info.num_envs)):
             raise ValueError(
@@ -123,7 +123,7 @@ class WorkerRun:
         return [*dict.fromkeys(workers)]
 
     def progress(self, batches: int, frames: int) -> Progress:
-        """How far the run has come after so many batches and frames: no worker has used an id beyond."""
+        """How far the run has come after so many batches and frames: no worker has used a higher id."""
         each = [record.progress for record in self.pool.records]
         return Progress(max(one.steps for one in each), max(one.episode for one in each), batches, frames)
 

@@ -9,7 +9,7 @@ import torch
 
 
 def limit_threads(num_threads: int, *, accelerators: bool) -> None:
-    """Let this process run so many threads, and JAX see accelerators or not. To be called before JAX makes a client."""
+    """Limit this process's threads, and hide accelerators from JAX unless wanted. Call it before JAX makes a client."""
     os.environ["OMP_NUM_THREADS"] = os.environ["NPROC"] = str(num_threads)  # XLA's CPU client reads the latter
     torch.set_num_threads(num_threads)
     if num_threads == 1:

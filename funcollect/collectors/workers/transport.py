@@ -162,7 +162,7 @@ class Transport(ABC):
     def start(self, job: Job, packed: bytes) -> WorkerHandle:
         """A handle to a new worker that builds itself from the packed job; the first call to it is ``"describe"``."""
 
-    def check_room(self, jobs: Sequence[Job], first: int, present: Sequence[Job]) -> None:  # noqa: B027 - most have it
+    def check_room(self, jobs: Sequence[Job], first: int, present: Sequence[Job]) -> None:  # noqa: B027 - most have room
         """Raise WorkerError if there is no room for new workers, with indices from `first`, beside the present ones."""
 
     @abstractmethod
@@ -182,4 +182,4 @@ class Transport(ABC):
 
     @abstractmethod
     def weight_store(self, workers: int) -> WeightStore:
-        """A store for the weights of so many workers."""
+        """A store for the weights of this number of workers."""

@@ -104,6 +104,7 @@ class Weights:
         return shapes_of(policy.params, "jax")
 
     def _write(self, weights: Mapping[str, Tensor], workers: Sequence[int]) -> int:
+        """Write weights for these workers into a free slot; return the slot."""
         while (slot := self._weight_store.put(weights, self._slots_in_use(workers))) is None:
             self._pool.wait()  # updates of single workers may need more slots than there are
         return slot
@@ -129,6 +130,7 @@ class Weights:
                     self._under_way[worker] = (wanted, self._pool.submit(self._call(worker, wanted)))
 
     def _took(self, worker: int, version: WeightsVersion, call: Call) -> None:
+        """Record the answer of a worker that was sent weights."""
         if call.error is None:
             self._taken[worker] = version
             return
@@ -137,6 +139,7 @@ class Weights:
         self._refusal = call.error
 
     def _call(self, worker: int, version: WeightsVersion) -> Call:
+        """The call that brings a worker these weights."""
         if version.slot is not None:
             return self._weight_store.call(worker, version.slot, version.number, version.policy)
         name = "adopt" if version.loaded else "take_params"

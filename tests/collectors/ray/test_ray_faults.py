@@ -29,9 +29,7 @@ def pid_of(collector, worker):
 
 
 def test_too_few_resources_are_told_at_once():
-    asked = (
-        r"no room for collector 2 of 3: asked for \[3 x \(4 CPU\)\]; the cluster: \[.* has 8 CPU.*\], of which free: 8"
-    )
+    asked = r"no room for collector 2 of 3: asked for \[3 x \(4 CPU\)\]; the cluster: \[.* has 8 CPU.*\], free: 8"
     with pytest.raises(fc.WorkerError, match=asked):
         ray_collector(Plain, frames_per_batch=10, num_collectors=3, remote_configs={"num_cpus": 4})
 
