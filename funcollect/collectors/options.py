@@ -29,6 +29,11 @@ class Shard:
     """The lanes of one part of a larger run: part `index` of `count` has ``index * P`` to ``index * P + P - 1``.
 
     Workers that are added to a run later have an index of `count` or more.
+
+    >>> import funcollect as fc
+    >>> with fc.SyncDataCollector("CartPole-v1", frames_per_batch=2, shard=fc.Shard(index=1, count=2)) as second:
+    ...     next(second)["collector", "lane"]
+    tensor([1, 1])
     """
 
     index: int = 0

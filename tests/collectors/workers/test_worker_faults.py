@@ -6,6 +6,8 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch
 import funcollect as fc
 from funcollect.collectors.processes import transport
 from funcollect.collectors.workers import pool
+from funcollect.collectors.workers.serial import SerialTransport
 from tests.support.faulty_workers import (
     BadInit,
     BadReset,
@@ -255,3 +258,23 @@ def hangs(pid):
 def children_of(pid):
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return list(map(int, file.read().split()))
+
+
+def test_jobs_that_cannot_be_sent_release_the_transport_and_leave_no_newcomer(monkeypatch):
+    left, own = [], {"create_env_fn": ["CartPole-v1"] * 2, "frames_per_batch": 4}
+    monkeypatch.setattr(SerialTransport, "leave", lambda self: left.append(1))
+    lock = threading.Lock()
+
+    def make():
+        return lock
+
+    with pytest.raises(TypeError, match="cannot be sent to a worker"):
+        multi(transport="serial", **own, policy_factory=make)
+    assert left == [1]
+    with multi(fc.MultiaSyncDataCollector, "serial", **own) as collector:
+        job = collector.run.jobs[0]
+        bad = replace(job, source=replace(job.source, policy=None, policy_factory=make))
+        with pytest.raises(TypeError, match="cannot be sent to a worker"):
+            collector.run.add([job, bad], lambda info: None)
+        assert collector.run.workers == [0, 1]
+        assert next(collector).numel()
