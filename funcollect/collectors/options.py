@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from funcollect.arguments import check_flags, check_kind, check_positive, checked_device
+from funcollect.arguments import check_count, check_flags, check_kind, check_positive, checked_device
 from funcollect.core.request import OwnColumns, Request, check_ends, check_exploration
 from funcollect.messages import shown
 from funcollect.specs import ExplorationType
@@ -38,6 +38,11 @@ class Shard:
 
     index: int = 0
     count: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError for a negative index, or a count below 1."""
+        check_count("index", self.index)
+        check_positive("count", self.count, example=2)
 
     def within(self, worker: int, count: int) -> Shard:
         """The shard of one of `count` workers that a collector with this shard has."""

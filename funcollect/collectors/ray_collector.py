@@ -98,9 +98,10 @@ class RayCollector(WorkerCollector):
             self._fill(reset_at_each_iter=False)  # TorchRL's documentation passes -False
         lists = {name: getattr(self, name) for name in _LISTS}
         count = number_of_collectors(lists, self.num_collectors)
-        devices = {name: given if listed(given := lists[name]) is None else None for name in DEVICES}
+        devices = {name: lists[name] if listed(lists[name]) is None else None for name in DEVICES}
         self._check(options_of(self, **devices, storing_device=self._stored(count)))
-        self._fill(seed=(seed := seed_of(key_from_seed(self.seed))))
+        seed = seed_of(key_from_seed(self.seed))
+        self._fill(seed=seed)
         defaults = {name: each.default for name, each in self.__dataclass_fields__.items()}
         self._columns = {name: value for name, value in columns_of(self).items() if value is not defaults[name]}
         self._columns |= {"collector_kwargs": self.collector_kwargs, "remote_configs": self.remote_configs}
@@ -109,14 +110,9 @@ class RayCollector(WorkerCollector):
         if self._has_nested_workers:
             self._columns |= {name: getattr(self, name) for name in _NESTED}
         workers = self.num_workers_per_collector
+        shard = Shard(0, count * workers)
         jobs = actor_jobs(
-            self.collector_class,
-            count,
-            self._columns,
-            policy=self.policy,
-            seed=seed,
-            shard=Shard(0, count * workers),
-            workers=workers,
+            self.collector_class, count, self._columns, policy=self.policy, seed=seed, shard=shard, workers=workers
         )
         self._since = dict.fromkeys(range(count), 0)  # batches of each collector since it was sent weights
         from funcollect.collectors.cluster.transport import RayTransport  # imports Ray

@@ -222,6 +222,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "envs.from_gymnax": lambda: {"env": "CartPole-v1"},
     "envs.from_jumanji": lambda: {"env": "Snake-v1"},
     "envs.from_navix": lambda: {"env": "Navix-Empty-5x5-v0"},
+    "Shard": lambda: {"index": 1, "count": 2},
     "envs.from_pgx": lambda: {"env": "tic_tac_toe"},
     "envs.from_playground": lambda: {"env": "CartpoleBalance"},
     "envs.ActionSpec": lambda: {"space": host()[0].action_space},
