@@ -1,4 +1,4 @@
-"""Compares runs, and finds the first row at which they differ."""
+"""Compare runs, and find the first row at which they differ."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from funcollect.tree import Path, flatten
 
 
 def to_tensor(leaf: Any) -> Tensor:
-    """A copy of a tensor, or of an array of JAX or NumPy, as a tensor."""
+    """A copy of a tensor or of an array of JAX or NumPy, as a tensor that needs no gradient."""
     return leaf.detach().clone() if isinstance(leaf, Tensor) else torch.from_numpy(np.array(leaf))
 
 
 def bits_differ(one: Tensor, two: Tensor) -> Tensor:
-    """The rows of two tensors [P, T, ...] that are not equal bit for bit: [P, T] bool."""
+    """Whether the rows of two tensors [P, T, ...] have different bits: [P, T] bool."""
     ours, theirs = (
         leaf.detach().cpu().contiguous().unsqueeze(-1).view(torch.uint8).reshape(*leaf.shape[:2], -1)
         for leaf in (one, two)
@@ -30,7 +30,7 @@ def bits_differ(one: Tensor, two: Tensor) -> Tensor:
 
 
 def numbers_differ(one: Tensor, two: Tensor) -> Tensor:
-    """The rows of two tensors [P, T, ...] that differ by more than rounding errors: [P, T] bool."""
+    """Whether the rows of two tensors [P, T, ...] differ by more than rounding errors: [P, T] bool."""
     ours, theirs = (leaf.detach().cpu().double() for leaf in (one, two))
     close = torch.isclose(ours, theirs, rtol=1e-3, atol=1e-4, equal_nan=True)
     return ~close.reshape(*one.shape[:2], -1).all(-1)
@@ -45,7 +45,10 @@ def expect_equal(
     mend: str,
     differs: Callable[[Tensor, Tensor], Tensor] = bits_differ,
 ) -> None:
-    """Fail unless two batches [P, T] are equal; in the message, `what` names `got`, and `source` names `wanted`."""
+    """Fail unless two batches [P, T] have the same keys, shapes, dtypes and, according to `differs`, equal rows.
+
+    In the message, `what` names the batch `got`, `source` the batch `wanted`, and `mend` is the fix.
+    """
     ours, theirs = flatten(got), flatten(wanted)
     kinds = [{path: (leaf.shape, leaf.dtype) for path, leaf in leaves.items()} for leaves in (ours, theirs)]
     if kinds[0] != kinds[1]:
@@ -59,22 +62,22 @@ def expect_equal(
 
 
 def _first(wrong: dict[Path, Tensor]) -> tuple[Path, int, int] | None:
-    """The path, lane and step of the earliest row that is True under any path, each [P, T] bool."""
+    """The path, lane and step of the earliest True row of several masks [P, T] bool; None if there is none."""
     found = [(step, lane, path) for path, rows in wrong.items() for lane, step in rows.nonzero().tolist()]
     return min(found)[::-1] if found else None
 
 
 def first_row(wrong: Tensor) -> tuple[int, int] | None:
-    """The lane and step of the earliest row of ``[P, T, ...]`` bool that is True."""
+    """The lane and step of the earliest row of a mask [P, T, ...] that is True anywhere; None if there is none."""
     first = _first({(): wrong.reshape(*wrong.shape[:2], -1).any(-1)})
     return first and first[1:]
 
 
 def spot(lane: int, step: int, path: Path) -> str:
-    """The name of a row of a run, for a message."""
+    """The name of a row of a run, for a message: ``"lane 0, step 3, next.reward"``."""
     return f"lane {lane}, step {step}, {'.'.join(path)}"
 
 
 def shown(value: Tensor) -> str:
-    """The value of a row, for a message."""
+    """The numbers in a tensor as text for a message, shortened if there are many."""
     return clipped(str(value.tolist()))

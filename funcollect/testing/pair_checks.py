@@ -34,7 +34,7 @@ def generators(trial: Trial) -> None:
 
 
 def _generators() -> dict[str, Any]:
-    """The states of the global generators."""
+    """The states of the global generators of Torch, NumPy and Python, in a form that can be compared."""
     name, words, *rest = np.random.get_state()
     return {
         "Torch": torch.get_rng_state().numpy().tobytes(),
@@ -44,7 +44,7 @@ def _generators() -> dict[str, Any]:
 
 
 def _unmoved(before: dict[str, Any], what: str, call: Callable[[], Any]) -> Any:
-    """The result of the call; fail if the generators are no longer as `before`."""
+    """The result of the call, named `what`; fail if it changed the global generators, whose states were `before`."""
     result = call()
     after = _generators()
     for name, state in before.items():

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from typing_extensions import override
+
 from funcollect.errors import CheckError
 
 Subject = TypeVar("Subject")
@@ -22,26 +24,20 @@ class FailedError(Exception):
 
 
 def fail(where: str, *, expected: object, got: object, mend: str) -> FailedError:
-    """The error for a fault at `where`, in the form that every message has."""
+    """The error of a failed check: the place, the expectation, the value and the fix `mend`. The caller raises it."""
     return FailedError(f"{where}: expected {expected}, got {got}: {mend}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The result of one check that did not fail.
+    """The result of one check that did not fail; `str` gives one line."""
 
-    Attributes:
-        name: the name of the check.
-        claim: what the check has confirmed, in one line.
-        applies: False if the check does not apply.
-        note: the reason why it does not apply, or a remark on a check that passed; may be empty.
-    """
-
-    name: str
-    claim: str
+    name: str  # of the check
+    claim: str  # what the check has confirmed, in one line
     applies: bool
-    note: str
+    note: str  # why the check does not apply, or a remark on one that passed; may be empty
 
+    @override
     def __str__(self) -> str:
         texts = (self.claim if self.applies else "", self.note)
         return f"{'passed' if self.applies else 'n/a':<6}  {self.name:<18}  {' -- '.join(filter(None, texts))}"
@@ -49,27 +45,23 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The checks that passed, or do not apply; `str` gives one line for each.
+    """The checks that passed, or do not apply; `str` gives one line for each."""
 
-    Attributes:
-        subject: what was checked.
-        results: one for each check, in order.
-    """
-
-    subject: str
-    results: tuple[Result, ...]
+    subject: str  # the name of the environment, or of the policy and the environment
+    results: tuple[Result, ...]  # one for each check, in order
 
     @property
     def passed(self) -> tuple[str, ...]:
         """The names of the checks that apply."""
         return tuple(result.name for result in self.results if result.applies)
 
+    @override
     def __str__(self) -> str:
         return "\n".join((self.subject, *(f"  {result}" for result in self.results)))
 
 
 def run_checks(label: str, checks: Sequence[Check[Subject]], subject: Subject) -> Report:
-    """Run `checks` in order.
+    """Call each check with the subject, in order, and return a report of those that passed or do not apply.
 
     Raises:
         CheckError: at the first check that fails, or that raises any other error.

@@ -18,30 +18,22 @@ from funcollect.protocols import Env, Policy
 from funcollect.testing.compare import to_tensor
 from funcollect.tree import Path
 
-_FEWEST = 6  # the smallest number of steps of a run, which is cut in three
+_FEWEST = 6  # the smallest number of steps of a run: checks cut it into thirds and single steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """The subject of a check.
-
-    Attributes:
-        env: the environment.
-        policy: the policy.
-        steps: T, the number of steps of a run.
-        seed: the seed of the first run; others use the seeds after it.
-        single: the same environment with one lane, or None if it cannot be made.
-    """
+    """An environment and a policy, which a check runs together."""
 
     env: Env
     policy: Policy
-    steps: int
-    seed: int
-    single: Env | None = None
+    steps: int  # T, the number of steps of a run
+    seed: int  # of the first run; others use the seeds after it
+    single: Env | None = None  # the same environment with one lane, or None if it cannot be made
 
     @property
     def lanes(self) -> int:
-        """P."""
+        """P, the number of environments in one batch."""
         return self.env.num_envs or 1
 
     @property
@@ -51,23 +43,23 @@ class Trial:
 
     @cached_property
     def batch(self) -> TensorDict:
-        """The run that others are compared with: [P, T]."""
+        """The batch [P, T] of the first run, with which other runs are compared."""
         return self.run(self.steps)
 
     @cached_property
     def done(self) -> torch.Tensor:
-        """The rows of that run in which an episode ends: [P, T] bool."""
+        """Whether an episode of the first run ends with this row: [P, T] bool."""
         return self.batch["next", "done"][..., 0]  # type: ignore[no-any-return]
 
     def run(self, *lengths: int, seed: int | None = None, policy: Policy | None = None, **options: Any) -> TensorDict:
-        """Run from `seed` on, cut into rollouts of `lengths` steps: [P, sum of lengths]."""
+        """Start a run with `seed`; return its rollouts of `lengths` steps, joined into one batch [P, total steps]."""
         with self.started(seed, policy) as state:
             return self.go_on(state, *lengths, policy=policy, **options)[1]
 
     def go_on(
         self, state: CollectorState, *lengths: int, policy: Policy | None = None, **options: Any
     ) -> tuple[CollectorState, TensorDict]:
-        """Continue from a state."""
+        """Continue from a state with rollouts of `lengths` steps; return the last state, and one batch of all steps."""
         batches = []
         for length in lengths:
             state, batch = api.rollout(self.env, policy or self.policy, state, length, **options)
@@ -76,7 +68,7 @@ class Trial:
 
     @contextlib.contextmanager
     def started(self, seed: int | None = None, policy: Policy | None = None) -> Iterator[CollectorState]:
-        """Give a first state, and free its simulators afterwards."""
+        """A context that yields the first state of a run, and frees its simulators at the end."""
         state = api.init(self.env, policy or self.policy, seed=self.seed if seed is None else seed)
         try:
             yield state
@@ -85,7 +77,7 @@ class Trial:
 
 
 def check_run(steps: Any, seed: Any) -> None:
-    """Raise unless `seed` is an int of at least 0, and a run of `steps` steps can be cut in three."""
+    """Raise ValueError or TypeError unless `seed` is an int of at least 0, and `steps` one of at least `_FEWEST`."""
     check_positive("steps", steps)
     if steps < _FEWEST:
         raise ValueError(f"steps is {steps}, expected at least {_FEWEST}: pass for example steps=100")
@@ -93,7 +85,7 @@ def check_run(steps: Any, seed: Any) -> None:
 
 
 def release(state: CollectorState) -> None:
-    """Free a state's simulators, and ignore errors: the check `close` reports those."""
+    """Free a state's simulators. Errors are ignored, since the check `close` reports them."""
     with contextlib.suppress(Exception):
         api.close(state)
 
@@ -104,5 +96,5 @@ def by_lane(env: Env, batch: TensorDictBase) -> Any:
 
 
 def root_of(state: CollectorState) -> dict[Path, torch.Tensor]:
-    """The current observation of a state, each [P, ...], as tensors on the host."""
+    """A copy of a state's current observation: by key, tensors [P, ...] on the CPU."""
     return {path: to_tensor(leaf).cpu() for path, leaf in state.observation.items()}

@@ -1,7 +1,7 @@
 """Checks of an environment's description, and of rows against the data contract.
 
-The functions that take a trial are checks of `check_env`. Those that take rows raise an error if the rows break the
-contract: in their layout, flags or counters, or in the order of their observations.
+The functions that take a trial are checks of `check_env`. Those that take a batch raise `FailedError` if it breaks the
+contract: in its layout, flags or counters, or in the order of its observations.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.envs.host.host_env import seeding_of
-from funcollect.protocols import Backend, Env, Seeding
-from funcollect.specs import ActionSpec, disassemble, observation_leaves
+from funcollect.protocols import Backend, Seeding
+from funcollect.specs import ActionSpec, disassemble, observation_leaves, torch_dtype
 from funcollect.testing.compare import bits_differ, first_row, shown, spot
 from funcollect.testing.report import fail
 from funcollect.testing.trial import Trial
@@ -32,7 +32,7 @@ _SINGLE_STEPS = 8
 
 def describes(trial: Trial) -> None:
     """The description is complete: backend, seeding, number of lanes, spaces and their leaves."""
-    env: Env = trial.env
+    env = trial.env
     for name, value, known in (("backend", env.backend, Backend), ("seeding", seeding_of(env), Seeding)):
         if value not in get_args(known):
             raise fail(name, expected=f"one of {get_args(known)}", got=repr(value), mend="set it to one of these")
@@ -55,10 +55,7 @@ def layout(trial: Trial) -> None:
     """A batch has the keys, shapes and dtypes of the contract."""
     expect_layout(trial.batch)
     spec = trial.env.action_spec
-    kinds = {
-        leaf.path: (leaf.shape, torch.from_numpy(np.empty(0, leaf.dtype)).dtype)
-        for leaf in trial.env.observation_leaves
-    }
+    kinds = {leaf.path: (leaf.shape, torch_dtype(leaf.dtype)) for leaf in trial.env.observation_leaves}
     for path, kind in (kinds | {("action",): (spec.shape, spec.dtype)}).items():
         leaf = trial.batch[path]
         got = (tuple(leaf.shape[2:]), leaf.dtype)
@@ -81,7 +78,7 @@ def observations(trial: Trial) -> None:
 
 
 def _bounds(space: Any, dtype: np.dtype[Any]) -> tuple[Any, Any]:
-    """The lowest and highest values of a leaf's space."""
+    """The lowest and highest values in the space of one leaf, whose dtype in a batch is `dtype`."""
     match space:
         case spaces.Box():
             return space.low.astype(dtype), space.high.astype(dtype)  # rounded as observations are
@@ -141,7 +138,7 @@ def expect_layout(batch: TensorDictBase) -> None:
 
 
 def roots(leaves: Mapping[Path, Tensor]) -> dict[Path, Tensor]:
-    """The leaves of the observation before the step: those whose key is also under `next`."""
+    """Of the leaves of a batch, the observations before the step: those with a key that is also under `next`."""
     own = {("reward",), *((name,) for name in FLAGS)}
     nexts = {path[1:] for path in leaves if path[0] == "next" and path[1] != "info"} - own
     return {path: leaf for path, leaf in leaves.items() if path in nexts}
@@ -161,9 +158,9 @@ def expect_flags(batch: TensorDictBase) -> None:
 
 
 def expect_counters(rows: TensorDictBase, *, cut: bool = False) -> None:
-    """Fail unless steps count from 0 in each trajectory and ids are used once, over consecutive rows [P, T].
+    """Fail unless, in consecutive rows [P, T], steps count from 0 in each trajectory and no id comes back.
 
-    `cut` allows trajectories that end without a done flag, as after a reset from outside.
+    With `cut`, trajectories may also end without a done flag, as they do when the user resets a lane.
     """
     ids, step = rows["collector", "traj_ids"], rows["collector", "step"]
     over = rows["next", "done"][:, :-1, 0]
@@ -181,13 +178,13 @@ def expect_counters(rows: TensorDictBase, *, cut: bool = False) -> None:
 
 
 def expect_used_once(ids: list[int]) -> None:
-    """Fail if several trajectories have the same id."""
+    """Fail if an id is in the list twice, which has one id for each trajectory."""
     if again := sorted(each for each, count in Counter(ids).items() if count > 1):
         raise fail("collector.traj_ids", expected="one trajectory per id", got=f"{again[:3]} twice", mend=REPORT_IT)
 
 
 def expect_chained(rows: TensorDictBase) -> None:
-    """Fail unless each observation in a trajectory of consecutive rows [P, T] is what the step before returned."""
+    """Fail unless each observation in consecutive rows [P, T] is the next one of the row before in its trajectory."""
     leaves = flatten(rows)
     within = rows["collector", "traj_ids"][:, 1:] == rows["collector", "traj_ids"][:, :-1]
     for path, root in roots(leaves).items():

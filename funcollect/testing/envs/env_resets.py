@@ -1,4 +1,4 @@
-"""Checks of `check_env` on how episodes begin and end, and in which lanes."""
+"""Checks of `check_env`: how episodes begin and end, and in which lanes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from funcollect.testing.trial import Trial, root_of
 from funcollect.tree import Path
 
 _CHANCE = 1e-3  # the probability of a false alarm that `terminal` accepts
-_RESETS = 16  # the number of first observations that are compared
+_RESETS = 16  # the number of episodes per lane whose first observations are compared
 
 
 def _first_observations(trial: Trial, seed: int) -> dict[Path, Tensor]:
-    """The first observations of the first episodes of each lane: each [P, _RESETS, ...]."""
+    """The observations that begin the first episodes of each lane, without running them: [P, _RESETS, ...] by key."""
     with trial.started(seed) as state:
         seen = [root_of(state)]
         for _ in range(_RESETS - 1):
@@ -45,9 +45,9 @@ def another_seed(trial: Trial) -> None:
 
 
 def _begin(trial: Trial, state: CollectorState, episode: int) -> CollectorState:
-    """A state in which each lane begins the episode of this number, although no episode before it has run.
+    """A state in which every lane begins its episode number `episode`, without the frames of earlier episodes.
 
-    `state` begins the episode before, or is the first state.
+    `state` is the one in which the episode before begins, or the first state of the run if `episode` is 0.
     """
     if trial.env.backend != "host":
         return api.reset(trial.env, state) if episode else state
@@ -72,7 +72,10 @@ def resets(trial: Trial) -> str | None:
 
 
 def _expect_moved_on(trial: Trial, batch: Any) -> None:
-    """Fail if the observation stays the terminal one after every end, in an environment whose observations change."""
+    """Fail if, after every end in the batch [P, T], the terminal observation is still there.
+
+    An environment whose observations never change within an episode passes.
+    """
     ended = batch["next", "done"][:, :-1, 0]
     still, moves = ended, torch.zeros_like(ended)
     for leaf in trial.env.observation_leaves:
@@ -87,7 +90,7 @@ def _expect_moved_on(trial: Trial, batch: Any) -> None:
 
 
 def _expect_seeded(trial: Trial, batch: Any) -> None:
-    """Fail if the first observation of an episode depends on anything but its seed."""
+    """Fail if the first observation of an episode in the batch [P, T] depends on anything but the episode's seed."""
     number = (batch["collector", "step"] == 0).cumsum(1) - 1
     with trial.started() as state:
         for episode in range(min(int(number.max()) + 1, _RESETS)):
@@ -129,7 +132,7 @@ def terminal(trial: Trial) -> None:
 
 
 def _look_like_first(trial: Trial) -> Tensor:
-    """The rows in which every number of the next observation is in the range of first observations: [P, T] bool."""
+    """Whether all numbers of a row's next observation lie in the range of first observations: [P, T] bool."""
     fresh = torch.ones_like(trial.done)
     for path, leaf in _first_observations(trial, trial.seed + 2).items():
         seen, produced = leaf.flatten(0, 1), trial.batch["next", *path]
@@ -161,7 +164,7 @@ def reset_mask(trial: Trial) -> None:
 
 
 def _expect_masked(before: CollectorState, after: CollectorState, mask: Tensor) -> None:
-    """Fail unless a reset of the lanes in `mask` [P] changed no other observation, and set their steps to 0."""
+    """Fail unless a reset of the lanes in `mask` [P] set their steps to 0, and changed no other lane's observation."""
     shown_before = root_of(before)
     for path, leaf in root_of(after).items():
         touched = bits_differ(leaf.unsqueeze(1), shown_before[path].unsqueeze(1))[:, 0]

@@ -1,4 +1,4 @@
-"""Checks of `check_env` by special runs: lanes alone, overwritten memory, forks, old states."""
+"""Checks of `check_env` that need runs of their own: lanes alone, overwritten memory, forks, old states."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from funcollect.testing.report import NotApplicableError, fail
 from funcollect.testing.trial import Trial, by_lane, release
 from funcollect.tree import NAMESPACE
 
-_FEW = 20  # steps, after which rounding errors are still small
+_FEW = 20  # steps that are compared in a Torch environment; after more, rounding errors may have grown
 
 
 class OverwritingPolicy(PolicyBase):
-    """Acts at random, keeps a copy of each action, and then overwrites the observation with zeros."""
+    """Acts at random, keeps a copy of each action in `actions`, and overwrites each observation with zeros."""
 
     backend: Literal["torch"] = "torch"
     params = None
@@ -51,7 +51,7 @@ class OverwritingPolicy(PolicyBase):
 
 
 class Replay(PolicyBase):
-    """Returns the given actions [T, P, ...] one after the other, so it serves one run."""
+    """Returns the given actions [T, P, ...], one [P, ...] per call, so it can be used for one run only."""
 
     backend: Literal["torch"] = "torch"
     params = None
@@ -91,6 +91,7 @@ def lanes_alone(trial: Trial) -> None:
 
 
 def _require_eager_loop(trial: Trial) -> None:
+    """Raise NotApplicableError for a JAX environment, whose loop cannot call the Python policies of this module."""
     if trial.env.backend == "jax":
         raise NotApplicableError("its loop is traced, so the policies of this check cannot look into it")
 

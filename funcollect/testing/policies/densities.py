@@ -1,4 +1,7 @@
-"""The check of log-probabilities: they are recomputed from recorded rows with Torch's own distributions."""
+"""The check of log-probabilities, which recomputes them from recorded rows with Torch's own distributions.
+
+Each function in `_DENSITIES` returns the log-probabilities [P, T] float64 of actions [P, T, ...] under one head.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ def _expected(trial: PolicyTrial) -> Tensor:
 
 
 def _parameters(trial: PolicyTrial) -> HeadOutputs:
-    """The inputs of the head, recomputed step by step with the policy's own module."""
+    """The parameters of the head's distribution, recomputed step by step with the policy's own module."""
     policy: Any = trial.policy
     initial = state = recurrent_of(policy.init(key_from_seed(trial.seed), trial.lanes))
     steps = []
@@ -86,7 +89,7 @@ def _parameters(trial: PolicyTrial) -> HeadOutputs:
 
 
 def _call(policy: TorchPolicy | JaxPolicy, *inputs: Any) -> Any:
-    """The result of the policy's module or function, as tensors."""
+    """Call the policy's module or function on an observation and, if it is recurrent, its state; return tensors."""
     if isinstance(policy, JaxPolicy):
         arrays = [import_jax().tree.map(np.asarray, each) for each in inputs]
         return _tensors(policy.apply(policy.params, *arrays))
@@ -95,11 +98,12 @@ def _call(policy: TorchPolicy | JaxPolicy, *inputs: Any) -> Any:
 
 
 def _tensors(tree: Any) -> Any:
+    """A pytree of arrays, of Torch, JAX or NumPy, as one of tensors."""
     return import_jax().tree.map(to_tensor, tree)
 
 
 def _choices(parameters: HeadOutputs, action: Tensor, spec: ActionSpec) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each component of an action, the head's numbers [P, T, choices] and the index of the choice [P, T]."""
+    """For each component of a discrete action, the head's outputs [P, T, choices] and the chosen index [P, T]."""
     sizes = list(spec.categories)
     if spec.one_hot:
         indices = [part.argmax(-1) for part in torch.split(action, sizes, -1)]
@@ -109,11 +113,13 @@ def _choices(parameters: HeadOutputs, action: Tensor, spec: ActionSpec) -> Itera
 
 
 def _categorical(parameters: HeadOutputs, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
+    """Log-probabilities of a discrete action whose components are drawn from a softmax over logits."""
     choices = _choices(parameters, action, spec)
     return torch.stack([td.Categorical(logits=logits).log_prob(index) for logits, index in choices]).sum(0)
 
 
 def _epsilon_greedy(parameters: HeadOutputs, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
+    """Log-probabilities of the best choice, or with the probability ``head.epsilon`` a uniform one."""
     scores = []
     for values, index in _choices(parameters, action, spec):
         best = (values.argmax(-1) == index).double()
@@ -122,10 +128,12 @@ def _epsilon_greedy(parameters: HeadOutputs, action: Tensor, spec: ActionSpec, h
 
 
 def _normal(parameters: HeadOutputs, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
+    """Log-densities of a normal distribution with independent components."""
     return _summed(td.Normal(*parameters).log_prob(action.double()))
 
 
 def _tanh_normal(parameters: HeadOutputs, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
+    """Log-densities of the tanh of a normal variable, scaled to the space's bounds; NaN close to a bound."""
     space: Any = spec.space
     low, high = (torch.as_tensor(bound).double() for bound in (space.low, space.high))
     half = (high - low) / 2
@@ -135,6 +143,7 @@ def _tanh_normal(parameters: HeadOutputs, action: Tensor, spec: ActionSpec, head
 
 
 def _summed(score: Tensor) -> Tensor:
+    """The sum over an action's components: [P, T] from [P, T, ...], also if there are no more dimensions."""
     return score.reshape(*score.shape[:2], -1).sum(-1)
 
 

@@ -89,13 +89,14 @@ def pure(trial: PolicyTrial) -> None:
 
 
 def _copied(tree: Any) -> Any:
+    """A pytree with copies of its tensors, since a policy may write into the state that it is given."""
     return optree.tree_map(
         lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree, namespace=NAMESPACE, none_is_leaf=True
     )
 
 
 def _expect_bits(wanted: Tensor, got: Tensor, what: str, mend: str) -> None:
-    """Fail unless two tensors are equal bit for bit."""
+    """Fail unless two tensors are equal bit for bit; in the message, `what` names them and `mend` is the fix."""
     one, two = (each.detach().reshape(1, 1, -1) for each in (wanted, got))
     if one.shape != two.shape or bool(bits_differ(one, two).any()):
         raise fail(what, expected=f"unchanged, {shown(wanted)}", got=shown(got), mend=mend)
@@ -112,7 +113,10 @@ def deterministic(trial: PolicyTrial) -> None:
 
 
 def _seed_changes(trial: PolicyTrial, *, noise: bool) -> str:
-    """The place at which another seed of its own draws, and with `noise` of its head's, changes the outputs; or ""."""
+    """The first row and key of the outputs that another seed changes, for a message; empty if it changes none.
+
+    The seed is that of the policy's own draws and, if `noise` is True, also that of the noise for its head.
+    """
     key, other = key_from_seed(trial.seed), key_from_seed(trial.seed + 1)
     one = flatten(trial.query().columns)
     two = flatten(trial.query(key=other, noise_key=other if noise else key).columns)
@@ -123,7 +127,7 @@ def _seed_changes(trial: PolicyTrial, *, noise: bool) -> str:
 
 
 def _knows_exploration(policy: Policy) -> bool:
-    """Whether the part of the policy that draws can know the exploration type."""
+    """Whether the policy can read the exploration type where it draws, and so take the mode instead."""
     if isinstance(policy, RandomPolicy):
         return False
     if isinstance(policy, FunctionPolicy):
@@ -142,26 +146,16 @@ def rows_apart(trial: PolicyTrial) -> None:
         raise NotApplicableError(DRAWS)
     rows, others = trial.seen
     mend = "let no operation mix the batch dimension; batch norm in training mode does: call module.eval()"
-    one = trial.query()
+    wanted = trial.query().columns
     beside = {path: torch.cat((rows[path][:1], others[path][1:])) for path in rows}
-    expect_equal(
-        trial.query(beside).columns[:1],
-        one.columns[:1],
-        what="the output beside other rows",
-        source="the output for the same row (here lane 0) before",
-        mend=mend,
-        differs=numbers_differ,
-    )
     order = torch.arange(trial.count).flip(0)
     turned = {path: value[order] for path, value in rows.items()}
-    expect_equal(
-        trial.query(turned, order=order).columns[order],
-        one.columns,
-        what="the outputs for the rows in reverse order",
-        source="the outputs in the first order",
-        mend=mend,
-        differs=numbers_differ,
-    )
+    for what, got in (
+        ("the output beside other rows", trial.query(beside).columns[:1]),
+        ("the outputs for the rows in reverse order", trial.query(turned, order=order).columns[order]),
+    ):
+        source = "the output for the same row (here called a lane) before"
+        expect_equal(got, wanted[: len(got)], what=what, source=source, mend=mend, differs=numbers_differ)
 
 
 def recurrent(trial: PolicyTrial) -> None:

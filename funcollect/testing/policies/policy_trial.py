@@ -26,7 +26,7 @@ _ROWS = 4  # N, if the environment has fewer than two lanes
 
 
 class PolicyOutput(NamedTuple):
-    """The result of a few steps of a policy on the same rows."""
+    """The result of calling a policy several times (steps) on the same N rows."""
 
     columns: TensorDict  # its outputs, [N, steps]
     recurrent: Any  # its recurrent state after the last step, each [N, ...], or None
@@ -34,17 +34,17 @@ class PolicyOutput(NamedTuple):
 
 
 def recurrent_of(policy_state: Any) -> Any:
-    """The part of a policy's state that has a row per lane, or None."""
+    """The part of a policy's state that has a row per lane; of a Torch policy's, the recurrent state, maybe None."""
     return policy_state.recurrent if isinstance(policy_state, TorchPolicyState) else policy_state
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTrial(Trial):
-    """The subject of a check of a policy, which can also be called on chosen rows."""
+    """A policy and its environment, for checks; `query` calls the policy on chosen rows, without the environment."""
 
     @cached_property
     def count(self) -> int:
-        """N, the number of rows of a query: that of the lanes, so that a jitted policy is compiled once."""
+        """N, the number of rows of a query: the number of lanes if possible, so that a jitted policy compiles once."""
         return self.lanes if self.lanes > 1 else _ROWS
 
     @cached_property
@@ -54,10 +54,8 @@ class PolicyTrial(Trial):
         batch = self.run(length, policy=RandomPolicy(self.env.action_spec))
         picked = torch.linspace(0, batch.numel() - 1, 2 * self.count).long()
         flat = {leaf.path: batch[leaf.path].flatten(0, 1)[picked] for leaf in self.env.observation_leaves}
-        return (
-            {path: rows[: self.count] for path, rows in flat.items()},
-            {path: rows[self.count :] for path, rows in flat.items()},
-        )
+        first, second = ({path: rows.chunk(2)[half] for path, rows in flat.items()} for half in (0, 1))
+        return first, second
 
     def query(
         self,

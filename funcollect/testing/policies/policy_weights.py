@@ -15,7 +15,7 @@ from funcollect.testing.policies.policy_trial import PolicyTrial
 from funcollect.testing.report import NotApplicableError, fail
 from funcollect.tree import flatten
 
-_SCALES = (0.5, 3.0, 20.0)  # a small change of the weights may not change an argmax
+_SCALES = (0.5, 3.0, 20.0)  # tried in turn, since a small change of the weights may not change an argmax
 
 
 def own_weights(policy: Policy) -> dict[str, Tensor]:
@@ -56,6 +56,7 @@ def params_argument(trial: PolicyTrial) -> None:
 
 
 def _trainable_weights(trial: PolicyTrial) -> dict[str, Tensor]:
+    """The policy's `own_weights`; NotApplicableError if none of them is floating."""
     weights = own_weights(trial.policy)
     if not any(value.is_floating_point() for value in weights.values()):
         raise NotApplicableError("it has no parameters")
@@ -63,11 +64,13 @@ def _trainable_weights(trial: PolicyTrial) -> dict[str, Tensor]:
 
 
 def _changes_outputs(trial: PolicyTrial, **options: Any) -> bool:
+    """Whether a run with these options of `rollout`, and with the present weights, differs from `trial.batch`."""
     ours = flatten(trial.run(trial.steps, **options))
     return any(bool(bits_differ(leaf, ours[path]).any()) for path, leaf in flatten(trial.batch).items())
 
 
 def _expect_unchanged(trial: PolicyTrial, weights: dict[str, Tensor]) -> None:
+    """Fail if the policy's own parameters or buffers are no longer equal to `weights`."""
     for name, value in own_weights(trial.policy).items():
         if not torch.equal(value, weights[name]):
             raise fail(f"the policy's own {name}", expected="unchanged", got="another value", mend="do not write to it")
