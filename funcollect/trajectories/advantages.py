@@ -18,7 +18,8 @@ __all__ = ["gae"]
 
 _NEEDED = {"reward": ("next", "reward"), "terminated": ("next", "terminated"), "done": ("next", "done")}
 _EPISODE = ("collector", "episode")  # traced rollouts have these numbers per lane instead of ids
-_OPTIONAL = {"traj_ids": TRAJECTORY_IDS, "mask": MASK, "stays": ("done",)}
+_OPTIONAL = {"traj_ids": TRAJECTORY_IDS, "mask": MASK, "repeated": ("done",)}
+_TAILS: dict[str, tuple[int, ...] | None] = {"reward": None, "traj_ids": (), "mask": ()}  # see `require`; [1] otherwise
 
 
 def gae(
@@ -71,14 +72,14 @@ def gae(
 
 
 class _AdvantageInputs(NamedTuple):
-    """The leaves of a batch: tensors or JAX arrays, time first, which broadcast with each other and with values."""
+    """The leaves of a batch, time first: tensors or JAX arrays that broadcast with each other and with the values."""
 
     reward: Any  # [T, ...]
     terminated: Any  # [T, ...] bool
     done: Any  # [T, ...] bool
     traj_ids: Any = None  # [T, ...] integers
     mask: Any = None  # [T, ...] bool: False for padding
-    stays: Any = None  # [T, ...] bool: True for repeated frames of a finished lane
+    repeated: Any = None  # [T, ...] bool: True for repeated frames of a finished lane
 
 
 def _estimate(
@@ -88,15 +89,15 @@ def _estimate(
     delta = frames.reward + gamma * xp.where(frames.terminated, 0.0, next_value) - value
     if frames.mask is not None:
         delta = xp.where(frames.mask, delta, 0.0)
-    if frames.stays is not None:
-        delta = xp.where(frames.stays, 0.0, delta)
+    if frames.repeated is not None:
+        delta = xp.where(frames.repeated, 0.0, delta)
     discount = xp.asarray(gamma * lmbda, dtype=delta.dtype) * ~_ends(xp, frames)
     advantage = _discounted_sums(xp, delta, discount)
     return advantage, advantage + value
 
 
 def _ends(xp: Any, frames: _AdvantageInputs) -> Any:
-    """Whether the trajectory of each frame ends with it: [T, ...] bool."""
+    """Whether each frame is the last of its trajectory in the batch: [T, ...] bool."""
     done, ids = frames.done, frames.traj_ids
     before_last = done[:-1] if ids is None else done[:-1] | (ids[1:] != ids[:-1])
     return xp.concatenate([before_last, xp.ones_like(done[-1:])])
@@ -124,12 +125,11 @@ def _discounted_sums(xp: Any, values: Any, discount: Any) -> Any:
 def _read_torch(batch: TensorDictBase, value: Any, next_value: Any) -> tuple[_AdvantageInputs, Tensor, Tensor]:
     """The frames of a TensorDict and their values, each leaf ``[T, *B, n]``."""
     check_batch(batch)
-    columns = {"reward": require(batch, _NEEDED["reward"], tail=None)}
+    columns: dict[str, Tensor] = {}
     for name, path in (_NEEDED | _OPTIONAL).items():
-        if name != "reward" and (name in _NEEDED or batch.get(path, None) is not None):
-            per_frame = name in ("traj_ids", "mask")
-            leaf = require(batch, path, tail=() if per_frame else (1,))
-            columns[name] = leaf[..., None] if per_frame else leaf
+        if name in _NEEDED or batch.get(path, None) is not None:
+            leaf = require(batch, path, tail=_TAILS.get(name, (1,)))
+            columns[name] = leaf if leaf.ndim > batch.batch_dims else leaf[..., None]
     for name, values in (("value", value), ("next_value", next_value)):
         if not isinstance(values, Tensor):
             raise TypeError(f"{name} is {type(values).__name__}, expected a tensor, as a TensorDict's leaves are")
@@ -167,6 +167,7 @@ def _read_jax(batch: Mapping[str, Any], value: Any, next_value: Any) -> tuple[_A
 
 
 def _check_values(name: str, values: Any, floating: bool, shape: tuple[int, ...]) -> None:
+    """Raise unless `values`, the argument `name`, are floating and have the `shape` of the rewards."""
     if not floating:
         raise TypeError(f"{name} is {values.dtype}, expected a floating dtype: pass the result of the value function")
     if tuple(values.shape) == tuple(shape):
@@ -176,6 +177,7 @@ def _check_values(name: str, values: Any, floating: bool, shape: tuple[int, ...]
 
 
 def _check_factor(name: str, factor: Any, in_jax: bool) -> None:
+    """Raise unless `factor` is a number in [0, 1] or, for a JAX batch, any scalar JAX array."""
     if in_jax and isinstance(factor, import_jax().Array) and not factor.ndim:
         return  # within `jit` it may have no value yet
     check_number(name, factor, most=1, example=0.99)

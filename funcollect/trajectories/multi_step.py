@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import override
 
 from funcollect.arguments import check_number, check_positive
 from funcollect.trajectories.split import MASK, TRAJECTORY_IDS, check_batch, require, steps_back
@@ -43,6 +44,7 @@ class MultiStep:
     """
 
     def __init__(self, gamma: float, n_steps: int) -> None:
+        """Check the arguments, which the class documents, and keep them."""
         check_positive("n_steps", n_steps)
         check_number("gamma", gamma, most=1, example=0.99)
         self.gamma, self.n_steps = float(gamma), int(n_steps)
@@ -71,7 +73,7 @@ class MultiStep:
         return result
 
     def _steps(self, batch: TensorDictBase) -> Tensor:
-        """The number of steps that each frame looks ahead: ``[*B, T]`` int64, from 1 to `n_steps`."""
+        """The number of steps whose rewards each frame sums: ``[*B, T]`` int64, from 1 to `n_steps`."""
         ends = require(batch, ("next", "done"), tail=(1,))[..., 0].clone()
         for changes in _changes(batch):
             ends[..., :-1] |= changes
@@ -90,12 +92,13 @@ class MultiStep:
             total.narrow(time, 0, later.shape[time]).add_(torch.where(counts, self.gamma**ahead * later, 0))
         return total
 
+    @override
     def __repr__(self) -> str:
         return f"MultiStep(gamma={self.gamma}, n_steps={self.n_steps})"
 
 
 def _changes(batch: TensorDictBase) -> Iterator[Tensor]:
-    """Whether two successive frames belong to different trajectories, or one is padding: ``[*B, T - 1]`` each."""
+    """Yield masks ``[*B, T - 1]``: True where, by one of the keys, the next frame is not of the same trajectory."""
     for key in (TRAJECTORY_IDS, ("episode",), MASK):
         if batch.get(key, None) is not None:
             leaf = require(batch, key, tail=())
@@ -104,6 +107,6 @@ def _changes(batch: TensorDictBase) -> Iterator[Tensor]:
 
 
 def _gather(leaf: Tensor, index: Tensor, time: int) -> Tensor:
-    """``leaf[..., index[..., t], ...]`` at each time ``t``."""
+    """Select frames along time: at each time ``t``, the frame ``index[..., t]`` of `leaf` ``[*B, T, ...]``."""
     shape = (*index.shape, *[1] * (leaf.ndim - index.ndim))
     return torch.take_along_dim(leaf, index.reshape(shape), dim=time)

@@ -104,7 +104,7 @@ def split_trajectories(
 
 
 def _ids(batch: TensorDictBase, key: Path, instead: Path | None) -> Tensor | None:
-    """The ids of the batch, ``[*B, T]`` integers; None if it lacks them and has the key `instead`."""
+    """The ids ``[*B, T]`` of the batch, integers; None if it has no `key`, but the key `instead`."""
     if instead and batch.get(key, None) is None and batch.get(instead, None) is not None:
         return None
     ids = require(batch, key, tail=())
@@ -114,7 +114,7 @@ def _ids(batch: TensorDictBase, key: Path, instead: Path | None) -> Tensor | Non
 
 
 class _PaddedLayout:
-    """The place of each frame in a table with a row per trajectory; these begin where `begins` [*B, T] is True."""
+    """Moves frames to a table with one row per trajectory; trajectories begin where `begins` [*B, T] is True."""
 
     def __init__(self, begins: Tensor) -> None:
         flat = begins.reshape(-1)
@@ -172,7 +172,7 @@ def steps_back(batch: TensorDictBase) -> Tensor:
 
 
 def _map_leaves(function: Callable[[Tensor], Tensor], node: TensorDictBase, path: Path) -> _Nested:
-    """Apply `function` to the leaves of a TensorDict, also of a lazy stack; the result is a nested dict."""
+    """Apply `function` to the leaves of a TensorDict, which may be a lazy stack, and return a nested dict."""
     mapped: _Nested = {}
     for name in node.keys():  # noqa: SIM118
         value, here = node.get(name), (*path, name)
@@ -194,7 +194,7 @@ def check_batch(batch: TensorDictBase) -> None:
 
 
 def require(batch: TensorDictBase, key: str | Path, *, tail: tuple[int, ...] | None) -> Tensor:
-    """The leaf under a key, which must be ``[*B, T, *tail]``, or ``[*B, T, n]`` with any n if `tail` is None."""
+    """The leaf under a key; ValueError unless it is ``[*B, T, *tail]`` or, if `tail` is None, ``[*B, T, n]``."""
     leaf = batch.get(key, None)
     if not isinstance(leaf, Tensor):
         present = sorted(readable(path) for path in batch.keys(include_nested=True, leaves_only=True))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import override
 
 from funcollect.arguments import check_kind
 from funcollect.trajectories.split import CUT, MASK, STEP, TRAJECTORY_IDS, check_batch, require
@@ -45,6 +46,7 @@ class EpisodeStats:
     open_returns: Mapping[int, OpenReturn] = field(default_factory=dict)  # by the id of the unfinished trajectory
 
     def __len__(self) -> int:
+        """E, the number of episodes."""
         return len(self.lengths)
 
     @property
@@ -80,6 +82,7 @@ class EpisodeStats:
         """The episodes at `index`, an int64 or bool tensor, without open trajectories."""
         return EpisodeStats(**{name: getattr(self, name)[index] for name in _PER_EPISODE})
 
+    @override
     def __repr__(self) -> str:
         mean = f"mean return {self.mean_return:.6g}" if self.returns.ndim == 1 else f"{self.returns.shape[1]} players"
         ended = f"{int(self.terminated.sum())} terminated, {len(self.open_returns)} open"
@@ -163,7 +166,7 @@ class _Trajectories(NamedTuple):
 
 
 def _read(batch: TensorDictBase) -> tuple[_CountedFrames, Tensor]:
-    """The frames that count, and the lanes of all frames except padding."""
+    """The frames that count, and the lanes in the batch, each once, in increasing order: int64."""
     check_batch(batch)
     time, rows = batch.batch_size[-1], batch.batch_size[:-1].numel()
     rewards = require(batch, ("next", "reward"), tail=None).detach().cpu()
@@ -183,7 +186,7 @@ def _read(batch: TensorDictBase) -> tuple[_CountedFrames, Tensor]:
 
 
 def _check_one_run(batch: TensorDictBase, frames: _CountedFrames) -> None:
-    """Raise ValueError unless ids and steps of each lane increase, row after row."""
+    """Raise ValueError unless, in each lane, ids never decrease and steps with the same id always increase."""
     order = frames.lanes.argsort(stable=True)
     lanes, ids, steps = frames.lanes[order], frames.traj_ids[order], frames.steps[order]
     back = (ids[1:] < ids[:-1]) | ((ids[1:] == ids[:-1]) & (steps[1:] <= steps[:-1]))
@@ -197,14 +200,17 @@ def _check_one_run(batch: TensorDictBase, frames: _CountedFrames) -> None:
 
 
 def _column(batch: TensorDictBase, key: Path, tail: tuple[int, ...], *, default: bool | None = None) -> Tensor:
-    """One number per frame, ordered by row: [rows * T]; the default, if there is one, if the batch lacks the key."""
+    """The leaf under a key as one number per frame, ordered by row, on the CPU: [rows * T].
+
+    If the batch lacks the key and a default is given, every number is the default.
+    """
     if default is not None and batch.get(key, None) is None:
         return torch.full((batch.batch_size.numel(),), default)
     return require(batch, key, tail=tail).detach().cpu().reshape(-1)
 
 
 def _trajectories(frames: _CountedFrames, opened: Mapping[int, OpenReturn]) -> tuple[_Trajectories, Tensor]:
-    """The trajectories, and the index of each frame's trajectory ``[F]`` int64."""
+    """The trajectories of the frames, with sums from `opened` on, and each frame's index into them ``[F]`` int64."""
     run_ids, run, sizes = torch.unique_consecutive(frames.traj_ids, return_inverse=True, return_counts=True)
     traj_ids, of_run = torch.unique(run_ids, return_inverse=True)
     of_frame, final = of_run[run], sizes.cumsum(0) - 1
@@ -226,7 +232,7 @@ def _trajectories(frames: _CountedFrames, opened: Mapping[int, OpenReturn]) -> t
 
 
 def _heads(opened: Mapping[int, OpenReturn], traj_ids: Tensor, players: int) -> tuple[Tensor, Tensor]:
-    """The lengths ``[G]`` int64 and returns ``[G, players]`` float64 before the batch; zero if unknown."""
+    """The lengths ``[G]`` int64 and returns ``[G, players]`` float64 before the batch; zero for new trajectories."""
     lengths = torch.zeros_like(traj_ids)
     returns = torch.zeros((len(traj_ids), players), dtype=torch.float64)
     if not opened:
@@ -259,5 +265,5 @@ def _unfinished(trajectories: _Trajectories) -> dict[int, OpenReturn]:
 
 
 def _by_player(returns: Tensor) -> Tensor:
-    """Returns ``[E, players]``, or ``[E]`` if there is one player."""
+    """The returns ``[E, players]`` as users see them: ``[E]`` if there is one player."""
     return returns[:, 0] if returns.shape[1] == 1 else returns
