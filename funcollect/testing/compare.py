@@ -61,6 +61,13 @@ def expect_equal(
         raise fail(f"{what}, {spot(lane, step, path)}", expected=expected, got=row, mend=mend)
 
 
+def expect_bits(got: Tensor, wanted: Tensor, what: str, mend: str) -> None:
+    """Fail unless a tensor still has the bits of an earlier copy; `what` names it in the message, `mend` is the fix."""
+    one, two = (each.detach().reshape(1, 1, -1) for each in (got, wanted))
+    if one.shape != two.shape or bool(bits_differ(one, two).any()):
+        raise fail(what, expected=f"unchanged, {shown(wanted)}", got=shown(got), mend=mend)
+
+
 def _first(wrong: dict[Path, Tensor]) -> tuple[Path, int, int] | None:
     """The path, lane and step of the earliest True row of several masks [P, T] bool; None if there is none."""
     found = [(step, lane, path) for path, rows in wrong.items() for lane, step in rows.nonzero().tolist()]

@@ -19,9 +19,9 @@ from funcollect.policies.random_policy import RandomPolicy
 from funcollect.policies.torch_backed import TorchBacked
 from funcollect.protocols import Policy
 from funcollect.specs import ExplorationType
-from funcollect.testing.compare import bits_differ, expect_equal, first_row, numbers_differ, shown, to_tensor
+from funcollect.testing.compare import expect_bits, expect_equal, first_row, numbers_differ, shown, to_tensor
 from funcollect.testing.policies.policy_trial import PolicyTrial, recurrent_of
-from funcollect.testing.policies.policy_weights import own_weights
+from funcollect.testing.policies.policy_weights import expect_unchanged, own_weights
 from funcollect.testing.report import NotApplicableError, fail
 from funcollect.tree import NAMESPACE, flatten
 
@@ -74,11 +74,10 @@ def pure(trial: PolicyTrial) -> None:
     first = trial.query(exploration_type=RANDOM, policy_state=_copied(start))
     for path, rows in before.items():
         what = f"the observation {'.'.join(path)} after the policy was called"
-        _expect_bits(rows, first.rows[path], what, "copy it before writing")
+        expect_bits(first.rows[path], rows, what, "copy it before writing")
     trial.query(trial.seen[1], exploration_type=RANDOM, steps=2)
     trial.run(trial.steps)
-    for name, value in own_weights(trial.policy).items():
-        _expect_bits(weights[name], value, f"the policy's own {name} after a rollout", "write it in training only")
+    expect_unchanged(trial, weights)
     expect_equal(
         trial.query(exploration_type=RANDOM, policy_state=_copied(start)).columns,
         first.columns,
@@ -93,13 +92,6 @@ def _copied(tree: Any) -> Any:
     return optree.tree_map(
         lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree, namespace=NAMESPACE, none_is_leaf=True
     )
-
-
-def _expect_bits(wanted: Tensor, got: Tensor, what: str, mend: str) -> None:
-    """Fail unless two tensors are equal bit for bit; in the message, `what` names them and `mend` is the fix."""
-    one, two = (each.detach().reshape(1, 1, -1) for each in (wanted, got))
-    if one.shape != two.shape or bool(bits_differ(one, two).any()):
-        raise fail(what, expected=f"unchanged, {shown(wanted)}", got=shown(got), mend=mend)
 
 
 def deterministic(trial: PolicyTrial) -> None:

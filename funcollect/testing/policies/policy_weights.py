@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from funcollect.policies.torch_backed import TorchBacked
 from funcollect.policies.weights import state_dict_of
 from funcollect.protocols import Policy
-from funcollect.testing.compare import bits_differ, expect_equal
+from funcollect.testing.compare import bits_differ, expect_bits, expect_equal
 from funcollect.testing.policies.policy_trial import PolicyTrial
 from funcollect.testing.report import NotApplicableError, fail
 from funcollect.tree import flatten
@@ -52,7 +52,7 @@ def params_argument(trial: PolicyTrial) -> None:
     if not any(_changes_outputs(trial, params=other_weights(trial.policy, scale)) for scale in _SCALES):
         mend = "use the params that the call is given, not those of the constructor"
         raise fail("the run with other params", expected="other outputs", got="the same", mend=mend)
-    _expect_unchanged(trial, weights)
+    expect_unchanged(trial, weights)
 
 
 def _trainable_weights(trial: PolicyTrial) -> dict[str, Tensor]:
@@ -69,11 +69,11 @@ def _changes_outputs(trial: PolicyTrial, **options: Any) -> bool:
     return any(bool(bits_differ(leaf, ours[path]).any()) for path, leaf in flatten(trial.batch).items())
 
 
-def _expect_unchanged(trial: PolicyTrial, weights: dict[str, Tensor]) -> None:
-    """Fail if the policy's own parameters or buffers are no longer equal to `weights`."""
+def expect_unchanged(trial: PolicyTrial, weights: dict[str, Tensor]) -> None:
+    """Fail if the policy's own parameters or buffers no longer have the bits of `weights`, an earlier copy."""
+    mend = "let a rollout write to no weight or buffer, and load restore all of them"
     for name, value in own_weights(trial.policy).items():
-        if not torch.equal(value, weights[name]):
-            raise fail(f"the policy's own {name}", expected="unchanged", got="another value", mend="do not write to it")
+        expect_bits(value, weights[name], f"the policy's own {name}", mend)
 
 
 def state_dict(trial: PolicyTrial) -> None:
@@ -89,7 +89,7 @@ def state_dict(trial: PolicyTrial) -> None:
         policy.load(saved)
     if not changed:
         raise fail("the run after load", expected="other outputs", got="the same", mend="let load use its argument")
-    _expect_unchanged(trial, weights)
+    expect_unchanged(trial, weights)
     expect_equal(
         trial.run(trial.steps),
         before,
