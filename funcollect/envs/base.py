@@ -1,9 +1,11 @@
-"""Members that environments share: those that users write, and those that adapters return."""
+"""The members that environments have in common, whether a user writes them or an adapter returns them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from typing_extensions import override
 
 from funcollect.arguments import check_num_envs
 from funcollect.protocols import Backend
@@ -16,13 +18,14 @@ else:
 
 
 class EnvBase:
-    """Base class of the base classes for users' environments: the members that follow from the two spaces."""
+    """Base class of `HostEnvBase`, `TorchEnvBase` and `JaxEnvBase`: the members that follow from the two spaces."""
 
     observation_space: Space
     action_space: Space
     num_envs: int | None = None
 
     def __init__(self, num_envs: int | None = None) -> None:
+        """Set `num_envs`; TypeError if the subclass lacks a space."""
         check_num_envs(num_envs)
         if missing := [name for name in ("observation_space", "action_space") if not hasattr(self, name)]:
             raise TypeError(f"{type(self).__name__} lacks {missing}, expected as attributes of the class: set them")
@@ -36,16 +39,17 @@ class EnvBase:
 
     @cached_property
     def action_spec(self) -> ActionSpec:
-        """How an action looks in a batch."""
+        """The encoding of actions in a batch."""
         return ActionSpec(self.action_space)
 
+    @override
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'' if self.num_envs is None else f'num_envs={self.num_envs}'})"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AdaptedEnv:
-    """An environment that an adapter returns."""
+    """Base class of the environments that adapters return."""
 
     label: str  # its name in messages
     num_envs: int | None
@@ -59,6 +63,7 @@ class AdaptedEnv:
         """The action space of one environment."""
         return self.action_spec.space
 
+    @override
     def __repr__(self) -> str:
         lanes = "" if self.num_envs is None else f", num_envs={self.num_envs}"
         return f"{self.backend.capitalize()}Env({self.label!r}{lanes})"

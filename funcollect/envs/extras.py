@@ -13,7 +13,7 @@ import torch
 def import_extra(module: str, package: str, extra: str) -> Any:
     """Import `module`, or raise ImportError with the command that installs `package`.
 
-    The global generators are restored, since an import may draw from them: EnvPool's draws from NumPy's.
+    The state of the global generators is kept, since an import may draw from them: EnvPool's draws from NumPy's.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:

@@ -23,7 +23,7 @@ def is_envpool(env: Any) -> bool:
 
 
 def refuse_foreign(env: Any) -> None:
-    """Raise TypeError for TorchRL's environments and Stable-Baselines3's vector environments, which are no lanes."""
+    """Raise TypeError for an environment of TorchRL's or a Stable-Baselines3 `VecEnv`: neither is a gymnasium.Env."""
     if is_torchrl(env):
         raise TypeError(
             f"a lane is TorchRL's {type(env).__name__}, expected a gymnasium.Env: for several of TorchRL's "
@@ -37,7 +37,7 @@ def refuse_foreign(env: Any) -> None:
 
 
 def running_statistics(env: Any) -> tuple[str, ...]:
-    """The classes of the wrappers of `env`, or of its first lane, that normalise by statistics updated over episodes.
+    """The names of the wrappers of `env`, or of its first lane, that normalise by statistics updated over episodes.
 
     These are the wrappers that have a `RunningMeanStd`, such as Gymnasium's `NormalizeObservation`, unless their
     ``update_running_mean`` is False, and TorchRL's `VecNorm` transforms, unless they are frozen.
@@ -46,9 +46,10 @@ def running_statistics(env: Any) -> tuple[str, ...]:
 
 
 def _parts(env: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield `env`, its wrappers, transforms and first lane; a lane in another process is built here and closed again.
+    """Yield `env`, its wrappers, its transforms and the parts of its first lane.
 
-    Parts may refer to each other in a circle, so `seen` has the ids of the parts that were yielded.
+    If the lanes live in other processes, the first one is built here and closed again. Parts may refer to each other in
+    a circle, so `seen` has the ids of the parts that were yielded.
     """
     if id(env) in seen:
         return
@@ -73,7 +74,7 @@ def _parts(env: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def _attributes(part: Any) -> list[Any]:
-    """The values of an instance's attributes, and the values of dicts among them.
+    """The values of an instance's attributes, and those in dicts among them.
 
     `vars` would slow the instance down: after its ``__dict__`` has been read, CPython keeps the attributes in a dict,
     from which a simulator reads them more slowly at every step.
@@ -85,6 +86,7 @@ def _attributes(part: Any) -> list[Any]:
 
 
 def _updates_statistics(part: Any) -> bool:
+    """Whether a wrapper or transform normalises by statistics that it goes on updating."""
     if any(type(value).__name__ == "RunningMeanStd" for value in _attributes(part)):
         return bool(getattr(part, "update_running_mean", True))
     return any(base.__name__.startswith("VecNorm") for base in type(part).__mro__) and not getattr(

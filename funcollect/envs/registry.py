@@ -59,6 +59,7 @@ def make_env(env: Any, **kwargs: Any) -> Env:
 
 
 def _torch_env(name: str, **kwargs: Any) -> Env:
+    """The Torch environment with this name, without ``torch/``; ValueError if there is none."""
     if name not in TORCH_ENVS:
         raise ValueError(
             f"there is no Torch environment {name!r}, expected one of {sorted(TORCH_ENVS)}: leave 'torch/' out for "
@@ -82,9 +83,13 @@ _ADAPTER_ARGUMENTS = ("num_envs", "parallel", "info_keys", "dtype", "one_hot")
 
 
 def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
-    own = {name: value for name, value in kwargs.items() if name not in _ADAPTER_ARGUMENTS}
+    """The environment of a factory, which is called once to see what it returns; that result backs the first state.
+
+    The factory gets the keyword arguments that are not an adapter's.
+    """
+    given = {name: kwargs[name] for name in _ADAPTER_ARGUMENTS if name in kwargs}
+    own = {name: value for name, value in kwargs.items() if name not in given}
     made = factory(**own)
-    given = {name: value for name, value in kwargs.items() if name in _ADAPTER_ARGUMENTS}
     if isinstance(made, gymnasium.Env) and kwargs.get("parallel"):
         made.close()
         return envs.from_gymnasium(factory, **kwargs)

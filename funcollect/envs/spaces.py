@@ -14,7 +14,7 @@ from funcollect.specs import Space
 
 
 def box(shape: tuple[int, ...], dtype: npt.DTypeLike, low: Any = None, high: Any = None) -> Space:
-    """A Box of any dtype, bool included, with the bounds of the dtype unless others are given.
+    """A Box of any dtype, bool included. Missing bounds are the dtype's range, or infinite for floats.
 
     >>> box((2,), bool)
     Box(False, True, (2,), bool)
@@ -37,7 +37,7 @@ def space_like(array: Any) -> Space:
 
 
 def as_delivered(space: Space) -> Space:
-    """The same space with the integers that JAX has: 32 bits, unless JAX has enabled 64."""
+    """The same space with the integer dtypes of JAX's arrays: 32 bits, unless JAX has enabled 64."""
     own = np.dtype(space.dtype or np.float32)
     dtype = np.dtype(import_jax().dtypes.canonicalize_dtype(own))
     changes = own.kind in "iu" and dtype != own

@@ -91,6 +91,7 @@ def from_envpool(
 
 
 def _spec_of(envpool: Any, task_id: str, config: dict[str, Any], info_keys: Sequence[str]) -> Any:
+    """EnvPool's description of a task with its options; raises the errors of `from_envpool` if it cannot be adapted."""
     known = envpool.list_all_envs()
     if task_id not in known:
         near = difflib.get_close_matches(task_id, known, 3, 0.4) or ["CartPole-v1", "Pong-v5"]
@@ -116,14 +117,15 @@ def _spec_of(envpool: Any, task_id: str, config: dict[str, Any], info_keys: Sequ
 
 
 def _pool_of(envpool: Any, task_id: str, config: dict[str, Any], seeds: Sequence[int]) -> Any:
+    """A new pool of EnvPool's, with one seed for each lane."""
     pool = envpool.make_gymnasium(task_id, seed=[seed & _LARGEST_SEED for seed in seeds], **config)
     with warnings.catch_warnings(action="ignore"):
-        _ = pool.observation_space  # EnvPool makes it once, otherwise at the first step
+        _ = pool.observation_space  # EnvPool makes it on first use, with a warning: here, not at the first step
     return pool
 
 
 def _widened(space: Space) -> Space:
-    """The space with unbounded boxes, whose bounds EnvPool gives as the least positive and the largest float of C++."""
+    """The space with infinite bounds where EnvPool gives C++'s smallest positive and largest float to say so."""
     if isinstance(space, spaces.Dict):
         return spaces.Dict({name: _widened(child) for name, child in space.spaces.items()})
     if not isinstance(space, spaces.Box) or space.dtype is None or space.dtype.kind != "f":
@@ -135,14 +137,14 @@ def _widened(space: Space) -> Space:
 
 
 class EnvPoolLanes(SimulatorsBase):
-    """A pool in synchronous mode, which returns results in the order of the indices that it is sent.
+    """The lanes of a pool in synchronous mode, which returns results in the order of the indices that it is sent.
 
     EnvPool would reset a lane at the step after its episode's end. That never happens here: a lane that is done is
-    reset by its index first, or is not stepped any more. `build` makes a pool from one seed for each lane.
+    reset by its index first, or is not stepped any more.
     """
 
     def __init__(self, build: Callable[[Sequence[int]], Any], env: SimulatedEnv) -> None:
-        self._build = build
+        self._build = build  # makes a pool from one seed for each lane
         self._pool: Any = None
         self._decode = batch_decoder(env.action_spec)
         self._info_keys = env.info_keys

@@ -30,7 +30,7 @@ from funcollect.envs.recognise import running_statistics
 from funcollect.protocols import Forking, Simulators
 from funcollect.specs import ActionSpec, observation_leaves
 
-Opener = Callable[[SimulatedEnv], Simulators]
+Opener = Callable[[SimulatedEnv], Simulators]  # makes the simulators of an adapted environment, once for each state
 
 
 def from_gymnasium(
@@ -104,6 +104,7 @@ def from_gymnasium(
 
 
 def _open_lanes(sources: list[EnvSource], kwargs: dict[str, Any]) -> tuple[GymEnv, Opener]:
+    """The first lane's environment, which backs the first state, and the opener of lanes in this process."""
     factories = [factory_of(source, kwargs) for source in sources]
     made = factories[0] if isinstance(factories[0], Made) else Made(factories[0](), factories[0])
     factories[0], first = made, made.env
@@ -115,14 +116,16 @@ def _open_lanes(sources: list[EnvSource], kwargs: dict[str, Any]) -> tuple[GymEn
 
 
 def _open_processes(sources: list[EnvSource], kwargs: dict[str, Any]) -> tuple[GymEnv, Opener]:
+    """A closed copy of the first lane's environment, for its spaces, and the opener of one process for each lane."""
     build = partial(open_processes, [worker_factory_of(source, kwargs) for source in sources])
     first = factory_of(sources[0], kwargs)()
     check_lane(0, first, first)
-    first.close()  # only its spaces are needed
+    first.close()
     return first, lambda env: VectorLanes(build(), env, build)
 
 
 def _open_vector(vector: GymVectorEnv) -> Opener:
+    """The opener over a vector environment: the first state gets it, and each later one a copy."""
     check_autoreset(vector)
     build = partial(rebuild, vector)
     made = Made(vector, build)
@@ -130,6 +133,7 @@ def _open_vector(vector: GymVectorEnv) -> Opener:
 
 
 def _label(env: Any) -> str:
+    """The name of a Gymnasium environment in messages: its id, or its class if it has none."""
     if isinstance(env, VectorEnv):
         return f"{type(env).__name__} of {env.spec.id}" if env.spec else type(env).__name__
     return env.spec.id if env.spec is not None else type(env.unwrapped).__name__

@@ -1,8 +1,9 @@
 """Atari games under any Gymnasium wrappers, with snapshots.
 
-ALE's own clone has the machine and its generator, but not the action that sticky frames repeat. So a game is copied
-about every hundred steps, and the calls since the last copy but one are recorded. A snapshot is restored by repeating
-these calls from that copy, for each action that may have come before it, until the whole machine is equal.
+ALE can save the emulated machine (its RAM and its random generator), but not the last action, which a sticky frame
+repeats. So a game is copied every `_APART` steps, and the calls since the last copy but one are recorded. To restore a
+snapshot, that copy is put into a game, and the calls are repeated. This is tried for each action that may have come
+before the copy, until the machine is equal to the saved one.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from funcollect.envs.host.host_env import SimulatedEnv
 from funcollect.errors import ReplayError
 
 _APART = 128  # calls between two copies: a copy takes as long as one or two steps
-_UNLIKELY = 1e-12  # the accepted probability that ALE still repeats another action than the one that was sent
-_CHANGELESS = frozenset({"env", "ale", "spec", "_cached_spec", "observation_space", "_observation_space"})
+_UNLIKELY = 1e-12  # the accepted probability that ALE still repeats an action from before those that were sent
+_CONSTANT = frozenset({"env", "ale", "spec", "_cached_spec", "observation_space", "_observation_space"})
 _RESET = object()  # in a list of actions: a reset without a seed
 
 
@@ -36,22 +37,24 @@ def is_atari(env: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Copy:
-    """The layers from the outermost wrapper to the game, their attributes that change, and the machine's state.
+    """A copy of a game and its wrappers.
 
     The attributes are copied together, so that objects which two layers share stay shared.
     """
 
-    layers: tuple[Any, ...]
-    attributes: list[dict[str, Any]]
-    machine: Any
+    layers: tuple[Any, ...]  # see `_layers`; these are not copied
+    attributes: list[dict[str, Any]]  # a copy of each layer's attributes that may change
+    machine: Any  # ALE's state
 
     @classmethod
     def of(cls, env: GymEnv) -> _Copy:
+        """Copy a game."""
         layers = _layers(env)
-        changing = [{name: vars(layer)[name] for name in vars(layer).keys() - _CHANGELESS} for layer in layers]
+        changing = [{name: vars(layer)[name] for name in vars(layer).keys() - _CONSTANT} for layer in layers]
         return cls(layers, _copied(changing, layers, layers), layers[-1].ale.cloneState(include_rng=True))
 
     def put_into(self, env: GymEnv) -> None:
+        """Bring another game, with the same wrappers, to the state of the copy; ReplayError if its wrappers differ."""
         layers = _layers(env)
         if [type(layer) for layer in layers] != [type(layer) for layer in self.layers]:
             raise ReplayError(f"{env} has other wrappers than {self.layers[0]}: build both in the same way")
@@ -61,6 +64,7 @@ class _Copy:
 
 
 def _layers(env: Any) -> tuple[Any, ...]:
+    """The wrappers of an environment, the outermost first, and at the end the environment without wrappers."""
     layers = [env]
     while isinstance(layers[-1], gymnasium.Wrapper):
         layers.append(layers[-1].env)
@@ -68,7 +72,7 @@ def _layers(env: Any) -> tuple[Any, ...]:
 
 
 def _copied(attributes: list[dict[str, Any]], old: Sequence[Any], new: Sequence[Any]) -> list[dict[str, Any]]:
-    """A deep copy in which references to the `old` layers become references to the `new` ones."""
+    """A deep copy of the layers' attributes, in which references to `old` layers become references to `new` ones."""
     memo = {id(one): other for one, other in zip(old, new, strict=True)}
     memo[id(old[-1].ale)] = new[-1].ale
     return copy.deepcopy(attributes, memo)
@@ -76,26 +80,27 @@ def _copied(attributes: list[dict[str, Any]], old: Sequence[Any], new: Sequence[
 
 @dataclass(frozen=True)
 class _History:
-    """Two copies of a game, the calls after each of them, and the resulting machine."""
+    """Two copies of a game, and the calls after each of them: actions, and `_RESET`."""
 
-    seed: int | None
-    older: _Copy | None  # None: the calls began with the reset with `seed`
+    seed: int | None  # of the last seeded reset
+    older: _Copy | None  # None: the calls began with that reset
     newer: _Copy | None
     before: list[Any]  # the calls between the two copies
     since: list[Any]  # the calls after the newer copy
-    machine: Any = None
+    machine: Any = None  # ALE's state after all calls
 
 
 class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """A game that remembers the calls by which it came to its state."""
+    """A game that records its recent calls, so that `follow` can bring another game to the same state."""
 
     def __init__(self, env: GymEnv) -> None:
         super().__init__(env)
         self._step = env.step
-        self._unfit: Exception | None = None
+        self._unfit: Exception | None = None  # the error of a copy, if the wrappers cannot be copied
         self._begin(_History(None, None, None, [], []))
 
     def _begin(self, history: _History) -> None:
+        """Make this the history, to which further calls are added."""
         self._history = history
         self._calls = history.since
 
@@ -113,11 +118,13 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self._step(action)
 
     def _record(self, call: Any) -> None:
+        """Add a call, an action or `_RESET`, to the history, after a new copy if one is due."""
         if len(self._calls) >= _APART:
             self._copy()
         self._calls.append(call)
 
     def _copy(self) -> None:
+        """Copy the game; the copy becomes the history's newer one, and the oldest copy and its calls are dropped."""
         old = self._history
         try:
             newer = None if self._unfit else _Copy.of(self.env)
@@ -151,6 +158,10 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         )
 
     def _beginnings(self, history: _History, ale: Any) -> Iterator[Callable[[], Any]]:
+        """Yield functions, to be called at once, that bring the game to the point where a history's calls began.
+
+        There is one for each action that ALE may have to repeat then.
+        """
         if history.older is None:
             yield partial(self.env.reset, seed=history.seed)
             return
@@ -159,7 +170,7 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         for action in dict.fromkeys((*ale.getMinimalActionSet(), *ale.getLegalActionSet())):
             ale.reset_game()  # a game that is over takes no action
             for _ in range(times):
-                ale.act(action)  # afterwards `action` is the one that sticky frames repeat
+                ale.act(action)  # until one frame has surely taken it, so that sticky frames repeat it from then on
             yield partial(history.older.put_into, self.env)
 
 

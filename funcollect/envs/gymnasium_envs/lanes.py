@@ -23,10 +23,11 @@ class Lanes(SimulatorsBase):
     """One Gymnasium environment per lane, stepped one after the other."""
 
     def __init__(self, lanes: Sequence[GymEnv], env: SimulatedEnv) -> None:
+        """Prepare the environments in `lanes`, described by `env`, without resetting them."""
         self._envs = lanes
         self._steps: list[Callable[[Any], Any]] = [lane.step for lane in lanes]
         self._resets: list[Callable[..., Any]] = [lane.reset for lane in lanes]
-        self._alone = self._steps[0] if len(lanes) == 1 else None
+        self._alone = self._steps[0] if len(lanes) == 1 else None  # the `step` of the only lane
         self._decode = decoder(env.action_spec)
         self._space = env.action_space
         self._info_keys = env.info_keys
@@ -83,6 +84,7 @@ class Lanes(SimulatorsBase):
         return reward, terminated, truncated, self._pick(lanes, info) if self._info_keys else ()
 
     def _pick(self, lanes: Sequence[int], infos: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """For each recorded info key, its values in the infos of these lanes; EnvError for one that lacks a key."""
         try:
             return [tuple(info[key] for info in infos) for key in self._info_keys]
         except (KeyError, TypeError) as error:
@@ -128,6 +130,7 @@ def no_info_key(lane: int, key: str, info: Any) -> EnvError:
 
 
 def _located(error: Exception, lanes: Sequence[int], answers: Sequence[Any], actions: Any, space: Space) -> EnvError:
+    """The EnvError for a step of `lanes` that raised `error` when these `answers` were there: it names the lane."""
     for lane, answer in zip(lanes, answers, strict=False):
         if not isinstance(answer, (tuple, list)) or len(answer) != 5:
             return EnvError(

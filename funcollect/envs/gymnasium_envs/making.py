@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -20,21 +21,20 @@ from funcollect.envs.recognise import refuse_foreign
 EnvSource = str | EnvSpec | GymEnv | Callable[..., GymEnv]
 LaneFactory = Callable[[], Any]
 
-_TAKEN: WeakValueDictionary[int, Any] = (
-    WeakValueDictionary()
-)  # by id: environments that back a state, or did until it was closed
+# By id: the environments that back a state, or did until it was closed.
+_TAKEN: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
+@dataclass(frozen=True)
 class Made:
-    """A factory that returns `env` if it backs no state yet, and otherwise builds another environment."""
+    """A factory over an environment that exists: a call returns it, or a new one if it backs a state already."""
 
-    def __init__(self, env: Any, build: LaneFactory) -> None:
-        self.env = env
-        self._build = build
+    env: Any
+    build: LaneFactory  # makes a new one
 
     def __call__(self) -> Any:
         """An environment that backs no state yet."""
-        return self._build() if id(self.env) in _TAKEN else self.env
+        return self.build() if id(self.env) in _TAKEN else self.env
 
 
 def taken(env: Any) -> Any:
@@ -85,7 +85,7 @@ def sources_of(env: EnvSource | Sequence[EnvSource], num_envs: int | None) -> li
 
 
 def factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
-    """A function that makes the environment in this process."""
+    """A function without arguments that makes the environment of one lane in this process."""
     if isinstance(source, gymnasium.Env):
         refuse("an environment instance", **kwargs)
         return Made(source, partial(rebuild, source))
@@ -102,7 +102,7 @@ def factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
 
 
 def worker_factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
-    """A function that makes the environment in another process, which has not imported the module that registers it."""
+    """A function that makes a lane's environment in another process, where the module that registers it is missing."""
     if isinstance(source, gymnasium.Env):
         raise ValueError(
             f"parallel=True was given with the instance {source}, which cannot move to another process: pass its id "
@@ -123,6 +123,7 @@ def worker_factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
 
 
 def _make(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:
+    """`gymnasium.make` with errors that name the fix."""
     name = spec if isinstance(spec, str) else spec.id
     try:
         return gymnasium.make(spec, disable_env_checker=True, **kwargs)
@@ -137,6 +138,7 @@ def _make(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:
 
 
 def _not_made(name: str, error: Exception) -> ValueError:
+    """The error for an id that Gymnasium cannot make."""
     mend = "look the id up in gymnasium.registry, and import the package that registers it first"
     if name.startswith("ALE/"):
         game = name.removeprefix("ALE/").rpartition("-v")[0]
@@ -145,7 +147,7 @@ def _not_made(name: str, error: Exception) -> ValueError:
 
 
 def rebuild(env: Any) -> Any:
-    """Build another instance of `env`, from its spec, or from the functions of a vector environment."""
+    """Build another instance of `env` from its spec or, for a vector environment, its functions; else ValueError."""
     is_vector = isinstance(env, VectorEnv)
     try:
         if is_vector:
@@ -162,7 +164,7 @@ def rebuild(env: Any) -> Any:
 
 
 def check_lane(lane: int, env: Any, first: GymEnv) -> None:
-    """Raise unless `env` is a Gymnasium environment with the spaces of the first lane's."""
+    """Raise unless `env` is a Gymnasium environment with the spaces of the first lane's, and both or neither Atari."""
     refuse_foreign(env)
     if not isinstance(env, gymnasium.Env):
         raise TypeError(

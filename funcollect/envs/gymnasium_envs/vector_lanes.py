@@ -1,4 +1,4 @@
-"""A Gymnasium `VectorEnv` as simulators, which the library resets, and the processes of an `AsyncVectorEnv`."""
+"""Simulators over a Gymnasium `VectorEnv`, whose lanes the library resets, and processes for `parallel=True`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _end_processes(env: AsyncVectorEnv) -> None:
 
 
 def _death_of(env: GymVectorEnv, error: Exception) -> str | None:
-    """The lane and exit code of a process that is gone, in words, if that explains why a call raised `error`."""
+    """A clause with the lane and exit code of a process that has ended, which made a call raise `error`; else None."""
     if not isinstance(env, AsyncVectorEnv) or not isinstance(error, (EOFError, OSError)):
         return None
     ended = wait([process.sentinel for process in env.processes], _TO_DIE)
@@ -74,13 +74,14 @@ class VectorLanes(SimulatorsBase):
     """A vector environment that is stepped as a whole, and reset by masks."""
 
     def __init__(self, vector: GymVectorEnv, env: SimulatedEnv, rebuild: Callable[[], GymVectorEnv]) -> None:
+        """Prepare `vector`, which is not reset yet, as the simulators of `env`; `rebuild` makes another like it."""
         self._env = vector
         self._rebuild = rebuild
-        self._broken_off = False  # whether a call of the environment did not end
+        self._broken_off = False  # whether the last call of the environment raised, so its processes may be unusable
         self._info_keys = env.info_keys
-        self._started = False
+        self._started = False  # whether all lanes have been reset
         self._decode = batch_decoder(env.action_spec)
-        self._ended: npt.NDArray[np.bool_] = np.zeros(vector.num_envs, bool)
+        self._ended: npt.NDArray[np.bool_] = np.zeros(vector.num_envs, bool)  # [P]: the last step ended an episode
         self._rows = Rows(env.observation_space, env.observation_leaves, vector.num_envs)
         self.observation = self._rows.arrays
 
@@ -98,7 +99,7 @@ class VectorLanes(SimulatorsBase):
         given = dict(zip(lanes, seeds, strict=True))
         by_lane = [given.get(lane) for lane in range(self._env.num_envs)]
         if self._broken_off and mask.all() and isinstance(self._env, AsyncVectorEnv):
-            _end_processes(self._env)  # they take no further call: an answer is pending, or a process is gone
+            _end_processes(self._env)  # they accept no call, since an answer is pending or a process has ended
             self._env = self._rebuild()
         partial = self._started and not mask.all()
         self._broken_off = True
@@ -122,7 +123,7 @@ class VectorLanes(SimulatorsBase):
         self._broken_off = True
         try:
             if not everyone and (over := self._ended & ~self._mask(lanes)).any():
-                self._env.reset(options={"reset_mask": over})  # a lane that has ended takes no step
+                self._env.reset(options={"reset_mask": over})  # Gymnasium forbids to step a lane after its end
             observation, *answer, info = self._env.step(actions)
         except Exception as error:
             raise self._failed("the vector environment: step", error) from error
@@ -140,10 +141,11 @@ class VectorLanes(SimulatorsBase):
         return outcome[0].tolist(), flags[0].tolist(), flags[1].tolist(), picked
 
     def _failed(self, call: str, error: Exception) -> EnvError:
+        """The EnvError for a `call`, in words, that raised `error`."""
         return EnvError(f"{_death_of(self._env, error) or f'{call} raised {error!r}'}: {ONWARD}")
 
     def _checked(self, answer: Sequence[Any]) -> npt.NDArray[np.float64]:
-        """Reward, terminated, truncated: [3, P]."""
+        """Reward, terminated and truncated of a step as one array [3, P]; EnvError for other than P values each."""
         try:
             outcome = np.array(answer, np.float64)
         except (TypeError, ValueError):
@@ -156,6 +158,7 @@ class VectorLanes(SimulatorsBase):
         return outcome
 
     def _pick(self, info: dict[str, Any]) -> list[tuple[Any, ...]]:
+        """For each recorded info key, its P values; EnvError if a lane lacks one."""
         picked = []
         for key in self._info_keys:
             present = info.get(f"_{key}", key in info)  # Gymnasium marks the lanes that returned the key
@@ -175,5 +178,5 @@ class VectorLanes(SimulatorsBase):
                 self._env.close()
                 return
         except (EOFError, OSError):
-            pass  # a process is gone
+            pass  # a process has ended
         _end_processes(self._env)

@@ -37,7 +37,7 @@ _FLAGS = {bool, np.bool_}
 
 
 def check_outcome(outcome: Outcome) -> None:
-    """Raise EnvError for the first lane whose reward is not a number, or whose flags are not bools."""
+    """Raise EnvError for the first lane whose reward is not a number, or whose flags are neither bools nor ints."""
     reward, terminated, truncated, _ = outcome
     flags = {*map(type, terminated), *map(type, truncated)}
     if flags <= _FLAGS and set(map(type, reward)) <= _NUMBERS:
@@ -48,6 +48,7 @@ def check_outcome(outcome: Outcome) -> None:
 
 
 def _check_each(name: str, values: Column, kinds: str, expected: str) -> None:
+    """Raise EnvError for the first lane whose value is not one number of these NumPy kinds, described by `expected`."""
     for lane, value in enumerate(values):
         try:
             array = np.asarray(value)
@@ -91,7 +92,7 @@ class HostEnvBase(EnvBase, ABC):
 
 
 def observation_rows(env: Env) -> dict[Path, npt.NDArray[Any]]:
-    """Zeros for the current observations of all lanes, by key, each [P, ...] and aligned to 64 bytes.
+    """New arrays of zeros for the current observations of all lanes: by key, [P, ...], aligned to 64 bytes.
 
     Raises:
         TypeError: for something that is no environment.
@@ -157,14 +158,14 @@ def seeding_of(env: Env) -> Seeding:
 
 
 def statistics_of(env: Env) -> str:
-    """The clause that explains why `env` is neither evaluated nor forked; empty unless it has running statistics."""
+    """A clause that names the wrappers of `env` with running statistics, for a message; empty if there are none."""
     names = env.running_statistics if isinstance(env, HostEnv) else ()
     verb = "normalises" if len(names) == 1 else "normalise"
     return f"{' and '.join(names)} {verb} by statistics updated over episodes" if names else ""
 
 
 def batch_decoder(spec: ActionSpec) -> Callable[[Any], npt.NDArray[Any]]:
-    """A function that copies a batch's action [P, ...] (Torch or NumPy) to the array that vector environments take."""
+    """A function that copies a batch's action [P, ...], of Torch or NumPy, to an array in the action space's dtype."""
     dtype = np.dtype(spec.space.dtype)
     if spec.one_hot:
         return lambda action: spec.from_one_hot(np.asarray(action), np).astype(dtype, copy=False)
@@ -172,7 +173,7 @@ def batch_decoder(spec: ActionSpec) -> Callable[[Any], npt.NDArray[Any]]:
 
 
 def decoder(spec: ActionSpec) -> Callable[[Any], Any]:
-    """A function from a batch's action [P, ...] (Torch or NumPy) to P actions of Gymnasium environments."""
+    """A function from a batch's action [P, ...], of Torch or NumPy, to a sequence of P actions in the action space."""
     if spec.space.shape:
         return batch_decoder(spec)  # a copy: an environment may keep its action, or write to it
     if spec.one_hot:

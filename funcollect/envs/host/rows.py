@@ -20,20 +20,20 @@ Array = npt.NDArray[Any]
 
 
 class LeafRows:
-    """The current rows of one leaf: `array` is [P, *shape]."""
+    """The current rows of one leaf, in `array` [P, *shape]; all methods raise EnvError for other shapes and dtypes."""
 
     def __init__(self, leaf: Leaf, num_envs: int) -> None:
         self.leaf = leaf
         self.array = aligned((num_envs, *leaf.shape), leaf.dtype)
-        casting: Literal["same_kind", "safe"] = "same_kind" if leaf.dtype.kind == "f" else "safe"
-        self._casting = casting
+        self._casting: Literal["same_kind", "safe"] = "same_kind" if leaf.dtype.kind == "f" else "safe"
         dtypes = [np.dtype(kind) for kind in "?bhilqBHILQefd"]
-        self._dtypes = {dtype for dtype in dtypes if np.can_cast(dtype, leaf.dtype, casting)}
+        self._dtypes = {dtype for dtype in dtypes if np.can_cast(dtype, leaf.dtype, self._casting)}  # accepted as is
         self._lengths = set(leaf.shape[:1])
         self._flat = self.array.reshape(num_envs * leaf.shape[0], *leaf.shape[1:]) if leaf.shape else self.array
         self.write = self._write_all if num_envs > 1 else lambda values: self.write_lane(0, values[0])
 
     def _write_all(self, values: Sequence[Any]) -> None:
+        """Write one value [*shape] for each lane."""
         try:
             if not self.leaf.shape:
                 scalars = np.array(values)
@@ -49,7 +49,7 @@ class LeafRows:
             self.write_lane(lane, value)
 
     def write_batch(self, values: Any, lanes: Array | None = None) -> None:
-        """Write [P, *shape] at once, or [k, *shape] into k of the `lanes`."""
+        """Write an array [P, *shape] or, if k lanes are given, [k, *shape] into their rows."""
         wanted = self.array.shape if lanes is None else (len(lanes), *self.leaf.shape)
         values = self._as_array("the vector environment", values, wanted)
         if values.dtype in self._dtypes:
@@ -59,15 +59,12 @@ class LeafRows:
                 self.write_lane(lane, value)
 
     def write_from_batch(self, values: Any, lanes: Sequence[int]) -> None:
-        """Write the rows of `lanes` only, from [P, *shape]."""
-        others = np.ones(len(self.array), bool)
-        others[list(lanes)] = False
-        kept = self.array[others]
-        self.write_batch(values)
-        self.array[others] = kept
+        """Write the rows of `lanes` only, from an array [P, *shape] of all lanes."""
+        index = np.array(lanes)
+        self.write_batch(self._as_array("the vector environment", values, self.array.shape)[index], index)
 
     def write_lane(self, lane: int, value: Any) -> None:
-        """Write one lane's row; EnvError if its shape or dtype is not the space's."""
+        """Write one lane's row. Any number is cast to a floating dtype; integers have to keep their values."""
         if getattr(value, "dtype", None) in self._dtypes and value.shape == self.leaf.shape:
             self.array[lane] = value
             return
@@ -82,6 +79,7 @@ class LeafRows:
         self.array[lane] = given
 
     def _as_array(self, where: str, value: Any, shape: tuple[int, ...]) -> Array:
+        """The value as an array; EnvError, which names the place `where`, unless it has this shape."""
         try:
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -98,22 +96,24 @@ class LeafRows:
 
 
 class Rows:
-    """The current observation of all lanes, leaf by leaf."""
+    """The current observations of all lanes, for all leaves of a space."""
 
     def __init__(self, space: Space, leaves: tuple[Leaf, ...], num_envs: int) -> None:
         self.space = space
         self.leaves = tuple(LeafRows(leaf, num_envs) for leaf in leaves)
         self.arrays = {rows.leaf.path: rows.array for rows in self.leaves}  # [P, ...] each: always the same memory
-        plain = len(self.leaves) == 1 and leaves[0].path == ("observation",)
+        plain = len(self.leaves) == 1 and leaves[0].path == ("observation",)  # no Dict or Tuple to take apart
         self.write: Callable[[Sequence[Any]], None] = self.leaves[0].write if plain else self._write
         self.write_lane: Callable[[int, Any], None] = self.leaves[0].write_lane if plain else self._write_lane
 
     def _write(self, observations: Sequence[Any]) -> None:
+        """Write one observation for each lane."""
         parts = zip(*(self._parts(lane, observation) for lane, observation in enumerate(observations)), strict=True)
         for rows, values in zip(self.leaves, parts, strict=True):
             rows.write(values)
 
     def _write_lane(self, lane: int, observation: Any) -> None:
+        """Write the observation of one lane."""
         for rows, value in zip(self.leaves, self._parts(lane, observation), strict=True):
             rows.write_lane(lane, value)
 
@@ -128,6 +128,7 @@ class Rows:
             rows.write_from_batch(values, lanes)
 
     def _parts(self, lane: int | None, observation: Any) -> list[Any]:
+        """The leaves of one lane's observation, or of all lanes' (None), in order; EnvError for another structure."""
         try:
             return disassemble(self.space, observation)
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -139,6 +140,7 @@ class Rows:
 
 
 def _structure(observation: Any) -> str:
+    """The structure of an observation in words, for a message."""
     if isinstance(observation, Mapping):
         return f"a dict with the keys {sorted(map(str, observation))}"
     if isinstance(observation, (tuple, list)):

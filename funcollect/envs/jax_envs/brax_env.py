@@ -87,6 +87,7 @@ def from_playground(
 
 
 def _load_playground(registry: Any, name: str, **kwargs: Any) -> Any:
+    """Load an environment of MuJoCo Playground, with MJX's JAX implementation unless the arguments name one."""
     if "config" not in kwargs and "impl" in registry.get_default_config(name):
         kwargs["config_overrides"] = {"impl": "jax"} | (kwargs.get("config_overrides") or {})
     return registry.load(name, **kwargs)

@@ -38,7 +38,7 @@ def check_functions(env: JaxEnv) -> tuple[int, ...]:
 
 
 def differing(one: Any, other: Any) -> str:
-    """How two pytrees of arrays differ, in words; empty if they do not."""
+    """The first difference of two pytrees of arrays in structure, shape or dtype, in words; empty if there is none."""
     jax = import_jax()
     ones, others = _described(one), _described(other)
     for path in sorted(ones.keys() | others.keys()):
@@ -49,15 +49,18 @@ def differing(one: Any, other: Any) -> str:
 
 
 def _described(tree: Any) -> dict[str, str]:
+    """The dtype and shape of each leaf of a pytree, as text, by its path."""
     tree_util = import_jax().tree_util
     return {tree_util.keystr(path): _words(leaf) for path, leaf in tree_util.tree_leaves_with_path(tree)}
 
 
 def _words(leaf: Any) -> str:
+    """The dtype and shape of an array as text, such as ``"float32 [4]"``; the type of anything else."""
     return f"{leaf.dtype} {list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
 def _check_observation(env: JaxEnv, function: str, observation: Any) -> None:
+    """Raise EnvError unless an observation that `function` returned, ``"reset"`` or ``"step"``, fits the space."""
     try:
         leaves = list(zip(env.observation_leaves, disassemble(env.observation_space, observation), strict=True))
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -71,6 +74,7 @@ def _check_observation(env: JaxEnv, function: str, observation: Any) -> None:
 
 
 def _check_leaf(what: str, value: Any, expected: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Raise EnvError unless an array has this shape and a dtype that fits; the message has `what` and `expected`."""
     if not hasattr(value, "dtype") or tuple(value.shape) != shape or not _fits(value.dtype, dtype):
         raise EnvError(
             f"the {what} is {_words(value)}, expected {expected}: both functions are for one lane, without a batch "
@@ -79,7 +83,7 @@ def _check_leaf(what: str, value: Any, expected: str, shape: tuple[int, ...], dt
 
 
 def _fits(given: Any, wanted: np.dtype[Any]) -> bool:
-    """Whether a cast keeps the values. Floats of any width may be cast, since batches have the space's dtype."""
+    """Whether arrays may be cast from one dtype to the other: both are floating, or all values are kept."""
     jnp = import_jax().numpy
     both_floating = jnp.issubdtype(given, jnp.floating) and wanted.kind == "f"
     return bool(both_floating or given == wanted or jnp.promote_types(given, wanted) == wanted)

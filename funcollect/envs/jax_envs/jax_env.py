@@ -55,7 +55,7 @@ class FunctionsEnv(AdaptedEnv):
 
 
 class JaxEnvState(NamedTuple):
-    """All lanes of a JAX environment.
+    """The state of all lanes of a JAX environment.
 
     A reset can cost as much as many steps, so each lane keeps the start of its next episode. Starts are made for all
     lanes at once, when a lane ends whose next start has been used.
@@ -79,9 +79,9 @@ def jax_env(
     max_episode_steps: int | None = None,
     params: Any = None,
 ) -> FunctionsEnv:
-    """The environment of two functions of one lane, with the arguments of `from_functions`, which are checked here.
+    """Make the environment of two functions of one lane; `from_functions` documents the arguments.
 
-    `step` returns a Transition, or a tuple of its fields. Spaces may have dtypes of 64 bits, or those that JAX has.
+    `step` returns a Transition, or a tuple of its fields. Observation spaces get the integer dtypes that JAX has.
     """
     check_num_envs(num_envs)
     check_optional_positive("max_episode_steps", max_episode_steps)
@@ -103,7 +103,7 @@ def jax_env(
 
 
 def _with_infos(label: str, step: Callable[..., Any], info_keys: tuple[str, ...]) -> Step:
-    """A step whose `info` has the recorded keys only."""
+    """Wrap `step`, which returns a Transition or its fields, so that `info` has the recorded keys only."""
 
     def recorded(key: Any, env_state: Any, action: Any, params: Any) -> Transition:
         answer = step(key, env_state, action, params)
@@ -121,7 +121,7 @@ def _with_infos(label: str, step: Callable[..., Any], info_keys: tuple[str, ...]
 
 
 def reset_lane(env: JaxEnv, key: Any, params: Any) -> tuple[Any, Any]:
-    """The state and the observation at the start of an episode of one lane, traced."""
+    """Call the environment's `reset` within a JAX trace; EnvError unless it returns a state and an observation."""
     begun = env.reset(key, params)
     if not isinstance(begun, tuple) or len(begun) != 2:
         raise EnvError(
@@ -131,7 +131,10 @@ def reset_lane(env: JaxEnv, key: Any, params: Any) -> tuple[Any, Any]:
 
 
 def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -> Transition:
-    """One traced step of one lane, with the action and the dtypes of a batch."""
+    """Call the environment's `step` within a JAX trace, with an action as in a batch.
+
+    The reward of the result is float32, and its flags are bool. EnvError unless `step` returns a Transition.
+    """
     jnp = import_jax().numpy
     if env.action_spec.one_hot:
         action = env.action_spec.from_one_hot(action, jnp).astype(jnp.int32)
@@ -149,4 +152,5 @@ def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -
 
 
 def _kind(given: Any) -> str:
+    """The type of a wrong result, or the number of its values if it is a tuple, for a message."""
     return f"{len(given)} values" if type(given) is tuple else type(given).__name__

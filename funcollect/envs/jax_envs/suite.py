@@ -1,4 +1,4 @@
-"""Find an environment of a JAX suite by its id; used by the adapters of all suites."""
+"""Make an environment of a JAX suite from its id, or check an instance; used by the adapters of all suites."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_known(suite: str, name: str, known: Iterable[str]) -> None:
 
 
 def check_instance(suite: str, env: object, *members: str) -> None:
-    """Raise TypeError unless `env` is an instance that has the members of a suite's environments."""
+    """Raise TypeError unless `env` is an instance, not a class, and has these members of a suite's environments."""
     made = f"the class {env.__name__}: make an instance" if isinstance(env, type) else type(env).__name__
     if isinstance(env, type) or not all(hasattr(env, name) for name in members):
         raise TypeError(f"env is {made}, expected an environment of {suite}, with {', '.join(members)}")

@@ -20,7 +20,7 @@ from funcollect.protocols import Transition
 
 
 def symmetric_box(*bounds: float) -> spaces.Box:
-    """The float32 box between the negative and the positive bounds."""
+    """The float32 box from ``-bounds`` to ``bounds``."""
     high = np.array(bounds, np.float32)
     return spaces.Box(-high, high)
 
@@ -51,7 +51,7 @@ class CartPole(TorchEnvBase):
         return coordinates, coordinates.float()
 
     def step(self, key: LaneKeys, env_state: Tensor, action: Tensor, params: Any, /) -> Transition:
-        """One Euler step."""
+        """One Euler step of `time_step` seconds."""
         position, velocity, angle, spin = env_state.unbind(-1)
         force = torch.where(action == 1, self.force, -self.force).double()
         cosine, sine = angle.cos(), angle.sin()
@@ -104,6 +104,7 @@ class Pendulum(TorchEnvBase):
 
     @staticmethod
     def _observe(swing: Tensor) -> Tensor:
+        """The observation [P, 3] float32 of a state [P, 2]: the angle in radians, and the angular velocity."""
         angle, speed = swing.unbind(-1)
         return torch.stack((angle.cos(), angle.sin(), speed), -1).float()
 

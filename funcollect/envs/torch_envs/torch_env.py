@@ -51,6 +51,7 @@ class TorchEnvBase(EnvBase, ABC):
     params: Any = None
 
     def __init__(self, num_envs: int | None = None, *, device: torch.device | str | None = None) -> None:
+        """Check and set `num_envs` and `device`."""
         super().__init__(num_envs)
         self.device = checked_device(device) or torch.device("cpu")
 

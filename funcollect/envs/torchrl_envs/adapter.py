@@ -1,4 +1,4 @@
-"""TorchRL's environments: one `EnvBase`, a `SerialEnv` or `ParallelEnv`, a transformed or natively batched one."""
+"""Adapter for TorchRL's environments: single, `SerialEnv`, `ParallelEnv`, transformed or natively batched."""
 
 from __future__ import annotations
 
@@ -98,17 +98,19 @@ _NOTHING = contextlib.nullcontext()
 
 
 def _no_grad() -> contextlib.AbstractContextManager[Any]:
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING  # a Torch policy's loop has disabled them already
+    """A context without gradients, which costs nothing if they are disabled already, as in a Torch policy's loop."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 class TorchRLLanes(SimulatorsBase):
-    """An environment of TorchRL's, stepped as a whole.
+    """The lanes of an environment of TorchRL's, stepped as a whole.
 
-    Each step gets the TensorDict that the last one returned, since transforms keep values in it. An environment without
-    state or transforms reads only the action, and gets only that.
+    Each step gets the TensorDict that the last one returned (the root), since transforms keep values in it. An
+    environment whose layout is bare reads only the action, and gets only that.
     """
 
     def __init__(self, env: Any, layout: TorchRLLayout, adapted: SimulatedEnv) -> None:
+        """Prepare TorchRL's `env`, which `adapted` describes; it is reset later."""
         self._env = env
         self._layout = layout
         key = layout.action_key
@@ -117,8 +119,8 @@ class TorchRLLanes(SimulatorsBase):
         self._num_envs = env.batch_size[0] if self._batched else 1
         self._threads = torch.get_num_threads()
         self._generator = generator_state(0)
-        self._broken_off = False  # whether a call of the environment did not end
-        self._root: TensorDictBase | None = None
+        self._broken_off = False  # whether the last call of the environment raised, so its processes may be unusable
+        self._root: TensorDictBase | None = None  # the input of the next step, without the action
         self._restarted = [False] * self._num_envs  # whether a lane's next episode has begun in _root already
         rows = Rows(adapted.observation_space, adapted.observation_leaves, self._num_envs)
         self._reads = [(leaf_rows, key_of(leaf_rows.leaf.path)) for leaf_rows in rows.leaves]
@@ -129,11 +131,11 @@ class TorchRLLanes(SimulatorsBase):
         if not lanes:
             return
         if self._broken_off and len(lanes) == self._num_envs and _processes_of(self._env):
-            _end_processes(self._env)  # they take no further call: an answer is pending, or a process is gone
+            _end_processes(self._env)  # they accept no call, since an answer is pending or a process has ended
         self._broken_off = True
         try:
             with _no_grad():
-                self._root = root = self._begun(lanes, seeds[0])  # one seed for the whole environment
+                self._root = root = self._reset_root(lanes, seeds[0])  # one seed for the whole environment
         except Exception as error:
             raise self._failed(f"reset of the lanes {list(lanes)}", error) from error
         self._broken_off = False
@@ -141,8 +143,8 @@ class TorchRLLanes(SimulatorsBase):
             self._restarted[lane] = False
         self._write(root, lanes)
 
-    def _begun(self, lanes: Sequence[int], seed: int | None) -> Any:
-        """The root in which an episode begins in each of `lanes`, unless it has begun there already."""
+    def _reset_root(self, lanes: Sequence[int], seed: int | None) -> Any:
+        """The root after a reset of those of the `lanes` that the last step has not restarted; a seed resets all."""
         if seed is not None:
             self._root = None
             self._generator = generator_state(seed)
@@ -161,7 +163,7 @@ class TorchRLLanes(SimulatorsBase):
             return self._env.maybe_reset(self._root)
 
     def _failed(self, what: str, error: Exception) -> EnvError:
-        """The error of a call that raised; afterwards a reset of all lanes starts from nothing."""
+        """The EnvError for a call that raised; drops the root, so the next reset resets the whole environment."""
         self._root = None
         self._restarted = [False] * self._num_envs
         return EnvError(f"{type(self._env).__name__}: {what} raised {error!r}: {ONWARD}")
@@ -171,7 +173,7 @@ class TorchRLLanes(SimulatorsBase):
         self._broken_off = True
         try:
             with _no_grad(), torch_generator(self._generator):
-                after = self._advanced(self._encoded(lanes, action))
+                after = self._step_all(self._encoded(lanes, action))
         except Exception as error:
             raise self._failed("step", error) from error
         self._broken_off = False
@@ -183,7 +185,7 @@ class TorchRLLanes(SimulatorsBase):
         return reward, terminated, truncated, ()
 
     def _encoded(self, lanes: Sequence[int], action: Any) -> Tensor:
-        """A copy of the action, as the environment reads it."""
+        """The action [k, ...] of these lanes, copied to one of all lanes [P, ...] in the environment's dtype."""
         tensor = action if isinstance(action, Tensor) else torch.tensor(np.asarray(action))
         if len(lanes) < self._num_envs:  # the environment steps all of its lanes; the results of the others are dropped
             some, tensor = tensor, tensor[:1].repeat_interleave(self._num_envs, 0)
@@ -191,8 +193,8 @@ class TorchRLLanes(SimulatorsBase):
         own = tensor if self._batched else tensor[0]
         return own.to(self._env.device or tensor.device, self._layout.action_dtype, copy=True)
 
-    def _advanced(self, action: Tensor) -> TensorDictBase:
-        """Step all lanes and return ``next``. Unless the layout is bare, lanes that are done restart."""
+    def _step_all(self, action: Tensor) -> TensorDictBase:
+        """Step all lanes, and return TorchRL's ``next``. Unless the layout is bare, done lanes restart in the root."""
         if self._layout.bare or self._root is None:
             alone = to_tensordict({self._action_path: action}, ())
             after: TensorDictBase = self._env._step(alone) if self._layout.raw else self._env.step(alone).get("next")
@@ -214,11 +216,11 @@ class TorchRLLanes(SimulatorsBase):
 
     @staticmethod
     def _column(source: TensorDictBase, key: Any) -> Any:
-        """A list of P numbers or flags."""
+        """The leaf under `key`, which has one number or flag per lane, as a list of P."""
         return source.get(key).reshape(-1).tolist()
 
     def _write(self, source: TensorDictBase, lanes: Sequence[int]) -> None:
-        """Write the observations of `lanes`."""
+        """Copy the observations of `lanes` from a TensorDict to `observation`."""
         everyone = len(lanes) == self._num_envs
         for rows, key in self._reads:
             values = source.get(key).numpy(force=True)
@@ -241,7 +243,7 @@ class TorchRLLanes(SimulatorsBase):
             else:
                 self._env.close()
         finally:
-            torch.set_num_threads(self._threads)  # closing a ParallelEnv changes it
+            torch.set_num_threads(self._threads)  # which closing a ParallelEnv changes
 
 
 def _processes_of(env: Any) -> set[BaseProcess]:

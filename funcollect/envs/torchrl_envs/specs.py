@@ -78,6 +78,7 @@ def layout_of(env: Any) -> TorchRLLayout:
 
 
 def _only(what: str, keys: Iterable[NestedKey], mend: str) -> NestedKey:
+    """The only one of the `keys`; ValueError, with the fix `mend`, if there are none or several."""
     names = list(keys)
     if len(names) != 1:
         raise ValueError(f"the environment has the {what} {names}, expected exactly one: {mend}")
@@ -85,7 +86,7 @@ def _only(what: str, keys: Iterable[NestedKey], mend: str) -> NestedKey:
 
 
 def _observation_space(env: Any) -> tuple[Space, dict[Path, Tensor]]:
-    """The space of an observation, and the initial values that `TensorDictPrimer`s around the environment declare."""
+    """The space of an observation, and the initial recurrent states of one lane that `TensorDictPrimer`s declare."""
     from tensordict import TensorDict
     from torchrl.envs import Compose, TensorDictPrimer
 
@@ -127,7 +128,7 @@ def observation_space(spec: Any, path: Path = (), without: Collection[Path] = ()
 
 
 def action_spec(spec: Any) -> ActionSpec:
-    """The action in a batch, in the environment's own encoding."""
+    """The `ActionSpec` of an action's spec, in the environment's own encoding: one-hot if that is."""
     from torchrl.data import Binary, Categorical, MultiOneHot, OneHot
 
     if isinstance(spec, OneHot):
@@ -166,6 +167,7 @@ def _box(spec: Any, dtype: np.dtype[Any], what: str, mend: str) -> Space:
 
 
 def _numpy_dtype(spec: Any, name: str) -> np.dtype[Any]:
+    """The NumPy dtype of the spec called `name`; TypeError if there is none, or if the spec's shape varies."""
     try:
         if any(size < 0 for size in spec.shape):
             raise TypeError("its shape varies")
