@@ -83,10 +83,7 @@ _ADAPTER_ARGUMENTS = ("num_envs", "parallel", "info_keys", "dtype", "one_hot")
 
 
 def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
-    """The environment of a factory, which is called once to see what it returns; that result backs the first state.
-
-    The factory gets the keyword arguments that are not an adapter's.
-    """
+    """The environment that a factory describes. It is called here without the arguments that are the adapter's."""
     given = {name: kwargs[name] for name in _ADAPTER_ARGUMENTS if name in kwargs}
     own = {name: value for name, value in kwargs.items() if name not in given}
     made = factory(**own)

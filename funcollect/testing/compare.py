@@ -45,18 +45,16 @@ def expect_equal(
     mend: str,
     differs: Callable[[Tensor, Tensor], Tensor] = bits_differ,
 ) -> None:
-    """Fail unless two batches [P, T] have the same keys, shapes, dtypes and, according to `differs`, equal rows.
-
-    In the message, `what` names the batch `got`, `source` the batch `wanted`, and `mend` is the fix.
-    """
+    """Fail unless two batches [P, T] are equal; in the message, `what` names `got`, and `source` names `wanted`."""
     ours, theirs = flatten(got), flatten(wanted)
     kinds = [{path: (leaf.shape, leaf.dtype) for path, leaf in leaves.items()} for leaves in (ours, theirs)]
     if kinds[0] != kinds[1]:
         path = min(path for path in ours.keys() | theirs.keys() if kinds[0].get(path) != kinds[1].get(path))
         expected = f"{kinds[1].get(path)} as in {source}"
         raise fail(f"{what}, {'.'.join(path)}", expected=expected, got=kinds[0].get(path), mend=mend)
-    if first := _first({path: differs(leaf, theirs[path]) for path, leaf in ours.items()}):
-        path, lane, step = first
+    places = {path: first_row(differs(leaf, theirs[path])) for path, leaf in ours.items()}
+    if found := [(*place[::-1], path) for path, place in places.items() if place]:
+        step, lane, path = min(found)
         expected, row = f"{shown(theirs[path][lane, step])} as in {source}", shown(ours[path][lane, step])
         raise fail(f"{what}, {spot(lane, step, path)}", expected=expected, got=row, mend=mend)
 
@@ -68,16 +66,10 @@ def expect_bits(got: Tensor, wanted: Tensor, what: str, mend: str) -> None:
         raise fail(what, expected=f"unchanged, {shown(wanted)}", got=shown(got), mend=mend)
 
 
-def _first(wrong: dict[Path, Tensor]) -> tuple[Path, int, int] | None:
-    """The path, lane and step of the earliest True row of several masks [P, T] bool; None if there is none."""
-    found = [(step, lane, path) for path, rows in wrong.items() for lane, step in rows.nonzero().tolist()]
-    return min(found)[::-1] if found else None
-
-
 def first_row(wrong: Tensor) -> tuple[int, int] | None:
     """The lane and step of the earliest row of a mask [P, T, ...] that is True anywhere; None if there is none."""
-    first = _first({(): wrong.reshape(*wrong.shape[:2], -1).any(-1)})
-    return first and first[1:]
+    found = [(step, lane) for lane, step in wrong.reshape(*wrong.shape[:2], -1).any(-1).nonzero().tolist()]
+    return min(found)[::-1] if found else None
 
 
 def spot(lane: int, step: int, path: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from funcollect.core import api
 from funcollect.testing.compare import expect_equal
 from funcollect.testing.report import fail
-from funcollect.testing.trial import Trial, by_lane, release
+from funcollect.testing.trial import Trial, by_lane
 from funcollect.tree import flatten
 
 OWN_RANDOMNESS = (
@@ -24,13 +23,12 @@ OWN_RANDOMNESS = (
 def generators(trial: Trial) -> None:
     """No call changes the global generators of Torch, NumPy and Python."""
     before = _generators()
-    state = _unmoved(before, "init", lambda: api.init(trial.env, trial.policy, seed=trial.seed))
-    try:
-        length = trial.steps
-        state, _ = _unmoved(before, "rollout", lambda: api.rollout(trial.env, trial.policy, state, length))
-        state = _unmoved(before, "reset", lambda: api.reset(trial.env, state))
-    finally:
-        release(state)
+    with trial.started() as state:
+        _expect_unmoved(before, "init")
+        state, _ = api.rollout(trial.env, trial.policy, state, trial.steps)
+        _expect_unmoved(before, "rollout")
+        api.reset(trial.env, state)
+        _expect_unmoved(before, "reset")
 
 
 def _generators() -> dict[str, Any]:
@@ -43,14 +41,12 @@ def _generators() -> dict[str, Any]:
     }
 
 
-def _unmoved(before: dict[str, Any], what: str, call: Callable[[], Any]) -> Any:
-    """The result of the call, named `what`; fail if it changed the global generators, whose states were `before`."""
-    result = call()
+def _expect_unmoved(before: dict[str, Any], call: str) -> None:
+    """Fail if a call, which the message names, has changed the global generators, whose states were `before`."""
     after = _generators()
     for name, state in before.items():
         if after[name] != state:
-            raise fail(f"{name}'s global generator", expected="unmoved", got=f"moved by {what}", mend=OWN_RANDOMNESS)
-    return result
+            raise fail(f"{name}'s global generator", expected="unmoved", got=f"moved by {call}", mend=OWN_RANDOMNESS)
 
 
 def same_seed(trial: Trial) -> None:

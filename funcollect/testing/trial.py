@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -66,14 +66,9 @@ class Trial:
             batches.append(by_lane(self.env, batch).clone())
         return state, torch.cat(batches, 1)
 
-    @contextlib.contextmanager
-    def started(self, seed: int | None = None, policy: Policy | None = None) -> Iterator[CollectorState]:
-        """A context that yields the first state of a run, and frees its simulators at the end."""
-        state = api.init(self.env, policy or self.policy, seed=self.seed if seed is None else seed)
-        try:
-            yield state
-        finally:
-            release(state)
+    def started(self, seed: int | None = None, policy: Policy | None = None) -> AbstractContextManager[CollectorState]:
+        """A context with the first state of a run, whose simulators are freed at its end."""
+        return freed(api.init(self.env, policy or self.policy, seed=self.seed if seed is None else seed))
 
 
 def check_run(steps: Any, seed: Any) -> None:
@@ -84,10 +79,14 @@ def check_run(steps: Any, seed: Any) -> None:
     check_count("seed", seed)
 
 
-def release(state: CollectorState) -> None:
-    """Free a state's simulators. Errors are ignored, since the check `close` reports them."""
-    with contextlib.suppress(Exception):
-        api.close(state)
+@contextmanager
+def freed(state: CollectorState) -> Iterator[CollectorState]:
+    """A context with `state`, whose simulators are freed at its end; the check `close` reports errors of that."""
+    try:
+        yield state
+    finally:
+        with suppress(Exception):
+            api.close(state)
 
 
 def by_lane(env: Env, batch: TensorDictBase) -> Any:

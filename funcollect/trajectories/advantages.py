@@ -91,16 +91,11 @@ def _estimate(
         delta = xp.where(frames.mask, delta, 0.0)
     if frames.repeated is not None:
         delta = xp.where(frames.repeated, 0.0, delta)
-    discount = xp.asarray(gamma * lmbda, dtype=delta.dtype) * ~_ends(xp, frames)
-    advantage = _discounted_sums(xp, delta, discount)
-    return advantage, advantage + value
-
-
-def _ends(xp: Any, frames: _AdvantageInputs) -> Any:
-    """Whether each frame is the last of its trajectory in the batch: [T, ...] bool."""
     done, ids = frames.done, frames.traj_ids
-    before_last = done[:-1] if ids is None else done[:-1] | (ids[1:] != ids[:-1])
-    return xp.concatenate([before_last, xp.ones_like(done[-1:])])
+    ends = done[:-1] if ids is None else done[:-1] | (ids[1:] != ids[:-1])
+    last = xp.concatenate([ends, xp.ones_like(done[-1:])])  # whether a frame is the last of its trajectory in the batch
+    advantage = _discounted_sums(xp, delta, xp.asarray(gamma * lmbda, dtype=delta.dtype) * ~last)
+    return advantage, advantage + value
 
 
 def _discounted_sums(xp: Any, values: Any, discount: Any) -> Any:

@@ -200,10 +200,7 @@ def _check_one_run(batch: TensorDictBase, frames: _CountedFrames) -> None:
 
 
 def _column(batch: TensorDictBase, key: Path, tail: tuple[int, ...], *, default: bool | None = None) -> Tensor:
-    """The leaf under a key as one number per frame, ordered by row, on the CPU: [rows * T].
-
-    If the batch lacks the key and a default is given, every number is the default.
-    """
+    """The leaf under a key, or the default if there is none: one number per frame, ordered by row, [rows * T]."""
     if default is not None and batch.get(key, None) is None:
         return torch.full((batch.batch_size.numel(),), default)
     return require(batch, key, tail=tail).detach().cpu().reshape(-1)

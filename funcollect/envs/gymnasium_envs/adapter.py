@@ -75,12 +75,14 @@ def from_gymnasium(
         refuse("a VectorEnv", num_envs=num_envs, parallel=parallel or None, **kwargs)
         first: Any = env
         num_envs, opener = env.num_envs, _open_vector(env)
+        label = f"{type(env).__name__} of {env.spec.id}" if env.spec else type(env).__name__
         space, action_space = env.single_observation_space, env.single_action_space
     else:
         sources = sources_of(env, num_envs)
         if num_envs is not None or (isinstance(env, Sequence) and not isinstance(env, str)):
             num_envs = len(sources)
         first, opener = (_open_processes if parallel else _open_lanes)(sources, kwargs)
+        label = first.spec.id if first.spec is not None else type(first.unwrapped).__name__
         space, action_space = first.observation_space, first.action_space
     leaves = observation_leaves(space, dtype)
     spec = ActionSpec(action_space, one_hot)
@@ -90,7 +92,7 @@ def from_gymnasium(
     atari = is_atari(first)
     copying: Forking = ("none" if parallel else "snapshot") if atari else "replay"
     return SimulatedEnv(
-        label=_label(first) + (" in processes" if parallel else ""),
+        label=f"{label} in processes" if parallel else label,
         num_envs=num_envs,
         observation_space=space,
         action_spec=spec,
@@ -130,10 +132,3 @@ def _open_vector(vector: GymVectorEnv) -> Opener:
     build = partial(rebuild, vector)
     made = Made(vector, build)
     return lambda env: VectorLanes(taken(made()), env, build)
-
-
-def _label(env: Any) -> str:
-    """The name of a Gymnasium environment in messages: its id, or its class if it has none."""
-    if isinstance(env, VectorEnv):
-        return f"{type(env).__name__} of {env.spec.id}" if env.spec else type(env).__name__
-    return env.spec.id if env.spec is not None else type(env.unwrapped).__name__

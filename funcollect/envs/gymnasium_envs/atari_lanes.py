@@ -158,10 +158,7 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         )
 
     def _beginnings(self, history: _History, ale: Any) -> Iterator[Callable[[], Any]]:
-        """Yield functions, to be called at once, that bring the game to the point where a history's calls began.
-
-        There is one for each action that ALE may have to repeat then.
-        """
+        """For each action that ALE may repeat, yield a function, to be called at once, that restores the older copy."""
         if history.older is None:
             yield partial(self.env.reset, seed=history.seed)
             return

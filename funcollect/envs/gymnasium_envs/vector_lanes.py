@@ -58,16 +58,15 @@ def _end_processes(env: AsyncVectorEnv) -> None:
     env.close(terminate=True)
 
 
-def _death_of(env: GymVectorEnv, error: Exception) -> str | None:
-    """A clause with the lane and exit code of a process that has ended, which made a call raise `error`; else None."""
-    if not isinstance(env, AsyncVectorEnv) or not isinstance(error, (EOFError, OSError)):
-        return None
-    ended = wait([process.sentinel for process in env.processes], _TO_DIE)
-    for lane, process in enumerate(env.processes):
-        if process.sentinel in ended:
-            process.join()  # a process closes its pipes shortly before its exit code can be read
-            return f"lane {lane}: its process is gone (exit code {process.exitcode})"
-    return None
+def _failed(env: GymVectorEnv, call: str, error: Exception) -> EnvError:
+    """The EnvError for a `call`, in words, that raised `error`; it names a process that has ended instead."""
+    if isinstance(env, AsyncVectorEnv) and isinstance(error, (EOFError, OSError)):
+        ended = wait([process.sentinel for process in env.processes], _TO_DIE)
+        for lane, process in enumerate(env.processes):
+            if process.sentinel in ended:
+                process.join()  # a process closes its pipes shortly before its exit code can be read
+                return EnvError(f"lane {lane}: its process is gone (exit code {process.exitcode}): {ONWARD}")
+    return EnvError(f"{call} raised {error!r}: {ONWARD}")
 
 
 class VectorLanes(SimulatorsBase):
@@ -106,7 +105,7 @@ class VectorLanes(SimulatorsBase):
         try:
             answer: Any = self._env.reset(seed=by_lane, options={"reset_mask": mask} if partial else None)  # type: ignore[arg-type]
         except Exception as error:
-            raise self._failed(f"lanes {list(lanes)}: reset(seed={by_lane})", error) from error
+            raise _failed(self._env, f"lanes {list(lanes)}: reset(seed={by_lane})", error) from error
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise bad_reset("the vector environment", answer)
         self._started = True
@@ -126,7 +125,7 @@ class VectorLanes(SimulatorsBase):
                 self._env.reset(options={"reset_mask": over})  # Gymnasium forbids to step a lane after its end
             observation, *answer, info = self._env.step(actions)
         except Exception as error:
-            raise self._failed("the vector environment: step", error) from error
+            raise _failed(self._env, "the vector environment: step", error) from error
         self._broken_off = False
         outcome = self._checked(answer)
         flags = outcome[1:] > 0
@@ -139,10 +138,6 @@ class VectorLanes(SimulatorsBase):
             outcome, flags = outcome[:, list(lanes)], flags[:, list(lanes)]
             picked = [tuple(values[lane] for lane in lanes) for values in picked]
         return outcome[0].tolist(), flags[0].tolist(), flags[1].tolist(), picked
-
-    def _failed(self, call: str, error: Exception) -> EnvError:
-        """The EnvError for a `call`, in words, that raised `error`."""
-        return EnvError(f"{_death_of(self._env, error) or f'{call} raised {error!r}'}: {ONWARD}")
 
     def _checked(self, answer: Sequence[Any]) -> npt.NDArray[np.float64]:
         """Reward, terminated and truncated of a step as one array [3, P]; EnvError for other than P values each."""

@@ -1,7 +1,4 @@
-"""Environments with brax's states: brax (https://github.com/google/brax) and MuJoCo Playground.
-
-MuJoCo Playground is at https://github.com/google-deepmind/mujoco_playground.
-"""
+"""Adapters for brax (github.com/google/brax) and MuJoCo Playground (github.com/google-deepmind/mujoco_playground)."""
 
 from __future__ import annotations
 

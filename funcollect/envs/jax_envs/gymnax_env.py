@@ -74,10 +74,7 @@ def from_gymnax(
 
 
 def _space(given: Any, delivered: Any = None) -> Space:
-    """The Gymnasium counterpart of a space of gymnax, with the dtype of the `delivered` array if there is one.
-
-    Some spaces of gymnax name another dtype than that of their observations.
-    """
+    """The Gymnasium counterpart of a space of gymnax, in the dtype of the `delivered` array, which may be another."""
     match type(given).__name__:
         case "Discrete":
             return spaces.Discrete(int(given.n))

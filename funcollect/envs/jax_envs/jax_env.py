@@ -131,10 +131,7 @@ def reset_lane(env: JaxEnv, key: Any, params: Any) -> tuple[Any, Any]:
 
 
 def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -> Transition:
-    """Call the environment's `step` within a JAX trace, with an action as in a batch.
-
-    The reward of the result is float32, and its flags are bool. EnvError unless `step` returns a Transition.
-    """
+    """Call the environment's `step` within a JAX trace, with an action as in a batch; reward float32, flags bool."""
     jnp = import_jax().numpy
     if env.action_spec.one_hot:
         action = env.action_spec.from_one_hot(action, jnp).astype(jnp.int32)

@@ -22,7 +22,7 @@ from funcollect.errors import EnvError
 from funcollect.keys import generator_state, torch_generator
 from funcollect.protocols import Outcome
 from funcollect.specs import observation_leaves
-from funcollect.tree import key_of, to_tensordict
+from funcollect.tree import as_path, key_of, to_tensordict
 
 
 def from_torchrl(env: Any, *, dtype: npt.DTypeLike | None = None, **kwargs: Any) -> SimulatedEnv:
@@ -113,8 +113,7 @@ class TorchRLLanes(SimulatorsBase):
         """Prepare TorchRL's `env`, which `adapted` describes; it is reset later."""
         self._env = env
         self._layout = layout
-        key = layout.action_key
-        self._action_path = key if isinstance(key, tuple) else (key,)
+        self._action_path = as_path(layout.action_key)
         self._batched = bool(env.batch_size)
         self._num_envs = env.batch_size[0] if self._batched else 1
         self._threads = torch.get_num_threads()

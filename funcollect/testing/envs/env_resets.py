@@ -45,10 +45,7 @@ def another_seed(trial: Trial) -> None:
 
 
 def _begin(trial: Trial, state: CollectorState, episode: int) -> CollectorState:
-    """A state in which every lane begins its episode number `episode`, without the frames of earlier episodes.
-
-    `state` is the one in which the episode before begins, or the first state of the run if `episode` is 0.
-    """
+    """A state in which all lanes begin this episode, made from a state that begins the one before (or the first)."""
     if trial.env.backend != "host":
         return api.reset(trial.env, state) if episode else state
     saved = {
@@ -72,10 +69,7 @@ def resets(trial: Trial) -> str | None:
 
 
 def _expect_moved_on(trial: Trial, batch: Any) -> None:
-    """Fail if, after every end in the batch [P, T], the terminal observation is still there.
-
-    An environment whose observations never change within an episode passes.
-    """
+    """Fail if every end in the batch [P, T] leaves the terminal observation there, though others change in a step."""
     ended = batch["next", "done"][:, :-1, 0]
     still, moves = ended, torch.zeros_like(ended)
     for leaf in trial.env.observation_leaves:

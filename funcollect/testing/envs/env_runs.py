@@ -20,7 +20,7 @@ from funcollect.policies.random_policy import RandomPolicy
 from funcollect.specs import ActionSpec
 from funcollect.testing.compare import bits_differ, expect_equal, first_row, numbers_differ, shown, spot
 from funcollect.testing.report import NotApplicableError, fail
-from funcollect.testing.trial import Trial, by_lane, release
+from funcollect.testing.trial import Trial, by_lane, freed
 from funcollect.tree import NAMESPACE
 
 _FEW = 20  # steps that are compared in a Torch environment; after more, rounding errors may have grown
@@ -75,11 +75,9 @@ def lanes_alone(trial: Trial) -> None:
     length = trial.steps if host else min(trial.steps, _FEW)
     for lane in range(trial.lanes):
         policy = Replay(trial.batch["action"][lane, :length].unsqueeze(1))
-        state = api.init_lanes(trial.single, policy, seed=trial.seed, first_lane=lane, total_lanes=trial.lanes)
-        try:
+        first = api.init_lanes(trial.single, policy, seed=trial.seed, first_lane=lane, total_lanes=trial.lanes)
+        with freed(first) as state:
             alone = by_lane(trial.single, api.rollout(trial.single, policy, state, length)[1])
-        finally:
-            release(state)
         expect_equal(
             trial.batch[lane : lane + 1, :length],
             alone,
@@ -107,11 +105,8 @@ def fork(trial: Trial) -> None:
             if seeding_of(trial.env) != "episode" and trial.env.backend == "host":
                 raise NotApplicableError(explain(trial.env, trial.policy).forking) from error
             raise
-        try:
+        with freed(twin):
             _, other = trial.go_on(twin, third)
-        finally:
-            if trial.env.backend == "host":
-                release(twin)
         _, own = trial.go_on(state, third)
     for batch, what in ((other, "the fork"), (own, "its source, after the fork had run")):
         expect_equal(

@@ -1,7 +1,4 @@
-"""The check of log-probabilities, which recomputes them from recorded rows with Torch's own distributions.
-
-Each function in `_DENSITIES` returns the log-probabilities [P, T] float64 of actions [P, T, ...] under one head.
-"""
+"""The check of log-probabilities, which recomputes them from recorded rows with Torch's own distributions."""
 
 from __future__ import annotations
 
@@ -113,13 +110,13 @@ def _choices(parameters: HeadOutputs, action: Tensor, spec: ActionSpec) -> Itera
 
 
 def _categorical(parameters: HeadOutputs, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
-    """Log-probabilities of a discrete action whose components are drawn from a softmax over logits."""
+    """Log-probabilities [P, T] of discrete actions whose components are drawn from a softmax over logits."""
     choices = _choices(parameters, action, spec)
     return torch.stack([td.Categorical(logits=logits).log_prob(index) for logits, index in choices]).sum(0)
 
 
 def _epsilon_greedy(parameters: HeadOutputs, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
-    """Log-probabilities of the best choice, or with the probability ``head.epsilon`` a uniform one."""
+    """Log-probabilities [P, T] of the best choices or, with the probability ``head.epsilon``, uniform ones."""
     scores = []
     for values, index in _choices(parameters, action, spec):
         best = (values.argmax(-1) == index).double()
@@ -128,12 +125,12 @@ def _epsilon_greedy(parameters: HeadOutputs, action: Tensor, spec: ActionSpec, h
 
 
 def _normal(parameters: HeadOutputs, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
-    """Log-densities of a normal distribution with independent components."""
+    """Log-densities [P, T] of a normal distribution with independent components."""
     return _summed(td.Normal(*parameters).log_prob(action.double()))
 
 
 def _tanh_normal(parameters: HeadOutputs, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
-    """Log-densities of the tanh of a normal variable, scaled to the space's bounds; NaN close to a bound."""
+    """Log-densities [P, T] of the tanh of a normal variable, scaled to the space's bounds; NaN close to a bound."""
     space: Any = spec.space
     low, high = (torch.as_tensor(bound).double() for bound in (space.low, space.high))
     half = (high - low) / 2

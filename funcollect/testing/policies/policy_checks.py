@@ -105,10 +105,7 @@ def deterministic(trial: PolicyTrial) -> None:
 
 
 def _seed_changes(trial: PolicyTrial, *, noise: bool) -> str:
-    """The first row and key of the outputs that another seed changes, for a message; empty if it changes none.
-
-    The seed is that of the policy's own draws and, if `noise` is True, also that of the noise for its head.
-    """
+    """Where the outputs change if the policy (and with `noise` its head) draws with another seed: a name, or ""."""
     key, other = key_from_seed(trial.seed), key_from_seed(trial.seed + 1)
     one = flatten(trial.query().columns)
     two = flatten(trial.query(key=other, noise_key=other if noise else key).columns)
