@@ -42,7 +42,8 @@ def make_env(env: Any, **kwargs: Any) -> Env:
         raise TypeError(f"env is the policy {type(env).__name__}, expected an environment: it comes before the policy")
     if is_env(env):
         if kwargs:
-            raise ValueError(f"{', '.join(kwargs)} cannot be given with {env!r}, which is made already: leave it out")
+            names = ", ".join(kwargs)
+            raise ValueError(f"{names} cannot be given with {env!r}, which is made already: pass it when you make that")
         return env
     namespace, slash, name = env.partition("/") if isinstance(env, str) else ("", "", "")
     if slash and namespace in _NAMESPACES:

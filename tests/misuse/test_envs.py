@@ -162,8 +162,15 @@ def count(value: Any) -> list[Misuse]:
         "keyword arguments with an Env",
         lambda: fc.make_env(good(), num_envs=2),
         ValueError,
-        ("num_envs cannot be given with HostEnv('CartPole-v1', num_envs=2)", "leave it out"),
+        ("num_envs cannot be given with HostEnv('CartPole-v1', num_envs=2)", "pass it when you make that"),
         good,
+    ),
+    Misuse(
+        "num_envs with a factory of an Env",
+        lambda: fc.make_env(fc.envs.CartPole, num_envs=2),
+        ValueError,
+        ("num_envs cannot be given with CartPole()", "pass it when you make that"),
+        lambda: fc.make_env(lambda: fc.envs.CartPole(num_envs=2)),
     ),
     Misuse(
         "a factory that returns nothing",

@@ -119,6 +119,7 @@ def worker_factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
         source = spec
     if isinstance(source, EnvSpec):
         return partial(gymnasium.make, source, disable_env_checker=True, **kwargs)
+    factory_of(source, kwargs)  # raises an error if it is no factory
     return partial(source, **kwargs)
 
 

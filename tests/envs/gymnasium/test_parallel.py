@@ -143,6 +143,16 @@ def good() -> Any:
         ("cannot make 'nosuch:CartPole-v1'", "import the package"),
         good,
     ),
+    *(
+        Misuse(
+            f"{env} is no environment",
+            lambda env=env: fc.envs.from_gymnasium(env, parallel=True),
+            TypeError,
+            ("env is int", "expected a Gymnasium id, an EnvSpec, a factory", "pass one of these"),
+            good,
+        )
+        for env in (3, [3], ["CartPole-v1", 3])
+    ),
     Misuse(
         "a vector environment",
         lambda: fc.make_env(gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync"), parallel=True),
