@@ -84,7 +84,7 @@ _ADAPTER_ARGUMENTS = ("num_envs", "parallel", "info_keys", "dtype", "one_hot")
 
 
 def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
-    """The environment that a factory describes. It is called here without the arguments that are the adapter's."""
+    """Adapt what a factory returns. It is called here, without the arguments that are for the adapter."""
     given = {name: kwargs[name] for name in _ADAPTER_ARGUMENTS if name in kwargs}
     own = {name: value for name, value in kwargs.items() if name not in given}
     made = factory(**own)

@@ -207,7 +207,7 @@ def _column(batch: TensorDictBase, key: Path, tail: tuple[int, ...], *, default:
 
 
 def _trajectories(frames: _CountedFrames, opened: Mapping[int, OpenReturn]) -> tuple[_Trajectories, Tensor]:
-    """The trajectories of the frames, with sums from `opened` on, and each frame's index into them ``[F]`` int64."""
+    """The trajectories of the frames, continued from `opened`, and the index of each frame's ``[F]`` int64."""
     run_ids, run, sizes = torch.unique_consecutive(frames.traj_ids, return_inverse=True, return_counts=True)
     traj_ids, of_run = torch.unique(run_ids, return_inverse=True)
     of_frame, final = of_run[run], sizes.cumsum(0) - 1
@@ -246,7 +246,7 @@ def _heads(opened: Mapping[int, OpenReturn], traj_ids: Tensor, players: int) -> 
 
 
 def _unfinished(trajectories: _Trajectories) -> dict[int, OpenReturn]:
-    """The open trajectory of each lane: the one with the highest id, unless it has ended."""
+    """The open trajectory of each lane, by id: the one with the highest id, unless it has ended or lacks frames."""
     lanes, of_trajectory = torch.unique(trajectories.lanes, return_inverse=True)
     newest = torch.zeros_like(lanes).scatter_reduce_(
         0, of_trajectory, trajectories.traj_ids, "amax", include_self=False

@@ -125,7 +125,7 @@ def _pool_of(envpool: Any, task_id: str, config: dict[str, Any], seeds: Sequence
 
 
 def _widened(space: Space) -> Space:
-    """The space with infinite bounds where EnvPool gives C++'s smallest positive and largest float to say so."""
+    """The space with infinite bounds for unbounded numbers, to which EnvPool gives C++'s least and largest float."""
     if isinstance(space, spaces.Dict):
         return spaces.Dict({name: _widened(child) for name, child in space.spaces.items()})
     if not isinstance(space, spaces.Box) or space.dtype is None or space.dtype.kind != "f":

@@ -48,7 +48,7 @@ class _Copy:
 
     @classmethod
     def of(cls, env: GymEnv) -> _Copy:
-        """Copy a game."""
+        """Copy a game: the attributes of its layers, and the state of ALE's machine."""
         layers = _layers(env)
         changing = [{name: vars(layer)[name] for name in vars(layer).keys() - _CONSTANT} for layer in layers]
         return cls(layers, _copied(changing, layers, layers), layers[-1].ale.cloneState(include_rng=True))
@@ -118,19 +118,15 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self._step(action)
 
     def _record(self, call: Any) -> None:
-        """Add a call, an action or `_RESET`, to the history, after a new copy if one is due."""
+        """Add a call, an action or `_RESET`, to the history; before that, copy the game if the last copy is old."""
         if len(self._calls) >= _APART:
-            self._copy()
+            old = self._history
+            try:
+                newer = None if self._unfit else _Copy.of(self.env)
+            except Exception as error:  # `fork` raises it, if it is called
+                self._unfit, newer = error, None
+            self._begin(_History(old.seed, old.newer, newer, old.since, []))  # without the older copy and its calls
         self._calls.append(call)
-
-    def _copy(self) -> None:
-        """Copy the game; the copy becomes the history's newer one, and the oldest copy and its calls are dropped."""
-        old = self._history
-        try:
-            newer = None if self._unfit else _Copy.of(self.env)
-        except Exception as error:  # `fork` raises it, if it is called
-            self._unfit, newer = error, None
-        self._begin(_History(old.seed, old.newer, newer, old.since, []))
 
     def history(self) -> _History:
         """The history up to now, for `follow`."""
@@ -158,7 +154,7 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         )
 
     def _beginnings(self, history: _History, ale: Any) -> Iterator[Callable[[], Any]]:
-        """For each action that ALE may repeat, yield a function, to be called at once, that restores the older copy."""
+        """Yield functions that go back to where a history's calls begin, one for each action that ALE may repeat."""
         if history.older is None:
             yield partial(self.env.reset, seed=history.seed)
             return
@@ -168,7 +164,7 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
             ale.reset_game()  # a game that is over takes no action
             for _ in range(times):
                 ale.act(action)  # until one frame has surely taken it, so that sticky frames repeat it from then on
-            yield partial(history.older.put_into, self.env)
+            yield partial(history.older.put_into, self.env)  # called before the next action is sent
 
 
 class AtariLanes(Lanes):

@@ -48,7 +48,7 @@ class Lanes(SimulatorsBase):
 
     @override
     def receive(self) -> tuple[Sequence[int], Outcome]:
-        """Step the lanes that were sent; a single lane is stepped here, with fewer Python calls than `step` makes."""
+        """Step the lanes of the last `send`. A single lane is stepped here, with fewer Python calls than in `step`."""
         lanes, action = self._sent
         if self._alone is None:
             return lanes, self.step(lanes, action)
@@ -130,7 +130,7 @@ def no_info_key(lane: int, key: str, info: Any) -> EnvError:
 
 
 def _located(error: Exception, lanes: Sequence[int], answers: Sequence[Any], actions: Any, space: Space) -> EnvError:
-    """The EnvError for a step of `lanes` that raised `error` when these `answers` were there: it names the lane."""
+    """The EnvError for a step that raised `error` after the first lanes had returned `answers`: it names the lane."""
     for lane, answer in zip(lanes, answers, strict=False):
         if not isinstance(answer, (tuple, list)) or len(answer) != 5:
             return EnvError(

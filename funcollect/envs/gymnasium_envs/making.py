@@ -102,7 +102,7 @@ def factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
 
 
 def worker_factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
-    """A function that makes a lane's environment in another process, where the module that registers it is missing."""
+    """A function that makes a lane's environment, also in a process that has not imported what registers its id."""
     if isinstance(source, gymnasium.Env):
         raise ValueError(
             f"parallel=True was given with the instance {source}, which cannot move to another process: pass its id "

@@ -45,7 +45,7 @@ def check_autoreset(env: GymVectorEnv) -> None:
 
 
 def open_processes(factories: Sequence[Callable[[], Any]]) -> AsyncVectorEnv:
-    """One process per factory, spawned, since a fork hangs after Torch or JAX have started threads."""
+    """Start one process per factory, spawned, since a fork hangs after Torch or JAX have started threads."""
     with hidden_main():
         return AsyncVectorEnv(factories, copy=False, context="spawn", autoreset_mode=AutoresetMode.DISABLED)
 
@@ -59,7 +59,7 @@ def _end_processes(env: AsyncVectorEnv) -> None:
 
 
 def _failed(env: GymVectorEnv, call: str, error: Exception) -> EnvError:
-    """The EnvError for a `call`, in words, that raised `error`; it names a process that has ended instead."""
+    """The EnvError for a `call`, in words, that raised `error`. If a process has ended, it names that one instead."""
     if isinstance(env, AsyncVectorEnv) and isinstance(error, (EOFError, OSError)):
         ended = wait([process.sentinel for process in env.processes], _TO_DIE)
         for lane, process in enumerate(env.processes):
@@ -85,7 +85,7 @@ class VectorLanes(SimulatorsBase):
         self.observation = self._rows.arrays
 
     def _mask(self, lanes: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """[P], True for `lanes`."""
+        """A mask [P] bool that is True for `lanes`."""
         mask = np.zeros(self._env.num_envs, bool)
         mask[list(lanes)] = True
         return mask

@@ -88,7 +88,7 @@ class HostEnvBase(EnvBase, ABC):
 
     @abstractmethod
     def open(self) -> Simulators:
-        """Live simulators, not reset yet."""
+        """Make live simulators, which are not reset yet."""
 
 
 def observation_rows(env: Env) -> dict[Path, npt.NDArray[Any]]:
@@ -120,14 +120,14 @@ class SimulatorsBase(ABC):
 
     @abstractmethod
     def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
-        """Step these k lanes with the actions [k, ...]: reward, terminated, truncated and the infos, each [k, ...]."""
+        """Step these k lanes with the actions [k, ...]; return reward, terminated, truncated and infos of these lanes."""
 
     def send(self, lanes: Sequence[int], action: Any, /) -> None:
         """Keep the actions for `receive`, which steps the lanes."""
         self._sent = lanes, action
 
     def receive(self) -> tuple[Sequence[int], Outcome]:
-        """Step the lanes that were sent."""
+        """Step the lanes of the last `send`, and return them with the outcome."""
         lanes, action = self._sent
         return lanes, self.step(lanes, action)
 
@@ -148,7 +148,7 @@ class SimulatedEnv(AdaptedEnv):
     backend: Literal["host"] = "host"
 
     def open(self) -> Simulators:
-        """Live simulators, not reset yet."""
+        """Make live simulators, which are not reset yet."""
         return self.opener(self)
 
 

@@ -28,7 +28,7 @@ class LeafRows:
         self._casting: Literal["same_kind", "safe"] = "same_kind" if leaf.dtype.kind == "f" else "safe"
         dtypes = [np.dtype(kind) for kind in "?bhilqBHILQefd"]
         self._dtypes = {dtype for dtype in dtypes if np.can_cast(dtype, leaf.dtype, self._casting)}  # accepted as is
-        self._lengths = set(leaf.shape[:1])
+        self._lengths = set(leaf.shape[:1])  # the length of one lane's value
         self._flat = self.array.reshape(num_envs * leaf.shape[0], *leaf.shape[1:]) if leaf.shape else self.array
         self.write = self._write_all if num_envs > 1 else lambda values: self.write_lane(0, values[0])
 

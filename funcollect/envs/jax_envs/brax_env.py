@@ -93,7 +93,7 @@ def _load_playground(registry: Any, name: str, **kwargs: Any) -> Any:
 def _over_states(
     label: str, raw: Any, episode_length: int, num_envs: int | None, info_keys: Sequence[str], starts: Starts
 ) -> FunctionsEnv:
-    """The adapter over ``reset(key)`` and ``step(state, action)``, which return states with `obs`, `reward`, `done`."""
+    """Adapt an environment with ``reset(key)`` and ``step(state, action)``: states have `obs`, `reward` and `done`."""
     inner = raw
     while inner is not None:
         if type(inner).__name__.endswith(_TRAINING):

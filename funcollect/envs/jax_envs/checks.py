@@ -15,7 +15,7 @@ from funcollect.specs import disassemble
 
 
 def check_functions(env: JaxEnv) -> tuple[int, ...]:
-    """The shape of a reward; EnvError unless `reset` and `step` agree with one another and with the spaces."""
+    """Raise EnvError unless `reset` and `step` fit each other and the spaces; return the shape of a reward."""
     jax = import_jax()
     key = jax.ShapeDtypeStruct((2,), np.uint32)
     dtype = jax.dtypes.canonicalize_dtype(np.int64 if env.action_spec.one_hot else env.action_space.dtype)

@@ -74,7 +74,7 @@ def from_gymnax(
 
 
 def _space(given: Any, delivered: Any = None) -> Space:
-    """The Gymnasium counterpart of a space of gymnax, in the dtype of the `delivered` array, which may be another."""
+    """The Gymnasium counterpart of a space of gymnax; a Box gets the dtype of the `delivered` array, if given."""
     match type(given).__name__:
         case "Discrete":
             return spaces.Discrete(int(given.n))

@@ -104,7 +104,7 @@ class Pendulum(TorchEnvBase):
 
     @staticmethod
     def _observe(swing: Tensor) -> Tensor:
-        """The observation [P, 3] float32 of a state [P, 2]: the angle in radians, and the angular velocity."""
+        """The observation [P, 3] float32 of a state [P, 2], which is the angle in radians and the angular velocity."""
         angle, speed = swing.unbind(-1)
         return torch.stack((angle.cos(), angle.sin(), speed), -1).float()
 

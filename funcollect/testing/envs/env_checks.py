@@ -133,8 +133,8 @@ def expect_layout(batch: TensorDictBase) -> None:
             raise fail(f"the batch's {'.'.join(path)}", expected=kind, got=got, mend=REPORT_IT)
     for path, leaf in leaves.items():
         if leaf.shape[: len(size)] != size:
-            expected = f"{[*size, '...']}"
-            raise fail(f"the batch's {'.'.join(path)}", expected=expected, got=list(leaf.shape), mend=REPORT_IT)
+            where, expected = f"the batch's {'.'.join(path)}", [*size, "..."]
+            raise fail(where, expected=expected, got=list(leaf.shape), mend=REPORT_IT)
 
 
 def roots(leaves: Mapping[Path, Tensor]) -> dict[Path, Tensor]:

@@ -62,14 +62,14 @@ def resets(trial: Trial) -> str | None:
     """After a done row, the observation is the first one of the next episode."""
     limit = None if trial.done[:, :-1].any() else max(1, trial.steps // 4)  # of the frames in an episode
     batch = trial.batch if limit is None else trial.run(trial.steps, max_frames_per_traj=limit)
-    _expect_moved_on(trial, batch)
+    _expect_left_terminal(trial, batch)
     if seeding_of(trial.env) == "episode":
         _expect_seeded(trial, batch)
     return f"no episode ended within {trial.steps} steps: they were cut after {limit}" if limit else None
 
 
-def _expect_moved_on(trial: Trial, batch: Any) -> None:
-    """Fail if every end in the batch [P, T] leaves the terminal observation there, though others change in a step."""
+def _expect_left_terminal(trial: Trial, batch: Any) -> None:
+    """Fail if all rows after an end still have the terminal observation, though it changes between other rows."""
     ended = batch["next", "done"][:, :-1, 0]
     still, moves = ended, torch.zeros_like(ended)
     for leaf in trial.env.observation_leaves:

@@ -55,7 +55,7 @@ def answers(trial: PolicyTrial) -> None:
 
 
 def acts(trial: PolicyTrial) -> str | None:
-    """It acts in the environment without NaN, and its actions lie in the space."""
+    """It acts in the environment without NaN; discrete actions lie in the space."""
     trial.run(*[1] * 4, trial.steps, exploration_type=DETERMINISTIC)
     space, action = trial.env.action_space, trial.batch["action"]
     if not isinstance(space, spaces.Box):
