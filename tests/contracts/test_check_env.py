@@ -73,6 +73,7 @@ GOOD: dict[str, tuple[Callable[[], Any], dict[str, Any], set[str]]] = {
     "processes": (lambda: "CartPole-v1", {"num_envs": 2, "parallel": True}, set()),
     "seeded by lane": (lambda: replace(over(Walk)(), seeding="lane"), {}, {"lanes_alone", "fork"}),
     "seeded by run": (lambda: replace(over(Walk)(), seeding="run"), {}, {"lanes_alone", "fork"}),
+    "not to be forked": (lambda: replace(over(Walk)(), forking="none"), {}, {"lanes_alone", "fork"}),
 }
 
 
@@ -121,6 +122,11 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
     ("batch_memory", through(faulty.KeepsItsAction, seeding="run"), r"whose batches were zeroed, lane \d"),
     ("old_states", lambda: faulty.MovesInPlace(3), r"the second rollout from one state.*write nothing in place"),
     ("fork", over(faulty.WearsOut), r"ReplayError: lane \d.*another observation"),
+    (
+        "fork",
+        through(faulty.RestoresNothing, seeding="lane", forking="snapshot"),
+        r"ReplayError: lane \d.*another observation",
+    ),
     ("close", over(faulty.CannotClose), r"lane 0: close raised OSError"),
 ]
 

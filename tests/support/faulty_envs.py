@@ -181,6 +181,16 @@ class ReplacesItsRows(Proxy):
         return answer
 
 
+class RestoresNothing(Proxy):
+    """Gives an empty snapshot."""
+
+    def snapshot(self) -> None:
+        return None
+
+    def restore(self, snapshot: None) -> None:
+        self.reset(range(3), [0, 0, 0])
+
+
 class ForgetsToWrite(Proxy):
     """Resets lanes, but leaves what they showed at their end."""
 

@@ -120,7 +120,7 @@ class SimulatorsBase(ABC):
 
     @abstractmethod
     def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
-        """Step these k lanes with the actions [k, ...]; return reward, terminated, truncated and infos of these lanes."""
+        """Step these k lanes with the actions [k, ...]; return their reward, terminated, truncated and infos."""
 
     def send(self, lanes: Sequence[int], action: Any, /) -> None:
         """Keep the actions for `receive`, which steps the lanes."""

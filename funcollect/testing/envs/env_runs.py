@@ -11,7 +11,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.core import api
-from funcollect.core.explain import explain
 from funcollect.envs.host.host_env import seeding_of
 from funcollect.errors import ReplayError, StaleStateError
 from funcollect.keys import Noise
@@ -102,9 +101,12 @@ def fork(trial: Trial) -> None:
         try:
             twin = api.fork(trial.env, state)
         except ReplayError as error:
-            if seeding_of(trial.env) != "episode" and trial.env.backend == "host":
-                raise NotApplicableError(explain(trial.env, trial.policy).forking) from error
-            raise
+            env = trial.env
+            if env.backend != "host" or env.forking == "snapshot":
+                raise
+            if env.forking == "replay" and env.seeding == "episode":
+                raise
+            raise NotApplicableError(f"forking is {env.forking!r}, seeding is {env.seeding!r}") from error
         with freed(twin):
             _, other = trial.go_on(twin, third)
         _, own = trial.go_on(state, third)
