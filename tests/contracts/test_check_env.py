@@ -92,6 +92,8 @@ def test_a_good_environment_passes_every_check_that_applies(name: str) -> None:
 # check, environment, and words of the message
 FAULTS: list[tuple[str, Callable[[], Any], str]] = [
     ("describes", lambda: replace(over(Walk)(), seeding="sometimes"), r"seeding: .*'episode'.*got 'sometimes'"),
+    ("describes", lambda: replace(over(Walk)(), forking="copied"), r"forking: .*'replay'.*got 'copied'"),
+    ("describes", lambda: replace(functions_suite().env, starts="Fresh"), r"starts: .*'fresh'.*got 'Fresh'"),
     ("describes", lambda: replace(over(Walk)(), observation_leaves=()), r"observation_leaves: .*\(2,\).*got \[\]"),
     ("runs", over(faulty.ReturnsAShorterRow), r"lane \d.*shape \(1,\).*\(2,\)"),
     ("runs", over(faulty.ReturnsNoInfo), r"lane 0: reset returned .*\(observation, info\)"),

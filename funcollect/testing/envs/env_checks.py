@@ -16,8 +16,7 @@ from gymnasium import spaces
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from funcollect.envs.host.host_env import seeding_of
-from funcollect.protocols import Backend, Seeding
+from funcollect.protocols import Backend, Forking, Seeding, Starts
 from funcollect.specs import ActionSpec, disassemble, observation_leaves, torch_dtype
 from funcollect.testing.compare import bits_differ, first_row, shown, spot
 from funcollect.testing.report import fail
@@ -33,8 +32,9 @@ _SINGLE_STEPS = 8
 def describes(trial: Trial) -> None:
     """The description is complete: backend, seeding, number of lanes, spaces and their leaves."""
     env = trial.env
-    for name, value, known in (("backend", env.backend, Backend), ("seeding", seeding_of(env), Seeding)):
-        if value not in get_args(known):
+    for name, known in (("backend", Backend), ("seeding", Seeding), ("forking", Forking), ("starts", Starts)):
+        value = getattr(env, name, None)  # which members there are depends on the backend
+        if value not in (None, *get_args(known)):
             raise fail(name, expected=f"one of {get_args(known)}", got=repr(value), mend="set it to one of these")
     if env.num_envs is not None and (isinstance(env.num_envs, bool) or env.num_envs < 1):
         raise fail("num_envs", expected="a positive int or None", got=env.num_envs, mend="count the environments")
