@@ -51,27 +51,21 @@ def _expect_unmoved(before: dict[str, Any], call: str) -> None:
 
 def same_seed(trial: Trial) -> None:
     """The same seed gives the same bits twice."""
-    expect_equal(
-        trial.run(trial.steps),
-        trial.batch,
-        what="the second run",
-        source=f"the first run with seed={trial.seed}",
-        mend=OWN_RANDOMNESS + ", and keep nothing from before a reset",
-    )
+    what, source = "the second run", f"the first run with seed={trial.seed}"
+    mend = OWN_RANDOMNESS + ", and keep nothing from before a reset"
+    expect_equal(trial.run(trial.steps), trial.batch, what=what, source=source, mend=mend)
 
 
 def cuts(trial: Trial) -> None:
     """How a run is cut into batches does not change its data."""
     lengths = [1, trial.third, 1, trial.third]
     got = trial.run(*lengths)
-    expect_equal(
-        got,
-        trial.batch[:, : got.shape[1]],
-        what=f"the run cut into {lengths}",
-        source="the run in one piece",
-        mend="keep what outlives a call in the state: simulators in rows that stay the same arrays, a policy in its "
-        "recurrent state (buffers that it writes are reset with each batch)",
+    what, source = f"the run cut into {lengths}", "the run in one piece"
+    mend = (
+        "keep what outlives a call in the state: simulators in rows that stay the same arrays, a policy in its "
+        "recurrent state (buffers that it writes are reset with each batch)"
     )
+    expect_equal(got, trial.batch[:, : got.shape[1]], what=what, source=source, mend=mend)
 
 
 def batch_memory(trial: Trial) -> None:
@@ -81,21 +75,12 @@ def batch_memory(trial: Trial) -> None:
         kept = by_lane(trial.env, first).clone()
         state, second = api.rollout(trial.env, trial.policy, state, trial.third)
         batches = [kept, by_lane(trial.env, second).clone()]
-        expect_equal(
-            by_lane(trial.env, first),
-            kept,
-            what="the first batch after the second was collected",
-            source="the same batch when it was returned",
-            mend="copy what goes into a batch",
-        )
+        what, source = "the first batch after the second was collected", "the same batch when it was returned"
+        expect_equal(by_lane(trial.env, first), kept, what=what, source=source, mend="copy what goes into a batch")
         for leaf in (*flatten(first).values(), *flatten(second).values()):
             leaf.zero_()
         batches.append(trial.go_on(state, trial.third)[1])
     got = torch.cat(batches, 1)
-    expect_equal(
-        got,
-        trial.batch[:, : got.shape[1]],
-        what="the run whose batches were zeroed",
-        source="the run whose batches were left alone",
-        mend="copy what is kept: a batch belongs to the caller",
-    )
+    what, source = "the run whose batches were zeroed", "the run whose batches were left alone"
+    mend = "copy what is kept: a batch belongs to the caller"
+    expect_equal(got, trial.batch[:, : got.shape[1]], what=what, source=source, mend=mend)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gymnasium import spaces
-
 from funcollect.arguments import check_function, check_kind
 from funcollect.envs.jax_envs.checks import check_functions
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv, Reset, jax_env
@@ -65,8 +63,6 @@ def from_functions(
     check_kind("name", name, str, "pass for example 'walk'")
     check_function("reset", reset, "a function of a key and the parameters")
     check_function("step", step, "a function of a key, the state, an action and the parameters")
-    check_kind("observation_space", observation_space, spaces.Space, "pass a space of gymnasium.spaces")
-    check_kind("action_space", action_space, spaces.Space, "pass a space of gymnasium.spaces")
     options = (num_envs, one_hot, info_keys, starts, max_episode_steps, params)
     env = jax_env(name, reset, step, observation_space, action_space, *options)
     check_functions(env)
@@ -114,15 +110,7 @@ def from_functional(
         info = env.transition_info(env_state, action, state, *last)
         return Transition(state, observation, reward, env.terminal(state, key, *last), False, info)
 
-    return from_functions(
-        reset,
-        step,
-        observation_space=env.observation_space,
-        action_space=env.action_space,
-        num_envs=num_envs,
-        max_episode_steps=max_episode_steps,
-        one_hot=one_hot,
-        info_keys=info_keys,
-        starts=starts,
-        name=type(env).__name__,
-    )
+    options = (num_envs, one_hot, info_keys, starts, max_episode_steps)
+    made = jax_env(type(env).__name__, reset, step, env.observation_space, env.action_space, *options)
+    check_functions(made)
+    return made

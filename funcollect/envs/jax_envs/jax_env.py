@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from funcollect.arguments import check_choice, check_keys, check_num_envs, check_optional_positive
+from gymnasium import spaces
+
+from funcollect.arguments import check_choice, check_keys, check_kind, check_num_envs, check_optional_positive
 from funcollect.envs.base import AdaptedEnv, EnvBase
 from funcollect.envs.spaces import as_delivered
 from funcollect.errors import EnvError
@@ -83,6 +85,8 @@ def jax_env(
 
     `step` returns a Transition, or a tuple of its fields. Observation spaces get the integer dtypes that JAX has.
     """
+    check_kind("observation_space", observation_space, spaces.Space, "pass a space of gymnasium.spaces")
+    check_kind("action_space", action_space, spaces.Space, "pass a space of gymnasium.spaces")
     check_num_envs(num_envs)
     check_optional_positive("max_episode_steps", max_episode_steps)
     check_keys("info_keys", info_keys, "discount")

@@ -52,13 +52,6 @@ def from_pgx(
     # pgx declares no observation space, so it is derived from the shapes and dtypes
     known: dict[str, Space] = {"current_player": spaces.Discrete(raw.num_players)}
     observed = {name: known.get(name) or space_like(part) for name, part in first_observation(reset).items()}
-    return jax_env(
-        f"pgx/{raw.id}",
-        reset,
-        step,
-        spaces.Dict(observed),
-        spaces.Discrete(raw.num_actions),
-        num_envs,
-        one_hot,
-        max_episode_steps=max_episode_steps,
-    )
+    space = spaces.Dict(observed)
+    actions: Space = spaces.Discrete(raw.num_actions)
+    return jax_env(f"pgx/{raw.id}", reset, step, space, actions, num_envs, one_hot, max_episode_steps=max_episode_steps)

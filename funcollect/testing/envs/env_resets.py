@@ -148,13 +148,10 @@ def reset_mask(trial: Trial) -> None:
         _, batch = trial.go_on(after, third)
     if seeding_of(trial.env) == "run":
         return  # lanes may share one generator
-    expect_equal(
-        batch[~mask],
-        trial.batch[~mask][:, third : 2 * third],
-        what=f"lanes {(~mask).nonzero()[:, 0].tolist()} (counted here from 0) after a reset of the others",
-        source="the run without that reset",
-        mend="let reset change only the lanes that it is called with",
-    )
+    what = f"lanes {(~mask).nonzero()[:, 0].tolist()} (counted here from 0) after a reset of the others"
+    mend = "let reset change only the lanes that it is called with"
+    wanted = trial.batch[~mask][:, third : 2 * third]
+    expect_equal(batch[~mask], wanted, what=what, source="the run without that reset", mend=mend)
 
 
 def _expect_masked(before: CollectorState, after: CollectorState, mask: Tensor) -> None:

@@ -77,14 +77,10 @@ def lanes_alone(trial: Trial) -> None:
         first = api.init_lanes(trial.single, policy, seed=trial.seed, first_lane=lane, total_lanes=trial.lanes)
         with freed(first) as state:
             alone = by_lane(trial.single, api.rollout(trial.single, policy, state, length)[1])
-        expect_equal(
-            trial.batch[lane : lane + 1, :length],
-            alone,
-            what=f"lane {lane} of the batch (here called lane 0)",
-            source="the same lane by itself",
-            mend="let a lane's step and reset depend on that lane only",
-            differs=bits_differ if host else numbers_differ,
-        )
+        got, differs = trial.batch[lane : lane + 1, :length], bits_differ if host else numbers_differ
+        what, source = f"lane {lane} of the batch (here called lane 0)", "the same lane by itself"
+        mend = "let a lane's step and reset depend on that lane only"
+        expect_equal(got, alone, what=what, source=source, mend=mend, differs=differs)
 
 
 def _require_eager_loop(trial: Trial) -> None:
@@ -110,14 +106,11 @@ def fork(trial: Trial) -> None:
         with freed(twin):
             _, other = trial.go_on(twin, third)
         _, own = trial.go_on(state, third)
+    wanted = trial.batch[:, third : 2 * third]
+    source = "the run without a fork"
+    mend = "let a step be a function of the episode's seed and actions; share nothing between environments"
     for batch, what in ((other, "the fork"), (own, "its source, after the fork had run")):
-        expect_equal(
-            batch,
-            trial.batch[:, third : 2 * third],
-            what=what,
-            source="the run without a fork",
-            mend="let a step be a function of the episode's seed and actions; share nothing between environments",
-        )
+        expect_equal(batch, wanted, what=what, source=source, mend=mend)
 
 
 def action_memory(trial: Trial) -> None:
@@ -136,13 +129,10 @@ def action_memory(trial: Trial) -> None:
 def observation_memory(trial: Trial) -> None:
     """A policy that overwrites its observation does not affect the environment."""
     _require_eager_loop(trial)
-    expect_equal(
-        trial.run(trial.steps, policy=OverwritingPolicy(trial.env.action_spec)),
-        trial.batch,
-        what="the run of a policy that writes zeros over each observation",
-        source="the run of a policy that leaves them alone",
-        mend="copy into the rows: what the policy reads must not be the simulator's own memory",
-    )
+    got = trial.run(trial.steps, policy=OverwritingPolicy(trial.env.action_spec))
+    what, source = "the run of a policy that writes zeros over each observation", "the run of one that does not"
+    mend = "copy into the rows: what the policy reads must not be the simulator's own memory"
+    expect_equal(got, trial.batch, what=what, source=source, mend=mend)
 
 
 def old_states(trial: Trial) -> None:
@@ -158,13 +148,8 @@ def old_states(trial: Trial) -> None:
             raise
     if trial.env.backend == "host":
         raise fail("a state used twice", expected="StaleStateError", got="another batch", mend="keep states linear")
-    expect_equal(
-        again,
-        first,
-        what="the second rollout from one state",
-        source="the first one",
-        mend="write nothing in place, and keep nothing in self: a step's result follows from its arguments",
-    )
+    mend = "write nothing in place, and keep nothing in self: a step's result follows from its arguments"
+    expect_equal(again, first, what="the second rollout from one state", source="the first one", mend=mend)
 
 
 def close(trial: Trial) -> None:

@@ -78,13 +78,10 @@ def pure(trial: PolicyTrial) -> None:
     trial.query(trial.seen[1], exploration_type=RANDOM, steps=2)
     trial.run(trial.steps)
     expect_unchanged(trial, weights)
-    expect_equal(
-        trial.query(exploration_type=RANDOM, policy_state=_copied(start)).columns,
-        first.columns,
-        what="the output of the second of two equal calls",
-        source="that of the first, with the same observation, state and noise",
-        mend="keep nothing in self: what a policy remembers is its recurrent state, and its randomness is given",
-    )
+    again = trial.query(exploration_type=RANDOM, policy_state=_copied(start))
+    what, source = "the second of two equal calls", "the first, with the same observation, state and noise"
+    mend = "keep nothing in self: what a policy remembers is its recurrent state, and its randomness is given"
+    expect_equal(again.columns, first.columns, what=what, source=source, mend=mend)
 
 
 def _copied(tree: Any) -> Any:

@@ -42,13 +42,10 @@ def other_weights(policy: Policy, scale: float) -> dict[str, Tensor]:
 def params_argument(trial: PolicyTrial) -> None:
     """`params=` replaces the policy's own parameters in a rollout, and leaves those unchanged."""
     weights = _trainable_weights(trial)
-    expect_equal(
-        trial.run(trial.steps, params=trial.policy.params),
-        trial.batch,
-        what="the run with params=policy.params",
-        source="the run with params=None",
-        mend="let prepare(None) stand for the policy's own",
-    )
+    got = trial.run(trial.steps, params=trial.policy.params)
+    mend = "let prepare(None) stand for the policy's own"
+    what, source = "the run with params=policy.params", "the run with params=None"
+    expect_equal(got, trial.batch, what=what, source=source, mend=mend)
     if not any(_changes_outputs(trial, params=other_weights(trial.policy, scale)) for scale in _SCALES):
         mend = "use the params that the call is given, not those of the constructor"
         raise fail("the run with other params", expected="other outputs", got="the same", mend=mend)
@@ -90,10 +87,6 @@ def state_dict(trial: PolicyTrial) -> None:
     if not changed:
         raise fail("the run after load", expected="other outputs", got="the same", mend="let load use its argument")
     expect_unchanged(trial, weights)
-    expect_equal(
-        trial.run(trial.steps),
-        before,
-        what="the run after load(state_dict())",
-        source="the run before",
-        mend="let state_dict hold a copy of everything that load needs",
-    )
+    what = "the run after load(state_dict())"
+    mend = "let state_dict hold a copy of everything that load needs"
+    expect_equal(trial.run(trial.steps), before, what=what, source="the run before", mend=mend)
