@@ -84,7 +84,10 @@ _ADAPTER_ARGUMENTS = ("num_envs", "parallel", "info_keys", "dtype", "one_hot")
 
 
 def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
-    """Adapt what a factory returns. It is called here, without the arguments that are for the adapter."""
+    """Adapt what a factory returns. It is called here to see that, and the first state gets the result.
+
+    The adapter gets its own keyword arguments, and the factory all others.
+    """
     given = {name: kwargs[name] for name in _ADAPTER_ARGUMENTS if name in kwargs}
     own = {name: value for name, value in kwargs.items() if name not in given}
     made = factory(**own)

@@ -154,7 +154,10 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         )
 
     def _beginnings(self, history: _History, ale: Any) -> Iterator[Callable[[], Any]]:
-        """Yield functions that go back to where a history's calls begin, one for each action that ALE may repeat."""
+        """Yield functions that go back to where a history's calls begin, one for each action that ALE may repeat.
+
+        That action is sent before the function is yielded, so call each function before the next one is made.
+        """
         if history.older is None:
             yield partial(self.env.reset, seed=history.seed)
             return
@@ -164,7 +167,7 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
             ale.reset_game()  # a game that is over takes no action
             for _ in range(times):
                 ale.act(action)  # until one frame has surely taken it, so that sticky frames repeat it from then on
-            yield partial(history.older.put_into, self.env)  # called before the next action is sent
+            yield partial(history.older.put_into, self.env)
 
 
 class AtariLanes(Lanes):

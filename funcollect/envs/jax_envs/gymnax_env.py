@@ -74,7 +74,10 @@ def from_gymnax(
 
 
 def _space(given: Any, delivered: Any = None) -> Space:
-    """The Gymnasium counterpart of a space of gymnax; a Box gets the dtype of the `delivered` array, if given."""
+    """The Gymnasium counterpart of a space of gymnax.
+
+    A Box gets the dtype of the `delivered` array, if that is given: some spaces of gymnax name another one.
+    """
     match type(given).__name__:
         case "Discrete":
             return spaces.Discrete(int(given.n))

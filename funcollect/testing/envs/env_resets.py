@@ -45,7 +45,10 @@ def another_seed(trial: Trial) -> None:
 
 
 def _begin(trial: Trial, state: CollectorState, episode: int) -> CollectorState:
-    """A state in which all lanes begin this episode, made from a state that begins the one before (or the first)."""
+    """A state in which every lane begins its episode number `episode`, without the frames of the episodes before.
+
+    `state` begins the episode before this one, or is the first state if `episode` is 0.
+    """
     if trial.env.backend != "host":
         return api.reset(trial.env, state) if episode else state
     saved = {
@@ -69,7 +72,10 @@ def resets(trial: Trial) -> str | None:
 
 
 def _expect_left_terminal(trial: Trial, batch: Any) -> None:
-    """Fail if all rows after an end still have the terminal observation, though it changes between other rows."""
+    """Fail if the terminal observation is still there in every row after an end, in a batch [P, T].
+
+    An environment whose observations do not change within episodes either passes.
+    """
     ended = batch["next", "done"][:, :-1, 0]
     still, moves = ended, torch.zeros_like(ended)
     for leaf in trial.env.observation_leaves:

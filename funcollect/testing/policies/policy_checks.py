@@ -102,7 +102,10 @@ def deterministic(trial: PolicyTrial) -> None:
 
 
 def _seed_changes(trial: PolicyTrial, *, noise: bool) -> str:
-    """Where the outputs change if the policy (and with `noise` its head) draws with another seed: a name, or ""."""
+    """The first row and key of the outputs that change with the seed, as text; empty if none changes.
+
+    The seed is that of the policy's own draws and, with `noise`, also that of the noise for its head.
+    """
     key, other = key_from_seed(trial.seed), key_from_seed(trial.seed + 1)
     one = flatten(trial.query().columns)
     two = flatten(trial.query(key=other, noise_key=other if noise else key).columns)
