@@ -117,6 +117,7 @@ class _PaddedLayout:
     """Moves frames to a table with one row per trajectory; trajectories begin where `begins` [*B, T] is True."""
 
     def __init__(self, begins: Tensor) -> None:
+        """Compute the row and column of each frame in the table, and the table's shape."""
         flat = begins.reshape(-1)
         run = flat.cumsum(0) - 1
         frame = torch.arange(flat.numel(), device=flat.device)

@@ -144,6 +144,7 @@ class EnvPoolLanes(SimulatorsBase):
     """
 
     def __init__(self, build: Callable[[Sequence[int]], Any], env: SimulatedEnv) -> None:
+        """Prepare the lanes that `env` describes; the first reset builds the pool."""
         self._build = build  # makes a pool from one seed for each lane
         self._pool: Any = None
         self._decode = batch_decoder(env.action_spec)

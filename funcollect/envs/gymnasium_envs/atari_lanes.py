@@ -94,6 +94,7 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
     """A game that records its recent calls, so that `follow` can bring another game to the same state."""
 
     def __init__(self, env: GymEnv) -> None:
+        """Wrap a game that has not been reset yet."""
         super().__init__(env)
         self._step = env.step
         self._unfit: Exception | None = None  # the error of a copy, if the wrappers cannot be copied

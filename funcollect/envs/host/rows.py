@@ -23,6 +23,7 @@ class LeafRows:
     """The current rows of one leaf, in `array` [P, *shape]; all methods raise EnvError for other shapes and dtypes."""
 
     def __init__(self, leaf: Leaf, num_envs: int) -> None:
+        """Make an array of zeros for P = `num_envs` lanes."""
         self.leaf = leaf
         self.array = aligned((num_envs, *leaf.shape), leaf.dtype)
         self._casting: Literal["same_kind", "safe"] = "same_kind" if leaf.dtype.kind == "f" else "safe"
@@ -99,6 +100,7 @@ class Rows:
     """The current observations of all lanes, for all leaves of a space."""
 
     def __init__(self, space: Space, leaves: tuple[Leaf, ...], num_envs: int) -> None:
+        """Make an array of zeros for each leaf, with P = `num_envs` rows."""
         self.space = space
         self.leaves = tuple(LeafRows(leaf, num_envs) for leaf in leaves)
         self.arrays = {rows.leaf.path: rows.array for rows in self.leaves}  # [P, ...] each: always the same memory
