@@ -12,7 +12,7 @@ from funcollect.core.loops import Loop, crossing, fused, host, tensor
 from funcollect.core.request import Request
 from funcollect.core.routes import route_of, run_embedded
 from funcollect.core.simulators.simulation import SimulatorHandle
-from funcollect.core.state import CollectorState, all_lanes, check_origin, device_of
+from funcollect.core.state import Array, CollectorState, all_lanes, check_origin, device_of
 from funcollect.core.traced_step.checks import check_live, check_one_run, check_untraced
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.keys import key_from_seed
@@ -74,13 +74,13 @@ def check_pair(env: Any, policy: Any) -> None:
 def rollout(
     env: Env,
     policy: Policy,
-    state: CollectorState,
+    state: CollectorState[Array],
     length: int,
     *,
     params: Any = None,
     exploration_type: ExplorationType = ExplorationType.RANDOM,
     max_frames_per_traj: int | None = None,
-) -> tuple[CollectorState, TensorDict]:
+) -> tuple[CollectorState[Array], TensorDict]:
     """Run `length` steps of every lane, and reset each lane whose episode ends.
 
     Args:
@@ -108,8 +108,8 @@ def rollout(
 
 
 def run(
-    env: Env, policy: Policy, state: CollectorState, request: Request, function: str = "rollout"
-) -> tuple[CollectorState, TensorDict]:
+    env: Env, policy: Policy, state: CollectorState[Array], request: Request, function: str = "rollout"
+) -> tuple[CollectorState[Array], TensorDict]:
     """Do what `rollout` does, with every option. `function` is the name of the function that the user called."""
     check_policy(policy)
     check_state(env, state, function)
@@ -124,18 +124,18 @@ def run(
 def step(
     env: Env,
     policy: Policy,
-    state: CollectorState,
+    state: CollectorState[Array],
     *,
     params: Any = None,
     exploration_type: ExplorationType = ExplorationType.RANDOM,
-) -> tuple[CollectorState, TensorDict]:
+) -> tuple[CollectorState[Array], TensorDict]:
     """Run one step of every lane: a rollout of length 1 without the time dimension, with its arguments and errors."""
     request = Request(length=1, params=params, exploration_type=exploration_type)
     state, batch = run(env, policy, state, request, "step")
     return state, batch[..., 0].lock_()
 
 
-def reset(env: Env, state: CollectorState, mask: Tensor | None = None) -> CollectorState:
+def reset(env: Env, state: CollectorState[Array], mask: Tensor | None = None) -> CollectorState[Array]:
     """Return a state in which the lanes of `mask`, or all lanes, begin another episode under a new trajectory id.
 
     Args:
@@ -152,7 +152,7 @@ def reset(env: Env, state: CollectorState, mask: Tensor | None = None) -> Collec
     return _LOOPS[env.backend].reset(env, state, _checked_mask(mask, state))
 
 
-def recover(env: Env, state: CollectorState) -> CollectorState:
+def recover(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
     """Return a state in which all lanes begin another episode, also from a stale state, such as after an exception.
 
     Over simulators, trajectory ids continue from the highest ones used, whichever state is given. States over JAX and
@@ -189,7 +189,7 @@ def _checked_mask(mask: Tensor | None, state: CollectorState) -> Tensor:
     raise ValueError(f"mask is {given}, expected bool {wanted}: pass one flag per lane")
 
 
-def fork(env: Env, state: CollectorState) -> CollectorState:
+def fork(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
     """Return an independent copy of a state. `state` can still be used.
 
     Over simulators the environment is rebuilt and the episode is replayed from its seed and actions. Simulators that

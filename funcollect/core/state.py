@@ -50,8 +50,9 @@ class ReadOnlyDict(dict[Path, Any]):
 class CollectorState(Generic[Array]):
     """The state of a collection: made by `init`, threaded through `rollout`, never changed.
 
-    Its arrays are Torch tensors, or JAX arrays over a JAX environment. It is a pytree, a node in optree's namespace
-    ``"funcollect"`` and in JAX, with the same leaves in both: all fields but `total_lanes` and `origin`.
+    Its arrays are Torch tensors, or JAX arrays over a JAX environment, of 32 bits where the list below states 64. It is
+    a pytree, a node in optree's namespace ``"funcollect"`` and in JAX, with the same leaves in both: all fields but
+    `total_lanes` and `origin`.
 
     Attributes:
         env_state: the environment's own state; over simulators a handle that can be used once.
@@ -90,7 +91,7 @@ class CollectorState(Generic[Array]):
 
     def __post_init__(self) -> None:
         notice_jax()
-        if type(self.observation) is dict:  # while JAX builds a tree, other values stand here
+        if type(self.observation) is not ReadOnlyDict and isinstance(self.observation, Mapping):  # JAX may pass others
             object.__setattr__(self, "observation", ReadOnlyDict(self.observation))
 
     @property
@@ -121,12 +122,24 @@ class CollectorState(Generic[Array]):
         return self.steps_made * self.num_lanes
 
     @property
-    def traj_ids(self) -> Array:
-        """[P] int64, the ids of the trajectories that the lanes are in."""
-        ids: Array = trajectory_ids(self.lane, self.episode, self.total_lanes)  # type: ignore[type-var]
+    def traj_ids(self) -> Tensor | npt.NDArray[np.int64]:
+        """[P] int64, the ids of the trajectories that the lanes are in, as the next batch has them.
+
+        A NumPy array over JAX environments, since JAX may lack int64; TypeError in traced code for the same reason.
+        """
+        lane: Any = self.lane
+        episode: Any = self.episode
+        if not isinstance(lane, Tensor):
+            if isinstance(lane, import_jax().core.Tracer):
+                raise TypeError(
+                    "state.traj_ids got values that JAX traces, expected arrays, since an id needs 64 bits: read it "
+                    "outside the traced function, or return state.lane and state.episode from it"
+                )
+            lane, episode = (np.asarray(each).astype(np.uint32).astype(np.int64) for each in (lane, episode))
+        ids: Tensor | npt.NDArray[np.int64] = trajectory_ids(lane, episode, self.total_lanes)
         return ids
 
-    def replace(self, **changes: Any) -> CollectorState:
+    def replace(self, **changes: Any) -> CollectorState[Array]:
         """Return a state with some fields changed."""
         return replace(self, **changes)
 

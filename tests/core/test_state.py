@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -13,6 +15,8 @@ import pytest
 import torch
 
 import funcollect as fc
+from funcollect.core import api
+from funcollect.core.restore import go_on
 
 NAMES = ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"]
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -49,8 +53,11 @@ def test_a_state_with_another_observation_is_another_state(state: fc.CollectorSt
     (path,) = state.observation
     other = state.replace(observation={**state.observation, path: state.observation[path] + 1})
     assert not bool((state.observation[path] == other.observation[path]).any())
-    with pytest.raises(TypeError, match="cannot be changed"):
-        other.observation[path] = 1  # type: ignore[index]
+    for mapping in (dict, OrderedDict, MappingProxyType, lambda each: defaultdict(list, each)):
+        replaced = state.replace(observation=mapping(dict(other.observation)))  # type: ignore[operator]
+        assert dict(replaced.observation) == dict(other.observation)
+        with pytest.raises(TypeError, match="cannot be changed"):
+            replaced.observation[path] = 1  # type: ignore[index]
 
 
 def test_optree_and_jax_reach_the_same_leaves(state: fc.CollectorState) -> None:
@@ -79,3 +86,30 @@ def test_copies_are_read_only_too(state: fc.CollectorState) -> None:
         assert {path: value.tolist() for path, value in other.items()} == {
             path: value.tolist() for path, value in kept.items()
         }
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("first_lane", "total_lanes"), [(0, 2), (4, 6), (6, 4)])
+@pytest.mark.parametrize("episode", [0, 7, 2**30, 2**31 - 2])
+def test_trajectory_ids_are_those_of_the_next_batch(name: str, first_lane: int, total_lanes: int, episode: int) -> None:
+    env = fc.make_env(name, num_envs=2)
+    policy = fc.random_policy(env)
+    state = api.init_lanes(env, policy, seed=0, first_lane=first_lane, total_lanes=total_lanes)
+    state = go_on(env, policy, state, steps=0, episode=episode)
+    ids = state.traj_ids
+    state, batch = fc.rollout(env, policy, state, 2)
+    fc.close(state)
+    assert str(ids.dtype).removeprefix("torch.") == "int64"
+    lanes = [first_lane, first_lane + 1]
+    assert ids.tolist() == [
+        (lane // total_lanes << 40) + lane % total_lanes + (episode + 1) * total_lanes for lane in lanes
+    ]
+    assert ids.tolist() == batch["collector", "traj_ids"][:, 0].tolist()
+
+
+def test_trajectory_ids_in_traced_code_are_an_error() -> None:
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
+    state = fc.init(env, fc.random_policy(env), seed=0)
+    with pytest.raises(TypeError, match=r"got values that JAX traces, expected arrays.* return state.lane and"):
+        jax.jit(lambda state: state.traj_ids)(state)
+    assert jax.jit(lambda number: number + state.traj_ids[1])(1) == 2  # a state that is no argument is an array
