@@ -18,7 +18,7 @@ from funcollect.core.api import check_pair, check_state
 from funcollect.core.loops.fused import batch_of
 from funcollect.core.request import Request
 from funcollect.core.routes import enter_loop, leave_loop, lowered_for
-from funcollect.core.state import CollectorState
+from funcollect.core.state import CollectorState, origin_of
 from funcollect.core.traced import check_jax_env
 from funcollect.core.traced_step.batch import cast, dtypes_of, recorded_step
 from funcollect.core.traced_step.keys import run_keys
@@ -81,7 +81,7 @@ def differentiable_rollout(
     before, entered = enter_loop(lowered, state)
     tensors = lowered.source.tensors(lowered.source.prepare(params))
     config = make_step_config(env, lowered, state.num_lanes, request)
-    which = ("differentiable", env, state.num_lanes, length, exploration_type, max_frames_per_traj)
+    which = ("differentiable", origin_of(env), state.num_lanes, length, exploration_type, max_frames_per_traj)
     run = _Run(lowered, compiled(lowered, which, partial(_forward, config, length)), entered)
     columns = _Rollout.apply(run, *(tensors[name] for name in lowered.lowered.names))  # type: ignore[no-untyped-call]
     leaves = cast(dict(zip(run.paths, columns, strict=True)), dtypes_of(env))

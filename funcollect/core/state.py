@@ -17,6 +17,7 @@ from typing_extensions import TypeVar
 
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop.jax_setup import import_jax, notice_jax, with_jax
+from funcollect.interop.memo import memo_of
 from funcollect.interop.words import number
 from funcollect.keys import Key, Purpose, fold, generator_state, seed_of
 from funcollect.policies.torch_backed import TorchPolicyState
@@ -149,9 +150,10 @@ class CollectorState(Generic[Array]):
 
 
 def origin_of(env: Any) -> int:
-    """Return the number of an environment in this process."""
-    attributes: dict[str, int] = vars(env)  # written directly, since environments may be frozen
-    return attributes.get("_origin") or attributes.setdefault("_origin", next(_ORIGINS))
+    """Return the number of an environment in this process. A copy of an environment has another number."""
+    memo = memo_of(env)
+    number: int = memo.get("origin") or memo.setdefault("origin", next(_ORIGINS))
+    return number
 
 
 def check_origin(env: Any, state: CollectorState) -> None:

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from funcollect.faulty_fusions import avoid_faulty_fusions
+from funcollect.interop.memo import memo_of
 
 _WAITING: list[Callable[[Any], None]] = []
 
@@ -69,13 +70,14 @@ def strong(array: Any) -> Any:
 def compiled(
     owner: Any, which: Hashable, function: Callable[..., Any], *, place: Any = None, **options: Any
 ) -> Callable[..., Any]:
-    """`function` under `jit(**options)`, made once for an `owner` (an environment or a policy) and kept in it.
+    """Return `function` under `jit(**options)`, made once for an `owner` (an environment or a policy) and kept on it.
 
     `place` is the sharding of all arguments and results. Without it, JAX compiles once for arrays that are committed to
     a device and once for those that are not; and results computed from a committed array are committed, too.
     """
-    programs: dict[Hashable, Callable[..., Any]] = vars(owner).setdefault("_compiled", {})
-    if (which, place) not in programs:
+    memo = memo_of(owner)
+    if (which, place) not in memo:
         placed = {} if place is None else {"in_shardings": place, "out_shardings": place}
-        programs[which, place] = import_jax().jit(function, **placed, **options)
-    return programs[which, place]
+        memo[which, place] = import_jax().jit(function, **placed, **options)
+    program: Callable[..., Any] = memo[which, place]
+    return program

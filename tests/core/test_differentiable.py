@@ -14,6 +14,7 @@ from torch import nn
 import funcollect as fc
 from funcollect.envs.jax_envs.brax_env import from_brax
 from funcollect.envs.jax_envs.functions import from_functions
+from funcollect.interop.memo import memo_of
 from tests.support.cases import Recurrent
 from tests.support.running import SCALE
 
@@ -198,7 +199,7 @@ def test_training_by_the_gradient_and_one_program():
         rewards.append(batch["next", "reward"].mean().item())
     assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.5
     lowered = fc.lower_policy(policy, env)
-    programs = {str(which): each._cache_size() for which, each in vars(lowered)["_compiled"].items()}
+    programs = {str(which): each._cache_size() for which, each in memo_of(lowered).items()}
     assert set(programs.values()) == {1}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from funcollect.core import traced
 from funcollect.core.loops.delivery import REWARD, ROOT_FLAGS, as_batch
 from funcollect.core.request import Request
-from funcollect.core.state import CollectorState, all_lanes, policy_start
+from funcollect.core.state import CollectorState, all_lanes, origin_of, policy_start
 from funcollect.core.traced_step.batch import cast, dtypes_of, recorded_step
 from funcollect.core.traced_step.keys import run_keys
 from funcollect.core.traced_step.step import Row, StepConfig, make_step_config
@@ -85,7 +85,7 @@ def program(env: JaxEnv, policy: Policy, state: CollectorState, request: Request
     capacity = bucket(request.length)
     config = make_step_config(env, policy, state.num_lanes, request)
     limits = (config.limit, config.random_steps, config.reset_when_done)
-    which = ("rollout", env, state.num_lanes, capacity, request.exploration_type, *limits)
+    which = ("rollout", origin_of(env), state.num_lanes, capacity, request.exploration_type, *limits)
     return compiled(policy, which, partial(_loop, config, capacity), place=place_of(state))
 
 

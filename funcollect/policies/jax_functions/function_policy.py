@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from funcollect.interop.bridge import jax_view, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
+from funcollect.interop.memo import memo_of
 from funcollect.keys import Key, Noise
 from funcollect.policies.actors.actor import lane_mask, split_answer
 from funcollect.policies.actors.checks import check_action, check_recurrent, finish_columns
@@ -38,7 +39,6 @@ class FunctionPolicy(PolicyBase):
         self.head = head
         self.initial_state = initial_state
         self.takes_key = "key" in inspect.signature(apply).parameters
-        self._programs: dict[Any, tuple[ActionSpec, StepProgram]] = {}
 
     @override
     def check(self, spec: ActionSpec, /) -> None:
@@ -100,11 +100,11 @@ class FunctionPolicy(PolicyBase):
 
     def program(self, inputs: ActorInputs) -> StepProgram:
         """The jitted step for this action space and number of lanes; made once."""
-        which = (id(inputs.spec), inputs.stochastic, inputs.num_envs)
-        if which not in self._programs:
-            step = StepProgram(partial(self.answer, inputs.spec, inputs.stochastic), inputs)
-            self._programs[which] = (inputs.spec, step)  # the spec is kept, so that no other takes its id
-        return self._programs[which][1]
+        memo, which = memo_of(self), ("host step", id(inputs.spec), inputs.stochastic, inputs.num_envs)
+        if which not in memo:  # the program holds the spec, so that no other one takes its id
+            memo[which] = StepProgram(partial(self.answer, inputs.spec, inputs.stochastic), inputs)
+        program: StepProgram = memo[which]
+        return program
 
     @override
     def actor(self, inputs: ActorInputs, /) -> Actor:

@@ -78,8 +78,6 @@ def _single(env: Any, made: Env, kwargs: dict[str, Any]) -> Env | None:
     """The environment with one lane, or None if it cannot be made from the arguments."""
     if isinstance(made, EnvBase):
         alone = copy.copy(made)
-        for name in vars(made).keys() & {"_compiled", "_origin"}:  # its compiled programs, and the mark of its states
-            delattr(alone, name)
         alone.num_envs = 1
         return alone
     if isinstance(env, (str, EnvSpec)) or (callable(env) and "num_envs" in kwargs):

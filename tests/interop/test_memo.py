@@ -1,0 +1,164 @@
+"""Values kept on a user's object: one memo for each object, whatever way the object was made."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cloudpickle
+import gymnasium
+import jax
+import jax.numpy as jnp
+import pytest
+
+import funcollect as fc
+from funcollect.core.state import origin_of
+from funcollect.interop.memo import memo_of
+
+
+class Plain:
+    pass
+
+
+class _Pair(NamedTuple):
+    one: int
+    two: int
+
+
+class PairWithAttributes(_Pair):  # cannot be referred to weakly
+    pass
+
+
+class Climb(fc.envs.JaxEnvBase):
+    """Rises by `height` at each step."""
+
+    observation_space = gymnasium.spaces.Box(-1e9, 1e9, (1,))
+    action_space = gymnasium.spaces.Discrete(2)
+    height = 1.0
+
+    def reset(self, key: Any, params: Any) -> Any:
+        return jnp.zeros(1), jnp.zeros(1)
+
+    def step(self, key: Any, env_state: Any, action: Any, params: Any) -> Any:
+        after = env_state + self.height
+        return fc.envs.Transition(after, after, after[0], False, False)
+
+
+class SlottedClimb:
+    """An environment of the protocol alone, whose instances have no ``__dict__``."""
+
+    __slots__ = ("action_spec", "num_envs", "observation_leaves")
+    backend, starts, params, max_episode_steps = "jax", "fresh", None, None
+    observation_space, action_space = Climb.observation_space, Climb.action_space
+    reset, step, height = Climb.reset, Climb.step, 1.0
+
+    def __init__(self) -> None:
+        whole = Climb(num_envs=2)
+        self.num_envs, self.action_spec = whole.num_envs, whole.action_spec
+        self.observation_leaves = whole.observation_leaves
+
+
+@dataclass
+class DataClimb(Climb):  # without a hash, since it compares by value
+    height: float = 1.0  # type: ignore[misc]
+    num_envs: int | None = 2
+
+
+def highest(env: Any) -> float:
+    policy = fc.random_policy(env)
+    return float(fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)[1]["observation"].max())
+
+
+@pytest.mark.parametrize("make", [Plain, lambda: PairWithAttributes(1, 2)])
+def test_a_copy_begins_a_memo_of_its_own(make: Any) -> None:
+    owner = make()
+    memo_of(owner)["x"] = 1
+    others = [copy.copy(owner), copy.deepcopy(owner), pickle.loads(pickle.dumps(owner))]
+    assert [dict(memo_of(other)) for other in others] == [{}, {}, {}]
+    memo_of(others[0])["x"] = 2
+    assert memo_of(owner) == {"x": 1}
+    assert memo_of(copy.copy(others[0])) == {}
+
+
+def test_a_memo_of_a_dead_owner_belongs_to_nobody() -> None:
+    """The copy of an unused copy may stand where the first object stood."""
+    owner: Any = Plain()
+    memo_of(owner)["x"] = 1
+    for _ in range(100):
+        owner = copy.copy(owner)
+    assert memo_of(owner) == {}
+
+
+def test_a_memo_does_not_keep_its_owner_alive() -> None:
+    owner = Plain()
+    memo_of(owner)
+    seen = weakref.ref(owner)
+    gc.disable()
+    try:
+        del owner
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("owner", [_Pair(1, 2), SlottedClimb(), object(), 3])
+def test_an_object_without_a_dict_is_an_error(owner: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{type(owner).__name__} has no __dict__ .* one, .*: remove __slots__"):
+        memo_of(owner)
+
+
+def test_an_environment_without_a_dict_is_an_error_at_init() -> None:
+    env: Any = SlottedClimb()
+    with pytest.raises(TypeError, match="SlottedClimb has no __dict__"):
+        fc.init(env, fc.random_policy(env), seed=0)
+
+
+def test_a_modified_copy_of_an_environment_runs_its_own_programs() -> None:
+    env = Climb(num_envs=2)
+    assert highest(env) == 2.0
+    for other in (copy.copy(env), copy.deepcopy(env)):
+        other.height = 10.0
+        assert origin_of(other) != origin_of(env)
+        assert highest(other) == 20.0
+    policy = fc.random_policy(env)
+    with pytest.raises(ValueError, match="belongs to another environment"):
+        fc.rollout(copy.copy(env), policy, fc.init(env, policy, seed=0), 3)
+    assert highest(env) == 2.0
+
+
+@pytest.mark.parametrize("env", [Climb(num_envs=2), fc.make_env("CartPole-v1", num_envs=2)], ids=repr)
+def test_a_modified_copy_of_a_policy_runs_its_own_programs(env: Any) -> None:
+
+    class Fixed:
+        choice = 0
+
+        def __call__(self, params: Any, observation: Any) -> Any:
+            return jnp.full(observation.shape[:1], self.choice)
+
+    def actions(policy: Any) -> set[int]:
+        return set(fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)[1]["action"].unique().tolist())
+
+    policy = fc.jax_policy(Fixed(), jnp.zeros(1))
+    assert actions(policy) == {0}
+    other = copy.copy(policy)
+    other.apply = Fixed()
+    other.apply.choice = 1
+    assert (actions(other), actions(policy)) == ({1}, {0})
+    assert dict(memo_of(cloudpickle.loads(cloudpickle.dumps(policy)))) == {}
+
+
+def test_an_environment_without_a_hash_runs() -> None:
+    assert (highest(DataClimb()), highest(DataClimb(height=3.0))) == (2.0, 6.0)
+
+
+def test_a_used_environment_can_be_pickled() -> None:
+    env = Climb(num_envs=2)
+    highest(env)
+    twin = pickle.loads(pickle.dumps(env))
+    assert "_memo" not in vars(twin) or dict(memo_of(twin)) == {}
+    assert highest(twin) == 2.0
+    assert jax.tree.leaves(twin.params) == []
