@@ -15,7 +15,7 @@ from funcollect.collectors.options import Options
 from funcollect.collectors.source import RunnerSpec
 from funcollect.core import api
 from funcollect.core.request import NOWHERE, OwnColumns
-from funcollect.core.restore import go_on, next_seed, reseed, resume, saved_counts, saved_leaves
+from funcollect.core.restore import go_on, next_seed, reseed, resume, saved_state
 from funcollect.errors import ClosedError
 from funcollect.policies.torch_backed import TorchBacked, replaced
 from funcollect.trajectories.split import CUT
@@ -185,8 +185,7 @@ class Runner:
         return {
             "policy_state_dict": dict(self.policy.state_dict(self.params)),
             "own_weights": self.params is None,
-            **saved_counts(self.state),
-            "policy_state": saved_leaves(self.state.policy_state),
+            **saved_state(self.state),
             "frames": self.frames,
             "iter": self._batches,
         }

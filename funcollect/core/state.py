@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -15,8 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from funcollect.envs.jax_envs.jax_env import JaxEnvState
-from funcollect.interop.jax_setup import import_jax, notice_jax, with_jax
+from funcollect.interop.jax_setup import import_jax, notice_jax, with_jax, without_weak_types
 from funcollect.interop.memo import memo_of
 from funcollect.interop.words import number
 from funcollect.keys import Key, Purpose, fold, generator_state, seed_of
@@ -27,7 +27,7 @@ from funcollect.tree import NAMESPACE, Path
 Integers = TypeVar("Integers", Tensor, npt.NDArray[np.int64])
 Array = TypeVar("Array", default=Any)  # Tensor, or jax.Array over a JAX environment
 _STATIC = ("total_lanes", "origin")
-_OF_JAX = ("env_state", "env_params", "policy_state")
+_PARTS = ("env_state", "env_params", "policy_state")  # in the structure that an environment or a policy chose
 _ORIGINS = itertools.count(1)
 
 
@@ -53,7 +53,8 @@ class CollectorState(Generic[Array]):
 
     Its arrays are Torch tensors, or JAX arrays over a JAX environment, of 32 bits where the list below states 64. It is
     a pytree, a node in optree's namespace ``"funcollect"`` and in JAX, with the same leaves in both: all fields but
-    `total_lanes` and `origin`.
+    `total_lanes` and `origin`. Only a node that JAX does not know, such as a TensorDict in the state of a Torch
+    environment, is one leaf to JAX.
 
     Attributes:
         env_state: the environment's own state; over simulators a handle that can be used once.
@@ -218,6 +219,8 @@ def policy_start(policy: Policy, key: Key, num_envs: int, first_lane: int, steps
     another one at a later step. All other randomness depends on lanes and steps anyway.
     """
     policy_state = policy.init(key, num_envs)
+    if policy.backend == "jax":
+        return without_weak_types(policy_state)
     if not isinstance(policy_state, TorchPolicyState) or first_lane == steps == 0:
         return policy_state
     return policy_state._replace(generator=generator_state(fold(key, Purpose.GENERATOR, first_lane, steps)))
@@ -226,15 +229,23 @@ def policy_start(policy: Policy, key: Key, num_envs: int, first_lane: int, steps
 LEAVES = tuple(field.name for field in fields(CollectorState) if field.name not in _STATIC)
 
 
+def flatten_part(part: Any) -> tuple[list[Any], Any]:
+    """Return the leaves and the tree definition of a part of a state, by JAX if it has nodes that only JAX knows."""
+    leaves, treedef = optree.tree_flatten(part, namespace=NAMESPACE)
+    if "jax" in sys.modules and not import_jax().tree_util.all_leaves(leaves):
+        found: tuple[list[Any], Any] = import_jax().tree.flatten(part)
+        return found
+    return leaves, treedef
+
+
 def _flatten(state: CollectorState) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...]]:
-    """Flatten a state. Over a JAX environment, the suite's own nodes are known to JAX only, so JAX flattens them."""
+    """Flatten a state. Parts with nodes that only JAX knows are flattened by JAX."""
     children = {name: getattr(state, name) for name in LEAVES}
     treedefs: dict[str, Any] = {}
-    if isinstance(state.env_state, JaxEnvState):
-        for name in _OF_JAX:
-            if not isinstance(children[name], TorchPolicyState):
-                leaves, treedefs[name] = import_jax().tree.flatten(children[name])
-                children[name] = tuple(leaves)
+    for name in _PARTS:
+        leaves, treedef = flatten_part(children[name])
+        if not isinstance(treedef, optree.PyTreeSpec):
+            children[name], treedefs[name] = tuple(leaves), treedef
     static = tuple(getattr(state, name) for name in _STATIC)
     return tuple(children.values()), (static, tuple(treedefs.items())), LEAVES
 
@@ -243,7 +254,7 @@ def _unflatten(metadata: tuple[Any, ...], values: tuple[Any, ...]) -> CollectorS
     static, treedefs = metadata
     children = dict(zip(LEAVES, values, strict=True))
     for name, treedef in treedefs:
-        children[name] = import_jax().tree.unflatten(treedef, children[name])
+        children[name] = treedef.unflatten(children[name])
     return CollectorState(**children, **dict(zip(_STATIC, static, strict=True)))
 
 

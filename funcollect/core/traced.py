@@ -24,12 +24,11 @@ from funcollect.core.traced_step.step import (
     make_step_config,
     restart,
     varying,
-    without_weak_types,
 )
 from funcollect.core.traced_step.step import step as fused_step
 from funcollect.envs.jax_envs.checks import check_functions
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
-from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.jax_setup import import_jax, without_weak_types
 from funcollect.policies.jax_functions.program import PROBE
 from funcollect.policies.jax_functions.traced_policy import check_traceable
 from funcollect.protocols import JaxEnv, Policy
@@ -68,15 +67,23 @@ def init(
     >>> states.episode.shape
     (3, 4)
     """
-    jnp = import_jax().numpy
     check_jax_env(env)
     check_traceable(policy)
     check_optional_positive("total_lanes", total_lanes)
-    players = check_functions(env)
-    key, count = _raw(key), env.num_envs or 1
+    return first_state(env, policy, _raw(key), first_lane, total_lanes, env.params)
+
+
+def first_state(
+    env: JaxEnv, policy: Policy, key: Any, first_lane: Any, total_lanes: int | None, env_params: Any
+) -> CollectorState:
+    """Do what `init` does for a checked pair and a key [2], with these parameters of the environment."""
+    jax = import_jax()
+    jnp = jax.numpy
+    env_params = without_weak_types(jax.tree.map(jnp.asarray, env_params))
+    players = check_functions(env, env_params)
+    count = env.num_envs or 1
     lane = jnp.arange(count, dtype=jnp.int32) + first_lane
     zero, no = lane * 0, lane != lane  # constants would not vary over a mesh, as these do
-    env_params = import_jax().tree.map(jnp.asarray, env.params)
     current, observation = begin(env, run_keys(key, lane), lane, zero, env_params)
     state = CollectorState(
         env_state=JaxEnvState(current, (current, observation), ~no if env.starts == "fresh" else no),
@@ -95,7 +102,7 @@ def init(
         steps=jnp.zeros(2, jnp.uint32),
         policy_version=jnp.zeros((), jnp.int32),
     )
-    copied: CollectorState = import_jax().tree.map(jnp.copy, state)  # shared leaves could not be donated outside `jit`
+    copied: CollectorState = jax.tree.map(jnp.copy, state)  # shared leaves could not be donated outside `jit`
     return copied
 
 

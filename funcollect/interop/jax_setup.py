@@ -67,6 +67,11 @@ def strong(array: Any) -> Any:
     return import_jax().lax.convert_element_type(array, array.dtype) if weak else array
 
 
+def without_weak_types(tree: Any) -> Any:
+    """Return the pytree without weak types, which can differ between a start and a step."""
+    return import_jax().tree.map(strong, tree)
+
+
 def compiled(
     owner: Any, which: Hashable, function: Callable[..., Any], *, place: Any = None, **options: Any
 ) -> Callable[..., Any]:

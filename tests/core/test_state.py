@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optree
 import pytest
 import torch
+from gymnasium import spaces
+from tensordict import TensorDict
 
 import funcollect as fc
 from funcollect.core import api
-from funcollect.core.restore import go_on
+from funcollect.core.restore import go_on, resume, saved_state
 
 NAMES = ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"]
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -113,3 +118,103 @@ def test_trajectory_ids_in_traced_code_are_an_error() -> None:
     with pytest.raises(TypeError, match=r"got values that JAX traces, expected arrays.* return state.lane and"):
         jax.jit(lambda state: state.traj_ids)(state)
     assert jax.jit(lambda number: number + state.traj_ids[1])(1) == 2  # a state that is no argument is an array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Counted:
+    """A node that only JAX knows, as those of flax are."""
+
+    count: Any
+
+
+@dataclass
+class Unknown:
+    """A node that no registry knows."""
+
+    place: Any
+
+
+class WrappedWalk(fc.envs.TorchEnvBase):
+    """A walk that keeps its place in a node of some kind."""
+
+    observation_space, action_space = spaces.Box(-99.0, 99.0, (1,)), spaces.Discrete(2)
+    max_episode_steps = 3
+
+    def __init__(self, wrap: Callable[[Any], Any], unwrap: Callable[[Any], Any]) -> None:
+        super().__init__(num_envs=2)
+        self.wrap, self.unwrap = wrap, unwrap
+
+    def reset(self, key: Any, params: Any) -> Any:
+        place = key.uniform(1).float()
+        return self.wrap(place), place
+
+    def step(self, key: Any, env_state: Any, action: Any, params: Any) -> Any:
+        place = self.unwrap(env_state) + 1.0
+        no = torch.zeros(len(place), dtype=torch.bool)
+        return fc.envs.Transition(self.wrap(place), place, place[:, 0], no, no)
+
+
+def counter(initial: Any) -> Any:
+    """A policy whose recurrent state is `Counted`: the number of steps of the episode."""
+    return fc.jax_policy(
+        lambda params, observation, state: (jnp.zeros(len(observation), int), Counted(state.count + 1)),
+        (),
+        initial_state=Counted(initial),
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("initial", [0.0, np.float32(0), jnp.float32(0)], ids=lambda each: type(each).__name__)
+def test_a_policy_state_of_nodes_that_only_jax_knows(name: str, initial: Any) -> None:
+    env, policy = fc.make_env(name, num_envs=2), counter(initial)
+    state = fc.init(env, policy, seed=0)
+    for _ in range(2):
+        leaves = optree.tree_leaves(state, namespace=fc.NAMESPACE)  # type: ignore[arg-type]
+        assert all(one is two for one, two in zip(leaves, jax.tree.leaves(state), strict=True))
+        same = optree.tree_map(lambda leaf: leaf, state, namespace=fc.NAMESPACE)  # type: ignore[arg-type]
+        assert same.policy_state == state.policy_state
+        state, _ = fc.rollout(env, policy, state, 3)
+    again = resume(env, fc.rollout(env, policy, state, 3)[0], saved_state(state))
+    assert type(again.policy_state) is Counted
+    assert (again.policy_state.count.tolist(), again.steps_made) == ([6.0, 6.0], 6)
+    _, batch = fc.rollout(env, policy, again, 3)
+    fc.close(again)
+    assert batch["collector", "step"].tolist() == [[0, 1, 2]] * 2
+
+
+@pytest.mark.parametrize(
+    ("wrap", "unwrap"),
+    [
+        (lambda place: TensorDict(place=place, batch_size=[len(place)]), lambda state: state["place"]),
+        (lambda place: deque([place]), lambda state: state[0]),
+        (lambda place: {"a": (place, None), "b": []}, lambda state: state["a"][0]),
+    ],
+)
+def test_a_torch_environment_with_nodes_of_optree(wrap: Any, unwrap: Any) -> None:
+    env = WrappedWalk(wrap, unwrap)
+    policy = fc.random_policy(env)
+    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 8)
+    plain = WrappedWalk(lambda place: place, lambda state: state)
+    _, known = fc.rollout(plain, policy, fc.init(plain, policy, seed=0), 8)
+    assert torch.equal(batch["next", "observation"], known["next", "observation"])
+    leaves = optree.tree_leaves(state.env_state, namespace=fc.NAMESPACE)
+    assert [leaf.shape for leaf in leaves] == [(2, 1)]
+    assert torch.equal(unwrap(fc.reset(env, state).env_state), fc.reset(env, state).observation["observation",])
+
+
+@pytest.mark.parametrize(
+    ("wrap", "got"),
+    [
+        (Unknown, r"Unknown\("),
+        (Counted, r"Counted\("),
+        (lambda place: (place, 3), "3"),
+        (lambda place: (place, torch.tensor(3)), r"\(\)"),
+        (lambda place: (place, torch.zeros(5, 2)), r"\(5, 2\)"),
+        (lambda place: (place, np.zeros(2)), r"array\("),
+    ],
+)
+def test_a_torch_environment_with_leaves_that_cannot_be_selected_by_lane(wrap: Any, got: str) -> None:
+    env = WrappedWalk(wrap, lambda state: state)
+    with pytest.raises(fc.EnvError, match=rf"env_state that reset of .* holds {got}.*, expected tensors \[2, ...\] in"):
+        fc.init(env, fc.random_policy(env), seed=0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
@@ -44,7 +46,7 @@ class TorchWalk(fc.envs.TorchEnvBase):
     def step(self, key: Any, place: Any, action: Any, params: Any, /) -> Transition:
         place = place + params[0] * (2 * action[:, None] - 1)
         ended = place[:, 0] > 50
-        info = {"length": params[0].expand(len(key)), "noise": key.uniform(1)[:, 0]}
+        info = {"length": torch.as_tensor(params[0]).expand(len(key)), "noise": key.uniform(1)[:, 0]}
         return Transition(place, place, place[:, 0], ended, torch.zeros_like(ended), info)
 
 
@@ -68,6 +70,65 @@ def test_parameters_are_values_of_the_state(kind: Any) -> None:
     assert (batch["next", "info", "length"] == 2).all()
     _, wider = collected(env, state, env_params=(length * 4,))
     assert (wider["next", "observation"] - wider["observation"]).abs().allclose(torch.tensor(8.0), atol=1e-5)
+
+
+def lengths(batch: Any) -> set[float]:
+    """The parameter with which the steps of a batch were made."""
+    return set(batch["next", "info", "length"].unique().tolist())
+
+
+@BOTH
+def test_parameters_set_after_a_first_init_hold_from_the_next_init_on(kind: Any) -> None:
+    env = kind(3)
+    state, _ = collected(env)
+    for value in (5.0, 7.0):
+        env.params = (torch.tensor(value) if kind is TorchWalk else jnp.asarray(value),)
+        begun = fc.init(env, fc.random_policy(env), seed=0)
+        assert (begun.observation["observation",] >= value).all()
+        assert lengths(collected(env, begun)[1]) == {value}
+    assert lengths(collected(env, state)[1]) == {2.0}  # a state keeps its own
+
+
+@pytest.mark.parametrize("params", [(2.0,), (jnp.float32(2.0),), (jnp.asarray(2.0),), (np.float32(2.0),)])
+def test_any_kind_of_number_as_a_parameter_compiles_once(params: Any) -> None:
+    env, traces = JaxWalk(2), []
+    env.params = params
+
+    def apply(params: Any, observation: Any, count: Any) -> Any:
+        traces.append(1)
+        return jnp.zeros(len(observation), int), count + 1.0
+
+    policy = fc.jax_policy(apply, (), initial_state=0.0)
+    state = fc.init(env, policy, seed=0)
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(state))
+    state, batch = fc.rollout(env, policy, state, 4)
+    assert lengths(batch) == {2.0}
+    traces.clear()
+    for _ in range(2):
+        state, _ = fc.rollout(env, policy, fc.reset(env, state), 4)
+    assert not traces
+
+
+@BOTH
+@pytest.mark.parametrize("number", [float, np.float32, torch.tensor, jnp.asarray])
+def test_a_collector_saves_and_loads_the_parameters_of_its_environment(kind: Any, number: Any, tmp_path: Path) -> None:
+    if kind is TorchWalk and number is jnp.asarray:
+        pytest.skip("parameters are in the environment's own library")
+    if kind is JaxWalk and number is torch.tensor:
+        number = jnp.asarray
+
+    def collector(length: float) -> Any:
+        env = kind(2)
+        env.params = (number(length),)
+        return fc.SyncDataCollector(env, None, frames_per_batch=8, seed=0)
+
+    with collector(3.0) as saver, collector(9.0) as loader:
+        torch.save(saver.state_dict(), tmp_path / "saved")
+        loader.load_state_dict(torch.load(tmp_path / "saved", weights_only=True))
+        assert lengths(next(iter(loader))) == {3.0}
+        loader.load_state_dict({key: value for key, value in saver.state_dict().items() if key != "env_params"})
+        with pytest.raises(ValueError, match=r"saved env_params has leaves of other shapes .* environment"):
+            loader.load_state_dict({**saver.state_dict(), "env_params": [torch.zeros(3)]})
 
 
 @BOTH

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import optree
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -16,9 +17,10 @@ from funcollect.core.state import CollectorState, all_lanes, first_state
 from funcollect.errors import EnvError
 from funcollect.interop.memory import fixed
 from funcollect.keys import Key, LaneKeys, Purpose
+from funcollect.messages import shown
 from funcollect.protocols import Policy, TorchEnv, Transition
 from funcollect.specs import assemble, disassemble, torch_dtype
-from funcollect.tree import Path, select
+from funcollect.tree import NAMESPACE, Path, select
 
 
 def init(env: TorchEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
@@ -26,6 +28,14 @@ def init(env: TorchEnv, policy: Policy, key: Key, first_lane: int, total_lanes: 
     lane = torch.arange(first_lane, first_lane + (env.num_envs or 1), device=env.device)
     env_state, observation = _begin(env, key, lane, torch.zeros_like(lane), env.params)
     _check_root(env, observation, len(lane))
+    for leaf in optree.tree_leaves(env_state, namespace=NAMESPACE):
+        if not isinstance(leaf, Tensor) or leaf.shape[:1] != lane.shape:
+            got = tuple(leaf.shape) if isinstance(leaf, Tensor) else shown(leaf)
+            raise EnvError(
+                f"the env_state that reset of {env} returned holds {got}, expected tensors [{len(lane)}, ...] in nodes "
+                "that optree knows (tuples, dicts, TensorDicts): return such a state, keep constants in params, or "
+                f"call optree.register_pytree_node for your class, with namespace={NAMESPACE!r}"
+            )
     return first_state(env, policy, key, lane, total_lanes, env_state=env_state, observation=observation)
 
 

@@ -11,7 +11,7 @@ from funcollect.core.traced_step.checks import check_next_state, check_policy_st
 from funcollect.core.traced_step.keys import RunKeys, dynamics_keys, start_keys, step_key
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, reset_lane, step_lane
 from funcollect.interop import words
-from funcollect.interop.jax_setup import import_jax, strong
+from funcollect.interop.jax_setup import import_jax, without_weak_types
 from funcollect.policies.actors.checks import check_apart
 from funcollect.policies.jax_functions.program import TracedCall
 from funcollect.policies.jax_functions.traced_policy import match_log_prob, traced_policy, traced_random
@@ -189,11 +189,6 @@ def varying(lane: Any, tree: Any) -> Any:
     XLA removes the choice between equals. JAX's own function for this has a different name in each version.
     """
     return where_lanes(lane == lane, tree, tree)
-
-
-def without_weak_types(tree: Any) -> Any:
-    """Return the pytree without weak types, which can differ between a start and a step."""
-    return import_jax().tree.map(strong, tree)
 
 
 def where_lanes(mask: Any, chosen: Any, other: Any) -> Any:

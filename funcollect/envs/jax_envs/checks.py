@@ -14,14 +14,14 @@ from funcollect.protocols import JaxEnv
 from funcollect.specs import disassemble
 
 
-def check_functions(env: JaxEnv) -> tuple[int, ...]:
+def check_functions(env: JaxEnv, params: Any) -> tuple[int, ...]:
     """Raise EnvError unless `reset` and `step` fit each other and the spaces; return the shape of a reward."""
     jax = import_jax()
     key = jax.ShapeDtypeStruct((2,), np.uint32)
     dtype = jax.dtypes.canonicalize_dtype(np.int64 if env.action_spec.one_hot else env.action_space.dtype)
-    begun = jax.eval_shape(partial(reset_lane, env), key, env.params)
+    begun = jax.eval_shape(partial(reset_lane, env), key, params)
     action = jax.ShapeDtypeStruct(env.action_spec.shape, dtype)
-    moved = jax.eval_shape(partial(step_lane, env), key, begun[0], action, env.params)
+    moved = jax.eval_shape(partial(step_lane, env), key, begun[0], action, params)
     if difference := differing(begun[0], moved.env_state):
         raise EnvError(
             f"the state of {env!r} changes between reset and step: {difference}; a compiled loop wants the same "

@@ -65,7 +65,7 @@ def from_functions(
     check_function("step", step, "a function of a key, the state, an action and the parameters")
     options = (num_envs, one_hot, info_keys, starts, max_episode_steps, params)
     env = jax_env(name, reset, step, observation_space, action_space, *options)
-    check_functions(env)
+    check_functions(env, env.params)
     return env
 
 

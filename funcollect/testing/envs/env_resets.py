@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from funcollect.core import api
-from funcollect.core.restore import resume, saved_leaves
+from funcollect.core.restore import resume
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import seeding_of
 from funcollect.keys import key_from_seed
@@ -56,7 +56,6 @@ def _begin(trial: Trial, state: CollectorState, episode: int) -> CollectorState:
         "episode": torch.full((trial.lanes,), episode - 1),
         "steps": 0,
         "policy_version": 0,
-        "policy_state": saved_leaves(state.policy_state),
     }
     return resume(trial.env, state, saved)
 
