@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from funcollect.arguments import check_kind
 from funcollect.core.loops import Loop, crossing, fused, host, tensor
 from funcollect.core.request import Request
 from funcollect.core.routes import route_of, run_embedded
@@ -207,19 +208,14 @@ def fork(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
 
 def close(state: CollectorState) -> None:
     """Free the simulators of a state now, rather than when Python collects it. Does nothing for other states."""
-    if not isinstance(state, CollectorState):
-        raise TypeError(f"state is {type(state).__name__}, expected a CollectorState: pass what rollout returned")
+    check_kind("state", state, CollectorState, "pass what rollout returned")
     if isinstance(state.env_state, SimulatorHandle):
         state.env_state.simulation.close()
 
 
 def check_state(env: Env, state: CollectorState, function: str) -> None:
     """Raise unless `state` is a state of `env`."""
-    if not isinstance(state, CollectorState):
-        raise TypeError(
-            f"state is {type(state).__name__}, expected a CollectorState: pass what init or rollout returned (after "
-            "env and policy)"
-        )
+    check_kind("state", state, CollectorState, "pass what init or rollout returned (after env and policy)")
     if not is_env(env):
         raise TypeError(f"env is {type(env).__name__}, expected an Env: pass the env that the state was made with")
     check_untraced(function, state.lane)

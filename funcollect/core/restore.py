@@ -52,7 +52,7 @@ def go_on(env: Env, policy: Policy, state: CollectorState, *, steps: int, episod
 
 def saved_state(state: CollectorState) -> dict[str, Any]:
     """Return copies of a state's key, counts, policy state and `env_params`, as tensors and numbers, for `resume`."""
-    return _counts(state) | {name: _saved_leaves(getattr(state, name)) for name in _PARTS}
+    return _counts(state) | {name: [*map(_copied, _flattened(getattr(state, name))[0])] for name in _PARTS}
 
 
 def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> CollectorState:
@@ -94,22 +94,18 @@ def _restarted(env: Env, state: CollectorState, counts: Mapping[str, Any]) -> Co
     return recover(env, state.replace(key=key, episode=episode, steps=steps, policy_version=version))
 
 
-def _saved_leaves(part: Any) -> list[Tensor]:
-    """Return copies of the leaves of a part of a state, as tensors, without the hidden state of current episodes."""
-    return [_copied(leaf) for leaf in flatten_part(_uncarried(part))[0]]
+def _flattened(part: Any) -> tuple[list[Any], Any]:
+    """Return what `flatten_part` does, without the hidden state of current episodes."""
+    return flatten_part(part._replace(carried=None) if isinstance(part, TorchPolicyState) else part)
 
 
 def _copied(leaf: Any) -> Tensor:
     return leaf.clone() if isinstance(leaf, Tensor) else torch.from_numpy(np.array(leaf))
 
 
-def _uncarried(part: Any) -> Any:
-    return part._replace(carried=None) if isinstance(part, TorchPolicyState) else part
-
-
 def _restored(name: str, like: Any, leaves: list[Tensor]) -> Any:
-    """Return a part of a state from `_saved_leaves`, with the structure, devices and kinds of leaf of `like`."""
-    own, treedef = flatten_part(_uncarried(like))
+    """Return a part of a state from its saved leaves, with the structure, devices and kinds of leaf of `like`."""
+    own, treedef = _flattened(like)
     if [tuple(np.shape(leaf)) for leaf in own] != [tuple(leaf.shape) for leaf in leaves]:
         raise ValueError(f"the saved {name} has leaves of other shapes than this collector's: {_PARTS[name]}")
     return treedef.unflatten(_like(leaf, saved) for leaf, saved in zip(own, leaves, strict=True))

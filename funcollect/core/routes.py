@@ -16,6 +16,7 @@ from funcollect.core.state import CollectorState
 from funcollect.errors import LoweringError
 from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.memo import memo_of
 from funcollect.policies.jax_functions.traced_policy import is_traceable
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_backed import TorchBacked, TorchPolicyState
@@ -130,7 +131,7 @@ def _found(env: Env, source: Source, asked: str | None, exploration_type: Explor
 
 def _embedded(env: Env, source: Source, way: str, exploration_type: ExplorationType) -> EmbeddedPolicy | LoweringError:
     """Return the policy prepared for one route, or the `LoweringError`. Cached per route and setting."""
-    known = source.embedded
+    known = memo_of(source).setdefault("embedded", {})
     if not isinstance(source, TensorDictPolicy):  # other modules do not depend on it: they do not sample
         exploration_type = ExplorationType.RANDOM
     structure = assemble(env.observation_space, {leaf.path: 0 for leaf in env.observation_leaves})

@@ -41,7 +41,14 @@ Batch = dict[str, Any]  # nested, of JAX arrays
 
 
 def init(
-    env: JaxEnv, policy: Policy, params: Any, *, key: Any, first_lane: Any = 0, total_lanes: int | None = None
+    env: JaxEnv,
+    policy: Policy,
+    params: Any,
+    *,
+    key: Any,
+    first_lane: Any = 0,
+    total_lanes: int | None = None,
+    env_params: Any = None,
 ) -> CollectorState:
     """Return the first state of the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`.
 
@@ -54,6 +61,7 @@ def init(
         key: uint32[2], or a typed key, from which all randomness follows.
         first_lane: the id of the first lane, an int or an array []; the parts of one run begin at different lanes.
         total_lanes: the number of lanes in the run; P unless given.
+        env_params: the parameters of the environment, which may be traced; its own `params` unless given.
 
     Raises:
         TypeError: if `env` is no JAX environment, `policy` cannot be traced, or `key` is no key.
@@ -67,21 +75,14 @@ def init(
     >>> states.episode.shape
     (3, 4)
     """
+    jax = import_jax()
+    jnp = jax.numpy
     check_jax_env(env)
     check_traceable(policy)
     check_optional_positive("total_lanes", total_lanes)
-    return first_state(env, policy, _raw(key), first_lane, total_lanes, env.params)
-
-
-def first_state(
-    env: JaxEnv, policy: Policy, key: Any, first_lane: Any, total_lanes: int | None, env_params: Any
-) -> CollectorState:
-    """Do what `init` does for a checked pair and a key [2], with these parameters of the environment."""
-    jax = import_jax()
-    jnp = jax.numpy
-    env_params = without_weak_types(jax.tree.map(jnp.asarray, env_params))
+    env_params = without_weak_types(jax.tree.map(jnp.asarray, env.params if env_params is None else env_params))
     players = check_functions(env, env_params)
-    count = env.num_envs or 1
+    key, count = _raw(key), env.num_envs or 1
     lane = jnp.arange(count, dtype=jnp.int32) + first_lane
     zero, no = lane * 0, lane != lane  # constants would not vary over a mesh, as these do
     current, observation = begin(env, run_keys(key, lane), lane, zero, env_params)

@@ -86,7 +86,6 @@ class TorchBacked(PolicyBase):
         self.device = device  # where the policy runs; None for where the module is
         self.initial_state = initial_state  # of one environment at the start of an episode, or None
         self.compiler = compiler  # the way of running that the user demands
-        self.embedded: dict[Any, Any] = {}  # the policies that run this one in a loop of JAX, filled by `core.routes`
         self.replace(module)
 
     def replace(self, module: Callable[..., Any]) -> None:
@@ -98,10 +97,6 @@ class TorchBacked(PolicyBase):
         self._list_slots()
         if self.device is not None and any(tensor.device != self.device for tensor in self._own_tensors().values()):
             self._check_apart(f"the policy cannot be copied to {self.device}", "move it there before")
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Compiled code stays in its process."""
-        return vars(self) | {"embedded": {}}
 
     def _check_apart(self, consequence: str, way: str) -> None:
         """Raise ValueError if the skeleton would use tensors of the user's module in place of the bound ones."""

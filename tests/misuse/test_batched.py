@@ -80,13 +80,13 @@ def walk(what: str, method: str, change: Any, *says: str) -> Misuse:
 
 
 @table(
-    walk("a wrong shape", "observe", lambda x: x[:, :1], "'observation' of Walk", "(3, 1)", "wants", "(3, 2)", "corr"),
+    walk("a wrong shape", "observe", lambda x: x[:, :1], "'observation' of Walk", "(3, 1)", "expected", "(3, 2)", "corr"),
     walk("a wrong dtype", "observe", lambda x: x.double(), "'observation' of Walk", "float64", "float32", "correct"),
-    walk("no tensor", "observe", lambda x: x.tolist(), "'observation' of Walk", "is list", "wants", "correct"),
+    walk("no tensor", "observe", lambda x: x.tolist(), "'observation' of Walk", "is list", "expected", "correct"),
     walk("a wide reward", "move", swaps(1, torch.ones(3, 1)), "reward of Walk", "(3, 1)", "(3,)", "correct"),
-    walk("a number", "move", swaps(1, 1.0), "the reward of Walk", "is float", "(3,)", "correct step"),
+    walk("a number", "move", swaps(1, 1.0), "reward of Walk", "is float", "(3,)", "correct reset, step"),
     walk("one flag", "move", swaps(2, torch.tensor(True)), "terminated of Walk", "()", "(3,)", "correct"),
-    walk("a float flag", "move", swaps(2, torch.zeros(3)), "terminated of Walk", "float32", "bool", "compare"),
+    walk("a float flag", "move", swaps(2, torch.zeros(3)), "terminated of Walk", "float32", "bool", "correct"),
 )
 def test_a_torch_environment_that_goes_wrong_is_found_at_once(misuse: Misuse) -> None:
     with refused(misuse.error, misuse.says):

@@ -34,7 +34,8 @@ def init(env: JaxEnv, policy: Policy, key: Key, first_lane: int, total_lanes: in
     """`funcollect.init`. The policy's state is made outside: it may hold tensors, and reads the key's number."""
 
     def first(key: Any, lane: Any, env_params: Any) -> CollectorState:
-        return traced.first_state(env, RandomPolicy(env.action_spec), key, lane, total_lanes, env_params)
+        options = {"key": key, "first_lane": lane, "total_lanes": total_lanes, "env_params": env_params}
+        return traced.init(env, RandomPolicy(env.action_spec), None, **options)
 
     state: CollectorState = compiled(env, ("init", total_lanes), first)(key, first_lane, env.params)
     return state.replace(policy_state=policy_start(policy, key, state.num_lanes, first_lane))

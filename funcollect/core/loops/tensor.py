@@ -84,14 +84,8 @@ def _by_path(env: TorchEnv, observation: Any) -> dict[Path, Tensor]:
 def _check_root(env: TorchEnv, root: dict[Path, Tensor], num_lanes: int) -> None:
     """Raise EnvError unless every leaf is [P, *shape] of the space's dtype."""
     for leaf in env.observation_leaves:
-        value, wanted = root[leaf.path], (num_lanes, *leaf.shape)
-        dtype = torch_dtype(leaf.dtype)
-        if not isinstance(value, Tensor) or tuple(value.shape) != wanted or value.dtype != dtype:
-            got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise EnvError(
-                f"observation {leaf.name!r} of {env} is {got}, its space wants "
-                f"{dtype} {wanted}: correct the environment or the space"
-            )
+        shape = (num_lanes, *leaf.shape)
+        _check_tensor(env, f"observation {leaf.name!r}", root[leaf.path], shape, torch_dtype(leaf.dtype))
 
 
 def _check_step(env: TorchEnv, answer: Any, num_lanes: int) -> None:
@@ -101,14 +95,16 @@ def _check_step(env: TorchEnv, answer: Any, num_lanes: int) -> None:
             f"step of {env} returned {type(answer).__name__}, expected a Transition: return "
             "funcollect.envs.Transition(env_state, observation, reward, terminated, truncated)"
         )
-    for name in ("reward", "terminated", "truncated"):
-        value = getattr(answer, name)
-        if not isinstance(value, Tensor) or value.shape != (num_lanes,):
-            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise EnvError(f"the {name} of {env} is {got}, expected a tensor of shape ({num_lanes},): correct step")
-        if name != "reward" and value.dtype != torch.bool:
-            raise EnvError(f"{name} of {env} is {value.dtype}, expected torch.bool: compare in step")
+    _check_tensor(env, "reward", answer.reward, (num_lanes,), getattr(answer.reward, "dtype", torch.float32))
+    _check_tensor(env, "terminated", answer.terminated, (num_lanes,), torch.bool)
+    _check_tensor(env, "truncated", answer.truncated, (num_lanes,), torch.bool)
     _check_root(env, _by_path(env, answer.observation), num_lanes)
+
+
+def _check_tensor(env: TorchEnv, name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if not isinstance(value, Tensor) or (tuple(value.shape), value.dtype) != (shape, dtype):
+        got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise EnvError(f"{name} of {env} is {got}, expected {dtype} {shape}: correct reset, step or the space")
 
 
 def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:

@@ -104,7 +104,7 @@ class CompiledCall:
         return self._call
 
     def __reduce__(self) -> Any:
-        """Compiled code stays in its process."""
+        """Pickle the name of the compiler alone: another process compiles again."""
         return CompiledCall, (self._compiler,)
 
 
