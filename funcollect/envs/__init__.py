@@ -15,7 +15,7 @@ from funcollect.envs.torch_envs.classic_control import CartPole, Pendulum
 from funcollect.envs.torch_envs.torch_env import TorchEnvBase
 from funcollect.envs.torchrl_envs.adapter import from_torchrl
 from funcollect.keys import LaneKeys
-from funcollect.protocols import HostEnv, JaxEnv, Outcome, Simulators, TorchEnv, Transition
+from funcollect.protocols import HostEnv, JaxEnv, Outcome, Simulators, SnapshotSimulators, TorchEnv, Transition
 from funcollect.specs import ActionSpec, observation_leaves
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "Pendulum",
     "Simulators",
     "SimulatorsBase",
+    "SnapshotSimulators",
     "TorchEnv",
     "TorchEnvBase",
     "Transition",

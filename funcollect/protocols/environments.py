@@ -120,6 +120,7 @@ class Simulators(Protocol):
         """Free the simulators."""
 
 
+@runtime_checkable
 class SnapshotSimulators(Simulators, Protocol):
     """Simulators whose full state, random generators included, can be saved and restored."""
 

@@ -1,10 +1,13 @@
 """States as values: forked, used again, stepped one by one."""
 
+import copy
+
 import gymnasium
 import jax
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
@@ -191,3 +194,67 @@ def test_an_evaluation_is_repeatable_and_leaves_a_run_alone(name, num_envs):
     assert [len(each) for each in stats] == [5, 5]
     assert torch.equal(stats[0].returns, stats[1].returns)
     assert torch.equal(stats[0].lengths, stats[1].lengths)
+
+
+class Walkers(fc.envs.SimulatorsBase):
+    """Walks by a generator that goes on from episode to episode, so that only a snapshot shows where it stands."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.generator = np.random.default_rng(0)
+        self.place = np.zeros((env.num_envs, 1), np.float32)
+        self.closed = False
+
+    def reset(self, lanes, seeds, /):
+        self.place[lanes] = self.observation["observation",][lanes] = 0
+
+    def step(self, lanes, action, /):
+        self.place[lanes] += self.generator.random((len(lanes), 1), np.float32)
+        self.observation["observation",][lanes] = place = self.place[lanes]
+        return place[:, 0], place[:, 0] > 3, place[:, 0] > 99, ()
+
+    def close(self):
+        self.closed = True
+
+
+class SnapshotWalkers(Walkers):
+    def snapshot(self):
+        return copy.deepcopy((self.generator, self.place, self.observation))
+
+    def restore(self, snapshot, /):
+        self.generator, self.place, observation = copy.deepcopy(snapshot)
+        for path, value in observation.items():
+            self.observation[path][...] = value
+
+
+class HostWalk(fc.envs.HostEnvBase):
+    observation_space, action_space = spaces.Box(-99, 99, (1,)), spaces.Discrete(2)
+    seeding, forking = "run", "snapshot"
+
+    def __init__(self, kind):
+        super().__init__(num_envs=2)
+        self.kind, self.opened = kind, []
+
+    def open(self):
+        self.opened.append(self.kind(self))
+        return self.opened[-1]
+
+
+def test_a_fork_by_snapshot_goes_the_way_of_the_original():
+    env = HostWalk(SnapshotWalkers)
+    policy = fc.random_policy(env)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 10)
+    twin = fc.fork(env, state)
+    assert_same(fc.rollout(env, policy, state, 10)[1], fc.rollout(env, policy, twin, 10)[1])
+    assert isinstance(env.opened[0], fc.envs.SnapshotSimulators)
+
+
+@pytest.mark.parametrize("missing", [["snapshot"], ["restore"], ["snapshot", "restore"]])
+def test_simulators_without_snapshots_are_refused_at_init(missing):
+    kept = {name: getattr(SnapshotWalkers, name) for name in ("snapshot", "restore") if name not in missing}
+    env = HostWalk(type("Bare", (Walkers,), kept))
+    with pytest.raises(TypeError, match=r"Bare lacks snapshot\(\) or restore.*, expected both, .*: write both"):
+        fc.init(env, fc.random_policy(env), seed=0)
+    assert [each.closed for each in env.opened] == [True]
+    env.forking = "none"
+    fc.close(fc.init(env, fc.random_policy(env), seed=0))

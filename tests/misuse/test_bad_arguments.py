@@ -260,7 +260,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
 NOT_CALLED = {
     *("CollectorState", "EpisodeStats", "Plan", "ring.RingState", "jax_ring.JaxRing", "testing.Report"),  # results
     *("Policy", "heads.Head", "storages.Storage", "samplers.Sampler"),  # protocols
-    *("envs.HostEnv", "envs.JaxEnv", "envs.Simulators", "envs.TorchEnv"),  # protocols, too
+    *("envs.HostEnv", "envs.JaxEnv", "envs.Simulators", "envs.SnapshotSimulators", "envs.TorchEnv"),  # protocols, too
     *("PolicyBase", "envs.HostEnvBase", "envs.JaxEnvBase", "envs.SimulatorsBase", "envs.TorchEnvBase"),  # base classes
     *("Exploration", "Noise", "envs.LaneKeys", "envs.Transition"),  # plain values
     "make_env",  # whatever describes an environment: its adapters are called by themselves

@@ -22,7 +22,7 @@ from funcollect.envs.host.host_env import check_outcome
 from funcollect.errors import EnvError
 from funcollect.keys import Key
 from funcollect.messages import shown
-from funcollect.protocols import Actor, Column, HostEnv, Outcome, Policy
+from funcollect.protocols import Actor, Column, HostEnv, Outcome, Policy, SnapshotSimulators
 from funcollect.specs import assemble
 from funcollect.tree import Path
 
@@ -34,6 +34,12 @@ def init(env: HostEnv, policy: Policy, key: Key, first_lane: int, total_lanes: i
     lane = torch.arange(first_lane, first_lane + (env.num_envs or 1))
     simulation = Simulation(env, key, lane)
     try:
+        if env.forking == "snapshot" and not isinstance(simulation.simulators, SnapshotSimulators):
+            raise TypeError(
+                f"{type(simulation.simulators).__name__} lacks snapshot() or restore(snapshot), expected both, since "
+                f"{env} has forking='snapshot': write both (see funcollect.envs.SnapshotSimulators), or set forking to "
+                "'replay' or 'none'"
+            )
         simulation.restart(range(len(lane)))
         observation, env_state = simulation.observation(), simulation.release()
         return first_state(env, policy, key, lane, total_lanes, env_state=env_state, observation=observation)
