@@ -91,10 +91,12 @@ def fold_in(word: int, data: int) -> int:
 
 
 def _signed(word: int) -> int:
+    """Return a 64-bit word as the int64 of the same bits."""
     return word - (1 << 64) if word >= 1 << 63 else word
 
 
 def _mix(words: Tensor) -> Tensor:
+    """Return the output function of SplitMix64 over int64 words."""
     for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, 1), strict=True):
         words = (words ^ ((words >> shift) & ((1 << (64 - shift)) - 1))) * _signed(multiplier)
     return words

@@ -15,22 +15,12 @@ from funcollect.collectors.options import Options
 from funcollect.collectors.source import RunnerSpec
 from funcollect.core import api
 from funcollect.core.request import NOWHERE, OwnColumns
-from funcollect.core.restore import go_on, next_seed, reseed, resume, saved_state
+from funcollect.core.restore import SAVED, go_on, next_seed, reseed, resume, saved_state
 from funcollect.errors import ClosedError
 from funcollect.policies.torch_backed import TorchBacked, replaced
 from funcollect.trajectories.split import CUT
 
-_SAVED = (
-    "policy_state_dict",
-    "own_weights",
-    "key",
-    "episode",
-    "steps",
-    "policy_version",
-    "policy_state",
-    "frames",
-    "iter",
-)
+_SAVED = ("policy_state_dict", "own_weights", *SAVED, "frames", "iter")
 
 
 def given_weights(params: Any, policy_or_weights: Any, policy: Any) -> Any:

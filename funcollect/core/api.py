@@ -11,9 +11,9 @@ from torch import Tensor
 from funcollect.arguments import check_kind
 from funcollect.core.loops import Loop, crossing, fused, host, tensor
 from funcollect.core.request import Request
-from funcollect.core.routes import route_of, run_embedded
+from funcollect.core.routes import enter_loop, leave_loop, route_of
 from funcollect.core.simulators.simulation import SimulatorHandle
-from funcollect.core.state import Array, CollectorState, all_lanes, check_origin, device_of
+from funcollect.core.state import Array, CollectorState, all_lanes, check_origin
 from funcollect.core.traced_step.checks import check_live, check_one_run, check_untraced
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.keys import key_from_seed
@@ -116,10 +116,13 @@ def run(
     check_state(env, state, function)
     check_untraced(function, policy.params if policy.backend == "jax" and request.params is None else request.params)
     route = route_of(env, policy, request.exploration_type)
-    run_loop = _LOOPS[route.loop].run
-    if isinstance(route.policy, EmbeddedPolicy) and route.policy is not policy:
-        return run_embedded(run_loop, env, route.policy, state, request)
-    return run_loop(env, route.policy, state, request)
+    run_loop, inner = _LOOPS[route.loop].run, route.policy
+    if inner is policy or not isinstance(inner, EmbeddedPolicy):
+        return run_loop(env, inner, state, request)
+    before, entered = enter_loop(inner, state)  # the state of the Torch policy, which `inner` runs in JAX
+    with inner.running(before):
+        after, batch = run_loop(env, inner, entered, request)
+    return leave_loop(inner, after, before), inner.as_torch(batch)
 
 
 def step(
@@ -173,21 +176,23 @@ def recover(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
     ([2], [3])
     """
     check_state(env, state, "reset")
-    return _LOOPS[env.backend].recover(env, state)
+    if env.backend == "host":
+        return host.reset(env, state, all_lanes(state), stale=True)
+    return _LOOPS[env.backend].reset(env, state, all_lanes(state))
 
 
 def _checked_mask(mask: Tensor | None, state: CollectorState) -> Tensor:
+    every = all_lanes(state)
     if mask is None:
-        return all_lanes(state)
-    wanted = tuple(state.lane.shape)
+        return every
     try:
-        mask = torch.as_tensor(mask, device=device_of(state))
-        if mask.dtype == torch.bool and mask.shape == wanted:
+        mask = torch.as_tensor(mask, device=every.device)
+        if (mask.dtype, mask.shape) == (every.dtype, every.shape):
             return mask
         given = f"{mask.dtype} {tuple(mask.shape)}"
     except (TypeError, ValueError, RuntimeError):  # such as a ragged list
         given = shown(mask)
-    raise ValueError(f"mask is {given}, expected bool {wanted}: pass one flag per lane")
+    raise ValueError(f"mask is {given}, expected bool {tuple(every.shape)}: pass one flag per lane")
 
 
 def fork(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
@@ -203,7 +208,7 @@ def fork(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
         ValueError: for an environment instance that cannot be rebuilt.
     """
     check_state(env, state, "fork")
-    return _LOOPS[env.backend].fork(env, state)
+    return host.fork(env, state) if env.backend == "host" else state
 
 
 def close(state: CollectorState) -> None:

@@ -19,11 +19,9 @@ from funcollect.keys import key_from_seed
 from funcollect.policies.torch_backed import TorchPolicyState
 from funcollect.protocols import Env, Policy
 
+SAVED = ("key", "episode", "steps", "policy_version", "policy_state")  # the keys without which `resume` cannot work
 _LARGEST_SEED = 2**32 - 1
-_PARTS = {
-    "policy_state": "build the collector with the same policy",
-    "env_params": "build the collector with the same environment",
-}
+_PARTS = {"policy_state": "policy", "env_params": "environment"}  # the saved parts of a state, and whose they are
 
 
 def next_seed(seed: int, lanes: int) -> int:
@@ -56,11 +54,7 @@ def saved_state(state: CollectorState) -> dict[str, Any]:
 
 
 def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> CollectorState:
-    """Begin new episodes under the saved key, after the saved counts, and with the parts of the state that are saved.
-
-    Raises:
-        ValueError: for a saved state of another number of lanes, of another policy or of other `env_params`.
-    """
+    """Begin new episodes under the saved key, after the saved counts, with the parts of the state that are saved."""
     if len(saved["episode"]) != state.num_lanes:
         raise ValueError(
             f"the saved state has {len(saved['episode'])} lanes, this one {state.num_lanes}: "
@@ -71,6 +65,7 @@ def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> Collect
 
 
 def _counts(state: CollectorState) -> dict[str, Any]:
+    """Return a state's key and counts, as tensors on the CPU and numbers."""
     return {
         "key": torch.from_numpy(np.asarray(state.key).astype(np.int64)),
         "episode": _copied(state.episode).to("cpu", torch.int64),
@@ -100,6 +95,7 @@ def _flattened(part: Any) -> tuple[list[Any], Any]:
 
 
 def _copied(leaf: Any) -> Tensor:
+    """Return a copy of a tensor, an array of another library, or a number."""
     return leaf.clone() if isinstance(leaf, Tensor) else torch.from_numpy(np.array(leaf))
 
 
@@ -107,11 +103,12 @@ def _restored(name: str, like: Any, leaves: list[Tensor]) -> Any:
     """Return a part of a state from its saved leaves, with the structure, devices and kinds of leaf of `like`."""
     own, treedef = _flattened(like)
     if [tuple(np.shape(leaf)) for leaf in own] != [tuple(leaf.shape) for leaf in leaves]:
-        raise ValueError(f"the saved {name} has leaves of other shapes than this collector's: {_PARTS[name]}")
+        raise ValueError(f"the saved {name} has other leaves than this one: build it with the same {_PARTS[name]}")
     return treedef.unflatten(_like(leaf, saved) for leaf, saved in zip(own, leaves, strict=True))
 
 
 def _like(leaf: Any, saved: Tensor) -> Any:
+    """Return a saved leaf as the kind of tensor, array or number that `leaf` is."""
     if isinstance(leaf, Tensor):
         return saved.to(leaf.device)
     if isinstance(leaf, (bool, int, float, np.generic)):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import optree
-from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.arguments import check_kind
-from funcollect.core.request import Request, check_state_kind
+from funcollect.core.request import check_state_kind
 from funcollect.core.state import CollectorState
 from funcollect.errors import LoweringError
 from funcollect.interop.bridge import torch_view
@@ -131,7 +129,7 @@ def _found(env: Env, source: Source, asked: str | None, exploration_type: Explor
 
 def _embedded(env: Env, source: Source, way: str, exploration_type: ExplorationType) -> EmbeddedPolicy | LoweringError:
     """Return the policy prepared for one route, or the `LoweringError`. Cached per route and setting."""
-    known = memo_of(source).setdefault("embedded", {})
+    known: dict[Any, EmbeddedPolicy | LoweringError] = memo_of(source).setdefault("embedded", {})
     if not isinstance(source, TensorDictPolicy):  # other modules do not depend on it: they do not sample
         exploration_type = ExplorationType.RANDOM
     structure = assemble(env.observation_space, {leaf.path: 0 for leaf in env.observation_leaves})
@@ -146,11 +144,11 @@ def _embedded(env: Env, source: Source, way: str, exploration_type: ExplorationT
         others = [each for each in known if each[:3] == which[:3]]
         full = len(others) >= _MOST_SETTINGS
         known[which] = _TOO_MANY_SETTINGS if full else _made(env, source, way, exploration_type)
-    embedded: EmbeddedPolicy | LoweringError = known[which]
-    return embedded
+    return known[which]
 
 
 def _made(env: Env, source: Source, way: str, exploration_type: ExplorationType) -> EmbeddedPolicy | LoweringError:
+    """Do what `_embedded` does, without a cache."""
     kind: type[EmbeddedPolicy] = LoweredPolicy if way == "lowered" else CallbackPolicy
     single = env.num_envs is None and isinstance(source, TensorDictPolicy)
     try:
@@ -171,20 +169,6 @@ def _check_place(source: TorchBacked, way: str) -> None:
         return
     if run_device.type != place:
         raise LoweringError(f"the policy runs on {run_device.type}, JAX on {place}: move the module there")
-
-
-def run_embedded(
-    run: Callable[..., tuple[CollectorState, TensorDict]],
-    env: Env,
-    policy: EmbeddedPolicy,
-    state: CollectorState,
-    request: Request,
-) -> tuple[CollectorState, TensorDict]:
-    """Run a loop with a policy over a Torch module, and return the policy's state and outputs as Torch has them."""
-    before, entered = enter_loop(policy, state)
-    with policy.running(before):
-        after, batch = run(env, policy, entered, request)
-    return leave_loop(policy, after, before), policy.as_torch(batch)
 
 
 def enter_loop(policy: EmbeddedPolicy, state: CollectorState) -> tuple[TorchPolicyState, CollectorState]:

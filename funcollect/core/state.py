@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Generic, NoReturn
@@ -24,7 +24,6 @@ from funcollect.policies.torch_backed import TorchPolicyState
 from funcollect.protocols import HostEnv, Policy, TorchEnv
 from funcollect.tree import NAMESPACE, Path
 
-Integers = TypeVar("Integers", Tensor, npt.NDArray[np.int64])
 Array = TypeVar("Array", default=Any)  # Tensor, or jax.Array over a JAX environment
 _STATIC = ("total_lanes", "origin")
 _PARTS = ("env_state", "env_params", "policy_state")  # in the structure that an environment or a policy chose
@@ -127,16 +126,12 @@ class CollectorState(Generic[Array]):
     def traj_ids(self) -> Tensor | npt.NDArray[np.int64]:
         """[P] int64, the ids of the trajectories that the lanes are in, as the next batch has them.
 
-        A NumPy array over JAX environments, since JAX may lack int64; TypeError in traced code for the same reason.
+        A NumPy array over JAX environments, since JAX may lack int64. JAX therefore raises a TypeError in traced code:
+        use `lane` and `episode` there.
         """
         lane: Any = self.lane
         episode: Any = self.episode
         if not isinstance(lane, Tensor):
-            if isinstance(lane, import_jax().core.Tracer):
-                raise TypeError(
-                    "state.traj_ids got values that JAX traces, expected arrays, since an id needs 64 bits: read it "
-                    "outside the traced function, or return state.lane and state.episode from it"
-                )
             lane, episode = (np.asarray(each).astype(np.uint32).astype(np.int64) for each in (lane, episode))
         ids: Tensor | npt.NDArray[np.int64] = trajectory_ids(lane, episode, self.total_lanes)
         return ids
@@ -152,9 +147,8 @@ class CollectorState(Generic[Array]):
 
 def origin_of(env: Any) -> int:
     """Return the number of an environment in this process. A copy of an environment has another number."""
-    memo = memo_of(env)
-    number: int = memo.get("origin") or memo.setdefault("origin", next(_ORIGINS))
-    return number
+    memo: dict[Hashable, int] = memo_of(env)
+    return memo.get("origin") or memo.setdefault("origin", next(_ORIGINS))
 
 
 def check_origin(env: Any, state: CollectorState) -> None:
@@ -167,8 +161,8 @@ def check_origin(env: Any, state: CollectorState) -> None:
         raise ValueError(f"the state belongs to another environment than {env!r}: pass the env that it was made with")
 
 
-def trajectory_ids(lane: Integers, episode: Integers, total_lanes: int) -> Integers:
-    """Return ids that are unique over all lanes and episodes; with one lane they are 0, 1, 2, ..."""
+def trajectory_ids(lane: Any, episode: Any, total_lanes: int) -> Any:
+    """Return int64 ids [...] that are unique over all lanes and episodes; with one lane they are 0, 1, 2, ..."""
     first = ((lane // total_lanes) << 40) + lane % total_lanes
     return first + episode * total_lanes
 
@@ -202,14 +196,10 @@ def first_state(
     )
 
 
-def device_of(state: CollectorState) -> torch.device:
-    """Return the device of masks of lanes: that of the state, or the CPU for a state over JAX."""
-    return state.lane.device if isinstance(state.lane, Tensor) else torch.device("cpu")
-
-
 def all_lanes(state: CollectorState) -> Tensor:
-    """Return the mask [P] of all lanes."""
-    return torch.ones(state.num_lanes, dtype=torch.bool, device=device_of(state))
+    """Return the mask [P] of all lanes, on the device of the state, or on the CPU for a state over JAX."""
+    device = state.lane.device if isinstance(state.lane, Tensor) else "cpu"
+    return torch.ones(state.num_lanes, dtype=torch.bool, device=device)
 
 
 def policy_start(policy: Policy, key: Key, num_envs: int, first_lane: int, steps: int = 0) -> Any:
@@ -233,8 +223,7 @@ def flatten_part(part: Any) -> tuple[list[Any], Any]:
     """Return the leaves and the tree definition of a part of a state, by JAX if it has nodes that only JAX knows."""
     leaves, treedef = optree.tree_flatten(part, namespace=NAMESPACE)
     if "jax" in sys.modules and not import_jax().tree_util.all_leaves(leaves):
-        found: tuple[list[Any], Any] = import_jax().tree.flatten(part)
-        return found
+        leaves, treedef = import_jax().tree.flatten(part)
     return leaves, treedef
 
 
@@ -268,6 +257,8 @@ def _unflatten_dict(paths: tuple[Path, ...], children: Any) -> ReadOnlyDict:
 
 
 def _register(jax: Any) -> None:
+    """Make nodes of JAX of both classes."""
+
     def with_keys(node: ReadOnlyDict) -> Any:
         return [(jax.tree_util.DictKey(path), node[path]) for path in sorted(node)], tuple(sorted(node))
 

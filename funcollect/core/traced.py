@@ -224,6 +224,7 @@ def partition(state: CollectorState, axis: str) -> CollectorState:
 
 
 def _step(config: StepConfig, params: Any, state: CollectorState, keys: RunKeys) -> tuple[CollectorState, Batch]:
+    """Return the next state and the nested row of a step, without the probe for NaN."""
     after, row = fused_step(config, params, state, keys)
     places: dict[Path, Path] = {(".".join(path),): path for path in config.policy.nested}
     return after, nest({places.get(path, path): value for path, value in row.items() if path != (PROBE,)})
@@ -254,6 +255,7 @@ def check_jax_env(env: Any) -> None:
 
 
 def _raw(key: Any) -> Any:
+    """Return a key as uint32[2]; raise TypeError for something else."""
     jax = import_jax()
     if jax.numpy.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key):
         key = jax.random.key_data(key)

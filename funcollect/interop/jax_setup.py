@@ -80,9 +80,8 @@ def compiled(
     `place` is the sharding of all arguments and results. Without it, JAX compiles once for arrays that are committed to
     a device and once for those that are not; and results computed from a committed array are committed, too.
     """
-    memo = memo_of(owner)
+    memo: dict[Hashable, Callable[..., Any]] = memo_of(owner)
     if (which, place) not in memo:
         placed = {} if place is None else {"in_shardings": place, "out_shardings": place}
         memo[which, place] = import_jax().jit(function, **placed, **options)
-    program: Callable[..., Any] = memo[which, place]
-    return program
+    return memo[which, place]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 _LOCK = threading.Lock()
@@ -13,34 +13,24 @@ _LOCK = threading.Lock()
 class _Memo(dict[Hashable, Any]):
     """The values kept on one object. A pickled or deeply copied memo is empty and belongs to nobody."""
 
-    def __init__(self, owner: Any = None) -> None:
-        super().__init__()
-        self.owner: Callable[[], Any]
-        try:
-            self.owner = weakref.ref(owner)
-        except TypeError:  # None, and instances of subclasses of tuple
-            self.owner = lambda: owner
+    owner: weakref.ref[Any] | None = None
 
     def __reduce__(self) -> Any:
         return _Memo, ()
 
 
 def memo_of(owner: Any) -> dict[Hashable, Any]:
-    """Return the dict that the library keeps on `owner`: empty at first, and in a copy of an object that has one.
-
-    Raises:
-        TypeError: for an object without a ``__dict__``.
-    """
+    """Return the dict kept on `owner`, empty for a new object and for a copy; TypeError if it cannot keep one."""
     try:
-        attributes = vars(owner)  # written directly, since environments and policies may be frozen
+        attributes, reference = vars(owner), weakref.ref(owner)  # an object always returns the same reference
     except TypeError as error:
         raise TypeError(
-            f"{type(owner).__name__} has no __dict__ (__slots__, or a NamedTuple), expected one, in which compiled "
-            "programs are kept: remove __slots__ from the class and its bases, or make it a dataclass"
+            f"{type(owner).__name__} has no __dict__ or no __weakref__ (__slots__, or a NamedTuple), expected both, "
+            "since compiled programs are kept there: remove __slots__ from all its classes, or make it a dataclass"
         ) from error
     with _LOCK:
-        memo = attributes.get("_memo")
-        if memo is None or memo.owner() is not owner:
-            memo = attributes["_memo"] = _Memo(owner)
-    values: dict[Hashable, Any] = memo
-    return values
+        memo: _Memo | None = attributes.get("_memo")
+        if memo is None or memo.owner is not reference:
+            memo = attributes["_memo"] = _Memo()  # written directly, since environments and policies may be frozen
+            memo.owner = reference
+    return memo

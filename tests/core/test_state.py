@@ -115,7 +115,7 @@ def test_trajectory_ids_are_those_of_the_next_batch(name: str, first_lane: int, 
 def test_trajectory_ids_in_traced_code_are_an_error() -> None:
     env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
     state = fc.init(env, fc.random_policy(env), seed=0)
-    with pytest.raises(TypeError, match=r"got values that JAX traces, expected arrays.* return state.lane and"):
+    with pytest.raises(TypeError, match="traced array"):
         jax.jit(lambda state: state.traj_ids)(state)
     assert jax.jit(lambda number: number + state.traj_ids[1])(1) == 2  # a state that is no argument is an array
 

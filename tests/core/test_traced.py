@@ -93,7 +93,7 @@ def test_delivered_memory_is_the_batchs_own():
 @pytest.mark.parametrize(
     ("arrays", "error", "says"),
     [
-        ([1], TypeError, "arrays is list"),
+        ([1], TypeError, r"arrays is \[1\], expected Mapping: pass the dict"),
         ({"action": jnp.zeros(3)}, ValueError, r"lack \['next.reward'.*pass all of it"),
     ],
 )

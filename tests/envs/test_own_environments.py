@@ -109,6 +109,20 @@ def test_any_kind_of_number_as_a_parameter_compiles_once(params: Any) -> None:
     assert not traces
 
 
+def test_traced_runs_take_the_parameters_of_the_environment_as_an_argument() -> None:
+    env = JaxWalk(2)
+    policy = fc.random_policy(env)
+
+    @jax.jit
+    @jax.vmap
+    def moves(length: Any) -> Any:
+        state = fc.traced.init(env, policy, None, key=jax.random.PRNGKey(0), env_params=(length,))
+        batch = fc.traced.rollout(env, policy, None, state, 5)[1]
+        return jnp.abs(batch["next"]["observation"] - batch["observation"])
+
+    assert np.allclose(moves(jnp.arange(1.0, 4.0))[..., 0].max((1, 2)), [1.0, 2.0, 3.0], atol=1e-5)
+
+
 @BOTH
 @pytest.mark.parametrize("number", [float, np.float32, torch.tensor, jnp.asarray])
 def test_a_collector_saves_and_loads_the_parameters_of_its_environment(kind: Any, number: Any, tmp_path: Path) -> None:
@@ -127,7 +141,7 @@ def test_a_collector_saves_and_loads_the_parameters_of_its_environment(kind: Any
         loader.load_state_dict(torch.load(tmp_path / "saved", weights_only=True))
         assert lengths(next(iter(loader))) == {3.0}
         loader.load_state_dict({key: value for key, value in saver.state_dict().items() if key != "env_params"})
-        with pytest.raises(ValueError, match=r"saved env_params has leaves of other shapes .* environment"):
+        with pytest.raises(ValueError, match=r"saved env_params has other leaves than .* same environment"):
             loader.load_state_dict({**saver.state_dict(), "env_params": [torch.zeros(3)]})
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from funcollect.core import traced
 from funcollect.core.loops.delivery import REWARD, ROOT_FLAGS, as_batch
 from funcollect.core.request import Request
-from funcollect.core.state import CollectorState, all_lanes, origin_of, policy_start
+from funcollect.core.state import CollectorState, origin_of, policy_start
 from funcollect.core.traced_step.batch import cast, dtypes_of, recorded_step
 from funcollect.core.traced_step.keys import run_keys
 from funcollect.core.traced_step.step import Row, StepConfig, make_step_config
@@ -32,12 +32,9 @@ _CONSTANT = [("collector", "lane"), ("collector", "policy_version")]
 
 def init(env: JaxEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
     """`funcollect.init`. The policy's state is made outside: it may hold tensors, and reads the key's number."""
-
-    def first(key: Any, lane: Any, env_params: Any) -> CollectorState:
-        options = {"key": key, "first_lane": lane, "total_lanes": total_lanes, "env_params": env_params}
-        return traced.init(env, RandomPolicy(env.action_spec), None, **options)
-
-    state: CollectorState = compiled(env, ("init", total_lanes), first)(key, first_lane, env.params)
+    first = partial(traced.init, env, RandomPolicy(env.action_spec), None, total_lanes=total_lanes)
+    begin = compiled(env, ("init", total_lanes), first)
+    state: CollectorState = begin(key=key, first_lane=first_lane, env_params=env.params)
     return state.replace(policy_state=policy_start(policy, key, state.num_lanes, first_lane))
 
 
@@ -46,16 +43,6 @@ def reset(env: JaxEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
     restart = compiled(env, "reset", partial(traced.reset, env), place=place_of(state))
     after: CollectorState = restart(state.replace(policy_state=None), lanes.numpy())
     return after.replace(policy_state=state.policy_state)
-
-
-def recover(env: JaxEnv, state: CollectorState) -> CollectorState:
-    """`funcollect.recover`: states are values and never stale."""
-    return reset(env, state, all_lanes(state))
-
-
-def fork(env: JaxEnv, state: CollectorState) -> CollectorState:
-    """`funcollect.fork`: the state itself, which is a value."""
-    return state
 
 
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:

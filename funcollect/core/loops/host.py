@@ -17,7 +17,7 @@ from funcollect.core.loops.delivery import OUTCOME_KEYS, TrajectoryLimit, delive
 from funcollect.core.request import Request, open_actor
 from funcollect.core.simulators.forking import fork_simulation
 from funcollect.core.simulators.simulation import FinishedLanes, Simulation, SimulatorHandle
-from funcollect.core.state import CollectorState, all_lanes, first_state
+from funcollect.core.state import CollectorState, first_state
 from funcollect.envs.host.host_env import check_outcome
 from funcollect.errors import EnvError
 from funcollect.keys import Key
@@ -36,9 +36,8 @@ def init(env: HostEnv, policy: Policy, key: Key, first_lane: int, total_lanes: i
     try:
         if env.forking == "snapshot" and not isinstance(simulation.simulators, SnapshotSimulators):
             raise TypeError(
-                f"{type(simulation.simulators).__name__} lacks snapshot() or restore(snapshot), expected both, since "
-                f"{env} has forking='snapshot': write both (see funcollect.envs.SnapshotSimulators), or set forking to "
-                "'replay' or 'none'"
+                f"{type(simulation.simulators).__name__} lacks snapshot() or restore(), expected both, since {env} "
+                "has forking='snapshot': write both (see funcollect.envs.SnapshotSimulators), or change forking"
             )
         simulation.restart(range(len(lane)))
         observation, env_state = simulation.observation(), simulation.release()
@@ -48,17 +47,8 @@ def init(env: HostEnv, policy: Policy, key: Key, first_lane: int, total_lanes: i
         raise
 
 
-def reset(env: HostEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
-    """`funcollect.reset` of the lanes of a mask [P]."""
-    return _begin_episodes(state, lanes, stale=False)
-
-
-def recover(env: HostEnv, state: CollectorState) -> CollectorState:
-    """`funcollect.recover`, also from a handle that is superseded by a later one."""
-    return _begin_episodes(state, all_lanes(state), stale=True)
-
-
-def _begin_episodes(state: CollectorState, lanes: Tensor, *, stale: bool) -> CollectorState:
+def reset(env: HostEnv, state: CollectorState, lanes: Tensor, *, stale: bool = False) -> CollectorState:
+    """`funcollect.reset` of the lanes of a mask [P]; with `stale`, also of a state that a later one supersedes."""
     simulation: Simulation = state.env_state.claim(stale=stale)
     simulation.show(state.observation)
     simulation.restart(lanes.nonzero()[:, 0].tolist())
@@ -106,6 +96,7 @@ def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -
 
 
 def _loop(simulation: Simulation, actor: Actor, recording: _Recording, state: CollectorState, request: Request) -> None:
+    """Run the steps of a rollout, and restart lanes whose episode ends unless they stay finished."""
     act, reward = actor.act, recording.reward
     send, receive, every = simulation.simulators.send, simulation.simulators.receive, range(state.num_lanes)
     limit = TrajectoryLimit(state.step.numpy(), request.max_frames_per_traj) if request.max_frames_per_traj else None
@@ -202,10 +193,8 @@ class _Recording:
 
     def columns(self) -> dict[Path, Tensor]:
         """Return all columns under the batch's keys."""
-        infos: dict[Path, Tensor] = {
-            ("next", "info", key): _info_column(key, values) for key, values in self._info.items()
-        }
-        return {**self._columns, **infos}
+        infos = self._info.items()
+        return self._columns | {("next", "info", key): _info_column(key, values) for key, values in infos}
 
 
 def _info_column(key: str, values: list[Any]) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from funcollect.core.loops.delivery import OUTCOME_KEYS, TrajectoryLimit, deliver, new_columns, reset_counters
 from funcollect.core.request import Request, open_actor, step_limit
-from funcollect.core.state import CollectorState, all_lanes, first_state
+from funcollect.core.state import CollectorState, first_state
 from funcollect.errors import EnvError
 from funcollect.interop.memory import fixed
 from funcollect.keys import Key, LaneKeys, Purpose
@@ -33,8 +33,7 @@ def init(env: TorchEnv, policy: Policy, key: Key, first_lane: int, total_lanes: 
             got = tuple(leaf.shape) if isinstance(leaf, Tensor) else shown(leaf)
             raise EnvError(
                 f"the env_state that reset of {env} returned holds {got}, expected tensors [{len(lane)}, ...] in nodes "
-                "that optree knows (tuples, dicts, TensorDicts): return such a state, keep constants in params, or "
-                f"call optree.register_pytree_node for your class, with namespace={NAMESPACE!r}"
+                f"that optree knows: keep constants in params, register classes with optree in {NAMESPACE!r}"
             )
     return first_state(env, policy, key, lane, total_lanes, env_state=env_state, observation=observation)
 
@@ -48,16 +47,6 @@ def reset(env: TorchEnv, state: CollectorState, lanes: Tensor) -> CollectorState
         observation=select(lanes, root, dict(state.observation)),
         **reset_counters(state, lanes, episode),
     )
-
-
-def recover(env: TorchEnv, state: CollectorState) -> CollectorState:
-    """`funcollect.recover`: states are values and never stale."""
-    return reset(env, state, all_lanes(state))
-
-
-def fork(env: TorchEnv, state: CollectorState) -> CollectorState:
-    """`funcollect.fork`: the state itself, which is a value."""
-    return state
 
 
 def _begin(env: TorchEnv, key: Key, lane: Tensor, episode: Tensor, params: Any) -> tuple[Any, dict[Path, Tensor]]:
@@ -196,6 +185,7 @@ class _TensorLoop:
             return self._restart(t, done) if self._request.reset_when_done else None
 
     def _record(self, t: int, info: Mapping[str, Tensor]) -> None:
+        """Record a step's infos, in columns that are made at the first step."""
         for name, value in info.items():
             path = ("next", "info", name)
             if t == 0:

@@ -77,6 +77,7 @@ def _restart(copy: Simulation, lanes: Sequence[int], state: CollectorState) -> N
 
 
 def _compare(copy: Simulation, state: CollectorState) -> None:
+    """Raise ReplayError unless the copy has the observations of the state."""
     for path, value in copy.observation().items():
         wanted = state.observation[path]
         wrong = ~torch.isclose(value, wanted, rtol=0, atol=0, equal_nan=True).reshape(len(wanted), -1).all(-1)

@@ -135,9 +135,9 @@ class Simulation:
 
 
 class FinishedLanes:
-    """Steps the simulators of which some lanes stay finished: these repeat their last outcome, though not its reward.
+    """Steps simulators while some of their lanes stay finished. A finished lane repeats its last outcome.
 
-    `deliver` replaces their rewards by zeros.
+    `deliver` replaces the rewards of finished lanes by zeros.
     """
 
     def __init__(self, simulation: Simulation, lanes: Iterable[int]) -> None:

@@ -75,8 +75,8 @@ def _widening(dtypes: frozenset[tuple[Path, torch.dtype]], total_lanes: int) -> 
 
 
 def _checked(arrays: Any) -> Row:
-    if not isinstance(arrays, Mapping):
-        raise TypeError(f"arrays is {type(arrays).__name__}, expected the dict that traced.rollout returned: pass that")
+    """Return the arrays by path, after a check that they are those of a rollout."""
+    check_kind("arrays", arrays, Mapping, "pass the dict that traced.rollout returned")
     flat = flatten(arrays)
     needed = [("action",), REWARD, _DONE, _EPISODE, _LANE]
     if missing := [".".join(path) for path in needed if path not in flat]:

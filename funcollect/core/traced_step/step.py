@@ -90,6 +90,7 @@ def _flags(prefix: Path, of: Any) -> Row:
 
 
 def _act(config: StepConfig, params: Any, state: Traced, keys: RunKeys) -> tuple[Any, dict[str, Any]]:
+    """Return the policy's next state and its outputs; at the start of an episode it acts from its initial state."""
     observation = assemble(config.env.observation_space, state.observation)
     initial = config.policy.init(state.key, state.num_lanes)
     check_policy_state(initial, state.policy_state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -100,11 +100,11 @@ class FunctionPolicy(PolicyBase):
 
     def program(self, inputs: ActorInputs) -> StepProgram:
         """The jitted step for this action space and number of lanes; made once."""
-        memo, which = memo_of(self), ("host step", id(inputs.spec), inputs.stochastic, inputs.num_envs)
+        memo: dict[Hashable, StepProgram] = memo_of(self)
+        which = ("host step", id(inputs.spec), inputs.stochastic, inputs.num_envs)
         if which not in memo:  # the program holds the spec, so that no other one takes its id
             memo[which] = StepProgram(partial(self.answer, inputs.spec, inputs.stochastic), inputs)
-        program: StepProgram = memo[which]
-        return program
+        return memo[which]
 
     @override
     def actor(self, inputs: ActorInputs, /) -> Actor:

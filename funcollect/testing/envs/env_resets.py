@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from funcollect.core import api
-from funcollect.core.restore import resume
+from funcollect.core.restore import go_on
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import seeding_of
-from funcollect.keys import key_from_seed
 from funcollect.testing.compare import bits_differ, expect_equal, first_row, shown, spot, to_tensor
 from funcollect.testing.report import NotApplicableError, fail
 from funcollect.testing.trial import Trial, root_of
@@ -51,13 +50,7 @@ def _begin(trial: Trial, state: CollectorState, episode: int) -> CollectorState:
     """
     if trial.env.backend != "host":
         return api.reset(trial.env, state) if episode else state
-    saved = {
-        "key": torch.from_numpy(key_from_seed(trial.seed).astype("int64")),
-        "episode": torch.full((trial.lanes,), episode - 1),
-        "steps": 0,
-        "policy_version": 0,
-    }
-    return resume(trial.env, state, saved)
+    return go_on(trial.env, trial.policy, state, steps=0, episode=episode - 1)
 
 
 def resets(trial: Trial) -> str | None:
