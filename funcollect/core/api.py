@@ -176,9 +176,7 @@ def recover(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
     ([2], [3])
     """
     check_state(env, state, "reset")
-    if env.backend == "host":
-        return host.reset(env, state, all_lanes(state), stale=True)
-    return _LOOPS[env.backend].reset(env, state, all_lanes(state))
+    return _LOOPS[env.backend].recover(env, state)
 
 
 def _checked_mask(mask: Tensor | None, state: CollectorState) -> Tensor:
@@ -208,7 +206,7 @@ def fork(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
         ValueError: for an environment instance that cannot be rebuilt.
     """
     check_state(env, state, "fork")
-    return host.fork(env, state) if env.backend == "host" else state
+    return _LOOPS[env.backend].fork(env, state)
 
 
 def close(state: CollectorState) -> None:

@@ -14,13 +14,19 @@ from funcollect.protocols import Policy
 
 
 class Loop(Protocol):
-    """The three functions of each of these modules; `env` is of the kind that the loop drives. `host` forks, too."""
+    """The five functions of each of these modules; `env` is of the kind that the loop drives."""
 
     def init(self, env: Any, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
         """Return the first state of the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`."""
 
     def reset(self, env: Any, state: CollectorState, lanes: Tensor) -> CollectorState:
         """Begin another episode in the lanes of the mask [P]."""
+
+    def recover(self, env: Any, state: CollectorState) -> CollectorState:
+        """Begin another episode in all lanes, also from a stale state."""
+
+    def fork(self, env: Any, state: CollectorState) -> CollectorState:
+        """Return an independent copy of the state."""
 
     def run(
         self, env: Any, policy: Policy, state: CollectorState, request: Request

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from funcollect.core.loops.fused import bucket, empty_columns, init, place_of, reset, to_batch, write_row
+from funcollect.core.loops.fused import bucket, empty_columns, fork, init, place_of, recover, reset, to_batch, write_row
 from funcollect.core.request import Request, open_actor, step_limit
 from funcollect.core.state import CollectorState
 from funcollect.core.traced_step.batch import cast, dtypes_of, recorded_step
@@ -32,7 +32,7 @@ from funcollect.policies.random_policy import RandomPolicy
 from funcollect.protocols import Actor, JaxEnv, Policy
 from funcollect.specs import ActionSpec, assemble
 
-__all__ = ["init", "reset", "run"]  # the state is that of the fused loop
+__all__ = ["fork", "init", "recover", "reset", "run"]  # the state is that of the fused loop
 
 
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:

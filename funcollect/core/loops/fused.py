@@ -13,7 +13,7 @@ from torch import Tensor
 from funcollect.core import traced
 from funcollect.core.loops.delivery import REWARD, ROOT_FLAGS, as_batch
 from funcollect.core.request import Request
-from funcollect.core.state import CollectorState, origin_of, policy_start
+from funcollect.core.state import CollectorState, all_lanes, origin_of, policy_start
 from funcollect.core.traced_step.batch import cast, dtypes_of, recorded_step
 from funcollect.core.traced_step.keys import run_keys
 from funcollect.core.traced_step.step import Row, StepConfig, make_step_config
@@ -43,6 +43,16 @@ def reset(env: JaxEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
     restart = compiled(env, "reset", partial(traced.reset, env), place=place_of(state))
     after: CollectorState = restart(state.replace(policy_state=None), lanes.numpy())
     return after.replace(policy_state=state.policy_state)
+
+
+def recover(env: JaxEnv, state: CollectorState) -> CollectorState:
+    """`funcollect.recover`: states are values and never stale."""
+    return reset(env, state, all_lanes(state))
+
+
+def fork(env: JaxEnv, state: CollectorState) -> CollectorState:
+    """`funcollect.fork`: the state itself, which is a value."""
+    return state
 
 
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:

@@ -17,7 +17,7 @@ from funcollect.core.loops.delivery import OUTCOME_KEYS, TrajectoryLimit, delive
 from funcollect.core.request import Request, open_actor
 from funcollect.core.simulators.forking import fork_simulation
 from funcollect.core.simulators.simulation import FinishedLanes, Simulation, SimulatorHandle
-from funcollect.core.state import CollectorState, first_state
+from funcollect.core.state import CollectorState, all_lanes, first_state
 from funcollect.envs.host.host_env import check_outcome
 from funcollect.errors import EnvError
 from funcollect.keys import Key
@@ -59,6 +59,11 @@ def reset(env: HostEnv, state: CollectorState, lanes: Tensor, *, stale: bool = F
         steps=max(simulation.steps, state.steps_made),
         **reset_counters(state, lanes, torch.tensor(simulation.episodes)),
     )
+
+
+def recover(env: HostEnv, state: CollectorState) -> CollectorState:
+    """`funcollect.recover`, also of a state that a later one supersedes."""
+    return reset(env, state, all_lanes(state), stale=True)
 
 
 def fork(env: HostEnv, state: CollectorState) -> CollectorState:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from funcollect.core.loops.delivery import OUTCOME_KEYS, TrajectoryLimit, deliver, new_columns, reset_counters
 from funcollect.core.request import Request, open_actor, step_limit
-from funcollect.core.state import CollectorState, first_state
+from funcollect.core.state import CollectorState, all_lanes, first_state
 from funcollect.errors import EnvError
 from funcollect.interop.memory import fixed
 from funcollect.keys import Key, LaneKeys, Purpose
@@ -94,6 +94,16 @@ def _check_tensor(env: TorchEnv, name: str, value: Any, shape: tuple[int, ...], 
     if not isinstance(value, Tensor) or (tuple(value.shape), value.dtype) != (shape, dtype):
         got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise EnvError(f"{name} of {env} is {got}, expected {dtype} {shape}: correct reset, step or the space")
+
+
+def recover(env: TorchEnv, state: CollectorState) -> CollectorState:
+    """`funcollect.recover`: states are values and never stale."""
+    return reset(env, state, all_lanes(state))
+
+
+def fork(env: TorchEnv, state: CollectorState) -> CollectorState:
+    """`funcollect.fork`: the state itself, which is a value."""
+    return state
 
 
 def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:

@@ -112,5 +112,5 @@ def from_functional(
 
     options = (num_envs, one_hot, info_keys, starts, max_episode_steps)
     made = jax_env(type(env).__name__, reset, step, env.observation_space, env.action_space, *options)
-    check_functions(made)
+    check_functions(made, made.params)
     return made
