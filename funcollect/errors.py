@@ -55,9 +55,7 @@ class WorkerError(FuncollectError, RuntimeError):
 
     def __init__(self, message: str, worker: int = 0, lane: int | None = None, traceback: str = "") -> None:
         super().__init__(message, worker, lane, traceback)
-        self.worker = worker
-        self.lane = lane
-        self.traceback = traceback
+        self.worker, self.lane, self.traceback = worker, lane, traceback
 
     def __str__(self) -> str:
         return f"{super().__str__()}\n\n{self.traceback}" if self.traceback else super().__str__()
@@ -77,8 +75,7 @@ class CheckError(FuncollectError, AssertionError):
 
     def __init__(self, message: str, check: str = "", report: object = None) -> None:
         super().__init__(message, check, report)
-        self.check = check
-        self.report = report
+        self.check, self.report = check, report
 
 
 class BridgeError(FuncollectError, ValueError):

@@ -36,6 +36,7 @@ def avoid_faulty_fusions() -> str:
 
 
 def _jaxlib_version() -> str | None:
+    """The version of the installed jaxlib; None if there is none."""
     try:
         return metadata.version("jaxlib")
     except metadata.PackageNotFoundError:
@@ -43,5 +44,6 @@ def _jaxlib_version() -> str | None:
 
 
 def _has_client() -> bool:
+    """Whether JAX has made a client in this process, so that XLA has read its flags."""
     xla_bridge = sys.modules.get("jax._src.xla_bridge")
     return xla_bridge is not None and xla_bridge.backends_are_initialized()

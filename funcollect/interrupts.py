@@ -38,6 +38,7 @@ class Uninterrupted:
             signal.signal(signal.SIGINT, self._note)
 
     def _note(self, _: int, frame: FrameType | None) -> None:
+        """Record that Ctrl-C was pressed; this is the signal handler inside the block."""
         self._interrupted_at = frame
 
     def __exit__(self, *_: object) -> None:

@@ -78,6 +78,7 @@ def observation_leaves(space: Space, dtype: npt.DTypeLike | None = None) -> tupl
 
 
 def _leaves(space: Space, path: Path, floating: np.dtype[Any]) -> list[Leaf]:
+    """The leaves of the space at `path`, with `floating` as the dtype of floating boxes; TypeError for other spaces."""
     match space:
         case spaces.Dict():
             parts = [(str(name), child) for name, child in space.spaces.items()]
@@ -95,7 +96,7 @@ def _leaves(space: Space, path: Path, floating: np.dtype[Any]) -> list[Leaf]:
 
 
 def assemble(space: Space, flat: Mapping[Path, Any], path: Path | None = None) -> Any:
-    """An observation as a policy takes it: an array, a dict for a Dict space, a tuple for a Tuple space."""
+    """An observation in the form of its space (array, dict or tuple, nested) from the leaves of a batch, by path."""
     if path is None:
         path = () if isinstance(space, spaces.Dict) else ("observation",)
     match space:

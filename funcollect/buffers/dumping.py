@@ -32,7 +32,7 @@ def dump(root: Path, memory: RingMemory, sampler: Sampler, generator: torch.Gene
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
     try:
-        _write(fresh, memory, sampler, generator)
+        _write_files(fresh, memory, sampler, generator)
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
@@ -48,7 +48,8 @@ def dump(root: Path, memory: RingMemory, sampler: Sampler, generator: torch.Gene
             shutil.rmtree(other, ignore_errors=True)
 
 
-def _write(directory: Path, memory: RingMemory, sampler: Sampler, generator: torch.Generator | None) -> None:
+def _write_files(directory: Path, memory: RingMemory, sampler: Sampler, generator: torch.Generator | None) -> None:
+    """Write the files of one dump: frames, a JSON description, and the arrays of sampler, index and generator."""
     arrays = {
         f"{name}.{key}": array for name, part in _parts(memory, sampler).items() for key, array in part.state().items()
     }
@@ -61,6 +62,7 @@ def _write(directory: Path, memory: RingMemory, sampler: Sampler, generator: tor
 
 
 def _sync(path: Path) -> None:
+    """Wait until a file, or the entries of a directory, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -69,6 +71,7 @@ def _sync(path: Path) -> None:
 
 
 def _current(root: Path) -> Path | None:
+    """The directory of the current dump; None before the first complete one."""
     pointer = root / _POINTER
     return root / pointer.read_text() if pointer.exists() else None
 

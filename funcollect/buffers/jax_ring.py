@@ -209,7 +209,7 @@ def _check_ring(ring: Any) -> None:
 
 
 def _check(ring: JaxRing, batch: Any) -> int:
-    """Check a batch against the ring; returns its steps."""
+    """The number of steps in a batch; ValueError if its structure, shapes or dtypes differ from the ring's."""
     jax = import_jax()
     mine, structure = jax.tree_util.tree_flatten_with_path(ring.data)
     leaves, other = jax.tree.flatten(batch)

@@ -158,7 +158,10 @@ class FileView:
         return frames._replace(begins=begins)
 
     def place(self, drawn: Ints) -> tuple[Ints, Ints]:
-        """The slots and numbers of `drawn` frames, which are slots, or without an index, distances from the oldest."""
+        """The slots and the numbers of frames that a sampler drew: [N] both.
+
+        With an index, a sampler draws slots; without one, distances from the oldest frame.
+        """
         if self.index is None:
             numbers = self.oldest + drawn
             return numbers % self.capacity, numbers
@@ -176,6 +179,7 @@ def _redrawn(drawn: SampleIndices, other: SampleIndices, gone: Bools) -> SampleI
 
 
 def _layout(header: dict[str, Any]) -> RowLayout:
+    """The layout of the rows, from the header of their file; raises if a reader cannot use them."""
     if header["compact_obs"]:
         raise ValueError(
             "the storage has compact_obs, so its next observations are in the memory of its process: build it without "

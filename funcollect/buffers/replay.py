@@ -137,7 +137,7 @@ class ReplayBuffer:
             with self._lock:
                 made = self._gather(self.sampler.draw(self.state.memory, wanted, self._random_source))
         else:
-            made = self._made_ahead(wanted, self._pool)
+            made = self._take_prefetched(wanted, self._pool)
         return made if return_info else made[0]
 
     def update_priority(self, index: Any, priority: Any) -> None:
@@ -158,31 +158,32 @@ class ReplayBuffer:
             self._ahead.clear()
 
     def _gather(self, drawn: SampleIndices) -> _Sample:
+        """Read the drawn frames: the batch, and its info."""
         batch = drawn.finish(self.state.memory.read(drawn.slots, drawn.mask))
         return batch, {"index": torch.from_numpy(drawn.index), **drawn.info}
 
-    def _made_ahead(self, batch_size: int, pool: ThreadPoolExecutor) -> _Sample:
-        """The oldest prepared sample that is still up to date."""
+    def _take_prefetched(self, batch_size: int, pool: ThreadPoolExecutor) -> _Sample:
+        """Wait for the oldest prepared sample that is still up to date; threads prepare others meanwhile."""
         while True:
             with self._lock:
                 if any(ahead.batch_size != batch_size for ahead in self._ahead):
-                    self._give_back()
+                    self._discard_prefetched()
                 while len(self._ahead) <= self._prefetch and not (self._ahead and self.sampler.ran_out(batch_size)):
                     # The sample is drawn here, so that the generator is used in the order of the calls.
                     drawn = self.sampler.draw(self.state.memory, batch_size, self._random_source)
-                    future = pool.submit(self._gather_of, self.state, drawn)
+                    future = pool.submit(self._gather_if_current, self.state, drawn)
                     self._ahead.append(_PrefetchedSample(batch_size, drawn, future))
                 first = self._ahead.popleft()
             if (made := first.future.result()) is not None:
                 return made
 
-    def _gather_of(self, state: ring.RingState, drawn: SampleIndices) -> _Sample | None:
-        """The frames drawn from a state, or None if the buffer has changed since."""
+    def _gather_if_current(self, state: ring.RingState, drawn: SampleIndices) -> _Sample | None:
+        """The sample that was drawn from a state, or None if the buffer has changed since."""
         with self._lock:
             return self._gather(drawn) if state is self.state else None
 
-    def _give_back(self) -> None:
-        """Discard the prepared samples, and return their draws to the sampler."""
+    def _discard_prefetched(self) -> None:
+        """Discard the prepared samples, newest first, so that the sampler draws their frames again."""
         while self._ahead:
             self.sampler.give_back(self._ahead.pop().drawn)
 
@@ -232,7 +233,7 @@ class ReplayBuffer:
         """
         check_kind("path", path, (str, os.PathLike), "pass a directory")
         with self._lock:
-            self._give_back()
+            self._discard_prefetched()
             dumping.dump(Path(path), self.state.memory, self.sampler, self.generator)
 
     def loads(self, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:

@@ -96,6 +96,7 @@ class RingMemory:
         return self.storage.read(slots, mask, self.index.following(slots))
 
     def _write(self, batch: Incoming, first: int, count: int) -> None:
+        """Write `count` frames of a batch, from its frame `first` on; they may wrap around to slot 0."""
         start = (self.written + first) % self.capacity
         fitting = min(count, self.capacity - start)
         if fitting:

@@ -49,11 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int) -> int:
+    """Print a message as one line on standard error, and return the exit code."""
     print("funcollect:", *message.split(), file=sys.stderr)
     return code
 
 
 def _parser() -> argparse.ArgumentParser:
+    """The parser of all commands and their arguments."""
     parser = argparse.ArgumentParser(prog="funcollect", description="Collect experience: a policy in an environment.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -90,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_env(parser: argparse.ArgumentParser, num_envs: int) -> None:
+    """Add the arguments that name an environment; `num_envs` is the default of ``--num-envs``."""
     add = parser.add_argument
     add("env", metavar="ENV", help="a Gymnasium id, or one with a namespace such as torch/CartPole-v1")
     what = f"P, environments in one batch; default: {num_envs}"
@@ -97,6 +100,7 @@ def _add_env(parser: argparse.ArgumentParser, num_envs: int) -> None:
 
 
 def _add_policy(parser: argparse.ArgumentParser, *, required: bool = True, what: str = _POLICY) -> None:
+    """Add the arguments that name a policy and the options of its factory; `what` is the help of ``--policy``."""
     add = parser.add_argument
     add("--policy", required=required, metavar="NAME", help=what)
     options = "argument of its factory (its seed is the run's by default); VALUE is JSON or text; repeat for more"
@@ -104,6 +108,7 @@ def _add_policy(parser: argparse.ArgumentParser, *, required: bool = True, what:
 
 
 def _count(text: str) -> int:
+    """Parse an argument that is a positive int."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{number} is not positive")
     return number
@@ -113,6 +118,7 @@ _count.__name__ = "count"  # argparse shows this name to the user
 
 
 def _option(text: str) -> tuple[str, Any]:
+    """Parse ``NAME=VALUE``; the value is JSON, True, False or None, and otherwise text."""
     name, given, value = text.partition("=")
     if not given or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")

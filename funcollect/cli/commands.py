@@ -110,10 +110,8 @@ def policies(arguments: argparse.Namespace) -> None:
     wide, origins = (max(map(len, each)) for each in (offers, [plugin.origin for plugin in offers.values()]))
     for name, plugin in offers.items():
         reason = _fault(plugin, env)
-        row = (
-            f"{'broken' if reason else 'ok':<6}  {name:<{wide}}  {plugin.origin:<{origins}}  {plugin.source}  {reason}"
-        )
-        print(row.rstrip())
+        verdict = "broken" if reason else "ok"
+        print(f"{verdict:<6}  {name:<{wide}}  {plugin.origin:<{origins}}  {plugin.source}  {reason}".rstrip())
 
 
 def _fault(plugin: PolicyPlugin, env: fc.Env | None) -> str:
@@ -136,6 +134,7 @@ def _make_policy(arguments: argparse.Namespace, env: fc.Env, seed: int) -> fc.Po
 
 
 def _make_env(name: str, num_envs: int, **kwargs: int) -> fc.Env:
+    """Make an environment; any error of its own code becomes a ValueError, which the command prints as one line."""
     try:
         return fc.make_env(name, num_envs=num_envs, **kwargs)
     except (ValueError, TypeError):

@@ -21,11 +21,7 @@ OUTPUTS = frozenset({"batch", "stats.json", "returns.png"})
 
 @contextmanager
 def output_folder(out: Path, overwrite: bool) -> Iterator[Path]:
-    """Give a folder beside `out` that replaces it if all goes well, and is deleted otherwise.
-
-    Raises:
-        ValueError: if `out` cannot be replaced.
-    """
+    """Yield a new folder, which replaces `out` if the block ends without an error; ValueError if `out` must be kept."""
     out = out.resolve()
     _check_output(out, overwrite)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -44,6 +40,7 @@ def output_folder(out: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def _check_output(out: Path, overwrite: bool) -> None:
+    """Raise ValueError unless `out` is missing, empty, or with `overwrite` the result of an earlier run."""
     if not out.exists():
         return
     if not out.is_dir():
@@ -70,10 +67,8 @@ def save(batches: Iterable[TensorDict], path: Path, frames: int) -> None:
 def _reserve(path: Path, batch: TensorDict, *, steps: int) -> TensorDict:
     """Make a memory-mapped TensorDict [P, steps] with the keys, shapes and dtypes of `batch`.
 
-    All disk blocks are allocated at once, since writing to a sparse file on a full disk kills the process by a signal.
-
-    Raises:
-        OSError: if there is no room on the disk.
+    All disk blocks are allocated at once (OSError if there is no room), since writing to a sparse file on a full disk
+    kills the process by a signal.
     """
     whole = batch[..., :1].expand(*batch.shape[:-1], steps)
     wanted = sum(leaf.numel() * leaf.element_size() for leaf in flatten(whole).values())

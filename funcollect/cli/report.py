@@ -39,7 +39,7 @@ class RunSummary:
         return whole if self._window.last is None else replace(whole, open_returns=self._window.last.open_returns)
 
     def statistics(self) -> dict[str, Any]:
-        """The statistics of the run, ready for JSON."""
+        """The counts of the run, and the spread of episode returns and lengths, as values for JSON."""
         episodes = self.episodes
         terminated = int(episodes.terminated.sum())
         returns = episodes.returns
@@ -61,12 +61,8 @@ class RunSummary:
         spreads = {name: value for name, value in statistics.items() if isinstance(value, dict)}
         counts = {name: value for name, value in statistics.items() if name not in spreads}
         rows = [(name, *map(_number, spread.values())) for name, spread in spreads.items()]
-        return "\n\n".join(
-            (
-                _table([(name.replace("_per_", "/"), _number(value)) for name, value in counts.items()]),
-                _table([("per episode", "mean", "std", "min", "max"), *rows]),
-            )
-        )
+        totals = _table([(name.replace("_per_", "/"), _number(value)) for name, value in counts.items()])
+        return f"{totals}\n\n{_table([('per episode', 'mean', 'std', 'min', 'max'), *rows])}"
 
 
 def _spread(values: Tensor) -> dict[str, float | None]:
@@ -78,6 +74,7 @@ def _spread(values: Tensor) -> dict[str, float | None]:
 
 
 def _number(value: float | None) -> str:
+    """A number as text: commas in thousands, two decimals if it is a float; "-" for None."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
@@ -90,7 +87,7 @@ def layout(batch: TensorDict) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Align the first column on the left, the others on the right."""
+    """The rows as lines of text: the first column is aligned on the left, the others on the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:

@@ -42,10 +42,8 @@ def argument(tensor: Tensor) -> Any:
     """A tensor as an argument of a compiled call, over the tensor's memory where possible.
 
     Wait for the end of the call before you pass on its results, since the tensor may be written afterwards. On the CPU
-    the argument is a NumPy array, which is cheaper than an array of JAX, and is not committed to a device.
-
-    Raises:
-        BridgeError: for a value that would change.
+    the argument is a NumPy array, which is cheaper than an array of JAX, and is not committed to a device. BridgeError
+    for a value that would change.
     """
     tensor = tensor.detach()
     if tensor.is_cuda and import_jax().default_backend() == "gpu":
@@ -121,6 +119,7 @@ def to_jax(tree: Any, *, copy: bool = False) -> Any:
 
 
 def _refuse_batch(batch: Any) -> NoReturn:
+    """Raise BridgeError: JAX calls this for a TensorDict among the arguments of a JAX function."""
     raise BridgeError(
         f"JAX got a {type(batch).__name__}, expected arrays: pass funcollect.interop.to_jax(batch), a nested "
         "dict of them"
@@ -128,7 +127,7 @@ def _refuse_batch(batch: Any) -> NoReturn:
 
 
 def _register(jax: Any) -> None:
-    """Have JAX refuse a TensorDict with advice: otherwise it would take it for an array."""
+    """Have JAX raise the error of `_refuse_batch` for a TensorDict, which it would otherwise take for an array."""
     with contextlib.suppress(ImportError, AttributeError):  # a private module, which other versions may lack
         from jax._src.core import pytype_aval_mappings
 
@@ -139,6 +138,7 @@ with_jax(_register)
 
 
 def _to_torch(name: str, array: Any, copy: bool) -> Tensor:
+    """One JAX array as a tensor over its memory, or a copy; `name` is for messages, and `to_torch` lists the errors."""
     jax = import_jax()
     if isinstance(array, jax.core.Tracer):
         raise TypeError(f"{name} is traced, expected an array: call to_torch outside of jit, vmap and grad")
@@ -158,6 +158,7 @@ def _to_torch(name: str, array: Any, copy: bool) -> Tensor:
 
 
 def _to_jax(name: str, tensor: Any, copy: bool) -> Any:
+    """One tensor as a JAX array, over its memory if possible; `name` is for messages, and `to_jax` lists the errors."""
     if not isinstance(tensor, Tensor):
         raise TypeError(
             f"{name} is {_kind(tensor)}, expected a torch.Tensor: convert it with torch.as_tensor, or drop it"
@@ -174,6 +175,7 @@ def _to_jax(name: str, tensor: Any, copy: bool) -> Any:
 
 
 def _not_crossed(name: str, dtype: Any, to: str, error: Exception) -> BridgeError:
+    """The error to raise if DLPack refused an array; `to` is the framework that should have received it."""
     reason = clipped(str(error).splitlines()[0], 200)
     return BridgeError(f"{name} is {dtype}, which did not cross to {to} ({reason}): cast it")
 
@@ -208,4 +210,5 @@ def _narrowed(name: str, tensor: Tensor) -> Tensor:
 
 
 def _has_64_bits() -> bool:
+    """Whether JAX keeps 64-bit numbers (``jax_enable_x64``), which it does not by default."""
     return bool(import_jax().dtypes.canonicalize_dtype(np.int64) == np.int64)

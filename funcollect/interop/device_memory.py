@@ -30,7 +30,7 @@ def naming_memory(what: str) -> Iterator[None]:
 
 
 def _held_by_torch() -> str:
-    """How to free the GPU memory that Torch holds, for the message; empty if Torch does not use the GPU."""
+    """The end of a message if JAX lacks memory: how much Torch reserves, and how to free it; empty without a GPU."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return ""
     held = torch.cuda.memory_reserved() / 2**30
@@ -38,7 +38,7 @@ def _held_by_torch() -> str:
 
 
 def _held_by_jax() -> str:
-    """How to keep JAX from holding GPU memory that it does not use, for the message."""
+    """The end of a message if Torch lacks memory: the setting that makes JAX reserve less."""
     share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
     if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0"):
         return ", or set XLA_PYTHON_CLIENT_ALLOCATOR=platform before JAX starts: it then gives back what it frees"

@@ -47,7 +47,7 @@ def returns(
     >>> returns(stats, window=2).axes[0].lines[-1].get_xydata().tolist()
     [[10.0, 1.0], [20.0, 2.0], [50.0, 5.5]]
     """
-    whole = _whole(stats, window)
+    whole = _joined(stats, window)
     values = whole.returns.double().numpy().reshape(len(whole), -1) if len(whole) else np.empty((0, 1))
     return _curves(whole, values, "episode return", window, path)
 
@@ -64,11 +64,12 @@ def lengths(
     >>> lengths(stats).axes[0].lines[-1].get_xydata().tolist()
     [[10.0, 10.0], [40.0, 20.0]]
     """
-    whole = _whole(stats, window)
+    whole = _joined(stats, window)
     return _curves(whole, whole.lengths.double().numpy()[:, None], "episode length in frames", window, path)
 
 
-def _whole(stats: EpisodeStats | Sequence[EpisodeStats], window: int) -> EpisodeStats:
+def _joined(stats: EpisodeStats | Sequence[EpisodeStats], window: int) -> EpisodeStats:
+    """The episodes of a whole run, from one object or those of its batches; checks both arguments."""
     check_positive("window", window, 100)
     parts = stats if isinstance(stats, Sequence) else [stats]
     for part in parts:
@@ -107,6 +108,7 @@ def _frames(stats: EpisodeStats) -> npt.NDArray[Any]:
 
 
 def _rolling_mean(values: Floats, window: int) -> Floats:
+    """The mean of each value and up to ``window - 1`` before it: [E]."""
     total = np.concatenate(([0.0], np.cumsum(values)))
     end = np.arange(1, len(values) + 1)
     start = np.maximum(end - window, 0)

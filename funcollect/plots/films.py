@@ -21,7 +21,7 @@ _SUFFIXES = (".gif", ".mp4")
 
 @contextmanager
 def film(path: str | PathLike[str], fps: float) -> Iterator[Callable[[Picture], None]]:
-    """Open a film, and give a function that adds a picture, [H, W, 3] uint8. The file appears only if all goes well.
+    """Open a film, and yield the function that adds a picture, [H, W, 3] uint8. An error in the block leaves no file.
 
     A GIF's frames last a multiple of 10 ms. An MP4 of an odd height or width gets one more row or column.
     """
@@ -55,6 +55,7 @@ def check_film(path: str | PathLike[str], fps: float | None) -> Path:
 
 @contextmanager
 def _gif(imageio: Any, path: Path, fps: float) -> Iterator[Callable[[Picture], None]]:
+    """Open a GIF, and yield the function that adds a picture."""
     duration = max(2, round(100 / fps)) * 10  # in milliseconds; viewers show shorter frames more slowly
     with imageio.v3.imopen(path, "w", plugin="pillow") as file:
         yield lambda picture: file.write(picture, duration=duration, loop=0)
@@ -62,6 +63,8 @@ def _gif(imageio: Any, path: Path, fps: float) -> Iterator[Callable[[Picture], N
 
 @contextmanager
 def _mp4(imageio: Any, path: Path, fps: float) -> Iterator[Callable[[Picture], None]]:
+    """Open an MP4, and yield the function that adds a picture."""
+
     def add(picture: Picture) -> None:
         height, width = picture.shape[:2]
         even = np.pad(picture, [(0, height % 2), (0, width % 2), (0, 0)], mode="edge")  # as the pixel format requires

@@ -153,6 +153,7 @@ def _channels_last(leaf: Tensor) -> Tensor:
 
 
 def _bytes(pictures: Tensor) -> Tensor:
+    """Pictures as uint8; floats must be in [0, 1], and are scaled to 255."""
     if pictures.dtype == torch.uint8:
         return pictures
     if not pictures.is_floating_point():

@@ -108,6 +108,7 @@ def _batches(
 
 
 def _camera(env: Env, state: CollectorState) -> Camera:
+    """The camera of a single environment that renders arrays; TypeError or ValueError for any other."""
     if (env.num_envs or 1) > 1:
         raise ValueError(f"{env} has {env.num_envs} environments, expected a single one: leave num_envs out")
     simulators = state.env_state.simulation.simulators if isinstance(state.env_state, SimulatorHandle) else None
@@ -127,6 +128,7 @@ def _camera(env: Env, state: CollectorState) -> Camera:
 
 
 def _picture(camera: Camera) -> Picture:
+    """Render the environment: [H, W, 3] uint8; EnvError if it raises or returns anything else."""
     try:
         picture = camera.shoot()
     except Exception as error:

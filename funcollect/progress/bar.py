@@ -159,7 +159,7 @@ class Tracked:
 
 
 class WorkersSummary:
-    """Watches the workers of a collector from now on: waiting times, age of the weights, failures."""
+    """The entries of the bar for a collector's workers; waiting times count from the construction of this object on."""
 
     def __init__(self, collector: Any) -> None:
         self._collector = collector
@@ -174,12 +174,11 @@ class WorkersSummary:
         stats = self._collector.stats()
         seconds = time.monotonic() - self._began
         entries = {}
-        spans = {
-            "reader_waited": ("reader_waits", seconds),
-            "workers_waited": ("workers_wait", seconds * self._workers),
-        }
-        for key, (name, span) in spans.items():
-            share = (stats.get(key, 0.0) - self._before.get(key, 0.0)) / span
+        for key, name, waiting in (
+            ("reader_waited", "reader_waits", 1),
+            ("workers_waited", "workers_wait", self._workers),
+        ):
+            share = (stats.get(key, 0.0) - self._before.get(key, 0.0)) / (seconds * waiting)
             if share >= 0.005:
                 entries[name] = f"{share:.0%}"
         counts = {"lag": "policy_lag", "restarts": "restarts", "copies": "copies"}

@@ -60,6 +60,7 @@ def open_folder(log_dir: str | PathLike[str]) -> None:
 
 
 def _summary_writer() -> Any:
+    """TensorBoard's `SummaryWriter`; ImportError with advice if it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

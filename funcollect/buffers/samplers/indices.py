@@ -41,7 +41,7 @@ class SampleIndices:
 
     @property
     def index(self) -> Ints:
-        """The slots of the sample's rows."""
+        """The slots [N] by which the caller knows the rows of the finished sample."""
         return self.slots
 
     def finish(self, batch: Any) -> Any:
@@ -121,6 +121,7 @@ class Slices:
         return self.along(index, trajectory, begin)
 
     def _by_trajectory(self, index: TrajectoryIndex, random_source: RandomSource) -> tuple[Ints, Ints]:
+        """The trajectories of random slices, and the positions at which the slices begin: [num_slices] both, or [0]."""
         first, stop, least = index.first, index.stop, self.slice_len if self.strict_length else 1
 
         def long_enough(trajectory: Ints) -> Bools:
@@ -178,7 +179,7 @@ def trajectory_index_of(memory: BufferView) -> TrajectoryIndex:
 
 
 def too_long(slices: Slices, index: TrajectoryIndex) -> str:
-    """The message of the error if no trajectory is long enough."""
+    """The message of the ValueError that is raised if no trajectory is as long as a slice."""
     longest = int((index.stop - index.first).max(initial=0))
     return (
         f"slices are {slices.slice_len} frames long, the longest trajectory held has {longest}: ask for shorter ones, "

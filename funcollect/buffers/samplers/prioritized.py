@@ -81,7 +81,8 @@ class PrioritizedSampler(RandomSampler):
     @override
     def load(self, state: Arrays) -> None:
         self.empty()
-        weights = state["weights"][: self.max_capacity]  # slots beyond have no frames
+        # The dump may come from a sampler with a larger max_capacity, whose further slots hold no frames.
+        weights = state["weights"][: self.max_capacity]
         self._priorities.put(np.arange(len(weights)), weights)
         self._highest = float(state["highest"])
 
@@ -108,9 +109,11 @@ class PrioritizedSampler(RandomSampler):
         self._highest = max(self._highest, float(given.max(initial=0.0)))
 
     def _weights(self, priority: Floats) -> Floats:
+        """The weights [N], to which probabilities are proportional, of priorities [N]."""
         return np.where(priority > 0, (priority + self.eps) ** self.alpha, 0.0)
 
     def _check(self, memory: BufferView) -> None:
+        """Raise ValueError if the buffer is empty, or every priority is 0."""
         check_filled(memory)
         if self._priorities.total <= 0:
             raise ValueError("every priority is 0, so nothing can be drawn: give some frame a positive one")
@@ -122,6 +125,7 @@ class PrioritizedSampler(RandomSampler):
         return SampleIndices(slots=slots, info={"priority_weight": self._corrections(slots)})
 
     def _corrections(self, slots: Ints) -> Tensor:
+        """The importance weights [N] float32 of the frames in `slots` [N]."""
         ratio = self._priorities.get(slots) / self._priorities.least
         return torch.from_numpy((ratio**-self.beta).astype(np.float32))
 
@@ -191,7 +195,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         return SampleIndices(slots=drawn.slots, mask=drawn.mask, last=drawn.last, info={"priority_weight": weight})
 
     def _among(self, slots: Ints, places: Floats) -> Ints:
-        """As `SumTree.find`, for the weights of these `slots` only."""
+        """Do the same as `SumTree.find`, but over the weights of `slots` [M] alone; ValueError if all of them are 0."""
         upto = self._priorities.get(slots).cumsum()
         if not upto[-1] > 0:
             raise ValueError("every frame at which a slice can begin has priority 0: give some frame a positive one")

@@ -49,10 +49,8 @@ class GeneratorSource(RandomSource):
     """Random numbers from a Torch generator, which advances; None means Torch's global generator."""
 
     def __init__(self, generator: torch.Generator | None) -> None:
-        self._source: dict[str, Any] = {
-            "generator": generator,
-            "device": "cpu" if generator is None else generator.device,
-        }
+        device = "cpu" if generator is None else generator.device
+        self._source: dict[str, Any] = {"generator": generator, "device": device}
 
     @override
     def below(self, limit: int, count: int) -> Ints:

@@ -53,7 +53,7 @@ class Sampler(Protocol):
         return {}
 
     def load(self, state: Arrays) -> None:
-        """Restore what `state` returned."""
+        """Replace the sampler's state by one that `state` returned, here or for the sampler of another buffer."""
         return
 
 

@@ -99,6 +99,7 @@ class ListStorage(Storage):
 
 
 def _collate(items: list[Any]) -> Any:
+    """Stack tensors, numbers and trees of them into a batch; items of other types stay a list."""
     if isinstance(items[0], TensorDictBase):
         return torch.stack(items)
     try:

@@ -68,6 +68,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         self._file: RowsFile | None = None
         self._base = 0  # the number of the first frame after `empty`: for readers, numbers only increase
 
+    @override
     def _allocate(self, layout: RowLayout, existsok: bool = False) -> Tensor:
         directory = self.scratch_dir
         if directory is None:
@@ -104,7 +105,7 @@ class LazyMemmapStorage(LazyTensorStorage):
 
 
 class RowsFile:
-    """A mapped file."""
+    """The memory-mapped file of a `LazyMemmapStorage`: its header and its rows."""
 
     def __init__(self, words: Ints) -> None:
         self.header: dict[str, Any] = json.loads(words[_JSON:].view(np.uint8)[: words[2]].tobytes())

@@ -53,16 +53,11 @@ class PackedLeaf:
         """The number of bytes."""
         return self.count * self.dtype.itemsize
 
-    @cached_property
-    def strides(self) -> tuple[int, ...]:
-        """The strides of one frame's values in C order."""
-        return tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
-
 
 def leaves_of(data: Any) -> dict[Path, Tensor]:
     """The leaves of a TensorDict or another tree of tensors, by path; TypeError if a leaf is not a tensor."""
     if isinstance(data, TensorDictBase):
-        return _collect(data, (), {})
+        return _add_leaves(data, (), {})
     paths, leaves, _ = optree.tree_flatten_with_path(data)
     named = {tuple(map(str, path)): leaf for path, leaf in zip(paths, leaves, strict=True)}
     for path, leaf in named.items():
@@ -70,13 +65,14 @@ def leaves_of(data: Any) -> dict[Path, Tensor]:
     return named
 
 
-def _collect(node: TensorDictBase, prefix: Path, found: dict[Path, Tensor]) -> dict[Path, Tensor]:
+def _add_leaves(node: TensorDictBase, prefix: Path, found: dict[Path, Tensor]) -> dict[Path, Tensor]:
+    """Add the leaves below a node at the path `prefix` to `found`, and return it."""
     for name, value in node.items():
         path = (*prefix, name)
         if type(value) is Tensor:
             found[path] = value
         elif isinstance(value, TensorDictBase) and not is_non_tensor(value):
-            _collect(value, path, found)
+            _add_leaves(value, path, found)
         else:
             _check_leaf(path, value)
             found[path] = value
@@ -84,6 +80,7 @@ def _collect(node: TensorDictBase, prefix: Path, found: dict[Path, Tensor]) -> d
 
 
 def _check_leaf(path: Path, leaf: Any) -> None:
+    """Raise TypeError unless the leaf is a tensor."""
     if isinstance(leaf, Tensor):
         return
     if not path:
@@ -138,14 +135,9 @@ class RowLayout:
         self.row = np.dtype(f"V{self.nbytes}")
 
     def _struct(self, formats: Sequence[Any]) -> np.dtype[np.void]:
-        return np.dtype(
-            {
-                "names": self._names,
-                "formats": formats,
-                "offsets": [column.offset for column in self.columns],
-                "itemsize": self.nbytes,
-            }
-        )
+        """The NumPy dtype of a row as a struct, whose fields, one per column, have these formats."""
+        offsets = [column.offset for column in self.columns]
+        return np.dtype({"names": self._names, "formats": formats, "offsets": offsets, "itemsize": self.nbytes})
 
     @classmethod
     def of(cls, data: Any, ndim: int, leaves: Mapping[Path, Tensor] | None = None) -> RowLayout:
@@ -174,8 +166,7 @@ class RowLayout:
         if self.structure is not None:
             raise TypeError(f"the frames are trees {self.structure}, which have no file format: store TensorDicts")
         columns = [
-            (column.path, column.shape, str(column.dtype).removeprefix("torch."), column.offset)
-            for column in self.columns
+            (leaf.path, leaf.shape, str(leaf.dtype).removeprefix("torch."), leaf.offset) for leaf in self.columns
         ]
         return {"columns": columns, "item_dims": self.item_dims}
 
@@ -252,14 +243,11 @@ class RowLayout:
         return records
 
     def _views(self, rows: Tensor) -> list[Tensor]:
+        """Views of the leaves [N, ...] in `rows` [N, words], by column; on any device."""
         typed = {dtype: rows.view(dtype) for dtype in {column.dtype for column in self.columns}}
         return [
-            typed[column.dtype].as_strided(
-                (rows.shape[0], *column.shape),
-                (self.nbytes // column.dtype.itemsize, *column.strides),
-                typed[column.dtype].storage_offset() + column.offset // column.dtype.itemsize,
-            )
-            for column in self.columns
+            typed[leaf.dtype].narrow(1, leaf.offset // leaf.dtype.itemsize, leaf.count).view(len(rows), *leaf.shape)
+            for leaf in self.columns
         ]
 
 
@@ -284,7 +272,7 @@ def _elements(leaf: Tensor, column: PackedLeaf, bytes_: np.dtype[np.void]) -> np
 def _build(
     nested: Mapping[str, Any], leaves: list[Tensor], size: torch.Size, device: torch.device | None
 ) -> TensorDict:
-    """A TensorDict of the leaves at the indices in a nested dict."""
+    """A TensorDict with the keys of `nested`, a nested dict, and the leaves at the indices that it holds."""
     filled = {
         name: leaves[value] if isinstance(value, int) else _build(value, leaves, size, device)
         for name, value in nested.items()

@@ -85,9 +85,11 @@ class LazyTensorStorage(Storage):
                 self._next = NextObservations(self.layout, aside, self._rows)
 
     def _allocate(self, layout: RowLayout, existsok: bool = False) -> Tensor:
+        """Memory for the rows [max_size, words] int64; `existsok` allows a subclass to replace an existing file."""
         return torch.empty(self.max_size, layout.words, dtype=torch.int64, device=self.device)
 
     def _open(self) -> tuple[RowLayout, Tensor]:
+        """The layout, and the rows [max_size, words] int64; ValueError before the first batch."""
         if self.layout is None or self._rows is None:
             raise ValueError("the storage has no frames yet: extend it first")
         return self.layout, self._rows
@@ -177,7 +179,7 @@ class LazyTensorStorage(Storage):
 
 
 def _lead(data: Any, leaves: Any, ndim: int) -> tuple[int, ...]:
-    """The first `ndim` dimensions, which all leaves share."""
+    """The sizes of the first `ndim` dimensions; ValueError unless all leaves share as many."""
     if not leaves:
         raise ValueError("the batch has no leaves, expected at least one tensor: nothing would be stored")
     if isinstance(data, TensorDictBase):

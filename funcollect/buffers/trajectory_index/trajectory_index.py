@@ -173,6 +173,7 @@ class LazyIndex:
             self._update()
 
     def _update(self) -> None:
+        """Add the waiting segments to the index, and remove the frames that they overwrote."""
         start, oldest = self._numbers.start, self._numbers.stop - self._index.capacity
         self._index.retire(range(max(start - self._index.capacity, 0), min(oldest, start)))
         some: list[Segments] = []
@@ -242,6 +243,7 @@ class SlotLists:
             self._move(trajectory[some], size, first[some], held[some])
 
     def _move(self, trajectory: Ints, bits: int, first: Ints, held: Ints) -> None:
+        """Move the entries ``first … held - 1`` of trajectories to larger blocks of 2**bits entries."""
         begin = self._take(bits, len(trajectory))
         length = held - first
         if total := int(length.sum()):

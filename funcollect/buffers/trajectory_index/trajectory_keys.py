@@ -72,10 +72,10 @@ class Trajectories:
         begins[::steps] = True
         return Frames(
             number=np.arange(start, start + count).reshape(steps, lanes).T.reshape(-1),
-            key=np.arange(lanes).repeat(steps) if ids is None else _whole(ids),
+            key=np.arange(lanes).repeat(steps) if ids is None else _as_ints(ids),
             begins=begins,
             ends=None if ends is None else ends.astype(np.bool_, copy=False),
-            step=None if step is None else _whole(step),
+            step=None if step is None else _as_ints(step),
         )
 
     def check_ids(self, leaves: Mapping[Path, Tensor]) -> None:
@@ -119,7 +119,7 @@ def _column(
     return None
 
 
-def _whole(column: npt.NDArray[Any]) -> Ints:
+def _as_ints(column: npt.NDArray[Any]) -> Ints:
     """Ids as integers; floating ones as their bits, since only equality matters."""
     if column.dtype.kind == "f":
         return column.astype(np.float64).view(np.int64)
@@ -127,4 +127,5 @@ def _whole(column: npt.NDArray[Any]) -> Ints:
 
 
 def _keys(leaves: Mapping[Path, Tensor]) -> list[str]:
+    """The keys of a batch, sorted, as text for messages."""
     return sorted(map(readable, leaves))

@@ -14,10 +14,9 @@ _WIDE = (torch.float64, torch.complex128)
 
 
 def jax_dtype(dtype: torch.dtype) -> Any:
-    """JAX's dtype for one of Torch: the same, but for 64-bit integers under 32-bit JAX the 32-bit dtype.
+    """JAX's dtype for one of Torch: the same, or under 32-bit JAX the 32-bit dtype for 64-bit integers.
 
-    Raises:
-        LoweringError: for float64 and complex128 under 32-bit JAX, which would round them.
+    LoweringError for float64 and complex128 under 32-bit JAX, which would round them.
     """
     jax = import_jax()
     named = jax.numpy.dtype(str(dtype).removeprefix("torch."))

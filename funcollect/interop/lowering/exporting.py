@@ -59,20 +59,20 @@ class FlatModule(nn.Module):
 def export(flat: FlatModule, leaves: list[Tensor]) -> ExportedProgram:
     """Export the program for inputs like these, decomposed to the covered operators, with sizes open where possible.
 
-    Raises:
-        LoweringError: for a module that torch cannot export, or whose graph a pure function cannot follow.
+    LoweringError for a module that Torch cannot export, or that is not a pure function of covered operators.
     """
-    table = _decompositions()
+    table, name = _decompositions(), type(flat.module).__name__
     try:
         with _quietly(), _lstm_states(), torch.enable_grad(), _NoShortcuts():
             exported = torch.export.export(flat, tuple(leaves), dynamic_shapes=_open_sizes(leaves), strict=False)
             _detach_without_grad(exported)
             program: ExportedProgram = exported.run_decompositions(table)
     except Exception as error:
-        raise LoweringError(f"{_name(flat)} cannot be lowered: {_reason(error)}") from error
+        raise LoweringError(f"{name} cannot be lowered: {_reason(error)}") from error
     _remove_checks(program)
-    _check_writes(flat, program)
-    _check_operators(flat, program)
+    _check_writes(name, program)
+    if faults := [fault for node in program.graph.nodes if (fault := _fault(node))]:
+        raise LoweringError(f"{name} cannot be lowered: " + "; ".join(dict.fromkeys(faults)))
     return program
 
 
@@ -200,22 +200,17 @@ def _is_effect(node: Any) -> bool:
     return node.target is torch.ops.higher_order.with_effects
 
 
-def _check_writes(flat: FlatModule, program: ExportedProgram) -> None:
+def _check_writes(name: str, program: ExportedProgram) -> None:
+    """Raise LoweringError if the forward writes a buffer, a parameter or an input."""
     for spec in program.graph_signature.output_specs:
         if spec.kind.name in ("USER_OUTPUT", "LOSS_OUTPUT", "TOKEN"):
-            continue  # `_check_operators` refuses an effect, which has a token
+            continue  # `_fault` refuses an effect, which has a token
         what = spec.kind.name.removesuffix("_MUTATION").replace("_", " ").lower()
         target = (spec.target or "").removeprefix("module.")
         raise LoweringError(
-            f"{_name(flat)} cannot be lowered: its forward writes the {what} {target!r}, and a function of parameters "
+            f"{name} cannot be lowered: its forward writes the {what} {target!r}, and a function of parameters "
             "cannot: call module.eval() first if that is a training statistic, or return the new value as a state"
         )
-
-
-def _check_operators(flat: FlatModule, program: ExportedProgram) -> None:
-    faults = [fault for node in program.graph.nodes if (fault := _fault(node))]
-    if faults:
-        raise LoweringError(f"{_name(flat)} cannot be lowered: " + "; ".join(dict.fromkeys(faults)))
 
 
 def _fault(node: Any) -> str | None:
@@ -233,6 +228,7 @@ def _fault(node: Any) -> str | None:
 
 
 def _refusal(name: str, node: Any) -> str | None:
+    """Why an ATen operator is refused (shapes that depend on data, random numbers, no rule), or None."""
     kind = name.split(".")[1]
     if kind in _OF_DATA:
         return None  # the operator that gives the size or the number is refused instead
@@ -257,7 +253,7 @@ def _is_open(value: Any) -> bool:
 
 
 def _wide(node: Any) -> str | None:
-    """Refuse 64-bit floating-point results that JAX would round."""
+    """Why a node with 64-bit floating-point results is refused, which 32-bit JAX would round, or None."""
     try:
         for value in leaves_of(node.meta.get("val"))[0]:
             if isinstance(value, Tensor):
@@ -268,7 +264,7 @@ def _wide(node: Any) -> str | None:
 
 
 def _narrowed(name: str, node: Any) -> str | None:
-    """Refuse to read the bits of 64-bit integers, which are not those of the 32-bit ones that JAX has."""
+    """Why ``view(dtype)`` is refused if one of the dtypes is a 64-bit integer, which JAX has in 32 bits, or None."""
     if name != "aten.view.dtype":
         return None
     for dtype in (node.args[0].meta["val"].dtype, node.args[1]):
@@ -279,11 +275,8 @@ def _narrowed(name: str, node: Any) -> str | None:
     return None
 
 
-def _name(flat: FlatModule) -> str:
-    return type(flat.module).__name__
-
-
 def _reason(error: Exception) -> str:
+    """Why `torch.export` raised this error, the place in the user's module, and the fix if it is known."""
     first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     place = place_of_error(error)
     if keywords := unknown_mask(error):

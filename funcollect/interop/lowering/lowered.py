@@ -97,6 +97,7 @@ class Lowered:
         return program.answer.unflatten(program.run(values))
 
     def _checked(self, inputs: tuple[Any, ...]) -> list[Any]:
+        """The leaves of the inputs as JAX arrays; TypeError if structure or dtypes differ from the example's."""
         if (paths := paths_of(inputs)) != self._paths:
             raise TypeError(
                 f"the inputs are {paths}, expected {self._paths}, as the example's: pass the same structure"
@@ -111,6 +112,7 @@ class Lowered:
         return leaves
 
     def _value(self, slot: Placeholder, params: Mapping[str, Any], inputs: Any) -> Any:
+        """The value of a placeholder: a parameter in Torch's layout, a constant, or the next of the `inputs`."""
         if slot.parameter is None:
             return next(inputs) if slot.constant is None else slot.constant
         if slot.parameter not in params:
@@ -120,6 +122,7 @@ class Lowered:
         return array if layout is None else import_jax().numpy.transpose(array, inverse(layout))
 
     def _program_for(self, shapes: list[Shape]) -> LoweredProgram:
+        """The first program that fits these input shapes; exported now if there is none."""
         for program in self._programs:
             if program.fits(shapes):
                 return program

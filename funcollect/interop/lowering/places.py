@@ -31,6 +31,7 @@ def place_of(node: Any) -> str:
 
 
 def _module(stack: list[tuple[str, Any]]) -> str:
+    """The innermost submodule of a node's stack, as its path and class; empty for an empty stack."""
     if not stack:
         return ""
     path, kind = stack[-1]
@@ -40,6 +41,7 @@ def _module(stack: list[tuple[str, Any]]) -> str:
 
 
 def _line(frames: list[tuple[str, str, str, str]]) -> str:
+    """``file:line: code`` of the innermost frame (file, line, function, code) outside Torch and this folder."""
     theirs = [frame for frame in frames if not frame[0].startswith((LIBRARY, _OURS))] or frames
     if not theirs:
         return ""

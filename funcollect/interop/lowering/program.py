@@ -78,11 +78,7 @@ class LoweredProgram(NamedTuple):
         return bool(in_range) and _passes_guards(self.exported, shapes)
 
     def run(self, values: list[Any]) -> tuple[Any, ...]:
-        """Evaluate the graph in `jax.numpy`, with one value for each slot, and return its outputs.
-
-        Raises:
-            LoweringError: for an operator that JAX refuses, with its place in the module.
-        """
+        """The outputs of the graph, evaluated with one value for each slot; LoweringError if an operator fails."""
         jax = import_jax()
         known: dict[Any, Any] = {}
         remaining = iter(values)
@@ -98,6 +94,7 @@ class LoweredProgram(NamedTuple):
 
 
 def _called(node: Any, known: dict[Any, Any]) -> Any:
+    """The result of a node, evaluated by its rule from the `known` values of earlier nodes, in Torch's dtype."""
     arguments = _looked_up(node.args, known)
     options = {name: value for name, value in _looked_up(node.kwargs, known).items() if name not in _WHERE}
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -110,6 +107,8 @@ def _called(node: Any, known: dict[Any, Any]) -> Any:
 
 
 def _looked_up(arguments: Any, known: dict[Any, Any]) -> Any:
+    """The arguments of a node, with values in place of nodes, and JAX's dtypes in place of Torch's."""
+
     def look_up(argument: Any) -> Any:
         if isinstance(argument, Node):
             return known[argument]
@@ -119,7 +118,7 @@ def _looked_up(arguments: Any, known: dict[Any, Any]) -> Any:
 
 
 def _cast(result: Any, like: Any) -> Any:
-    """Cast results to the dtypes that Torch has there."""
+    """Cast results to the dtypes of `like`, Torch's own results in the export (one, or a tuple)."""
     if isinstance(like, (tuple, list)):
         return tuple(map(_cast, result, like))
     if not isinstance(like, torch.Tensor) or result is None:
@@ -153,11 +152,7 @@ def _passes_guards(program: ExportedProgram, shapes: list[Shape]) -> bool:
 
 
 def make_program(module: nn.Module, treespec: Any, leaves: list[Tensor]) -> LoweredProgram:
-    """The program of a module for inputs like these leaves of a tree.
-
-    Raises:
-        LoweringError: for a module that cannot be lowered.
-    """
+    """The program of a module for inputs like these leaves of a tree; LoweringError if it cannot be lowered."""
     answers: list[Any] = []
     exported = export(FlatModule(module, treespec, answers.append), leaves)
     nodes = [node for node in exported.graph.nodes if node.op == "placeholder"]
@@ -169,6 +164,7 @@ def make_program(module: nn.Module, treespec: Any, leaves: list[Tensor]) -> Lowe
 
 
 def _slot(node: Any, spec: Any, exported: ExportedProgram) -> Placeholder:
+    """The placeholder of a node by its input spec; LoweringError for anything but tensors."""
     kind = spec.kind.name
     if kind == "USER_INPUT":
         return Placeholder(node)
@@ -182,7 +178,7 @@ def _slot(node: Any, spec: Any, exported: ExportedProgram) -> Placeholder:
 
 
 def _trace(program: LoweredProgram, leaves: list[Tensor]) -> None:
-    """Trace the program once, so that what a rule refuses is refused while the module is lowered."""
+    """Trace the program once without computing, so that rules raise their errors now, not at the first call."""
     jax = import_jax()
     remaining = iter(leaves)
 

@@ -20,17 +20,11 @@ FAMILIES = (
 
 
 class Rule(NamedTuple):
-    """How one operator is evaluated.
-
-    Attributes:
-        evaluate: the function.
-        weights: the positions of arguments that are weights. If they are parameters, they are laid out for speed.
-        family: the module of `operators` that has the rule.
-    """
+    """How one operator is evaluated."""
 
     evaluate: Callable[..., Any]
-    weights: tuple[int, ...]
-    family: str
+    weights: tuple[int, ...]  # the positions of arguments that are weights: parameters there are laid out for speed
+    family: str  # the module of `operators` that has the rule
 
 
 Table = dict[str, Callable[..., Any]]  # rules by the names of operators, see `register`

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -24,23 +23,22 @@ def paths_of(tree: Any) -> list[str]:
 
 def unlocked(tree: Any) -> Any:
     """The tree with shallow copies of its TensorDicts, into which a module may write its outputs."""
-    return _map_nodes(lambda node: node.clone(False).unlock_() if _is_tensordict(node) else node, _is_tensordict, tree)
+
+    def copied(node: Any) -> Any:
+        return node.clone(False).unlock_() if isinstance(node, TensorDictBase) else node
+
+    return optree.tree_map(copied, tree, is_leaf=lambda node: isinstance(node, TensorDictBase), namespace=NAMESPACE)
 
 
 def plain(tree: Any) -> Any:
     """The tree with dicts for TensorDicts, and tuples for the structs that Torch's `max`, `topk` and others return."""
 
     def apply(node: Any) -> Any:
-        if _is_tensordict(node):
+        if isinstance(node, TensorDictBase):
             return node.to_dict()
         return tuple(node) if optree.is_structseq(node) else node
 
-    return _map_nodes(apply, lambda node: _is_tensordict(node) or optree.is_structseq(node), tree)
+    def is_node(node: Any) -> bool:
+        return isinstance(node, TensorDictBase) or optree.is_structseq(node)
 
-
-def _is_tensordict(node: Any) -> bool:
-    return isinstance(node, TensorDictBase)
-
-
-def _map_nodes(function: Callable[[Any], Any], is_node: Callable[[Any], bool], tree: Any) -> Any:
-    return optree.tree_map(function, tree, is_leaf=is_node, namespace=NAMESPACE)
+    return optree.tree_map(apply, tree, is_leaf=is_node, namespace=NAMESPACE)

@@ -32,11 +32,8 @@ def angle(x: Any) -> Any:
 @operator("_fft_c2c")
 def fft(x: Any, dims: Sequence[int], normalization: int, forward: bool) -> Any:
     """A transform from complex to complex numbers, or its inverse."""
-    if not dims:
-        return x
-    if forward:
-        return jnp.fft.fftn(x, axes=dims, norm=_FORWARD[normalization])
-    return jnp.fft.ifftn(x, axes=dims, norm=_INVERSE[normalization])
+    transform, norms = (jnp.fft.fftn, _FORWARD) if forward else (jnp.fft.ifftn, _INVERSE)
+    return transform(x, axes=dims, norm=norms[normalization]) if dims else x
 
 
 @operator("_fft_r2c")

@@ -42,16 +42,13 @@ def _scaled(alpha: Any, y: Any) -> Any:
 
 
 def _is_whole(x: Any) -> bool:
+    """Whether a number or an array holds integers or bools."""
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.integer)) or jnp.result_type(x) == jnp.bool_
 
 
 def _with_floats(function: Any) -> Any:
     """Return `function` for integers, too: they are converted to floating-point numbers."""
-
-    def of_floats(*arrays: Any) -> Any:
-        return function(*(x * 1.0 if _is_whole(x) else x for x in arrays))
-
-    return of_floats
+    return lambda *arrays: function(*(x * 1.0 if _is_whole(x) else x for x in arrays))
 
 
 @operator("sgn sign")

@@ -76,6 +76,7 @@ def _along(index: Any, dim: int) -> tuple[Any, ...]:
 
 
 def _full(indices: Sequence[Any]) -> tuple[Any, ...]:
+    """The indices of all axes, with a full slice where Torch has None."""
     return tuple(slice(None) if each is None else each for each in indices)
 
 

@@ -27,9 +27,9 @@ def matmul_to(x: Any, y: Any, dtype: Any) -> Any:
 
 
 @operator("addmm addmv baddbmm")
-def addmm(bias: Any, x: Any, y: Any, beta: Any = 1, alpha: Any = 1) -> Any:
-    """Return beta * bias + alpha * x @ y."""
-    product = jnp.matmul(x, y)
+def addmm(bias: Any, x: Any, y: Any, beta: Any = 1, alpha: Any = 1, dtype: Any = None) -> Any:
+    """Return beta * bias + alpha * x @ y, with the product in a dtype if one is given."""
+    product = matmul_to(x, y, dtype)
     product = product if alpha == 1 else alpha * product
     return product + (bias if beta == 1 else beta * bias)
 
@@ -76,16 +76,12 @@ def _masked_weights(scores: Any, mask: Any) -> Any:
     return jnp.where(some, weights, 0)
 
 
-def _addmm_to(bias: Any, x: Any, y: Any, dtype: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    return alpha * matmul_to(x, y, dtype) + beta * bias.astype(dtype)
-
-
 TABLE: Table = {
     "mm bmm matmul mv dot": jnp.matmul,
     "vdot": jnp.vdot,
     "outer": jnp.outer,
     "einsum": lambda equation, operands, path=None: jnp.einsum(equation, *operands),
-    "addmm.dtype": _addmm_to,
+    "addmm.dtype": lambda bias, x, y, dtype, *, beta=1, alpha=1: addmm(bias.astype(dtype), x, y, beta, alpha, dtype),
     "addbmm": lambda bias, x, y, beta=1, alpha=1: beta * bias + alpha * jnp.matmul(x, y).sum(0),
     "bilinear": lambda x, y, weight, bias=None: scaled(jnp.einsum("...i,oij,...j->...o", x, weight, y), None, bias),
     "dist": lambda x, y, p=2: vector_norm(x - y, p),

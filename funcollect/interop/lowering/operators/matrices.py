@@ -21,6 +21,7 @@ def _adjoint(x: Any) -> Any:
 
 
 def _hermitian_jvp(primals: Any, tangents: Any) -> Any:
+    """The derivative rule of `_hermitian`: the tangent is made Hermitian."""
     return primals[0], (tangents[0] + _adjoint(tangents[0])) / 2
 
 

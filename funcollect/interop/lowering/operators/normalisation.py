@@ -33,6 +33,7 @@ def _standard(x: Any, axes: Any, eps: float) -> tuple[Any, Any, Any]:
 
 
 def _last_axes(shape: Sequence[int]) -> tuple[int, ...]:
+    """The negative indices of as many last axes as `shape` has numbers."""
     return tuple(range(-len(shape), 0))
 
 
@@ -53,21 +54,20 @@ def rms_norm(x: Any, shape: Sequence[int], weight: Any = None, eps: float | None
     return scaled(x * lax.rsqrt(square + eps), weight, None)
 
 
-@operator("group_norm")
-def group_norm(x: Any, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn: bool = True) -> Any:
-    """`x` normalised over groups of channels."""
-    grouped = x.reshape(x.shape[0], groups, -1)
-    normal = _standard(grouped, -1, eps)[0].reshape(x.shape)
-    return scaled(normal, by_channel(weight, x), by_channel(bias, x))
-
-
 @operator("native_group_norm")
 def native_group_norm(
     x: Any, weight: Any, bias: Any, n: int, channels: int, space: int, groups: int, eps: float
 ) -> tuple[Any, Any, Any]:
     """`x` normalised over groups of channels, the mean, and one over the deviation."""
-    _, mean, scale = _standard(x.reshape(n, groups, -1), -1, eps)
-    return group_norm(x, groups, weight, bias, eps), mean[..., 0], scale[..., 0]
+    normal, mean, scale = _standard(x.reshape(n, groups, -1), -1, eps)
+    normal = scaled(normal.reshape(x.shape), by_channel(weight, x), by_channel(bias, x))
+    return normal, mean[..., 0], scale[..., 0]
+
+
+@operator("group_norm")
+def group_norm(x: Any, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn: bool = True) -> Any:
+    """`x` normalised over groups of channels."""
+    return native_group_norm(x, weight, bias, len(x), x.shape[1], math.prod(x.shape[2:]), groups, eps)[0]
 
 
 @operator("_native_batch_norm_legit_no_training")
@@ -102,6 +102,7 @@ def vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, dt
 
 
 def _squared_size(x: Any) -> Any:
+    """The square of each number's absolute value, without the root that `jnp.abs` takes of complex ones."""
     return jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x)
 
 

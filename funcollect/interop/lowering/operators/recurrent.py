@@ -17,6 +17,7 @@ Cell = Callable[[Any, Any, Any], Any]  # the input's gates, the hidden state's g
 
 
 def _gru(from_input: Any, from_hidden: Any, hidden: Any) -> Any:
+    """The next hidden state of a GRU."""
     reset_in, update_in, new_in = jnp.split(from_input, 3, -1)
     reset_hid, update_hid, new_hid = jnp.split(from_hidden, 3, -1)
     update = nn.sigmoid(update_in + update_hid)
@@ -25,6 +26,7 @@ def _gru(from_input: Any, from_hidden: Any, hidden: Any) -> Any:
 
 
 def _lstm(from_input: Any, from_hidden: Any, state: Any) -> Any:
+    """The next hidden state and the next cell of an LSTM."""
     entry, forget, new, output = jnp.split(from_input + from_hidden, 4, -1)
     cell = nn.sigmoid(forget) * state[1] + nn.sigmoid(entry) * jnp.tanh(new)
     return nn.sigmoid(output) * jnp.tanh(cell), cell
@@ -36,15 +38,17 @@ def _elman(activation: Callable[[Any], Any]) -> Cell:
 
 
 def _as_tuple(state: Any) -> Any:
+    """An LSTM's list of two states as a tuple; one state unchanged."""
     return tuple(state) if isinstance(state, (list, tuple)) else state
 
 
 def _hidden(state: Any) -> Any:
+    """The hidden state, which is the first part of an LSTM's state and the whole state of other cells."""
     return state[0] if isinstance(state, tuple) else state
 
 
 def _step(cell: Cell, x: Any, state: Any, w_in: Any, w_hid: Any, b_in: Any = None, b_hid: Any = None) -> Any:
-    """One step [B, in], [B, hidden] -> [B, hidden]."""
+    """The state after one step of a cell, from an input [B, in] and a state [B, hidden], or two of an LSTM."""
     state = _as_tuple(state)
     return cell(linear(x, w_in, b_in), linear(_hidden(state), w_hid, b_hid), state)
 

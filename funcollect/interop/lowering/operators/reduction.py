@@ -32,18 +32,17 @@ def root(x: Any, degree: float = 2) -> Any:
 
 
 def _reduction(function: Operation) -> Operation:
-    def reduce(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-        return function(in_dtype(x, dtype), axis=axes_of(dim), keepdims=keepdim)
-
-    return reduce
+    """A rule with Torch's arguments that reduces by a function of JAX with `axis` and `keepdims`."""
+    return lambda x, dim=None, keepdim=False, dtype=None: function(
+        in_dtype(x, dtype), axis=axes_of(dim), keepdims=keepdim
+    )
 
 
 def _with_place(places: Operation) -> Operation:
-    def reduce(x: Any, dim: int, keepdim: bool = False) -> Any:
-        """The extreme value and its first place; all the gradient goes there."""
-        return _picked(x, places(x, axis=dim, keepdims=True), dim, keepdim) if x.ndim else _only(x)
-
-    return reduce
+    """A rule for the extreme value along a dimension and its first place, which gets all the gradient."""
+    return lambda x, dim, keepdim=False: (
+        _picked(x, places(x, axis=dim, keepdims=True), dim, keepdim) if x.ndim else _only(x)
+    )
 
 
 def _picked(x: Any, place: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
@@ -70,17 +69,16 @@ def std(x: Any, dim: Any = None, correction: Any = 1, keepdim: bool = False) -> 
 
 
 def _with_mean(spread: Operation) -> Operation:
-    def both(x: Any, dim: Any = None, correction: Any = 1, keepdim: bool = False) -> Any:
-        return spread(x, dim, correction, keepdim), jnp.mean(x, axis=axes_of(dim), keepdims=keepdim)
-
-    return both
+    """A rule that returns the variance or standard deviation, as `spread` computes it, and the mean."""
+    return lambda x, dim=None, correction=1, keepdim=False: (
+        spread(x, dim, correction, keepdim),
+        jnp.mean(x, axis=axes_of(dim), keepdims=keepdim),
+    )
 
 
 def _scan(function: Operation) -> Operation:
-    def scan(x: Any, dim: int, dtype: Any = None) -> Any:
-        return function(jnp.atleast_1d(x), dim, dtype=dtype).reshape(x.shape)
-
-    return scan
+    """A rule for a cumulative sum or product, also of arrays without dimensions."""
+    return lambda x, dim, dtype=None: function(jnp.atleast_1d(x), dim, dtype=dtype).reshape(x.shape)
 
 
 @operator("topk")
@@ -133,6 +131,7 @@ def median_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
 
 
 def _shared_jvp(primals: Any, tangents: Any) -> Any:
+    """The derivative rule of `_shared`: the tangent is the mean of those of the elements that equal the value."""
     value, x = primals
     same = (x == value) | (_missing(x) & _missing(value))
     return value, jnp.where(same, tangents[1], 0).sum() / same.sum()
@@ -143,8 +142,9 @@ _shared.defjvp(_shared_jvp)
 
 
 def _of_all(of_dim: Operation) -> Operation:
+    """A rule for the lower median of all elements; those that equal it share its gradient."""
+
     def of_all(x: Any) -> Any:
-        """The lower median of all elements; those that equal it share its gradient."""
         if not x.size:
             return jnp.asarray(jnp.nan, x.dtype)
         return _shared(lax.stop_gradient(of_dim(x.ravel(), 0)[0]), x)

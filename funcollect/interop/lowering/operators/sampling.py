@@ -40,25 +40,21 @@ def _reflected(at: Any, size: int, align_corners: bool) -> Any:
     return _clipped(jnp.where(flips % 2 == 0, rest, span - rest) + low, size)
 
 
-def _padded(at: Any, size: int, padding: int, align_corners: bool) -> Any:
-    if padding == _BORDER:
-        return _clipped(at, size)
-    return _reflected(at, size, align_corners) if padding == _REFLECTION else at
-
-
 def _nearest(at: Any, size: int, pad: Pad) -> Taps:
+    """The one tap of nearest-neighbour interpolation at the points `at` [*out], in pixels."""
     place = jnp.round(pad(at, size))
     return place[None], jnp.ones_like(place)[None]
 
 
 def _linear(at: Any, size: int, pad: Pad) -> Taps:
+    """The two taps of linear interpolation at the points `at` [*out], in pixels."""
     at = pad(at, size)
     floor = jnp.floor(at)
     return jnp.stack([floor, floor + 1]), jnp.stack([floor + 1 - at, at - floor])
 
 
 def _cubic(at: Any, size: int, pad: Pad) -> Taps:
-    """Taps of a cubic kernel; padding moves the pixels, but not the point itself."""
+    """The four taps of cubic interpolation at the points `at` [*out]; padding moves the pixels, but not the points."""
     floor = jnp.floor(at)
     t, a = at - floor, _CUBIC
 
@@ -91,7 +87,9 @@ def grid_sampler(x: Any, grid: Any, interpolation: int, padding: int, align_corn
     taps = (_linear, _nearest, _cubic)[interpolation]
 
     def pad(at: Any, size: int) -> Any:
-        return _padded(at, size, padding, align_corners)
+        if padding == _BORDER:
+            return _clipped(at, size)
+        return _reflected(at, size, align_corners) if padding == _REFLECTION else at
 
     def one(image: Any, grid: Any) -> Any:
         axes = list(enumerate(image.shape[1:], start=1))

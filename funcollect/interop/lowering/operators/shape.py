@@ -88,10 +88,12 @@ def _widths(x: Any, pad: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _constant_pad(x: Any, pad: Sequence[int], value: Any = 0) -> Any:
-    return lax.pad(x, jnp.asarray(value, x.dtype), [(*width, 0) for width in _widths(x, pad)])  # may cut: width < 0
+    """`x` padded with a value; negative widths, which `jnp.pad` does not take, cut elements off."""
+    return lax.pad(x, jnp.asarray(value, x.dtype), [(*width, 0) for width in _widths(x, pad)])
 
 
 def _pad(mode: str, x: Any, pad: Sequence[int]) -> Any:
+    """`x` padded with its own values, in a mode of `jnp.pad`."""
     return jnp.pad(x, _widths(x, pad), mode=mode)
 
 

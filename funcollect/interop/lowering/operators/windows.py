@@ -85,6 +85,7 @@ def _pads(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil
 
 
 def _windows(x: Any, start: Any, function: Any, kernel: Any, stride: Any, pads: Any) -> Any:
+    """Reduce each window over the last axes [..., *space] by a function of two numbers, from `start` on."""
     lead = x.ndim - len(kernel)
     ones = [1] * lead
     return lax.reduce_window(x, start, function, [*ones, *kernel], [*ones, *stride], [(0, 0)] * lead + pads)
@@ -146,7 +147,7 @@ def _avg_pool(
 
 
 def _adaptive_pool(function: Operation, rank: int, x: Any, output_size: Any) -> Any:
-    """As many windows of nearly equal size as `output_size` says."""
+    """`x` [..., *space] reduced by `function` (mean or max) over `output_size` windows of nearly equal size."""
     for axis, wanted in zip(range(x.ndim - rank, x.ndim), _each(output_size, rank), strict=True):
         size = x.shape[axis]
         if wanted is None or wanted == size:
