@@ -158,10 +158,7 @@ class FileView:
         return frames._replace(begins=begins)
 
     def place(self, drawn: Ints) -> tuple[Ints, Ints]:
-        """The slots and the numbers of frames that a sampler drew: [N] both.
-
-        With an index, a sampler draws slots; without one, distances from the oldest frame.
-        """
+        """The slots and numbers of `drawn` [N]: slots if there is an index, else distances from the oldest frame."""
         if self.index is None:
             numbers = self.oldest + drawn
             return numbers % self.capacity, numbers

@@ -37,10 +37,8 @@ def demo(arguments: argparse.Namespace) -> None:
     env = fc.make_env("CartPole-v1", num_envs=8)
     policy = mlp(env, seed=seed)
     print(fc.explain(env, policy), end="\n\n", flush=True)
-    run = RunSummary()
-    with fc.SyncDataCollector(
-        env, policy, frames_per_batch=min(2048, frames), total_frames=frames, seed=seed
-    ) as collector:
+    run, size = RunSummary(), min(2048, frames)
+    with fc.SyncDataCollector(env, policy, frames_per_batch=size, total_frames=frames, seed=seed) as collector:
         for batch in run.follow(collector):
             last = batch
     print(run.table(), layout(last), sep="\n\n")
@@ -51,14 +49,12 @@ def collect(arguments: argparse.Namespace) -> None:
     """Collect, and save the batch as a memory-mapped TensorDict, the statistics as JSON, and a plot of the returns."""
     num_envs, frames = arguments.num_envs, arguments.frames
     seed = secrets.randbits(31) if arguments.seed is None else arguments.seed
-    frames_per_batch = arguments.frames_per_batch or min(frames, max(2000, 128 * num_envs))
+    size = arguments.frames_per_batch or min(frames, max(2000, 128 * num_envs))
     with output_folder(arguments.out, arguments.overwrite) as folder:
         env = _make_env(arguments.env, num_envs)
         policy = _make_policy(arguments, env, seed)
         run = RunSummary()
-        with fc.SyncDataCollector(
-            env, policy, frames_per_batch=frames_per_batch, total_frames=frames, seed=seed
-        ) as collector:
+        with fc.SyncDataCollector(env, policy, frames_per_batch=size, total_frames=frames, seed=seed) as collector:
             save(run.follow(collector), folder / "batch", frames)
         about = {
             "funcollect": fc.__version__,
@@ -67,7 +63,7 @@ def collect(arguments: argparse.Namespace) -> None:
             "policy_origin": find_policy(arguments.policy).origin,
             "policy_options": dict(arguments.option),
             "num_envs": num_envs,
-            "frames_per_batch": frames_per_batch,
+            "frames_per_batch": size,
             "seed": seed,
         }
         (folder / "stats.json").write_text(json.dumps(about | run.statistics(), indent=2) + "\n")

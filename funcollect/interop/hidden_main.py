@@ -31,8 +31,7 @@ def hidden_main() -> Iterator[None]:
 def send_main_by_value() -> None:
     """Have cloudpickle send a script's functions and classes by value from a spawned process, too.
 
-    In that process `multiprocessing` calls the script ``__mp_main__``, so cloudpickle would send them by a name that no
-    other process knows.
+    `multiprocessing` calls the script ``__mp_main__`` there, a name by which no other process could find them.
     """
     if main := sys.modules.get("__mp_main__"):
         cloudpickle.register_pickle_by_value(main)

@@ -174,10 +174,8 @@ class WorkersSummary:
         stats = self._collector.stats()
         seconds = time.monotonic() - self._began
         entries = {}
-        for key, name, waiting in (
-            ("reader_waited", "reader_waits", 1),
-            ("workers_waited", "workers_wait", self._workers),
-        ):
+        waits = (("reader_waited", "reader_waits", 1), ("workers_waited", "workers_wait", self._workers))
+        for key, name, waiting in waits:
             share = (stats.get(key, 0.0) - self._before.get(key, 0.0)) / (seconds * waiting)
             if share >= 0.005:
                 entries[name] = f"{share:.0%}"

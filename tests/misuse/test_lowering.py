@@ -208,7 +208,7 @@ def test_examples():
         fc.lower(nn.Linear(4, 2), ROWS)
     with pytest.raises(TypeError, match=r"module is builtin_function_or_method, expected a torch\.nn\.Module"):
         fc.lower(torch.tanh, X)
-    with pytest.raises(fc.LoweringError, match=r"Linear cannot be lowered: torch\.export raised an error"):
+    with pytest.raises(fc.LoweringError, match=r"lowered: torch\.export raised an error, at [^ ]+: [^:]"):
         fc.lower(nn.Linear(5, 2), X)
 
 

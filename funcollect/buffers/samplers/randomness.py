@@ -49,8 +49,7 @@ class GeneratorSource(RandomSource):
     """Random numbers from a Torch generator, which advances; None means Torch's global generator."""
 
     def __init__(self, generator: torch.Generator | None) -> None:
-        device = "cpu" if generator is None else generator.device
-        self._source: dict[str, Any] = {"generator": generator, "device": device}
+        self._source: dict[str, Any] = {"generator": generator, "device": generator.device if generator else "cpu"}
 
     @override
     def below(self, limit: int, count: int) -> Ints:

@@ -77,16 +77,15 @@ class LazyMemmapStorage(LazyTensorStorage):
         path = directory / _NAME
         if path.exists() and not (existsok or self._existsok):
             raise FileExistsError(f"{path} exists: give another scratch_dir, or existsok=True to write over it")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        described = layout.to_json() if layout.structure is None else None
-        header = {"rows": described, "compact_obs": self.compact_obs}
+        directory.mkdir(parents=True, exist_ok=True)
+        header = {"rows": layout.to_json() if layout.structure is None else None, "compact_obs": self.compact_obs}
         try:
             self._file, rows = _create(path, header, self.max_size, layout.words)
         except OSError as error:
             size = self.max_size * layout.nbytes
             raise OSError(
                 error.errno,
-                f"{path.parent} has no room for {self.max_size} frames of {layout.nbytes} bytes, {size} in all "
+                f"{directory} has no room for {self.max_size} frames of {layout.nbytes} bytes, {size} in all "
                 f"({error.strerror}): give a smaller max_size, or another scratch_dir",
             ) from error
         self._base = 0

@@ -22,10 +22,7 @@ _AT_ONCE = 256  # frames compared at once
 
 
 def next_paths(leaves: Mapping[Path, Tensor]) -> list[Path]:
-    """The paths of next observations: below ``next``, where the root has a leaf of the same shape and dtype.
-
-    Raises ValueError if there are none.
-    """
+    """The paths below ``next`` to whose leaf the root has one of the same shape and dtype; ValueError if none."""
     found = []
     for path, leaf in leaves.items():
         root = leaves.get(path[1:]) if path[0] == "next" and path[1:] and path[1] not in RESERVED else None
@@ -124,4 +121,5 @@ class NextObservations:
 
 
 def _bytes(elements: npt.NDArray[np.void]) -> npt.NDArray[np.uint8]:
+    """The bytes of each element: [N, nbytes]."""
     return elements.view(np.uint8).reshape(len(elements), -1)

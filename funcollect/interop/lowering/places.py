@@ -46,7 +46,7 @@ def _line(frames: list[tuple[str, str, str, str]]) -> str:
     if not theirs:
         return ""
     path, line, _, code = theirs[-1]
-    return f"{path}:{line}: {code.strip()}"
+    return f"{path}:{line}: {code.strip()}".removesuffix(": ")  # generated code has no source
 
 
 def place_of_error(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -23,22 +24,16 @@ def paths_of(tree: Any) -> list[str]:
 
 def unlocked(tree: Any) -> Any:
     """The tree with shallow copies of its TensorDicts, into which a module may write its outputs."""
-
-    def copied(node: Any) -> Any:
-        return node.clone(False).unlock_() if isinstance(node, TensorDictBase) else node
-
-    return optree.tree_map(copied, tree, is_leaf=lambda node: isinstance(node, TensorDictBase), namespace=NAMESPACE)
+    return _map_nodes(lambda node: node.clone(False).unlock_(), lambda node: isinstance(node, TensorDictBase), tree)
 
 
 def plain(tree: Any) -> Any:
     """The tree with dicts for TensorDicts, and tuples for the structs that Torch's `max`, `topk` and others return."""
+    tree = _map_nodes(lambda node: node.to_dict(), lambda node: isinstance(node, TensorDictBase), tree)
+    return _map_nodes(tuple, optree.is_structseq, tree)
 
-    def apply(node: Any) -> Any:
-        if isinstance(node, TensorDictBase):
-            return node.to_dict()
-        return tuple(node) if optree.is_structseq(node) else node
 
-    def is_node(node: Any) -> bool:
-        return isinstance(node, TensorDictBase) or optree.is_structseq(node)
-
-    return optree.tree_map(apply, tree, is_leaf=is_node, namespace=NAMESPACE)
+def _map_nodes(function: Callable[[Any], Any], is_node: Callable[[Any], bool], tree: Any) -> Any:
+    """The tree with its outermost nodes for which `is_node` is True replaced by what `function` makes of them."""
+    leaves, treespec = optree.tree_flatten(tree, is_leaf=is_node, namespace=NAMESPACE)
+    return treespec.unflatten(function(leaf) if is_node(leaf) else leaf for leaf in leaves)
