@@ -85,13 +85,7 @@ class WorkerCollector(CollectorBase):
         self.options = options
 
     def _launch(
-        self,
-        jobs: Sequence[Job],
-        transport: Transport,
-        join: Join | None,
-        *,
-        prefetch: bool,
-        grace: float = 0.0,
+        self, jobs: Sequence[Job], transport: Transport, join: Join | None, *, prefetch: bool, grace: float = 0.0
     ) -> None:
         """Start the workers; `WorkerRun` describes `join`. `grace` is in seconds, added to the timeouts."""
         self._batches, self._seconds, self._warned = 0, 0.0, False

@@ -18,10 +18,7 @@ from funcollect.interop.jax_setup import import_jax, with_jax
 from funcollect.messages import clipped, shown
 from funcollect.tree import flatten, nest
 
-_NARROW = {
-    torch.int64: (torch.int32, -(2**31), 2**31 - 1),
-    torch.uint64: (torch.uint32, 0, 2**32 - 1),
-}
+_NARROW = {torch.int64: (torch.int32, -(2**31), 2**31 - 1), torch.uint64: (torch.uint32, 0, 2**32 - 1)}
 
 
 def torch_view(array: Any) -> Tensor:

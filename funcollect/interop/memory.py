@@ -1,8 +1,11 @@
-"""Memory that both frameworks read without a copy."""
+"""Memory of both frameworks: arrays that both read without a copy, and which of the two holds a device's memory."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,3 +28,42 @@ def fixed(value: torch.Tensor) -> torch.Tensor:
     if value.device.type != "cpu":
         return value.clone()
     return torch.from_numpy(aligned(tuple(value.shape), value.numpy().dtype)).copy_(value)
+
+
+@contextlib.contextmanager
+def naming_memory(what: str) -> Iterator[None]:
+    """Raise a MemoryError that names `what` and the framework that holds memory, if JAX or Torch has too little.
+
+    >>> with naming_memory("a rollout of 128 steps"):
+    ...     raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+    Traceback (most recent call last):
+    ...
+    MemoryError: JAX has no memory for a rollout of 128 steps: collect fewer frames at once
+    """
+    try:
+        yield
+    except RuntimeError as error:  # the base of both frameworks' errors
+        torch_lacks = isinstance(error, torch.OutOfMemoryError)
+        if not torch_lacks and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        lacking, other = ("Torch", _held_by_jax()) if torch_lacks else ("JAX", _held_by_torch())
+        raise MemoryError(f"{lacking} has no memory for {what}: collect fewer frames at once{other}") from error
+
+
+def _held_by_torch() -> str:
+    """The end of a message if JAX lacks memory: how much Torch reserves, and how to free it; empty without a GPU."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return ""
+    held = torch.cuda.memory_reserved() / 2**30
+    return f", or give back what Torch keeps of the GPU ({held:.1f} GiB): torch.cuda.empty_cache()"
+
+
+def _held_by_jax() -> str:
+    """The end of a message if Torch lacks memory: the setting that makes JAX reserve less."""
+    share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
+    if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0"):
+        return ", or set XLA_PYTHON_CLIENT_ALLOCATOR=platform before JAX starts: it then gives back what it frees"
+    return (
+        f", or keep JAX from reserving {share} of the GPU: set XLA_PYTHON_CLIENT_PREALLOCATE=false before JAX starts "
+        "(funcollect does where it is imported before JAX)"
+    )

@@ -192,14 +192,7 @@ class RayTransport(Transport):
     that they were sent earlier.
     """
 
-    def __init__(
-        self,
-        init: Mapping[str, Any] | None,
-        *,
-        num_threads: int,
-        accelerators: bool,
-        eager: bool,
-    ) -> None:
+    def __init__(self, init: Mapping[str, Any] | None, *, num_threads: int, accelerators: bool, eager: bool) -> None:
         self._session = RaySession(init)
         self._setup = (num_threads, accelerators)
         self._eager = eager

@@ -66,10 +66,7 @@ class Weights:
             slot = None if weights is None else self._write(weights, workers)
             self.version, self.own = self.version + 1, params is None
             version = WeightsVersion(
-                self.version,
-                slot,
-                self._weight_store.encode_params(params) if slot is None else None,
-                policy=policy,
+                self.version, slot, self._weight_store.encode_params(params) if slot is None else None, policy=policy
             )
             self._latest = version
             for worker in workers:

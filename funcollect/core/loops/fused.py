@@ -20,8 +20,8 @@ from funcollect.core.traced_step.step import Row, StepConfig, make_step_config
 from funcollect.envs.host.host_env import check_rewards
 from funcollect.interop import words
 from funcollect.interop.bridge import torch_view
-from funcollect.interop.device_memory import naming_memory
 from funcollect.interop.jax_setup import compiled, import_jax
+from funcollect.interop.memory import naming_memory
 from funcollect.keys import Key
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.protocols import JaxEnv, Policy

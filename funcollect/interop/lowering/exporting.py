@@ -19,10 +19,9 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from funcollect.errors import LoweringError
-from funcollect.interop.lowering.dtypes import jax_dtype
 from funcollect.interop.lowering.places import LIBRARY, place_of, place_of_error, unknown_mask
 from funcollect.interop.lowering.registry import rules
-from funcollect.interop.lowering.structure import leaves_of, plain, unlocked
+from funcollect.interop.lowering.structure import jax_dtype, leaves_of, plain, unlocked
 from funcollect.messages import clipped
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal_functional", "poisson", "exponential", "geometric")

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from funcollect.errors import LoweringError
 from funcollect.interop.bridge import to_jax, to_torch
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.dtypes import jax_dtype
 from funcollect.interop.lowering.program import LoweredProgram, Placeholder, Shape, inverse, make_program
-from funcollect.interop.lowering.structure import leaves_of, paths_of
+from funcollect.interop.lowering.structure import jax_dtype, leaves_of, paths_of
 from funcollect.tree import flatten
 
 

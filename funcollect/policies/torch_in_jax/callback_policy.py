@@ -15,8 +15,7 @@ from typing_extensions import override
 from funcollect.errors import LoweringError, PolicyError
 from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.dtypes import jax_dtype
-from funcollect.interop.lowering.structure import plain
+from funcollect.interop.lowering.structure import jax_dtype, plain
 from funcollect.interop.memory import fixed
 from funcollect.keys import torch_generator
 from funcollect.policies.actors.checks import check_tensor

@@ -22,8 +22,7 @@ from torch import Tensor
 from funcollect.errors import LoweringError
 from funcollect.interop.bridge import argument, torch_view
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.dtypes import jax_dtype
-from funcollect.interop.lowering.structure import plain
+from funcollect.interop.lowering.structure import jax_dtype, plain
 from funcollect.keys import key_from_seed, torch_generator
 from funcollect.policies.actors.checks import overlap
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import funcollect as fc
-from funcollect.interop.device_memory import naming_memory
+from funcollect.interop.memory import naming_memory
 from tests.support.compare import assert_same, collect, joined
 from tests.support.jax_counting import counting, counting_policy
 
