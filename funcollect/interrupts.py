@@ -13,15 +13,6 @@ class Uninterrupted:
     """A block that Ctrl-C does not interrupt: the signal is handled at the end of the block.
 
     Ctrl-C interrupts only the main thread, so the block does nothing in other threads.
-
-    >>> try:
-    ...     with Uninterrupted():
-    ...         signal.raise_signal(signal.SIGINT)
-    ...         print("the block ends")
-    ... except KeyboardInterrupt:
-    ...     print("the interrupt follows")
-    the block ends
-    the interrupt follows
     """
 
     __slots__ = ("_handler", "_interrupted_at")

@@ -32,14 +32,7 @@ def fixed(value: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def naming_memory(what: str) -> Iterator[None]:
-    """Raise a MemoryError that names `what` and the framework that holds memory, if JAX or Torch has too little.
-
-    >>> with naming_memory("a rollout of 128 steps"):
-    ...     raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-    Traceback (most recent call last):
-    ...
-    MemoryError: JAX has no memory for a rollout of 128 steps: collect fewer frames at once
-    """
+    """Raise a MemoryError that names `what` and the framework that holds memory, if JAX or Torch has too little."""
     try:
         yield
     except RuntimeError as error:  # the base of both frameworks' errors

@@ -1,9 +1,18 @@
-"""Makes and saves figures. No other module imports Matplotlib."""
+"""Makes figures and films, and writes them to files. No other module imports Matplotlib or imageio."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from os import PathLike
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from funcollect.arguments import check_kind, check_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,3 +32,85 @@ def saved(figure: Figure, path: str | PathLike[str] | None) -> Figure:
     if path is not None:
         figure.savefig(path)
     return figure
+
+
+Picture = npt.NDArray[np.uint8]
+
+_SUFFIXES = (".gif", ".mp4")
+
+
+@contextmanager
+def film(path: str | PathLike[str], fps: float) -> Iterator[Callable[[Picture], None]]:
+    """Open a film, and yield the function that adds a picture, [H, W, 3] uint8. An error in the block leaves no file.
+
+    A GIF's frames last a multiple of 10 ms. An MP4 of an odd height or width gets one more row or column.
+    """
+    target = check_film(path, fps)
+    try:
+        import imageio.v2
+        import imageio.v3
+    except ImportError as error:
+        raise ImportError("films need imageio, which is not installed: pip install funcollect[viz]") from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+    writer = _gif if target.suffix.lower() == ".gif" else _mp4
+    try:
+        with writer(imageio, partial, fps) as add:
+            yield add
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_film(path: str | PathLike[str], fps: float | None) -> Path:
+    """Return the path of a film; raise ValueError for an unknown suffix, or frames per second that are not positive."""
+    check_kind("path", path, (str, PathLike), "pass for example 'episode.gif'")
+    target = Path(path)
+    if target.suffix.lower() not in _SUFFIXES:
+        raise ValueError(f"path is {str(target)!r}, expected a name that ends in {' or '.join(_SUFFIXES)}: change it")
+    if fps is not None:
+        check_number("fps", fps, positive=True, example=30)
+    return target
+
+
+@contextmanager
+def _gif(imageio: Any, path: Path, fps: float) -> Iterator[Callable[[Picture], None]]:
+    """Open a GIF, and yield the function that adds a picture."""
+    duration = max(2, round(100 / fps)) * 10  # in milliseconds; viewers show shorter frames more slowly
+    with imageio.v3.imopen(path, "w", plugin="pillow") as file:
+        yield lambda picture: file.write(picture, duration=duration, loop=0)
+
+
+@contextmanager
+def _mp4(imageio: Any, path: Path, fps: float) -> Iterator[Callable[[Picture], None]]:
+    """Open an MP4, and yield the function that adds a picture."""
+
+    def add(picture: Picture) -> None:
+        height, width = picture.shape[:2]
+        even = np.pad(picture, [(0, height % 2), (0, width % 2), (0, 0)], mode="edge")  # as the pixel format requires
+        with _without_fork():  # ffmpeg starts with the first picture
+            file.append_data(even)
+
+    file = imageio.v2.get_writer(path, format="FFMPEG", mode="I", fps=fps, macro_block_size=1)
+    try:
+        yield add
+    except BaseException:
+        with suppress(Exception):  # Ctrl-C ends ffmpeg too, and its error would hide the interrupt
+            file.close()
+        raise
+    file.close()
+
+
+@contextmanager
+def _without_fork() -> Iterator[None]:
+    """Let imageio-ffmpeg start its process without `fork`, which may hang, and warns, if JAX has threads."""
+    name = "IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

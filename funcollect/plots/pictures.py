@@ -12,8 +12,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.arguments import check_positive
-from funcollect.plots.figures import new_figure, saved
-from funcollect.plots.films import film
+from funcollect.plots.figures import film, new_figure, saved
 from funcollect.plots.selection import Trajectory, pick
 from funcollect.tree import Path
 

@@ -16,7 +16,7 @@ from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import Camera
 from funcollect.errors import EnvError
-from funcollect.plots.films import Picture, check_film, film
+from funcollect.plots.figures import Picture, check_film, film
 from funcollect.protocols import Env, Policy, Simulators
 from funcollect.specs import ExplorationType
 from funcollect.trajectories.stats import EpisodeStats, episode_stats

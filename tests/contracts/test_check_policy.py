@@ -115,7 +115,11 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
         r"the observation observation after the policy was called: expected unchanged",
     ),
     ("pure", faulty.Counts, r"the second of two equal calls.*keep nothing in self"),
-    ("pure", faulty.choosing(faulty.LearnsAsItActs(2, 3)), r"the policy's own params..0...'weight'. after a rollout"),
+    (
+        "pure",
+        faulty.choosing(faulty.LearnsAsItActs(2, 3)),
+        r"the policy's own params..0...'weight'.: expected unchanged",
+    ),
     ("same_seed", faulty.StartsAnyhow, r"the second run, lane \d.*seed=0"),
     ("cuts", faulty.hesitant, r"the run cut into \[1, 13, 1, 13\], lane 0, step 0, scores"),
     (

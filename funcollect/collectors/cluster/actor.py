@@ -19,7 +19,6 @@ from funcollect.collectors.cluster.packed_batch import PackedBatch, Packer
 from funcollect.collectors.cluster.resources import ray
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
-from funcollect.collectors.workers.threads import limit_threads
 from funcollect.collectors.workers.worker import (
     Failure,
     Progress,
@@ -28,6 +27,7 @@ from funcollect.collectors.workers.worker import (
     WorkerBase,
     WorkerInfo,
     failure_of,
+    limit_threads,
 )
 from funcollect.core.request import OwnColumns
 from funcollect.errors import WorkerError

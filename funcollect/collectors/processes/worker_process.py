@@ -20,9 +20,8 @@ from funcollect.collectors.processes.channel import Channel
 from funcollect.collectors.processes.fork_server import die_with_parent
 from funcollect.collectors.processes.slots import mapped, weights_in
 from funcollect.collectors.workers.batch_layout import BatchColumn, BatchLayout, PackedLayout, columns_of, store
-from funcollect.collectors.workers.threads import limit_threads
 from funcollect.collectors.workers.transport import WITH_WEIGHTS
-from funcollect.collectors.workers.worker import RolloutReport, Worker, failure_of
+from funcollect.collectors.workers.worker import RolloutReport, Worker, failure_of, limit_threads
 from funcollect.core.request import NOWHERE
 from funcollect.tree import Path
 

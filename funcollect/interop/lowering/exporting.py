@@ -232,7 +232,8 @@ def _refusal(name: str, node: Any) -> str | None:
     if kind in _OF_DATA:
         return None  # the operator that gives the size or the number is refused instead
     reason = "reads a number out of a tensor" if kind == "_local_scalar_dense" else None
-    if _is_open(node.meta.get("val")):
+    value = node.meta.get("val")
+    if isinstance(value, Tensor) and any(str(size).startswith("u") for size in value.shape):  # sizes made of data
         reason = reason or "has an output whose shape depends on data"
     if reason:
         return f"{name} {reason}, at {place_of(node)}: use operations of a fixed shape, such as torch.where"
@@ -244,11 +245,6 @@ def _refusal(name: str, node: Any) -> str | None:
     if name not in rules():
         return f"there is no rule for {name}, at {place_of(node)}: docs/lowering.md lists what is covered"
     return None
-
-
-def _is_open(value: Any) -> bool:
-    """Whether a tensor's shape depends on data: Torch's symbols for such sizes begin with u."""
-    return isinstance(value, Tensor) and any(str(size).startswith("u") for size in value.shape)
 
 
 def _wide(node: Any) -> str | None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from funcollect.errors import LoweringError
 from funcollect.interop.bridge import argument, torch_view
 from funcollect.interop.jax_setup import import_jax
-from funcollect.interop.lowering.structure import jax_dtype, plain
+from funcollect.interop.lowering.structure import jax_dtype, leaves_of, plain
 from funcollect.keys import key_from_seed, torch_generator
 from funcollect.policies.actors.checks import overlap
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
@@ -57,7 +57,7 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
         self, source: Source, observation: Any, exploration_type: ExplorationType, *, single: bool = False
     ) -> None:
         initial_carry = source.initial_carry(observation)
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(initial_carry)):
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(initial_carry)[0]):
             raise LoweringError("initial_state requires grad, so it may change: pass a constant one")
         initial = optree.tree_map(lambda leaf: np.asarray(torch.as_tensor(leaf)), plain(initial_carry))
         super().__init__(self.traced, source.head, initial)
@@ -68,7 +68,7 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
         self._carries_init = isinstance(source, TensorDictPolicy) and INIT in (initial_carry or {})
         self.dtypes: dict[Path, torch.dtype] = {}  # of outputs whose dtypes JAX lacks
         self.nested: list[Path] = []  # outputs that the loop has under dotted names
-        self._try(observation, lanes_of(initial_carry, len(leaves_of(observation)[0]), source.device))
+        self._try(observation, lanes_of(initial_carry, len(leaves_of(observation)[0][0]), source.device))
 
     @abstractmethod
     def _try(self, observation: Any, recurrent: Any) -> None:
@@ -105,7 +105,7 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
         arrays = import_jax().tree.leaves(recurrent)
         after = [torch_view(new).to(old.device, old.dtype, copy=True) for new, old in zip(arrays, leaves, strict=True)]
         if after and bool(fresh.any()):
-            start = leaves_of(self.source.init(_ANY, len(fresh)).recurrent)
+            start = leaves_of(self.source.init(_ANY, len(fresh)).recurrent)[0]
             initial = [one.to(two.device, two.dtype) for one, two in zip(start, after, strict=True)]
             after = select(fresh.to(after[0].device), initial, after)
         return before._replace(recurrent=optree.tree_unflatten(treespec, after))
@@ -180,11 +180,6 @@ def example(space: Space, leaves: Sequence[Leaf], num_envs: int) -> Any:
         values = drawn.standard_normal(column.shape) if leaf.dtype.kind == "f" else column
         flat[leaf.path] = torch.from_numpy(values.astype(leaf.dtype))
     return assemble(space, flat)
-
-
-def leaves_of(tree: Any) -> list[Any]:
-    """The leaves of a pytree of tensors."""
-    return optree.tree_leaves(tree, namespace=NAMESPACE)
 
 
 def check_forgets(policy: EmbeddedPolicy, module: Any, observation: Any, recurrent: Any) -> None:

@@ -17,9 +17,9 @@ from funcollect.errors import LoweringError
 from funcollect.interop.bridge import argument, to_jax, to_torch
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.lowering import Lowered, lower_module
-from funcollect.interop.lowering.structure import plain
+from funcollect.interop.lowering.structure import leaves_of, plain
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
-from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source, check_forgets, leaves_of
+from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source, check_forgets
 from funcollect.policies.torch_modules.settings import settings_of, unregistered
 
 _TOLERANCE = 1e-3  # relative; rounding is far below it
@@ -36,7 +36,7 @@ class LoweredPolicy(EmbeddedPolicy):
         module = _checked_module(self.source)
         inputs = self.source.arguments(observation, recurrent)
         if isinstance(self.source, TensorDictPolicy):
-            given = TensorDict(inputs[0], batch_size=[len(leaves_of(observation)[0])])
+            given = TensorDict(inputs[0], batch_size=[len(leaves_of(observation)[0][0])])
             inputs = (given[0] if self.single else given,)
         with set_interaction_type(self.exploration_type):
             self.lowered: Lowered = lower_module(module, inputs)
@@ -110,7 +110,7 @@ def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> No
     eager = plain(eager)
     policy.note(eager, *moved)
     pairs = zip(
-        leaves_of(policy.to_outputs(eager, moved[1])), map(to_torch, import_jax().tree.leaves(ours)), strict=True
+        leaves_of(policy.to_outputs(eager, moved[1]))[0], map(to_torch, import_jax().tree.leaves(ours)), strict=True
     )
     apart = max((_apart(one.cpu(), two.cpu()) for one, two in pairs if one.is_floating_point()), default=0.0)
     if apart > _TOLERANCE:

@@ -1,0 +1,65 @@
+"""Blocks that Ctrl-C does not interrupt."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from funcollect.interrupts import Uninterrupted
+
+
+def press_ctrl_c_inside(reached: list[str]) -> None:
+    with Uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        reached.append("the end of the block")
+    reached.append("what follows")
+
+
+def test_the_interrupt_follows_at_the_end_of_the_block() -> None:
+    reached: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        press_ctrl_c_inside(reached)
+    assert reached == ["the end of the block"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_of_blocks_in_one_another_the_outer_one_counts() -> None:
+    reached: list[str] = []
+
+    def press_inside_two() -> None:
+        with Uninterrupted():
+            press_ctrl_c_inside(reached)
+            reached.append("the end of the outer block")
+
+    with pytest.raises(KeyboardInterrupt):
+        press_inside_two()
+    assert reached == ["the end of the block", "what follows", "the end of the outer block"]
+
+
+def test_a_users_own_handler_is_called_and_an_ignored_signal_stays_ignored() -> None:
+    calls: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: calls.append(number))
+    try:
+        reached: list[str] = []
+        press_ctrl_c_inside(reached)
+        assert (len(reached), calls) == (2, [signal.SIGINT])
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        press_ctrl_c_inside(reached)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_other_threads_run_the_block_as_it_is() -> None:
+    done: list[str] = []
+
+    def run() -> None:
+        with Uninterrupted():
+            done.append("done")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert done == ["done"]
