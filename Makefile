@@ -10,7 +10,7 @@ FUNCOLLECT_SCALE ?= 1
 export FUNCOLLECT_SCALE
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 
-.PHONY: demo test test-newest test-oldest test-gpu-machine tests-ray tests-1 tests-2 tests-docs test-ray test-notebooks soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
+.PHONY: demo test test-newest test-oldest test-gpu-machine tests-ray tests-1 tests-2 tests-3 tests-docs test-ray test-notebooks soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -39,17 +39,18 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# What CI runs on two cores, three parts at once. The part that starts Ray waits half of its time, and takes longest.
+# What CI runs on two cores, three parts at once. The part that starts Ray waits half of its time, so it begins.
 RAY_TESTS := tests/collectors/ray tests/docs funcollect/collectors/ray_collector.py
 RAY_NOTEBOOK := notebooks/06_ray.ipynb
-FIRST_TESTS := tests/collectors tests/contracts tests/envs tests/interop
+FIRST_TESTS := tests/collectors tests/contracts tests/policies
+SECOND_TESTS := tests/envs tests/interop tests/buffers
 IN_PARALLEL = $(MAKE) --no-print-directory --jobs=3 --output-sync=target
 PYTEST = $(BIN)/python -m pytest
 NBMAKE := --nbmake --nbmake-timeout=1200
 IGNORE = $(addprefix --ignore=,$(1))
 
 test: $(VENV)/.test
-	$(IN_PARALLEL) test-ray tests-2 tests-1 tests-docs lint test-notebooks
+	$(IN_PARALLEL) test-ray tests-1 tests-2 tests-3 test-notebooks tests-docs lint
 
 test-ray: tests-ray
 	$(PYTEST) $(NBMAKE) $(RAY_NOTEBOOK)
@@ -67,7 +68,10 @@ tests-1: $(VENV)/.test
 	$(PYTEST) $(call IGNORE,$(RAY_TESTS)) $(FIRST_TESTS)
 
 tests-2: $(VENV)/.test
-	$(PYTEST) $(call IGNORE,$(RAY_TESTS) $(FIRST_TESTS)) tests funcollect
+	$(PYTEST) $(SECOND_TESTS)
+
+tests-3: $(VENV)/.test
+	$(PYTEST) $(call IGNORE,$(RAY_TESTS) $(FIRST_TESTS) $(SECOND_TESTS)) tests funcollect
 
 # The same suite with other versions, each set in an environment of its own. What needs a package that a set lacks is
 # left out. TorchRL wants tensordict below 0.15, so the newest versions are two sets: with TorchRL and without it.
@@ -126,7 +130,7 @@ notebooks: $(VENV)/.test
 # The issues' full counts; the output is kept beside the benchmarks' results.
 soak: FUNCOLLECT_SCALE = 10
 soak: $(VENV)/.test
-	set -o pipefail; PYTEST_ADDOPTS=-q $(IN_PARALLEL) tests-ray tests-2 tests-1 tests-docs 2>&1 | tee benchmarks/results/soak.txt
+	set -o pipefail; PYTEST_ADDOPTS=-q $(IN_PARALLEL) tests-ray tests-1 tests-2 tests-3 tests-docs 2>&1 | tee benchmarks/results/soak.txt
 
 bench: $(VENV)/.test
 	for name in imports memory overhead collect suites torchrl fused policies replay workers ray; do $(BIN)/python -m benchmarks $$name || exit 1; done

@@ -9,11 +9,12 @@ import torch
 
 import funcollect as fc
 from tests.support.own_policies import KINDS, Recording, until
-from tests.support.running import FORKS_OF_RAY
+from tests.support.running import FORKS_OF_RAY, in_soak
 from tests.support.stateful_policies import Count
 from tests.support.workers import ray_collector
 
 pytestmark = FORKS_OF_RAY
+ONE_EACH = [*zip(KINDS, (1, 2), strict=True)]
 
 
 def test_over_ray(ray_cluster: Any) -> None:
@@ -24,8 +25,7 @@ def test_over_ray(ray_cluster: Any) -> None:
             assert torch.equal(batch["count"], batch["collector", "step"] + later.long())
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "workers"), ONE_EACH + in_soak(zip(KINDS, (2, 1), strict=True)))
 def test_weights_of_a_policy_of_ones_own(kind: type[Recording], workers: int, ray_cluster: Any) -> None:
     """New params reach the actors, and the workers in them; a saved run continues with its weights."""
     policy, other, envs = kind(), kind(), ["CartPole-v1"] * 2
