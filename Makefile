@@ -39,18 +39,18 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# What CI runs on two cores, three parts at once. The part that starts Ray waits half of its time, so it begins.
+# What CI runs on two cores, four parts at once. The part that starts Ray waits half of its time.
 RAY_TESTS := tests/collectors/ray tests/docs funcollect/collectors/ray_collector.py
 RAY_NOTEBOOK := notebooks/06_ray.ipynb
 FIRST_TESTS := tests/collectors tests/contracts tests/policies
 SECOND_TESTS := tests/envs tests/interop tests/buffers
-IN_PARALLEL = $(MAKE) --no-print-directory --jobs=3 --output-sync=target
+IN_PARALLEL = $(MAKE) --no-print-directory --jobs=4 --output-sync=target
 PYTEST = $(BIN)/python -m pytest
 NBMAKE := --nbmake --nbmake-timeout=1200
 IGNORE = $(addprefix --ignore=,$(1))
 
 test: $(VENV)/.test
-	$(IN_PARALLEL) test-ray tests-1 tests-2 tests-3 test-notebooks tests-docs lint
+	$(IN_PARALLEL) tests-3 tests-2 tests-1 test-ray tests-docs test-notebooks lint
 
 test-ray: tests-ray
 	$(PYTEST) $(NBMAKE) $(RAY_NOTEBOOK)
@@ -130,7 +130,7 @@ notebooks: $(VENV)/.test
 # The issues' full counts; the output is kept beside the benchmarks' results.
 soak: FUNCOLLECT_SCALE = 10
 soak: $(VENV)/.test
-	set -o pipefail; PYTEST_ADDOPTS=-q $(IN_PARALLEL) tests-ray tests-1 tests-2 tests-3 tests-docs 2>&1 | tee benchmarks/results/soak.txt
+	set -o pipefail; PYTEST_ADDOPTS=-q $(IN_PARALLEL) tests-3 tests-2 tests-1 tests-ray tests-docs 2>&1 | tee benchmarks/results/soak.txt
 
 bench: $(VENV)/.test
 	for name in imports memory overhead collect suites torchrl fused policies replay workers ray; do $(BIN)/python -m benchmarks $$name || exit 1; done
