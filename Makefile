@@ -39,7 +39,7 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# What CI runs on two cores, four parts at once. The part that starts Ray waits half of its time.
+# What CI runs on two cores, four parts at once. The first two leave a core idle at times, so they do not come last.
 RAY_TESTS := tests/collectors/ray tests/docs funcollect/collectors/ray_collector.py
 RAY_NOTEBOOK := notebooks/06_ray.ipynb
 FIRST_TESTS := tests/collectors tests/contracts tests/policies
@@ -50,7 +50,7 @@ NBMAKE := --nbmake --nbmake-timeout=1200
 IGNORE = $(addprefix --ignore=,$(1))
 
 test: $(VENV)/.test
-	$(IN_PARALLEL) tests-3 tests-2 tests-1 test-ray tests-docs test-notebooks lint
+	$(IN_PARALLEL) test-notebooks test-ray tests-3 tests-2 tests-1 tests-docs lint
 
 test-ray: tests-ray
 	$(PYTEST) $(NBMAKE) $(RAY_NOTEBOOK)
