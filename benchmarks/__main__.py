@@ -57,7 +57,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # contestants that stand still would stay for ever
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stopped contestants would otherwise outlive the command
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")  # read when JAX makes its client
     if sys.argv[1:2] == ["compare"]:
         raise SystemExit(importlib.import_module("benchmarks.compare").main(sys.argv[2:], RESULTS))

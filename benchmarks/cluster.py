@@ -38,10 +38,10 @@ ACTORS = (1, 2, 4)
 PAYLOADS = (1 << 18, 1 << 24)  # bytes
 PAYLOAD_WORK = 0.1  # seconds of a batch
 COSTS = (1 << 14, 1 << 18, 1 << 24)  # bytes
-COUNTED = 100  # rollouts, since the kernel counts a daemon's time in hundredths of a second
+COUNTED = 100  # rollouts: the kernel counts a daemon's time in hundredths of a second
 BLOCK = 1.0  # seconds
 LIMIT = "processes"
-AHEAD = {OURS_ASYNC: 2, "torchrl async": 1}  # batches of an actor that may be ready, or under way
+AHEAD = {OURS_ASYNC: 2, "torchrl async": 1}  # batches of an actor that may be ready or in progress
 _STARTS = {OURS: "funcollect", LIMIT: "funcollect", "torchrl sync": "torchrl.collectors.distributed"}
 
 
@@ -72,7 +72,7 @@ def _cell(name: str, note: str, made: Mapping[str, Callable[[], Any]], actors: i
 
 
 def measure(cell: Cell, options: Options) -> Measured:
-    """Measure blocks of frames per second. Our own contestants, and the limit, cannot be absent."""
+    """Measure frames per second in blocks. An absent contestant is an error if it is ours or the limit."""
 
     def block(name: str, contestant: Isolated) -> float:
         return float(contestant.ask(frames_per_second, cell.block, cell.stale[name]))
@@ -84,7 +84,7 @@ def measure(cell: Cell, options: Options) -> Measured:
 
 
 def costs(rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Seconds of CPU time that a rollout takes on the driver's node, beside the actor's own."""
+    """Return the CPU seconds that a rollout costs on the driver's node, without those of the actor."""
     makers = {
         f"{size >> 10:,} KiB": partial(our_actors, f"payload/{size}", 2, PAYLOAD_STEPS, sync=False) for size in COSTS
     }
@@ -102,7 +102,7 @@ def _cost(contestant: Any, count: int) -> dict[str, float]:
 
 
 def starts(rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Seconds that Ray and collectors take to start."""
+    """Return the seconds that Ray and the collectors take to start."""
     seconds: dict[str, list[float]] = {}
     absent: dict[str, str] = {}
     for _ in range(max(rounds // 5, 1)):
@@ -118,7 +118,7 @@ def starts(rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
 
 
 def _starters() -> dict[str, tuple[Callable[[], Any], Callable[[Any], dict[str, float]]]]:
-    """Of each contestant what is made before its time runs, and what says how much it took."""
+    """For each contestant: what is built before the clock starts, and a function that returns the seconds."""
     made: dict[str, tuple[Callable[[], Any], Callable[[Any], dict[str, float]]]] = {
         name: (partial(importlib.import_module, library), partial(_start_twice, name=name))
         for name, library in _STARTS.items()

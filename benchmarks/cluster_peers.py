@@ -1,4 +1,4 @@
-"""Who collects on a Ray cluster: ours, TorchRL's collector, RLlib's runners; and as many processes, the limit."""
+"""Contestants on a Ray cluster: our collector, TorchRL's, RLlib's runners, and processes without Ray as the limit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ os.environ.update(RAY_worker_niceness="0", RAY_USAGE_STATS_ENABLED="0", RAY_ACCE
 
 
 def cluster(workers: int) -> dict[str, Any]:
-    """For `ray.init`: a cluster of this machine, with a place for every worker."""
+    """Arguments of `ray.init` for a cluster on this machine, with a CPU for every worker."""
     return {
         "address": "local",
         "num_cpus": workers,
@@ -40,7 +40,7 @@ def our_actors(name: str, workers: int, length: int, *, sync: bool) -> Batches:
 
 
 def torchrl_actors(name: str, workers: int, length: int, *, sync: bool) -> Batches:
-    """TorchRL's `RayCollector`, which collects nothing where `total_frames` is -1."""
+    """TorchRL's `RayCollector`, which collects nothing if `total_frames` is -1."""
     from torchrl.collectors import Collector
     from torchrl.collectors.distributed import RayCollector
 
@@ -60,10 +60,10 @@ def torchrl_actors(name: str, workers: int, length: int, *, sync: bool) -> Batch
 
 
 class RLlib:
-    """RLlib's `EnvRunner`s from their own virtual environment, each of which samples once per run.
+    """RLlib's `EnvRunner`s, in their own virtual environment; each samples once per run.
 
     Attributes:
-        seconds: from a cluster that runs to the first samples.
+        seconds: from a running cluster to the first samples.
 
     Raises:
         AbsentError: where that environment is missing, or they do not run.
@@ -95,12 +95,12 @@ class RLlib:
 
 
 def processes(name: str, workers: int, length: int) -> Batches:
-    """As many processes without Ray."""
+    """The same number of processes, without Ray."""
     return ours("MultiSyncDataCollector", name, workers, length)
 
 
 def contestants(name: str, workers: int, length: int) -> dict[str, Callable[[], Any]]:
-    """All that do the work of one cell."""
+    """Return the contestants of one cell."""
     work = (name, workers, length)
     made: dict[str, Callable[[], Any]] = {
         "funcollect sync": partial(our_actors, *work, sync=True),

@@ -19,11 +19,11 @@ SIDES = BEFORE, AFTER = "before", "after"
 Clock = Literal["wall", "cpu"]
 CLOCKS: tuple[Clock, ...] = ("wall", "cpu")
 SHORTEST = 0.5  # seconds of a block at least, before `scale`
-GROUP = 8  # cells that share the processes of a round, since these take seconds to start
+GROUP = 8  # cells that share the processes of a round, because processes take seconds to start
 
 
 class Name(NamedTuple):
-    """Of a comparison."""
+    """The name of a comparison."""
 
     work: Work
     contestant: str
@@ -31,7 +31,7 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The blocks of each side, one per round, and why there are no more."""
+    """The blocks of each side, one per round, and the error that ended them, if any."""
 
     blocks: Mapping[str, list[Block]] = field(default_factory=lambda: {side: [] for side in SIDES})
     errors: dict[str, Exception] = field(default_factory=dict)

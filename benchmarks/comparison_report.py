@@ -64,7 +64,7 @@ def _finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def summary(comparisons: Mapping[Name, Comparison]) -> str:
-    """How many comparisons have which verdict, how many say little, and those that are worth a look."""
+    """Count the comparisons by verdict, count the inconclusive ones, and list those that need attention."""
     counts = Counter(each.verdict for each in comparisons.values())
     blind = sum(_blind(each) for each in comparisons.values())
     lines = [f"{len(comparisons)} compared: " + ", ".join(f"{count} {name}" for name, count in counts.most_common())]
@@ -76,7 +76,7 @@ def summary(comparisons: Mapping[Name, Comparison]) -> str:
 
 
 def _blind(each: Comparison) -> bool:
-    """Whether the interval reaches so far above the estimate that a loss would have been hidden in it."""
+    """Whether the interval is so wide that it could hide a loss."""
     if each.errors or len(each.blocks[SIDES[0]]) < ENOUGH:
         return False
     ratio = each.ratio("wall")

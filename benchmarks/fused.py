@@ -27,7 +27,7 @@ from benchmarks.runner import Cell, Factory, Options, Result, measure
 
 OURS = "funcollect"
 FRAMES = 131_072  # at least, per batch
-FRAMES_OF_PHYSICS = 32_768  # the same where a step is dear
+FRAMES_OF_PHYSICS = 32_768  # the same for environments with expensive steps
 STEPS = 32  # at least, per environment
 SIZES = {  # how many environments at once
     "gymnax/CartPole-v1": (1, 64, 1024, 4096),
@@ -115,7 +115,7 @@ def torch_pair(env_id: str, num_envs: int) -> tuple[Any, Any]:
 
 
 class Network(nn.Module):
-    """What `scans.network` is, in Torch."""
+    """The network of `scans.network` in Torch."""
 
     def __init__(self, inputs: int, outputs: int, *, gaussian: bool) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def _with_compile_times(result: Result, env_id: str, num_envs: int) -> Result:
 
 
 def _our_compile(env_id: str, num_envs: int, length: int) -> float:
-    """The loop's alone; beginning is a program of its own, here as there."""
+    """Compile the loop alone: in both, `init` is a separate program."""
     import funcollect as fc
     from funcollect.core.loops import fused
     from funcollect.core.request import Request
@@ -157,14 +157,14 @@ def _our_compile(env_id: str, num_envs: int, length: int) -> float:
 
 
 def compile_seconds(lower: Any) -> float:
-    """CPU seconds to lower and compile."""
+    """Return the CPU seconds that lowering and compiling take."""
     start = time.process_time()
     lower().compile()
     return time.process_time() - start
 
 
 def torchrl_contestants(suite: str, name: str, num_envs: int) -> dict[str, Factory]:
-    """TorchRL as it comes, and where it makes a difference, without its clearing of JAX's caches."""
+    """TorchRL's collector; where it matters, a second one that does not clear JAX's caches."""
     collector = partial(torchrl_collector, suite, name, num_envs)
     if suite != "brax":
         return {"torchrl": collector}

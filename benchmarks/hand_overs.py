@@ -21,7 +21,7 @@ IN_A_ROW = 10
 
 
 def cells() -> Iterator[Cell]:
-    """What `compare` runs."""
+    """Yield the cells that `compare` runs."""
     for size in PAYLOADS:
         makers = _makers(size)
         names = [name for name in makers if name.startswith("funcollect")]
@@ -52,7 +52,7 @@ def _makers(size: int) -> dict[str, Callable[[], Contestant]]:
 
 
 class HandOver:
-    """A collector of which `compare` measures the hand-overs alone.
+    """A collector whose hand-overs alone are measured by `compare`.
 
     Args:
         second: whether it is the second of two batches that are ready.
@@ -66,7 +66,7 @@ class HandOver:
         return self._collector.run()
 
     def timed(self) -> tuple[int, float]:
-        """Some hand-overs, and the seconds that they take if each takes as long as the median one."""
+        """Return the number of hand-overs, and their seconds if each took as long as the median one."""
         return IN_A_ROW, IN_A_ROW * statistics.median(_hand_over(self._collector, IN_A_ROW, self._second))
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class HandOver:
 
 def _hand_over(contestant: Contestant, count: int, second: bool) -> list[float]:
     seconds = []
-    for _ in range(count + 1):  # the first one follows a time in which all stood still
+    for _ in range(count + 1):  # the processes were stopped before the first one
         _work(WORK)
         if second:
             contestant.run()
@@ -86,7 +86,7 @@ def _hand_over(contestant: Contestant, count: int, second: bool) -> list[float]:
 
 
 def _work(seconds: float) -> None:
-    """What a reader does: matrices that fill the caches."""
+    """Do a reader's work: multiply matrices that fill the caches."""
     matrix = torch.randn(256, 256)
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:

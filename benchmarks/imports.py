@@ -1,4 +1,4 @@
-"""Import time in fresh interpreters: what we need anyway, and what `import funcollect` adds.
+"""Import time in fresh interpreters: the required packages, and what `import funcollect` adds to them.
 
 `names` resolves every public name besides, which `import funcollect` puts off until first use.
 """

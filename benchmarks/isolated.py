@@ -1,4 +1,4 @@
-"""A contestant in a process of its own, with a time limit: one that fails or hangs is gone with all that it started."""
+"""A contestant in its own process, with a time limit: if it fails or hangs, all its processes are killed."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 
 
 class Isolated:
-    """What `make` returns, in a process that stands still, with those that it starts, unless it is asked for something.
+    """A contestant in its own process. This process and its children are stopped except during a request.
 
-    Some contestants never rest, so they would take the others' time, and some never end. What it starts is found by its
-    session and by its parents: Ray's actors have process groups of their own, our workers sessions of their own.
+    Some contestants are never idle, so they would slow the others down, and some never end. Children are found by their
+    session and by their parents: Ray's actors have process groups of their own, our workers sessions of their own.
 
     Args:
         make: picklable; what it returns may have `close`.
         patience: seconds that a piece of work may take.
 
     Raises:
-        AbsentError: from all methods but `close`, for what fails or takes too long; its processes are gone then.
+        AbsentError: from all methods but `close`, after a failure or too long a wait; all processes are then killed.
     """
 
     def __init__(self, make: Callable[[], Any], patience: float = PATIENCE) -> None:
@@ -45,23 +45,23 @@ class Isolated:
         theirs.close()
         try:
             self._answer("starts", TO_START)
-        except BaseException:  # one that is not told of it would never end
+        except BaseException:  # otherwise the process would never end
             self._kill()
             raise
         self._signal(signal.SIGSTOP)
 
     def ask(self, work: Callable[..., Any], *args: Any) -> Any:
-        """What ``work(contestant, *args)`` returns over there."""
+        """Return ``work(contestant, *args)``, called in the other process."""
         with self._awake():
             self._end.send((work, args))
             return self._answer("collects", self._patience)
 
     def run(self) -> int:
-        """What the contestant's own `run` returns, so that this one may stand in its place."""
+        """Call the contestant's `run` in the other process."""
         return int(self.ask(methodcaller("run")))
 
     def close(self) -> None:
-        """Let it end its processes; those that are left are killed."""
+        """Let the contestant end its processes, and kill those that are left."""
         with contextlib.suppress(AbsentError, OSError), self._awake():
             self._end.send(None)
             self._answer("shuts down", TO_CLOSE)
@@ -98,7 +98,7 @@ class Isolated:
 def interleaved(
     makers: Mapping[str, Callable[[], Any]], work: Callable[[str, Isolated], Any], rounds: int
 ) -> tuple[dict[str, list[Any]], dict[str, str]]:
-    """What `work` returns for every contestant in every round, each in a new order, and why others are absent."""
+    """Call `work` for every contestant in every round, in a new order each; also return why others are absent."""
     made: dict[str, Isolated] = {}
     found: dict[str, list[Any]] = {name: [] for name in makers}
     absent: dict[str, str] = {}
@@ -121,7 +121,7 @@ def interleaved(
 
 
 def _serve(end: Connection, make: Callable[[], Any]) -> None:
-    """Do what is asked for, until told to close."""
+    """Answer requests until the one to close."""
     os.setsid()
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     try:

@@ -1,4 +1,4 @@
-"""The limit: loops as one writes them by hand, with the same networks, storing nothing but the observation.
+"""The limit: hand-written loops with the same networks, which store nothing but the observation.
 
 The observation stands in one preallocated [P, n] float32 array. Action and log-probability are computed at every step.
 """
@@ -81,13 +81,13 @@ def _roll(
 
 
 def random_act(envs: list[Env], observation: Observation) -> Act:
-    """Every environment's own `action_space.sample`."""
+    """Sample from the `action_space` of every environment."""
     samples = [env.action_space.sample for env in envs]
     return lambda: [sample() for sample in samples]
 
 
 def torch_act(envs: list[Env], observation: Observation) -> Act:
-    """The Torch network, sampled with Torch's own functions."""
+    """Call the Torch network and sample with Torch's own functions."""
     module, rows = torch_module(envs[0]), torch.from_numpy(observation)
     softmax, log_softmax, multinomial = torch.softmax, torch.log_softmax, torch.multinomial
     randn_like, log, constant = torch.randn_like, torch.log, 0.5 * math.log(2 * math.pi)
@@ -109,12 +109,12 @@ def torch_act(envs: list[Env], observation: Observation) -> Act:
 
 
 def jax_act(envs: list[Env], observation: Observation) -> Act:
-    """The JAX network in one jitted call per step, which draws its own noise."""
+    """Call the JAX network in one jitted call per step, which draws its own noise."""
     return _jax_act(envs, observation, _drawn_inside, map(np.uint32, itertools.count()))
 
 
 def jax_ahead_act(envs: list[Env], observation: Observation) -> Act:
-    """The same call with the noise as an argument, drawn ahead by NumPy, as ours does."""
+    """Do the same with noise that NumPy draws ahead, as ours does."""
     rng = np.random.default_rng(0)
     draw = rng.gumbel if discrete(envs[0]) else rng.standard_normal
     width = int(envs[0].action_space.n) if discrete(envs[0]) else envs[0].action_space.shape[0]

@@ -73,11 +73,11 @@ def _result(name: str, measured: list[dict[str, int]]) -> Result:
 
 
 def measure_here(how: str, num_envs: int, length: int) -> dict[str, int]:
-    """In a fresh process: two batches, and what they took at most."""
+    """Collect two batches in a fresh process and return their peak memory."""
     next_batch = SOURCES[how](num_envs, length)
     gc.collect()
     before = _kernel("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     for _ in range(2):
         size = _bytes(next_batch())
     return {"before": before, "peak": _kernel("VmHWM"), "batch": size}

@@ -19,7 +19,7 @@ def discrete(env: gymnasium.Env[Any, Any]) -> bool:
 
 
 def mlp(env: gymnasium.Env[Any, Any]) -> nn.Sequential:
-    """From observations [P, n] to logits, or to means, with weights that depend on nothing but the sizes."""
+    """Return a network from observations [P, n] to logits or means; its weights depend on the sizes alone."""
     inputs = env.observation_space.shape[0]
     outputs = int(env.action_space.n) if discrete(env) else env.action_space.shape[0]
     with torch.random.fork_rng():
@@ -30,7 +30,7 @@ def mlp(env: gymnasium.Env[Any, Any]) -> nn.Sequential:
 
 
 class Gaussian(nn.Module):
-    """Means from a network, scales that do not depend on the state."""
+    """Means from a network, and scales that do not depend on the observation."""
 
     def __init__(self, net: nn.Sequential) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ SIZES = (1, 64)
 
 
 class Still(gymnasium.Env[Any, Any]):
-    """Every step returns the same objects; no episode ends."""
+    """An environment whose steps return the same objects; no episode ends."""
 
     observation_space = gymnasium.spaces.Box(-1.0, 1.0, (4,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)

@@ -1,4 +1,4 @@
-"""A process together with all that it started: which processes these are, signals to them, and their CPU time."""
+"""A process and all its descendants: their ids, signals to them, and their CPU time."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ Made = dict[str, Callable[..., Any]]
 
 
 class Call:
-    """A contestant that is a function, which says how many frames it was; made when the cell begins."""
+    """A contestant that is a function, which returns a number of frames; made when the cell begins."""
 
     def __init__(self, make: Callable[[], Callable[[], int]]) -> None:
         self._call = make()
@@ -128,12 +128,12 @@ def nbytes(batch: TensorDict) -> int:
 
 
 def filled(library: str, kind: str, size: int, sampler: str = "SliceSampler", **options: Any) -> Any:
-    """A full buffer of one of the libraries; one of slices where there are options for their sampler."""
+    """Return a full buffer of one of the libraries; with options for a slice sampler, one that samples slices."""
     import importlib
     import logging
 
     data = importlib.import_module(library)
-    logging.getLogger("torchrl").setLevel(logging.WARNING)  # else it tells of every storage, between the tables
+    logging.getLogger("torchrl").setLevel(logging.WARNING)  # otherwise it reports every storage between the tables
     chosen = {"sampler": getattr(data, sampler)(**options)} if options else {}
     buffer = data.ReplayBuffer(storage=data.LazyTensorStorage(size), batch_size=BATCH, **chosen)
     for start in range(0, size, EXTEND):
@@ -174,7 +174,7 @@ def extending(make: Callable[..., Any], kind: str, **options: Any) -> Callable[[
 
 
 def turning(make: Callable[..., Any], kind: str, **options: Any) -> Callable[[], int]:
-    """A batch goes in, a sample comes out."""
+    """Return a function that adds a batch, draws a sample, and returns the number of frames of both."""
     buffer, batch = make(**options), frames(kind, EXTEND).clone()
 
     def call() -> int:

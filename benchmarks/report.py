@@ -1,4 +1,4 @@
-"""Tables for a person, JSON for a machine, and what was measured where."""
+"""Print tables, write JSON, and record versions, machine and options."""
 
 from __future__ import annotations
 

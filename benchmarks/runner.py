@@ -29,14 +29,14 @@ class AbsentError(Exception):
 
 
 class Contestant(Protocol):
-    """Something that does countable work."""
+    """The interface of a contestant: it works and counts frames."""
 
     def run(self) -> int:
-        """Do a piece of work, such as one batch, and say how many frames it was."""
+        """Do a piece of work, such as one batch, and return its number of frames."""
         ...
 
     def close(self) -> None:
-        """Let go of simulators and processes."""
+        """Close simulators and end processes."""
         ...
 
 
@@ -74,7 +74,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a benchmark says about one cell: a table to read, and plain data to keep."""
+    """The result of one cell: a table to print, and plain data to save."""
 
     name: str
     table: str
@@ -100,7 +100,7 @@ def measure(cell: Cell, options: Options) -> Measured:
         for contestant in contestants.values():
             _warm_up(contestant, seconds)
         gc.collect()
-        gc.freeze()  # what the frameworks hold is not gone through again in somebody's block
+        gc.freeze()  # the garbage collector need not traverse the frameworks' objects in a block
         for _ in range(options.rounds):
             for name in order.sample(list(contestants), len(contestants)):
                 rates[name].append(block(contestants[name], seconds))

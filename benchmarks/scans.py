@@ -1,4 +1,4 @@
-"""Rollouts as one would write them by hand for one suite: a `lax.scan` with a fresh reset in every step."""
+"""Hand-written rollouts for one suite: a `lax.scan` with a fresh reset in every step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def functions(env: Any) -> tuple[Any, Any]:
 
 
 def sizes(env: Any) -> tuple[int, int]:
-    """How many numbers a network for the environment takes and gives."""
+    """Return the numbers of a network's inputs and outputs for the environment."""
     start = jax.eval_shape(lambda key: functions(env)[0](key)[1], jnp.zeros(2, jnp.uint32))
     batched = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype), start)
     inputs: int = jax.eval_shape(flat, batched).shape[-1]

@@ -1,4 +1,4 @@
-"""What runs in a process of `benchmarks.side`: contestants over one revision's package, one at a time."""
+"""The program of a `benchmarks.side` process: it runs contestants over one revision's package, one at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 
 
 class Work(NamedTuple):
-    """Where a cell stands and which of its contestants are ours."""
+    """The cell that a process measures."""
 
     benchmark: str
     cell: str
@@ -34,7 +34,7 @@ class Work(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What was measured at once."""
+    """The measurements of one block."""
 
     frames: int
     wall: float  # seconds
@@ -129,7 +129,7 @@ class Server:
 
 
 def _keep_programs(tree: str) -> None:
-    """Compiled programs of JAX are kept for the next round's process."""
+    """Keep JAX's compiled programs for the processes of later rounds."""
     jax.config.update("jax_compilation_cache_dir", f"{tree}/.xla")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 

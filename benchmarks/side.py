@@ -1,4 +1,4 @@
-"""A process that measures contestants over one revision's package, and stands still unless it is asked."""
+"""A process that measures contestants over one revision's package. It is stopped except during a request."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Side:
         self.end()
 
     def ask(self, name: str, *arguments: Any, patience: float = PATIENCE) -> Any:
-        """Wake the process up, have one request answered, and stop it again."""
+        """Resume the process, send one request, stop the process, and return the answer."""
         self.resume()
         try:
             self.request(name, *arguments)
@@ -69,11 +69,11 @@ class Side:
             self.stop()
 
     def resume(self) -> None:
-        """Let the process and all that it started run."""
+        """Resume the process and its descendants."""
         signal_family(self._process.pid, signal.SIGCONT)
 
     def stop(self) -> None:
-        """Let the process and all that it started stand still."""
+        """Stop the process and its descendants, without ending them."""
         signal_family(self._process.pid, signal.SIGSTOP)
 
     def request(self, name: str, *arguments: Any) -> None:

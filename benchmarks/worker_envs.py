@@ -1,4 +1,4 @@
-"""What the workers of every contestant run: environments by name, and the networks for them."""
+"""The work of every contestant's workers: environments by name, and their networks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Observation = npt.NDArray[np.float32]
 
 
 class Light(gymnasium.Env[Observation, int]):
-    """One observation, for ever.
+    """An environment with one constant observation, whose episodes do not end.
 
     Args:
         size: numbers in the observation.
-        seconds: that a step sleeps, as one does that waits for a device or another program.
+        seconds: that a step sleeps, like one that waits for a device or another program.
     """
 
     action_space = spaces.Discrete(2)

@@ -1,4 +1,4 @@
-"""Who collects on several processes: ours, TorchRL's collectors, Stable-Baselines3, Gymnasium, and bare processes."""
+"""Contestants with several processes: our collectors, TorchRL's, Stable-Baselines3, Gymnasium, and bare processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.worker_envs import continuous, make, network
 
 
 def ours(kind: str, name: str, workers: int, length: int, **options: Any) -> Batches:
-    """One of our collectors; a batch of the synchronous one has the frames of all workers."""
+    """Return one of our collectors; a batch of the synchronous one has the frames of all workers."""
     import funcollect as fc
 
     share = workers if kind == "MultiSyncDataCollector" or options.get("sync") else 1
@@ -31,7 +31,7 @@ def ours(kind: str, name: str, workers: int, length: int, **options: Any) -> Bat
 
 
 def our_policy(name: str) -> Any:
-    """The network with its head; None, which is random, where all is payload."""
+    """Return the network with its head; None (random actions) for payload environments."""
     import funcollect as fc
 
     if name.startswith("payload/"):
@@ -64,7 +64,7 @@ def torchrl_env(name: str) -> Any:
 
 
 def torchrl_actor(name: str) -> Any:
-    """TorchRL's `ProbabilisticActor` around the network; None, which is random, where all is payload."""
+    """Return TorchRL's `ProbabilisticActor` around the network; None (random actions) for payload environments."""
     if name.startswith("payload/"):
         return None
     from tensordict.nn import TensorDictModule
@@ -82,7 +82,7 @@ def torchrl_actor(name: str) -> Any:
 
 
 class VectorLoop:
-    """A loop by hand over Gymnasium's `AsyncVectorEnv`: one worker per environment, one forward for all."""
+    """A hand-written loop over Gymnasium's `AsyncVectorEnv`: one worker per environment, one forward for all."""
 
     def __init__(self, name: str, workers: int, length: int) -> None:
         from gymnasium.vector import AsyncVectorEnv
@@ -161,7 +161,7 @@ class Independent:
             self._processes.append(process)
 
     def rate(self) -> float:
-        """Frames per second of all, each in its own time: none waits for the last one's batch."""
+        """Return the frames per second of all processes; none waits for the last one's batch."""
         for end in self._ends:
             end.send(self._seconds)
         return float(sum(end.recv() for end in self._ends))
@@ -191,7 +191,7 @@ def _alone(end: Connection, name: str, length: int) -> None:
 
 
 def peers(name: str, workers: int, length: int) -> dict[str, Callable[[], Any]]:
-    """Other libraries at the work of one cell."""
+    """Return the other libraries' contestants of one cell."""
     return {
         "torchrl sync": partial(torchrl, "MultiSyncCollector", name, workers, length),
         "torchrl async": partial(torchrl, "MultiAsyncCollector", name, workers, length),

@@ -96,7 +96,7 @@ def measure(cell: Cell, options: Options) -> Measured:
 
 
 def frames_per_second(contestant: Contestant, seconds: float, stale: int) -> float:
-    """Of a block, before which as many batches are read as may be ready."""
+    """Return the frames per second of a block, after reading as many batches as may be ready before it."""
     time.sleep(REST)
     for _ in range(stale):
         contestant.run()
@@ -110,7 +110,7 @@ def frames_per_second(contestant: Contestant, seconds: float, stale: int) -> flo
 
 
 def with_shares(result: Result, limit: str) -> Result:
-    """How near ours come to the limit, round by round."""
+    """Report our speed as a share of the limit, round by round."""
     rates = result.data["frames_per_second"]
     shares = {
         name: [own / other for own, other in zip(rates[name], rates[limit], strict=True)] for name in (OURS, OURS_ASYNC)
@@ -121,7 +121,7 @@ def with_shares(result: Result, limit: str) -> Result:
 
 
 def starts(rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Seconds until the first batch of the first and the second collector of a process."""
+    """Return the seconds until the first batch of the first and the second collector of a process."""
     seconds: dict[str, list[float]] = {}
     absent: dict[str, str] = {}
     for _ in range(max(rounds // 5, 1)):
@@ -150,7 +150,7 @@ def _start_twice(_: Any, name: str) -> list[float]:
 
 
 def in_ms(name: str, measured: tuple[Mapping[str, list[float]], Mapping[str, str]]) -> Result:
-    """Times of every contestant as a table."""
+    """Return a table of every contestant's times."""
     seconds, absent = measured
     rows = []
     for who, values in seconds.items():

@@ -26,7 +26,7 @@ SIZES = {
     "brax": {"cuda": Size("brax/ant", 4096, 32), "cpu": Size("brax/inverted_pendulum", 4, 4)},
 }
 
-Part = Callable[[Options, float], Result]  # given the moment (monotonic) by which it should be done
+Part = Callable[[Options, float], Result]  # the argument is the deadline (monotonic)
 
 
 def rates(name: str, options: Options, deadline: float) -> Result:
@@ -41,7 +41,7 @@ def rates(name: str, options: Options, deadline: float) -> Result:
     return timing.result(name, f"{size.env_id}: {size.lanes:,} lanes, {size.length} steps per batch", timings)
 
 
-PARTS: dict[str, tuple[float, Part]] = {  # with each one's share of the time; the slowest to compile is last
+PARTS: dict[str, tuple[float, Part]] = {  # each with its share of the time; the one that compiles slowest is last
     "bridges": (1, bridges.result),
     "cartpole few": (2, partial(rates, "cartpole few")),
     "cartpole torch": (2, partial(rates, "cartpole torch")),
@@ -52,9 +52,9 @@ PARTS: dict[str, tuple[float, Part]] = {  # with each one's share of the time; t
 
 
 def results(options: Options) -> Iterator[Result]:
-    """Every part in turn; what fails is noted and the rest still runs, but the process ends with an error."""
+    """Run every part. After a failure the others still run, and the process ends with an error."""
     end = time.monotonic() + options.seconds
-    faulthandler.dump_traceback_later(options.seconds, exit=False)  # shows where a run stands that is killed soon
+    faulthandler.dump_traceback_later(options.seconds, exit=False)  # shows the progress of a run that is killed
     machine.choose(options.platform)
     yield machine.result(options.platform)
     parts = {name: part for name, part in PARTS.items() if options.only in name}

@@ -34,7 +34,7 @@ class Crossing(NamedTuple):
 
 @contextlib.contextmanager
 def crossings() -> Iterator[list[Crossing]]:
-    """Every crossing between JAX and Torch meanwhile, by whoever calls for it."""
+    """Record every crossing between JAX and Torch within the context, whoever causes it."""
     seen: list[Crossing] = []
 
     def watched(way: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +74,7 @@ def dtypes(device: str, names: Sequence[str] = DTYPES) -> dict[str, dict[str, bo
 
 def route(ours: Ours) -> dict[str, Any]:
     """The crossings of one rollout, and which leaves of its batch are on memory that crossed."""
-    ours.batch()  # compiles, and imports what else looks up the functions that are watched
+    ours.batch()  # compiles, and imports the modules that look up the recorded functions
     with crossings() as seen:
         batch = ours.batch()
     delivered = {crossing.address for crossing in seen if crossing.way == TO_TORCH}

@@ -1,4 +1,4 @@
-"""The platform that was asked for, what it is made of, and how much memory each framework holds."""
+"""The requested platform, its devices and versions, and the memory that each framework holds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def choose(platform: str) -> None:
 
 
 def result(platform: str) -> Result:
-    """Devices, drivers and the versions of all that is installed."""
+    """Return devices, drivers and the versions of all installed packages."""
     data = {
         "platform": platform,
         "devices": {"jax": [str(each) for each in jax.devices()], "torch": _torch_device(platform)},
@@ -47,7 +47,7 @@ def result(platform: str) -> Result:
 
 
 def memory() -> dict[str, Any]:
-    """Bytes that Torch and JAX hold on the device, now and at most so far; None where they keep no account."""
+    """Return the bytes that Torch and JAX hold on the device, now and at peak; None if they do not count them."""
     stats = jax.devices()[0].memory_stats()
     names = ("bytes_in_use", "peak_bytes_in_use", "pool_bytes", "peak_pool_bytes", "bytes_limit")
     held = None if not stats else {name: stats[name] for name in names if name in stats}

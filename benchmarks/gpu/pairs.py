@@ -1,4 +1,4 @@
-"""The pairs of environment and policy, ours and by hand, all with the same 2x64 tanh network."""
+"""The pairs of environment and policy, ours and hand-written, all with the same 2x64 tanh network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Make = Callable[[str, int, str], Pair]  # from an environment's id, its lanes an
 
 
 class Size(NamedTuple):
-    """How much a cell of the benchmark does at once."""
+    """The lanes and steps of one cell."""
 
     env_id: str
     lanes: int
@@ -55,7 +55,7 @@ class Network(nn.Module):
 
 
 def make_env(env_id: str, lanes: int, device: str) -> Any:
-    """JAX environments are on JAX's default device."""
+    """Return the environment; JAX environments are on JAX's default device."""
     import funcollect as fc
 
     options = {"device": device} if env_id.startswith("torch/") else {}
@@ -63,7 +63,7 @@ def make_env(env_id: str, lanes: int, device: str) -> Any:
 
 
 def jax_pair(env_id: str, lanes: int, device: str) -> Pair:
-    """With the policy in JAX."""
+    """Return the environment and a JAX policy."""
     import funcollect as fc
 
     env = make_env(env_id, lanes, device)
@@ -72,7 +72,7 @@ def jax_pair(env_id: str, lanes: int, device: str) -> Pair:
 
 
 def torch_pair(env_id: str, lanes: int, device: str, *, compile: str | None = None) -> Pair:  # noqa: A002
-    """With the policy in Torch; `compile` is that of `funcollect.torch_policy`."""
+    """Return the environment and a Torch policy; `compile` is the argument of `funcollect.torch_policy`."""
     import funcollect as fc
 
     env = make_env(env_id, lanes, device)
@@ -94,13 +94,13 @@ ROUTES: Mapping[str, Mapping[str, Make]] = {
 
 
 def routes(env_id: str) -> Mapping[str, Make]:
-    """Every way in which a pair with this environment runs, by name; brax compiles slowly, so it has the fused ones."""
+    """Return every route of this environment by name; for brax, which compiles slowly, only the fused ones."""
     ways = ROUTES["torch" if env_id.startswith("torch/") else "jax"]
     return {name: make for name, make in ways.items() if not (env_id.startswith("brax/") and "crossing" in name)}
 
 
 def contestants(env_id: str, lanes: int, length: int, device: str) -> dict[str, Factory]:
-    """The loop by hand first, so that it is there for every ratio."""
+    """Return the contestants, the hand-written loop first, because every ratio needs it."""
     by_hand = partial(_by_hand, env_id, lanes, length, device)
     ours = {name: partial(Ours, make, env_id, lanes, length, device) for name, make in routes(env_id).items()}
     return {BY_HAND: by_hand, **ours}

@@ -25,7 +25,7 @@ COLUMNS = ("frames/s", "spread", "/ by hand", "quartiles", "set-up", "compile")
 
 @dataclass
 class Timings:
-    """What is known of the contestants of one cell, by name."""
+    """The measurements of the contestants of one cell, by name."""
 
     rates: dict[str, list[float]] = field(default_factory=dict)  # frames per second, one per round
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # of the set-up and of the first two runs

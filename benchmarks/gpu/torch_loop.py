@@ -11,7 +11,7 @@ Columns = dict[str, Tensor]  # each [T, P, ...]
 
 
 class _Draws:
-    """Uniform numbers from Torch's own generator, in the place of the library's keys."""
+    """Uniform numbers from Torch's own generator, in place of the library's keys."""
 
     def __init__(self, lane: Tensor) -> None:
         self._lane = lane
@@ -87,7 +87,7 @@ class TorchLoop:
 
 
 def _act(module: nn.Module, observation: Tensor) -> tuple[Tensor, Tensor]:
-    """Actions [P] sampled by the Gumbel trick, which unlike `multinomial` waits for nothing, and log-probabilities."""
+    """Sample actions [P] by the Gumbel trick, which does not wait for the GPU as `multinomial` does."""
     logits = module(observation)
     action = (logits - torch.empty_like(logits).exponential_().log()).argmax(-1)
     return action, torch.log_softmax(logits, -1).gather(-1, action[:, None])[:, 0]
