@@ -72,7 +72,7 @@ class WorkerCollector(CollectorBase):
     run: WorkerRun = field(init=False)
 
     def _check(self, options: Options) -> None:
-        """Hold the checked options, and check the keywords that they lack."""
+        """Store the checked options, and check the keywords that are not among them."""
         check_positive("num_threads", self.num_threads)
         for name, seconds in (("timeout", self.timeout), ("start_timeout", self.start_timeout)):
             if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:

@@ -162,6 +162,7 @@ def _why(env: Env, route: Route) -> str:
 
 
 def _copies(env: Env, route: Route) -> str:
+    """Describe what is copied on this route, and when."""
     policy = route.policy
     if isinstance(policy, LoweredPolicy):
         columns = _OWN_COLUMNS if route.loop == "fused" else "each observation once, into the batch"

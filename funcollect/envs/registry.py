@@ -84,7 +84,7 @@ _ADAPTER_ARGUMENTS = ("num_envs", "parallel", "info_keys", "dtype", "one_hot")
 
 
 def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
-    """Adapt what a factory returns. It is called here to see that, and the first state gets the result.
+    """Adapt what a factory returns. It is called once here to find that out; the first `init` uses the result.
 
     The adapter gets its own keyword arguments, and the factory all others.
     """

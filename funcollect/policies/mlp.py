@@ -71,6 +71,7 @@ class Flatten(nn.Module):
 
 
 def _columns(space: Space, observation: Any) -> Iterator[Tensor]:
+    """Yield the leaves of an observation as float32 rows [P, n]; `Flatten` joins them."""
     match space:
         case spaces.Dict():
             for name, child in space.spaces.items():

@@ -115,6 +115,7 @@ def _by_name(params: Any, backend: str) -> dict[str, Any]:
 
 
 def _jax_array(path: Any, leaf: Any) -> Any:
+    """Return the parameter at `path` as a JAX array; TypeError or ValueError, with its name, if it cannot be one."""
     jax = import_jax()
     name = f"the parameter{jax.tree_util.keystr(path)}"
     if not isinstance(leaf, jax.Array):

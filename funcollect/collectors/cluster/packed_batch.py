@@ -51,9 +51,7 @@ class Packer:
         self.columns: OwnColumns = NOWHERE
 
     def pack(self, batch: TensorDictBase, single: bool | None) -> PackedBatch:
-        """Pack a batch. `single` is whether the environment of a rollout has no batch dimension.
-
-        For a batch of several workers it is None.
+        """Pack a batch. `single`: whether the rollout's environment has no batch dimension; None for several workers.
 
         Raises:
             ValueError: for a batch with other keys or shapes than the first one.
@@ -66,7 +64,7 @@ class Packer:
         return PackedBatch(packed_layout, self._memory)
 
     def _open(self, batch: TensorDictBase, single: bool | None) -> PackedLayout:
-        """Allocate the memory; its layout follows from the first batch."""
+        """Allocate the memory for batches like this one; for a rollout, also the `columns` that the loop writes."""
         if single is None:
             packed_layout = PackedLayout.packed(flatten(batch), tuple(batch.batch_size))
             self._memory = private_memory(packed_layout.size)

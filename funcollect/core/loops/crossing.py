@@ -36,7 +36,7 @@ __all__ = ["fork", "init", "recover", "reset", "run"]  # the state is that of th
 
 
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
-    """`funcollect.rollout`."""
+    """Implement `funcollect.rollout`."""
     loop = _CrossingLoop(env, state, request)
     actor = open_actor(env, policy, _on_host(state), request, loop.observation)
     remembers = policy.remembers(state.policy_state)

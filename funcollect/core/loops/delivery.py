@@ -102,7 +102,7 @@ def _count_episodes(
     state: CollectorState, numbers: Array, flags: Array, reward: Tensor, age: Array
 ) -> tuple[dict[str, Array], Array]:
     """Compute the counters if every finished lane began another episode. An episode's rows are adjacent."""
-    done = flags[5]
+    done = flags[5]  # [P, T], of the steps
     num_lanes, length = done.shape
     begins = np.empty(done.size, bool)
     begins[1:] = done.ravel()[:-1]

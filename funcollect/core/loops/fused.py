@@ -31,7 +31,7 @@ _CONSTANT = [("collector", "lane"), ("collector", "policy_version")]
 
 
 def init(env: JaxEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
-    """`funcollect.init`. The policy's state is made outside: it may hold tensors, and reads the key's number."""
+    """Implement `funcollect.init`. The policy's state, which may hold tensors, is made outside the program."""
     first = partial(traced.init, env, RandomPolicy(env.action_spec), None, total_lanes=total_lanes)
     begin = compiled(env, ("init", total_lanes), first)
     state: CollectorState = begin(key=key, first_lane=first_lane, env_params=env.params)
@@ -39,24 +39,24 @@ def init(env: JaxEnv, policy: Policy, key: Key, first_lane: int, total_lanes: in
 
 
 def reset(env: JaxEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
-    """`funcollect.reset` of the lanes of a mask [P]."""
+    """Implement `funcollect.reset` of the lanes of a mask [P]."""
     restart = compiled(env, "reset", partial(traced.reset, env), place=place_of(state))
     after: CollectorState = restart(state.replace(policy_state=None), lanes.numpy())
     return after.replace(policy_state=state.policy_state)
 
 
 def recover(env: JaxEnv, state: CollectorState) -> CollectorState:
-    """`funcollect.recover`: states are values and never stale."""
+    """Implement `funcollect.recover`: states are values and never stale."""
     return reset(env, state, all_lanes(state))
 
 
 def fork(env: JaxEnv, state: CollectorState) -> CollectorState:
-    """`funcollect.fork`: the state itself, which is a value."""
+    """Implement `funcollect.fork`: the state itself, which is a value."""
     return state
 
 
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
-    """`funcollect.rollout`."""
+    """Implement `funcollect.rollout`."""
     loop = program(env, policy, state, request)
     with naming_memory(f"a rollout of {request.length:,} steps of {state.num_lanes:,} environments"):
         after, columns = loop(policy.prepare(request.params), state, request.length)

@@ -30,7 +30,7 @@ Array = npt.NDArray[Any]
 
 
 def init(env: HostEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
-    """`funcollect.init`: opens and resets simulators."""
+    """Implement `funcollect.init`: open and reset simulators."""
     lane = torch.arange(first_lane, first_lane + (env.num_envs or 1))
     simulation = Simulation(env, key, lane)
     try:
@@ -48,7 +48,7 @@ def init(env: HostEnv, policy: Policy, key: Key, first_lane: int, total_lanes: i
 
 
 def reset(env: HostEnv, state: CollectorState, lanes: Tensor, *, stale: bool = False) -> CollectorState:
-    """`funcollect.reset` of the lanes of a mask [P]; with `stale`, also of a state that a later one supersedes."""
+    """Implement `funcollect.reset` of the lanes of a mask [P]; with `stale`, also of a superseded state."""
     simulation: Simulation = state.env_state.claim(stale=stale)
     simulation.show(state.observation)
     simulation.restart(lanes.nonzero()[:, 0].tolist())
@@ -62,19 +62,19 @@ def reset(env: HostEnv, state: CollectorState, lanes: Tensor, *, stale: bool = F
 
 
 def recover(env: HostEnv, state: CollectorState) -> CollectorState:
-    """`funcollect.recover`, also of a state that a later one supersedes."""
+    """Implement `funcollect.recover`, also of a superseded state."""
     return reset(env, state, all_lanes(state), stale=True)
 
 
 def fork(env: HostEnv, state: CollectorState) -> CollectorState:
-    """`funcollect.fork`: rebuilds the simulators and brings them to the state of these."""
+    """Implement `funcollect.fork`: rebuild the simulators and bring them to the same state."""
     handle: SimulatorHandle = state.env_state
     handle.check()
     return state.replace(env_state=fork_simulation(handle.simulation, state))
 
 
 def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
-    """`funcollect.rollout`."""
+    """Implement `funcollect.rollout`."""
     handle: SimulatorHandle = state.env_state
     handle.check()
     rows = handle.simulation.simulators.observation

@@ -24,7 +24,7 @@ from funcollect.tree import NAMESPACE, Path, select
 
 
 def init(env: TorchEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
-    """`funcollect.init`."""
+    """Implement `funcollect.init`."""
     lane = torch.arange(first_lane, first_lane + (env.num_envs or 1), device=env.device)
     env_state, observation = _begin(env, key, lane, torch.zeros_like(lane), env.params)
     _check_root(env, observation, len(lane))
@@ -39,7 +39,7 @@ def init(env: TorchEnv, policy: Policy, key: Key, first_lane: int, total_lanes: 
 
 
 def reset(env: TorchEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
-    """`funcollect.reset` of the lanes of a mask [P]."""
+    """Implement `funcollect.reset` of the lanes of a mask [P]."""
     episode = state.episode + lanes
     fresh, root = _begin(env, state.key, state.lane, episode, state.env_params)
     return state.replace(
@@ -97,17 +97,17 @@ def _check_tensor(env: TorchEnv, name: str, value: Any, shape: tuple[int, ...], 
 
 
 def recover(env: TorchEnv, state: CollectorState) -> CollectorState:
-    """`funcollect.recover`: states are values and never stale."""
+    """Implement `funcollect.recover`: states are values and never stale."""
     return reset(env, state, all_lanes(state))
 
 
 def fork(env: TorchEnv, state: CollectorState) -> CollectorState:
-    """`funcollect.fork`: the state itself, which is a value."""
+    """Implement `funcollect.fork`: the state itself, which is a value."""
     return state
 
 
 def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
-    """`funcollect.rollout`."""
+    """Implement `funcollect.rollout`."""
     loop = _TensorLoop(env, state, request)
     actor = open_actor(env, policy, state, request, loop.observation(policy.backend))
     with actor.running():
