@@ -26,6 +26,8 @@ Values = dict[str | Path, Any]
 ModuleCall = Callable[[nn.Module, tuple[Any, ...]], Any]
 
 _SEQUENCES = (TensorDictSequential.forward, ProbabilisticTensorDictSequential.forward)
+# What samples, and whether it draws jointly.
+_DRAWS = {"ProbabilisticTensorDictModule.forward": False, "SafeProbabilisticModule.forward": True}
 
 
 class _NotPlainError(Exception):
@@ -52,9 +54,10 @@ class _Network:
 
 
 class _Draw:
-    """A `ProbabilisticTensorDictModule` that samples one action."""
+    """A `ProbabilisticTensorDictModule` that samples one action, `jointly` with its log-probability or before it."""
 
-    def __init__(self, part: ProbabilisticTensorDictModule) -> None:
+    def __init__(self, part: ProbabilisticTensorDictModule, jointly: bool) -> None:
+        self._jointly = jointly
         self._distribution = part.get_dist
         (self._sample,) = map(_key, part.dist_sample_keys)
         self._log_prob = _key(part.log_prob_key) if part.return_log_prob else None
@@ -62,10 +65,14 @@ class _Draw:
     def run(self, values: Values, call: ModuleCall | None = None) -> None:
         """Write a sample, and its log-probability if the module returns that."""
         distribution = self._distribution(values)
-        draw = distribution.rsample if distribution.has_rsample else distribution.sample
-        values[self._sample] = sample = draw()
-        if self._log_prob is not None:
-            values[self._log_prob] = distribution.log_prob(sample)
+        method = "rsample" if distribution.has_rsample else "sample"
+        both = getattr(distribution, f"{method}_and_log_prob", None) if self._jointly else None
+        if self._log_prob is None or both is None:
+            values[self._sample] = sample = getattr(distribution, method)()
+            if self._log_prob is not None:
+                values[self._log_prob] = distribution.log_prob(sample)
+        else:
+            values[self._sample], values[self._log_prob] = both()
 
 
 Part = _Network | _Draw
@@ -92,8 +99,9 @@ def _parts(module: Any) -> Iterable[Part]:
     if forward is TensorDictModule.forward and isinstance(module.module, nn.Module):
         return [_Network(module)]
     own = type(module).__module__.partition(".")[0] in ("tensordict", "torchrl")
-    if own and isinstance(module, ProbabilisticTensorDictModule) and len(module.dist_sample_keys) == 1:
-        return [_Draw(module)]
+    jointly = _DRAWS.get(forward.__qualname__) if own else None
+    if jointly is not None and isinstance(module, ProbabilisticTensorDictModule) and len(module.dist_sample_keys) == 1:
+        return [_Draw(module, jointly)]
     raise _NotPlainError
 
 

@@ -124,11 +124,6 @@ def _epsilon_greedy(parameters: HeadOutputs, action: Tensor, spec: ActionSpec, h
     return torch.stack(scores).sum(0)
 
 
-def _normal(parameters: HeadOutputs, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
-    """Log-densities [P, T] of a normal distribution with independent components."""
-    return _summed(td.Normal(*parameters).log_prob(action.double()))
-
-
 def _tanh_normal(parameters: HeadOutputs, action: Tensor, spec: ActionSpec, head: Any) -> Tensor:
     """Log-densities [P, T] of the tanh of a normal variable, scaled to the space's bounds; NaN close to a bound."""
     space: Any = spec.space
@@ -147,6 +142,6 @@ def _summed(score: Tensor) -> Tensor:
 _DENSITIES: dict[str, Callable[[HeadOutputs, Tensor, ActionSpec, Any], Tensor]] = {
     "categorical": _categorical,
     "epsilon_greedy": _epsilon_greedy,
-    "normal": _normal,
+    "normal": lambda parameters, action, spec, head: _summed(td.Normal(*parameters).log_prob(action.double())),
     "tanh_normal": _tanh_normal,
 }

@@ -97,13 +97,8 @@ def vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, dt
         return (x != 0).sum(axes, keepdims=keepdim)
     if ord == 1:
         return size.sum(axes, keepdims=keepdim)
-    powers = _squared_size(x) if ord == 2 else size**ord
+    powers = jnp.square(x.real) + jnp.square(x.imag) if ord == 2 else size**ord  # without the root in `jnp.abs`
     return root(powers.sum(axes, keepdims=keepdim), ord)
-
-
-def _squared_size(x: Any) -> Any:
-    """The square of each number's absolute value, without the root that `jnp.abs` takes of complex ones."""
-    return jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x)
 
 
 TABLE: Table = {"layer_norm": lambda x, shape, *arguments: native_layer_norm(x, shape, *arguments[:3])[0]}

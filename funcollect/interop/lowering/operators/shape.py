@@ -76,11 +76,6 @@ def to_copy(x: Any, dtype: Any = None) -> Any:
     return x.astype(dtype)
 
 
-def _interleaved(repeats: Any, *, output_size: int) -> Any:
-    """The index of each element, as often as the element is repeated; `output_size` indices in all."""
-    return jnp.repeat(jnp.arange(repeats.shape[0]), repeats, total_repeat_length=output_size)
-
-
 def _widths(x: Any, pad: Sequence[int]) -> list[tuple[int, int]]:
     """Torch's padding, which begins with the last axis, as one pair for each axis."""
     pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)]
@@ -107,7 +102,9 @@ TABLE: Table = {
     "unsqueeze": jnp.expand_dims,
     "repeat": jnp.tile,
     "repeat_interleave.self_int": lambda x, repeats, dim=None, output_size=None: jnp.repeat(x, repeats, dim),
-    "repeat_interleave.Tensor": _interleaved,
+    "repeat_interleave.Tensor": lambda repeats, *, output_size: jnp.repeat(
+        jnp.arange(repeats.shape[0]), repeats, total_repeat_length=output_size
+    ),
     "stack": jnp.stack,
     "unbind.int": lambda x, dim=0: list(jnp.moveaxis(x, dim, 0)),
     "select.int": lambda x, dim, index: lax.index_in_dim(x, index, dim, keepdims=False),
