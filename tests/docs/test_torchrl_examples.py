@@ -13,6 +13,7 @@ from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
 import funcollect as fc
+from tests.support.running import SCALE
 
 pytestmark = [
     pytest.mark.needs("torchrl"),
@@ -175,10 +176,13 @@ def test_workers_in_slices() -> None:
 
 def test_workers_of_parallel_environments_in_slices() -> None:
     """One live environment stands for all workers: each builds its own."""
-    collector = MultiSync([parallel(2)] * 4, None, frames_per_batch=8 * N, total_frames=-1, cat_results="stack")
+    workers = 4 if SCALE > 1 else 2
+    collector = MultiSync(
+        [parallel(2)] * workers, None, frames_per_batch=2 * workers * N, total_frames=-1, cat_results="stack"
+    )
     sampler = SliceSampler(num_slices=4, trajectory_key=KEYS)
-    data, sample = collected(collector, LazyTensorStorage(8 * N, ndim=3), sampler)
-    assert data.batch_size == (4, 2, N)
+    data, sample = collected(collector, LazyTensorStorage(2 * workers * N, ndim=3), sampler)
+    assert data.batch_size == (workers, 2, N)
     assert (data["observation"][0] != data["observation"][1]).any()
     assert_slices(sample)
 

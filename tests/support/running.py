@@ -12,6 +12,7 @@ SCALE = int(os.environ.get("FUNCOLLECT_SCALE", "1"))
 FORKS_OF_RAY = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_memory_usage_threshold": "0.99"}
 RAY |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # else it warns where CUDA_VISIBLE_DEVICES is empty
+RAY |= {"RAY_prestart_worker_first_driver": "0"}  # else each cluster starts eight Python processes for later use
 RAY |= {"RAY_worker_niceness": "0"}  # the default of 15 starves actors while other tests run
 # However slow the machine is, Ray starts.
 _WAITS = ("worker_register_timeout_seconds", "gcs_server_port_wait_time_s", "gcs_server_request_timeout_seconds")

@@ -8,13 +8,15 @@ import pytest
 import torch
 
 import funcollect as fc
-from tests.support.own_policies import KINDS, Recording, until
+from tests.support.own_policies import KINDS, InJax, Recording, until
 from tests.support.running import FORKS_OF_RAY, in_soak
 from tests.support.stateful_policies import Count
 from tests.support.workers import ray_collector
 
 pytestmark = FORKS_OF_RAY
-ONE_EACH = [*zip(KINDS, (1, 2), strict=True)]
+
+
+CASES = [(InJax, 2), *in_soak((kind, workers) for kind in KINDS for workers in (1, 2) if (kind, workers) != (InJax, 2))]
 
 
 def test_over_ray(ray_cluster: Any) -> None:
@@ -25,7 +27,7 @@ def test_over_ray(ray_cluster: Any) -> None:
             assert torch.equal(batch["count"], batch["collector", "step"] + later.long())
 
 
-@pytest.mark.parametrize(("kind", "workers"), ONE_EACH + in_soak(zip(KINDS, (2, 1), strict=True)))
+@pytest.mark.parametrize(("kind", "workers"), CASES)
 def test_weights_of_a_policy_of_ones_own(kind: type[Recording], workers: int, ray_cluster: Any) -> None:
     """New params reach the actors, and the workers in them; a saved run continues with its weights."""
     policy, other, envs = kind(), kind(), ["CartPole-v1"] * 2
