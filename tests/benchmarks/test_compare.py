@@ -12,6 +12,7 @@ import sys
 import pytest
 from scipy import stats
 
+import benchmarks
 from benchmarks import compare, processes
 from benchmarks.comparison import AFTER, BEFORE, Comparison
 from benchmarks.comparison_report import summary
@@ -91,6 +92,13 @@ def compared(repository, out, before, after, only="plain", rounds=9):
     found = compare.run(options, repository, out)
     assert git(repository, "worktree", "list").count("\n") == 0  # its own one alone is left
     return {name.contestant: comparison for name, comparison in found.items()}
+
+
+def test_the_import_leaves_the_settings_of_a_process_that_has_the_frameworks(monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "kept")
+    before = dict(os.environ)
+    importlib.reload(benchmarks)
+    assert dict(os.environ) == before
 
 
 def test_the_limits_for_nine_rounds_are_the_sixth_walsh_averages_from_either_end():
