@@ -1,7 +1,7 @@
 """Benchmarks: ours, its peers and the limits, in interleaved rounds of one process with one thread each.
 
-Thread counts act only when set before the frameworks load, hence here. A process that has loaded them, as the tests have,
-keeps its settings.
+Thread counts act only when set before the frameworks load, hence here. A process that has loaded them, as the tests
+have, keeps its settings.
 """
 
 import os
