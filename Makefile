@@ -45,7 +45,7 @@ lint: $(VENV)/.test
 RAY_TESTS := tests/collectors/ray tests/docs funcollect/collectors/ray_collector.py
 RAY_NOTEBOOK := notebooks/06_ray.ipynb
 FIRST_TESTS := tests/collectors tests/contracts tests/policies
-SECOND_TESTS := tests/envs tests/interop tests/buffers
+SECOND_TESTS := tests/envs tests/contracts/test_check_env.py tests/interop tests/buffers
 IN_PARALLEL = $(MAKE) --no-print-directory --jobs=5 --output-sync=target
 PYTEST = $(BIN)/python -m pytest
 NBMAKE := --nbmake --nbmake-timeout=1200
@@ -67,7 +67,7 @@ tests-docs: $(VENV)/.test
 	$(PYTEST) -k "not ray" tests/docs
 
 tests-1: $(VENV)/.test
-	$(PYTEST) $(call IGNORE,$(RAY_TESTS)) $(FIRST_TESTS)
+	$(PYTEST) $(call IGNORE,$(RAY_TESTS) $(SECOND_TESTS)) $(FIRST_TESTS)
 
 tests-2: $(VENV)/.test
 	$(PYTEST) $(SECOND_TESTS)
