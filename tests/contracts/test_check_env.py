@@ -78,7 +78,7 @@ GOOD: dict[str, tuple[Callable[[], Any], dict[str, Any], set[str]]] = {
 
 
 # "jax" and the page "Your own environment" are JAX environments, too, and each compiles for seconds.
-SLOW = ("jax single", "jax functions")
+SLOW = ("jax single", "jax functions", "jax game of two", "jax, cached resets")
 
 
 @pytest.mark.parametrize("name", [name for name in GOOD if name not in SLOW] + in_soak(SLOW))

@@ -13,6 +13,7 @@ from funcollect.core.request import Request
 from funcollect.envs.jax_envs.gymnax_env import from_gymnax
 from tests.support.cases import tensordict_actor, tensordict_module, torch_mlp, torch_normal, torch_recurrent
 from tests.support.compare import assert_same, bits, collect, compilations, leaves
+from tests.support.running import in_soak
 
 LENGTH = 40
 CUTS = (1, 2, 7, 30)
@@ -58,7 +59,7 @@ def lean_jax():
 
 @pytest.mark.parametrize(
     ("num_envs", "options"),
-    [(None, {}), (3, {}), (3, {"max_frames_per_traj": 5}), (3, {"reset_when_done": False})],
+    [(None, {}), (3, {"max_frames_per_traj": 5}), (3, {"reset_when_done": False}), *in_soak([(3, {})])],
 )
 def test_gives_what_the_fused_loop_gives(num_envs, options):
     env = from_gymnax("CartPole-v1", num_envs=num_envs)

@@ -14,6 +14,7 @@ from funcollect.errors import EnvError, PolicyError
 from funcollect.specs import ActionSpec
 from tests.support.compare import assert_same, collect
 from tests.support.jax_counting import counting, reset, step
+from tests.support.running import in_soak
 
 HEADS = fc.heads
 BOX = spaces.Box(-1.0, 2.0, (2,), np.float32)
@@ -56,7 +57,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+FEW_HEADS = ("categorical several", "epsilon_greedy", "tanh_normal")
+
+
+@pytest.mark.parametrize("case", [*FEW_HEADS, *in_soak(case for case in CASES if case not in FEW_HEADS)])
 def test_heads(case):
     space, head, outputs, kwargs = CASES[case]
     env, policy = ignoring(space, **kwargs), head_policy(head, outputs)
@@ -173,7 +177,10 @@ SPACES = {
 }
 
 
-@pytest.mark.parametrize("kind", SPACES)
+FEW = ("one-hot", "integer box", "one-sided box")
+
+
+@pytest.mark.parametrize("kind", [*FEW, *in_soak(kind for kind in SPACES if kind not in FEW)])
 def test_random_actions_fill_their_space(kind):
     space, kwargs = SPACES[kind]
     env = ignoring(space, 8, **kwargs)

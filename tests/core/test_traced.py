@@ -16,6 +16,7 @@ from funcollect.interop import words
 from funcollect.specs import ActionSpec, observation_leaves
 from tests.support.compare import assert_same, leaves
 from tests.support.jax_counting import counting, counting_policy, reset, step
+from tests.support.running import in_soak
 
 KEY = jnp.array([0, 7], jnp.uint32)  # what seed=7 gives
 PLAIN, POLICY = counting(3), counting_policy()
@@ -33,8 +34,10 @@ def run(env, policy, params, key, length, **options):
     return fc.traced.rollout(env, policy, params, start(env, policy, key), length, **options)[1]
 
 
-@pytest.mark.parametrize("num_envs", [None, 3])
-@pytest.mark.parametrize("options", [{}, {"max_frames_per_traj": 3}])
+@pytest.mark.parametrize(
+    ("num_envs", "options"),
+    [(None, {}), (3, {"max_frames_per_traj": 3}), *in_soak([(3, {}), (None, {"max_frames_per_traj": 3})])],
+)
 def test_rollout_is_deliver_after_a_traced_rollout(num_envs, options):
     env = counting(num_envs)
     arrays = jax.jit(lambda params, key: run(env, POLICY, params, key, 30, **options))(POLICY.params, KEY)

@@ -13,7 +13,7 @@ from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
 import funcollect as fc
-from tests.support.running import SCALE
+from tests.support.running import SCALE, in_soak
 
 pytestmark = [
     pytest.mark.needs("torchrl"),
@@ -225,7 +225,10 @@ SHAPES: dict[str, tuple[Any, bool, dict[str, Any], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", SHAPES)
+FEW = ("sync", "sync, batched", "stack, batched", "0", "-1, batched", "async")
+
+
+@pytest.mark.parametrize("case", [*FEW, *in_soak(case for case in SHAPES if case not in FEW)])
 def test_shapes(case: str) -> None:
     from torchrl.envs import SerialEnv
 
