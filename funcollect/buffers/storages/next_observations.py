@@ -86,7 +86,7 @@ class NextObservations:
         self.place[slots] = -1
 
     def _take(self, count: int) -> Ints:
-        """The numbers of `count` free places aside."""
+        """Return the indices of `count` free places aside, which are enlarged if they have too few."""
         missing = count - len(self._free)
         if missing > 0:
             size = len(self._aside)
