@@ -12,10 +12,13 @@ import torch
 
 import funcollect as fc
 from tests.support.own_policies import KINDS, InJax, Layer, Recording, seen_by, until
+from tests.support.running import in_soak
 from tests.support.workers import multi
 
 ENVS = {"create_env_fn": ["CartPole-v1"] * 2, "frames_per_batch": 20}
 
+TRANSPORTS = [(fc.MultiSyncDataCollector, "processes"), (fc.MultiaSyncDataCollector, "serial")]
+TRANSPORTS += in_soak([(fc.MultiSyncDataCollector, "serial"), (fc.MultiaSyncDataCollector, "processes")])
 
 COLLECTORS: dict[str, Callable[[Any], Any]] = {
     "sync": lambda policy: fc.SyncDataCollector("CartPole-v1", policy, frames_per_batch=20, seed=0),
@@ -26,8 +29,7 @@ COLLECTORS: dict[str, Callable[[Any], Any]] = {
         f"{kind.__name__}, {transport}": lambda policy, kind=kind, transport=transport: multi(
             kind, transport, policy=policy, **ENVS
         )
-        for kind in (fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector)
-        for transport in ("serial", "processes")
+        for kind, transport in TRANSPORTS
     },
 }
 

@@ -38,7 +38,7 @@ def test_every_change_acts_at_the_next_rollout(loop: str) -> None:
     name, compiler = LOOPS[loop]
     torch.manual_seed(0)
     net, env = Net(), fc.make_env(name, num_envs=4)
-    some = slice(2, None, 12 if compiler == "inductor" else 6) if loop in COMPILED and SCALE == 1 else ALL
+    some = slice(2, None, 24 if compiler == "inductor" else 6) if loop in COMPILED and SCALE == 1 else ALL
     for number, (what, change) in enumerate([*CHANGES.items()][some]):
         if number % CHANGES_OF_A_PROGRAM == 0:
             policy = fc.torch_policy(net, compile=compiler)

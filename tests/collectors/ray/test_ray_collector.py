@@ -14,7 +14,7 @@ import funcollect as fc
 from funcollect.collectors.workers.worker import START
 from tests.support.compare import assert_same
 from tests.support.faulty_workers import BadInit, Doubled, Plain, Wide
-from tests.support.running import FORKS_OF_RAY, SCALE, STORE, scaled
+from tests.support.running import FORKS_OF_RAY, SCALE, STORE, in_soak, scaled
 from tests.support.workers import by_lane, multi, policy_for, ray_collector
 
 SYNC, MULTI, MULTIA = fc.SyncDataCollector, fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector
@@ -132,7 +132,7 @@ def test_a_class_of_the_users_own_and_weights_before_each_batch():
         next(collector)
 
 
-@pytest.mark.parametrize("interval", [2, None])
+@pytest.mark.parametrize("interval", [2, *in_soak([None])])
 def test_weights_of_asynchronous_collectors(interval):
     """With an interval each collector is sent weights in time; without one only those that were sent to it act."""
     policy = fc.torch_policy(nn.Linear(2, 2), head=fc.heads.categorical)
