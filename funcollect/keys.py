@@ -1,34 +1,39 @@
 """Compute random numbers from keys: seeds of episodes, and the noise of a whole rollout.
 
 A key is a ``uint32[2]`` array, the high and low words of a 64-bit seed (the layout of a legacy JAX key). Every random
-number is a pure function of the key, a purpose, a lane and an episode or step, so no draw depends on earlier draws.
+number is a function of the run's key, a purpose, a lane, and an episode or step, and of nothing else: neither earlier
+draws, nor the grouping of lanes, nor the code that computes it (NumPy, Torch, a program of JAX) matters.
 
-There are two counter-based generators. Philox 4x64 (Salmon et al., 2011, as in NumPy) draws the noise of a whole
-rollout at once. SplitMix64 (Steele et al., 2014) computes single words: in Python integers for one lane, in int64
-tensors for many, with equal results.
+``T(key, (one, two))`` are the two words of Threefry 2x32, and ``fold_in(key, data)`` is ``T(key, (0, data))``. Then
+
+- the key of a lane is ``fold_in(fold_in(key, purpose), lane)``,
+- the key of an episode is ``fold_in(lane_key, episode)``,
+- the key of a step, for the environment, is ``T(lane_key, (step >> 32, step & 0xFFFFFFFF))``,
+- the words ``2j`` and ``2j + 1`` of a draw at a step are
+  ``T(lane_key, (1 + j | step >> 32 << 16, step & 0xFFFFFFFF))``, and likewise those at the start of an episode.
 """
 
 from __future__ import annotations
 
 import math
 import secrets
-import threading
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
+from functools import lru_cache
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from funcollect.threefry import Words, hashed, hashed_in_numpy
+
 Key = npt.NDArray[np.uint32]  # [2]
 
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_SHIFTS = (30, 27, 31)
-_WORDS_PER_BLOCK = 8  # one Philox block is 4 x 64 bits
+_LOW = 0xFFFFFFFF
+_HASHES = 1 << 14  # at a time, so that they stay in the processor's cache
+_FEW = 6  # hashes; fewer are faster with Python integers than with NumPy
 
 
 class Purpose(IntEnum):
@@ -47,11 +52,17 @@ class Noise:
     """The noise that a policy needs at each step, which is drawn before the rollout.
 
     ``uniform`` lies in (0, 1); ``gumbel`` and ``normal`` are standard; all are float32, one array of `shape` per lane.
-    ``key`` is one ``uint32[2]`` for all lanes (a JAX function's own randomness), and has no shape.
+    ``keys`` is one ``uint32[2]`` per lane, ``key`` that of the first lane (a JAX function's own randomness); they have
+    no shape.
     """
 
-    kind: Literal["uniform", "gumbel", "normal", "key"]
+    kind: Literal["uniform", "gumbel", "normal", "key", "keys"]
     shape: tuple[int, ...] = ()
+
+    @property
+    def words(self) -> int:
+        """The random words of one lane and step."""
+        return 2 if self.kind in ("key", "keys") else math.prod(self.shape)
 
 
 def key_from_seed(seed: int | None) -> Key:
@@ -64,110 +75,61 @@ def key_from_seed(seed: int | None) -> Key:
         seed = secrets.randbits(32)
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
         raise TypeError(f"seed is {type(seed).__name__}, expected an int or None: pass for example seed=0")
-    if not 0 <= seed <= _MASK:
+    if not 0 <= seed < 1 << 64:
         raise ValueError(f"seed is {seed}, expected 0 <= seed < 2**64: take it modulo 2**64")
-    return np.array([int(seed) >> 32, int(seed) & 0xFFFFFFFF], np.uint32)
+    return np.array([int(seed) >> 32, int(seed) & _LOW], np.uint32)
 
 
-def seed_of(key: Key) -> int:
+def seed_of(key: Any) -> int:
     """The integer seed of a key: the inverse of `key_from_seed`."""
     return int(key[0]) << 32 | int(key[1])
 
 
-def fold(key: Key, *words: int) -> int:
-    """A 64-bit word that depends on the key and on all `words`."""
-    word = seed_of(key)
-    for data in words:
-        word = fold_in(word, data)
-    return word
-
-
-def fold_in(word: int, data: int) -> int:
-    """A 64-bit word that depends on another word and on `data`: one round of `fold`."""
-    word = (word + _GOLDEN * (data + 1)) & _MASK
-    word = ((word ^ word >> 30) * _MULTIPLIERS[0]) & _MASK
-    word = ((word ^ word >> 27) * _MULTIPLIERS[1]) & _MASK
-    return word ^ word >> 31
-
-
-def _signed(word: int) -> int:
-    """Return a 64-bit word as the int64 of the same bits."""
-    return word - (1 << 64) if word >= 1 << 63 else word
-
-
-def _mix(words: Tensor) -> Tensor:
-    """Return the output function of SplitMix64 over int64 words."""
-    for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, 1), strict=True):
-        words = (words ^ ((words >> shift) & ((1 << (64 - shift)) - 1))) * _signed(multiplier)
+def fold(key: Any, *data: int) -> tuple[int, int]:
+    """The key that follows from a key and from each of `data`, 32-bit words."""
+    words = int(key[0]), int(key[1])
+    for word in data:
+        words = hashed(words, 0, word)
     return words
 
 
-@dataclass(frozen=True)
-class LaneKeys:
-    """The randomness of P lanes at one moment: the start of an episode, or one step.
-
-    Attributes:
-        key: the run's key.
-        purpose: the purpose of the draws.
-        lanes: [P] int64, the lanes' ids.
-        numbers: [P] int64, the episodes' numbers, or the number of the step.
-    """
-
-    key: Key
-    purpose: Purpose
-    lanes: Tensor
-    numbers: Tensor | int
-
-    def __len__(self) -> int:
-        """P."""
-        return len(self.lanes)
-
-    def uniform(self, count: int) -> Tensor:
-        """[P, count] float64 uniform numbers in (0, 1), on the lanes' device: the same at every call."""
-        words = torch.full_like(self.lanes, _signed(fold(self.key, self.purpose)))
-        draws = torch.arange(count, dtype=torch.int64, device=words.device)
-        words = _mix(words + _signed(_GOLDEN) * (self.lanes + 1))
-        if isinstance(self.numbers, int):
-            words = _mix(words + _signed(_GOLDEN * (self.numbers + 1) & _MASK))
-        else:
-            words = _mix(words + _signed(_GOLDEN) * (self.numbers + 1))
-        words = _mix(words[:, None] + _signed(_GOLDEN) * (draws + 1))
-        return (((words >> 11) & ((1 << 53) - 1)).double() + 0.5) * 2.0**-53
+@lru_cache(maxsize=256)
+def _lane_keys(seed: int, purpose: Purpose, lanes: bytes) -> tuple[Words, Words]:
+    one, two = (np.array(word, np.uint32) for word in fold(key_from_seed(seed), purpose))
+    ids = np.frombuffer(lanes, np.int64).astype(np.uint32)
+    return hashed_in_numpy((one, two), np.zeros((), np.uint32), ids)
 
 
-class _Thread(threading.local):
-    """A thread's generator. It is kept, since making one costs more than its draws here: it reads system entropy."""
-
-    def __init__(self) -> None:
-        self.philox = np.random.Philox(0)
+def lane_keys(key: Key, purpose: Purpose, lanes: npt.NDArray[np.int64]) -> tuple[Words, Words]:
+    """The keys of lanes [P] for a purpose: their first and their second words, each [P]."""
+    return _lane_keys(seed_of(key), purpose, lanes.tobytes())
 
 
-_THREAD = _Thread()
+def random_words(keys: tuple[Words, Words], numbers: npt.NDArray[np.int64], width: int) -> Words:
+    """The words [T, P, width] of lanes with these keys [P] at the steps or episodes `numbers`, [T, P] or [T, 1]."""
+    draws, length, lanes = -(-width // 2), len(numbers), len(keys[0])
+    if length * lanes * draws < _FEW:
+        by_lane = [*zip(keys[0].tolist(), keys[1].tolist(), strict=True)]
+        few = [
+            hashed(key, draw | number >> 32 << 16, number & _LOW)
+            for row in np.broadcast_to(numbers, (length, lanes)).tolist()
+            for key, number in zip(by_lane, row, strict=True)
+            for draw in range(1, 1 + draws)
+        ]
+        return np.array(few, np.uint32).reshape(length, lanes, 2 * draws)[..., :width]
+    words = np.empty((length, lanes, draws, 2), np.uint32)
+    counters = numbers.astype(np.uint64)[..., None]
+    low, high = (counters & _LOW).astype(np.uint32), (counters >> 32 << 16).astype(np.uint32)
+    one = np.arange(1, 1 + draws, dtype=np.uint32) | high
+    rows = max(1, _HASHES // (lanes * draws))
+    for at in range(0, length, rows):
+        part = slice(at, at + rows)
+        pair = hashed_in_numpy((keys[0][:, None], keys[1][:, None]), one[part], low[part])
+        words[part, ..., 0], words[part, ..., 1] = pair
+    return words.reshape(length, lanes, 2 * draws)[..., :width]
 
 
-def random_words(key: Key, purpose: Purpose, lane: int, start: int, length: int, width: int) -> npt.NDArray[np.uint32]:
-    """Philox words for the steps ``start … start + length - 1``: [length, width] uint32.
-
-    Step ``s`` always gets the same words, in any range. `lane` is the first lane's id.
-    """
-    blocks = math.ceil(width / _WORDS_PER_BLOCK)
-    generator = _THREAD.philox
-    generator.state = {
-        "bit_generator": "Philox",
-        "state": {
-            "counter": np.array([start * blocks, 0, 0, 0], np.uint64),
-            "key": np.array([seed_of(key), int(purpose) << 48 | lane], np.uint64),
-        },
-        "buffer": np.zeros(4, np.uint64),
-        "buffer_pos": 4,  # the buffer is used up
-        "has_uint32": 0,
-        "uinteger": 0,
-    }
-    raw = generator.random_raw(length * blocks * 4)
-    return raw.view(np.uint32).reshape(length, blocks * _WORDS_PER_BLOCK)[:, :width]
-
-
-def uniforms(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
+def uniforms(words: Words) -> npt.NDArray[np.float32]:
     """Float32 numbers in (0, 1), both ends excluded, from uint32 words."""
     centred = (words >> 9).astype(np.float32) + np.float32(0.5)
     scaled: npt.NDArray[np.float32] = centred * np.float32(2.0**-23)
@@ -180,17 +142,62 @@ def normals(uniform: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return normal
 
 
-def draw_ahead(noise: Noise, key: Key, lane: int, num_envs: int, start: int, length: int) -> Tensor:
-    """The noise of a whole rollout: [length, P, *shape] float32, or [length, 2] uint32 keys."""
+def draw_ahead(
+    noise: Noise, key: Key, lanes: npt.NDArray[np.int64], start: int, length: int, purpose: Purpose = Purpose.NOISE
+) -> Tensor:
+    """The noise of a whole rollout: [length, P, *shape] float32, or uint32 keys [length, P, 2] or [length, 2]."""
+    drawing = lanes[:1] if noise.kind == "key" else lanes
+    steps = np.arange(start, start + length)[:, None]
+    words = random_words(lane_keys(key, purpose, drawing), steps, noise.words)
     if noise.kind == "key":
-        return torch.from_numpy(random_words(key, Purpose.NOISE, lane, start, length, 2).copy())
-    width = num_envs * math.prod(noise.shape)
-    drawn = uniforms(random_words(key, Purpose.NOISE, lane, start, length, width))
+        return torch.from_numpy(words[:, 0])
+    if noise.kind == "keys":
+        return torch.from_numpy(words)
+    drawn = uniforms(words)
     if noise.kind == "gumbel":
         drawn = -np.log(-np.log(drawn))
     elif noise.kind == "normal":
         drawn = normals(drawn)
-    return torch.from_numpy(drawn.reshape(length, num_envs, *noise.shape))
+    return torch.from_numpy(drawn.reshape(length, len(lanes), *noise.shape))
+
+
+@dataclass(frozen=True)
+class LaneKeys:
+    """The randomness of P lanes at one moment: the start of an episode, or one step.
+
+    Attributes:
+        lanes: [P] int64, the lanes' ids.
+        keys: the lanes' keys [P], their first and their second words: uint32 of NumPy, or int64 tensors on a device.
+        numbers: the episodes' numbers [P], or the number of the step.
+    """
+
+    lanes: Tensor
+    keys: tuple[Any, Any]
+    numbers: Tensor | int
+
+    @classmethod
+    def of(cls, key: Key, purpose: Purpose, lanes: Tensor, numbers: Tensor | int) -> LaneKeys:
+        """The randomness of `lanes` [P] under a run's key, on their device."""
+        if lanes.device.type == "cpu":
+            return cls(lanes, lane_keys(key, purpose, lanes.numpy()), numbers)
+        return cls(lanes, hashed(fold(key, purpose), 0, lanes), numbers)
+
+    def __len__(self) -> int:
+        """P."""
+        return len(self.lanes)
+
+    def uniform(self, count: int) -> Tensor:
+        """[P, count] float64 uniform numbers in (0, 1), on the lanes' device: the same at every call."""
+        numbers: Any = self.numbers
+        if isinstance(self.keys[0], np.ndarray):
+            rows = np.full((1, 1), numbers) if isinstance(numbers, int) else numbers.numpy()[None]
+            drawn = random_words(self.keys, rows, 2 * count).astype(np.int64)
+            words: tuple[Tensor, ...] = torch.from_numpy(drawn.reshape(-1, count, 2)).unbind(-1)
+        else:
+            numbers = numbers if isinstance(numbers, int) else numbers[:, None]
+            one = torch.arange(1, 1 + count, device=self.keys[0].device) | numbers >> 32 << 16
+            words = hashed((self.keys[0][:, None], self.keys[1][:, None]), one, numbers & _LOW)
+        return ((words[0] << 21 | words[1] >> 11).double() + 0.5) * 2.0**-53
 
 
 class torch_generator:  # noqa: N801  (used as a function; a generator function costs a microsecond more per step)

@@ -1,25 +1,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
 import pytest
 import torch
 
 from funcollect.keys import (
+    Key,
     LaneKeys,
     Noise,
     Purpose,
     draw_ahead,
     fold,
-    fold_in,
     key_from_seed,
+    lane_keys,
     normals,
     random_words,
     seed_of,
     uniforms,
 )
+from funcollect.threefry import Pair, Words, hashed, hashed_in_jax, hashed_in_numpy
 
 KEY = key_from_seed(12345)
 SEEDS = [0, 1, 7, 2**31, 2**32 - 1, 2**32, 2**53 + 1, 2**63, 2**64 - 1]
@@ -79,74 +82,93 @@ def test_none_draws_fresh_entropy_that_no_global_generator_decides() -> None:
 
 
 def test_fold_depends_on_the_key_and_on_every_word_and_their_order() -> None:
-    words = {fold(key_from_seed(seed), *path) for seed in (0, 1, 2**32) for path in [(), (0,), (1,), (0, 1), (1, 0)]}
-    assert len(words) == 15
-    assert fold(KEY, 3, 5) == fold(key_from_seed(fold(KEY, 3)), 5)
-    assert all(0 <= word < 2**64 for word in words)
+    keys = {fold(key_from_seed(seed), *path) for seed in (0, 1, 2**32) for path in [(), (0,), (1,), (0, 1), (1, 0)]}
+    assert len(keys) == 15
+    assert fold(KEY, 3, 5) == fold(fold(KEY, 3), 5)
+    assert all(0 <= word < 2**32 for key in keys for word in key)
 
 
-def test_fold_is_splitmix64() -> None:
-    """The generator's published first outputs for the seed 1234567 (each step adds the golden gamma once)."""
-    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    assert [fold(key_from_seed(1234567), index) for index in range(3)] == published
+# The known answers of Salmon et al. (Random123, kat_vectors): counter, key, and words.
+KNOWN = [
+    ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
+    ((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), (0x1CB996FC, 0xBB002BE7)),
+    ((0x243F6A88, 0x85A308D3), (0x13198A2E, 0x03707344), (0xC4923A9C, 0x483DF7A0)),
+]
 
 
-def test_lane_uniforms_are_made_of_the_words_that_fold_gives() -> None:
-    lanes, episodes = torch.tensor([0, 1, 5, 2**40 + 3]), torch.tensor([0, 7, 2, 10**6])
-    drawn = LaneKeys(KEY, Purpose.RESET, lanes, episodes).uniform(3)
-    for row, lane, episode in zip(drawn.tolist(), lanes.tolist(), episodes.tolist(), strict=True):
-        words = [fold(KEY, Purpose.RESET, lane, episode, draw) for draw in range(3)]
-        assert row == [((word >> 11) + 0.5) * 2.0**-53 for word in words]
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
+def test_every_form_of_the_hash_gives_the_known_answers(counter: Pair, key: Pair, words: Pair) -> None:
+    assert hashed(key, *counter) == words
+    for count in (1, 100):
+        pair = tuple(np.full(count, word, np.uint32) for word in key)
+        rows = [np.full(count, word, np.uint32) for word in counter]
+        assert {*zip(*(each.tolist() for each in hashed_in_numpy(pair, *rows)), strict=True)} == {words}
+        tensors = [torch.from_numpy(each.astype(np.int64)) for each in (*pair, *rows)]
+        assert {*zip(*(each.tolist() for each in hashed(tensors[:2], *tensors[2:])), strict=True)} == {words}
+        in_jax = jax.jit(hashed_in_jax)(pair, *rows)
+        assert {*zip(*(each.tolist() for each in in_jax), strict=True)} == {words}
 
 
-def test_lane_uniforms_of_a_step_are_those_of_its_number() -> None:
-    lanes = torch.arange(3)
-    for number in (0, 5, 2**40 + 1, 2**62):
-        one = LaneKeys(KEY, Purpose.DYNAMICS, lanes, number).uniform(2)
-        assert torch.equal(one, LaneKeys(KEY, Purpose.DYNAMICS, lanes, torch.full((3,), number)).uniform(2))
-        assert not torch.equal(one, LaneKeys(KEY, Purpose.RESET, lanes, number).uniform(2))
+def test_fold_in_is_that_of_jax() -> None:
+    key = jax.random.PRNGKey(12345)
+    for data in (0, 1, 2**31, 2**32 - 1):
+        assert tuple(jax.random.fold_in(key, data).tolist()) == fold(KEY, data)
 
 
-def test_words_can_be_folded_in_one_by_one() -> None:
-    for lane, episode in [(0, 0), (0, 1), (3, 0), (2**40, 12)]:
-        assert fold_in(fold(KEY, Purpose.RESET, lane), episode) == fold(KEY, Purpose.RESET, lane, episode)
+def test_lane_uniforms_have_the_words_of_random_words() -> None:
+    lanes = torch.tensor([0, 1, 5, 2**31])
+    for number in (0, 7, 2**32 + 5, 2**47):
+        words = words_of(KEY, Purpose.RESET, lanes.tolist(), number, 1, 6)[0].astype(np.uint64)
+        wanted = ((words[:, ::2] << np.uint64(21) | words[:, 1::2] >> np.uint64(11)) + 0.5) * 2.0**-53
+        for numbers in (number, torch.full((4,), number)):
+            drawn = LaneKeys.of(KEY, Purpose.RESET, lanes, numbers)
+            assert drawn.uniform(3).tolist() == wanted.tolist()
+            on_device = LaneKeys(lanes, tuple(torch.from_numpy(each.astype(np.int64)) for each in drawn.keys), numbers)
+            assert on_device.uniform(3).tolist() == wanted.tolist()
+        assert not torch.equal(drawn.uniform(3), LaneKeys.of(KEY, Purpose.DYNAMICS, lanes, number).uniform(3))
 
 
 def test_episode_seeds_fit_gymnasium_and_differ() -> None:
-    seeds = [fold(KEY, Purpose.RESET, lane, episode) >> 32 for lane in range(40) for episode in range(50)]
+    seeds = [fold(KEY, Purpose.RESET, lane, episode)[0] for lane in range(40) for episode in range(50)]
     assert all(0 <= seed < 2**32 for seed in seeds)
     assert len(set(seeds)) >= len(seeds) - 2  # two equal ones: one case in 2,000
 
 
 def test_lane_uniforms_are_uniform_over_lanes_and_over_episodes() -> None:
     many = torch.arange(20_000)
-    over_lanes = LaneKeys(KEY, Purpose.RESET, many, torch.zeros_like(many)).uniform(2).numpy()
-    over_episodes = LaneKeys(KEY, Purpose.RESET, torch.zeros_like(many), many).uniform(2).numpy()
+    over_lanes = LaneKeys.of(KEY, Purpose.RESET, many, torch.zeros_like(many)).uniform(2).numpy()
+    over_episodes = LaneKeys.of(KEY, Purpose.RESET, torch.zeros_like(many), many).uniform(2).numpy()
     assert ks_distance(over_lanes, DISTRIBUTIONS["uniform"]) < 2.2
     assert ks_distance(over_episodes, DISTRIBUTIONS["uniform"]) < 2.2
     assert abs(np.corrcoef(over_lanes.T)[0, 1]) < 4 / math.sqrt(20_000)
 
 
+def words_of(key: Key, purpose: Purpose, lanes: Sequence[int], start: int, length: int, width: int) -> Words:
+    return random_words(lane_keys(key, purpose, np.array(lanes)), np.arange(start, start + length)[:, None], width)
+
+
 @pytest.mark.parametrize("width", [1, 8, 9, 40])
-def test_words_do_not_depend_on_how_a_run_is_cut(width: int) -> None:
-    whole = random_words(KEY, Purpose.NOISE, 0, 0, 50, width)
-    assert whole.shape == (50, width)
-    for start, length in [(0, 1), (1, 7), (8, 30), (49, 1)]:
-        part = random_words(KEY, Purpose.NOISE, 0, start, length, width)
+def test_words_depend_neither_on_how_a_run_is_cut_nor_on_how_lanes_are_grouped(width: int) -> None:
+    whole = words_of(KEY, Purpose.NOISE, range(3, 8), 0, 2000, width)
+    assert whole.shape == (2000, 5, width)
+    for start, length in [(0, 1), (1, 7), (8, 30), (49, 1), (100, 1900)]:
+        part = words_of(KEY, Purpose.NOISE, [3, 4, 5, 6, 7], start, length, width)
         assert (part == whole[start : start + length]).all()
+    assert (words_of(KEY, Purpose.NOISE, [6, 4], 2, 9, width) == whole[2:11, [3, 1]]).all()
+    assert (words_of(KEY, Purpose.NOISE, [3], 2, 1, 4 * width)[..., :width] == whole[2:3, :1]).all()
 
 
 def test_words_far_into_a_run_are_words_of_their_own() -> None:
-    far = random_words(KEY, Purpose.NOISE, 0, 2**40, 3, 16)
-    assert len({*far.ravel().tolist(), *random_words(KEY, Purpose.NOISE, 0, 0, 3, 16).ravel().tolist()}) >= 95
+    near, *far = (words_of(KEY, Purpose.NOISE, [0], start, 3, 16).ravel().tolist() for start in (0, 2**32, 2**40))
+    assert len({*near, *far[0], *far[1]}) >= 143
 
 
 def test_words_differ_between_keys_purposes_lanes_and_steps() -> None:
     streams = [
-        random_words(key_from_seed(seed), purpose, lane, start, 100, 8).ravel()
+        words_of(key_from_seed(seed), purpose, [lane], start, 100, 8).ravel()
         for seed in (0, 1, 2**32)
         for purpose in Purpose
-        for lane in (0, 1, 2**39)
+        for lane in (0, 1, 2**31)
         for start in (0, 100)
     ]
     distinct = len(np.unique(np.concatenate(streams)))
@@ -165,7 +187,7 @@ def test_uniforms_exclude_both_ends_for_every_word() -> None:
 
 @pytest.mark.parametrize("kind", ["uniform", "gumbel", "normal"])
 def test_noise_has_its_distribution(kind: str) -> None:
-    drawn = draw_ahead(Noise(kind=kind, shape=(4,)), KEY, 0, 5, 0, 2000).numpy()
+    drawn = draw_ahead(Noise(kind=kind, shape=(4,)), KEY, np.arange(5), 0, 2000).numpy()
     mean, variance = {"uniform": (0.5, 1 / 12), "gumbel": (0.57722, math.pi**2 / 6), "normal": (0, 1)}[kind]
     assert drawn.mean() == pytest.approx(mean, abs=4 * math.sqrt(variance / drawn.size))
     assert drawn.var() == pytest.approx(variance, rel=0.05)
@@ -173,13 +195,13 @@ def test_noise_has_its_distribution(kind: str) -> None:
 
 
 def test_the_check_of_distributions_can_fail() -> None:
-    drawn = draw_ahead(Noise(kind="normal"), KEY, 0, 5, 0, 8000).numpy()
+    drawn = draw_ahead(Noise(kind="normal"), KEY, np.arange(5), 0, 8000).numpy()
     assert ks_distance(drawn * 1.05, DISTRIBUTIONS["normal"]) > 2.2
     assert ks_distance(drawn + 0.05, DISTRIBUTIONS["normal"]) > 2.2
 
 
 def test_noise_is_independent_between_lanes_steps_and_components() -> None:
-    drawn = draw_ahead(Noise(kind="normal", shape=(2,)), KEY, 0, 3, 0, 20_000).numpy()
+    drawn = draw_ahead(Noise(kind="normal", shape=(2,)), KEY, np.arange(3), 0, 20_000).numpy()
     columns = np.concatenate([drawn[:-1].reshape(19_999, 6), drawn[1:].reshape(19_999, 6)], 1)
     correlation = np.corrcoef(columns.T) - np.eye(12)
     assert abs(correlation).max() < 5 / math.sqrt(20_000)
@@ -189,22 +211,25 @@ def test_noise_is_independent_between_lanes_steps_and_components() -> None:
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
 def test_noise_is_one_float32_array_per_lane_and_step(kind: str, shape: tuple[int, ...]) -> None:
     noise = Noise(kind=kind, shape=shape)
-    whole = draw_ahead(noise, KEY, 4, 5, 0, 20)
+    whole = draw_ahead(noise, KEY, np.arange(4, 9), 0, 20)
     assert whole.shape == (20, 5, *shape)
     assert whole.dtype == torch.float32
-    assert torch.equal(draw_ahead(noise, KEY, 4, 5, 6, 9), whole[6:15])
+    assert torch.equal(draw_ahead(noise, KEY, np.arange(4, 9), 6, 9), whole[6:15])
 
 
-def test_noise_of_kind_key_is_one_key_per_step_for_all_lanes() -> None:
-    drawn = draw_ahead(Noise(kind="key"), KEY, 0, 5, 0, 100)
+def test_noise_of_kind_keys_is_one_key_per_step_and_lane_and_of_kind_key_the_first_lanes() -> None:
+    drawn = draw_ahead(Noise(kind="key"), KEY, np.arange(5), 0, 100)
     assert drawn.shape == (100, 2)
     assert drawn.dtype == torch.uint32
     assert len({tuple(row) for row in drawn.tolist()}) == 100
-    assert torch.equal(draw_ahead(Noise(kind="key"), KEY, 0, 5, 40, 10), drawn[40:50])
+    keys = draw_ahead(Noise(kind="keys"), KEY, np.arange(5), 0, 100)
+    assert len({tuple(row) for row in keys.flatten(0, 1).tolist()}) == 500
+    assert torch.equal(keys[:, 0], drawn)
+    assert torch.equal(draw_ahead(Noise(kind="key"), KEY, np.arange(5), 40, 10), drawn[40:50])
 
 
 def test_noise_leaves_every_global_generator_as_it_was() -> None:
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
-    draw_ahead(Noise(kind="normal"), KEY, 0, 5, 0, 10)
+    draw_ahead(Noise(kind="normal"), KEY, np.arange(5), 0, 10)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (np.random.get_state()[1] == before[1]).all()

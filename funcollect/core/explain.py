@@ -28,9 +28,10 @@ _FORKING = {
     "none": "impossible: the simulators can neither be replayed from a seed nor give a snapshot",
 }
 _NOISE = {
-    None: "the policy draws none ahead; Torch's global generator is run from the state's key and put back",
-    "key": "one JAX key per step, drawn ahead from the state's key by Philox",
-    "fused": "drawn at each step by JAX's own generator, from the state's key, the step and the first lane's id",
+    "none": "the policy draws none",
+    "own": "the policy draws none ahead; Torch's global generator is run from the state's key and put back",
+    "key": "one JAX key per step, a function of the state's key, the first lane and the step",
+    "keys": "one JAX key per lane and step, a function of the state's key, the lane and the step",
 }
 _PLACES = {
     "host": "the environment lives in simulators on the host",
@@ -87,9 +88,9 @@ def explain(env: Env, policy: Policy) -> Plan:
     check_pair(env, policy)
     route = route_of(env, policy)
     noise = policy.noise(env.action_spec)
-    kind: str | None = None if noise is None else noise.kind
-    if route.loop == "fused" and (kind or not isinstance(route.policy, CallbackPolicy)):
-        kind = "fused"
+    in_jax = route.policy.backend == "jax" and not isinstance(route.policy, CallbackPolicy)
+    kind: str = noise.kind if noise else "none" if in_jax else "own"
+    drawn = "drawn inside the loop" if route.loop == "fused" else "drawn ahead for a whole rollout"
     lanes = "one environment without a batch dimension" if env.num_envs is None else f"a batch of {env.num_envs}"
     return Plan(
         env=f"{env!r}, {lanes}",
@@ -98,7 +99,7 @@ def explain(env: Env, policy: Policy) -> Plan:
         why="; ".join((_why(env, route), *route.refusals)),
         copies=_copies(env, route),
         seeding=_seeding(env),
-        noise=_NOISE.get(kind, f"{kind} noise, drawn ahead for a whole rollout from the state's key by Philox"),
+        noise=_NOISE.get(kind, f"{kind} noise, a function of the state's key, the lane and the step, {drawn}"),
         forking=_forking(env),
         caution=avoid_faulty_fusions() if "jax" in (env.backend, route.policy.backend) else "",
     )

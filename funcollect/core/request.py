@@ -100,9 +100,9 @@ def check_state_kind(policy_state: Any, wanted: type) -> None:
 def open_actor(env: Env, policy: Policy, state: CollectorState, request: Request, observation: Any) -> Actor:
     """Return the policy bound to this rollout, its noise drawn ahead; it reads the same `observation` at each step."""
     spec = env.action_spec
-    first_lane, steps = state.first_lane, state.steps_made
+    lanes, steps = state.lane_ids, state.steps_made
     noise = policy.noise(spec)
-    drawn = None if noise is None else draw_ahead(noise, state.key, first_lane, state.num_lanes, steps, request.length)
+    drawn = None if noise is None else draw_ahead(noise, state.key, lanes, steps, request.length)
     initial_state = policy.init(state.key, state.num_lanes)
     check_state_kind(state.policy_state, type(initial_state))
     actor_inputs = ActorInputs(
@@ -120,7 +120,7 @@ def open_actor(env: Env, policy: Policy, state: CollectorState, request: Request
     actor = policy.actor(actor_inputs)
     random_left = min(request.random_steps - steps, request.length)
     if random_left > 0:
-        actor = RandomStart(actor, actor_inputs, state.key, first_lane, steps, random_left)
+        actor = RandomStart(actor, actor_inputs, state.key, lanes, steps, random_left)
     fresh = state.step == 0
     if bool(fresh.any()):
         actor.restart(fresh.nonzero()[:, 0].tolist())

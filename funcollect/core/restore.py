@@ -37,13 +37,13 @@ def reseed(env: Env, policy: Policy, state: CollectorState, seed: int) -> Collec
     counts = {**_counts(state), "key": torch.from_numpy(key.astype(np.int64))}
     if not state.steps_made:
         counts["episode"] = torch.full((state.num_lanes,), -1)
-    policy_state = policy_start(policy, key, state.num_lanes, state.first_lane)
+    policy_state = policy_start(policy, key, state.num_lanes, int(state.lane_ids[0]))
     return _restarted(env, state.replace(policy_state=policy_state), counts)
 
 
 def go_on(env: Env, policy: Policy, state: CollectorState, *, steps: int, episode: int) -> CollectorState:
     """Begin new episodes as if all lanes had made so many steps and had begun the episodes up to this number."""
-    policy_state = policy_start(policy, state.key, state.num_lanes, state.first_lane, steps)
+    policy_state = policy_start(policy, state.key, state.num_lanes, int(state.lane_ids[0]), steps)
     counts = {**_counts(state), "steps": steps, "episode": torch.full((state.num_lanes,), episode)}
     return _restarted(env, state.replace(policy_state=policy_state), counts)
 

@@ -101,10 +101,11 @@ class CollectorState(Generic[Array]):
         return seed_of(np.asarray(self.key))
 
     @property
-    def first_lane(self) -> int:
-        """The id of the first lane, read without running a JAX program."""
+    def lane_ids(self) -> npt.NDArray[np.int64]:
+        """[P], `lane` in NumPy, read without running a JAX program."""
         lanes: Any = self.lane
-        return int(lanes.tolist()[0])
+        on_host = lanes.cpu().numpy() if isinstance(lanes, Tensor) else np.asarray(lanes)
+        return on_host.astype(np.int64, copy=False)
 
     @property
     def num_lanes(self) -> int:
@@ -213,7 +214,7 @@ def policy_start(policy: Policy, key: Key, num_envs: int, first_lane: int, steps
         return without_weak_types(policy_state)
     if not isinstance(policy_state, TorchPolicyState) or first_lane == steps == 0:
         return policy_state
-    return policy_state._replace(generator=generator_state(fold(key, Purpose.GENERATOR, first_lane, steps)))
+    return policy_state._replace(generator=generator_state(seed_of(fold(key, Purpose.GENERATOR, first_lane, steps))))
 
 
 LEAVES = tuple(field.name for field in fields(CollectorState) if field.name not in _STATIC)

@@ -118,10 +118,10 @@ class Categorical(_Discrete):
         (logits,) = parameters
         perturbed = logits if noise is None else logits + noise  # the Gumbel-max trick
         if spec.plain:
-            return perturbed.argmax(-1)
+            return xp.argmax(perturbed)
         if len(spec.categories) == 1:
-            return encode_choices(xp, [perturbed.argmax(-1)], spec)
-        return encode_choices(xp, [part.argmax(-1) for part in self._split(perturbed, spec)], spec)
+            return encode_choices(xp, [xp.argmax(perturbed)], spec)
+        return encode_choices(xp, [xp.argmax(part) for part in self._split(perturbed, spec)], spec)
 
     def log_prob(self, xp: Any, parameters: Parameters, action: Any, noise: Any, spec: ActionSpec) -> Any:
         if spec.plain:

@@ -27,10 +27,12 @@ def _log_categorical(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return chosen.reshape(index.shape)
 
 
-_SHARED = ("tanh", "log", "log1p", "exp", "where")  # functions that Torch and JAX have under the same names
+# Functions that Torch and JAX have under the same names.
+_SHARED = ("tanh", "log", "log1p", "exp", "where", "minimum", "maximum", "full")
 
 TORCH = SimpleNamespace(
     **{name: getattr(torch, name) for name in _SHARED},
+    argmax=lambda x: x.argmax(-1),
     log_categorical=_log_categorical,  # the log-probability of each index [...] under logits [..., n]
     softplus=torch.nn.functional.softplus,
     stack=lambda parts: torch.stack(parts, -1),
@@ -39,7 +41,10 @@ TORCH = SimpleNamespace(
     broadcast=torch.broadcast_tensors,
     clip=torch.clamp,
     floor_int=lambda x: x.to(torch.int64),
+    as_float=lambda x: x.float(),
+    ndtri=lambda x: torch.special.ndtri(x.double()).float(),
     constant=lambda value, like: torch.as_tensor(value, device=like.device),
+    integer="int64",
 )
 
 
@@ -49,11 +54,17 @@ def jax_numerics() -> Any:
     import jax
     import jax.numpy as jnp
 
+    def argmax(x: Any) -> Any:
+        """In two steps: XLA computes `x` within a single one, a number at a time, which takes ten times as long."""
+        below = x < x.max(-1, keepdims=True)
+        return jnp.where(below, x.shape[-1], jnp.arange(x.shape[-1], dtype=jnp.int32)).min(-1)
+
     def log_categorical(logits: Any, index: Any) -> Any:
         return jnp.take_along_axis(jax.nn.log_softmax(logits), index[..., None], -1)[..., 0]
 
     return SimpleNamespace(
         **{name: getattr(jnp, name) for name in _SHARED},
+        argmax=argmax,
         log_categorical=log_categorical,
         softplus=jax.nn.softplus,
         stack=lambda parts: jnp.stack(parts, -1),
@@ -62,7 +73,10 @@ def jax_numerics() -> Any:
         broadcast=jnp.broadcast_arrays,
         clip=jnp.clip,
         floor_int=lambda x: x.astype(jnp.int32),
+        as_float=lambda x: x.astype(jnp.float32),
+        ndtri=jax.scipy.special.ndtri,
         constant=lambda value, like: jnp.asarray(value),
+        integer="int32",
     )
 
 

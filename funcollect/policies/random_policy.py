@@ -13,7 +13,7 @@ from gymnasium import spaces
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.keys import Key, Noise, Purpose, normals, random_words, uniforms
+from funcollect.keys import Key, Noise, Purpose, draw_ahead
 from funcollect.policies.base import PolicyBase
 from funcollect.policies.numerics import TORCH, encode_choices
 from funcollect.protocols import Actor, ActorInputs, Columns, Env, Exploration, is_env
@@ -53,8 +53,7 @@ class RandomPolicy(PolicyBase):
 
     @override
     def noise(self, spec: ActionSpec, /) -> Noise | None:
-        """One uniform number per choice or component."""
-        return Noise(kind="uniform", shape=_draw_shape(spec))
+        return random_noise(spec)
 
     @override
     def prepare(self, params: Any, /) -> None:
@@ -108,13 +107,10 @@ class RandomActor(Actor):
 class RandomStart:
     """Another actor with its first `count` actions replaced by random ones. It is still called, for its outputs."""
 
-    def __init__(self, actor: Actor, inputs: ActorInputs, key: Key, lane: int, start: int, count: int) -> None:
+    def __init__(self, actor: Actor, inputs: ActorInputs, key: Key, lanes: Any, start: int, count: int) -> None:
         self._actor = actor
         self._count = count
-        shape = _draw_shape(inputs.spec)
-        width = inputs.num_envs * math.prod(shape)
-        drawn = uniforms(random_words(key, Purpose.RANDOM_ACTION, lane, start, count, width))
-        noise = torch.from_numpy(drawn.reshape(count, inputs.num_envs, *shape))
+        noise = draw_ahead(random_noise(inputs.spec), key, lanes, start, count, Purpose.RANDOM_ACTION)
         self._random = RandomActor(replace(inputs, noise=noise))
         self.running = actor.running
         self.restart = actor.restart
@@ -143,58 +139,79 @@ def action_mask(observation: Any, spec: ActionSpec) -> Any:
     return mask if getattr(mask, "shape", ())[1:] == (int(spec.space.n),) else None
 
 
-def _draw_shape(spec: ActionSpec) -> tuple[int, ...]:
-    return (len(spec.categories),) if spec.categories else tuple(spec.space.shape or ())
-
-
 def _draw(spec: ActionSpec, uniform: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
-    """Actions [..., *spec.shape] from uniform numbers, one per component, and their log-probabilities [...]."""
-    if spec.categories:
-        return _draw_choices(spec, uniform, mask)
-    lead = uniform.shape[: uniform.ndim - len(spec.shape)]
-    if isinstance(spec.space, spaces.MultiBinary):
-        return (uniform < 0.5).to(spec.dtype), torch.full(lead, -math.prod(spec.shape) * math.log(2))
-    space: Any = spec.space
-    drawn, low, high = uniform.numpy(), space.low.astype(np.float64), space.high.astype(np.float64)
-    width = high - low
-    if space.dtype.kind != "f":
-        width += 1
-        action = np.floor(low + drawn * width).clip(low, high)
-    elif space.is_bounded():
-        action = low + drawn * width
-    else:
-        action, density = draw_box(np, space, drawn.astype(np.float64), normals(drawn))
-        return torch.from_numpy(action.astype(space.dtype)), torch.from_numpy(density.reshape(*lead, -1).sum(-1))
-    return torch.from_numpy(action.astype(space.dtype)), torch.full(lead, -float(np.log(width).sum()))
-
-
-def _draw_choices(spec: ActionSpec, uniform: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
-    """Discrete actions among those that `mask` [P, n] allows, and their log-probabilities."""
-    counts = torch.tensor(spec.categories)
-    if mask is None:
-        chosen = torch.minimum((uniform.double() * counts).long(), counts - 1).unbind(-1)
-        log_prob = torch.full(uniform.shape[:-1], -sum(map(math.log, spec.categories)))
-    else:
-        allowed = torch.as_tensor(mask).bool()
-        rank = (uniform[..., 0].double() * allowed.sum(-1)).long()
-        chosen = ((allowed.cumsum(-1) > rank[..., None]).long().argmax(-1),)
-        log_prob = -allowed.sum(-1).float().log()
-    action: Tensor = encode_choices(TORCH, chosen, spec)
+    action, log_prob = draw_actions(TORCH, spec, uniform, mask)
     return action.to(spec.dtype), log_prob
 
 
-def draw_box(xp: Any, space: Any, uniform: Any, normal: Any) -> tuple[Any, Any]:
+def random_noise(spec: ActionSpec) -> Noise:
+    """One uniform number per choice or component."""
+    return Noise(kind="uniform", shape=(len(spec.categories),) if spec.categories else tuple(spec.space.shape or ()))
+
+
+def draw_actions(xp: Any, spec: ActionSpec, uniform: Any, mask: Any) -> tuple[Any, Any]:
+    """Actions [..., *spec.shape] from the numbers that `random_noise` describes, and their log-probabilities [...].
+
+    `xp` has the functions of `funcollect.policies.numerics`, for Torch or for JAX.
+    """
+    if spec.categories:
+        return _choices(xp, spec, uniform, mask)
+    shape = uniform.shape[: uniform.ndim - len(spec.shape)]
+    if isinstance(spec.space, spaces.MultiBinary):
+        return xp.floor_int(2 * uniform), xp.full(shape, -math.prod(spec.shape) * math.log(2))
+    space: Any = spec.space
+    if space.dtype.kind != "f":
+        return _integers(xp, space, uniform, shape)
+    action, density = _components(xp, space, uniform)
+    return action, density.reshape(*shape, -1).sum(-1)
+
+
+def _choices(xp: Any, spec: ActionSpec, uniform: Any, mask: Any) -> tuple[Any, Any]:
+    if mask is None:
+        counts = xp.constant(np.array(spec.categories, np.float32), uniform)
+        chosen = xp.minimum(xp.floor_int(uniform * counts), xp.floor_int(counts) - 1)
+        log_prob = xp.full(uniform.shape[:-1], -sum(map(math.log, spec.categories)))
+        return encode_choices(xp, [chosen[..., each] for each in range(len(spec.categories))], spec), log_prob
+    allowed = xp.floor_int(xp.constant(mask, uniform) != 0)
+    number = allowed.sum(-1)
+    rank = xp.minimum(xp.floor_int(uniform[..., 0] * xp.as_float(number)), number - 1)
+    chosen = xp.floor_int(allowed.cumsum(-1) > rank[..., None]).argmax(-1)
+    return encode_choices(xp, [chosen], spec), -xp.log(xp.as_float(number))
+
+
+def _integers(xp: Any, space: Any, uniform: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Both bounds are among the choices. JAX draws from the lower part of a range that 32 bits do not hold."""
+    limits = np.iinfo(xp.integer)
+    low = np.clip(space.low.astype(np.int64), limits.min, limits.max - 1)
+    most = np.clip(space.high.astype(np.int64), low, limits.max - 1) - low
+    counts = xp.constant((most + 1.0).astype(np.float32), uniform)
+    offset = xp.minimum(xp.floor_int(uniform * counts), xp.constant(most.astype(xp.integer), uniform))
+    action = xp.constant(low.astype(xp.integer), uniform) + offset
+    return action, xp.full(shape, -float(np.log(most + 1.0).sum()))
+
+
+def _components(xp: Any, space: Any, uniform: Any) -> tuple[Any, Any]:
     """Components of a floating Box and their log-densities, each like `uniform`.
 
-    Bounded components are uniform; others normal, or exponential from the side that is bounded. `xp` is NumPy or
-    `jax.numpy`.
+    Bounded components are uniform; others normal, or exponential from the side that is bounded.
     """
-    low, high = space.low.astype(uniform.dtype), space.high.astype(uniform.dtype)
-    below, above = np.isfinite(low), np.isfinite(high)
-    width = np.where(below & above, high - np.where(above, low, 0), 1)
-    inside = np.where(below & above, low, 0) + uniform * width
-    tail = -xp.log(uniform)
-    unbounded = xp.where(below, low + tail, xp.where(above, high - tail, normal))
-    one_sided = xp.where(below | above, -tail, -0.5 * normal**2 - 0.5 * math.log(2 * math.pi))
-    action = xp.where(below & above, inside, unbounded)
-    return action, xp.where(below & above, -np.log(width), one_sided)
+    below, above = np.isfinite(space.low), np.isfinite(space.high)
+    width = np.where(below & above, space.high.astype(np.float64) - space.low, 1)
+    has_low, has_high, bounded, low, high, density = (
+        xp.constant(each, uniform)
+        for each in (
+            below,
+            above,
+            below & above,
+            np.where(below, space.low, 0).astype(np.float32),
+            np.where(above, space.high, 0).astype(np.float32),
+            -np.log(width).astype(np.float32),
+        )
+    )
+    inside = xp.minimum(xp.maximum(low * (1 - uniform) + high * uniform, low), high)
+    if (below & above).all():
+        return inside, xp.broadcast(density, inside)[0]
+    tail, normal = -xp.log(uniform), xp.ndtri(uniform)
+    unbounded = xp.where(has_low, low + tail, xp.where(has_high, high - tail, normal))
+    one_sided = xp.where(has_low | has_high, -tail, -0.5 * normal**2 - 0.5 * math.log(2 * math.pi))
+    return xp.where(bounded, inside, unbounded), xp.where(bounded, density, one_sided)

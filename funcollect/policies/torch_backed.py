@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from typing_extensions import override
 
-from funcollect.keys import Key, Noise, Purpose, fold, generator_state
+from funcollect.keys import Key, Noise, Purpose, fold, generator_state, seed_of
 from funcollect.messages import shown
 from funcollect.policies.base import PolicyBase
 from funcollect.policies.heads import Head
@@ -194,7 +194,7 @@ class TorchBacked(PolicyBase):
     def init(self, key: Key, num_envs: int, /) -> TorchPolicyState:
         """The initial recurrent state for each lane, and a generator seeded from the key."""
         recurrent = lanes_of(self.initial_state, num_envs, self.device)
-        return TorchPolicyState(recurrent, generator_state(fold(key, Purpose.GENERATOR)))
+        return TorchPolicyState(recurrent, generator_state(seed_of(fold(key, Purpose.GENERATOR))))
 
     def initial_carry(self, observation: Any) -> Any:
         """The state that a loop of JAX carries, in one environment at the start of an episode, or None."""

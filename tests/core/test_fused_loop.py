@@ -317,7 +317,7 @@ def test_evaluate_and_explain():
     assert torch.equal(stats.returns, again.returns)
     plan = fc.explain(env, policy)
     assert plan.loop == "fused"
-    assert "JAX's own generator" in plan.noise
+    assert "drawn inside the loop" in plan.noise
     assert "DLPack" in plan.copies
     assert "values" in plan.forking
     assert "seed of its own" in plan.seeding

@@ -5,7 +5,7 @@ import sys
 from tests.support.running import ROOT
 
 
-def test_a_mesh_equals_its_parts_one_after_another():
+def test_lanes_over_a_mesh_equal_the_same_lanes_on_one_device():
     """In a process of its own: the number of devices is fixed before JAX starts."""
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-W", "error", "-m", "tests.support.mesh_run"]

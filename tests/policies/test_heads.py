@@ -59,7 +59,7 @@ def act(
         return action, head.log_prob(backend.xp, parameters, action, noise, spec)
 
     described = None if mode else head.noise(spec)
-    noise = None if described is None else draw_ahead(described, key_from_seed(3), 0, rows, 0, 1)[0]
+    noise = None if described is None else draw_ahead(described, key_from_seed(3), np.arange(rows), 0, 1)[0]
     wide = tuple(map(widen, answer)) if isinstance(answer, tuple) else widen(answer)
     drawn = backend.compile(step)(wide, None if noise is None else backend.array(noise))
     return SampleIndices(*(None if part is None else torch.from_numpy(np.asarray(part).copy()) for part in drawn))

@@ -52,7 +52,7 @@ def test_a_call_answers_as_a_step_does(name: str, way: fc.ExplorationType) -> No
     policy = SHIPPED[name](env)
     state = fc.init(env, policy, seed=4)
     wanted = policy.noise(env.action_spec)
-    noise = None if wanted is None else draw_ahead(wanted, state.key, 0, LANES, 0, 1)[0]
+    noise = None if wanted is None else draw_ahead(wanted, state.key, np.arange(LANES), 0, 1)[0]
     observation: Any = assemble(env.observation_space, state.observation)
     if policy.backend == "jax":
         observation, noise = observation.numpy(), None if noise is None else noise.numpy()

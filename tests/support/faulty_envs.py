@@ -298,7 +298,7 @@ class MovesInPlace(TorchWalk):
 class ChangesItsDtype(TorchWalk):
     def observe(self, place: Any) -> Any:
         seen = super().observe(place)
-        return seen.double() if bool((seen.abs() > 0.5).any()) else seen
+        return seen.double() if bool((seen.abs() > 0.12).any()) else seen
 
 
 class LosesItsReward(TorchWalk):

@@ -56,7 +56,7 @@ def counting(num_envs=None, **changes):
 
 
 def folded(key, *words):
-    """A key folded with pairs of words."""
+    """A key hashed with one pair of words after the other."""
     for pair in zip(words[::2], words[1::2], strict=True):
         key = threefry_2x32(tuple(jnp.asarray(key)), jnp.asarray(pair, jnp.uint32))
     return key
@@ -71,10 +71,11 @@ def plain_loop(env, actions, *, seed, lane=0, lanes=1, limit=None, first_step=0)
     """One lane's rows [T, ...] of a batch, by path, given the actions [T, ...] that were taken."""
     start, move = jax.jit(env.reset), jax.jit(env.step)
     episode = step = 0
-    place, observation = start(seeded(seed, Purpose.RESET, 0, lane, episode), env.params)
+    place, observation = start(seeded(seed, 0, Purpose.RESET, 0, lane, 0, episode), env.params)
     rows = []
     for t, action in enumerate(actions):
-        key = seeded(seed, Purpose.DYNAMICS, 0, (first_step + t) >> 32, (first_step + t) & 0xFFFFFFFF, 0, lane)
+        number = first_step + t
+        key = seeded(seed, 0, Purpose.DYNAMICS, 0, lane, number >> 32, number & 0xFFFFFFFF)
         moved = move(key, place, np.asarray(action, np.int32 if action.dtype.kind == "i" else None), env.params)
         truncated = bool(moved.truncated) or step + 1 in (limit, env.max_episode_steps)
         done = bool(moved.terminated) or truncated
@@ -97,7 +98,7 @@ def plain_loop(env, actions, *, seed, lane=0, lanes=1, limit=None, first_step=0)
         place, observation, step = moved.env_state, moved.observation, step + 1
         if done:
             episode, step = episode + 1, 0
-            place, observation = start(seeded(seed, Purpose.RESET, 0, lane, episode), env.params)
+            place, observation = start(seeded(seed, 0, Purpose.RESET, 0, lane, 0, episode), env.params)
     return {path: torch.from_numpy(np.array([row[path] for row in rows])) for path in rows[0]}
 
 

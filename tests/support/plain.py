@@ -14,7 +14,7 @@ def plain_loop(env, *, seed, actions, lane=0, lanes=1, info_keys=(), dtype=np.fl
     """
     key = key_from_seed(seed)
     episode = step = 0
-    observation, _ = env.reset(seed=fold(key, Purpose.RESET, lane, 0) >> 32)
+    observation, _ = env.reset(seed=fold(key, Purpose.RESET, lane, 0)[0])
     rows = []
     for action in actions:
         row = {("done",): [False], ("terminated",): [False], ("truncated",): [False]}
@@ -31,7 +31,7 @@ def plain_loop(env, *, seed, actions, lane=0, lanes=1, info_keys=(), dtype=np.fl
         step += 1
         if terminated or truncated:
             episode, step = episode + 1, 0
-            observation, _ = env.reset(seed=fold(key, Purpose.RESET, lane, episode) >> 32 if reseed else None)
+            observation, _ = env.reset(seed=fold(key, Purpose.RESET, lane, episode)[0] if reseed else None)
     env.close()
     return {path: torch.from_numpy(np.array([row[path] for row in rows])) for path in rows[0]}
 

@@ -51,7 +51,7 @@ def reset(env: TorchEnv, state: CollectorState, lanes: Tensor) -> CollectorState
 
 def _begin(env: TorchEnv, key: Key, lane: Tensor, episode: Tensor, params: Any) -> tuple[Any, dict[Path, Tensor]]:
     """Return state and observation of all lanes at the start of their episodes [P]: a function of the arguments."""
-    begun = env.reset(LaneKeys(key, Purpose.RESET, lane, episode), params)
+    begun = env.reset(LaneKeys.of(key, Purpose.RESET, lane, episode), params)
     if not isinstance(begun, tuple) or len(begun) != 2:
         raise EnvError(
             f"reset of {env} returned {type(begun).__name__}, expected the pair (env_state, observation): return both"
@@ -149,6 +149,7 @@ class _TensorLoop:
         limit = step_limit(env, request)
         self._limit = None if limit is None else TrajectoryLimit(state.step.to(env.device), limit)
         self._steps = state.steps_made
+        self._keys = LaneKeys.of(state.key, Purpose.DYNAMICS, self._lane, 0).keys
         self._finished = (state.terminated | state.truncated).to(env.device)
         self.columns = new_columns(self.root, request)
         self._reward, self._terminated, self._truncated = (self.columns[path] for path in OUTCOME_KEYS)
@@ -170,7 +171,7 @@ class _TensorLoop:
     def step(self, t: int, action: Tensor) -> Tensor | None:
         """Step all lanes; return the mask [P] of those that began another episode, or None."""
         with torch.no_grad():
-            key = LaneKeys(self._state.key, Purpose.DYNAMICS, self._lane, self._steps + t)
+            key = LaneKeys(self._lane, self._keys, self._steps + t)
             answer = self._env.step(key, self.env_state, action, self._state.env_params)
             if t == 0:
                 _check_step(self._env, answer, self._state.num_lanes)

@@ -13,15 +13,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from funcollect.errors import ClosedError, StaleStateError
-from funcollect.keys import Key, Purpose, fold, fold_in
+from funcollect.keys import Key, Purpose, lane_keys
 from funcollect.protocols import HostEnv, Outcome, Simulators
+from funcollect.threefry import hashed_in_numpy
 from funcollect.tree import Path
 
 _LONGEST_LOG = 1 << 20  # steps; a longer episode cannot be forked
+_SEEDS = 64  # of episodes, drawn at once
 
 
 class ActionLog:
@@ -86,8 +89,26 @@ class Simulation:
         self.key = key
         self.episodes = episodes
         self.steps = steps
-        self._streams = [fold(key, Purpose.RESET, lane) for lane in self.lanes]
+        self._seeds: list[tuple[int, list[int]]] = [(0, [])] * len(self.lanes)  # with the episode of the first one
+        self._draw_seeds(slice(None))
         self.seed_again()
+
+    def _draw_seeds(self, lanes: slice) -> None:
+        """Draw the seeds of the next episodes of some lanes, many at once, since NumPy then needs less for each."""
+        keys = lane_keys(self.key, Purpose.RESET, np.array(self.lanes))
+        firsts = [episode + 1 for episode in self.episodes[lanes]]
+        numbers = np.add.outer(np.array(firsts, np.uint32), np.arange(_SEEDS, dtype=np.uint32))
+        pair = keys[0][lanes, None], keys[1][lanes, None]
+        seeds = hashed_in_numpy(pair, np.zeros((), np.uint32), numbers)[0].tolist()
+        self._seeds[lanes] = zip(firsts, seeds, strict=True)
+
+    def _next_seed(self, lane: int) -> int:
+        """The seed of a lane's next episode, the first word of its key."""
+        episode = self.episodes[lane] + 1
+        if not 0 <= episode - self._seeds[lane][0] < _SEEDS:
+            self._draw_seeds(slice(lane, lane + 1))
+        first, seeds = self._seeds[lane]
+        return seeds[episode - first]
 
     def seed_again(self) -> None:
         """Give every lane a seed at its next reset: after a call that did not end, simulators may stand anywhere."""
@@ -100,9 +121,9 @@ class Simulation:
         """
         seeds: list[int | None] = []
         for lane in lanes:
-            self.episodes[lane] = episode = self.episodes[lane] + 1
             seeded = self._each_episode or lane in self._unseeded
-            seeds.append(fold_in(self._streams[lane], episode) >> 32 if seeded else None)
+            seeds.append(self._next_seed(lane) if seeded else None)
+            self.episodes[lane] += 1
         self.simulators.reset(lanes, seeds)
         if self._unseeded:
             self._unseeded.difference_update(lanes)

@@ -8,11 +8,13 @@ from typing import Any
 
 from funcollect.core.request import Request, step_limit
 from funcollect.core.traced_step.checks import check_next_state, check_policy_state, check_starts
-from funcollect.core.traced_step.keys import RunKeys, dynamics_keys, start_keys, step_key
+from funcollect.core.traced_step.keys import RunKeys, dynamics_keys, start_keys
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, reset_lane, step_lane
 from funcollect.interop import words
 from funcollect.interop.jax_setup import import_jax, without_weak_types
+from funcollect.keys import Purpose
 from funcollect.policies.actors.checks import check_apart
+from funcollect.policies.jax_functions.noise import drawing
 from funcollect.policies.jax_functions.program import TracedCall
 from funcollect.policies.jax_functions.traced_policy import match_log_prob, traced_policy, traced_random
 from funcollect.protocols import JaxEnv, Policy, Transition
@@ -95,7 +97,7 @@ def _act(config: StepConfig, params: Any, state: Traced, keys: RunKeys) -> tuple
     initial = config.policy.init(state.key, state.num_lanes)
     check_policy_state(initial, state.policy_state)
     remembered = where_lanes(state.step == 0, initial, state.policy_state)
-    policy_state, outputs = config.answer(params, remembered, observation, step_key(keys.noise, state.steps))
+    policy_state, outputs = config.answer(params, remembered, observation, drawing(keys.of(Purpose.NOISE), state.steps))
     policy_state = varying(state.lane, without_weak_types(policy_state))
     check_next_state(remembered, policy_state)
     if config.random_steps:
@@ -109,8 +111,8 @@ def _random_start(
     """Replace the actions in the first `random_steps` steps. The policy still runs, for its other outputs."""
 
     def randomly() -> dict[str, Any]:
-        key = step_key(keys.random_action, state.steps)
-        action, log_prob = traced_random(config.env.action_spec, key, observation, state.num_lanes)
+        draw = drawing(keys.of(Purpose.RANDOM_ACTION), state.steps)
+        action, log_prob = traced_random(config.env.action_spec, draw, observation)
         drawn = {"action": action.astype(outputs["action"].dtype)}
         if "action_log_prob" in outputs:
             drawn["action_log_prob"] = match_log_prob(log_prob, outputs["action_log_prob"])
@@ -124,8 +126,7 @@ def _random_start(
 def _move(config: StepConfig, state: Traced, action: Any, keys: RunKeys) -> Transition:
     """Step the environment in all lanes, and truncate those that reach the limit."""
     move = import_jax().vmap(partial(step_lane, config.env), (0, 0, 0, None))
-    by_lane = dynamics_keys(keys, state.lane, state.steps)
-    moved: Transition = move(by_lane, state.env_state.current, action, state.env_params)
+    moved: Transition = move(dynamics_keys(keys, state.steps), state.env_state.current, action, state.env_params)
     truncated = moved.truncated
     if config.limit is not None:
         truncated = truncated | (state.step >= min(config.limit, _MOST_STEPS) - 1)
@@ -177,9 +178,7 @@ def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
 def begin(env: JaxEnv, keys: RunKeys, lane: Any, episode: Any, params: Any) -> tuple[Any, Any]:
     """Return state and observation [P, ...] at the start of the episodes: a function of key, lane and episode."""
     which = episode if env.starts == "fresh" else episode * 0
-    env_state, observation = import_jax().vmap(partial(reset_lane, env), (0, None))(
-        start_keys(keys, lane, which), params
-    )
+    env_state, observation = import_jax().vmap(partial(reset_lane, env), (0, None))(start_keys(keys, which), params)
     begun: tuple[Any, Any] = varying(lane, (without_weak_types(env_state), observation))
     return begun
 

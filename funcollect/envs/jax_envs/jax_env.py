@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -126,7 +127,8 @@ def _with_infos(label: str, step: Callable[..., Any], info_keys: tuple[str, ...]
 
 def reset_lane(env: JaxEnv, key: Any, params: Any) -> tuple[Any, Any]:
     """Call the environment's `reset` within a JAX trace; EnvError unless it returns a state and an observation."""
-    begun = env.reset(key, params)
+    with _generator():
+        begun = env.reset(key, params)
     if not isinstance(begun, tuple) or len(begun) != 2:
         raise EnvError(
             f"reset of {env!r} returned {_kind(begun)}, expected the pair (env_state, observation): return both"
@@ -139,7 +141,8 @@ def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -
     jnp = import_jax().numpy
     if env.action_spec.one_hot:
         action = env.action_spec.from_one_hot(action, jnp).astype(jnp.int32)
-    moved = env.step(key, env_state, action, params)
+    with _generator():
+        moved = env.step(key, env_state, action, params)
     if not isinstance(moved, Transition):
         raise EnvError(
             f"step of {env!r} returned {_kind(moved)}, expected a Transition: return "
@@ -150,6 +153,14 @@ def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -
         terminated=jnp.asarray(moved.terminated, bool),
         truncated=jnp.asarray(moved.truncated, bool),
     )
+
+
+@contextlib.contextmanager
+def _generator() -> Iterator[None]:
+    """JAX's default generator while an environment is traced, so that its data do not depend on global settings."""
+    jax = import_jax()
+    with jax.default_prng_impl("threefry2x32"), jax.threefry_partitionable(True):
+        yield
 
 
 def _kind(given: Any) -> str:

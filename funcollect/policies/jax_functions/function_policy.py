@@ -20,6 +20,7 @@ from funcollect.policies.actors.actor import lane_mask, split_answer
 from funcollect.policies.actors.checks import check_action, check_recurrent, finish_columns
 from funcollect.policies.base import PolicyBase, ProtocolActor
 from funcollect.policies.heads import Head
+from funcollect.policies.jax_functions.noise import draw_noise, split_key
 from funcollect.policies.jax_functions.program import PROBE, StepProgram, select_program
 from funcollect.policies.numerics import jax_numerics
 from funcollect.protocols import Actor, ActorInputs, Columns, Exploration
@@ -38,7 +39,8 @@ class FunctionPolicy(PolicyBase):
         self.apply = apply
         self.head = head
         self.initial_state = initial_state
-        self.takes_key = "key" in inspect.signature(apply).parameters
+        named = [name for name in ("key", "keys") if name in inspect.signature(apply).parameters]
+        self.takes_key: Any = named[0] if named else None  # the name of the parameter for the function's own randomness
 
     @override
     def check(self, spec: ActionSpec, /) -> None:
@@ -48,7 +50,7 @@ class FunctionPolicy(PolicyBase):
     @override
     def noise(self, spec: ActionSpec, /) -> Noise | None:
         if self.takes_key:
-            return Noise(kind="key")
+            return Noise(kind=self.takes_key)
         return self.head.noise(spec) if self.head else None
 
     @override
@@ -75,7 +77,8 @@ class FunctionPolicy(PolicyBase):
         """One traced step: the next policy state and the outputs."""
         extra = {}
         if self.takes_key:
-            extra["key"], noise = import_jax().random.split(noise)
+            num_envs = len(import_jax().tree.leaves(observation)[0])
+            extra[self.takes_key], draw = split_key(noise, num_envs)
         inputs = (observation,) if policy_state is None else (observation, policy_state)
         answer = self.apply(params, *inputs, **extra)
         if policy_state is not None:
@@ -88,7 +91,8 @@ class FunctionPolicy(PolicyBase):
         xp = jax_numerics()
         parameters = self.head.parse(xp, inner, spec)
         if self.takes_key:
-            noise = jax_noise(self.head.noise(spec), noise, parameters[0].shape[0])
+            wanted = self.head.noise(spec)
+            noise = None if wanted is None else draw_noise(wanted, draw)
         noise = noise if stochastic else None
         action = self.head.sample(xp, parameters, noise, spec)
         log_prob = self.head.log_prob(xp, parameters, action, noise, spec)
@@ -116,11 +120,6 @@ class FunctionPolicy(PolicyBase):
         columns = finish_columns(columns, spec, chosen=self.head is not None, ties=self.ties)
         columns.pop((PROBE,), None)
         return columns
-
-
-def jax_noise(noise: Noise | None, key: Any, num_envs: int) -> Any:
-    """A head's noise drawn in JAX: [P, *shape] float32."""
-    return None if noise is None else getattr(import_jax().random, noise.kind)(key, (num_envs, *noise.shape))
 
 
 class JaxActor(Actor):

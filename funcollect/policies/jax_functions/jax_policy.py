@@ -25,8 +25,9 @@ def jax_policy(
 
     Args:
         apply: called under `jit` as ``apply(params, observation)`` with the batch dimension; `observation` is an array
-            [P, ...], a dict of them for a Dict space, a tuple for a Tuple space. If it has a parameter `key`, it also
-            gets a fresh ``uint32[2]`` key by that name. It returns what a Torch module does (see `torch_policy`).
+            [P, ...], a dict of them for a Dict space, a tuple for a Tuple space. If it has a parameter `keys`, it also
+            gets fresh keys, ``uint32[P, 2]``, each a function of its lane and step. By the name `key` it gets the first
+            lane's, ``uint32[2]``. It returns what a Torch module does (see `torch_policy`).
         params: a pytree of arrays.
         head: one of `funcollect.heads`.
         initial_state: makes the policy recurrent: the state of one environment at the start of an episode, a pytree

@@ -21,7 +21,7 @@ from funcollect.policies.actors.checks import check_action, check_rows
 from funcollect.protocols import ActorInputs
 
 Words = npt.NDArray[np.int32]
-TracedCall = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]  # params, state, observation, noise or key
+TracedCall = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]  # params, state, observation, noise or draw
 
 PROBE = "what the head reads"  # NaN if the inputs of a head are, for heads without a log-probability
 

@@ -22,7 +22,7 @@ from funcollect.testing.report import NotApplicableError, fail
 from funcollect.testing.trial import Trial, by_lane, freed
 from funcollect.tree import NAMESPACE
 
-_FEW = 20  # steps that are compared in a Torch environment; after more, rounding errors may have grown
+_FEW = 20  # steps that are compared outside simulators; after more, rounding errors may have grown
 
 
 class OverwritingPolicy(PolicyBase):
@@ -49,31 +49,15 @@ class OverwritingPolicy(PolicyBase):
         return None, outputs
 
 
-class Replay(PolicyBase):
-    """Returns the given actions [T, P, ...], one [P, ...] per call, so it can be used for one run only."""
-
-    backend: Literal["torch"] = "torch"
-    params = None
-
-    def __init__(self, actions: Tensor) -> None:
-        self._actions = iter(actions)
-
-    @override
-    def __call__(self, *_: Any) -> tuple[None, Mapping[str, Any]]:
-        return None, {"action": next(self._actions)}
-
-
 def lanes_alone(trial: Trial) -> None:
     """Each lane of a batch gives the same data as the same lane alone."""
     if trial.lanes < 2 or seeding_of(trial.env) != "episode":
         raise NotApplicableError("there is one lane" if trial.lanes < 2 else f"seeding is {seeding_of(trial.env)!r}")
     if trial.single is None:
         raise NotApplicableError("pass an id, or single=: the same environment with num_envs=1")
-    _require_eager_loop(trial)
-    host = trial.env.backend == "host"
+    host, policy = trial.env.backend == "host", RandomPolicy(trial.single.action_spec)
     length = trial.steps if host else min(trial.steps, _FEW)
     for lane in range(trial.lanes):
-        policy = Replay(trial.batch["action"][lane, :length].unsqueeze(1))
         first = api.init_lanes(trial.single, policy, seed=trial.seed, first_lane=lane, total_lanes=trial.lanes)
         with freed(first) as state:
             alone = by_lane(trial.single, api.rollout(trial.single, policy, state, length)[1])

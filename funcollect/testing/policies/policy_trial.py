@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -100,7 +101,7 @@ class PolicyTrial(Trial):
         wanted = self.policy.noise(self.env.action_spec)
         if wanted is None:
             return None
-        drawn = draw_ahead(wanted, key if wanted.kind == "key" else noise_key, 0, self.count, 0, 1)
+        drawn = draw_ahead(wanted, key if wanted.kind == "key" else noise_key, np.arange(self.count), 0, 1)
         if order is not None and wanted.kind != "key":
             drawn = drawn[:, order]
         return drawn.expand(steps, *drawn.shape[1:]).clone()

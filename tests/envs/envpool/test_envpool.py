@@ -31,7 +31,7 @@ def make(name: str, num_envs: int | None = 3, **kwargs: Any) -> Any:
 
 
 def seeds(seed: int, lanes: int) -> list[int]:
-    return [(fold(key_from_seed(seed), Purpose.RESET, lane, 0) >> 32) % 2**31 for lane in range(lanes)]
+    return [fold(key_from_seed(seed), Purpose.RESET, lane, 0)[0] % 2**31 for lane in range(lanes)]
 
 
 def flat(observation: Any) -> dict[str, Any]:

@@ -37,11 +37,11 @@ class RawLane:
 
     def begin(self):
         self.episode, self.elapsed = self.episode + 1, 0
-        key = folded(self.key, Purpose.RESET, 0, self.lane, self.episode)
+        key = folded(self.key, 0, Purpose.RESET, 0, self.lane, 0, self.episode)
         self.state, self.observation = self.start(key)
 
     def move(self, t, action):
-        key = folded(self.key, Purpose.DYNAMICS, 0, 0, t, 0, self.lane)
+        key = folded(self.key, 0, Purpose.DYNAMICS, 0, self.lane, 0, t)
         self.elapsed += 1
         self.state, self.observation, reward, terminated, truncated = self.step(key, self.state, action)
         return reward, bool(terminated), bool(truncated) or self.elapsed == self.suite.limit
@@ -68,7 +68,7 @@ FEW = [name for name in SUITES if name not in SHARED]
 def test_a_rollout_is_the_raw_suites_own(name):
     suite, policy = suite_and_policy(name)
     start, step = (jax.jit(each, compiler_options=COMPILED_QUICKLY) for each in (suite.start, suite.step))
-    state = fc.init(suite.env, policy, seed=5)
+    state = fc.init(suite.env, policy, seed=7)
     raws = [RawLane(suite, start, step, jnp.asarray(state.key), lane) for lane in range(LANES)]
     seen = {"terminated": 0, "truncated": 0}
     for t in range(scaled(80)):

@@ -23,7 +23,7 @@ both = pytest.mark.parametrize(("name", "make"), BOTH, ids=[name for name, _ in 
 
 
 def keys(lanes: list[int], episodes: list[int], seed: int = 0) -> LaneKeys:
-    return LaneKeys(key_from_seed(seed), Purpose.RESET, torch.tensor(lanes), torch.tensor(episodes))
+    return LaneKeys.of(key_from_seed(seed), Purpose.RESET, torch.tensor(lanes), torch.tensor(episodes))
 
 
 def start(env: TorchEnvBase, lanes: int = LANES, seed: int = 0, episode: int = 0) -> Tensor:

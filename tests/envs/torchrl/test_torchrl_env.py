@@ -74,7 +74,7 @@ ENVS = {
 
 def own_loop(env, seed, actions):
     """TorchRL's loop: every step's TensorDict, stacked over time, the last batch dimension."""
-    first = fold(key_from_seed(seed), Purpose.RESET, 0, 0) >> 32
+    first = fold(key_from_seed(seed), Purpose.RESET, 0, 0)[0]
     with torch.random.fork_rng():
         torch.manual_seed(first)
         env.set_seed(first)

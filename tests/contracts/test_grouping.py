@@ -1,0 +1,123 @@
+"""The same lanes draw the same starts, noise and random actions, however they are divided among collectors."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+import funcollect as fc
+from tests.support.compare import assert_same, leaves
+from tests.support.running import FORKS_OF_RAY, SCALE, in_soak
+from tests.support.workers import ray_collector
+
+LANES = 8
+STEPS = 40
+JAX_ENV = "gymnax/CartPole-v1"
+ENVS = ["CartPole-v1", "torch/CartPole-v1", JAX_ENV]
+POLICIES = ["random", "torch", "jax", "keys"]
+EVERY = [*itertools.product(ENVS, POLICIES)]
+# Each worker compiles a loop of its own over a JAX environment, so that `make test` has few of these.
+FEW = [(name, kind) for name, kind in EVERY if name != JAX_ENV or kind == "jax"]
+
+
+class Elementwise(nn.Module):
+    """Logits whose bits do not depend on the number of lanes: without a product of matrices."""
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return torch.stack([observation[..., 2] * 3, observation[..., 3]], -1)
+
+
+def policy_of(kind: str, env: Any) -> Any:
+    if kind == "random":
+        return fc.random_policy(env)
+    if kind == "network":
+        torch.manual_seed(0)
+        return fc.torch_policy(nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 2)), head=fc.heads.tanh_normal)
+    if kind == "torch":
+        return fc.torch_policy(Elementwise(), head=fc.heads.categorical)
+    import jax
+    import jax.numpy as jnp
+
+    if kind == "keys":
+        chosen = jax.vmap(lambda key: jax.random.randint(key, (), 0, 2))
+        return fc.jax_policy(lambda params, observation, keys: chosen(keys), jnp.zeros(()))
+
+    def logits(params: Any, observation: Any) -> Any:
+        return jnp.stack([observation[..., 2] * params, observation[..., 3]], -1)
+
+    return fc.jax_policy(logits, jnp.float32(3), head=fc.heads.categorical)
+
+
+RUN: dict[str, Any] = {
+    "frames_per_batch": LANES * STEPS,
+    "total_frames": -1,
+    "seed": 5,
+    "init_random_frames": LANES * 4,
+}
+
+
+def by_lane(batches: list[TensorDictBase]) -> TensorDictBase:
+    """The rows [LANES, STEPS] of batches [..., P, STEPS], in the order of their lanes."""
+    rows = torch.cat([batch.flatten(0, -2).clone() for batch in batches])
+    return rows[rows["collector", "lane"][:, 0].argsort()]
+
+
+def over_workers(name: str, kind: str, workers: int, **kwargs: Any) -> TensorDictBase:
+    lanes = LANES // workers
+    policy = policy_of(kind, fc.make_env(name, num_envs=lanes))
+    made = {"create_env_fn": [name] * workers, "create_env_kwargs": {"num_envs": lanes}, "cat_results": 0}
+    with fc.MultiSyncDataCollector(policy=policy, **made, **RUN, **kwargs) as collector:
+        return by_lane([next(collector)])
+
+
+def in_shards(name: str, kind: str, count: int) -> TensorDictBase:
+    lanes = LANES // count
+    policy = policy_of(kind, fc.make_env(name, num_envs=lanes))
+    part: dict[str, Any] = {"create_env_kwargs": {"num_envs": lanes}}
+    part |= {key: value if key in ("seed", "total_frames") else value // count for key, value in RUN.items()}
+    batches = []
+    for index in range(count):
+        with fc.SyncDataCollector(name, policy, shard=fc.Shard(index, count), **part) as collector:
+            batches.append(next(collector))
+    return by_lane(batches)
+
+
+@pytest.mark.parametrize(("name", "kind"), FEW if SCALE == 1 else EVERY)
+def test_lanes_draw_the_same_in_one_worker_and_in_eight(name: str, kind: str) -> None:
+    whole = over_workers(name, kind, 1, in_process=True)
+    for workers in (2,) if name == JAX_ENV and SCALE == 1 else (2, 4, 8):
+        assert_same(whole, over_workers(name, kind, workers, in_process=True))
+    assert_same(whole, in_shards(name, kind, 2))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("CartPole-v1", "torch"), *in_soak(EVERY)])
+def test_lanes_draw_the_same_over_processes(name: str, kind: str) -> None:
+    whole = over_workers(name, kind, 1, in_process=True)
+    for workers in (2, 4) if SCALE == 1 else (1, 2, 4, 8):
+        assert_same(whole, over_workers(name, kind, workers))
+
+
+@FORKS_OF_RAY
+@pytest.mark.parametrize(("name", "kind"), [("CartPole-v1", "jax"), *in_soak(EVERY)])
+def test_lanes_draw_the_same_over_ray(ray_cluster: Any, name: str, kind: str) -> None:
+    """Also where each actor has two workers of its own."""
+    whole = over_workers(name, kind, 1, in_process=True)
+    nested = {"collector_class": fc.MultiSyncDataCollector, "num_workers_per_collector": 2}
+    for lanes, kwargs in ((4, {}), (2, nested)):
+        policy = policy_of(kind, fc.make_env(name, num_envs=lanes))
+        made = {"create_env_kwargs": {"num_envs": lanes}, "num_collectors": 2, "sync": True}
+        with ray_collector(name, policy, **made, **RUN, **kwargs) as collector:
+            assert_same(whole, by_lane([next(collector)]))
+
+
+@pytest.mark.parametrize("name", ["Pendulum-v1", "torch/Pendulum-v1", *in_soak(["gymnax/Pendulum-v1"])])
+def test_networks_agree_to_rounding(name: str) -> None:
+    whole = leaves(over_workers(name, "network", 1, in_process=True))
+    for workers in (2, 8):
+        for path, leaf in leaves(over_workers(name, "network", workers, in_process=True)).items():
+            torch.testing.assert_close(leaf, whole[path], rtol=1e-3, atol=1e-3, msg=f"{path}, {workers} workers")

@@ -1,0 +1,171 @@
+"""Every path takes the decisions that one path recorded, from the same observations, hidden states, lanes and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import funcollect as fc
+from tests.support.replayed import replay_of
+from tests.support.running import SCALE, in_soak
+
+SEED, LANES, STEPS = 3, 16, 125
+DECISIONS = 500_000 if SCALE > 1 else 2 * LANES * STEPS
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # Inductor
+PATHS = [  # the environment's kind and the policy: its way of running, or "jax"
+    *((kind, way) for kind in ("host", "torch") for way in ("eager", "xla", "inductor", "jax")),
+    *(("jax", way) for way in ("eager", "inductor", "xla", "callback", "jax", "traced")),
+]
+
+
+class Network(nn.Module):
+    """A layer of 32 units, of a convolution if the observation is an image."""
+
+    def __init__(self, shape: tuple[int, ...], outputs: int) -> None:
+        super().__init__()
+        self.is_image = len(shape) > 1
+        if self.is_image:
+            self.first: nn.Module = nn.Conv2d(shape[0], 4, 16, stride=16)
+            width = 4 * (shape[1] // 16) * (shape[2] // 16)
+        else:
+            self.first, width = nn.Linear(shape[0], 32), 32
+        self.second = nn.Linear(width, outputs)
+
+    def forward(self, observation: Tensor) -> Tensor:
+        if self.is_image:
+            observation = observation.float() / 255
+        out: Tensor = self.second(torch.tanh(self.first(observation)).flatten(1))
+        return out
+
+
+class Cell(nn.Module):
+    """A recurrent network: 32 hidden units of the observation and of the hidden state."""
+
+    def __init__(self, size: int, outputs: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(size + 32, 32), nn.Linear(32, outputs)
+
+    def forward(self, observation: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.first(torch.cat([observation, hidden], -1)))
+        return self.second(hidden), hidden
+
+
+def in_jax(module: Network | Cell) -> tuple[Callable[..., Any], Any]:
+    """The same network as a JAX function and its parameters."""
+    params = {name: jnp.asarray(each.detach().numpy()) for name, each in module.named_parameters()}
+
+    def apply_cell(params: Any, observation: Any, hidden: Any) -> Any:
+        joined = jnp.concatenate([observation, hidden], -1)
+        hidden = jnp.tanh(joined @ params["first.weight"].T + params["first.bias"])
+        return hidden @ params["second.weight"].T + params["second.bias"], hidden
+
+    def apply(params: Any, observation: Any) -> Any:
+        if module.is_image:
+            image = observation.astype(jnp.float32) / 255
+            first = jax.lax.conv(image, params["first.weight"], (16, 16), "VALID") + params["first.bias"][:, None, None]
+        else:
+            first = observation @ params["first.weight"].T + params["first.bias"]
+        return jnp.tanh(first).reshape(len(observation), -1) @ params["second.weight"].T + params["second.bias"]
+
+    return (apply_cell if isinstance(module, Cell) else apply), params
+
+
+def network(env: Any, head: Any, recurrent: bool) -> Network | Cell:
+    """A network with random weights, the same at every call, whose outputs differ enough to matter."""
+    actions = env.action_spec.space
+    outputs = int(actions.n) if head is fc.heads.categorical else 2 * actions.shape[0]
+    torch.manual_seed(0)
+    shape = env.observation_space.shape
+    module = Cell(shape[0], outputs) if recurrent else Network(shape, outputs)
+    nn.init.normal_(module.second.weight, std=0.3)
+    return module
+
+
+def policy_of(module: Network | Cell, head: Any, way: str | None = None) -> Any:
+    recurrent = isinstance(module, Cell)
+    if way in ("jax", "traced"):
+        return fc.jax_policy(*in_jax(module), head=head, initial_state=jnp.zeros(32) if recurrent else None)
+    return fc.torch_policy(module, head=head, compile=way, initial_state=torch.zeros(32) if recurrent else None)
+
+
+def taken(path: tuple[str, str], env: Any, module: Network | Cell, head: Any, **options: Any) -> Callable[[Any], Any]:
+    """A function from tables of observations [P, T + 1, ...], one after another, to the actions [P, T] of this path."""
+    kind, way = path
+    policy = policy_of(module, head, way)
+    replay: Any = None
+    state: Any = None
+
+    @jax.jit
+    def traced(params: Any, state: Any) -> Any:
+        return fc.traced.rollout(replay, policy, params, state, STEPS, **options)
+
+    def act(table: np.ndarray) -> Any:
+        nonlocal replay, state
+        if replay is None:
+            replay = replay_of(kind, env, table, SEED)
+            state = fc.init(replay, policy, seed=SEED)
+        state = replay.show(state, table)
+        if way == "traced":
+            state, arrays = traced(policy.params, state)
+            return np.asarray(arrays["action"]).swapaxes(0, 1)
+        state, batch = fc.rollout(replay, policy, state, STEPS, **options)
+        return batch["action"].numpy()
+
+    return act
+
+
+def differences(name: str, head: Any, recurrent: bool = False, **options: Any) -> Any:
+    """Record a run, and compare the actions of every path: for each the differences |a - b| of all decisions.
+
+    The hidden states of a recurrent network follow from the observations, and are carried from rollout to rollout.
+    """
+    small = {"screen_size": 32} if name == "ale/Pong" else {}  # a table of half a million large screens takes long
+    env = fc.make_env(name, num_envs=LANES, **({"max_episode_steps": 10**9} if recurrent else small))
+    module = network(env, head, recurrent)
+    policy = policy_of(module, head)
+    acting = {path: taken(path, env, module, head, **options) for path in PATHS}
+    found: dict[Any, list[np.ndarray]] = {path: [] for path in PATHS}
+    state = fc.init(env, policy, seed=SEED)
+    for _ in range(DECISIONS // (LANES * STEPS)):
+        state, batch = fc.rollout(env, policy, state, STEPS, **options)
+        last = np.asarray(state.observation["observation",])[:, None]
+        table = np.concatenate([batch["observation"].numpy(), last], 1)
+        for path, act in acting.items():
+            apart = np.abs(act(table).astype(np.float64) - batch["action"].numpy())
+            found[path].append(apart.reshape(LANES * STEPS, -1))
+    return {path: np.concatenate(each).max(1) for path, each in found.items()}
+
+
+CATEGORICAL = [("gymnax/CartPole-v1", "random")]
+CATEGORICAL += in_soak([(name, "random") for name in ("CartPole-v1", "ale/Pong")])
+CATEGORICAL += in_soak([(name, "deterministic") for name in ("gymnax/CartPole-v1", "CartPole-v1", "ale/Pong")])
+
+
+@pytest.mark.parametrize(("name", "exploration"), CATEGORICAL)
+def test_categorical_decisions_are_the_same_on_every_path(name: str, exploration: str) -> None:
+    kind = fc.ExplorationType.RANDOM if exploration == "random" else fc.ExplorationType.DETERMINISTIC
+    found = differences(name, fc.heads.categorical, exploration_type=kind)
+    wrong = {path: int((each > 0).sum()) for path, each in found.items()}
+    assert max(wrong.values()) <= 1e-5 * DECISIONS, wrong
+
+
+@pytest.mark.parametrize("exploration", in_soak(["random", "deterministic"]))
+def test_actions_of_a_tanh_normal_head_agree_to_rounding_on_every_path(exploration: str) -> None:
+    kind = fc.ExplorationType.RANDOM if exploration == "random" else fc.ExplorationType.DETERMINISTIC
+    found = differences("HalfCheetah-v5", fc.heads.tanh_normal, exploration_type=kind)
+    largest = {path: float(each.max()) for path, each in found.items()}
+    assert max(largest.values()) < 1e-5, largest
+
+
+def test_recurrent_decisions_are_the_same_on_every_path() -> None:
+    """The table shows an episode without an end, so that what a hidden state rounds differently would add up."""
+    found = differences("Pendulum-v1", fc.heads.tanh_normal, recurrent=True)
+    largest = {path: float(each.max()) for path, each in found.items()}
+    assert max(largest.values()) < 1e-5, largest
