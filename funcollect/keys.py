@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -143,12 +144,21 @@ def normals(uniform: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 
 def draw_ahead(
-    noise: Noise, key: Key, lanes: npt.NDArray[np.int64], start: int, length: int, purpose: Purpose = Purpose.NOISE
+    noise: Noise,
+    key: Key,
+    lanes: npt.NDArray[np.int64],
+    start: int,
+    length: int,
+    purpose: Purpose = Purpose.NOISE,
+    draw: Callable[..., Words] = random_words,
 ) -> Tensor:
-    """The noise of a whole rollout: [length, P, *shape] float32, or uint32 keys [length, P, 2] or [length, 2]."""
+    """The noise of a whole rollout: [length, P, *shape] float32, or uint32 keys [length, P, 2] or [length, 2].
+
+    `draw` draws its words, as `random_words` does.
+    """
     drawing = lanes[:1] if noise.kind == "key" else lanes
     steps = np.arange(start, start + length)[:, None]
-    words = random_words(lane_keys(key, purpose, drawing), steps, noise.words)
+    words = draw(lane_keys(key, purpose, drawing), steps, noise.words)
     if noise.kind == "key":
         return torch.from_numpy(words[:, 0])
     if noise.kind == "keys":

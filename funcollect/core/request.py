@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from funcollect.arguments import check_count, check_flags, check_optional_positive, check_positive
 from funcollect.core.state import CollectorState
-from funcollect.keys import draw_ahead
+from funcollect.keys import draw_ahead, random_words
 from funcollect.policies.random_policy import RandomStart
 from funcollect.protocols import Actor, ActorInputs, Env, Exploration, JaxEnv, Policy, TorchEnv
 from funcollect.specs import ExplorationType
+from funcollect.threefry import Words
 from funcollect.tree import Path
 
 OwnColumns = Mapping[Path, Tensor]
@@ -97,12 +98,22 @@ def check_state_kind(policy_state: Any, wanted: type) -> None:
         )
 
 
-def open_actor(env: Env, policy: Policy, state: CollectorState, request: Request, observation: Any) -> Actor:
-    """Return the policy bound to this rollout, its noise drawn ahead; it reads the same `observation` at each step."""
+def open_actor(
+    env: Env,
+    policy: Policy,
+    state: CollectorState,
+    request: Request,
+    observation: Any,
+    draw: Callable[..., Words] = random_words,
+) -> Actor:
+    """Return the policy bound to this rollout; it reads the same `observation` at each step.
+
+    Its noise is drawn ahead, from words that `draw` draws.
+    """
     spec = env.action_spec
     lanes, steps = state.lane_ids, state.steps_made
     noise = policy.noise(spec)
-    drawn = None if noise is None else draw_ahead(noise, state.key, lanes, steps, request.length)
+    drawn = None if noise is None else draw_ahead(noise, state.key, lanes, steps, request.length, draw=draw)
     initial_state = policy.init(state.key, state.num_lanes)
     check_state_kind(state.policy_state, type(initial_state))
     actor_inputs = ActorInputs(

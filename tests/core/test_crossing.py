@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from funcollect.core.api import run
 from funcollect.core.loops import crossing
 from funcollect.core.request import Request
 from funcollect.envs.jax_envs.gymnax_env import from_gymnax
+from funcollect.keys import Purpose, key_from_seed, lane_keys, random_words
 from tests.support.cases import tensordict_actor, tensordict_module, torch_mlp, torch_normal, torch_recurrent
 from tests.support.compare import assert_same, bits, collect, compilations, leaves
 from tests.support.running import in_soak
@@ -248,3 +250,13 @@ def test_on_a_gpu_cuts_change_nothing():
     policy = fc.torch_policy(network, head=fc.heads.categorical, compile="eager")
     with torch.cuda.stream(torch.cuda.Stream()):
         assert_same(collect(env, policy, 200), collect(env, policy, 1, 2, 7, 190))
+
+
+@pytest.mark.parametrize(("lanes", "length", "width"), [(64, 33, 9), (64, 100, 1), (2000, 2, 2), (3, 4, 5)])
+def test_a_program_draws_the_same_words_as_numpy(lanes, length, width):
+    env = from_gymnax("CartPole-v1", num_envs=2)
+    keys = lane_keys(key_from_seed(5), Purpose.NOISE, np.arange(7, 7 + lanes))
+    for start in (0, 2**32 - 1, 5 * 2**32):
+        steps = np.arange(start, start + length)[:, None]
+        drawn = crossing._draw_words(env, keys, steps, width)
+        np.testing.assert_array_equal(drawn, random_words(keys, steps, width))

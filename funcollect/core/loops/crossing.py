@@ -27,10 +27,14 @@ from funcollect.core.traced_step.step import Row, StepConfig
 from funcollect.interop.bridge import jax_view, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memory import fixed
+from funcollect.keys import random_words
 from funcollect.policies.actors.checks import check_apart
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.protocols import Actor, JaxEnv, Policy
 from funcollect.specs import ActionSpec, assemble
+from funcollect.threefry import hashed_in_jax
+
+_MANY = 1024  # hashes, from which on a call of a program costs less than NumPy
 
 __all__ = ["fork", "init", "recover", "reset", "run"]  # the state is that of the fused loop
 
@@ -38,7 +42,7 @@ __all__ = ["fork", "init", "recover", "reset", "run"]  # the state is that of th
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """Implement `funcollect.rollout`."""
     loop = _CrossingLoop(env, state, request)
-    actor = open_actor(env, policy, _on_host(state), request, loop.observation)
+    actor = open_actor(env, policy, _on_host(state), request, loop.observation, partial(_draw_words, env))
     remembers = policy.remembers(state.policy_state)
     with actor.running():
         for t in range(request.length):
@@ -50,6 +54,27 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
     check_apart(outputs, state.observation)
     columns = {path: torch_view(column)[: request.length] for path, column in loop.columns.items()}
     return after, to_batch(env, cast(columns, dtypes_of(env)), outputs)
+
+
+def _draw_words(env: JaxEnv, keys: Any, numbers: Any, width: int) -> Any:
+    """Return what `random_words` does. Many words are hashed by XLA, which is several times faster than NumPy."""
+    draws, length, cpu = -(-width // 2), len(numbers), import_jax().local_devices(backend="cpu")[0]
+    if length * len(keys[0]) * draws < _MANY:
+        return random_words(keys, numbers, width)
+    hashes = compiled(env, ("hashes", draws), partial(_hashes, draws))
+    steps = np.zeros((bucket(length), 1), np.uint64)
+    steps[:length] = numbers
+    with import_jax().default_device(cpu):
+        words = hashes(keys, (steps & 0xFFFFFFFF).astype(np.uint32), (steps >> 32).astype(np.uint32))
+    return np.asarray(words).reshape(len(steps), len(keys[0]), -1)[:length, :, :width]
+
+
+def _hashes(draws: int, keys: Any, low: Any, high: Any) -> Any:
+    """Hash the steps [T, 1], given as their low and high words: [T, P, draws, 2]."""
+    jnp = import_jax().numpy
+    one = jnp.arange(1, 1 + draws, dtype=jnp.uint32) | high[..., None] << np.uint32(16)
+    pair = keys[0][:, None], keys[1][:, None]
+    return jnp.stack(hashed_in_jax(pair, one, low[..., None]), -1)
 
 
 def _on_host(state: CollectorState) -> CollectorState:
