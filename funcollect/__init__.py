@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.buffers.storages import LazyMemmapStorage as LazyMemmapStorage
     from funcollect.buffers.storages import LazyTensorStorage as LazyTensorStorage
     from funcollect.buffers.storages import ListStorage as ListStorage
+    from funcollect.checkpoint import Checkpoint as Checkpoint
     from funcollect.collectors.multi import MultiAsyncCollector as MultiAsyncCollector
     from funcollect.collectors.multi import MultiaSyncDataCollector as MultiaSyncDataCollector
     from funcollect.collectors.multi import MultiSyncCollector as MultiSyncCollector
@@ -54,6 +55,8 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.core.explain import Plan as Plan
     from funcollect.core.explain import explain as explain
     from funcollect.core.routes import lower_policy as lower_policy
+    from funcollect.core.saving import load as load
+    from funcollect.core.saving import save as save
     from funcollect.core.state import CollectorState as CollectorState
     from funcollect.core.traced_step.batch import deliver as deliver
     from funcollect.envs.registry import make_env as make_env

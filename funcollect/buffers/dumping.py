@@ -2,13 +2,18 @@
 
 Each dump is written to a directory of its own, next to the previous one. It becomes current when a small file that
 names it is renamed, so an interrupted dump leaves the previous one intact. The files contain no code.
+
+Rows of frames are written in the order of the frames, in files that are never changed. A dump links those of an earlier
+one, so that it writes only the frames that are new.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import secrets
 import shutil
+import zipfile
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,56 +23,84 @@ import torch
 
 from funcollect.buffers.ring import RingMemory
 from funcollect.buffers.samplers.uniform import Sampler
+from funcollect.buffers.storages.storage import Dumped
 from funcollect.buffers.trajectory_index.trajectory_index import TrajectoryIndex
+from funcollect.files import read_arrays, sync
 
-_FORMAT = 2
+_FORMAT = 3
 _POINTER, _META, _ARRAYS = "current", "meta.json", "arrays.npz"
 
 
-def dump(root: Path, memory: RingMemory, sampler: Sampler, generator: torch.Generator | None) -> None:
-    """Write all state that determines the next samples, and make this dump the current one of the directory `root`."""
+def dump(
+    root: Path, memory: RingMemory, sampler: Sampler, generator: torch.Generator | None, base: Path | None = None
+) -> None:
+    """Write all state that determines the next samples, and make this dump the current one of the directory `root`.
+
+    Frames that the dump in `root`, or the one in `base`, has already are linked.
+    """
     root.mkdir(parents=True, exist_ok=True)
     former = _current(root)
     fresh = root / f"v{int(former.name[1:]) + 1 if former else 0}"
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
+    name = secrets.token_hex(16)
     try:
-        _write_files(fresh, memory, sampler, generator)
+        known = _earlier(memory, (former, None if base is None else _current(base)))
+        _write_files(fresh, memory, sampler, generator, name, known)
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
     for path in (*fresh.iterdir(), fresh):
-        _sync(path)
+        sync(path)
     pointer = root / f"{_POINTER}.new"
     pointer.write_text(fresh.name)
-    _sync(pointer)
+    sync(pointer)
     pointer.replace(root / _POINTER)
-    _sync(root)
+    sync(root)
+    memory.dumped = name
     for other in root.glob("v*"):
         if other != fresh and other.name[1:].isdigit():  # an earlier dump, or what an interrupted one left behind
             shutil.rmtree(other, ignore_errors=True)
 
 
-def _write_files(directory: Path, memory: RingMemory, sampler: Sampler, generator: torch.Generator | None) -> None:
+def _earlier(memory: RingMemory, directories: Iterable[Path | None]) -> Dumped | None:
+    """The dump with which the ring's frames begin: its last one, or the one that it was loaded from."""
+    for directory in directories:
+        if directory is None or memory.dumped is None or not (directory / _META).exists():
+            continue
+        meta = _read_meta(directory)
+        if (meta.get("format"), meta.get("name")) == (_FORMAT, memory.dumped):
+            return Dumped(directory, meta["frames"])
+    return None
+
+
+def _write_files(
+    directory: Path,
+    memory: RingMemory,
+    sampler: Sampler,
+    generator: torch.Generator | None,
+    name: str,
+    earlier: Dumped | None,
+) -> None:
     """Write the files of one dump: frames, a JSON description, and the arrays of sampler, index and generator."""
     arrays = {
         f"{name}.{key}": array for name, part in _parts(memory, sampler).items() for key, array in part.state().items()
     }
     if generator is not None:
         arrays["generator"] = generator.get_state().numpy()
-    frames = memory.storage.dump(directory, len(memory))
-    meta = {**_kind(memory, sampler), "written": memory.written, "frames": frames}
+    frames = memory.storage.dump(directory, range(memory.written - len(memory), memory.written), earlier)
+    meta = {**_kind(memory, sampler), "name": name, "written": memory.written, "frames": frames}
     (directory / _META).write_text(json.dumps(meta, indent=1))
     np.savez(directory / _ARRAYS, allow_pickle=False, **arrays)
 
 
-def _sync(path: Path) -> None:
-    """Wait until a file, or the entries of a directory, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
+def _read_meta(directory: Path) -> dict[str, Any]:
+    """The JSON description of a dump; ValueError if it is damaged."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        meta: dict[str, Any] = json.loads((directory / _META).read_text())
+        return meta
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{directory / _META} cannot be read ({error!r}): the dump is damaged") from error
 
 
 def _current(root: Path) -> Path | None:
@@ -82,17 +115,26 @@ def load(
     """Read the current dump into the parts of a buffer that was built with the same arguments."""
     if (found := _current(root)) is None:
         raise FileNotFoundError(f"{root} has no complete dump of a buffer: pass the directory given to dumps")
-    meta = json.loads((found / _META).read_text())
+    meta = _read_meta(found)
+    if meta.get("format") != _FORMAT:
+        raise ValueError(
+            f"{root} has format {meta.get('format')}, this version of funcollect reads format {_FORMAT}: load it with "
+            "the version that wrote it"
+        )
     for name, mine in json.loads(json.dumps(_kind(memory, sampler))).items():  # JSON has lists for tuples
         if meta[name] != mine:
             raise ValueError(
                 f"{name} of the dump is {meta[name]}, of this buffer {mine}: build the buffer like the one that was "
                 "dumped before loading"
             )
-    with np.load(found / _ARRAYS, allow_pickle=False) as saved:
-        arrays = dict(saved)
-    memory.storage.load(found, min(meta["written"], memory.capacity), meta["frames"], allow_pickle)
-    memory.written = meta["written"]
+    written = meta["written"]
+    frames = range(max(written - memory.capacity, 0), written)
+    try:
+        arrays = read_arrays(found / _ARRAYS)
+        memory.storage.load(frames, Dumped(found, meta["frames"]), allow_pickle)
+    except (OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{found} cannot be read ({error!r}): the dump is damaged") from error
+    memory.written, memory.dumped = written, meta["name"]
     memory.storage.announce(memory.written - len(memory), memory.written)
     for name, part in _parts(memory, sampler).items():
         prefix = f"{name}."

@@ -221,20 +221,27 @@ class ReplayBuffer:
             self.state = ring.init(self.storage, trajectories=self.sampler.trajectories)
             self._ahead.clear()
 
-    def dumps(self, path: str | os.PathLike[str]) -> None:
+    def dumps(self, path: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None) -> None:
         """Write the frames and the states of the sampler and the generator to a directory.
 
-        An earlier dump in the directory is replaced only once this one is complete. Prepared samples are drawn again,
-        so that this buffer and one that loads the dump return the same samples. Torch's global generator is not saved.
+        An earlier dump in the directory is replaced only once this one is complete. If it is this buffer's last dump,
+        or the one that it was loaded from, only the frames that are new are written; files of the others are linked.
+        `base` may name another directory with that dump, on the same file system. A `ListStorage` is written whole.
+
+        Prepared samples are drawn again, so that this buffer and one that loads the dump return the same samples.
+        Torch's global generator is not saved.
 
         Raises:
             TypeError: if the frames are trees rather than TensorDicts.
             OSError: if the files cannot be written; the earlier dump is unchanged.
         """
         check_kind("path", path, (str, os.PathLike), "pass a directory")
+        check_kind("base", base, (str, os.PathLike, type(None)), "pass a directory, or leave it out")
         with self._lock:
             self._discard_prefetched()
-            dumping.dump(Path(path), self.state.memory, self.sampler, self.generator)
+            dumping.dump(
+                Path(path), self.state.memory, self.sampler, self.generator, None if base is None else Path(base)
+            )
 
     def loads(self, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
         """Restore a dump: the next samples are those that the dumped buffer would have returned.
@@ -246,7 +253,7 @@ class ReplayBuffer:
 
         Raises:
             FileNotFoundError: if there is no complete dump.
-            ValueError: if the dumped buffer was built with other arguments.
+            ValueError: if the dumped buffer was built with other arguments, or its files are damaged.
         """
         check_kind("path", path, (str, os.PathLike), "pass a directory")
         with self._lock:

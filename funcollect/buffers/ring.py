@@ -48,6 +48,9 @@ class RingMemory:
         self._lazy_index = None if trajectories is None else LazyIndex(self.capacity)
         self.written = 0  # frames written since `init`; frame n is in slot n % capacity
         self.version = 0
+        self.dumped: str | None = (
+            None  # the name of the last dump, or of the loaded one: the ring begins with its frames
+        )
 
     def __len__(self) -> int:
         return min(self.written, self.capacity)

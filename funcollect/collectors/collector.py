@@ -4,20 +4,55 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, wraps
 from itertools import pairwise
+from pathlib import Path
 from textwrap import fill
 from typing import Any, ClassVar, Self, TypeVar, dataclass_transform, get_type_hints
 
 from tensordict import TensorDictBase
 
-from funcollect.collectors.options import Options, RunOptions
+from funcollect.arguments import check_kind
+from funcollect.collectors.options import Options, RunOptions, Shard
+from funcollect.core.saving import Episodes, check_episodes
 from funcollect.errors import ClosedError
+from funcollect.files import read_data, write_data
+from funcollect.specs import ExplorationType
+
+_KIND = "the run of a collector"
+_NOT_PLAIN = object()
+# Keywords that are objects, or say how a machine is used.
+_NOT_SAVED = {
+    "create_env_fn", "create_env_kwargs", "policy", "policy_factory", "postproc", "device", "env_device",
+    "policy_device", "storing_device", "num_threads", "timeout", "start_timeout", "on_failure", "in_process",
+    "collector_class", "collector_kwargs", "ray_init_config", "remote_configs",
+}  # fmt: skip
+_MAY_CHANGE = {"total_frames"}  # although they are saved
+
+
+def _plain(value: Any) -> Any:
+    """The value of a keyword as plain data."""
+    if isinstance(value, ExplorationType):
+        return value.name
+    if isinstance(value, Shard):
+        return [value.index, value.count]
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else _NOT_PLAIN
+
+
+def _as_given(name: str, value: Any) -> Any:
+    """The inverse of `_plain`."""
+    if name == "exploration_type":
+        return ExplorationType[value]
+    return Shard(*value) if name == "shard" else value
+
 
 _Collector = TypeVar("_Collector", bound="CollectorBase")
 
@@ -140,6 +175,115 @@ class CollectorBase(RunOptions, ABC):
     @abstractmethod
     def stats(self) -> dict[str, float]:
         """Counts of the run."""
+
+    @abstractmethod
+    def saved_run(self, episodes: Episodes) -> dict[str, Any]:
+        """Everything that `continue_run` needs to collect the next batch as this collector would, as plain data."""
+
+    @abstractmethod
+    def continue_run(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
+        """Continue a saved run; raises as `restore` does."""
+
+    def save(self, path: str | os.PathLike[str], *, episodes: Episodes = "continue") -> None:
+        """Write the run to a file: weights, counts, episodes in flight, and batches that are ready.
+
+        `load`, or `restore` of a collector built alike, continues it in any process. Synchronous collectors then
+        deliver the batches that this one would have, bit for bit. Asynchronous ones lose and repeat no frame, and each
+        lane continues bit for bit as long as the weights do not change. Saving does not disturb the run.
+
+        Args:
+            path: the file. An earlier one is replaced once this one is complete.
+            episodes: ``"restart"`` saves no episodes in flight: others begin after loading, under new trajectory ids.
+
+        Raises:
+            ReplayError: for simulators that can neither be replayed nor give a snapshot (see `funcollect.save`), unless
+                ``episodes="restart"``.
+            OSError: if the file cannot be written; an earlier one is unchanged.
+        """
+        check_kind("path", path, (str, os.PathLike), "pass the name of a file")
+        check_episodes(episodes)
+        self._check_open()
+        run = {"class": type(self).__name__, "keywords": self._run_keywords(), "run": self.saved_run(episodes)}
+        write_data(Path(path), _KIND, run)
+
+    def restore(self, path: str | os.PathLike[str], *, episodes: Episodes = "continue") -> None:
+        """Continue the run in a file that `save` of such a collector has written.
+
+        Weights that were the policy's own are written into the policy. After an exception, call `restore` again, or
+        build another collector.
+
+        Args:
+            path: the file.
+            episodes: ``"restart"`` begins new episodes in all lanes, under new trajectory ids.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            ReplayError: if replaying the episodes gives other observations than the saved ones.
+            ValueError: for a file that is damaged or of another version, and for a collector with other keywords,
+                environments or policy.
+        """
+        check_kind("path", path, (str, os.PathLike), "pass the name of a file")
+        check_episodes(episodes)
+        self._check_open()
+        saved = read_data(Path(path), _KIND)
+        own = self._run_keywords()
+        self._check_saved(saved, [(name, value) for name, value in own.items() if name != "seed"])
+        self.continue_run(saved["run"], episodes)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        episodes: Episodes = "continue",
+        **keywords: Any,
+    ) -> Self:
+        """Build a collector that continues the run in a file that `save` has written.
+
+        Args:
+            path: the file.
+            create_env_fn: as the constructor takes it; environments like those of the saved run.
+            policy: as the constructor takes it. It gets the saved weights if they were its own.
+            episodes: ``"restart"`` begins new episodes in all lanes, under new trajectory ids.
+            keywords: as the constructor takes them. Numbers and flags have the saved values unless given; those that
+                define the run have to equal the saved ones. Functions and devices are not saved.
+
+        Raises:
+            FileNotFoundError, ReplayError, ValueError: as `restore` does.
+        """
+        check_kind("path", path, (str, os.PathLike), "pass the name of a file, before create_env_fn")
+        check_episodes(episodes)
+        saved = read_data(Path(path), _KIND)
+        given = {name: _plain(value) for name, value in keywords.items()}
+        cls._check_saved(saved, [(name, value) for name, value in given.items() if value is not _NOT_PLAIN])
+        known = {name: _as_given(name, value) for name, value in saved["keywords"].items()}
+        made = cls(create_env_fn, policy, **{**known, **keywords})
+        try:
+            made.continue_run(saved["run"], episodes)
+        except BaseException:
+            made.shutdown()
+            raise
+        return made
+
+    def _run_keywords(self) -> dict[str, Any]:
+        """The keywords that are saved, as plain values."""
+        names = {each.name for each in fields(self) if each.init} - _NOT_SAVED
+        values = {name: _plain(getattr(self, name)) for name in sorted(names)}
+        return {name: value for name, value in values.items() if value is not _NOT_PLAIN}
+
+    @classmethod
+    def _check_saved(cls, saved: Mapping[str, Any], own: Iterable[tuple[str, Any]]) -> None:
+        """Raise ValueError for the run of another class, or with other values of keywords that define a run."""
+        if saved["class"] != cls.__name__:
+            raise ValueError(f"the saved run is that of a {saved['class']}, this is a {cls.__name__}: use that class")
+        for name, value in own:
+            if name not in _MAY_CHANGE and saved["keywords"].get(name, value) != value:
+                raise ValueError(
+                    f"{name} is {value!r}, but {saved['keywords'][name]!r} in the saved run: build the collector with "
+                    "that, or begin another run"
+                )
 
     def get_policy_version(self) -> int:
         """The number of the latest weights: 0 at first, one more with each update."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any, get_args
 
 from tensordict import TensorDictBase
 from typing_extensions import override
@@ -121,9 +121,14 @@ class MultiSyncDataCollector(ProcessCollector):
             raise ValueError(f"cat_results is {self.cat_results!r}, expected 'stack', 0 or -1: pass one of them")
         check_flags(prefetch=self.prefetch)
         frames = shares(self.frames_per_batch, number_of_workers(self.create_env_fn, self.num_workers))
+        self._given_frames = self.frames_per_batch
         if listed(self.frames_per_batch) is not None:
             self.frames_per_batch = sum(frames)
         self._start(frames, self.cat_results, prefetch=self.prefetch)
+
+    @override
+    def _run_keywords(self) -> dict[str, Any]:
+        return {**super()._run_keywords(), "frames_per_batch": self._given_frames}
 
     @property
     @override

@@ -16,6 +16,7 @@ from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.jobs import DEVICES, columns_of, listed, rows, shares, want_accelerators
 from funcollect.collectors.workers.worker import WorkerInfo
+from funcollect.core.saving import Episodes
 from funcollect.keys import key_from_seed, seed_of
 from funcollect.messages import shown
 
@@ -295,11 +296,26 @@ class RayCollector(WorkerCollector):
             )
         if not saved:
             raise ValueError("state_dict is empty, expected a dict for each collector: pass what state_dict returned")
-        if (places := [each["place"] for each in saved]) != self._places:
+        self._check_places([each["place"] for each in saved])
+        workers = {str(index): each for index, each in enumerate(saved)}
+        super().load_state_dict({"workers": workers, **saved[0]["run"]})
+
+    def _check_places(self, places: list[list[int]]) -> None:
+        """Raise ValueError for a saved run whose collectors had other places."""
+        if places != self._places:
             raise ValueError(
-                f"the state_dict's collectors have the places {places} (first worker, workers at the beginning), these "
+                f"the saved collectors have the places {places} (first worker, workers at the beginning), these "
                 f"have {self._places}, so ids would be used twice: begin with as many, and add and remove "
                 "collectors as the saved run did"
             )
-        workers = {str(index): each for index, each in enumerate(saved)}
-        super().load_state_dict({"workers": workers, **saved[0]["run"]})
+
+    @override
+    def saved_run(self, episodes: Episodes) -> dict[str, Any]:
+        since = [self._since[worker] for worker in self.run.workers]
+        return {**super().saved_run(episodes), "places": self._places, "since": since}
+
+    @override
+    def continue_run(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
+        self._check_places(saved["places"])
+        super().continue_run(saved, episodes)
+        self._since |= dict(zip(self.run.workers, saved["since"], strict=True))

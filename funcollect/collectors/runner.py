@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,11 @@ from funcollect.collectors.options import Options
 from funcollect.collectors.source import RunnerSpec
 from funcollect.core import api
 from funcollect.core.request import NOWHERE, OwnColumns
-from funcollect.core.restore import SAVED, go_on, next_seed, reseed, resume, saved_state
+from funcollect.core.restore import SAVED, counts_of, go_on, next_seed, reseed, resume, saved_state
+from funcollect.core.saving import Episodes, state_data, state_from
+from funcollect.core.state import CollectorState
 from funcollect.errors import ClosedError
+from funcollect.interop.plain_data import from_data, to_data
 from funcollect.policies.torch_backed import TorchBacked, replaced
 from funcollect.trajectories.split import CUT
 
@@ -190,16 +193,49 @@ class Runner:
         """
         self._check_open()
         check_saved(state_dict, _SAVED)
-        weights = state_dict["policy_state_dict"] or None
+        self._continue(state_dict, lambda: resume(self.env, self.state, state_dict))
+
+    def saved_run(self, episodes: Episodes) -> dict[str, Any]:
+        """Everything that `continue_run` needs to collect the next batch as this runner would: plain data."""
+        self._check_open()
+        if self._interrupted:
+            self.reset()  # as the next rollout would
+        return {
+            "policy_state_dict": dict(self.policy.state_dict(self.params)),
+            "own_weights": self.params is None,
+            **counts_of(self.state),
+            "frames": self.frames,
+            "iter": self._batches,
+            "state": to_data(state_data(self.state, episodes)),  # here, since JAX arrays should not leave a worker
+        }
+
+    def continue_run(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
+        """Continue a saved run; ValueError or ReplayError, as `load` raises them, if that is impossible."""
+        self._check_open()
+        structure, arrays = saved["state"]
+        data, shard = from_data(structure, arrays), self.options.shard
+        place, own = (data["lanes"][0], data["total_lanes"]), (shard.index * self.state.num_lanes, self.lanes)
+        if place != own:
+            raise ValueError(
+                f"the saved run begins with lane {place[0]} of {place[1]}, this one with lane {own[0]} of {own[1]}: "
+                "build it with as many workers and environments, and the same shard"
+            )
+        before = self.state
+        self._continue(saved, lambda: state_from(data, self.env, self.policy, episodes=episodes))
+        api.close(before)
+
+    def _continue(self, saved: Mapping[str, Any], make_state: Callable[[], CollectorState]) -> None:
+        """Continue with saved weights and counts, and with the state that `make_state` returns."""
+        weights = saved["policy_state_dict"] or None
         if weights is not None:
             self.policy.prepare(weights)
-        self.state = resume(self.env, self.state, state_dict)
+        self.state = make_state()
         self.seed = self.state.seed
-        self.params = None if state_dict["own_weights"] else weights
+        self.params = None if saved["own_weights"] else weights
         if weights is not None and self.params is None:
             self.policy.load(weights)
-        self.frames = state_dict["frames"]
-        self._batches = state_dict["iter"]
+        self.frames = saved["frames"]
+        self._batches = saved["iter"]
         self._interrupted = False
 
     def stats(self) -> dict[str, float]:

@@ -24,6 +24,7 @@ from funcollect.collectors.workers.run import WorkerRun
 from funcollect.collectors.workers.transport import Transport
 from funcollect.collectors.workers.worker import Job
 from funcollect.core.restore import next_seed
+from funcollect.core.saving import Episodes
 from funcollect.errors import WorkerError
 from funcollect.keys import key_from_seed
 
@@ -234,6 +235,18 @@ class WorkerCollector(CollectorBase):
         self.run.load_state_dict(state_dict)
         self._fill(seed=self.run.seed)
         self.frames, self._batches = state_dict["frames"], state_dict["iter"]
+
+    @override
+    def saved_run(self, episodes: Episodes) -> dict[str, Any]:
+        self._check_at_rest()
+        return {**self.run.saved_run(episodes), "frames": self.frames, "iter": self._batches}
+
+    @override
+    def continue_run(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
+        self._check_at_rest()
+        self.run.continue_run(saved, episodes)
+        self._fill(seed=self.run.seed)
+        self.frames, self._batches = saved["frames"], saved["iter"]
 
     def stats(self) -> dict[str, float]:
         """Counts of the run.

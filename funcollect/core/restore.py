@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,13 @@ from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.words import from_number
 from funcollect.keys import key_from_seed
+from funcollect.messages import shown
 from funcollect.policies.torch_backed import TorchPolicyState
 from funcollect.protocols import Env, Policy
 
 SAVED = ("key", "episode", "steps", "policy_version", "policy_state")  # the keys without which `resume` cannot work
 _LARGEST_SEED = 2**32 - 1
-_PARTS = {"policy_state": "policy", "env_params": "environment"}  # the saved parts of a state, and whose they are
+_PARTS = ("policy_state", "env_params")  # the saved parts of a state
 
 
 def next_seed(seed: int, lanes: int) -> int:
@@ -34,7 +35,7 @@ def next_seed(seed: int, lanes: int) -> int:
 def reseed(env: Env, policy: Policy, state: CollectorState, seed: int) -> CollectorState:
     """Begin new episodes under another seed. Before the first step, the result is that of `init` with this seed."""
     key = key_from_seed(seed)
-    counts = {**_counts(state), "key": torch.from_numpy(key.astype(np.int64))}
+    counts = {**counts_of(state), "key": torch.from_numpy(key.astype(np.int64))}
     if not state.steps_made:
         counts["episode"] = torch.full((state.num_lanes,), -1)
     policy_state = policy_start(policy, key, state.num_lanes, int(state.lane_ids[0]))
@@ -44,13 +45,13 @@ def reseed(env: Env, policy: Policy, state: CollectorState, seed: int) -> Collec
 def go_on(env: Env, policy: Policy, state: CollectorState, *, steps: int, episode: int) -> CollectorState:
     """Begin new episodes as if all lanes had made so many steps and had begun the episodes up to this number."""
     policy_state = policy_start(policy, state.key, state.num_lanes, int(state.lane_ids[0]), steps)
-    counts = {**_counts(state), "steps": steps, "episode": torch.full((state.num_lanes,), episode)}
+    counts = {**counts_of(state), "steps": steps, "episode": torch.full((state.num_lanes,), episode)}
     return _restarted(env, state.replace(policy_state=policy_state), counts)
 
 
 def saved_state(state: CollectorState) -> dict[str, Any]:
     """Return copies of a state's key, counts, policy state and `env_params`, as tensors and numbers, for `resume`."""
-    return _counts(state) | {name: [*map(_copied, _flattened(getattr(state, name))[0])] for name in _PARTS}
+    return counts_of(state) | {name: [*map(_copied, _flattened(getattr(state, name))[0])] for name in _PARTS}
 
 
 def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> CollectorState:
@@ -60,11 +61,11 @@ def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> Collect
             f"the saved state has {len(saved['episode'])} lanes, this one {state.num_lanes}: "
             "build the collector with the same number of environments"
         )
-    parts = {name: _restored(name, getattr(state, name), saved[name]) for name in _PARTS if name in saved}
+    parts = {name: restored(name, getattr(state, name), saved[name]) for name in _PARTS if name in saved}
     return _restarted(env, state.replace(**parts), saved)
 
 
-def _counts(state: CollectorState) -> dict[str, Any]:
+def counts_of(state: CollectorState) -> dict[str, Any]:
     """Return a state's key and counts, as tensors on the CPU and numbers."""
     return {
         "key": torch.from_numpy(np.asarray(state.key).astype(np.int64)),
@@ -99,18 +100,30 @@ def _copied(leaf: Any) -> Tensor:
     return leaf.clone() if isinstance(leaf, Tensor) else torch.from_numpy(np.array(leaf))
 
 
-def _restored(name: str, like: Any, leaves: list[Tensor]) -> Any:
-    """Return a part of a state from its saved leaves, with the structure, devices and kinds of leaf of `like`."""
+def restored(name: str, like: Any, leaves: Sequence[Any]) -> Any:
+    """Return the part `name` of a state from its saved leaves, with the structure and kinds of leaf of `like`.
+
+    Raises:
+        ValueError: for leaves of other shapes, which another environment or policy has.
+    """
     own, treedef = _flattened(like)
-    if [tuple(np.shape(leaf)) for leaf in own] != [tuple(leaf.shape) for leaf in leaves]:
-        raise ValueError(f"the saved {name} has other leaves than this one: build it with the same {_PARTS[name]}")
+    if (found := [*map(np.shape, leaves)]) != (wanted := [*map(np.shape, own)]):
+        owner = "policy" if name == "policy_state" else "environment"
+        raise ValueError(
+            f"the saved {name} has leaves of the shapes {shown(found)}, here they have {shown(wanted)}: "
+            f"build it with the same {owner}"
+        )
     return treedef.unflatten(_like(leaf, saved) for leaf, saved in zip(own, leaves, strict=True))
 
 
-def _like(leaf: Any, saved: Tensor) -> Any:
-    """Return a saved leaf as the kind of tensor, array or number that `leaf` is."""
+def _like(leaf: Any, saved: Any) -> Any:
+    """Return a saved leaf as the kind of tensor, array or number that `leaf` is, where that is."""
     if isinstance(leaf, Tensor):
-        return saved.to(leaf.device)
+        return torch.as_tensor(saved).to(leaf.device)
     if isinstance(leaf, (bool, int, float, np.generic)):
-        return type(leaf)(saved.item())
-    return np.array(saved) if isinstance(leaf, np.ndarray) else import_jax().numpy.array(saved.numpy())
+        return type(leaf)(np.asarray(saved).item())
+    if isinstance(leaf, np.ndarray):
+        return np.array(saved)
+    jax = import_jax()
+    array = jax.numpy.array(saved.numpy() if isinstance(saved, Tensor) else saved)
+    return jax.device_put(array, leaf.sharding) if leaf.committed else array

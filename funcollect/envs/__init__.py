@@ -15,7 +15,16 @@ from funcollect.envs.torch_envs.classic_control import CartPole, Pendulum
 from funcollect.envs.torch_envs.torch_env import TorchEnvBase
 from funcollect.envs.torchrl_envs.adapter import from_torchrl
 from funcollect.keys import LaneKeys
-from funcollect.protocols import HostEnv, JaxEnv, Outcome, Simulators, SnapshotSimulators, TorchEnv, Transition
+from funcollect.protocols import (
+    HostEnv,
+    JaxEnv,
+    Outcome,
+    SavableSnapshots,
+    Simulators,
+    SnapshotSimulators,
+    TorchEnv,
+    Transition,
+)
 from funcollect.specs import ActionSpec, observation_leaves
 
 __all__ = [
@@ -28,6 +37,7 @@ __all__ = [
     "LaneKeys",
     "Outcome",
     "Pendulum",
+    "SavableSnapshots",
     "Simulators",
     "SimulatorsBase",
     "SnapshotSimulators",

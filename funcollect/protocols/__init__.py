@@ -7,6 +7,7 @@ from funcollect.protocols.environments import Forking as Forking
 from funcollect.protocols.environments import HostEnv as HostEnv
 from funcollect.protocols.environments import JaxEnv as JaxEnv
 from funcollect.protocols.environments import Outcome as Outcome
+from funcollect.protocols.environments import SavableSnapshots as SavableSnapshots
 from funcollect.protocols.environments import Seeding as Seeding
 from funcollect.protocols.environments import Simulators as Simulators
 from funcollect.protocols.environments import SnapshotSimulators as SnapshotSimulators

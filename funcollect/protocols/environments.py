@@ -131,6 +131,20 @@ class SnapshotSimulators(Simulators, Protocol):
         """Restore a snapshot of these or of equal simulators, observations included."""
 
 
+@runtime_checkable
+class SavableSnapshots(SnapshotSimulators, Protocol):
+    """Simulators whose snapshots hold other objects than plain data, which `save` needs instead.
+
+    Plain data are nested lists, tuples, dicts and sets of numbers, strings, arrays and tensors.
+    """
+
+    def snapshot_data(self, snapshot: Any, /) -> Any:
+        """Return a snapshot as plain data; TypeError, with the reason, if that is impossible."""
+
+    def snapshot_from(self, data: Any, /) -> Any:
+        """Return the snapshot that `snapshot_data` turned into `data`, for these simulators."""
+
+
 class FunctionalEnv(EnvDescription, Protocol):
     """The members of environments that are pure functions, written in Torch or in JAX."""
 

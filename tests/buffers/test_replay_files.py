@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import pickle
 import resource
 from itertools import pairwise
@@ -90,7 +91,7 @@ class Cut(BaseException):
 
 
 def test_a_dump_cut_off_leaves_the_former_one_whole(tmp_path, monkeypatch):
-    buffer, sync = plain(), dumping._sync
+    buffer, sync = plain(), dumping.sync
     buffer.extend(numbers(4))
     buffer.dumps(tmp_path)
     buffer.extend(numbers(4, 4))
@@ -104,20 +105,20 @@ def test_a_dump_cut_off_leaves_the_former_one_whole(tmp_path, monkeypatch):
                 raise Cut
             sync(path)
 
-        monkeypatch.setattr(dumping, "_sync", cut)
+        monkeypatch.setattr(dumping, "sync", cut)
         try:
             with monkeypatch.context() as patched:
-                patched.setattr(dumping.Path, "mkdir", lambda path, **_: dumping.os.makedirs(path, exist_ok=True))
+                patched.setattr(dumping.Path, "mkdir", lambda path, **_: os.makedirs(path, exist_ok=True))
                 buffer.dumps(tmp_path)
         except Cut:
-            renamed = points == 5  # all but the last sync, that of the directory, lie before the renaming
+            renamed = points == 12  # all but the last sync, that of the directory, lie before the renaming
             points += 1
         else:
             break
         other = plain()
         other.loads(tmp_path)
         assert other[:]["x"].tolist() == list(range(8 if renamed else 4))
-    assert points == 6
+    assert points == 13  # eight files of rows, two others, the directory, the pointer, the parent
     other.loads(tmp_path)
     assert len(other) == 8
 
@@ -154,14 +155,14 @@ def test_no_room_for_a_file(tmp_path):
 
 
 def test_no_room_for_a_dump(tmp_path):
-    buffer = plain(2000)
+    buffer = plain(20_000)
     buffer.extend(numbers(10))
     buffer.dumps(tmp_path)
-    buffer.extend(numbers(1000))
+    buffer.extend(numbers(15_000))
     with full_disk(), pytest.raises(OSError, match="File too large"):
         buffer.dumps(tmp_path)
-    assert len(buffer) == 1010
-    other = plain(2000)
+    assert len(buffer) == 15_010
+    other = plain(20_000)
     other.loads(tmp_path)
     assert len(other) == 10
 
@@ -221,12 +222,21 @@ def test_files_that_were_changed(tmp_path):
     buffer = plain()
     buffer.extend(numbers(4))
     buffer.dumps(tmp_path)
-    (tmp_path / "v0" / "rows.bin").write_bytes(b"short")
-    with pytest.raises(ValueError, match="has 5 bytes, expected 32: it was changed"):
-        plain().loads(tmp_path)
+    whole = (tmp_path / "v0" / "rows-0.bin").read_bytes()
+    for changed in (b"short", whole + b"more", whole[:8] + b"otherone" + whole[16:]):
+        for file in (tmp_path / "v0").glob("rows-*.bin"):
+            file.write_bytes(changed)
+        with pytest.raises(ValueError, match="the dump is damaged"):
+            plain().loads(tmp_path)
     with open(tmp_path / "v0" / "arrays.npz", "wb") as file:
         pickle.dump(Harmful(), file)
     with pytest.raises(ValueError, match="pickle"):
+        plain().loads(tmp_path)
+    (tmp_path / "v0" / "meta.json").write_text('{"format": 2}')
+    with pytest.raises(ValueError, match="has format 2, this version of funcollect reads format 3"):
+        plain().loads(tmp_path)
+    (tmp_path / "v0" / "meta.json").write_text('{"format": 2')
+    with pytest.raises(ValueError, match=r"meta.json cannot be read .* the dump is damaged"):
         plain().loads(tmp_path)
     items = fc.ReplayBuffer(storage=fc.ListStorage(5))
     items.extend([1, 2])
@@ -261,3 +271,53 @@ def test_trees_have_no_file_format_and_nothing_is_nothing(tmp_path):
     with pytest.raises(TypeError, match="which have no file format: store TensorDicts"):
         buffer.dumps(tmp_path)
     assert json.loads((tmp_path / "v0" / "meta.json").read_text())["written"] == 0
+
+
+def files_of(directory):
+    """The files of rows in a dump, with the numbers of their inodes."""
+    return {path.name: path.stat().st_ino for path in directory.glob("*/rows-*.bin")}
+
+
+@pytest.mark.parametrize("storage", [fc.LazyTensorStorage, fc.LazyMemmapStorage])
+def test_a_dump_writes_only_new_frames(storage, tmp_path):
+    """At any fill, through several turns of the ring, in the same directory or with a base in another one."""
+    buffer = fc.ReplayBuffer(storage=storage(40), batch_size=5, generator=torch.Generator())
+    total, before = 0, {}
+    for number, count in enumerate((3, 25, 1, 0, 30, 45, 7, 39, 40, 2)):
+        if count:
+            buffer.extend(numbers(count))
+        total += count
+        directory = tmp_path / (f"dump{number}" if number % 3 else "same")
+        base = tmp_path / (f"dump{number - 1}" if (number - 1) % 3 else "same") if number else None
+        buffer.dumps(directory, base=base)
+        now = files_of(directory)
+        linked = {name for name, inode in now.items() if before.get(name) == inode}
+        first = min(int(name[5:-4]) for name in now)
+        assert first > max(total - 40, 0) - 40 // 16
+        written = sum(file.stat().st_size for file in directory.glob("*/rows-*.bin") if file.name not in linked)
+        assert written == 8 * min(count, 40) if before else total
+        before = now
+        other = fc.ReplayBuffer(storage=storage(40), batch_size=5, generator=torch.Generator())
+        other.loads(directory)
+        assert torch.equal(other[:]["x"], buffer[:]["x"])
+        if number == 6:  # goes on in another process, which has loaded the dump
+            buffer = other
+
+
+def test_a_dump_links_no_frames_of_another_run(tmp_path):
+    """Neither of another buffer with as many frames, nor of one that was loaded and then went another way."""
+    one, two = plain(), plain()
+    one.extend(numbers(8))
+    two.extend(numbers(9, 50))
+    one.dumps(tmp_path / "one")
+    two.dumps(tmp_path / "one", base=tmp_path / "one")
+    three = plain()
+    three.loads(tmp_path / "one")
+    assert torch.equal(three[:]["x"], two[:]["x"])
+    two.extend(numbers(4))
+    two.dumps(tmp_path / "two", base=tmp_path / "one")
+    three.extend(numbers(4, 70))  # from where `two` was before
+    three.dumps(tmp_path / "three", base=tmp_path / "two")
+    four = plain()
+    four.loads(tmp_path / "three")
+    assert torch.equal(four[:]["x"], three[:]["x"])

@@ -63,7 +63,7 @@ GOOD: dict[str, tuple[Callable[[], Any], dict[str, Any], set[str]]] = {
     "torch": (lambda: "torch/CartPole-v1", {"num_envs": 3}, set()),
     "torch without ends": (lambda: "torch/Pendulum-v1", {"num_envs": 2}, {"terminal"}),
     "torch single": (lambda: TorchWalk(), {}, {"reset_mask", "lanes_alone"}),
-    "envpool": (lambda: "envpool/CartPole-v1", {"num_envs": 3}, {"fork", "lanes_alone"}),
+    "envpool": (lambda: "envpool/CartPole-v1", {"num_envs": 3}, {"fork", "save", "lanes_alone"}),
     "atari": (lambda: "ale/Breakout", {"num_envs": 2}, {"another_seed", "lanes_alone", "terminal"}),
     "jax": (lambda: "gymnax/CartPole-v1", {"num_envs": 2}, TRACED),
     "jax single": (lambda: "gymnax/Catch-bsuite", {}, TRACED | {"reset_mask", "lanes_alone"}),
@@ -71,9 +71,9 @@ GOOD: dict[str, tuple[Callable[[], Any], dict[str, Any], set[str]]] = {
     "jax game of two": (lambda: "pgx/tic_tac_toe", {"num_envs": 2}, TRACED | {"another_seed"}),
     "jax functions": (lambda: functions_suite().env, {}, TRACED | {"lanes_alone"}),
     "processes": (lambda: "CartPole-v1", {"num_envs": 2, "parallel": True}, set()),
-    "seeded by lane": (lambda: replace(over(Walk)(), seeding="lane"), {}, {"lanes_alone", "fork"}),
-    "seeded by run": (lambda: replace(over(Walk)(), seeding="run"), {}, {"lanes_alone", "fork"}),
-    "not to be forked": (lambda: replace(over(Walk)(), forking="none"), {}, {"lanes_alone", "fork"}),
+    "seeded by lane": (lambda: replace(over(Walk)(), seeding="lane"), {}, {"lanes_alone", "fork", "save"}),
+    "seeded by run": (lambda: replace(over(Walk)(), seeding="run"), {}, {"lanes_alone", "fork", "save"}),
+    "not to be forked": (lambda: replace(over(Walk)(), forking="none"), {}, {"lanes_alone", "fork", "save"}),
 }
 
 
@@ -127,6 +127,11 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
     (
         "fork",
         through(faulty.RestoresNothing, seeding="lane", forking="snapshot"),
+        r"ReplayError: lane \d.*another observation",
+    ),
+    (
+        "save",
+        through(faulty.ForgetsInAFile, seeding="lane", forking="snapshot"),
         r"ReplayError: lane \d.*another observation",
     ),
     ("close", over(faulty.CannotClose), r"lane 0: close raised OSError"),

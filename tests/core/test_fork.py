@@ -1,6 +1,7 @@
 """States as values: forked, used again, stepped one by one."""
 
 import copy
+from functools import partial
 
 import gymnasium
 import jax
@@ -13,6 +14,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 import funcollect as fc
 from tests.support.cases import ENVS, KINDS, POLICIES, make_env, pair, pairs
 from tests.support.compare import assert_same, joined
+from tests.support.copies import COPIES
 from tests.support.counting import Counting
 from tests.support.running import scaled
 
@@ -28,12 +30,13 @@ def rollouts(env, policy, state, lengths):
     return state, joined(batches)
 
 
+@pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize(("kind", "num_envs"), pairs(None, 3))
 @pytest.mark.parametrize("name", ENVS)
-def test_a_fork_goes_the_way_of_the_original(name, kind, num_envs):
+def test_a_copy_goes_the_way_of_the_original(name, kind, num_envs, copied):
     env, policy = pair(name, kind, num_envs)
     state, _ = rollouts(env, policy, fc.init(env, policy, seed=0), [25, 1, 17])
-    fork = fc.fork(env, state)
+    fork = COPIES[copied](env, policy, state)
     state, first = rollouts(env, policy, state, [9, 31])
     fork, second = rollouts(env, policy, fork, [40])
     assert_same(first, second)
@@ -58,11 +61,13 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("seed", range(scaled(2)))
+@pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("name", SOURCES)
-def test_forks_of_lanes_of_any_age(name, seed):
-    """Lanes reset by themselves, by a mask and by a limit; forks of forks; forks of states just begun."""
+def test_copies_of_lanes_of_any_age(name, seed, copied):
+    """Lanes reset by themselves, by a mask and by a limit; copies of copies; copies of states just begun."""
     env = SOURCES[name]()
     policy = POLICIES["torch_mlp"](env)
+    copy_of = partial(COPIES[copied], env, policy)
     state = fc.init(env, policy, seed=seed)
     lanes = state.num_lanes
     generator = torch.Generator().manual_seed(seed)
@@ -71,28 +76,29 @@ def test_forks_of_lanes_of_any_age(name, seed):
             state, _ = fc.rollout(env, policy, state, length, max_frames_per_traj=[None, 30][length % 2])
         if length == 40:
             state = fc.reset(env, state, torch.rand(lanes, generator=generator) < 0.6)
-        first, second = fc.fork(env, state), fc.fork(env, state)
-        second = fc.fork(env, second)
+        first, second = copy_of(state), copy_of(state)
+        second = copy_of(second)
         first, one = rollouts(env, policy, first, [50, 3])
         second, two = rollouts(env, policy, second, [20, 33])
-        fork, three = rollouts(env, policy, fc.fork(env, state), [53])
+        fork, three = rollouts(env, policy, copy_of(state), [53])
         assert_same(one, two)
         assert_same(one, three)
-        _, further = rollouts(env, policy, fc.fork(env, fork), [10])
+        _, further = rollouts(env, policy, copy_of(fork), [10])
         assert_same(further, rollouts(env, policy, fork, [10])[1])
         for each in (first, second, fork):
             fc.close(each)
-    before = fc.fork(env, state)
+    before = copy_of(state)
     assert_same(rollouts(env, policy, state, [30])[1], rollouts(env, policy, before, [30])[1])
 
 
+@pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
-def test_a_finished_lane_is_finished_in_the_fork(name):
+def test_a_finished_lane_is_finished_in_the_copy(name, copied):
     env = make_env(name, 3)
     collector = fc.SyncDataCollector(env, frames_per_batch=45, reset_when_done=False, seed=6)
     assert 0 < next(collector)["next", "done"][:, -1].sum() < 3
     twin = fc.SyncDataCollector(env, frames_per_batch=45, reset_when_done=False, seed=1)
-    twin.state = fc.fork(env, collector.state)
+    twin.state = COPIES[copied](env, collector.policy, collector.state)
     for _ in range(3):
         assert_same(next(collector), next(twin))
 
@@ -240,11 +246,12 @@ class HostWalk(fc.envs.HostEnvBase):
         return self.opened[-1]
 
 
-def test_a_fork_by_snapshot_goes_the_way_of_the_original():
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_by_snapshot_goes_the_way_of_the_original(copied):
     env = HostWalk(SnapshotWalkers)
     policy = fc.random_policy(env)
     state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 10)
-    twin = fc.fork(env, state)
+    twin = COPIES[copied](env, policy, state)
     assert_same(fc.rollout(env, policy, state, 10)[1], fc.rollout(env, policy, twin, 10)[1])
     assert isinstance(env.opened[0], fc.envs.SnapshotSimulators)
 

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 from typing_extensions import override
 
 from funcollect.buffers.arrays import Bools, Ints
-from funcollect.buffers.storages.storage import Incoming, Storage, check_size
+from funcollect.buffers.storages.storage import Dumped, Incoming, Storage, check_size
 from funcollect.tree import Path as KeyPath
 
 _ITEMS = "items.pt"
@@ -73,21 +73,24 @@ class ListStorage(Storage):
         return twin
 
     @override
-    def dump(self, directory: Path, count: int) -> Any:
-        torch.save(self._items[:count], directory / _ITEMS)
+    def dump(self, directory: Path, frames: range, earlier: Dumped | None = None) -> Any:
+        torch.save(self._items[: len(frames)], directory / _ITEMS)
         return None
 
     @override
-    def load(self, directory: Path, count: int, frames: Any, allow_pickle: bool) -> None:
+    def load(self, frames: range, dumped: Dumped, allow_pickle: bool) -> None:
+        path, count = dumped.directory / _ITEMS, len(frames)
         try:
-            items = torch.load(directory / _ITEMS, weights_only=not allow_pickle)
+            items = torch.load(path, weights_only=not allow_pickle)
         except pickle.UnpicklingError as error:
             raise ValueError(
-                f"{directory / _ITEMS} holds objects that are read by running code from the file: pass "
-                "allow_pickle=True if you trust it"
+                f"{path} holds objects that are read by running code from the file: pass allow_pickle=True if you "
+                "trust it"
             ) from error
+        except (OSError, EOFError, RuntimeError) as error:
+            raise ValueError(f"{path} cannot be read ({error!r}): the dump is damaged") from error
         if not isinstance(items, list) or len(items) != count:
-            raise ValueError(f"{directory / _ITEMS} does not hold a list of {count} items: it was changed")
+            raise ValueError(f"{path} does not hold a list of {count} items: it was changed")
         self._items = [*items, *[None] * (self.max_size - count)]
 
     @override

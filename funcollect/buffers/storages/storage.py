@@ -29,6 +29,13 @@ class Incoming(NamedTuple):
     beside: Mapping[KeyPath, Tensor] = MappingProxyType({})  # leaves stored outside of the rows
 
 
+class Dumped(NamedTuple):
+    """The frames of a dump in files."""
+
+    directory: Path
+    frames: Any  # the description that `Storage.dump` returned
+
+
 class Storage(Protocol):
     """The interface of storages for a `ReplayBuffer`.
 
@@ -73,11 +80,14 @@ class Storage(Protocol):
     def copy(self) -> Storage:
         """A storage in memory with the same frames."""
 
-    def dump(self, directory: Path, count: int) -> Any:
-        """Write the first `count` slots to files; return a description for JSON."""
+    def dump(self, directory: Path, frames: range, earlier: Dumped | None = None) -> Any:
+        """Write the frames with these numbers, which are all there are, to files; return a description for JSON.
 
-    def load(self, directory: Path, count: int, frames: Any, allow_pickle: bool) -> None:
-        """Read the files of `dump`; ValueError if they were changed, or cannot be read without `allow_pickle`."""
+        Files of an `earlier` dump that hold some of these frames may be linked.
+        """
+
+    def load(self, frames: range, dumped: Dumped, allow_pickle: bool) -> None:
+        """Read the frames with these numbers; ValueError for damaged files, or without a needed `allow_pickle`."""
 
     def empty(self) -> None:
         """Remove all frames; keys, shapes and dtypes are kept."""

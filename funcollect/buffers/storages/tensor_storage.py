@@ -16,11 +16,12 @@ from funcollect.arguments import check_flags, check_positive, checked_device
 from funcollect.buffers.arrays import Bools, Ints
 from funcollect.buffers.storages.next_observations import NextObservations, next_paths
 from funcollect.buffers.storages.packed_rows import RowLayout, leaves_of
-from funcollect.buffers.storages.storage import Incoming, Storage, check_size
+from funcollect.buffers.storages.segment_files import link_segments, read_segments, write_segments
+from funcollect.buffers.storages.storage import Dumped, Incoming, Storage, check_size
+from funcollect.files import read_arrays
 from funcollect.tree import Path as KeyPath
 
-_ROWS, _ASIDE = "rows.bin", "aside.npz"
-_CHUNK = 1 << 26  # bytes written or read at once
+_ASIDE = "aside.npz"
 
 
 class LazyTensorStorage(Storage):
@@ -138,35 +139,30 @@ class LazyTensorStorage(Storage):
         return twin
 
     @override
-    def dump(self, directory: Path, count: int) -> Any:
+    def dump(self, directory: Path, frames: range, earlier: Dumped | None = None) -> Any:
         if self.layout is None or self._rows is None:
             return None
-        header = {"rows": self.layout.to_json()}
+        header: dict[str, Any] = {"rows": self.layout.to_json()}
         if self._next is not None:
             header["aside"] = self._next.aside.to_json()
             np.savez(directory / _ASIDE, allow_pickle=False, **self._next.state())
-        with open(directory / _ROWS, "wb") as file:
-            for rows in torch.split(self._rows[:count], max(_CHUNK // self.layout.nbytes, 1)):
-                file.write(rows.numpy(force=True).data)  # `tofile` would not report a full disk
-        return header
+        linked = link_segments(directory, frames, earlier) if earlier is not None and earlier.frames else []
+        start = linked[-1].stop if linked else frames.start
+        written = write_segments(directory, self._rows, range(start, frames.stop))
+        return {**header, "segments": [*linked, *written]}
 
     @override
-    def load(self, directory: Path, count: int, frames: Any, allow_pickle: bool) -> None:
-        if frames is None:
+    def load(self, frames: range, dumped: Dumped, allow_pickle: bool) -> None:
+        directory, header = dumped
+        if header is None:
             return
-        layout = RowLayout.from_json(frames["rows"])
-        size = (directory / _ROWS).stat().st_size
-        if size != count * layout.nbytes:
-            raise ValueError(f"{directory / _ROWS} has {size} bytes, expected {count * layout.nbytes}: it was changed")
-        self._rows = self._allocate(layout, existsok=True)
-        self.layout = layout
-        with open(directory / _ROWS, "rb") as file:
-            for rows in torch.split(self._rows[:count], max(_CHUNK // layout.nbytes, 1)):
-                rows.copy_(torch.from_numpy(np.fromfile(file, np.int64, rows.numel())).view_as(rows))
-        if "aside" in frames:
-            self._next = NextObservations(layout, RowLayout.from_json(frames["aside"]), self._rows)
-            with np.load(directory / _ASIDE, allow_pickle=False) as state:
-                self._next.load(dict(state))
+        layout = RowLayout.from_json(header["rows"])
+        rows = self._allocate(layout, existsok=True)
+        read_segments(directory, rows, frames, header["segments"])
+        self._rows, self.layout = rows, layout
+        if "aside" in header:
+            self._next = NextObservations(layout, RowLayout.from_json(header["aside"]), rows)
+            self._next.load(read_arrays(directory / _ASIDE))
 
     @property
     def nbytes(self) -> int:

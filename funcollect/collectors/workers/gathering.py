@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from tensordict import TensorDict
 from typing_extensions import override
@@ -19,6 +20,14 @@ _AHEAD = 2  # batches that an asynchronous worker may have begun, or have ready,
 OpenAssembler = Callable[[Sequence[int], Join | None], BatchAssembler]
 
 
+class ReadyBatch(NamedTuple):
+    """A batch that has been collected and not been asked for yet."""
+
+    batch: TensorDict
+    version: int  # of the oldest weights in it
+    workers: Sequence[int]  # whose rollouts it holds
+
+
 class Gathering(ABC):
     """Collects batches from the workers of `pool`, after sending them the latest `weights`."""
 
@@ -31,6 +40,7 @@ class Gathering(ABC):
         self._open_assembler = open_assembler
         self._assemblers: dict[int, BatchAssembler] = {}  # also of removed workers, whose batches may still wait
         self.version, self.workers = 0, ()
+        self.ready: deque[ReadyBatch] = deque()  # delivered before all others
         self.set_workers(pool.workers)
 
     @property
@@ -43,8 +53,13 @@ class Gathering(ABC):
         """The next batch; `more` is whether another one will be asked for."""
 
     @abstractmethod
+    def settle(self) -> None:
+        """Complete the batches that have been begun, and keep them in `ready`: no worker is at work then."""
+
     def discard(self) -> None:
         """Drop the batches that have been begun and not delivered."""
+        self.settle()
+        self.ready.clear()
 
     @abstractmethod
     def set_workers(self, workers: Sequence[int]) -> None:
@@ -59,6 +74,11 @@ class Gathering(ABC):
         """Release the memory."""
         for assembler in {*self._assemblers.values()}:
             assembler.close()
+
+    def _hand_over(self, ready: ReadyBatch) -> TensorDict:
+        """The batch, for the reader."""
+        self.version, self.workers = ready.version, ready.workers
+        return ready.batch
 
     def _complete(self, assembler: BatchAssembler, pending: PendingBatch) -> None:
         """Wait until a batch is complete."""
@@ -92,20 +112,22 @@ class SyncGathering(Gathering):
 
     @override
     def next(self, *, more: bool) -> TensorDict:
-        assembler, pending = self._under_way or self._begin()
+        ready = self.ready.popleft() if self.ready else self._collected(*(self._under_way or self._begin()))
+        if self._prefetch and more:
+            self._begin()
+        return self._hand_over(ready)
+
+    def _collected(self, assembler: BatchAssembler, pending: PendingBatch) -> ReadyBatch:
+        """Wait for the batch under way."""
         self._complete(assembler, pending)
         batch = assembler.deliver(pending)
         self._under_way = None
-        self.workers = [call.worker for call in pending.calls]
-        self.version = version_of(pending)
-        if self._prefetch and more:
-            self._begin()
-        return batch
+        return ready_batch(batch, pending)
 
     @override
-    def discard(self) -> None:
+    def settle(self) -> None:
         if self._under_way is not None:
-            self.next(more=False)
+            self.ready.append(self._collected(*self._under_way))
 
     def _begin(self) -> tuple[BatchAssembler, PendingBatch]:
         """Make the workers collect a batch with the latest weights."""
@@ -139,28 +161,34 @@ class AsyncGathering(Gathering):
 
     @override
     def next(self, *, more: bool) -> TensorDict:
-        if not self._arrived:
-            self._pool.poll()
-            self._go_on()
-        while not self._arrived:
-            self._pool.wait()
-            self._go_on()
+        if self.ready:
+            ready = self.ready.popleft()
+        else:
+            if not self._arrived:
+                self._pool.poll()
+                self._go_on()
+            while not self._arrived:
+                self._pool.wait()
+                self._go_on()
+            ready = self._first()
+        self._go_on()
+        return self._hand_over(ready)
+
+    def _first(self) -> ReadyBatch:
+        """The batch that arrived first."""
         worker, pending = self._arrived[0]
         batch = self._assemblers[worker].deliver(pending)
         self._arrived.popleft()
-        self.version, self.workers = version_of(pending), (worker,)
-        self._go_on()
-        return batch
+        return ready_batch(batch, pending)
 
     @override
-    def discard(self) -> None:
+    def settle(self) -> None:
         for worker, under_way in self._under_way.items():
             while under_way:
                 self._complete(self._assemblers[worker], under_way[0])
-                self._assemblers[worker].deliver(under_way.popleft())
+                self._arrived.append((worker, under_way.popleft()))
         while self._arrived:
-            worker, pending = self._arrived.popleft()
-            self._assemblers[worker].deliver(pending)
+            self.ready.append(self._first())
 
     def _go_on(self) -> None:
         """Queue the batches that have arrived, and keep every worker busy."""
@@ -171,6 +199,7 @@ class AsyncGathering(Gathering):
                 self._arrived.append((worker, under_way.popleft()))
             if len(under_way) < _AHEAD:
                 ready = [each for each, _ in self._arrived].count(worker)
+                ready += sum(worker in each.workers for each in self.ready)
                 while len(under_way) + ready < _AHEAD and assembler.room():
                     under_way.append(assembler.begin())
 
@@ -185,7 +214,7 @@ class AsyncGathering(Gathering):
                 self._assemblers[worker], self._under_way[worker] = self._open_assembler([worker], None), deque()
 
 
-def version_of(pending: PendingBatch) -> int:
-    """The version of the oldest weights in a batch."""
-    versions: list[int] = [call.value[-1].version for call in pending.calls]
-    return min(versions)
+def ready_batch(batch: TensorDict, pending: PendingBatch) -> ReadyBatch:
+    """A delivered batch, with the version of the oldest weights in it."""
+    version = min(call.value[-1].version for call in pending.calls)
+    return ReadyBatch(batch, version, [call.worker for call in pending.calls])

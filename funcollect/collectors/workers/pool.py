@@ -14,7 +14,7 @@ import cloudpickle
 from funcollect.collectors.options import OnFailure
 from funcollect.collectors.workers.transport import Call, Transport, WorkerExited, WorkerHandle
 from funcollect.collectors.workers.worker import START, Failure, Job, Progress, RolloutReport
-from funcollect.errors import WorkerError
+from funcollect.errors import ReplayError, WorkerError
 from funcollect.interop.hidden_main import send_main_by_value
 
 _SLICE = 0.05  # seconds of one wait at most: another thread may have read the answer meanwhile
@@ -196,7 +196,7 @@ class WorkerPool:
         if not isinstance(failure := answer.value, Failure):
             self._count(record, answer.value)
             call.resolve(answer.value)
-        elif call.name in _CHECKED and isinstance(refusal := _loaded(failure.cause), (TypeError, ValueError)):
+        elif call.name in _CHECKED and isinstance(refusal := _loaded(failure.cause), _REFUSALS):
             call.resolve(error=refusal)
         else:
             self._fail(worker, f"raised {failure.message}", failure.lane, failure.traceback, failure.cause)
@@ -289,7 +289,8 @@ class WorkerPool:
                 self._transport.leave()
 
 
-_CHECKED = ("reset", "set_seed", "load_state_dict", "take_params")
+_CHECKED = ("reset", "set_seed", "load_state_dict", "take_params", "saved_run", "continue_run")
+_REFUSALS = (TypeError, ValueError, ReplayError)  # of these calls: the worker is as it was before
 
 
 def _loaded(cause: bytes | None) -> BaseException | None:

@@ -8,13 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from funcollect.collectors.workers.batch_layout import Join
-from funcollect.collectors.workers.gathering import AsyncGathering, Gathering, SyncGathering
+from funcollect.collectors.workers.gathering import AsyncGathering, Gathering, ReadyBatch, SyncGathering
 from funcollect.collectors.workers.jobs import check_alike, masks_of
 from funcollect.collectors.workers.pool import FailurePolicy, WorkerPool
 from funcollect.collectors.workers.transport import BatchAssembler, Transport, WorkerGroup
-from funcollect.collectors.workers.weights import Weights
+from funcollect.collectors.workers.weights import Weights, share_weights
 from funcollect.collectors.workers.worker import Job, Progress, WorkerInfo, progress_of, runners_of, saved_workers
+from funcollect.core.saving import Episodes
 from funcollect.keys import seed_of
+from funcollect.tree import flatten, to_tensordict
 
 
 class WorkerRun:
@@ -160,26 +162,66 @@ class WorkerRun:
     def state_dict(self) -> dict[str, Any]:
         """The states of the workers, and which weights they act with."""
         self.weights.flush()
-        saved = self.pool.call_all("state_dict")
-        return {
-            "workers": {str(worker): each for worker, each in enumerate(saved)},
-            "policy_version": self.weights.version,
-            "own_weights": self.weights.own,
-        }
+        return self._with_weights(self.pool.call_all("state_dict"))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict` of as many workers; batches that the workers have ready are dropped."""
         saved = saved_workers(state_dict, len(self.workers))
         self.gathering.discard()
         self._call_each("load_state_dict", saved)
+        self._go_on_from(state_dict, saved)
+
+    def saved_run(self, episodes: Episodes) -> dict[str, Any]:
+        """Plain data with which `continue_run` goes on, including the batches that the workers have ready."""
+        gathering = self.gathering
+        gathering.settle()
+        self.weights.flush()
+        saved = self.pool.call_all("saved_run", episodes)
+        share_weights([runner for worker in saved for runner in runners_of(worker)])
+        return {
+            **self._with_weights(saved),
+            "lanes_of_workers": self.lanes,
+            "frames_of_workers": self.frames,
+            "ready": [[flatten(batch), [*batch.shape], *which] for batch, *which in gathering.ready],
+            "gathered": [gathering.version, list(gathering.workers)],
+        }
+
+    def continue_run(self, data: Mapping[str, Any], episodes: Episodes) -> None:
+        """Continue from the result of `saved_run`."""
+        saved = saved_workers(data, len(self.workers))
+        for name, own in (("lanes", self.lanes), ("frames", self.frames)):
+            if data[f"{name}_of_workers"] != own:
+                raise ValueError(
+                    f"the saved workers have {data[f'{name}_of_workers']} {name} in a batch, these have {own}: build "
+                    "the collector with as many environments and frames_per_batch"
+                )
+        self.gathering.discard()
+        self._call_each("continue_run", saved, episodes)
+        self._go_on_from(data, saved)
+        batches = [(to_tensordict(leaves, tuple(shape)), *which) for leaves, shape, *which in data["ready"]]
+        self.gathering.ready.extend(ReadyBatch(*each) for each in batches)
+        self.gathering.version, self.gathering.workers = data["gathered"]
+
+    def _with_weights(self, saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The states of the workers, with the version of their weights."""
+        return {
+            "workers": {str(worker): each for worker, each in enumerate(saved)},
+            "policy_version": self.weights.version,
+            "own_weights": self.weights.own,
+        }
+
+    def _go_on_from(self, state_dict: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from states that the workers have loaded."""
         runners = {worker: runners_of(each)[0] for worker, each in zip(self.workers, saved, strict=True)}
         self.seed = seed_of(runners_of(saved[0])[0]["key"].numpy())
         self.pool.go_on_from(self.seed, [progress_of(each) for each in saved])
         self.weights.go_on_from(state_dict["policy_version"], runners, own=state_dict["own_weights"])
 
-    def _call_each(self, name: str, arguments: Sequence[Any]) -> None:
-        """Call a method of every worker, each with its own argument."""
-        calls = [self.pool.call(worker, name, each) for worker, each in zip(self.workers, arguments, strict=True)]
+    def _call_each(self, name: str, arguments: Sequence[Any], *others: Any) -> None:
+        """Call a method of every worker, each with its own first argument."""
+        calls = [
+            self.pool.call(worker, name, each, *others) for worker, each in zip(self.workers, arguments, strict=True)
+        ]
         self.pool.finish(calls)
 
     def stats(self) -> dict[str, float]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from funcollect.collectors.workers.pool import WorkerPool
@@ -27,6 +28,16 @@ class WeightsVersion:
     params: Any = None  # the parameters in the call; None for the policy's own
     loaded: bool = False  # whether `params` come from a state dict and were the policy's own when they were saved
     policy: bytes | None = None  # the packed module or function, if it has changed since the workers were built
+
+
+def share_weights(saved: Sequence[Any]) -> None:
+    """Make equal weights in the states of runners one object, which a file holds once."""
+    firsts: dict[int, Mapping[str, Tensor]] = {}
+    for state in saved:
+        own = state["policy_state_dict"]
+        first = firsts.setdefault(state["policy_version"], own)
+        if first.keys() == own.keys() and all(torch.equal(first[name], own[name]) for name in own):
+            state["policy_state_dict"] = first
 
 
 class Weights:

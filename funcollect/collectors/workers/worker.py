@@ -23,6 +23,7 @@ from funcollect.collectors.options import Options
 from funcollect.collectors.runner import Runner, check_saved
 from funcollect.collectors.source import RunnerSpec
 from funcollect.core.request import NOWHERE, OwnColumns
+from funcollect.core.saving import Episodes
 from funcollect.errors import EnvError
 from funcollect.messages import shown
 from funcollect.policies.torch_modules.sending import dumps, unpack
@@ -204,6 +205,16 @@ class WorkerBase(ABC):
         """Continue from a `state_dict`."""
         self._collector.load_state_dict(state_dict)
         self._batches, self._frames = state_dict["iter"], state_dict["frames"]
+
+    def saved_run(self, episodes: Episodes) -> dict[str, Any]:
+        """Plain data with which `continue_run` goes on as this worker would."""
+        saved: dict[str, Any] = self._collector.saved_run(episodes)
+        return saved
+
+    def continue_run(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
+        """Continue from the result of `saved_run`."""
+        self._collector.continue_run(saved, episodes)
+        self._batches, self._frames = saved["iter"], saved["frames"]
 
     def close(self) -> None:
         """Free the simulators."""

@@ -1,4 +1,4 @@
-"""Forks of simulators: a second set, brought to the state of the first by replay or by a snapshot."""
+"""Copies of simulators, in memory or from a file: others are brought to the same state by replay or by a snapshot."""
 
 from __future__ import annotations
 
@@ -7,52 +7,73 @@ from typing import cast
 
 import torch
 
-from funcollect.core.simulators.simulation import FinishedLanes, Simulation, SimulatorHandle
+from funcollect.core.simulators.simulation import FinishedLanes, Simulation, SimulationRecord, SimulatorHandle
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import statistics_of
 from funcollect.errors import ReplayError
-from funcollect.protocols import SnapshotSimulators
+from funcollect.protocols import HostEnv, SavableSnapshots, SnapshotSimulators
 
 
 def fork_simulation(source: Simulation, state: CollectorState) -> SimulatorHandle:
     """Rebuild the simulators and bring them to the state of the source's. Raises as `funcollect.fork` does."""
+    advice = (
+        "begin a second run with funcollect.init, or take the same simulator through funcollect.envs.from_gymnasium"
+    )
+    return rebuild(source.env, record_of(source, "forked", advice), state)
+
+
+def record_of(source: Simulation, aim: str, advice: str) -> SimulationRecord:
+    """Describe the state of simulators for `rebuild`.
+
+    Raises:
+        ReplayError: if they cannot be rebuilt; the message says what cannot be done, and what to do instead.
+    """
     env = source.env
     if kept := statistics_of(env):
         raise ReplayError(
-            f"{env} cannot be forked: {kept}, which a replay does not restore: normalise in the first layer of the "
+            f"{env} cannot be {aim}: {kept}, which a replay does not restore: normalise in the first layer of the "
             "network instead"
         )
     if env.forking == "none":
+        raise ReplayError(f"{env} is seeded by {env.seeding} and gives no snapshot, so it cannot be {aim}: {advice}")
+    record = source.record()
+    if env.forking == "replay" and record.actions is None:
         raise ReplayError(
-            f"{env} is seeded by {env.seeding} and gives no snapshot, so it cannot be forked: begin a second run with "
-            "funcollect.init, or take the same simulator through funcollect.envs.from_gymnasium"
+            "the current episode is too long for its actions to be kept, expected at most 2**20 steps: begin another "
+            f"with funcollect.reset(env, state), after which the state can be {aim}"
         )
-    copy = Simulation(env, source.key, state.lane)
+    return record
+
+
+def rebuild(env: HostEnv, record: SimulationRecord, state: CollectorState, *, saved: bool = False) -> SimulatorHandle:
+    """Make simulators in the recorded state, and compare their observations with those of `state`.
+
+    A `saved` record has its snapshot as plain data.
+    """
+    copy = Simulation(env, record.key, state.lane)
     try:
         if env.forking == "replay":
-            _replay(copy, source, state)
+            _replay(copy, record, state)
         else:
-            snapshot = cast(SnapshotSimulators, source.simulators).snapshot()
-            cast(SnapshotSimulators, copy.simulators).restore(snapshot)
+            simulators = cast(SnapshotSimulators, copy.simulators)
+            snapshot = record.snapshot
+            if saved and isinstance(simulators, SavableSnapshots):
+                snapshot = simulators.snapshot_from(snapshot)
+            simulators.restore(snapshot)
         _compare(copy, state)
     except BaseException:
         copy.close()
         raise
-    copy.go_on_as(source)
+    copy.go_on_as(record)
     return copy.release()
 
 
-def _replay(copy: Simulation, source: Simulation, state: CollectorState) -> None:
+def _replay(copy: Simulation, record: SimulationRecord, state: CollectorState) -> None:
     """Replay every lane's episode from its seed and its actions, all lanes in step.
 
     A lane is reset when its episode begins. Before that it takes the actions of other episodes, to no effect.
     """
-    actions, ages = source.action_log.since_reset(), source.action_log.ages.tolist()
-    if actions is None:
-        raise ReplayError(
-            "the current episode is too long for its actions to be kept, expected at most 2**20 steps: begin another "
-            "with funcollect.reset(env, state), then fork"
-        )
+    actions, ages = cast(torch.Tensor, record.actions), record.ages.tolist()
     lanes, length = range(len(ages)), len(actions)
     _restart(copy, lanes, state)
     finished = FinishedLanes(copy, ())

@@ -1,17 +1,16 @@
 """Live simulators behind a state, used linearly: one state at a time holds them.
 
 A `Simulation` keeps what a state that is a value would hold itself: which version of the state is the current one, how
-many episodes each lane has begun, and the actions since, from which `fork` replays them.
+many episodes each lane has begun, and the actions since, from which `fork` and `load` replay them.
 """
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from funcollect.errors import ClosedError, StaleStateError
 from funcollect.keys import Key, Purpose, lane_keys
-from funcollect.protocols import HostEnv, Outcome, Simulators
+from funcollect.protocols import HostEnv, Outcome, Simulators, SnapshotSimulators
 from funcollect.threefry import hashed_in_numpy
 from funcollect.tree import Path
 
@@ -54,11 +53,37 @@ class ActionLog:
             return None
         return torch.cat(tuple(self._chunks))[-longest:] if longest else torch.empty(0, len(self.ages))
 
-    def copy(self) -> ActionLog:
-        """Return an independent copy; it shares the chunks, which are never written again."""
-        twin = copy.copy(self)
-        twin._chunks = self._chunks.copy()
-        return twin
+    def resume(self, actions: Tensor | None, ages: Tensor) -> None:
+        """Continue the log with the result of another's `since_reset`, and its ages."""
+        self.ages = ages
+        self._chunks, self._length = deque(), 0
+        if actions is not None and len(actions):
+            self._chunks.append(actions)
+            self._length = len(actions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationRecord:
+    """What brings new simulators to the state of these: for `fork` in memory, for `save` in a file.
+
+    Attributes:
+        episodes: [P], the episode that each lane is in.
+        steps: steps of every lane since `init`.
+        unseeded: the lanes that get a seed at their next reset in any case.
+        ages: [P] int64, steps of the loop since each lane's reset.
+        actions: [max(ages), P, ...], the latest actions, for simulators that are replayed.
+        snapshot: that of simulators which give one.
+        last_outcome: that of the last step, which finished lanes repeat.
+    """
+
+    key: Key
+    episodes: list[int]
+    steps: int
+    unseeded: set[int]
+    ages: Tensor
+    actions: Tensor | None
+    snapshot: Any
+    last_outcome: Outcome
 
 
 class Simulation:
@@ -80,8 +105,8 @@ class Simulation:
     def __reduce__(self) -> Any:
         """Refuse to be copied or pickled: copies of MuJoCo and ALE would silently take another course."""
         raise TypeError(
-            f"the simulators of {self.env} cannot be copied or pickled: take funcollect.fork(env, state), or save the "
-            "collector's state_dict()"
+            f"the simulators of {self.env} cannot be copied or pickled: take funcollect.fork(env, state), or "
+            "funcollect.save(path, state)"
         )
 
     def rekey(self, key: Key, episodes: list[int], steps: int) -> None:
@@ -128,12 +153,25 @@ class Simulation:
         if self._unseeded:
             self._unseeded.difference_update(lanes)
 
-    def go_on_as(self, source: Simulation) -> None:
-        """Copy the records of `source`, once the simulators are in the state of its simulators."""
-        self.episodes, self.steps = list(source.episodes), source.steps
-        self._unseeded = set(source._unseeded)
-        self.action_log = source.action_log.copy()
-        self.last_outcome = source.last_outcome
+    def record(self) -> SimulationRecord:
+        """Describe the state of the simulators."""
+        return SimulationRecord(
+            key=self.key,
+            episodes=list(self.episodes),
+            steps=self.steps,
+            unseeded=set(self._unseeded),
+            ages=self.action_log.ages,
+            actions=self.action_log.since_reset() if self.env.forking == "replay" else None,
+            snapshot=cast(SnapshotSimulators, self.simulators).snapshot() if self.env.forking == "snapshot" else None,
+            last_outcome=self.last_outcome,
+        )
+
+    def go_on_as(self, record: SimulationRecord) -> None:
+        """Take over what was recorded, once the simulators have been brought to that state."""
+        self.episodes, self.steps = list(record.episodes), record.steps
+        self._unseeded = set(record.unseeded)
+        self.action_log.resume(record.actions, record.ages)
+        self.last_outcome = record.last_outcome
 
     def observation(self) -> dict[Path, Tensor]:
         """Return a copy of the current root observation."""

@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import gymnasium
@@ -22,11 +23,22 @@ from typing_extensions import override
 from funcollect.envs.gymnasium_envs.lanes import GymEnv, Lanes
 from funcollect.envs.host.host_env import SimulatedEnv
 from funcollect.errors import ReplayError
+from funcollect.interop.plain_data import from_data, to_data
 
 _APART = 128  # calls between two copies: a copy takes as long as one or two steps
+_CODE = (FunctionType, BuiltinFunctionType, MethodType, type, gymnasium.Space)
 _UNLIKELY = 1e-12  # the accepted probability that ALE still repeats an action from before those that were sent
 _CONSTANT = frozenset({"env", "ale", "spec", "_cached_spec", "observation_space", "_observation_space"})
-_RESET = object()  # in a list of actions: a reset without a seed
+# Not saved either: a new game has the same ones.
+_SAME = _CONSTANT | {
+    "action_space",
+    "_action_space",
+    "_action_set",
+    "_saved_kwargs",
+    "_ezpickle_args",
+    "_ezpickle_kwargs",
+}
+_RESET = None  # in a list of actions: a reset without a seed
 
 
 def is_atari(env: Any) -> bool:
@@ -62,6 +74,35 @@ class _Copy:
             vars(layer).update(attributes)
         layers[-1].ale.restoreState(self.machine)
 
+    def data(self) -> dict[str, Any]:
+        """The copy as plain data; TypeError if the wrappers hold anything else that may change."""
+        known = (*self.layers, self.layers[-1].ale)
+        changing = [
+            {name: value for name, value in attributes.items() if name not in _SAME and not isinstance(value, _CODE)}
+            for attributes in self.attributes
+        ]
+        names = [type(layer).__name__ for layer in self.layers]
+        return {"layers": names, "attributes": to_data(changing, known), "machine": self.machine.__getstate__()}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any], env: GymEnv) -> _Copy:
+        """The copy from its `data`, for a game with the same wrappers; ReplayError if its wrappers differ."""
+        layers = _layers(env)
+        if (names := [type(layer).__name__ for layer in layers]) != data["layers"]:
+            raise ReplayError(
+                f"{env} has the wrappers {names}, the saved game {data['layers']}: build it with the same"
+            )
+        structure, arrays = data["attributes"]
+        attributes = from_data(structure, arrays, (*layers, layers[-1].ale))
+        return cls(layers, attributes, _machine(data["machine"]))
+
+
+def _machine(state: bytes) -> Any:
+    """ALE's state from its bytes."""
+    import ale_py
+
+    return ale_py.ALEState(state)
+
 
 def _layers(env: Any) -> tuple[Any, ...]:
     """The wrappers of an environment, the outermost first, and at the end the environment without wrappers."""
@@ -88,6 +129,17 @@ class _History:
     before: list[Any]  # the calls between the two copies
     since: list[Any]  # the calls after the newer copy
     machine: Any = None  # ALE's state after all calls
+
+    def data(self) -> dict[str, Any]:
+        """The history as plain data; raises as `_Copy.data` does."""
+        copies = {name: each and each.data() for name, each in (("older", self.older), ("newer", self.newer))}
+        return {**vars(self), **copies, "machine": self.machine.__getstate__()}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any], env: GymEnv) -> _History:
+        """The history from its `data`, for a game with the same wrappers; raises as `_Copy.from_data` does."""
+        copies = {name: data[name] and _Copy.from_data(data[name], env) for name in ("older", "newer")}
+        return cls(**{**data, **copies, "machine": _machine(data["machine"])})
 
 
 class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -186,3 +238,11 @@ class AtariLanes(Lanes):
         """Bring each game, and its observation, to the point of its history."""
         answers = [game.follow(history) for game, history in zip(self._games, snapshot, strict=True)]
         self._rows.write([answer[0] for answer in answers])
+
+    def snapshot_data(self, snapshot: list[_History]) -> list[dict[str, Any]]:
+        """The histories as plain data; TypeError for wrappers that hold other objects."""
+        return [history.data() for history in snapshot]
+
+    def snapshot_from(self, data: list[dict[str, Any]]) -> list[_History]:
+        """The histories from `snapshot_data`, for games with the same wrappers."""
+        return [_History.from_data(each, game.env) for each, game in zip(data, self._games, strict=True)]

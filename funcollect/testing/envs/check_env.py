@@ -39,6 +39,7 @@ CHECKS: tuple[Check[Trial], ...] = (
     pair_checks.batch_memory,
     env_runs.old_states,
     env_runs.fork,
+    env_runs.save,
     env_runs.close,
 )
 

@@ -281,3 +281,57 @@ def test_a_collector_in_an_actor_loads_a_state_once(monkeypatch):
         monkeypatch.setattr(MULTI, "load_state_dict", lambda self, state: loaded.append(state))
         worker.load_state_dict(saved := worker.state_dict())
         assert loaded == [saved]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_saved_run_continues_bit_for_bit(nested, tmp_path):
+    """In actors, and in workers that actors have; weights change before and after."""
+    torch.manual_seed(0)
+    module = nn.Linear(4, 2)
+    policy = fc.torch_policy(module, head=fc.heads.categorical)
+    sources = [lambda: fc.make_env("CartPole-v1", num_envs=2)] * 2
+    own = {"collector_class": MULTI, "num_workers_per_collector": 2} if nested else {}
+    keywords = {
+        "frames_per_batch": 80,
+        "sync": True,
+        "prefetch": True,
+        "seed": 3,
+        "update_after_each_batch": True,
+        **own,
+    }
+
+    def trained(collector):
+        batches = []
+        for _ in range(3):
+            batches.append(next(collector).clone())
+            with torch.no_grad():
+                module.weight.add_(0.01)
+        return batches
+
+    with ray_collector(sources, policy, **keywords) as collector:
+        trained(collector)
+        collector.save(tmp_path / "run")
+        kept = module.weight.clone()
+        wanted = trained(collector)
+        collector.restore(tmp_path / "run")  # with the weights that the workers had
+        with torch.no_grad():
+            module.weight.copy_(kept)
+        assert collector.frames == 3 * 80
+        for one, two in zip(wanted, trained(collector), strict=True):
+            assert_same(one, two)
+        with pytest.raises(ValueError, match="this is a SyncDataCollector: use that class"):
+            fc.SyncDataCollector.load(tmp_path / "run", sources[0], policy)
+
+
+def test_an_asynchronous_saved_run_loses_no_frame(tmp_path):
+    with ray_collector([Plain] * 2, frames_per_batch=10) as collector:
+        first = [next(collector).clone() for _ in range(3)]
+        collector.save(tmp_path / "run")
+        rest = [next(collector).clone() for _ in range(9)]
+        collector.restore(tmp_path / "run")
+        again = [next(collector).clone() for _ in range(9)]
+    one, two = by_lane(first + rest), by_lane(first + again)
+    for lane in one.keys() & two.keys():
+        length = min(len(one[lane]), len(two[lane]))
+        assert_same(one[lane][:length], two[lane][:length])
+        assert two[lane]["collector", "step"].tolist() == [i % 5 for i in range(len(two[lane]))]

@@ -16,6 +16,7 @@ from PIL import Image
 import funcollect as fc
 from funcollect.envs.gymnasium_envs import atari_lanes
 from tests.support.compare import assert_same, collect
+from tests.support.copies import COPIES
 from tests.support.misuse import Misuse, refused, refused_then_mended, runs, table
 from tests.support.plain import check_lane, plain_loop
 from tests.support.running import scaled
@@ -91,36 +92,37 @@ def test_a_game_is_filmed_in_colour(grayscale: bool, tmp_path: Path) -> None:
         assert any(len(set(colour)) > 1 for _, colour in film.convert("RGB").getcolors())
 
 
-def walk(env: Any, lengths: list[int], seed: int = 3) -> Any:
-    """A run with a fork after every part, the parts, and the forks."""
+def walk(env: Any, lengths: list[int], copied: str = "fork") -> Any:
+    """A run with a copy after every part, the parts, and the copies."""
     policy = fc.random_policy(env)
-    state = fc.init(env, policy, seed=seed)
-    parts, forks = [], [fc.fork(env, state)]
+    state = fc.init(env, policy, seed=3)
+    parts, forks = [], [COPIES[copied](env, policy, state)]
     for length in lengths:
         state, part = fc.rollout(env, policy, state, length)
         parts.append(part)
-        forks.append(fc.fork(env, state))
+        forks.append(COPIES[copied](env, policy, state))
     return policy, state, parts, forks
 
 
-@pytest.mark.parametrize("sticky", [0.0, 0.25, 0.75])
-def test_a_fork_goes_on_as_its_source_does(monkeypatch: pytest.MonkeyPatch, sticky: float) -> None:
+@pytest.mark.parametrize(("sticky", "copied"), [(0.0, "file"), (0.25, "fork"), (0.25, "file"), (0.75, "fork")])
+def test_a_copy_goes_on_as_its_source_does(monkeypatch: pytest.MonkeyPatch, sticky: float, copied: str) -> None:
     """For 500 steps and through the ends of episodes, whether it starts from a copy of the game or from the seed."""
     monkeypatch.setattr(atari_lanes, "_APART", 60)
     env = ale(num_envs=1, max_episode_steps=90, repeat_action_probability=sticky)
-    policy, state, parts, forks = walk(env, [1, 49, 70, 64, 33])
+    policy, state, parts, forks = walk(env, [1, 49, 70, 64, 33], copied)
     parts.append(fc.rollout(env, policy, state, 300)[1])
     assert torch.cat(parts, -1)["next", "done"].sum() >= 5
     for first in (0, 2, 5):
-        own, rest = fc.fork(env, forks[first]), torch.cat([part.clone() for part in parts[first:]], -1)
+        own, rest = COPIES[copied](env, policy, forks[first]), torch.cat([part.clone() for part in parts[first:]], -1)
         assert_same(fc.rollout(env, policy, own, rest.shape[-1])[1], rest)
 
 
-def test_a_fork_knows_the_action_that_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_knows_the_action_that_is_repeated(monkeypatch: pytest.MonkeyPatch, copied: str) -> None:
     """Nine frames of ten repeat it, and no copy of a game holds it: a fork from the last copy would go another way."""
     monkeypatch.setattr(atari_lanes, "_APART", 12)
     env = ale(num_envs=4, max_episode_steps=200, repeat_action_probability=0.9)
-    policy, state, parts, forks = walk(env, [25, 12, 12])  # one step after a copy
+    policy, state, parts, forks = walk(env, [25, 12, 12], copied)  # one step after a copy
     parts.append(fc.rollout(env, policy, state, 4)[1])
     for taken, fork in enumerate(forks[1:], 1):
         assert_same(fc.rollout(env, policy, fork, 4)[1], torch.cat(parts[taken:], -1)[:, :4])
@@ -134,13 +136,14 @@ def test_a_fork_of_a_fork_and_of_lanes_that_were_reset() -> None:
     assert_same(fc.rollout(env, policy, child, 50)[1], fc.rollout(env, policy, state, 50)[1])
 
 
-def test_a_fork_of_lanes_that_stay_finished() -> None:
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_of_lanes_that_stay_finished(copied: str) -> None:
     env = ale(max_episode_steps=10)
     with fc.SyncDataCollector(env, frames_per_batch=30, reset_when_done=False, seed=1) as collector:
         next(collector)
         state = collector.state
         assert state.truncated.all()
-        collector.state, other = fc.fork(env, state), state
+        collector.state, other = COPIES[copied](env, collector.policy, state), state
         one = next(collector)
         collector.state = other
         assert_same(next(collector), one)
@@ -154,7 +157,9 @@ class Holding(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.steps = (step for step in range(9))
 
 
-def test_a_wrapper_that_cannot_be_copied_is_named_by_the_fork_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrapper_that_cannot_be_copied_is_named_by_copies_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(atari_lanes, "_APART", 10)
     env = fc.make_env(lambda: Holding(build()))
     policy = fc.random_policy(env)
@@ -163,7 +168,34 @@ def test_a_wrapper_that_cannot_be_copied_is_named_by_the_fork_alone(monkeypatch:
         fc.ReplayError, ("Holding", "cannot pickle 'generator'", "leave out the wrapper", "as good as before")
     ):
         fc.fork(env, state)
+    with refused(fc.ReplayError, ("Holding", "cannot pickle 'generator'")):
+        fc.save(tmp_path / "state", state)
+    assert not (tmp_path / "state").exists()
     fc.rollout(env, policy, state, 3)
+
+
+class Remembering(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Holds an object that can be copied, and is no plain data."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.memory = Image.new("L", (2, 2))
+
+
+def test_a_wrapper_that_is_no_plain_data_is_named_by_save_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(atari_lanes, "_APART", 10)
+    env = fc.make_env(lambda: Remembering(build()))
+    policy = fc.random_policy(env)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 30)
+    with refused(fc.ReplayError, ("memory", "cannot be saved as data", "episodes='restart'")):
+        fc.save(tmp_path / "state", state)
+    fc.save(tmp_path / "state", state, episodes="restart")
+    loaded = fc.load(tmp_path / "state", env, policy)
+    assert (loaded.steps, loaded.traj_ids.tolist()) == (state.steps, [state.traj_ids.item() + 1])
+    twin = fc.fork(env, state)
+    assert_same(fc.rollout(env, policy, state, 3)[1], fc.rollout(env, policy, twin, 3)[1])
 
 
 @pytest.mark.parametrize("source", ["id", "factory", "instance", "list"])

@@ -1,0 +1,236 @@
+"""Checkpoints of a whole training run: collector, buffer, networks, optimizers and plain values, in one directory."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensordict import TensorDictBase
+
+from funcollect.arguments import check_count, check_kind, check_positive
+from funcollect.core.restore import restored
+from funcollect.core.saving import Episodes, check_episodes
+from funcollect.core.state import flatten_part
+from funcollect.files import read_data, sync, write_data
+from funcollect.messages import shown
+
+_KIND = "the values of a checkpoint"
+_VALUES, _COLLECTOR, _BUFFER = "values", "collector", "buffer"
+_NAME = re.compile(r"step-(\d+)")
+
+
+class Checkpoint:
+    """Saves a training run from time to time, and restores it in another process.
+
+    Each checkpoint is a directory, ``step-…``, that is written beside the others and renamed last, so a crash leaves
+    the previous one whole. A buffer writes only the frames that are new since the checkpoint before. Restoring executes
+    no code from the files.
+
+    Args:
+        directory: where the checkpoints are.
+        keep: how many of the latest ones are kept.
+
+    >>> import funcollect as fc, tempfile, torch
+    >>> directory, module = tempfile.mkdtemp(), torch.nn.Linear(4, 2)
+    >>> optimizer = torch.optim.Adam(module.parameters())
+    >>> collector = fc.SyncDataCollector(
+    ...     "CartPole-v1", fc.torch_policy(module, head=fc.heads.categorical), frames_per_batch=50, seed=0
+    ... )
+    >>> batch = next(collector)
+    >>> checkpoint = Checkpoint(directory)
+    >>> checkpoint.save(1, collector=collector, policy=module, optimizer=optimizer, best=12.5)
+    >>> checkpoint.latest()
+    1
+    >>> checkpoint.restore(collector=collector, policy=module, optimizer=optimizer)["best"]
+    12.5
+    >>> collector.shutdown()
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
+        check_kind("directory", directory, (str, os.PathLike), "pass the name of a directory")
+        check_positive("keep", keep, example=3)
+        self.directory, self.keep = Path(directory), keep
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.directory)!r}, keep={self.keep})"
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints that are there, in increasing order."""
+        found = [_NAME.fullmatch(path.name) for path in self.directory.glob("step-*")]
+        return sorted(int(each[1]) for each in found if each)
+
+    def latest(self) -> int | None:
+        """The step of the latest checkpoint; None if there is none."""
+        return max(self.steps(), default=None)
+
+    def save(
+        self,
+        step: int,
+        *,
+        collector: Any = None,
+        buffer: Any = None,
+        policy: Any = None,
+        optimizer: Any = None,
+        episodes: Episodes = "continue",
+        **values: Any,
+    ) -> None:
+        """Write a checkpoint, then delete the oldest ones.
+
+        Args:
+            step: a count that increases from one checkpoint to the next.
+            collector: a collector; see its `save`.
+            buffer: a `ReplayBuffer`; see its `dumps`.
+            policy: a module, or any object with `state_dict`; a pytree of parameters; or a dict of such.
+            optimizer: an optimizer, likewise, or a pytree such as the state of optax; or a dict of such.
+            episodes: as `save` of the collector takes it.
+            values: numbers, strings, arrays, tensors, and lists, tuples and dicts of them. A named tuple comes back as
+                a plain one.
+
+        Raises:
+            ValueError: for a step that is not after the latest one.
+            ReplayError: as `save` of the collector does.
+            TypeError: for a value that is no plain data.
+            OSError: if the files cannot be written. The other checkpoints are as they were after any error.
+        """
+        check_count("step", step)
+        check_episodes(episodes)
+        latest = self.latest()
+        if latest is not None and step <= latest:
+            raise ValueError(
+                f"step is {step}, expected more than {latest}, that of the latest checkpoint in {self.directory}: pass "
+                "a later step, or another directory for another run"
+            )
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for left in self.directory.glob(".step-*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        fresh = self.directory / f".step-{step}"
+        try:
+            fresh.mkdir()
+            parts = {"policy": _saved(policy), "optimizer": _saved(optimizer)}
+            write_data(fresh / _VALUES, _KIND, {"parts": parts, "values": values})
+            if collector is not None:
+                collector.save(fresh / _COLLECTOR, episodes=episodes)
+            if buffer is not None:
+                base = None if latest is None else self._path(latest) / _BUFFER
+                buffer.dumps(fresh / _BUFFER, base=base)
+            sync(fresh)
+            fresh.rename(self._path(step))
+        except BaseException:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
+        sync(self.directory)
+        for old in self.steps()[: -self.keep]:
+            shutil.rmtree(self._path(old), ignore_errors=True)
+
+    def restore(
+        self,
+        *,
+        collector: Any = None,
+        buffer: Any = None,
+        policy: Any = None,
+        optimizer: Any = None,
+        step: int | None = None,
+        episodes: Episodes = "continue",
+    ) -> dict[str, Any]:
+        """Read a checkpoint. Collectors, buffers, modules and optimizers are restored in place.
+
+        Args:
+            collector: a collector that was built like the saved one.
+            buffer: a buffer that was built like the saved one.
+            policy: as `save` takes it: the object to restore, or a pytree like the saved one.
+            optimizer: likewise.
+            step: which checkpoint; by default the latest.
+            episodes: as `restore` of the collector takes it.
+
+        Returns:
+            The plain values, ``"step"``, and ``"policy"`` and ``"optimizer"`` if they were given: pytrees with the
+            saved leaves, or the same objects.
+
+        Raises:
+            FileNotFoundError: if there is no such checkpoint, or it lacks one of these.
+            ValueError: for a damaged file, another version, or an object that was built in another way.
+        """
+        check_episodes(episodes)
+        found = self.latest() if step is None else step
+        if found is None or not self._path(found).is_dir():
+            raise FileNotFoundError(
+                f"{self.directory} has the checkpoints {self.steps()}, expected {'one' if step is None else step}: "
+                "pass the directory and the step of one that was saved"
+            )
+        path = self._path(found)
+        data = read_data(path / _VALUES, _KIND)
+        given = {name: part for name, part in (("policy", policy), ("optimizer", optimizer)) if part is not None}
+        for name, part in given.items():
+            if data["parts"][name] is None:
+                raise FileNotFoundError(f"{path} has no {name}: leave it out, or save it")
+            _check(name, part, data["parts"][name])
+        for name, each in ((_COLLECTOR, collector), (_BUFFER, buffer)):
+            if each is not None and not (path / name).exists():
+                raise FileNotFoundError(f"{path} has no {name}: leave it out, or save it")
+        if buffer is not None:
+            buffer.loads(path / _BUFFER)
+        if collector is not None:
+            collector.restore(path / _COLLECTOR, episodes=episodes)
+        restored = {name: _restored(part, data["parts"][name]) for name, part in given.items()}
+        return {**data["values"], **restored, "step": found}
+
+    def _path(self, step: int) -> Path:
+        return self.directory / f"step-{step}"
+
+
+def _stateful(part: Any) -> bool:
+    """Whether an object has its own state to save and to load, as modules, optimizers and policies do."""
+    loads = hasattr(part, "load_state_dict") or hasattr(part, "load")
+    return hasattr(part, "state_dict") and loads and not isinstance(part, TensorDictBase)
+
+
+def _is_group(part: Any) -> bool:
+    """Whether it is a dict of objects with their own states."""
+    return isinstance(part, dict) and bool(part) and all(map(_stateful, part.values()))
+
+
+def _saved(part: Any) -> Any:
+    """As plain data, the state of a module or an optimizer, those of a dict of them, or the leaves of a pytree."""
+    if part is None:
+        return None
+    if _is_group(part):
+        return {"group": {name: _saved(each) for name, each in part.items()}}
+    return {"state": dict(part.state_dict())} if _stateful(part) else {"leaves": flatten_part(part)[0]}
+
+
+def _check(name: str, part: Any, saved: Mapping[str, Any]) -> None:
+    """Raise ValueError if a part cannot take the saved state, before anything is restored."""
+    own, wanted = _layout(_saved(part)), _layout(saved)
+    if own == wanted:
+        return
+    names = sorted({*own} ^ {*wanted} or {each for each in own if own[each] != wanted[each]})
+    one, two = shown(own.get(names[0], "missing")), shown(wanted.get(names[0], "missing"))
+    raise ValueError(f"{name} differs from the saved one: {names[0]} is {one}, was {two}: build it as it was")
+
+
+def _layout(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The shapes of a saved part by name; of an optimizer, whose state is empty at first, the sizes of its groups."""
+    if "group" in saved:
+        parts = {name: _layout(each) for name, each in saved["group"].items()}
+        return {f"{name}.{key}": shape for name, part in parts.items() for key, shape in part.items()}
+    if "leaves" in saved:
+        return {f"leaf {number}": np.shape(leaf) for number, leaf in enumerate(saved["leaves"])}
+    state = saved["state"]
+    if "param_groups" in state:
+        return {f"group {number}": len(each["params"]) for number, each in enumerate(state["param_groups"])}
+    return {name: tuple(value.shape) if hasattr(value, "shape") else None for name, value in state.items()}
+
+
+def _restored(part: Any, saved: Mapping[str, Any]) -> Any:
+    """The part with the saved state: the same object, or a pytree like it."""
+    if "group" in saved:
+        return {name: _restored(each, saved["group"][name]) for name, each in part.items()}
+    if "leaves" in saved:
+        return restored("leaves", part, saved["leaves"])
+    (part.load_state_dict if hasattr(part, "load_state_dict") else part.load)(saved["state"])
+    return part

@@ -1,0 +1,94 @@
+"""Writes files that are complete or absent, and reads files of plain data without executing code."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from funcollect.interop.plain_data import from_data, to_data
+
+_FORMAT = 1
+_HEADER = "header"  # the name of the array that has the JSON
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Write a file beside `path`, which gets that name once the block has ended without an exception.
+
+    Until then, and after a crash, `path` is what it was before.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        yield fresh
+        sync(fresh)
+        fresh.replace(path)
+        sync(path.parent)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the entries of a directory, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """The arrays that `numpy.savez` has written: a zip file, which has a checksum for each.
+
+    Raises:
+        OSError, EOFError, ValueError, zipfile.BadZipFile: for a file that is missing, damaged or another kind of file.
+    """
+    with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:  # opened here, so that it is closed
+        return dict(saved)
+
+
+def write_data(path: Path, kind: str, value: Any) -> None:
+    """Write plain data (see `to_data`) to a file, which replaces an earlier one. `kind` says what the data describes.
+
+    Raises:
+        TypeError: for a value that is no plain data.
+        OSError: if the file cannot be written; an earlier one is unchanged.
+    """
+    data, arrays = to_data(value)
+    header = json.dumps({"kind": kind, "format": _FORMAT, "data": data}).encode()
+    with replacing(path) as fresh, open(fresh, "wb") as file:
+        np.savez(file, allow_pickle=False, **{_HEADER: np.frombuffer(header, np.uint8)}, **arrays)
+
+
+def read_data(path: Path, kind: str) -> Any:
+    """Read what `write_data` has written for this kind.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: for a file that is damaged, or of another kind or format.
+    """
+    try:
+        arrays = read_arrays(path)
+        header = json.loads(arrays.pop(_HEADER).tobytes())
+        found = header["kind"], header["format"]
+        value = from_data(header["data"], arrays) if found == (kind, _FORMAT) else None
+    except FileNotFoundError:
+        raise
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} cannot be read ({error!r}): it is damaged, or another kind of file") from error
+    if found[0] != kind:
+        raise ValueError(f"{path} holds {found[0]}, expected {kind}: pass the file that was saved as such")
+    if found[1] != _FORMAT:
+        raise ValueError(
+            f"{path} has format {found[1]}, this version of funcollect reads format {_FORMAT}: load it with the "
+            "version that saved it"
+        )
+    return value

@@ -1,0 +1,190 @@
+"""Turns nested values into JSON and arrays, from which they are rebuilt without executing code."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from funcollect.interop.jax_setup import import_jax
+from funcollect.messages import shown
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+_GENERATORS = {each.__name__: each for each in (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64)}
+_SEQUENCES = (list, tuple, deque, set, frozenset)
+
+
+def to_data(value: Any, known: Sequence[Any] = ()) -> tuple[Any, Arrays]:
+    """Turn a value into a structure for JSON, and arrays by name.
+
+    The value may nest numbers, strings, bytes, None, lists, tuples, dicts, sets, deques, generators of NumPy, NumPy
+    arrays, Torch tensors and JAX arrays. A named tuple becomes a plain one. An object that it holds twice is one object
+    again after `from_data`. The objects `known` are replaced by their positions.
+
+    Raises:
+        TypeError: for anything else; the message names where it is.
+    """
+    writer = _Writer(known)
+    return writer.encode(value, "the value"), writer.arrays
+
+
+def from_data(data: Any, arrays: Mapping[str, npt.NDArray[Any]], known: Sequence[Any] = ()) -> Any:
+    """Rebuild a value from the result of `to_data`, with other `known` objects in place of those."""
+    return _Reader(arrays, known).decode(data)
+
+
+class _Writer:
+    """Encodes each value as itself, or as a list that begins with the name of its kind."""
+
+    def __init__(self, known: Sequence[Any]) -> None:
+        self.arrays: Arrays = {}
+        self._known = {id(each): position for position, each in enumerate(known)}
+        self._seen: dict[int, tuple[int, Any]] = {}  # also refers to the objects, so that their ids stay theirs
+
+    def encode(self, value: Any, where: str) -> Any:
+        """The structure for one value; `where` is its path, for messages."""
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if id(value) in self._known:
+            return ["known", self._known[id(value)]]
+        if id(value) in self._seen:
+            return ["again", self._seen[id(value)][0]]
+        self._seen[id(value)] = len(self._seen), value
+        return self._new(value, where)
+
+    def _new(self, value: Any, where: str) -> Any:
+        kind = type(value)
+        kind = tuple if isinstance(value, tuple) else kind
+        if kind in _SEQUENCES:
+            parts = [self.encode(each, f"{where}[{number}]") for number, each in enumerate(value)]
+            return [kind.__name__, parts, *([value.maxlen] if kind is deque else [])]
+        if isinstance(value, dict):
+            items = [[self.encode(key, where), self.encode(each, f"{where}[{key!r}]")] for key, each in value.items()]
+            return ["dict", items]
+        if kind is bytes:
+            return ["bytes", self._store(np.frombuffer(value, np.uint8))]
+        if isinstance(value, np.generic) and value.dtype != object:
+            return ["scalar", self._store(np.array(value))]
+        if kind is np.ndarray and value.dtype != object:
+            return ["array", self._store(value)]
+        if isinstance(value, Tensor):
+            return ["tensor", *self._tensor(value.detach().cpu())]
+        if kind is np.random.Generator and type(value.bit_generator).__name__ in _GENERATORS:
+            return ["generator", self.encode(value.bit_generator.state, where)]
+        if _is_jax(value):
+            return self._jax(value)
+        raise TypeError(f"{where} is {shown(value)} ({kind.__name__}), which cannot be saved as data")
+
+    def _store(self, array: npt.NDArray[Any]) -> str:
+        name = f"a{len(self.arrays)}"
+        self.arrays[name] = array
+        return name
+
+    def _tensor(self, value: Tensor) -> tuple[str, str, list[int]]:
+        """The name of the tensor's bytes, its dtype and its shape: NumPy lacks some of Torch's dtypes."""
+        flat = value.contiguous().reshape(-1)
+        return self._store(flat.view(torch.uint8).numpy()), str(value.dtype).removeprefix("torch."), list(value.shape)
+
+    def _jax(self, value: Any) -> Any:
+        jax = import_jax()
+        if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+            words = np.asarray(jax.random.key_data(value))
+            return ["key", self._store(words), str(jax.random.key_impl(value))]
+        array = np.asarray(value)
+        return [
+            "jax",
+            self._store(np.ascontiguousarray(array).reshape(-1).view(np.uint8)),
+            array.dtype.name,
+            [*array.shape],
+        ]
+
+
+def _is_jax(value: Any) -> bool:
+    return type(value).__module__.startswith(("jax", "jaxlib")) and isinstance(value, import_jax().Array)
+
+
+class _Reader:
+    """Decodes what a `_Writer` has encoded."""
+
+    def __init__(self, arrays: Mapping[str, npt.NDArray[Any]], known: Sequence[Any]) -> None:
+        self._arrays = arrays
+        self._known = known
+        self._seen: dict[int, Any] = {}
+        self._count = 0
+
+    def decode(self, data: Any) -> Any:
+        """The value of a structure."""
+        if not isinstance(data, list):
+            return data
+        kind, *rest = data
+        if kind == "known":
+            return self._known[rest[0]]
+        if kind == "again":
+            return self._seen[rest[0]]
+        number = self._count
+        self._count += 1
+        made = self._made(kind, rest, number)
+        self._seen[number] = made
+        return made
+
+    def _made(self, kind: str, rest: list[Any], number: int) -> Any:
+        """The value of a node that may be referred to by the number."""
+        if kind in _MAKERS:
+            values: list[Any] = []
+            if kind == "list":
+                self._seen[number] = values  # before its parts, one of which may refer to it
+            values.extend(map(self.decode, rest[0]))
+            return values if kind == "list" else deque(values, rest[1]) if kind == "deque" else _MAKERS[kind](values)
+        if kind == "dict":
+            table: dict[Any, Any] = {}
+            self._seen[number] = table
+            for key, value in rest[0]:
+                name = self.decode(key)
+                table[name] = self.decode(value)
+            return table
+        if kind == "generator":
+            return _generator(self.decode(rest[0]))
+        if kind not in _ARRAYS:
+            raise ValueError(f"the data has a value of the unknown kind {kind!r}")
+        return _ARRAYS[kind](self._arrays[rest[0]], *rest[1:])
+
+
+def _tensor(array: npt.NDArray[Any], name: str, shape: list[int]) -> Tensor:
+    if not isinstance(dtype := getattr(torch, name, None), torch.dtype):
+        raise ValueError(f"the data has a tensor of the unknown dtype {name!r}")
+    if not array.size:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(array.copy()).view(dtype).reshape(shape)
+
+
+def _jax_array(array: npt.NDArray[Any], name: str, shape: list[int]) -> Any:
+    jnp = import_jax().numpy
+    return jnp.array(np.frombuffer(array.tobytes(), jnp.dtype(name)).reshape(shape))
+
+
+def _jax_key(words: npt.NDArray[Any], name: str) -> Any:
+    jax = import_jax()
+    return jax.random.wrap_key_data(jax.numpy.asarray(words), impl=name)
+
+
+def _generator(state: Any) -> np.random.Generator:
+    bits = _GENERATORS[state["bit_generator"]]()
+    bits.state = state
+    return np.random.Generator(bits)
+
+
+_MAKERS: dict[str, Callable[..., Any]] = {each.__name__: each for each in _SEQUENCES}
+_ARRAYS: dict[str, Callable[..., Any]] = {
+    "array": np.array,
+    "bytes": lambda array: array.tobytes(),
+    "scalar": lambda array: array[()],
+    "tensor": _tensor,
+    "jax": _jax_array,
+    "key": _jax_key,
+}

@@ -1,0 +1,213 @@
+"""Collectors saved in mid-run and continued by others, bit for bit; other classes, keywords and networks refused."""
+
+import pytest
+import torch
+from torch import nn
+
+import funcollect as fc
+from funcollect.collectors.worker_collector import WorkerCollector
+from tests.support.cases import mlp
+from tests.support.compare import assert_same
+from tests.support.misuse import refused
+from tests.support.running import in_soak
+
+SYNCHRONOUS = {
+    "one": (fc.SyncDataCollector, lambda: lanes(3), {}),
+    "workers": (fc.MultiSyncDataCollector, lambda: [lanes(2), lanes(2)], {}),
+    "prefetch": (fc.MultiSyncDataCollector, lambda: [lanes(2), lanes(2)], {"prefetch": True}),
+    "in process": (fc.MultiSyncDataCollector, lambda: [lanes(2), lanes(2)], {"in_process": True, "cat_results": 0}),
+}
+
+
+def lanes(count, name="CartPole-v1"):
+    def make():
+        return fc.make_env(name, num_envs=count)
+
+    return make
+
+
+def actor(seed=0):
+    return fc.torch_policy(mlp(4, 2, seed), head=fc.heads.categorical)
+
+
+def perturbed(policy, number):
+    """As an optimizer does, by a function of the batch's number."""
+    with torch.no_grad():
+        for parameter in policy.module.parameters():
+            parameter.add_(0.01 * (number + 1))
+
+
+def build(kind, policy, **others):
+    collector, make, keywords = SYNCHRONOUS[kind]
+    return collector(make(), policy, **{"frames_per_batch": 60, "seed": 3, **keywords, **others})
+
+
+def trained(collector, policy, numbers):
+    """Batches, with new weights after each."""
+    batches = []
+    for number in numbers:
+        batches.append(next(collector).clone())
+        perturbed(policy, number)
+        collector.update_policy_weights_()
+    return batches
+
+
+@pytest.mark.parametrize("kind", SYNCHRONOUS)
+def test_a_loaded_collector_delivers_the_batches_that_would_have_come(kind, tmp_path):
+    policy, again = actor(), actor(1)
+    with build(kind, policy, max_frames_per_traj=25) as collector:
+        for count in (0, 1, 3):
+            trained(collector, policy, range(count))
+            collector.save(tmp_path / "run")
+            wanted = trained(collector, policy, range(7, 10))
+            kind_of, make, keywords = SYNCHRONOUS[kind]
+            local = {"in_process": True} if keywords.get("in_process") else {}
+            with kind_of.load(tmp_path / "run", make(), again, **local) as other:
+                assert (other.seed, other.options.max_frames_per_traj) == (3, 25)
+                got = trained(other, again, range(7, 10))
+                for one, two in zip(wanted, got, strict=True):
+                    assert_same(one, two)
+                assert other.frames == collector.frames
+                assert other.stats()["batches"] == collector.stats()["batches"]
+                assert other.get_policy_version() == collector.get_policy_version()
+
+
+@pytest.mark.parametrize("kind", ["one", "prefetch"])
+def test_a_collector_is_restored_in_place_more_than_once(kind, tmp_path):
+    policy = actor()
+    with build(kind, policy) as collector:
+        trained(collector, policy, range(2))
+        collector.save(tmp_path / "run")
+        wanted = trained(collector, policy, range(4))
+        for _ in range(2):
+            collector.restore(tmp_path / "run")
+            for one, two in zip(wanted, trained(collector, policy, range(4)), strict=True):
+                assert_same(one, two)
+
+
+@pytest.mark.parametrize("local", [True, *in_soak([False])])
+def test_given_params_are_saved_as_such(local, tmp_path):
+    policy, params = actor(), {name: value + 1 for name, value in mlp(4, 2).state_dict().items()}
+    with build("workers", policy, in_process=local) as collector:
+        collector.update_policy_weights_(params)
+        next(collector)
+        collector.save(tmp_path / "run")
+        wanted = next(collector).clone()
+        collector.update_policy_weights_()
+        own = next(collector).clone()
+        with fc.MultiSyncDataCollector.load(tmp_path / "run", [lanes(2)] * 2, actor(), in_process=local) as other:
+            assert_same(next(other), wanted)
+            other.update_policy_weights_()
+            assert_same(next(other), own)
+
+
+def by_lane(batches):
+    """The observations and ids of each worker's rollouts, in their order."""
+    lanes = {}
+    for batch in batches:
+        lanes.setdefault(int(batch["collector", "lane"].reshape(-1)[0]), []).append(batch)
+    return {lane: torch.cat(parts, -1) for lane, parts in lanes.items()}
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_an_asynchronous_run_loses_and_repeats_no_frame(local, tmp_path):
+    policy = actor()
+    sources = [lanes(2), lanes(2)]
+    keywords = {"frames_per_batch": 20, "seed": 5, "in_process": local}
+    with fc.MultiaSyncDataCollector(sources, policy, **keywords) as collector:
+        first = [next(collector).clone() for _ in range(5)]
+        collector.save(tmp_path / "run")
+        rest = [next(collector).clone() for _ in range(12)]
+        with fc.MultiaSyncDataCollector.load(tmp_path / "run", sources, actor(), in_process=local) as other:
+            assert other.frames == 5 * 20
+            again = [next(other).clone() for _ in range(12)]
+    whole, resumed = by_lane(first + rest), by_lane(first + again)
+    for lane in whole.keys() | resumed.keys():
+        length = min(whole[lane].shape[-1], resumed[lane].shape[-1])
+        assert length > 20
+        assert_same(whole[lane][..., :length], resumed[lane][..., :length])
+        steps = resumed[lane]["collector", "step"]
+        ids = resumed[lane]["collector", "traj_ids"]
+        onward = ids[:, 1:] == ids[:, :-1]
+        assert (steps[:, 1:][onward] == steps[:, :-1][onward] + 1).all()
+        assert (steps[:, 1:][~onward] == 0).all()
+
+
+def test_new_episodes_begin_if_asked_for(tmp_path):
+    policy = actor()
+    with build("workers", policy, in_process=True) as collector:
+        last = next(collector).clone()
+        collector.save(tmp_path / "run", episodes="restart")
+        with fc.MultiSyncDataCollector.load(tmp_path / "run", [lanes(2)] * 2, policy, in_process=True) as other:
+            batch = next(other)
+            assert (batch["collector", "step"][..., 0] == 0).all()
+            assert batch["collector", "traj_ids"].min() > last["collector", "traj_ids"].min()
+            assert not set(batch["collector", "traj_ids"].unique().tolist()) & set(
+                last["collector", "traj_ids"].unique().tolist()
+            )
+
+
+def test_a_run_that_was_interrupted_is_saved_as_it_would_go_on(tmp_path):
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    with fc.SyncDataCollector(env, frames_per_batch=40, seed=1) as collector:
+        next(collector)
+        collector._interrupted = True
+        collector.save(tmp_path / "run")
+        with fc.SyncDataCollector.load(tmp_path / "run", lambda: fc.make_env("CartPole-v1", num_envs=2)) as other:
+            assert_same(next(other), next(collector))
+
+
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [
+        (lambda path: fc.MultiaSyncDataCollector.load(path, [lanes(2)] * 2, actor()), ("that of a MultiSync", "use")),
+        (lambda path: fc.MultiSyncDataCollector.load(path, [lanes(2)] * 3, actor()), ("3 entries", "expected 2")),
+        (lambda path: load(path, frames_per_batch=8), ("frames_per_batch is 8, but 40 in the saved run",)),
+        (lambda path: load(path, seed=8), ("seed is 8, but 3 in the saved run",)),
+        (lambda path: load(path, max_frames_per_traj=8), ("max_frames_per_traj is 8, but None",)),
+        (lambda path: load(path, exploration_type=fc.ExplorationType.DETERMINISTIC), ("exploration_type", "RANDOM")),
+        (lambda path: load(path, environments=[lanes(3)] * 2), ("[2, 2] lanes in a batch, these have [3, 3]",)),
+        (lambda path: load(path, environments=[lanes(2, "Acrobot-v1")] * 2), ("shape",)),
+        (lambda path: load(path, network=nn.Linear(4, 2)), ("the policy",)),
+        (lambda path: load(path, episodes="again"), ("episodes is 'again', expected 'continue'",)),
+    ],
+)
+def test_another_run_is_refused(load, words, tmp_path):
+    with build("in process", actor(), frames_per_batch=40) as collector:
+        collector.save(tmp_path / "run")
+    if words[0] == "shape" or words[0] == "the policy":
+        with pytest.raises((ValueError, fc.WorkerError)):
+            load(tmp_path / "run")
+        return
+    with refused(ValueError, words):
+        load(tmp_path / "run")
+
+
+def load(path, environments=None, network=None, **keywords):
+    environments = [lanes(2)] * 2 if environments is None else environments
+    policy = actor() if network is None else fc.torch_policy(network, head=fc.heads.categorical)
+    return fc.MultiSyncDataCollector.load(path, environments, policy, in_process=True, **keywords)
+
+
+def test_what_cannot_be_saved_is_refused_and_the_run_goes_on(tmp_path):
+    def make():
+        return fc.envs.from_envpool("CartPole-v1", num_envs=2)
+
+    with fc.MultiSyncDataCollector([make, make], None, frames_per_batch=40, in_process=True) as collector:
+        next(collector)
+        with refused(fc.ReplayError, ("cannot be saved in mid-episode", "episodes='restart'")):
+            collector.save(tmp_path / "run")
+        assert not list(tmp_path.iterdir())
+        next(collector)
+        collector.save(tmp_path / "run", episodes="restart")
+        next(collector)
+
+
+def test_weights_are_in_the_file_once(tmp_path):
+    policy = fc.torch_policy(mlp(4, 2), head=fc.heads.categorical)
+    policy.module.register_buffer("large", torch.zeros(100_000))
+    with build("in process", policy) as collector:
+        assert isinstance(collector, WorkerCollector)
+        next(collector)
+        collector.save(tmp_path / "run")
+    assert (tmp_path / "run").stat().st_size < 600_000

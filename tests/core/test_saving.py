@@ -1,0 +1,241 @@
+"""States in files: continued in another process, and refused where they cannot be."""
+
+import pickle
+import subprocess
+import sys
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from gymnasium.wrappers import NormalizeObservation
+from tensordict import TensorDict
+
+import funcollect as fc
+from funcollect import files
+from funcollect.interop.words import from_number
+from tests.support.cases import POLICIES, make_env, pair
+from tests.support.compare import assert_same
+from tests.support.copies import by_file
+from tests.support.counting import Counting
+from tests.support.jax_suites import SUITES
+from tests.support.misuse import refused
+from tests.support.running import ROOT
+
+LATER = """
+import sys, torch, funcollect as fc
+from tests.support.cases import pair
+name, kind, path, out = sys.argv[1:]
+env, policy = pair(name, kind, 3)
+state, batch = fc.rollout(env, policy, fc.load(path, env, policy), 60)
+torch.save(batch.to_dict(), out)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("HalfCheetah-v5", "tensordict_actor"), ("gymnax/CartPole-v1", "torch_recurrent")]
+)
+def test_another_process_continues_bit_for_bit(name, kind, tmp_path):
+    env, policy = pair(name, kind, 3)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=2**40 + 1), 77)
+    fc.save(tmp_path / "state", state)
+    arguments = [name, kind, str(tmp_path / "state"), str(tmp_path / "batch")]
+    subprocess.run([sys.executable, "-c", LATER, *arguments], check=True, cwd=ROOT)
+    later = torch.load(tmp_path / "batch", weights_only=True)
+    _, batch = fc.rollout(env, policy, state, 60)
+    assert_same(TensorDict(later, batch.batch_size), batch)
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_every_jax_suite_continues(name):
+    env = SUITES[name]().env
+    policy = fc.random_policy(env)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=4), 13)
+    copy = by_file(env, policy, state)
+    assert_same(fc.rollout(env, policy, state, 30)[1], fc.rollout(env, policy, copy, 30)[1])
+
+
+def test_a_state_that_crosses_or_is_fused_may_be_loaded_for_the_other():
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=3)
+    module = torch.nn.Linear(4, 2)
+    fused, crossing = (fc.torch_policy(module, head=fc.heads.categorical, compile=way) for way in (None, "eager"))
+    state, _ = fc.rollout(env, fused, fc.init(env, fused, seed=4), 13)
+    copy = by_file(env, crossing, state)
+    assert_same(fc.rollout(env, crossing, state, 30)[1], fc.rollout(env, crossing, copy, 30)[1])
+
+
+def test_counts_beyond_32_bits_are_kept(tmp_path):
+    steps = 7 * 2**32 + 5
+    for name in ("CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"):
+        env = make_env(name, 2)
+        policy = fc.random_policy(env)
+        state = fc.init(env, policy, seed=0)
+        state = state.replace(steps=from_number(steps) if name.startswith("gymnax") else steps)
+        for episodes in ("continue", "restart"):
+            fc.save(tmp_path / "state", state, episodes=episodes)
+            assert fc.load(tmp_path / "state", env, policy).steps_made == steps
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
+def test_new_episodes_begin_under_new_ids(name, tmp_path):
+    env, policy = make_env(name, 3), fc.random_policy(make_env(name, 3))
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=1), 40)
+    fc.save(tmp_path / "whole", state)
+    fc.save(tmp_path / "counts", state, episodes="restart")
+    afresh = fc.reset(env, fc.load(tmp_path / "whole", env, policy))
+    wanted = fc.rollout(env, policy, afresh, 20)[1]
+    for loaded in (
+        fc.load(tmp_path / "whole", env, policy, episodes="restart"),
+        fc.load(tmp_path / "counts", env, policy),
+    ):
+        assert_same(fc.rollout(env, policy, loaded, 20)[1], wanted)
+    fc.rollout(env, policy, state, 1)  # saving left it usable
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: fc.envs.from_envpool("CartPole-v1", num_envs=2), ("seeded by run", "cannot be saved in mid-episode")),
+        (lambda: fc.make_env(lambda: NormalizeObservation(gymnasium.make("CartPole-v1"))), ("cannot be saved",)),
+    ],
+)
+def test_what_cannot_be_rebuilt_is_refused_and_may_begin_again(make, words, tmp_path):
+    env = make()
+    policy = fc.random_policy(env)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=1), 12)
+    with refused(fc.ReplayError, words):
+        fc.save(tmp_path / "state", state)
+    fc.save(tmp_path / "state", state, episodes="restart")
+    loaded = fc.load(tmp_path / "state", env, policy)
+    assert loaded.steps == 12
+    assert (loaded.traj_ids > state.traj_ids).all()
+    fc.rollout(env, policy, loaded, 3)
+    fc.rollout(env, policy, state, 3)
+
+
+def test_a_replay_that_differs_is_refused(tmp_path):
+    env = fc.make_env([Counting, Counting])  # counts its resets
+    policy = fc.random_policy(env)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
+    fc.save(tmp_path / "state", state)
+    with refused(fc.ReplayError, ("lane 0", "gave another observation")):
+        fc.load(tmp_path / "state", env, policy)
+    fc.load(tmp_path / "state", env, policy, episodes="restart")
+
+
+def test_a_superseded_state_is_refused(tmp_path):
+    env, policy = pair("CartPole-v1", "torch_mlp", 3)
+    old = fc.init(env, policy, seed=0)
+    fc.rollout(env, policy, old, 3)
+    with pytest.raises(fc.StaleStateError):
+        fc.save(tmp_path / "state", old)
+
+
+@pytest.mark.parametrize(
+    ("env", "kind", "words"),
+    [
+        (lambda: make_env("CartPole-v1", 2), "torch_recurrent", ("3 lanes", "2: build it with as many")),
+        (lambda: make_env("HalfCheetah-v5", 3), "torch_recurrent", ("the observation of the saved state's", "[17]")),
+        (lambda: make_env("torch/CartPole-v1", 3), "torch_recurrent", ("the kind of the saved", "'Torch'")),
+        (lambda: make_env("CartPole-v1", 3), "torch_mlp", ("policy_state", "build it with the same policy")),
+    ],
+)
+def test_another_environment_or_policy_is_refused(env, kind, words, tmp_path):
+    own, policy = pair("CartPole-v1", "torch_recurrent", 3)
+    state, _ = fc.rollout(own, policy, fc.init(own, policy, seed=0), 5)
+    fc.save(tmp_path / "state", state)
+    other = env()
+    with refused(ValueError, words):
+        fc.load(tmp_path / "state", other, POLICIES[kind](other))
+
+
+def test_damaged_and_foreign_files_are_refused(tmp_path):
+    env, policy = pair("CartPole-v1", "torch_mlp", 3)
+    state, path = fc.init(env, policy, seed=0), tmp_path / "state"
+    fc.save(path, state)
+    whole = path.read_bytes()
+    middle = len(whole) // 3
+    for damaged in (whole[:-9], whole[: len(whole) // 2], b"", whole[:middle] + b"\0\1\2\3" + whole[middle + 4 :]):
+        path.write_bytes(damaged)
+        with refused(ValueError, ("cannot be read", "damaged")):
+            fc.load(path, env, policy)
+    path.write_bytes(pickle.dumps(_Trap()))
+    with refused(ValueError, ("cannot be read",)):
+        fc.load(path, env, policy)
+    np.savez(tmp_path / "trap.npz", header=np.array([_Trap()], object), allow_pickle=True)
+    with refused(ValueError, ("cannot be read",)):
+        fc.load(tmp_path / "trap.npz", env, policy)
+    files.write_data(path, "a recipe", {"eggs": 2})
+    with refused(ValueError, ("holds a recipe, expected a collector state",)):
+        fc.load(path, env, policy)
+    with pytest.raises(FileNotFoundError):
+        fc.load(tmp_path / "nothing", env, policy)
+
+
+def test_a_file_of_another_format_is_refused(tmp_path, monkeypatch):
+    env, policy = pair("CartPole-v1", "torch_mlp", 3)
+    with monkeypatch.context() as changed:
+        changed.setattr(files, "_FORMAT", 99)
+        fc.save(tmp_path / "state", fc.init(env, policy, seed=0))
+    with refused(ValueError, ("has format 99", "reads format 1", "the version that saved it")):
+        fc.load(tmp_path / "state", env, policy)
+
+
+class _Trap:
+    """Would run code, if something unpickled it."""
+
+    def __reduce__(self):
+        return pytest.fail, ("a file was unpickled",)
+
+
+FULL = """
+import resource, signal, sys, funcollect as fc
+from tests.support.cases import pair
+env, policy = pair("torch/CartPole-v1", "torch_mlp", 3)
+state = fc.init(env, policy, seed=0)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+try:
+    fc.save(sys.argv[1], state)
+except OSError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_leaves_the_earlier_file(tmp_path):
+    env, policy = pair("torch/CartPole-v1", "torch_mlp", 3)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=5), 9)
+    fc.save(tmp_path / "state", state)
+    run = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path / "state")], check=True, cwd=ROOT, capture_output=True, text=True
+    )
+    assert "File too large" in run.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    loaded = fc.load(tmp_path / "state", env, policy)
+    assert_same(fc.rollout(env, policy, state, 9)[1], fc.rollout(env, policy, loaded, 9)[1])
+
+
+def test_params_in_bfloat16_and_typed_keys_are_kept():
+
+    def begin(key, params):
+        return {"key": params["key"], "place": params["start"]}, params["start"].astype(jnp.float32)
+
+    def move(key, state, action, params):
+        place = state["place"] + 1
+        return {**state, "place": place}, place.astype(jnp.float32), place[0].astype(jnp.float32), place[0] > 9, False
+
+    env = fc.envs.from_functions(
+        begin,
+        move,
+        observation_space=gymnasium.spaces.Box(-99, 99, (1,)),
+        action_space=gymnasium.spaces.Discrete(2),
+        params={"key": jax.random.key(3), "start": jnp.zeros(1, jnp.bfloat16)},
+        num_envs=2,
+    )
+    policy = fc.random_policy(env)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
+    copy = by_file(env, policy, state)
+    assert copy.env_params["start"].dtype == jnp.bfloat16
+    assert_same(fc.rollout(env, policy, state, 20)[1], fc.rollout(env, policy, copy, 20)[1])

@@ -1,0 +1,112 @@
+"""Values turned into JSON and arrays, and rebuilt without executing code."""
+
+import json
+from collections import deque
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from funcollect.interop.plain_data import from_data, to_data
+
+
+class Pair(NamedTuple):
+    one: int
+    two: str
+
+
+def through(value, known=(), others=()):
+    data, arrays = to_data(value, known)
+    return from_data(json.loads(json.dumps(data)), arrays, others)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, -(2**70), 1.5, float("inf"), "a\nb", b"\0bytes", [], (), {}, [1, [2, (3, {"x": None})]],
+        {("a", 1): 2, 3: "b", None: 4}, {1, 2}, frozenset({"a"}), deque([1, 2], maxlen=4), np.float32(0.1),
+        np.int8(-3), np.bool_(True),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_value_comes_back_as_it_was(value):
+    again = through(value)
+    assert type(again) is type(value)
+    assert again == value
+    assert getattr(again, "maxlen", None) == getattr(value, "maxlen", None)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.arange(6.0).reshape(2, 3)[:, ::2], np.zeros((0, 3), np.uint8), np.array(3), np.array(["ab", "c"])],
+    ids=lambda array: str(array.dtype),
+)
+def test_arrays_come_back(array):
+    again = through({"x": array})["x"]
+    assert (again.dtype, again.shape) == (array.dtype, array.shape)
+    np.testing.assert_array_equal(again, array)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize("shape", [(), (0, 2), (3, 2)])
+def test_tensors_of_any_dtype_come_back(dtype, shape):
+    tensor = (torch.rand(shape) * 9).to(dtype)
+    turned = tensor.T if tensor.ndim else tensor
+    again = through(turned)
+    assert (again.dtype, again.shape) == (dtype, turned.shape)
+    assert torch.equal(again, turned)
+
+
+def test_arrays_and_keys_of_jax_come_back():
+    for array in (jnp.arange(3), jnp.ones((2, 2), jnp.bfloat16), jnp.zeros((0,)), jnp.float32(2)):
+        again = through(array)
+        assert (again.dtype, again.shape) == (array.dtype, array.shape)
+        assert bool((again == array).all())
+    key = jax.random.key(7)
+    assert jax.random.uniform(through(key)) == jax.random.uniform(key)
+
+
+@pytest.mark.parametrize("bits", [np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64])
+def test_generators_go_on_where_they_were(bits):
+    generator = np.random.Generator(bits(3))
+    generator.random(5)
+    again = through([generator])[0]
+    assert (again.random(5) == generator.random(5)).all()
+
+
+def test_objects_that_are_held_twice_stay_one_object():
+    shared, array = [1], np.zeros(2)
+    value = {"a": shared, "b": (shared, array), "c": array}
+    value["self"] = value["a"]
+    again = through(value)
+    assert again["a"] is again["b"][0] is again["self"]
+    assert again["c"] is again["b"][1]
+    loop = [1]
+    loop.append(loop)
+    again = through(loop)
+    assert again[1] is again
+
+
+def test_known_objects_are_replaced():
+    one, other = object(), object()
+    assert through({"x": [one, 2]}, [one], [other])["x"][0] is other
+
+
+def test_named_tuples_become_plain_ones():
+    assert through(Pair(1, "b")) == (1, "b")
+    assert type(through(Pair(1, "b"))) is tuple
+
+
+@pytest.mark.parametrize("value", [object(), lambda: 0, np.array([object()]), 1j, torch.nn.Linear(1, 1)], ids=repr)
+def test_anything_else_is_refused_with_its_place(value):
+    with pytest.raises(TypeError, match=r"the value\['deep'\]\[1\] is .*, which cannot be saved as data"):
+        to_data({"deep": [0, value]})
+
+
+def test_data_of_unknown_kinds_are_refused():
+    for data in (["exec", "code"], ["tensor", "a0", "load", []], ["generator", ["dict", [["bit_generator", "x"]]]]):
+        with pytest.raises((ValueError, KeyError)):
+            from_data(data, {"a0": np.zeros(4, np.uint8)})

@@ -1,0 +1,177 @@
+"""Three training runs that save checkpoints, and continue from the latest one: `tests.test_checkpoint` kills them.
+
+``python -m tests.support.resumable KIND DIRECTORY BATCHES`` appends a line with a digest of each batch to a log.
+"""
+
+import hashlib
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import funcollect as fc
+
+EVERY = 3  # batches between two checkpoints
+
+
+def digest(*tensors):
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(tensor.detach().contiguous().numpy().tobytes())
+    return total.hexdigest()[:16]
+
+
+def of_batch(batch):
+    return digest(*[batch[key] for key in ("observation", "action", ("next", "reward"), ("collector", "traj_ids"))])
+
+
+def network(outputs):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, outputs))
+
+
+def logged(directory, line):
+    with open(directory / "log", "a") as file:
+        file.write(f"{line}\n")
+
+
+class Run:
+    """A run with its checkpoint: `parts` are what it saves."""
+
+    def __init__(self, directory, parts):
+        self.directory, self.parts = directory, parts
+        self.checkpoint = fc.Checkpoint(directory / "checkpoints", keep=2)
+        self.saved = {} if self.checkpoint.latest() is None else self.checkpoint.restore(**parts)
+        self.start = self.saved.get("step", 0)
+
+    def after(self, number, batch, **values):
+        """Log the batch with this number, and save a checkpoint after every few."""
+        logged(self.directory, f"{number} {of_batch(batch)}")
+        if (number + 1) % EVERY == 0:
+            self.checkpoint.save(number + 1, **self.parts, **values)
+
+
+def ppo(directory, batches):
+    """PPO in Torch on Gymnasium, with two workers; its minibatches are drawn from a generator of its own."""
+    actor, critic = network(2), network(1)
+    both = nn.ModuleDict({"actor": actor, "critic": critic})
+    optimizer = torch.optim.Adam(both.parameters(), 3e-3)
+    generator = torch.Generator().manual_seed(1)
+    policy = fc.torch_policy(actor, head=fc.heads.categorical)
+    with fc.MultiSyncDataCollector(
+        ["CartPole-v1"] * 2, policy, frames_per_batch=64, seed=0, max_frames_per_traj=90
+    ) as collector:
+        run = Run(directory, {"collector": collector, "policy": both, "optimizer": optimizer})
+        if run.saved:
+            generator.set_state(run.saved["generator"])
+        for number in range(run.start, batches):
+            batch = next(collector)
+            with torch.no_grad():
+                value, after = (critic(batch[key]) for key in ("observation", ("next", "observation")))
+            advantage, target = fc.gae(batch, value, after)
+            rows = batch.reshape(-1)
+            for chosen in torch.randperm(len(rows), generator=generator).split(32):
+                some = rows[chosen]
+                logp = functional.log_softmax(actor(some["observation"]), -1).gather(-1, some["action"][:, None])[:, 0]
+                ratio = (logp - some["action_log_prob"]).exp()
+                gain = advantage.reshape(-1)[chosen]
+                loss = -torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
+                loss = loss + functional.mse_loss(critic(some["observation"])[:, 0], target.reshape(-1)[chosen])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            collector.update_policy_weights_()
+            run.after(number, batch, generator=generator.get_state())
+    return both
+
+
+def dqn(directory, batches):
+    """DQN with a memory-mapped buffer and priorities."""
+    net = network(2)
+    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+    policy = fc.torch_policy(net, head=fc.heads.epsilon_greedy(0.2))
+    buffer = fc.ReplayBuffer(
+        storage=fc.LazyMemmapStorage(200),
+        sampler=fc.PrioritizedSampler(max_capacity=200, alpha=0.7, beta=0.5),
+        batch_size=32,
+        generator=torch.Generator().manual_seed(2),
+    )
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    with fc.SyncDataCollector(env, policy, frames_per_batch=32, seed=4) as collector:
+        run = Run(directory, {"collector": collector, "buffer": buffer, "policy": net, "optimizer": optimizer})
+        for number in range(run.start, batches):
+            batch = next(collector)
+            buffer.extend(batch.reshape(-1))
+            some, info = buffer.sample(return_info=True)
+            with torch.no_grad():
+                after = net(some["next", "observation"]).amax(-1, keepdim=True)
+                target = some["next", "reward"] + 0.9 * after * ~some["next", "terminated"]
+            error = target - net(some["observation"]).gather(-1, some["action"][:, None])
+            optimizer.zero_grad()
+            error.square().mean().backward()
+            optimizer.step()
+            buffer.update_priority(info["index"], error.detach()[:, 0].abs())
+            run.after(number, batch)
+    return net
+
+
+def jax_pg(directory, batches):
+    """A policy gradient in JAX in one fused loop, with momentum."""
+    import jax
+    import jax.numpy as jnp
+
+    keys = jax.random.split(jax.random.key(0))
+    params = {"in": jax.random.normal(keys[0], (4, 16)) * 0.3, "out": jax.random.normal(keys[1], (16, 2)) * 0.3}
+    momentum = jax.tree.map(jnp.zeros_like, params)
+
+    def apply(params, observation):
+        return jnp.tanh(observation @ params["in"]) @ params["out"]
+
+    @jax.jit
+    def update(params, momentum, observation, action, gain):
+        def loss(params):
+            logp = jax.nn.log_softmax(apply(params, observation))
+            return -(jnp.take_along_axis(logp, action[..., None], -1)[..., 0] * gain).mean()
+
+        grad = jax.grad(loss)(params)
+        momentum = jax.tree.map(lambda old, new: 0.9 * old + new, momentum, grad)
+        return jax.tree.map(lambda value, step: value - 0.05 * step, params, momentum), momentum
+
+    policy = fc.jax_policy(apply, params, head=fc.heads.categorical)
+    with fc.SyncDataCollector("gymnax/CartPole-v1", policy, frames_per_batch=64, seed=6) as collector:
+        start = 0
+        checkpoint = fc.Checkpoint(directory / "checkpoints")
+        if checkpoint.latest() is not None:
+            saved = checkpoint.restore(collector=collector, policy=params, optimizer=momentum)
+            params, momentum, start = saved["policy"], saved["optimizer"], saved["step"]
+        collector.params = params if start == 0 else collector.params
+        for number in range(start, batches):
+            batch = next(collector)
+            observation, action = (jnp.asarray(batch[key].numpy()) for key in ("observation", "action"))
+            gain = jnp.asarray(batch["collector", "step"].numpy() / 50 - 1)
+            params, momentum = update(params, momentum, observation, action, gain)
+            collector.update_policy_weights_(params)
+            logged(directory, f"{number} {of_batch(batch)}")
+            if (number + 1) % EVERY == 0:
+                checkpoint.save(number + 1, collector=collector, policy=params, optimizer=momentum)
+    weights = nn.Module()
+    for name, value in params.items():
+        weights.register_buffer(name, torch.tensor(jax.device_get(value)))
+    return weights
+
+
+RUNS = {"ppo": ppo, "dqn": dqn, "jax": jax_pg}
+
+
+def main(kind, directory, batches):
+    torch.set_num_threads(1)
+    directory = Path(directory)
+    directory.mkdir(exist_ok=True)
+    weights = RUNS[kind](directory, int(batches))
+    logged(directory, f"end {digest(*weights.state_dict().values())}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

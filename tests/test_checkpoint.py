@@ -1,0 +1,141 @@
+"""Checkpoints: training runs killed at any moment and continued, and what a checkpoint refuses."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import funcollect as fc
+from tests.support.misuse import refused
+from tests.support.resumable import RUNS
+from tests.support.running import ROOT, scaled
+
+BATCHES = 11  # and one more for every kill
+
+
+def run(kind, directory, batches):
+    arguments = [sys.executable, "-m", "tests.support.resumable", kind, str(directory), str(batches)]
+    return subprocess.Popen(arguments, cwd=ROOT)
+
+
+def log(directory):
+    path = directory / "log"
+    return [tuple(line.split()) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_killed_run_continues_bit_for_bit(kind, tmp_path):
+    kills, chance = scaled(2), random.Random(kind)
+    batches = BATCHES + kills
+    assert run(kind, tmp_path / "whole", batches).wait() == 0
+    whole = dict(log(tmp_path / "whole"))
+    assert len(whole) == batches + 1
+    killed = tmp_path / "killed"
+    for kill in range(kills):
+        process, target = run(kind, killed, batches), 1 + (BATCHES - 1) * kill // kills + chance.randrange(3)
+        while process.poll() is None and len(dict(log(killed))) < target:
+            time.sleep(0.002)
+        time.sleep(chance.random() * 0.02)  # anywhere in a batch, an update or a checkpoint
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert run(kind, killed, batches).wait() == 0
+    lines = log(killed)
+    assert {number: whole[number] for number, _ in lines} == dict(lines)
+    assert all(whole[number] == digest for number, digest in lines)
+    assert dict(lines) == whole
+
+
+def parts():
+    torch.manual_seed(0)
+    module = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(module.parameters())
+    policy = fc.torch_policy(module, head=fc.heads.categorical)
+    collector = fc.SyncDataCollector("CartPole-v1", policy, frames_per_batch=20, seed=0)
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(100), batch_size=4)
+    return {"collector": collector, "buffer": buffer, "policy": module, "optimizer": optimizer}
+
+
+def worked(parts):
+    batch = next(parts["collector"])
+    parts["buffer"].extend(batch)
+    parts["policy"](batch["observation"]).square().mean().backward()
+    parts["optimizer"].step()
+    return batch
+
+
+def test_the_latest_are_kept_and_any_of_them_can_be_restored(tmp_path):
+    own, checkpoint = parts(), fc.Checkpoint(tmp_path / "runs", keep=2)
+    assert checkpoint.latest() is None
+    weights = {}
+    for step in (1, 20, 300):
+        worked(own)
+        weights[step] = own["policy"].weight.clone()
+        checkpoint.save(step, **own, best=float(step), names=["a", None], rows=torch.arange(3), nested={"x": (1, 2)})
+    assert checkpoint.steps() == [20, 300]
+    for step in (20, 300):
+        values = checkpoint.restore(**own, step=step)
+        assert torch.equal(own["policy"].weight, weights[step])
+        assert (values["step"], values["best"], values["names"]) == (step, step, ["a", None])
+        assert torch.equal(values["rows"], torch.arange(3))
+        assert values["nested"] == {"x": (1, 2)}
+        assert len(own["buffer"]) == own["collector"].frames
+    assert checkpoint.restore()["best"] == 300
+    own["collector"].shutdown()
+
+
+def test_groups_and_trees_are_restored_as_they_were(tmp_path):
+    checkpoint = fc.Checkpoint(tmp_path)
+    actor, critic = nn.Linear(2, 2), nn.BatchNorm1d(3)
+    optimizers = {"actor": torch.optim.SGD(actor.parameters(), 0.1, momentum=0.9)}
+    actor(torch.ones(1, 2)).sum().backward()
+    optimizers["actor"].step()
+    critic(torch.randn(5, 3))
+    kept = actor.weight.clone(), critic.running_mean.clone()
+    checkpoint.save(0, policy={"actor": actor, "critic": critic}, optimizer=optimizers)
+    optimizers["actor"].step()
+    critic(torch.randn(5, 3))
+    checkpoint.restore(policy={"actor": actor, "critic": critic}, optimizer=optimizers)
+    assert torch.equal(actor.weight, kept[0])
+    assert torch.equal(critic.running_mean, kept[1])
+    tree = {"w": torch.ones(2), "deep": [torch.zeros(3), 4]}
+    checkpoint.save(1, policy=tree)
+    restored = checkpoint.restore(policy={"w": torch.zeros(2), "deep": [torch.ones(3), 0]})["policy"]
+    assert torch.equal(restored["w"], tree["w"])
+    assert restored["deep"][1] == 4
+
+
+def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path):
+    own, checkpoint = parts(), fc.Checkpoint(tmp_path)
+    worked(own)
+    checkpoint.save(5, policy=own["policy"], optimizer=own["optimizer"], collector=own["collector"])
+    worked(own)
+    before = own["policy"].weight.clone()
+    large, twin = nn.Linear(4, 3), nn.Linear(4, 2, bias=False)
+    for keywords, error, words in (
+        ({"policy": large}, ValueError, ("policy differs from the saved one: bias is (3,), was (2,)",)),
+        ({"policy": own["policy"], "optimizer": torch.optim.SGD(twin.parameters(), 1)}, ValueError, ("optimizer", "1")),
+        ({"policy": {"net": own["policy"]}}, ValueError, ("policy differs",)),
+        ({"policy": own["policy"], "buffer": own["buffer"]}, FileNotFoundError, ("has no buffer",)),
+        ({"policy": own["policy"], "step": 4}, FileNotFoundError, ("[5], expected 4",)),
+        ({"collector": own["collector"], "episodes": "x"}, ValueError, ("episodes is 'x'",)),
+    ):
+        with refused(error, words):
+            checkpoint.restore(**keywords)
+    assert torch.equal(own["policy"].weight, before)
+    with refused(ValueError, ("step is 5, expected more than 5", "later step")):
+        checkpoint.save(5, policy=large)
+    with refused(TypeError, ("values", "cannot be saved as data")):
+        checkpoint.save(6, policy=large, thing=object())
+    with pytest.raises(OSError, match="Not a directory"):
+        fc.Checkpoint(tmp_path / "step-5" / "values" / "deep").save(1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
+    with refused(FileNotFoundError, ("has the checkpoints [], expected one",)):
+        fc.Checkpoint(tmp_path / "none").restore()
+    with refused(ValueError, ("keep is 0",)):
+        fc.Checkpoint(tmp_path, keep=0)
+    own["collector"].shutdown()
