@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect import errors as errors
     from funcollect import interop as interop
     from funcollect import plots as plots
+    from funcollect import running_statistics as running_statistics
     from funcollect import testing as testing
     from funcollect.buffers import jax_ring as jax_ring
     from funcollect.buffers import ring as ring
@@ -78,6 +79,7 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.policies import heads as heads
     from funcollect.policies.base import PolicyBase as PolicyBase
     from funcollect.policies.jax_functions.jax_policy import jax_policy as jax_policy
+    from funcollect.policies.normalized import normalized as normalized
     from funcollect.policies.plugins import make_policy as make_policy
     from funcollect.policies.random_policy import random_policy as random_policy
     from funcollect.policies.tensordict_modules.tensordict_policy import tensordict_policy as tensordict_policy
@@ -89,6 +91,7 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.specs import ExplorationType as ExplorationType
     from funcollect.trajectories.advantages import gae as gae
     from funcollect.trajectories.multi_step import MultiStep as MultiStep
+    from funcollect.trajectories.reward_scaling import scale_rewards as scale_rewards
     from funcollect.trajectories.split import split_trajectories as split_trajectories
     from funcollect.trajectories.stats import EpisodeStats as EpisodeStats
     from funcollect.trajectories.stats import episode_stats as episode_stats

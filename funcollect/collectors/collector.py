@@ -23,6 +23,8 @@ from funcollect.collectors.options import Options, RunOptions, Shard
 from funcollect.core.saving import Episodes, check_episodes
 from funcollect.errors import ClosedError
 from funcollect.files import read_data, write_data
+from funcollect.policies.normalized import Normalized
+from funcollect.running_statistics import update
 from funcollect.specs import ExplorationType
 
 _KIND = "the run of a collector"
@@ -130,6 +132,7 @@ class CollectorBase(RunOptions, ABC):
     Attributes:
         options: the keywords, checked.
         frames: frames delivered so far.
+        params: the parameters that were given last; None for the policy's own.
     """
 
     create_env_fn: Any = field(kw_only=False)
@@ -141,6 +144,7 @@ class CollectorBase(RunOptions, ABC):
     """an int, or None to draw one. Afterwards the one in use."""
     options: Options = field(init=False)
     frames: int = field(init=False, default=0)
+    params: Any = field(init=False, default=None)
 
     _closed = False
     _elsewhere: ClassVar[Mapping[str, str]] = {
@@ -171,6 +175,10 @@ class CollectorBase(RunOptions, ABC):
         Args:
             timeout: accepted as TorchRL has it, without effect: workers that do not end within seconds are killed.
         """
+
+    @abstractmethod
+    def update_policy_weights_(self, params: Any = None) -> None:
+        """Act with `params` from the next version on; None for the policy's own."""
 
     @abstractmethod
     def stats(self) -> dict[str, float]:
@@ -321,7 +329,24 @@ class CollectorBase(RunOptions, ABC):
     def __next__(self) -> TensorDictBase:
         if 0 <= self.total_frames <= self.frames:
             raise StopIteration
-        return self.options.finish(self._gather())
+        batch = self._gather()
+        if self.update_statistics:
+            self._add_to_statistics(batch)
+        return self.options.finish(batch)
+
+    def _check_statistics(self) -> None:
+        """Raise TypeError if there are no statistics to update."""
+        if self.update_statistics and not isinstance(self.policy, Normalized):
+            raise TypeError(
+                f"update_statistics is True, but the policy is {type(self.policy).__name__}, which has no statistics: "
+                "pass the result of funcollect.normalized(policy, stats)"
+            )
+
+    def _add_to_statistics(self, batch: TensorDictBase) -> None:
+        """Update the policy's statistics, and let it act with them as another version of its parameters."""
+        policy = self.policy
+        policy.statistics = update(policy.statistics, batch)
+        self.update_policy_weights_(None if self.params is None else (self.params[0], policy.statistics))
 
     def _check_open(self) -> None:
         if self._closed:

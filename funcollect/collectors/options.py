@@ -77,6 +77,9 @@ class RunOptions:
     set_truncated: bool = False
     """mark the last frame of each lane in a batch as truncated, so that nothing is bootstrapped across batches. The
     episode continues; ``("collector", "cut")`` is True at these frames, which `episode_stats` and `track` read."""
+    update_statistics: bool = False
+    """add each batch to the running statistics of a policy that `normalized` has made. It acts with them from the next
+    version of its weights on, which begins after each batch."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -132,6 +135,7 @@ class Options(RunnerOptions):
             reset_when_done=self.reset_when_done,
             update_at_each_batch=self.update_at_each_batch,
             set_truncated=self.set_truncated,
+            update_statistics=self.update_statistics,
         )
         for name in ("max_frames_per_traj", "init_random_frames"):
             value = getattr(self, name)

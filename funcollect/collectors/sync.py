@@ -41,6 +41,7 @@ class SyncDataCollector(Runner, CollectorBase, SourceOptions, RunnerOptions):
             policy_factory=self.policy_factory,
         )
         Runner.__init__(self, source, options, seed=self.seed)
+        self._check_statistics()
         self._fill(**{name: getattr(options, name) for name in ("storing_device", "env_device", "policy_device")})
 
     @property

@@ -84,6 +84,7 @@ class WorkerCollector(CollectorBase):
                 "(a new worker replaces it): pass one of them"
             )
         self.options = options
+        self._check_statistics()
 
     def _launch(
         self, jobs: Sequence[Job], transport: Transport, join: Join | None, *, prefetch: bool, grace: float = 0.0
@@ -213,7 +214,10 @@ class WorkerCollector(CollectorBase):
         """
         self._check_open()
         workers = self.run.chosen(worker_ids)
-        self.run.weights.update(given_weights(params, policy_or_weights, self.policy), workers)
+        given = given_weights(params, policy_or_weights, self.policy)
+        self.run.weights.update(given, workers)
+        if worker_ids is None:
+            self.params = given
 
     def state_dict(self) -> Any:
         """The state that `load_state_dict` takes: one per worker. Episodes in flight begin anew.

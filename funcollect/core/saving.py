@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funcollect.arguments import check_kind
+from funcollect.arguments import check_choice, check_kind
 from funcollect.core.api import check_pair, close, init_lanes
 from funcollect.core.restore import restored, resume
 from funcollect.core.simulators.forking import rebuild, record_of
@@ -91,12 +91,8 @@ def load(
 
 
 def check_episodes(episodes: Any) -> None:
-    """Raise ValueError unless `episodes` is one of its two values."""
-    if episodes not in get_args(Episodes):
-        raise ValueError(
-            f"episodes is {episodes!r}, expected 'continue' (those in flight go on) or 'restart' (others begin): pass "
-            "one of them"
-        )
+    """Raise ValueError unless `episodes` is ``"continue"`` (those in flight go on) or ``"restart"`` (others begin)."""
+    check_choice("episodes", episodes, get_args(Episodes))
 
 
 def state_data(state: CollectorState, episodes: Episodes = "continue") -> dict[str, Any]:

@@ -43,8 +43,7 @@ def as_policy(policy: Any, env: Env, device: torch.device | str | None = None) -
         return RandomPolicy(env.action_spec)
     if isinstance(policy, TorchPolicy):
         moved = place is not None and policy.run_device not in (None, place)
-        parts = (policy.module, policy.head, policy.initial_state, place, policy.compiler, policy.keys)
-        return TorchPolicy(*parts) if moved else policy
+        return policy.on(place) if moved else policy
     if is_policy(policy):
         return policy
     if not callable(policy):

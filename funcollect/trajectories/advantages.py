@@ -63,8 +63,8 @@ def gae(
     tensor([1.7500, 1.5000, 1.0000])
     """
     in_jax = isinstance(batch, Mapping) and not isinstance(batch, TensorDictBase)
-    _check_factor("gamma", gamma, in_jax)
-    _check_factor("lmbda", lmbda, in_jax)
+    check_factor("gamma", gamma, in_jax)
+    check_factor("lmbda", lmbda, in_jax)
     if in_jax:
         return _estimate(import_jax().numpy, *_read_jax(batch, value, next_value), gamma, lmbda)
     advantage, target = _estimate(torch, *_read_torch(batch, value, next_value), gamma, lmbda)
@@ -94,11 +94,11 @@ def _estimate(
     done, ids = frames.done, frames.traj_ids
     ends = done[:-1] if ids is None else done[:-1] | (ids[1:] != ids[:-1])
     last = xp.concatenate([ends, xp.ones_like(done[-1:])])  # whether a frame is the last of its trajectory in the batch
-    advantage = _discounted_sums(xp, delta, xp.asarray(gamma * lmbda, dtype=delta.dtype) * ~last)
+    advantage = discounted_sums(xp, delta, xp.asarray(gamma * lmbda, dtype=delta.dtype) * ~last)
     return advantage, advantage + value
 
 
-def _discounted_sums(xp: Any, values: Any, discount: Any) -> Any:
+def discounted_sums(xp: Any, values: Any, discount: Any) -> Any:
     """``sums[t] = values[t] + discount[t] * sums[t + 1]``, in log2(T) rounds of whole arrays instead of T steps.
 
     Each round adds every odd row to the even one before it, which leaves the same problem of half the length. Nothing
@@ -111,7 +111,7 @@ def _discounted_sums(xp: Any, values: Any, discount: Any) -> Any:
     if length % 2:
         values, discount = (xp.concatenate([rows, xp.zeros_like(rows[:1])]) for rows in (values, discount))
     even, odd, step = values[::2], values[1::2], discount[::2]
-    sums = _discounted_sums(xp, even + step * odd, step * discount[1::2])
+    sums = discounted_sums(xp, even + step * odd, step * discount[1::2])
     after = xp.roll(sums, -1, 0)  # the last row is discounted to nothing
     both = xp.stack([sums, odd + discount[1::2] * after], 1)
     return both.reshape(values.shape)[:length]
@@ -171,7 +171,7 @@ def _check_values(name: str, values: Any, floating: bool, shape: tuple[int, ...]
     raise ValueError(f"{name} has shape {list(values.shape)}, expected {list(shape)} as next.reward: {mend}")
 
 
-def _check_factor(name: str, factor: Any, in_jax: bool) -> None:
+def check_factor(name: str, factor: Any, in_jax: bool) -> None:
     """Raise unless `factor` is a number in [0, 1] or, for a JAX batch, any scalar JAX array."""
     if in_jax and isinstance(factor, import_jax().Array) and not factor.ndim:
         return  # within `jit` it may have no value yet

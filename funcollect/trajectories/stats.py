@@ -122,7 +122,7 @@ def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -
     >>> stats.returns, stats.open_returns[1].value
     (tensor([2.], dtype=torch.float64), tensor(1., dtype=torch.float64))
     """
-    frames, lanes = _read(batch)
+    frames, lanes = counted_frames(batch)
     _check_one_run(batch, frames)
     check_kind("previous", previous, (EpisodeStats, type(None)), "pass what the last call returned")
     opened = {} if previous is None else previous.open_returns
@@ -142,7 +142,7 @@ def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -
     )
 
 
-class _CountedFrames(NamedTuple):
+class CountedFrames(NamedTuple):
     """The F frames of a batch that count, ordered by row, on the CPU."""
 
     rewards: Tensor  # [F, players] float64
@@ -165,12 +165,12 @@ class _Trajectories(NamedTuple):
     ended: Tensor  # [G] bool
 
 
-def _read(batch: TensorDictBase) -> tuple[_CountedFrames, Tensor]:
+def counted_frames(batch: TensorDictBase) -> tuple[CountedFrames, Tensor]:
     """The frames that count, and the lanes in the batch, each once, in increasing order: int64."""
     check_batch(batch)
     time, rows = batch.batch_size[-1], batch.batch_size[:-1].numel()
     rewards = require(batch, ("next", "reward"), tail=None).detach().cpu()
-    columns = _CountedFrames(
+    columns = CountedFrames(
         rewards=rewards.reshape(rows * time, rewards.shape[-1]).double(),
         done=_column(batch, ("next", "done"), (1,)).bool() & ~_column(batch, CUT, (), default=False).bool(),
         terminated=_column(batch, ("next", "terminated"), (1,)).bool(),
@@ -181,11 +181,11 @@ def _read(batch: TensorDictBase) -> tuple[_CountedFrames, Tensor]:
     )
     real = _column(batch, MASK, (), default=True).bool()
     counted = real & ~_column(batch, ("done",), (1,), default=False).bool()
-    frames = columns if counted.all() else _CountedFrames(*(column[counted] for column in columns))
+    frames = columns if counted.all() else CountedFrames(*(column[counted] for column in columns))
     return frames, torch.unique(columns.lanes[real])
 
 
-def _check_one_run(batch: TensorDictBase, frames: _CountedFrames) -> None:
+def _check_one_run(batch: TensorDictBase, frames: CountedFrames) -> None:
     """Raise ValueError unless, in each lane, ids never decrease and steps with the same id always increase."""
     order = frames.lanes.argsort(stable=True)
     lanes, ids, steps = frames.lanes[order], frames.traj_ids[order], frames.steps[order]
@@ -206,7 +206,7 @@ def _column(batch: TensorDictBase, key: Path, tail: tuple[int, ...], *, default:
     return require(batch, key, tail=tail).detach().cpu().reshape(-1)
 
 
-def _trajectories(frames: _CountedFrames, opened: Mapping[int, OpenReturn]) -> tuple[_Trajectories, Tensor]:
+def _trajectories(frames: CountedFrames, opened: Mapping[int, OpenReturn]) -> tuple[_Trajectories, Tensor]:
     """The trajectories of the frames, continued from `opened`, and the index of each frame's ``[F]`` int64."""
     run_ids, run, sizes = torch.unique_consecutive(frames.traj_ids, return_inverse=True, return_counts=True)
     traj_ids, of_run = torch.unique(run_ids, return_inverse=True)

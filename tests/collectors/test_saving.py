@@ -169,7 +169,7 @@ def test_a_run_that_was_interrupted_is_saved_as_it_would_go_on(tmp_path):
         (lambda path: load(path, environments=[lanes(3)] * 2), ("[2, 2] lanes in a batch, these have [3, 3]",)),
         (lambda path: load(path, environments=[lanes(2, "Acrobot-v1")] * 2), ("shape",)),
         (lambda path: load(path, network=nn.Linear(4, 2)), ("the policy",)),
-        (lambda path: load(path, episodes="again"), ("episodes is 'again', expected 'continue'",)),
+        (lambda path: load(path, episodes="again"), ("episodes is 'again', expected one of ['continue', 'restart']",)),
     ],
 )
 def test_another_run_is_refused(load, words, tmp_path):

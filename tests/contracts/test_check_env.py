@@ -22,6 +22,7 @@ from tests.support import faulty_envs as faulty
 from tests.support.faulty_envs import TorchWalk, Walk, over, through
 from tests.support.jax_suites import functions_suite
 from tests.support.running import in_soak, scaled
+from tests.support.snapshots import ForgetsInAFile, HostWalk
 
 NAMES = [check.__name__ for check in ENV_CHECKS]
 
@@ -131,7 +132,7 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
     ),
     (
         "save",
-        through(faulty.ForgetsInAFile, seeding="lane", forking="snapshot"),
+        lambda: HostWalk(ForgetsInAFile),
         r"ReplayError: lane \d.*another observation",
     ),
     ("close", over(faulty.CannotClose), r"lane 0: close raised OSError"),

@@ -1,6 +1,5 @@
 """States as values: forked, used again, stepped one by one."""
 
-import copy
 from functools import partial
 
 import gymnasium
@@ -8,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
@@ -17,6 +15,7 @@ from tests.support.compare import assert_same, joined
 from tests.support.copies import COPIES
 from tests.support.counting import Counting
 from tests.support.running import scaled
+from tests.support.snapshots import HostWalk, SnapshotWalkers, Walkers
 
 HOST = [name for name in ENVS if not name.startswith("torch/")]
 VALUES = [name for name in ENVS if name.startswith("torch/")]
@@ -200,50 +199,6 @@ def test_an_evaluation_is_repeatable_and_leaves_a_run_alone(name, num_envs):
     assert [len(each) for each in stats] == [5, 5]
     assert torch.equal(stats[0].returns, stats[1].returns)
     assert torch.equal(stats[0].lengths, stats[1].lengths)
-
-
-class Walkers(fc.envs.SimulatorsBase):
-    """Walks by a generator that goes on from episode to episode, so that only a snapshot shows where it stands."""
-
-    def __init__(self, env):
-        super().__init__(env)
-        self.generator = np.random.default_rng(0)
-        self.place = np.zeros((env.num_envs, 1), np.float32)
-        self.closed = False
-
-    def reset(self, lanes, seeds, /):
-        self.place[lanes] = self.observation["observation",][lanes] = 0
-
-    def step(self, lanes, action, /):
-        self.place[lanes] += self.generator.random((len(lanes), 1), np.float32)
-        self.observation["observation",][lanes] = place = self.place[lanes]
-        return place[:, 0], place[:, 0] > 3, place[:, 0] > 99, ()
-
-    def close(self):
-        self.closed = True
-
-
-class SnapshotWalkers(Walkers):
-    def snapshot(self):
-        return copy.deepcopy((self.generator, self.place, self.observation))
-
-    def restore(self, snapshot, /):
-        self.generator, self.place, observation = copy.deepcopy(snapshot)
-        for path, value in observation.items():
-            self.observation[path][...] = value
-
-
-class HostWalk(fc.envs.HostEnvBase):
-    observation_space, action_space = spaces.Box(-99, 99, (1,)), spaces.Discrete(2)
-    seeding, forking = "run", "snapshot"
-
-    def __init__(self, kind):
-        super().__init__(num_envs=2)
-        self.kind, self.opened = kind, []
-
-    def open(self):
-        self.opened.append(self.kind(self))
-        return self.opened[-1]
 
 
 @pytest.mark.parametrize("copied", COPIES)

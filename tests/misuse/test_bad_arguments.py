@@ -6,7 +6,9 @@ What is bad follows from the annotation. A callable, or an argument of it, that 
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import tempfile
 import types
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -21,6 +23,7 @@ from torch import nn
 import funcollect as fc
 
 MODULES = ("envs", "heads", "storages", "samplers", "ring", "jax_ring", "traced", "testing", "interop")
+MODULES += ("running_statistics",)
 OWN = (fc.FuncollectError, TypeError, ValueError)
 
 NOT_NONE: dict[str, list[Any]] = {
@@ -145,6 +148,17 @@ def batch() -> Any:
     return batch
 
 
+@cache
+def saved() -> str:
+    path = os.path.join(tempfile.mkdtemp(), "state")
+    fc.save(path, start(), episodes="restart")
+    return path
+
+
+def statistics() -> Any:
+    return fc.running_statistics.init(host()[0].observation_space)
+
+
 def ring_state() -> Any:
     return fc.ring.extend(fc.ring.init(16), batch())[0]
 
@@ -183,6 +197,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "ReplayReader": lambda: {"directory": "/nowhere"},
     "SamplerWithoutReplacement": dict,
     "SliceSampler": lambda: {"num_slices": 2},
+    "Checkpoint": lambda: {"directory": "/nowhere"},
     "close": lambda: {"state": start()},
     "deliver": lambda: {"arrays": {"x": WEIGHTS}},
     "differentiable_rollout": lambda: dict(zip(("env", "policy"), fused(), strict=True), state=start(fused), length=2),
@@ -193,14 +208,18 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "gae": lambda: {"batch": batch(), "value": torch.zeros(2, 6, 1), "next_value": torch.zeros(2, 6, 1)},
     "init": lambda: dict(zip(("env", "policy"), host(), strict=True), seed=0),
     "jax_policy": lambda: {"apply": mlp, "params": WEIGHTS, "head": CATEGORICAL},
+    "load": lambda: {"path": saved()} | dict(zip(("env", "policy"), host(), strict=True)),
     "lower": lambda: {"module": nn.Linear(4, 2), "example": torch.zeros(1, 4)},
     "lower_policy": lambda: {"policy": fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL), "env": fused()[0]},
     "make_policy": lambda: {"name": "mlp", "env": host()[0]},
+    "normalized": lambda: {"policy": fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL), "stats": statistics()},
     "random_policy": lambda: {"env": host()[0]},
     "record": lambda: dict(zip(("env", "policy"), host(), strict=True), path="/nowhere/x.gif"),
     "recover": lambda: {"env": host()[0], "state": start()},
     "reset": lambda: {"env": host()[0], "state": start()},
     "rollout": lambda: dict(zip(("env", "policy"), host(), strict=True), state=start(), length=2),
+    "save": lambda: {"path": saved(), "state": start()},
+    "scale_rewards": lambda: {"batch": batch()},
     "split_trajectories": lambda: {"batch": batch()},
     "step": lambda: dict(zip(("env", "policy"), host(), strict=True), state=start()),
     "tensordict_policy": lambda: {"module": nn.Linear(4, 2)},
@@ -254,15 +273,21 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
         "policy": fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL),
         "env": "CartPole-v1",
     },
+    "running_statistics.denormalize": lambda: {"stats": statistics(), "observation": torch.zeros(4)},
+    "running_statistics.init": lambda: {"space": host()[0].observation_space},
+    "running_statistics.merge": lambda: {"one": statistics(), "other": statistics()},
+    "running_statistics.normalize": lambda: {"stats": statistics(), "observation": torch.zeros(4)},
+    "running_statistics.update": lambda: {"stats": statistics(), "batch": batch()},
     "interop.to_jax": lambda: {"tree": torch.zeros(2)},
     "interop.to_torch": lambda: {"tree": WEIGHTS},
 }
 NOT_CALLED = {
     *("CollectorState", "EpisodeStats", "Plan", "ring.RingState", "jax_ring.JaxRing", "testing.Report"),  # results
-    *("Policy", "heads.Head", "storages.Storage", "samplers.Sampler"),  # protocols
+    *("Policy", "heads.Head", "storages.Storage", "samplers.Sampler", "envs.SavableSnapshots"),  # protocols
     *("envs.HostEnv", "envs.JaxEnv", "envs.Simulators", "envs.SnapshotSimulators", "envs.TorchEnv"),  # protocols, too
     *("PolicyBase", "envs.HostEnvBase", "envs.JaxEnvBase", "envs.SimulatorsBase", "envs.TorchEnvBase"),  # base classes
     *("Exploration", "Noise", "envs.LaneKeys", "envs.Transition"),  # plain values
+    "running_statistics.RunningStatistics",  # a result
     "make_env",  # whatever describes an environment: its adapters are called by themselves
 }
 NO_LIMIT = ("max_frames_per_traj", "init_random_frames")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -190,23 +189,6 @@ class RestoresNothing(Proxy):
 
     def restore(self, snapshot: None) -> None:
         self.reset(range(3), [0, 0, 0])
-
-
-class ForgetsInAFile(Proxy):
-    """Its snapshots hold everything, and what is saved of them nothing."""
-
-    def snapshot(self) -> Any:
-        return copy.deepcopy(self.inner)
-
-    def restore(self, snapshot: Any) -> None:
-        self.inner = copy.deepcopy(snapshot)
-
-    def snapshot_data(self, snapshot: Any) -> list[int]:
-        return []
-
-    def snapshot_from(self, data: list[int]) -> Any:
-        self.inner.reset(range(3), [0, 0, 0])
-        return self.inner
 
 
 class ForgetsToWrite(Proxy):

@@ -23,7 +23,9 @@ from funcollect.envs.recognise import is_torchrl
 from funcollect.errors import WorkerError
 from funcollect.messages import clipped, shown
 
-_OF_THE_READER = {"total_frames", "storing_device", "split_trajs", "postproc", "update_at_each_batch", "shard"}
+_OF_THE_READER = {
+    "total_frames", "storing_device", "split_trajs", "postproc", "update_at_each_batch", "update_statistics", "shard",
+}  # fmt: skip
 _OF_OPTIONS = {each.name for each in fields(Options) if each.init} - _OF_THE_READER
 DEVICES = ("device", "env_device", "policy_device")  # each may be a list
 _OF_SOURCE = {each.name for each in fields(RunnerSpec)} - {"policy"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -124,6 +125,14 @@ class TorchPolicy(TorchBacked):
         self.keys = tuple(keys)  # of a Dict space, each passed as an argument; if empty, the dict is the one argument
         self._compiled = CompiledCall(compiler) if compiler == "inductor" else None
         self.head = head
+
+    def on(self, device: torch.device | None) -> TorchPolicy:
+        """A policy like this one, over the same module, that runs on another device."""
+        twin = copy.copy(self)
+        twin.device = device
+        twin._compiled = self._compiled and CompiledCall("inductor")
+        twin.replace(self.module)
+        return twin
 
     @override
     def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:

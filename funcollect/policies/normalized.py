@@ -1,0 +1,204 @@
+"""Policies that act on observations normalised by running statistics, which are part of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+from typing_extensions import override
+
+from funcollect import running_statistics
+from funcollect.arguments import check_kind, check_number
+from funcollect.messages import shown
+from funcollect.policies.jax_functions.jax_policy import JaxPolicy
+from funcollect.policies.torch_modules.torch_policy import TorchPolicy
+from funcollect.protocols import Policy
+from funcollect.running_statistics import EPSILON, RunningStatistics
+from funcollect.tree import flatten, nest
+
+
+def normalized(policy: Policy, stats: RunningStatistics, *, clip: float = 10.0) -> NormalizedTorch | NormalizedJax:
+    """A policy that acts on normalised observations.
+
+    Its parameters are the pair (trainable, statistics): those of `policy`, for gradients and optimizers, and `stats`.
+    Both travel to workers as one version, and are saved together. Batches hold the observations as they were.
+
+    Args:
+        policy: a policy made by `torch_policy` or `jax_policy`. It stays as it is, and shares its parameters.
+        stats: see `funcollect.running_statistics`. Setting the attribute `statistics` replaces them, which compiles
+            nothing. Collectors with ``update_statistics=True`` do that after each batch.
+        clip: the largest absolute value of a normalised observation.
+
+    Raises:
+        TypeError: for another kind of policy, or statistics of the other framework.
+
+    >>> import torch, funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=2)
+    >>> stats = fc.running_statistics.init(env.observation_space)
+    >>> policy = fc.normalized(fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical), stats)
+    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 50)
+    >>> policy.statistics = fc.running_statistics.update(policy.statistics, batch)
+    >>> trainable, stats = policy.params
+    >>> int(stats.count)
+    100
+    """
+    check_kind("stats", stats, RunningStatistics, "pass funcollect.running_statistics.init(env.observation_space)")
+    check_number("clip", clip, positive=True, example=10.0)
+    if isinstance(policy, (NormalizedTorch, NormalizedJax)):
+        raise TypeError("the policy is normalised already: set its statistics, or pass the policy below")
+    in_torch = isinstance(stats.count, Tensor)
+    if isinstance(policy, TorchPolicy) and in_torch:
+        return NormalizedTorch(policy, stats, clip)
+    if isinstance(policy, JaxPolicy) and not in_torch:
+        return NormalizedJax(policy, stats, clip)
+    raise TypeError(
+        f"policy is {type(policy).__name__} with statistics of {'Torch' if in_torch else 'JAX'}, expected a policy of "
+        "torch_policy with those of Torch, or of jax_policy with running_statistics.init(space, backend='jax')"
+    )
+
+
+class _Statistics(nn.Module):
+    """Statistics as buffers, and what a forward pass needs of them in float32, the mean and the deviation."""
+
+    def __init__(self, stats: RunningStatistics) -> None:
+        super().__init__()
+        for name, tensor in _buffers(stats).items():
+            self.register_buffer(name, tensor)
+
+
+def _buffers(stats: RunningStatistics) -> dict[str, Tensor]:
+    """The buffers of `_Statistics`, by name."""
+    found = {"count": stats.count}
+    for number, name in enumerate(sorted(stats.mean)):
+        mean, variance = stats.mean[name], stats.variance[name]
+        found |= {f"mean{number}": mean, f"variance{number}": variance, f"shift{number}": mean.float()}
+        found[f"deviation{number}"] = (variance + EPSILON).sqrt().float()
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+class _Normalized(nn.Module):
+    """Passes normalised observations to a module, or a function."""
+
+    def __init__(
+        self, module: Callable[..., Any], stats: RunningStatistics, clip: float, keys: tuple[str, ...]
+    ) -> None:
+        super().__init__()
+        self.policy = module
+        self.statistics = _Statistics(stats)
+        self.names = sorted(stats.mean)
+        self.clip, self.keys = clip, keys
+
+    def forward(self, *inputs: Any) -> Any:
+        """Call the module with the normalised observation in place of the observation."""
+        if self.keys:
+            changed = {key: self._scaled(key, value) for key, value in zip(self.keys, inputs, strict=False)}
+            return self.policy(*changed.values(), *inputs[len(self.keys) :])
+        observation, *others = inputs
+        if not isinstance(observation, dict):
+            return self.policy(self._scaled(self.names[0], observation), *others)
+        flat = {path: self._scaled(".".join(path), leaf) for path, leaf in flatten(observation).items()}
+        return self.policy(nest(flat), *others)
+
+    def _scaled(self, name: str, value: Tensor) -> Tensor:
+        if name not in self.names:
+            return value
+        number = self.names.index(name)
+        shift, deviation = (getattr(self.statistics, f"{part}{number}") for part in ("shift", "deviation"))
+        scaled: Tensor = (value - shift) / deviation
+        return scaled.clamp(-self.clip, self.clip)
+
+
+class NormalizedTorch(TorchPolicy):
+    """See `normalized`."""
+
+    _module: _Normalized
+
+    def __init__(self, policy: TorchPolicy, stats: RunningStatistics, clip: float) -> None:
+        module = _Normalized(policy.module, stats, clip, policy.keys)
+        super().__init__(module, policy.head, policy.initial_state, policy.device, policy.compiler, policy.keys)
+
+    @property
+    def statistics(self) -> RunningStatistics:
+        """The statistics that the policy acts with; a copy."""
+        return self._statistics_in(dict(self._module.statistics.named_buffers()))
+
+    @statistics.setter
+    def statistics(self, stats: RunningStatistics) -> None:
+        own = dict(self._module.statistics.named_buffers())
+        with torch.no_grad():
+            for name, tensor in _buffers(stats).items():
+                own[name].copy_(tensor)
+
+    def _statistics_in(self, buffers: Mapping[str, Tensor]) -> RunningStatistics:
+        moments = (
+            {name: buffers[f"{part}{number}"].clone() for number, name in enumerate(self._module.names)}
+            for part in ("mean", "variance")
+        )
+        return RunningStatistics(buffers["count"].clone(), *moments)
+
+    @property
+    @override
+    def params(self) -> tuple[TensorDict | None, RunningStatistics]:
+        module = self._module.policy
+        return TensorDict.from_module(module) if isinstance(module, nn.Module) else None, self.statistics
+
+    @override
+    def prepare(self, params: Any, /) -> dict[str, Tensor] | None:
+        return super().prepare(self._joined(params))
+
+    @override
+    def state_dict(self, params: Any = None) -> dict[str, Tensor]:
+        if params is not None:
+            params = self._joined(params)
+        whole = TensorDict.from_module(self.module) if params is None else params
+        return {".".join(path): leaf.detach().clone() for path, leaf in flatten(whole).items()}
+
+    @override
+    def load(self, params: Any) -> None:
+        super().load(self._joined(params))
+
+    def _joined(self, params: Any) -> Any:
+        """The parameters of the whole module, from a pair."""
+        if not isinstance(params, tuple) or len(params) != 2:
+            return params
+        trainable, stats = params
+        if isinstance(trainable, nn.Module):
+            trainable = TensorDict.from_module(trainable)
+        check_kind("the statistics in params", stats, RunningStatistics, "pass the pair (trainable, statistics)")
+        if not isinstance(trainable, (Mapping, TensorDictBase, type(None))):
+            raise TypeError(f"params is {shown(params)}, expected the pair (trainable, statistics): pass policy.params")
+        own = {".".join(path): leaf for path, leaf in flatten({} if trainable is None else trainable).items()}
+        named = {f"policy.{name}": leaf for name, leaf in own.items()}
+        return named | {f"statistics.{name}": leaf for name, leaf in _buffers(stats).items()}
+
+
+class NormalizedJax(JaxPolicy):
+    """See `normalized`. `params` may be set: the next rollout reads the pair."""
+
+    def __init__(self, policy: JaxPolicy, stats: RunningStatistics, clip: float) -> None:
+        inner = policy.apply
+
+        @wraps(inner)  # it is asked for its parameters: whether it takes keys
+        def apply(params: Any, observation: Any, *others: Any, **keywords: Any) -> Any:
+            trainable, own = params
+            return inner(trainable, running_statistics.normalize(own, observation, clip=clip), *others, **keywords)
+
+        super().__init__(apply, (policy.params, stats), policy.head, policy.initial_state)
+        self._cells = policy._cells
+
+    @property
+    def statistics(self) -> RunningStatistics:
+        """The statistics that the policy acts with."""
+        stats: RunningStatistics = self.params[1]
+        return stats
+
+    @statistics.setter
+    def statistics(self, stats: RunningStatistics) -> None:
+        self.params = (self.params[0], stats)
+
+
+Normalized = (NormalizedTorch, NormalizedJax)

@@ -1,0 +1,264 @@
+"""Running mean and variance of observations, as pure functions over a pytree, in Torch and in JAX.
+
+Each update merges the moments of one batch into those before it (Chan et al., 1979), so that the result does not depend
+on how data are cut into batches, except for rounding. In Torch the moments are float64; in JAX they have JAX's default
+precision. Counts are exact integers of 64 bits in both.
+
+>>> import funcollect as fc
+>>> env = fc.make_env("CartPole-v1", num_envs=4)
+>>> policy = fc.random_policy(env)
+>>> stats = fc.running_statistics.init(env.observation_space)
+>>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 100)
+>>> stats = fc.running_statistics.update(stats, batch)
+>>> int(stats.count)
+400
+>>> fc.running_statistics.normalize(stats, batch["observation"], clip=5.0).shape
+torch.Size([4, 100, 4])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from funcollect.arguments import check_choice, check_kind, check_number
+from funcollect.interop.jax_setup import import_jax
+from funcollect.messages import shown
+from funcollect.specs import Space
+from funcollect.tree import flatten, key_of, nest
+
+__all__ = ["RunningStatistics", "denormalize", "init", "merge", "normalize", "update"]
+
+EPSILON = 1e-8  # added to variances, as Stable-Baselines3 does
+
+
+class RunningStatistics(NamedTuple):
+    """Moments of the observations so far; a pytree in optree and in JAX.
+
+    Attributes:
+        count: how many observations: int64 [], or over JAX uint32 [2], low word first.
+        mean: by the observation's key, its parts joined by dots: [*shape] float64, or float32 over JAX.
+        variance: likewise; 1 before the first update.
+    """
+
+    count: Any
+    mean: dict[str, Any]
+    variance: dict[str, Any]
+
+
+def init(space: Space, *, backend: Literal["torch", "jax"] = "torch") -> RunningStatistics:
+    """Statistics of no observation: the mean 0 and the variance 1, so that `normalize` changes nothing.
+
+    Args:
+        space: the observation space: a Box, or a Dict of spaces, of which those of floats count.
+        backend: whether the arrays are of Torch or of JAX.
+
+    Raises:
+        TypeError: for another space, or one without floats.
+    """
+    check_choice("backend", backend, ("torch", "jax"))
+    shapes = _shapes(space, "")
+    if not shapes:
+        raise TypeError(f"space is {shown(space)}, expected a Box of floats, or a Dict that has one: pass that")
+    return start(shapes, backend)
+
+
+def start(shapes: Mapping[str, tuple[int, ...]], backend: str) -> RunningStatistics:
+    """Statistics of nothing, for leaves of these shapes."""
+    if backend == "torch":
+        zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+        return RunningStatistics(
+            torch.zeros((), dtype=torch.int64), zeros, {name: torch.ones_like(zero) for name, zero in zeros.items()}
+        )
+    jnp = import_jax().numpy
+    mean, variance = ({name: make(shape) for name, shape in shapes.items()} for make in (jnp.zeros, jnp.ones))
+    return RunningStatistics(jnp.zeros(2, jnp.uint32), mean, variance)
+
+
+def _shapes(space: Any, name: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of the leaves of floats, by name."""
+    if isinstance(space, spaces.Dict):
+        parts = [_shapes(each, f"{name}.{key}" if name else key) for key, each in space.spaces.items()]
+        return {key: shape for part in parts for key, shape in part.items()}
+    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
+        return {name or "observation": space.shape}
+    return {}
+
+
+def update(stats: RunningStatistics, batch: Any, *, weights: Any = None) -> RunningStatistics:
+    """Statistics that also count the observations of a batch.
+
+    Args:
+        stats: those before.
+        batch: a batch [*B, T], of which the observations before each step count; or observations alone, an array
+            [*B, *shape] or a dict of them.
+        weights: [*B], whether each observation counts: bools, or zeros and ones. By default padding and the repeated
+            frames of finished lanes do not count.
+
+    Raises:
+        KeyError: if an observation is missing.
+        ValueError: for observations or weights of another shape.
+    """
+    _check("stats", stats)
+    values = _observations(stats, batch)
+    names = list(stats.mean)
+    lead = tuple(values[names[0]].shape)[: values[names[0]].ndim - stats.mean[names[0]].ndim]
+    if weights is None and isinstance(batch, TensorDictBase):
+        weights = _counting(batch)
+    in_jax = not isinstance(stats.count, Tensor)
+    for name in names:
+        wanted = (*lead, *stats.mean[name].shape)
+        if tuple(values[name].shape) != wanted:
+            raise ValueError(
+                f"{name!r} is {list(values[name].shape)}, expected {list(wanted)}: pass what the space has"
+            )
+    if weights is not None and tuple(weights.shape) != lead:
+        raise ValueError(f"weights is {list(weights.shape)}, expected {list(lead)}: pass one for each observation")
+    made = _moments_in_jax if in_jax else _moments_in_torch
+    return merge(stats, made(stats, values, weights, math.prod(lead)))
+
+
+def _check(name: str, stats: Any) -> None:
+    check_kind(name, stats, RunningStatistics, "pass the result of init, update or merge")
+
+
+def _counting(batch: TensorDictBase) -> Tensor | None:
+    """Which frames of a batch count: neither padding nor repeated ones; None for all."""
+    flags = [~batch[key][..., 0] for key in (("done",),) if key in batch.keys(True)]
+    if ("collector", "mask") in batch.keys(True):
+        flags.append(batch["collector", "mask"])
+    return torch.stack(flags).all(0) if flags else None
+
+
+def _observations(stats: RunningStatistics, batch: Any) -> dict[str, Any]:
+    """The observations of a batch, by name."""
+    if isinstance(batch, TensorDictBase):
+        return {name: batch[key_of(tuple(name.split(".")))] for name in stats.mean}
+    if isinstance(batch, Mapping):
+        flat = {".".join(path): leaf for path, leaf in flatten(batch).items()}
+        return {name: flat[name] for name in stats.mean}
+    return {next(iter(stats.mean)): batch}
+
+
+def _moments_in_torch(
+    stats: RunningStatistics, values: Mapping[str, Any], weights: Any, size: int
+) -> RunningStatistics:
+    """The statistics of one batch of `size` observations."""
+    device = stats.count.device
+    chosen = None if weights is None else torch.as_tensor(weights, device=device).reshape(-1) != 0
+    mean, variance = {}, {}
+    for name, value in values.items():
+        rows = torch.as_tensor(value, device=device).detach().reshape(size, *stats.mean[name].shape).double()
+        rows = rows if chosen is None else rows[chosen]
+        filled = rows if len(rows) else rows.new_zeros(1, *rows.shape[1:])
+        mean[name] = filled.mean(0)
+        variance[name] = (filled - mean[name]).square().mean(0)
+    count = size if chosen is None else int(chosen.sum())
+    return RunningStatistics(torch.tensor(count, device=device), mean, variance)
+
+
+def _moments_in_jax(stats: RunningStatistics, values: Mapping[str, Any], weights: Any, size: int) -> RunningStatistics:
+    """The statistics of one batch of `size` observations."""
+    jnp = import_jax().numpy
+    weights = weights.numpy(force=True) if isinstance(weights, Tensor) else weights
+    chosen = jnp.ones(size, bool) if weights is None else jnp.asarray(weights).reshape(-1) != 0
+    count = chosen.sum(dtype=jnp.uint32)
+    total = jnp.maximum(count, 1)
+    mean, variance = {}, {}
+    for name, value in values.items():
+        rows = jnp.asarray(value.numpy(force=True) if isinstance(value, Tensor) else value).reshape(
+            size, *stats.mean[name].shape
+        )
+        kept = chosen.reshape(size, *[1] * (rows.ndim - 1))
+        mean[name] = jnp.where(kept, rows, 0).sum(0) / total
+        variance[name] = jnp.where(kept, rows - mean[name], 0).__pow__(2).sum(0) / total
+    return RunningStatistics(jnp.stack([count, jnp.zeros_like(count)]), mean, variance)
+
+
+def merge(one: RunningStatistics, other: RunningStatistics) -> RunningStatistics:
+    """The statistics of the observations of both, such as those of two workers; ValueError if their keys differ."""
+    _check("one", one)
+    _check("other", other)
+    if (names := [*one.mean]) != [*other.mean]:
+        raise ValueError(f"the statistics have the keys {names} and {[*other.mean]}, expected the same: merge those")
+    if isinstance(one.count, Tensor):
+        count = one.count + other.count
+        share = other.count.double() / count.clamp(min=1)
+    else:
+        count = _sum_of_words(one.count, other.count)
+        share = _float_of(other.count) / import_jax().numpy.maximum(_float_of(count), 1)
+    mean, variance = {}, {}
+    for name in names:
+        apart = other.mean[name] - one.mean[name]
+        mean[name] = one.mean[name] + apart * share
+        variance[name] = (
+            one.variance[name] * (1 - share) + other.variance[name] * share + apart**2 * (share * (1 - share))
+        )
+    return RunningStatistics(count, mean, variance)
+
+
+def _sum_of_words(one: Any, other: Any) -> Any:
+    """The sum of two counts of 64 bits, each uint32 [2]."""
+    low = one[0] + other[0]
+    return import_jax().numpy.stack([low, one[1] + other[1] + (low < one[0])])
+
+
+def _float_of(words: Any) -> Any:
+    return words[0].astype(np.float32) + words[1].astype(np.float32) * np.float32(2.0**32)
+
+
+def normalize(stats: RunningStatistics, observation: Any, *, clip: float | None = None) -> Any:
+    """The observation with mean 0 and variance 1, in its own dtype: ``(x - mean) / sqrt(variance + 1e-8)``.
+
+    Args:
+        stats: the statistics; as they are, nothing is updated.
+        observation: an array [..., *shape], or a dict or TensorDict of them, of which the other keys stay as they are.
+        clip: the largest absolute value of the result.
+    """
+    _check("stats", stats)
+    if clip is not None:
+        check_number("clip", clip, positive=True, example=10.0)
+
+    def scaled(value: Any, mean: Any, deviation: Any) -> Any:
+        result = (value - mean) / deviation
+        return result if clip is None else result.clip(-clip, clip)
+
+    return _applied(stats, observation, scaled)
+
+
+def denormalize(stats: RunningStatistics, observation: Any) -> Any:
+    """The inverse of `normalize` without `clip`."""
+    _check("stats", stats)
+    return _applied(stats, observation, lambda value, mean, deviation: value * deviation + mean)
+
+
+def _applied(stats: RunningStatistics, observation: Any, function: Callable[[Any, Any, Any], Any]) -> Any:
+    """The result of a function of (value, mean, deviation) for each leaf that has statistics."""
+
+    def leaf(name: str, value: Any) -> Any:
+        mean, variance = stats.mean[name], stats.variance[name]
+        deviation = (variance + EPSILON) ** 0.5
+        if isinstance(value, Tensor):
+            return function(value, mean.to(value), deviation.to(value))
+        return function(value, mean.astype(value.dtype), deviation.astype(value.dtype))
+
+    if isinstance(observation, TensorDictBase):
+        names = [tuple(name.split(".")) for name in stats.mean]
+        changed = {key_of(path): leaf(".".join(path), observation[key_of(path)]) for path in names}
+        result = observation.copy()
+        for key, value in changed.items():
+            result.set(key, value)
+        return result
+    if isinstance(observation, Mapping):
+        flat = flatten(observation)
+        return nest(
+            {path: leaf(name, each) if (name := ".".join(path)) in stats.mean else each for path, each in flat.items()}
+        )
+    return leaf(next(iter(stats.mean)), observation)

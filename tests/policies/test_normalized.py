@@ -1,0 +1,168 @@
+"""Policies with running statistics among their parameters, on every loop."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import nn
+
+import funcollect as fc
+from funcollect import running_statistics as rs
+from tests.support.compare import assert_close, assert_same, compilations
+from tests.support.misuse import refused
+
+WEIGHT = np.random.default_rng(0).normal(size=(4, 2)).astype(np.float32)
+
+
+def torch_policy(compile=None, head=fc.heads.categorical):  # noqa: A002
+    module = nn.Linear(4, 2, bias=False)
+    with torch.no_grad():
+        module.weight.copy_(torch.from_numpy(WEIGHT.T))
+    return fc.torch_policy(module, head=head, compile=compile)
+
+
+def jax_policy(head=fc.heads.categorical):
+    return fc.jax_policy(lambda params, x: x @ params, jnp.asarray(WEIGHT), head=head)
+
+
+def some_stats(backend="torch"):
+    draw = np.random.default_rng(1)
+    rows = (draw.normal(size=(50, 4)) * [1, 2, 0.1, 3] + 0.2).astype(np.float32)
+    stats = rs.init(spaces.Box(-1, 1, (4,)), backend=backend)
+    return rs.update(stats, torch.from_numpy(rows) if backend == "torch" else jnp.asarray(rows))
+
+
+def by_hand(stats, env, length=30):
+    """The same network over a first layer of constants."""
+    shift, scale = stats.mean["observation"].float(), (stats.variance["observation"] + 1e-8).sqrt().float()
+    module = torch_policy().module
+    policy = fc.torch_policy(lambda x: module(((x - shift) / scale).clamp(-10, 10)), head=fc.heads.categorical)
+    return fc.rollout(env, policy, fc.init(env, policy, seed=3), length)[1]
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
+@pytest.mark.parametrize("kind", ["torch", "xla", "eager", "jax"])
+def test_every_loop_acts_on_normalised_observations_and_records_raw_ones(name, kind):
+    env = fc.make_env(name, num_envs=3)
+    if kind == "jax":
+        policy = fc.normalized(jax_policy(), some_stats("jax"))
+    else:
+        policy = fc.normalized(torch_policy(None if kind == "torch" else kind), some_stats())
+    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=3), 30)
+    wanted = by_hand(some_stats(), env)
+    assert torch.equal(batch["action"], wanted["action"])
+    assert_close(batch, wanted)
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_new_statistics_act_at_the_next_rollout_and_compile_nothing(backend):
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=3)
+    base = torch_policy() if backend == "torch" else jax_policy()
+    policy = fc.normalized(base, rs.init(env.observation_space, backend=backend))
+    state, before = fc.rollout(env, policy, fc.init(env, policy, seed=3), 30)
+    state, _ = fc.rollout(env, policy, state, 30)
+    policy.statistics = rs.update(policy.statistics, before)
+    with compilations() as compiled:
+        policy.statistics = some_stats(backend)
+        fc.rollout(env, policy, state, 30)
+        _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=3), 30)
+        fc.rollout(env, policy, state, 30, params=(policy.params[0], some_stats(backend)))
+    assert not compiled
+    assert_close(batch, by_hand(some_stats(), env))
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_parameters_are_a_pair(backend):
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    base = torch_policy() if backend == "torch" else jax_policy()
+    plain = fc.normalized(base, rs.init(env.observation_space, backend=backend))
+    trainable, stats = plain.params
+    assert int(np.asarray(stats.count).reshape(-1)[0]) == 0
+    _, wanted = fc.rollout(env, fc.normalized(base, some_stats(backend)), fc.init(env, plain, seed=1), 20)
+    pair = (trainable, some_stats(backend))
+    _, batch = fc.rollout(env, plain, fc.init(env, plain, seed=1), 20, params=pair)
+    assert_same(batch, wanted)
+    one = fc.evaluate(env, plain, episodes=3, seed=2, params=pair)
+    two = fc.evaluate(env, fc.normalized(base, some_stats(backend)), episodes=3, seed=2)
+    assert torch.equal(one.returns, two.returns)
+    saved = fc.normalized(base, some_stats(backend)).state_dict()
+    plain.load(saved)
+    np.testing.assert_array_equal(plain.statistics.mean["observation"], some_stats(backend).mean["observation"])
+    assert np.asarray(plain.statistics.count).tolist() == np.asarray(some_stats(backend).count).tolist()
+    plain.load((trainable, rs.init(env.observation_space, backend=backend)))
+    assert not np.asarray(plain.statistics.count).any()
+
+
+def test_gradients_and_optimizers_see_the_trainable_part():
+    base = torch_policy()
+    policy = fc.normalized(base, some_stats())
+    assert [name for name, _ in policy.module.named_parameters()] == ["policy.weight"]
+    assert policy.module.policy is base.module
+    trainable, _ = policy.params
+    assert set(trainable.keys(True, True)) == {"weight"}
+    jaxed = fc.normalized(jax_policy(), some_stats("jax"))
+    assert [leaf.shape for leaf in jax.tree.leaves(jaxed.params[0])] == [(4, 2)]
+
+
+def test_keys_of_a_function_and_hidden_states_are_passed_on():
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
+
+    def apply(params, x, hidden, key):
+        return x @ params + jax.random.normal(key, (len(x), 2)), hidden + 1
+
+    base = fc.jax_policy(apply, jnp.asarray(WEIGHT), head=fc.heads.categorical, initial_state=jnp.zeros(3))
+    policy = fc.normalized(base, some_stats("jax"))
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 9)
+    assert state.policy_state.shape == (2, 3)
+    cell = nn.GRUCell(4, 2)
+    recurrent = fc.torch_policy(
+        lambda x, h: (lambda new: (new, new))(cell(x, h)), head=fc.heads.categorical, initial_state=torch.zeros(2)
+    )
+    policy = fc.normalized(recurrent, some_stats())
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    fc.rollout(env, policy, fc.init(env, policy, seed=0), 9)
+
+
+@pytest.mark.parametrize("kind", ["sync", "multi", "async"])
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_collectors_update_statistics_with_every_batch(kind, backend):
+    space = fc.make_env("CartPole-v1").observation_space
+    base = torch_policy() if backend == "torch" else jax_policy()
+    policy = fc.normalized(base, rs.init(space, backend=backend))
+    workers = {} if kind == "sync" else {"num_workers": 2, "in_process": True}
+    make = {"sync": fc.SyncDataCollector, "multi": fc.MultiSyncDataCollector, "async": fc.MultiaSyncDataCollector}[kind]
+    wanted, total = rs.init(space), 0
+    with make("CartPole-v1", policy, frames_per_batch=40, seed=0, update_statistics=True, **workers) as collector:
+        for number in range(4):
+            batch = next(collector)
+            if kind != "async":
+                assert {*batch["collector", "policy_version"].flatten().tolist()} == {number}
+            total += batch.numel()
+            wanted = rs.update(wanted, batch)
+            assert int(np.asarray(policy.statistics.count).reshape(-1)[0]) == total
+            np.testing.assert_allclose(
+                policy.statistics.mean["observation"], wanted.mean["observation"], rtol=1e-4, atol=1e-5
+            )
+        if backend == "jax" and kind == "multi":  # parameters that are passed on, as in a functional loop
+            collector.update_policy_weights_((policy.params[0] * 2, policy.statistics))
+            next(collector)
+            assert float(collector.params[0][0, 0]) == pytest.approx(2 * WEIGHT[0, 0])
+            assert collector.params[1] is policy.statistics
+
+
+def test_bad_arguments_are_refused():
+    stats = rs.init(spaces.Box(-1, 1, (4,)))
+    with refused(TypeError, ("stats is",)):
+        fc.normalized(torch_policy(), None)
+    with refused(TypeError, ("JaxPolicy with statistics of Torch", "backend='jax'")):
+        fc.normalized(jax_policy(), stats)
+    with refused(TypeError, ("RandomPolicy",)):
+        fc.normalized(fc.random_policy(fc.make_env("CartPole-v1")), stats)
+    with refused(TypeError, ("normalised already",)):
+        fc.normalized(fc.normalized(torch_policy(), stats), stats)
+    with refused(ValueError, ("clip is 0",)):
+        fc.normalized(torch_policy(), stats, clip=0)
+    with refused(TypeError, ("update_statistics is True, but the policy is TorchPolicy",)):
+        fc.SyncDataCollector("CartPole-v1", torch_policy(), frames_per_batch=5, update_statistics=True)

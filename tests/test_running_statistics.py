@@ -1,0 +1,166 @@
+"""Running statistics against those of Stable-Baselines3 and brax, in Torch and in JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from brax.training.acme import running_statistics as brax_statistics
+from brax.training.acme import specs
+from gymnasium import spaces
+from stable_baselines3.common.running_mean_std import RunningMeanStd
+from tensordict import TensorDict
+
+import funcollect as fc
+from funcollect import running_statistics as rs
+from tests.support.misuse import refused
+
+BOX = spaces.Box(-np.inf, np.inf, (3,))
+
+
+def data(rows=2000, seed=0):
+    draw = np.random.default_rng(seed)
+    return (draw.normal(size=(rows, 3)) * [0.1, 3.0, 40.0] + [5.0, -2.0, 100.0]).astype(np.float32)
+
+
+def updated(backend, parts):
+    stats = rs.init(BOX, backend=backend)
+    for part in parts:
+        stats = rs.update(stats, jnp.asarray(part) if backend == "jax" else torch.from_numpy(part))
+    return stats
+
+
+def leaf(value):
+    return np.asarray(value["observation"], np.float64)
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [7, 8, 500, 1999]])
+def test_moments_equal_those_of_the_data_and_of_stable_baselines(cuts):
+    rows = data()
+    parts = [part for part in np.split(rows, cuts) if len(part)]
+    theirs = RunningMeanStd(epsilon=0.0, shape=(3,))
+    for part in parts:
+        theirs.update(part.astype(np.float64))
+    ours = updated("torch", parts)
+    assert int(ours.count) == 2000
+    np.testing.assert_allclose(leaf(ours.mean), theirs.mean, rtol=1e-12)
+    np.testing.assert_allclose(leaf(ours.variance), theirs.var, rtol=1e-12)
+    np.testing.assert_allclose(leaf(ours.variance), rows.astype(np.float64).var(0), rtol=1e-10)
+    in_jax = updated("jax", parts)
+    assert in_jax.count.tolist() == [2000, 0]
+    np.testing.assert_allclose(leaf(in_jax.mean), leaf(ours.mean), rtol=1e-5)
+    np.testing.assert_allclose(leaf(in_jax.variance), leaf(ours.variance), rtol=2e-4)
+
+
+def test_moments_equal_those_of_brax():
+    rows, mask = data(), np.random.default_rng(1).random(2000) < 0.7
+    theirs = brax_statistics.init_state(specs.Array((3,), jnp.float32))
+    ours, in_jax = rs.init(BOX), rs.init(BOX, backend="jax")
+    for part, kept in zip(np.split(rows, [100, 900]), np.split(mask, [100, 900]), strict=True):
+        theirs = brax_statistics.update(theirs, jnp.asarray(part), weights=jnp.asarray(kept, jnp.float32))
+        ours = rs.update(ours, torch.from_numpy(part), weights=torch.from_numpy(kept))
+        in_jax = rs.update(in_jax, jnp.asarray(part), weights=jnp.asarray(kept))
+    for each in (ours, in_jax):
+        np.testing.assert_allclose(leaf(each.mean), theirs.mean, rtol=1e-5)
+        np.testing.assert_allclose(leaf(each.variance) ** 0.5, theirs.std, rtol=1e-4)
+    wanted = brax_statistics.normalize(jnp.asarray(rows), theirs)
+    np.testing.assert_allclose(rs.normalize(in_jax, jnp.asarray(rows)), wanted, atol=2e-3)
+
+
+def test_merged_statistics_are_those_of_all_data():
+    rows = data()
+    for backend, tolerance in (("torch", 1e-12), ("jax", 1e-4)):
+        parts = [updated(backend, [part]) for part in np.split(rows, [3, 1000])]
+        whole, merged = updated(backend, [rows]), rs.merge(rs.merge(parts[0], parts[1]), parts[2])
+        for one, two in ((whole.mean, merged.mean), (whole.variance, merged.variance)):
+            np.testing.assert_allclose(leaf(one), leaf(two), rtol=tolerance)
+        same = rs.merge(rs.init(BOX, backend=backend), whole)
+        np.testing.assert_allclose(leaf(same.variance), leaf(whole.variance), rtol=1e-6)
+
+
+def test_counts_beyond_32_bits_are_exact():
+    rows = data(3)
+    ours, in_jax = updated("torch", [rows]), updated("jax", [rows])
+    many = 2**33 + 1
+    ours = rs.update(ours._replace(count=torch.tensor(many)), torch.from_numpy(rows))
+    in_jax = rs.update(in_jax._replace(count=jnp.array([2**32 - 2, 7], jnp.uint32)), jnp.asarray(rows))
+    assert int(ours.count) == many + 3
+    assert in_jax.count.tolist() == [1, 8]
+    assert rs.merge(in_jax, in_jax).count.tolist() == [2, 16]
+
+
+def test_nothing_is_normalised_before_the_first_observation_and_nothing_counts_if_all_are_left_out():
+    rows = data(4)
+    for backend, array in (("torch", torch.from_numpy(rows)), ("jax", jnp.asarray(rows))):
+        stats = rs.init(BOX, backend=backend)
+        np.testing.assert_allclose(rs.normalize(stats, array), rows, rtol=1e-6)
+        some = rs.update(stats, array)
+        none = rs.update(some, array * 9, weights=np.zeros(4) if backend == "jax" else torch.zeros(4))
+        np.testing.assert_allclose(leaf(none.variance), leaf(some.variance))
+        assert (np.asarray(none.count) == np.asarray(some.count)).all()
+
+
+def test_normalised_observations_have_mean_zero_and_come_back():
+    rows = data()
+    for backend, array in (("torch", torch.from_numpy(rows)), ("jax", jnp.asarray(rows))):
+        stats = updated(backend, [rows])
+        scaled = rs.normalize(stats, array)
+        assert scaled.dtype == array.dtype
+        np.testing.assert_allclose(np.asarray(scaled).mean(0), 0, atol=1e-4)
+        np.testing.assert_allclose(np.asarray(scaled).std(0), 1, atol=1e-3)
+        np.testing.assert_allclose(rs.denormalize(stats, scaled), rows, rtol=1e-4, atol=1e-4)
+        assert float(abs(rs.normalize(stats, array, clip=0.5)).max()) == 0.5
+
+
+def test_padding_and_frames_of_finished_lanes_do_not_count():
+    env = fc.make_env("CartPole-v1", num_envs=3)
+    with fc.SyncDataCollector(env, frames_per_batch=180, reset_when_done=False, seed=0) as collector:
+        batch = next(collector)
+    live = ~batch["done"][..., 0]
+    assert not live.all()
+    stats = rs.update(rs.init(env.observation_space), batch)
+    assert int(stats.count) == int(live.sum())
+    np.testing.assert_allclose(leaf(stats.mean), batch["observation"][live].double().mean(0))
+    with fc.SyncDataCollector(env, frames_per_batch=180, split_trajs=True, seed=0) as collector:
+        assert int(rs.update(rs.init(env.observation_space), next(collector)).count) == 180
+
+
+def test_dicts_have_statistics_for_floats_alone():
+    space = spaces.Dict({"a": BOX, "deep": spaces.Dict({"b": spaces.Box(-1, 1, (2,))}), "n": spaces.Discrete(3)})
+    observation = {"a": torch.randn(5, 3), "deep": {"b": torch.randn(5, 2)}, "n": torch.arange(5)}
+    stats = rs.update(rs.init(space), observation)
+    assert {*stats.mean} == {"a", "deep.b"}
+    scaled = rs.normalize(stats, observation)
+    assert torch.equal(scaled["n"], observation["n"])
+    assert scaled["deep"]["b"].mean(0).abs().max() < 1e-6
+    batch = rs.normalize(stats, TensorDict(observation, [5]))
+    assert torch.equal(batch["deep", "b"], scaled["deep"]["b"])
+    in_jax = rs.init(space, backend="jax")
+    in_jax = rs.update(in_jax, jax.tree.map(lambda leaf: jnp.asarray(leaf.numpy()), observation))
+    np.testing.assert_allclose(in_jax.mean["a"], stats.mean["a"], rtol=1e-5, atol=1e-6)
+
+
+def test_updates_run_inside_jit_and_vmap():
+    rows = jnp.asarray(data(600)).reshape(2, 3, 100, 3)
+    jitted = jax.jit(jax.vmap(lambda stats, batch: jax.lax.scan(lambda s, b: (rs.update(s, b), None), stats, batch)[0]))
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), rs.init(BOX, backend="jax"))
+    stats = jitted(many, rows)
+    assert stats.count.tolist() == [[300, 0]] * 2
+    for run in range(2):
+        wanted = np.asarray(rows[run], np.float64).reshape(-1, 3)
+        np.testing.assert_allclose(stats.mean["observation"][run], wanted.mean(0), rtol=1e-4)
+        np.testing.assert_allclose(stats.variance["observation"][run], wanted.var(0), rtol=1e-3)
+
+
+def test_bad_arguments_are_refused():
+    stats = rs.init(BOX)
+    with refused(TypeError, ("space is Discrete(3)", "expected a Box of floats")):
+        rs.init(spaces.Discrete(3))
+    with refused(ValueError, ("backend is 'numpy'",)):
+        rs.init(BOX, backend="numpy")
+    with refused(ValueError, ("weights is [4]", "expected [5]")):
+        rs.update(stats, torch.zeros(5, 3), weights=torch.ones(4))
+    with refused(ValueError, ("'observation' is [5, 2]", "expected [5, 3]")):
+        rs.update(stats, torch.zeros(5, 2))
+    with refused(ValueError, ("the keys ['observation'] and ['a']",)):
+        rs.merge(stats, rs.init(spaces.Dict({"a": BOX})))
