@@ -107,13 +107,17 @@ def restored(name: str, like: Any, leaves: Sequence[Any]) -> Any:
         ValueError: for leaves of other shapes, which another environment or policy has.
     """
     own, treedef = _flattened(like)
-    if (found := [*map(np.shape, leaves)]) != (wanted := [*map(np.shape, own)]):
+    if (found := _shapes(leaves)) != (wanted := _shapes(own)):
         owner = "policy" if name == "policy_state" else "environment"
         raise ValueError(
             f"the saved {name} has leaves of the shapes {shown(found)}, here they have {shown(wanted)}: "
             f"build it with the same {owner}"
         )
     return treedef.unflatten(_like(leaf, saved) for leaf, saved in zip(own, leaves, strict=True))
+
+
+def _shapes(leaves: Sequence[Any]) -> list[tuple[int, ...]]:
+    return [tuple(np.shape(leaf)) for leaf in leaves]
 
 
 def _like(leaf: Any, saved: Any) -> Any:

@@ -141,7 +141,7 @@ def test_a_collector_saves_and_loads_the_parameters_of_its_environment(kind: Any
         loader.load_state_dict(torch.load(tmp_path / "saved", weights_only=True))
         assert lengths(next(iter(loader))) == {3.0}
         loader.load_state_dict({key: value for key, value in saver.state_dict().items() if key != "env_params"})
-        with pytest.raises(ValueError, match=r"saved env_params has other leaves than .* same environment"):
+        with pytest.raises(ValueError, match=r"saved env_params has leaves of the shapes .* same environment"):
             loader.load_state_dict({**saver.state_dict(), "env_params": [torch.zeros(3)]})
 
 
