@@ -24,7 +24,19 @@ __all__ = ["ActionSpec", "ExplorationType", "Leaf", "observation_leaves"]
 
 Space = spaces.Space[Any]
 
-RESERVED = frozenset({"action", "action_log_prob", "collector", "done", "next", "reward", "terminated", "truncated"})
+RESERVED = frozenset(
+    {
+        "action",
+        "action_log_prob",
+        "action_unsquashed",
+        "collector",
+        "done",
+        "next",
+        "reward",
+        "terminated",
+        "truncated",
+    }
+)
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.arguments import check_count, check_flags, check_kind, check_positive, checked_device
+from funcollect.core.exploration import NO_VALUES, Value, check_values
 from funcollect.core.request import OwnColumns, Request, check_ends, check_exploration
 from funcollect.messages import shown
 from funcollect.specs import ExplorationType
@@ -72,6 +73,9 @@ class RunOptions:
     """applied to each batch, after splitting."""
     exploration_type: ExplorationType = ExplorationType.RANDOM
     """whether heads sample or act deterministically."""
+    exploration: Mapping[str, Value] = field(default_factory=lambda: NO_VALUES)
+    """other values for the numbers in `Policy.exploration`, as for `rollout`: ``{"epsilon": 0.1}``, or functions of the
+    frames of the whole run so far, which anneal them. Batches hold the values."""
     reset_when_done: bool = True
     """False keeps a finished lane finished until `reset`."""
     set_truncated: bool = False
@@ -123,6 +127,7 @@ class Options(RunnerOptions):
         check_positive("frames_per_batch", self.frames_per_batch)
         check_kind("shard", self.shard, Shard, "pass for example Shard(index=0, count=2)")
         check_exploration(self.exploration_type)
+        check_values(self.exploration)
         if isinstance(self.total_frames, int) and self.total_frames < 1 and self.total_frames != -1:
             raise ValueError(
                 f"total_frames is {self.total_frames}, expected at least 1: give a number, or -1 for an endless run"
@@ -159,6 +164,7 @@ class Options(RunnerOptions):
             length=length,
             params=params,
             exploration_type=self.exploration_type,
+            exploration=self.exploration,
             max_frames_per_traj=limit if limit is not None and limit > 0 else None,
             random_steps=length * math.ceil(max(self.init_random_frames or 0, 0) / (lanes * length)),
             reset_when_done=self.reset_when_done,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -9,6 +11,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.arguments import check_kind
+from funcollect.core.evaluate_actions import remember_spaces
+from funcollect.core.exploration import NO_VALUES, Value, exploration_values, with_values
 from funcollect.core.loops import Loop, crossing, fused, host, tensor
 from funcollect.core.request import Request
 from funcollect.core.routes import enter_loop, leave_loop, route_of
@@ -68,6 +72,7 @@ def check_pair(env: Any, policy: Any) -> None:
     if env.backend not in (backends := get_args(Backend)):
         raise TypeError(f"env has the backend {env.backend!r}, expected one of {sorted(backends)}")
     policy.check(env.action_spec)
+    remember_spaces(policy, env)
     if isinstance(policy, TorchBacked) and policy.compiler is not None:
         route_of(env, policy)  # raises now if the route that `compile` demands is impossible
 
@@ -80,6 +85,7 @@ def rollout(
     *,
     params: Any = None,
     exploration_type: ExplorationType = ExplorationType.RANDOM,
+    exploration: Mapping[str, Value] = NO_VALUES,
     max_frames_per_traj: int | None = None,
 ) -> tuple[CollectorState[Array], TensorDict]:
     """Run `length` steps of every lane, and reset each lane whose episode ends.
@@ -91,6 +97,8 @@ def rollout(
         length: T.
         params: the parameters to act with; None for the policy's own current ones.
         exploration_type: whether the policy samples or acts deterministically.
+        exploration: other values for the numbers in `Policy.exploration`, such as ``{"epsilon": 0.1}``; the batch holds
+            them. A function is called with the frames of the whole run so far, of all lanes: an annealing schedule.
         max_frames_per_traj: steps after which a trajectory is truncated; None for no limit.
 
     Returns:
@@ -103,7 +111,11 @@ def rollout(
         PolicyError: for an action of the wrong shape or dtype, or NaN.
     """
     request = Request(
-        length=length, params=params, exploration_type=exploration_type, max_frames_per_traj=max_frames_per_traj
+        length=length,
+        params=params,
+        exploration_type=exploration_type,
+        exploration=exploration,
+        max_frames_per_traj=max_frames_per_traj,
     )
     return run(env, policy, state, request)
 
@@ -115,14 +127,19 @@ def run(
     check_policy(policy)
     check_state(env, state, function)
     check_untraced(function, policy.params if policy.backend == "jax" and request.params is None else request.params)
+    values = exploration_values(policy, request.exploration, state.steps_made * state.total_lanes)
+    if values is not request.exploration:
+        request = replace(request, exploration=values)
     route = route_of(env, policy, request.exploration_type)
     run_loop, inner = _LOOPS[route.loop].run, route.policy
     if inner is policy or not isinstance(inner, EmbeddedPolicy):
-        return run_loop(env, inner, state, request)
-    before, entered = enter_loop(inner, state)  # the state of the Torch policy, which `inner` runs in JAX
-    with inner.running(before):
-        after, batch = run_loop(env, inner, entered, request)
-    return leave_loop(inner, after, before), inner.as_torch(batch)
+        after, batch = run_loop(env, inner, state, request)
+    else:
+        before, entered = enter_loop(inner, state)  # the state of the Torch policy, which `inner` runs in JAX
+        with inner.running(before):
+            after, batch = run_loop(env, inner, entered, request)
+        after, batch = leave_loop(inner, after, before), inner.as_torch(batch)
+    return after, with_values(batch, values)
 
 
 def step(
@@ -132,9 +149,10 @@ def step(
     *,
     params: Any = None,
     exploration_type: ExplorationType = ExplorationType.RANDOM,
+    exploration: Mapping[str, Value] = NO_VALUES,
 ) -> tuple[CollectorState[Array], TensorDict]:
     """Run one step of every lane: a rollout of length 1 without the time dimension, with its arguments and errors."""
-    request = Request(length=1, params=params, exploration_type=exploration_type)
+    request = Request(length=1, params=params, exploration_type=exploration_type, exploration=exploration)
     state, batch = run(env, policy, state, request, "step")
     return state, batch[..., 0].lock_()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from funcollect.core.api import check_pair, check_state
+from funcollect.core.exploration import NO_VALUES, Value, exploration_values, with_values
 from funcollect.core.loops.fused import batch_of
 from funcollect.core.request import Request
 from funcollect.core.routes import enter_loop, leave_loop, lowered_for
@@ -26,7 +27,7 @@ from funcollect.core.traced_step.step import Row, StepConfig, make_step_config
 from funcollect.interop.bridge import argument, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
-from funcollect.protocols import JaxEnv, Policy
+from funcollect.protocols import JaxEnv, Policy, traced_values
 from funcollect.specs import ExplorationType
 from funcollect.tree import Path
 
@@ -39,6 +40,7 @@ def differentiable_rollout(
     *,
     params: Any = None,
     exploration_type: ExplorationType = ExplorationType.RANDOM,
+    exploration: Mapping[str, Value] = NO_VALUES,
     max_frames_per_traj: int | None = None,
 ) -> tuple[CollectorState, TensorDict]:
     """Do what `rollout` does, and let Torch differentiate the batch through every step of environment and policy.
@@ -58,6 +60,7 @@ def differentiable_rollout(
         length: T.
         params: the parameters to act with; None for the module's own.
         exploration_type: whether the policy samples or acts deterministically.
+        exploration: other values for the numbers in `Policy.exploration`, as for `rollout`.
         max_frames_per_traj: steps after which a trajectory is truncated; None for no limit.
 
     Raises:
@@ -78,14 +81,16 @@ def differentiable_rollout(
     check_jax_env(env)
     request = Request(length=length, exploration_type=exploration_type, max_frames_per_traj=max_frames_per_traj)
     lowered = lowered_for(env, policy, exploration_type)
+    values = exploration_values(policy, exploration, state.steps_made * state.total_lanes)
     before, entered = enter_loop(lowered, state)
     tensors = lowered.source.tensors(lowered.source.prepare(params))
     config = make_step_config(env, lowered, state.num_lanes, request)
     which = ("differentiable", origin_of(env), state.num_lanes, length, exploration_type, max_frames_per_traj)
-    run = _Run(lowered, compiled(lowered, which, partial(_forward, config, length)), entered)
+    run = _Run(lowered, compiled(lowered, which, partial(_forward, config, length)), entered, traced_values(values))
     columns = _Rollout.apply(run, *(tensors[name] for name in lowered.lowered.names))  # type: ignore[no-untyped-call]
     leaves = cast(dict(zip(run.paths, columns, strict=True)), dtypes_of(env))
-    return leave_loop(lowered, run.state, before), lowered.as_torch(batch_of(env, lowered, state, leaves))
+    batch = lowered.as_torch(batch_of(env, lowered, state, leaves))
+    return leave_loop(lowered, run.state, before), with_values(batch, values)
 
 
 @dataclass
@@ -95,6 +100,7 @@ class _Run:
     policy: LoweredPolicy
     program: Callable[..., Any]
     state: CollectorState
+    values: Mapping[str, Any]
     paths: list[Path] = field(default_factory=list)
 
 
@@ -109,7 +115,7 @@ class _Rollout(torch.autograd.Function):
         trained_names = [name for name, tensor in zip(names, tensors, strict=True) if tensor.requires_grad]
         trained = {name: array for name, array in prepared.items() if name in trained_names}
         fixed = {name: array for name, array in prepared.items() if name not in trained_names}
-        numbers, others, run.state, ctx.pull = run.program(trained, fixed, run.state)
+        numbers, others, run.state, ctx.pull = run.program(trained, fixed, run.values, run.state)
         columns = {path: torch_view(column).clone() for path, column in (numbers | others).items()}
         ctx.run, ctx.numbers, run.paths = run, list(numbers), list(columns)
         ctx.mark_non_differentiable(*(leaf for leaf in columns.values() if not leaf.is_floating_point()))
@@ -126,14 +132,14 @@ class _Rollout(torch.autograd.Function):
         return None, *(found.get(name) for name in policy.lowered.names)
 
 
-def _forward(config: StepConfig, length: int, trained: Any, fixed: Any, state: CollectorState) -> Any:
+def _forward(config: StepConfig, length: int, trained: Any, fixed: Any, values: Any, state: CollectorState) -> Any:
     """Trace the rollout: its floating columns, the other columns, the state after, and the pullback of the first."""
     jax = import_jax()
     keys = run_keys(state.key, state.lane)
 
     def columns(trained: Any) -> tuple[Row, tuple[Row, CollectorState]]:
         def body(state: CollectorState, _: None) -> tuple[CollectorState, Row]:
-            return recorded_step(config, {**trained, **fixed}, state, keys)
+            return recorded_step(config, ({**trained, **fixed}, values), state, keys)
 
         after, rows = jax.lax.scan(body, state, None, length=length)
         numbers = {path: column for path, column in rows.items() if jax.numpy.issubdtype(column.dtype, np.floating)}

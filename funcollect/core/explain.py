@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from funcollect.core.api import check_pair
+from funcollect.core.exploration import head_of
 from funcollect.core.routes import Route, route_of
 from funcollect.envs.host.host_env import seeding_of, statistics_of
 from funcollect.faulty_fusions import avoid_faulty_fusions
 from funcollect.interop.jax_setup import dispatch_note
-from funcollect.policies.jax_functions.function_policy import FunctionPolicy
 from funcollect.policies.torch_backed import TorchBacked
 from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
-from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.protocols import Env, Policy
 
 _NOT_BY_CUT = "data depend on every step and reset since, not on how a run is cut into batches"
@@ -124,7 +123,7 @@ def _seeding(env: Env) -> str:
 
 
 def _describe(policy: Policy) -> str:
-    head = policy.head if isinstance(policy, TorchPolicy | FunctionPolicy) else None
+    head = head_of(policy)
     name = type(policy).__name__ if head is None else f"{type(policy).__name__} with the head {head.name}"
     compiler = policy.compiler if isinstance(policy, TorchBacked) else None
     return f"{name} ({policy.backend}{f', compiled by {compiler}' if compiler else ''})"

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from funcollect.arguments import check_count, check_flags, check_optional_positive, check_positive
+from funcollect.core.exploration import NO_VALUES, check_values, head_of
 from funcollect.core.state import CollectorState
 from funcollect.keys import draw_ahead, random_words
 from funcollect.policies.random_policy import RandomStart
@@ -30,6 +31,7 @@ class Request:
         length: T.
         params: the argument of `rollout`.
         exploration_type: how heads act.
+        exploration: the argument of `rollout`; `run` sets all values in `Policy.exploration`, as numbers.
         max_frames_per_traj: steps after which a trajectory is truncated, or None.
         random_steps: the number of steps, from the beginning of the run, in which lanes act randomly.
         reset_when_done: False keeps a finished lane finished.
@@ -40,6 +42,7 @@ class Request:
     length: int
     params: Any = None
     exploration_type: ExplorationType = ExplorationType.RANDOM
+    exploration: Mapping[str, Any] = field(default_factory=lambda: NO_VALUES)
     max_frames_per_traj: int | None = None
     random_steps: int = 0
     reset_when_done: bool = True
@@ -50,6 +53,7 @@ class Request:
         check_positive("length", self.length)
         check_optional_positive("max_frames_per_traj", self.max_frames_per_traj)
         check_exploration(self.exploration_type)
+        check_values(self.exploration)
         check_count("random_steps", self.random_steps)
         check_flags(reset_when_done=self.reset_when_done)
         check_ends(self.max_frames_per_traj, self.reset_when_done)
@@ -122,7 +126,7 @@ def open_actor(
         policy_state=state.policy_state,
         initial_state=initial_state,
         noise=drawn,
-        exploration=Exploration(request.exploration_type),
+        exploration=Exploration(request.exploration_type, request.exploration),
         spec=spec,
         num_envs=state.num_lanes,
         length=request.length,
@@ -131,7 +135,7 @@ def open_actor(
     actor = policy.actor(actor_inputs)
     random_left = min(request.random_steps - steps, request.length)
     if random_left > 0:
-        actor = RandomStart(actor, actor_inputs, state.key, lanes, steps, random_left)
+        actor = RandomStart(actor, actor_inputs, state.key, lanes, steps, random_left, head_of(policy))
     fresh = state.step == 0
     if bool(fresh.any()):
         actor.restart(fresh.nonzero()[:, 0].tolist())

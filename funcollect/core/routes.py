@@ -15,6 +15,7 @@ from funcollect.errors import LoweringError
 from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memo import memo_of
+from funcollect.policies.distributions import FromDistribution
 from funcollect.policies.jax_functions.traced_policy import is_traceable
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_backed import TorchBacked, TorchPolicyState
@@ -161,6 +162,8 @@ def _made(env: Env, source: Source, way: str, exploration_type: ExplorationType)
 
 def _check_place(source: TorchBacked, way: str) -> None:
     """Raise LoweringError for a policy that runs on another kind of device than JAX."""
+    if isinstance(source.head, FromDistribution):
+        raise LoweringError(f"the head {source.head.name} samples in Torch: use another head, or funcollect.jax_policy")
     place = {"gpu": "cuda"}.get(import_jax().default_backend(), "cpu")
     run_device = source.run_device
     if way == "called back" and place != "cpu":

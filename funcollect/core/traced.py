@@ -10,9 +10,11 @@ The environment, the policy, `length` and all keywords are fixed when the user's
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from funcollect.arguments import check_kind, check_optional_positive
+from funcollect.core.exploration import EXPLORATION, NO_VALUES, exploration_values
 from funcollect.core.request import Request
 from funcollect.core.state import LEAVES, CollectorState, check_origin, origin_of
 from funcollect.core.traced_step.checks import check_one_run
@@ -24,7 +26,7 @@ from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop.jax_setup import import_jax, without_weak_types
 from funcollect.policies.jax_functions.program import PROBE
 from funcollect.policies.jax_functions.traced_policy import check_traceable
-from funcollect.protocols import JaxEnv, Policy
+from funcollect.protocols import BoundParams, JaxEnv, Policy, traced_values
 from funcollect.specs import ExplorationType
 from funcollect.tree import Path, nest
 
@@ -124,6 +126,7 @@ def step(
     state: CollectorState,
     *,
     exploration_type: ExplorationType = ExplorationType.RANDOM,
+    exploration: Mapping[str, Any] = NO_VALUES,
     max_frames_per_traj: int | None = None,
     random_steps: int = 0,
     reset_when_done: bool = True,
@@ -132,12 +135,13 @@ def step(
     request = Request(
         length=1,
         exploration_type=exploration_type,
+        exploration=exploration,
         max_frames_per_traj=max_frames_per_traj,
         random_steps=random_steps,
         reset_when_done=reset_when_done,
     )
-    config = _checked_config(env, policy, params, state, request)
-    return _step(config, params, state, run_keys(state.key, state.lane))
+    config, bound = _checked_config(env, policy, params, state, request)
+    return _step(config, bound, state, run_keys(state.key, state.lane))
 
 
 def rollout(
@@ -148,6 +152,7 @@ def rollout(
     length: int,
     *,
     exploration_type: ExplorationType = ExplorationType.RANDOM,
+    exploration: Mapping[str, Any] = NO_VALUES,
     max_frames_per_traj: int | None = None,
     random_steps: int = 0,
     reset_when_done: bool = True,
@@ -164,6 +169,8 @@ def rollout(
         state: the state to continue from.
         length: T.
         exploration_type: whether the policy samples or acts deterministically.
+        exploration: other values for the numbers in `Policy.exploration`, such as ``{"epsilon": 0.1}``; they may
+            be traced, and the batch holds them.
         max_frames_per_traj: steps after which a trajectory is truncated; None for no limit.
         random_steps: the number of steps, from the beginning of the run, in which lanes act randomly.
         reset_when_done: False keeps a finished lane finished until `reset`.
@@ -186,14 +193,15 @@ def rollout(
     request = Request(
         length=length,
         exploration_type=exploration_type,
+        exploration=exploration,
         max_frames_per_traj=max_frames_per_traj,
         random_steps=random_steps,
         reset_when_done=reset_when_done,
     )
-    config = _checked_config(env, policy, params, state, request)
+    config, bound = _checked_config(env, policy, params, state, request)
     keys = run_keys(state.key, state.lane)
     after: tuple[CollectorState, Batch] = import_jax().lax.scan(
-        lambda carry, _: _step(config, params, carry, keys), state, None, length=length
+        lambda carry, _: _step(config, bound, carry, keys), state, None, length=length
     )
     return after
 
@@ -216,14 +224,18 @@ def partition(state: CollectorState, axis: str) -> CollectorState:
     return state.replace(**{name: spec() if name in shared else spec(axis) for name in LEAVES})
 
 
-def _step(config: StepConfig, params: Any, state: CollectorState, keys: RunKeys) -> tuple[CollectorState, Batch]:
+def _step(config: StepConfig, bound: BoundParams, state: CollectorState, keys: RunKeys) -> tuple[CollectorState, Batch]:
     """Return the next state and the nested row of a step, without the probe for NaN."""
-    after, row = fused_step(config, params, state, keys)
+    after, row = fused_step(config, bound, state, keys)
+    for name, value in bound[1].items():
+        row[*EXPLORATION, name] = import_jax().numpy.broadcast_to(value, state.lane.shape)
     places: dict[Path, Path] = {(".".join(path),): path for path in config.policy.nested}
     return after, nest({places.get(path, path): value for path, value in row.items() if path != (PROBE,)})
 
 
-def _checked_config(env: JaxEnv, policy: Policy, params: Any, state: CollectorState, request: Request) -> StepConfig:
+def _checked_config(
+    env: JaxEnv, policy: Policy, params: Any, state: CollectorState, request: Request
+) -> tuple[StepConfig, BoundParams]:
     _check_state(env, state)
     config = make_step_config(env, policy, state.num_lanes, request)
     if params is None and import_jax().tree.leaves(policy.params):
@@ -231,7 +243,7 @@ def _checked_config(env: JaxEnv, policy: Policy, params: Any, state: CollectorSt
             "params is None, expected the policy's parameters: pass policy.params as an argument of the function that "
             "you compile (a value closed over would be baked into it)"
         )
-    return config
+    return config, (params, traced_values(exploration_values(policy, request.exploration)))
 
 
 def _check_state(env: Any, state: Any) -> None:

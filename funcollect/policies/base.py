@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import optree
@@ -40,6 +41,7 @@ class PolicyBase(ABC):
 
     backend: Any  # "torch" or "jax"; over a narrower type, pyright refuses the literal that a subclass declares
     params: Any
+    exploration: Mapping[str, float] = MappingProxyType({})
     nested: Sequence[Path] = ()
 
     def check(self, spec: ActionSpec, /) -> None:  # noqa: B027  (every space suits)

@@ -119,7 +119,15 @@ class NormalizedTorch(TorchPolicy):
 
     def __init__(self, policy: TorchPolicy, stats: RunningStatistics, clip: float) -> None:
         module = _Normalized(policy.module, stats, clip, policy.keys)
-        super().__init__(module, policy.head, policy.initial_state, policy.device, policy.compiler, policy.keys)
+        super().__init__(
+            module,
+            policy.head,
+            policy.initial_state,
+            policy.device,
+            policy.compiler,
+            policy.keys,
+            record_state=policy.record_state,
+        )
 
     @property
     def statistics(self) -> RunningStatistics:
@@ -187,7 +195,8 @@ class NormalizedJax(JaxPolicy):
             trainable, own = params
             return inner(trainable, running_statistics.normalize(own, observation, clip=clip), *others, **keywords)
 
-        super().__init__(apply, (policy.params, stats), policy.head, policy.initial_state)
+        params = (policy.params, stats)
+        super().__init__(apply, params, policy.head, policy.initial_state, record_state=policy.record_state)
         self._cells = policy._cells
 
     @property

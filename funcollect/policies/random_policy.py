@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from funcollect.keys import Key, Noise, Purpose, draw_ahead
 from funcollect.policies.base import PolicyBase
+from funcollect.policies.heads import Head
 from funcollect.policies.numerics import TORCH, encode_choices
 from funcollect.protocols import Actor, ActorInputs, Columns, Env, Exploration, is_env
 from funcollect.specs import ActionSpec
@@ -107,8 +108,10 @@ class RandomActor(Actor):
 class RandomStart:
     """Another actor with its first `count` actions replaced by random ones. It is still called, for its outputs."""
 
-    def __init__(self, actor: Actor, inputs: ActorInputs, key: Key, lanes: Any, start: int, count: int) -> None:
-        self._actor = actor
+    def __init__(
+        self, actor: Actor, inputs: ActorInputs, key: Key, lanes: Any, start: int, count: int, head: Head | None
+    ) -> None:
+        self._actor, self._head, self._spec = actor, head, inputs.spec
         self._count = count
         noise = draw_ahead(random_noise(inputs.spec), key, lanes, start, count, Purpose.RANDOM_ACTION)
         self._random = RandomActor(replace(inputs, noise=noise))
@@ -124,6 +127,9 @@ class RandomStart:
         """The policy's outputs, with the actions and log-probabilities of the random steps replaced."""
         policy_state, columns = self._actor.finish()
         columns[("action",)][: self._count] = self._random.actions
+        beside = {} if self._head is None else self._head.record(TORCH, self._random.actions, self._spec)
+        for name in beside.keys() - {"action"}:
+            columns[name,][: self._count] = beside[name]
         if (column := columns.get(("action_log_prob",))) is not None:
             shares = math.prod(column.shape[2:])  # 1, or the components, whose shares add up to the log-probability
             log_prob = self._random.log_prob.reshape(self._count, -1, *[1] * (column.ndim - 2))

@@ -181,6 +181,11 @@ class TorchBacked(PolicyBase):
         check_shapes({name: tuple(own[name].shape) for name in wanted}, kinds)
         return {name: given[name] for name in own if name in given}
 
+    @property
+    @override
+    def exploration(self) -> Mapping[str, float]:  # type: ignore[override]
+        return self.head.values if self.head else {}
+
     @override
     def check(self, spec: ActionSpec, /) -> None:
         if self.head is not None:

@@ -17,7 +17,9 @@ from funcollect.protocols.environments import Transition as Transition
 from funcollect.protocols.environments import is_env as is_env
 from funcollect.protocols.policies import Actor as Actor
 from funcollect.protocols.policies import ActorInputs as ActorInputs
+from funcollect.protocols.policies import BoundParams as BoundParams
 from funcollect.protocols.policies import Columns as Columns
 from funcollect.protocols.policies import Exploration as Exploration
 from funcollect.protocols.policies import Policy as Policy
 from funcollect.protocols.policies import is_policy as is_policy
+from funcollect.protocols.policies import traced_values as traced_values

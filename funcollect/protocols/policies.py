@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
+import numpy as np
 from torch import Tensor
 
 from funcollect.keys import Key, Noise
@@ -15,6 +16,8 @@ from funcollect.specs import ActionSpec, ExplorationType
 from funcollect.tree import Path
 
 Columns = dict[Path, Tensor]  # each [T, P, ...]
+
+BoundParams = tuple[Any, Mapping[str, Any]]  # prepared parameters, and the values of `Exploration`
 
 _NO_VALUES: Mapping[str, Any] = {}
 
@@ -24,11 +27,16 @@ class Exploration(NamedTuple):
 
     Attributes:
         type: whether it samples, or acts deterministically.
-        values: always empty: nothing reads or sets it yet. It is reserved for numbers that change during a run.
+        values: the numbers that may change during a run, under the names in `Policy.exploration`.
     """
 
     type: ExplorationType = ExplorationType.RANDOM
     values: Mapping[str, Any] = _NO_VALUES
+
+
+def traced_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of `Exploration` as float32 arrays, so that a program of JAX takes others without compiling again."""
+    return {name: np.float32(value) if isinstance(value, float) else value for name, value in values.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +66,11 @@ class ActorInputs:
     num_envs: int
     length: int
     single: bool = False
+
+    @property
+    def bound(self) -> BoundParams:
+        """The parameters, and the values of `exploration` as arguments of a program of JAX."""
+        return self.params, traced_values(self.exploration.values)
 
     @property
     def stochastic(self) -> bool:
@@ -96,6 +109,10 @@ class Policy(Protocol):
     @property
     def params(self) -> Any:
         """The policy's own current parameters."""
+
+    @property
+    def exploration(self) -> Mapping[str, float]:
+        """The numbers that may change during a run, by name, as they are unless a rollout is given others."""
 
     @property
     def nested(self) -> Sequence[Path]:

@@ -72,6 +72,7 @@ def test_heads(case):
     if not spec.one_hot and head is not HEADS.normal:
         assert all(space.contains(action) for action in batch["action"].flatten(0, 1).numpy())
     names = {"action_log_prob"} if case != "greedy" else set()
+    names |= {"action_unsquashed"} if head is HEADS.tanh_normal else set()
     assert set(batch.keys()) == {
         "action", "start", "count", "done", "terminated", "truncated", "next", "collector"
     } | names  # fmt: skip

@@ -178,6 +178,7 @@ def mlp(params: Any, x: Any) -> Any:
 WEIGHTS = jax.numpy.ones((4, 2))
 COLLECTOR = {"create_env_fn": "CartPole-v1", "policy": None, "frames_per_batch": 8}
 CATEGORICAL = fc.heads.categorical
+CARTPOLE = fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL)
 
 # Good arguments for each public callable. Each function is called again for each test.
 GOOD: dict[str, Callable[[], dict[str, Any]]] = {
@@ -203,6 +204,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "differentiable_rollout": lambda: dict(zip(("env", "policy"), fused(), strict=True), state=start(fused), length=2),
     "episode_stats": lambda: {"batch": batch()},
     "evaluate": lambda: dict(zip(("env", "policy"), host(), strict=True), episodes=1, seed=0),
+    "evaluate_actions": lambda: {"policy": CARTPOLE, "params": None, "batch": batch(), "env": host()[0]},
     "explain": lambda: dict(zip(("env", "policy"), host(), strict=True)),
     "fork": lambda: {"env": host()[0], "state": start()},
     "gae": lambda: {"batch": batch(), "value": torch.zeros(2, 6, 1), "next_value": torch.zeros(2, 6, 1)},
@@ -248,7 +250,9 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "envs.observation_leaves": lambda: {"space": host()[0].observation_space},
     "envs.observation_rows": lambda: {"env": host()[0]},
     "envs.from_torchrl": lambda: {"env": torchrl_env},
+    "heads.boltzmann": lambda: {"temperature": 0.1},
     "heads.epsilon_greedy": lambda: {"epsilon": 0.1},
+    "heads.from_distribution": lambda: {"distribution": torch.distributions.Beta},
     "ring.Flat": lambda: {"batch_size": 4},
     "ring.Slices": lambda: {"num_slices": 2, "slice_len": 2},
     "ring.Trajectories": dict,

@@ -55,8 +55,8 @@ def act(
 
     def step(answer: Any, noise: Any) -> tuple[Any, Any]:
         parameters = head.parse(backend.xp, answer, spec)
-        action = head.sample(backend.xp, parameters, noise, spec)
-        return action, head.log_prob(backend.xp, parameters, action, noise, spec)
+        outputs = head.sample(backend.xp, parameters, noise, spec)
+        return outputs["action"], head.log_prob(backend.xp, parameters, outputs, spec)
 
     described = None if mode else head.noise(spec)
     noise = None if described is None else draw_ahead(described, key_from_seed(3), np.arange(rows), 0, 1)[0]
@@ -256,5 +256,71 @@ def test_help_says_what_the_network_returns(name: str) -> None:
     text = pydoc.plain(pydoc.render_doc(getattr(fc.heads, name)))
     assert "The network returns" in text
     assert "class _" not in text
-    if name not in ("Head", "epsilon_greedy"):
+    if name not in ("Head", "boltzmann", "epsilon_greedy", "from_distribution"):
         assert type(getattr(fc.heads, name)).__doc__ in inspect.getsource(type(getattr(fc.heads, name)))
+
+
+@discrete
+def test_entropies_of_discrete_heads(backend: Backend, space: spaces.Space[Any], one_hot: bool) -> None:
+    spec = ActionSpec(space, one_hot)
+    answer = backend.array(torch.randn(5, 6, generator=torch.Generator().manual_seed(0)))
+
+    def entropy(head: Any, answer: Any) -> Tensor:
+        got = backend.compile(lambda x: head.entropy(backend.xp, head.parse(backend.xp, x, spec), spec))(answer)
+        return got if isinstance(got, Tensor) else torch.from_numpy(np.array(got))
+
+    parts = torch.randn(5, 6, generator=torch.Generator().manual_seed(0)).split(spec.categories, -1)
+    wanted = sum(distributions.Categorical(logits=part).entropy() for part in parts)
+    torch.testing.assert_close(entropy(fc.heads.categorical, answer), wanted)
+    wanted = sum(distributions.Categorical(logits=part / 0.5).entropy() for part in parts)
+    torch.testing.assert_close(entropy(fc.heads.boltzmann(0.5), answer), wanted)
+    mixtures = [0.7 * torch.eye(part.shape[-1])[part.argmax(-1)] + 0.3 / part.shape[-1] for part in parts]
+    wanted = sum(distributions.Categorical(probs=each).entropy() for each in mixtures)
+    torch.testing.assert_close(entropy(fc.heads.epsilon_greedy(0.3), answer), wanted)
+    assert torch.equal(entropy(fc.heads.epsilon_greedy(0.0), answer), torch.zeros(5))
+    assert fc.heads.greedy.entropy(backend.xp, (answer,), spec) is None
+
+
+def test_a_choice_that_is_ruled_out_leaves_entropy_and_gradient_finite() -> None:
+    spec, logits = ActionSpec(spaces.Discrete(3)), torch.tensor([[0.5, -math.inf, 1.0]], requires_grad=True)
+    entropy = fc.heads.categorical.entropy(TORCH, (logits,), spec)
+    torch.testing.assert_close(entropy, distributions.Categorical(logits=logits[:, [0, 2]]).entropy())
+    entropy.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+
+
+@boxes
+@pytest.mark.parametrize("width", [0.1, 0.5, 1.0, 2.0])
+def test_entropies_of_normal_heads(backend: Backend, space: spaces.Box, width: float) -> None:
+    (loc, _), spec = pair(space), ActionSpec(space)
+    answer = backend.array(loc[None]), backend.array(torch.full_like(loc, width)[None])
+
+    def entropy(head: Any) -> Tensor:
+        got = backend.compile(lambda *x: head.entropy(backend.xp, head.parse(backend.xp, x, spec), spec))(*answer)
+        return (got if isinstance(got, Tensor) else torch.from_numpy(np.array(got))).double()
+
+    normal = distributions.Normal(loc.double(), width)
+    torch.testing.assert_close(entropy(fc.heads.normal)[0].float(), normal.entropy().sum().float())
+    nodes = torch.linspace(-12, 12, 20_001, dtype=torch.float64)
+    raw = loc.double()[..., None] + width * nodes
+    slope = 2 * (math.log(2) - raw - torch.nn.functional.softplus(-2 * raw)) + math.log(2.5)
+    mean = torch.trapezoid(slope * torch.exp(-0.5 * nodes**2) / math.sqrt(2 * math.pi), nodes)
+    assert abs(entropy(fc.heads.tanh_normal)[0] - (normal.entropy() + mean).sum()) <= 1e-3 * max(1, loc.numel())
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.inf])
+def test_a_temperature_is_positive(temperature: float) -> None:
+    with pytest.raises(ValueError, match=r"temperature is .*, expected a positive number"):
+        fc.heads.boltzmann(temperature)
+
+
+@discrete
+def test_boltzmann_samples_with_its_temperature(backend: Backend, space: spaces.Space[Any], one_hot: bool) -> None:
+    spec = ActionSpec(space, one_hot)
+    action, log_prob = act(backend, fc.heads.boltzmann(0.5), LOGITS, spec)
+    wanted = torch.zeros(SAMPLES)
+    for chosen, values in zip(components(action, spec), LOGITS.split(spec.categories), strict=True):
+        assert_frequencies(chosen, (values.double() / 0.5).softmax(-1))
+        wanted += distributions.Categorical(logits=values / 0.5).log_prob(chosen)
+    torch.testing.assert_close(log_prob, wanted, rtol=1e-5, atol=1e-6)

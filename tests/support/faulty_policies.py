@@ -212,12 +212,27 @@ class DrawsRegardless(Plain):
 class Unnormalised(type(categorical)):  # type: ignore[misc]
     """Takes the logit for the log-probability."""
 
-    def log_prob(self, xp: Any, parameters: Any, action: Any, noise: Any, spec: Any) -> Any:
-        return parameters[0].gather(-1, action[..., None])[..., 0]
+    def log_prob(self, xp: Any, parameters: Any, outputs: Any, spec: Any) -> Any:
+        return parameters[0].gather(-1, outputs["action"][..., None])[..., 0]
 
 
 def unnormalised() -> Any:
     return fc.torch_policy(linear(), head=Unnormalised(*dataclasses.astuple(categorical)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Forgetful(type(categorical)):  # type: ignore[misc]
+    """Scores by something that `record` does not return."""
+
+    def sample(self, xp: Any, parameters: Any, noise: Any, spec: Any) -> Any:
+        return {**super().sample(xp, parameters, noise, spec), "luck": parameters[0].sum(-1) * 0 + 1}
+
+    def log_prob(self, xp: Any, parameters: Any, outputs: Any, spec: Any) -> Any:
+        return super().log_prob(xp, parameters, outputs, spec) - outputs.get("luck", 0)
+
+
+def forgetful() -> Any:
+    return fc.torch_policy(linear(), head=Forgetful(name="forgetful"))
 
 
 class ComparesItsRows(Plain):

@@ -25,8 +25,8 @@ _OF_ALL = "it holds for the whole run: give it to RayCollector itself"
 _NOT_FOR_ACTORS = dict.fromkeys(
     (
         "create_env_fn", "policy", "policy_factory", "frames_per_batch", "total_frames", "max_frames_per_traj",
-        "init_random_frames", "reset_at_each_iter", "split_trajs", "postproc", "exploration_type", "seed",
-        "update_at_each_batch", "update_statistics",
+        "init_random_frames", "reset_at_each_iter", "split_trajs", "postproc", "exploration_type", "exploration",
+        "seed", "update_at_each_batch", "update_statistics",
     ),
     _OF_ALL,
 ) | {

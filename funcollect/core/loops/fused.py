@@ -24,7 +24,7 @@ from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memory import naming_memory
 from funcollect.keys import Key
 from funcollect.policies.random_policy import RandomPolicy
-from funcollect.protocols import JaxEnv, Policy
+from funcollect.protocols import BoundParams, JaxEnv, Policy, traced_values
 from funcollect.tree import Path
 
 _CONSTANT = [("collector", "lane"), ("collector", "policy_version")]
@@ -59,7 +59,8 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
     """Implement `funcollect.rollout`."""
     loop = program(env, policy, state, request)
     with naming_memory(f"a rollout of {request.length:,} steps of {state.num_lanes:,} environments"):
-        after, columns = loop(policy.prepare(request.params), state, request.length)
+        bound = policy.prepare(request.params), traced_values(request.exploration)
+        after, columns = loop(bound, state, request.length)
         leaves = {path: torch_view(column) for path, column in columns.items()}
         if bucket(request.length) > request.length:
             leaves = {path: leaf[: request.length] for path, leaf in leaves.items()}
@@ -98,17 +99,17 @@ def place_of(state: CollectorState) -> Any:
     return place
 
 
-def _loop(config: StepConfig, capacity: int, params: Any, state: CollectorState, length: Any) -> Any:
+def _loop(config: StepConfig, capacity: int, bound: BoundParams, state: CollectorState, length: Any) -> Any:
     """Trace the loop. The trip count is traced, since XLA would round a loop of one step differently."""
     jax = import_jax()
     jnp = jax.numpy
     keys = run_keys(state.key, state.lane)
 
     def body(t: Any, carry: tuple[CollectorState, Row]) -> tuple[CollectorState, Row]:
-        state, row = recorded_step(config, params, carry[0], keys)
+        state, row = recorded_step(config, bound, carry[0], keys)
         return state, write_row(carry[1], row, t)
 
-    _, row = jax.eval_shape(partial(recorded_step, config), params, state, keys)
+    _, row = jax.eval_shape(partial(recorded_step, config), bound, state, keys)
     columns = empty_columns({path: leaf for path, leaf in row.items() if path not in _CONSTANT}, capacity)
     after, columns = jax.lax.fori_loop(0, length, body, (state, columns))
     for path in _CONSTANT:

@@ -108,12 +108,12 @@ def _guessed(flat: Row) -> Dtypes:
     return _COUNTERS | ({("action",): torch.int64} if integers else {})
 
 
-def recorded_step(config: StepConfig, params: Any, state: Traced, keys: RunKeys) -> tuple[Traced, Row]:
+def recorded_step(config: StepConfig, bound: Any, state: Traced, keys: RunKeys) -> tuple[Traced, Row]:
     """Do what `step` does, and return the row as a loop's columns hold it, with 64-bit integers as words.
 
     Root flags are omitted if lanes restart, since they are then False in every row.
     """
-    after, row = step(config, params, state, keys)
+    after, row = step(config, bound, state, keys)
     row = _widen(row, dtypes=dtypes_of(config.env), total_lanes=state.total_lanes)
     omitted = ROOT_FLAGS if config.reset_when_done else []
     return after, {path: value for path, value in row.items() if path not in omitted}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from funcollect.core.exploration import head_of
 from funcollect.core.request import Request, step_limit
 from funcollect.core.traced_step.checks import check_next_state, check_policy_state, check_starts
 from funcollect.core.traced_step.keys import RunKeys, dynamics_keys, start_keys
@@ -17,7 +18,8 @@ from funcollect.policies.actors.checks import check_apart
 from funcollect.policies.jax_functions.noise import drawing
 from funcollect.policies.jax_functions.program import TracedCall
 from funcollect.policies.jax_functions.traced_policy import match_log_prob, traced_policy, traced_random
-from funcollect.protocols import JaxEnv, Policy, Transition
+from funcollect.policies.numerics import jax_numerics
+from funcollect.protocols import BoundParams, JaxEnv, Policy, Transition
 from funcollect.specs import assemble, disassemble
 from funcollect.tree import Path
 
@@ -33,7 +35,7 @@ class StepConfig:
 
     env: JaxEnv
     policy: Policy
-    answer: TracedCall  # the policy's traced step
+    answer: TracedCall  # the policy's traced step, whose parameters are bound ones
     limit: int | None  # steps after which an episode is truncated
     random_steps: int
     reset_when_done: bool
@@ -51,10 +53,10 @@ def make_step_config(env: JaxEnv, policy: Policy, num_lanes: int, request: Reque
     )
 
 
-def step(config: StepConfig, params: Any, state: Traced, keys: RunKeys) -> tuple[Traced, Row]:
+def step(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -> tuple[Traced, Row]:
     """Return the next state and the recorded row; `keys` are those of the state's run."""
     env = config.env
-    policy_state, outputs = _act(config, params, state, keys)
+    policy_state, outputs = _act(config, bound, state, keys)
     check_apart([(name,) for name in outputs], state.observation)
     moved = _move(config, state, outputs["action"], keys)
     live = state.step < _MOST_STEPS  # the lanes whose step counter goes on
@@ -91,13 +93,13 @@ def _flags(prefix: Path, of: Any) -> Row:
     return {(*prefix, name): flag for name, flag in flags.items()}
 
 
-def _act(config: StepConfig, params: Any, state: Traced, keys: RunKeys) -> tuple[Any, dict[str, Any]]:
+def _act(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -> tuple[Any, dict[str, Any]]:
     """Return the policy's next state and its outputs; at the start of an episode it acts from its initial state."""
     observation = assemble(config.env.observation_space, state.observation)
     initial = config.policy.init(state.key, state.num_lanes)
     check_policy_state(initial, state.policy_state)
     remembered = where_lanes(state.step == 0, initial, state.policy_state)
-    policy_state, outputs = config.answer(params, remembered, observation, drawing(keys.of(Purpose.NOISE), state.steps))
+    policy_state, outputs = config.answer(bound, remembered, observation, drawing(keys.of(Purpose.NOISE), state.steps))
     policy_state = varying(state.lane, without_weak_types(policy_state))
     check_next_state(remembered, policy_state)
     if config.random_steps:
@@ -113,7 +115,9 @@ def _random_start(
     def randomly() -> dict[str, Any]:
         draw = drawing(keys.of(Purpose.RANDOM_ACTION), state.steps)
         action, log_prob = traced_random(config.env.action_spec, draw, observation)
-        drawn = {"action": action.astype(outputs["action"].dtype)}
+        head = head_of(config.policy)
+        beside = {"action": action} if head is None else head.record(jax_numerics(), action, config.env.action_spec)
+        drawn = {name: value.astype(outputs[name].dtype) for name, value in beside.items()}
         if "action_log_prob" in outputs:
             drawn["action_log_prob"] = match_log_prob(log_prob, outputs["action_log_prob"])
         return outputs | drawn

@@ -42,6 +42,11 @@ def split_answer(answer: Any, head: Head | None) -> tuple[Any, Mapping[str, Any]
     return parts if len(parts) > 1 else parts[0], extras
 
 
+def recurrent_names(leaves: Sequence[Any]) -> list[str]:
+    """The keys under which a batch holds these leaves of a recurrent state."""
+    return ["recurrent"] if len(leaves) == 1 else [f"recurrent_{index}" for index in range(len(leaves))]
+
+
 def names_changed(t: int, names: list[str], first: list[str]) -> PolicyError:
     """The error for a step `t` whose extra outputs have other names than at the first step."""
     return PolicyError(

@@ -16,14 +16,14 @@ from funcollect.interop.bridge import jax_view, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memo import memo_of
 from funcollect.keys import Key, Noise
-from funcollect.policies.actors.actor import lane_mask, split_answer
+from funcollect.policies.actors.actor import lane_mask, recurrent_names, split_answer
 from funcollect.policies.actors.checks import check_action, check_recurrent, finish_columns
 from funcollect.policies.base import PolicyBase, ProtocolActor
 from funcollect.policies.heads import Head
 from funcollect.policies.jax_functions.noise import draw_noise, split_key
 from funcollect.policies.jax_functions.program import PROBE, StepProgram, select_program
 from funcollect.policies.numerics import jax_numerics
-from funcollect.protocols import Actor, ActorInputs, Columns, Exploration
+from funcollect.protocols import Actor, ActorInputs, BoundParams, Columns, Exploration
 from funcollect.specs import ActionSpec, ExplorationType
 
 _NARROW = {torch.int64: torch.int32, torch.float64: torch.float32}  # JAX's own dtypes, unless 64 bits are on
@@ -35,12 +35,20 @@ class FunctionPolicy(PolicyBase):
     backend: Literal["jax"] = "jax"
     ties = False  # whether only the first of several ones in a one-hot action counts
 
-    def __init__(self, apply: Callable[..., Any], head: Head | None, initial_state: Any) -> None:
+    def __init__(
+        self, apply: Callable[..., Any], head: Head | None, initial_state: Any, *, record_state: bool = False
+    ) -> None:
         self.apply = apply
+        self.record_state = record_state and initial_state is not None
         self.head = head
         self.initial_state = initial_state
         named = [name for name in ("key", "keys") if name in inspect.signature(apply).parameters]
         self.takes_key: Any = named[0] if named else None  # the name of the parameter for the function's own randomness
+
+    @property
+    @override
+    def exploration(self) -> Mapping[str, float]:  # type: ignore[override]
+        return self.head.values if self.head else {}
 
     @override
     def check(self, spec: ActionSpec, /) -> None:
@@ -67,40 +75,40 @@ class FunctionPolicy(PolicyBase):
         self, params: Any, state: Any, observation: Any, noise: Any, spec: ActionSpec, exploration: Exploration, /
     ) -> tuple[Any, Mapping[str, Any]]:
         stochastic = exploration.type is ExplorationType.RANDOM
-        state, outputs = self.answer(spec, stochastic, params, state, observation, noise)
+        state, outputs = self.answer(spec, stochastic, (params, exploration.values), state, observation, noise)
         outputs.pop(PROBE, None)
         return state, outputs
 
     def answer(
-        self, spec: ActionSpec, stochastic: bool, params: Any, policy_state: Any, observation: Any, noise: Any
+        self, spec: ActionSpec, stochastic: bool, bound: BoundParams, policy_state: Any, observation: Any, noise: Any
     ) -> tuple[Any, dict[str, Any]]:
         """One traced step: the next policy state and the outputs."""
-        extra = {}
+        (params, values), extra = bound, {}
         if self.takes_key:
             num_envs = len(import_jax().tree.leaves(observation)[0])
             extra[self.takes_key], draw = split_key(noise, num_envs)
         inputs = (observation,) if policy_state is None else (observation, policy_state)
+        before = import_jax().tree.leaves(policy_state) if self.record_state else []
         answer = self.apply(params, *inputs, **extra)
         if policy_state is not None:
             check_recurrent(answer, policy_state)
             answer, policy_state = answer
         inner, extras = split_answer(answer, self.head)
+        extras = {**extras, **dict(zip(recurrent_names(before), before, strict=True))}
         if self.head is None:
             return policy_state, {"action": inner, **extras}
-        outputs = dict(extras)
-        xp = jax_numerics()
-        parameters = self.head.parse(xp, inner, spec)
+        xp, head = jax_numerics(), self.head.at(values)
+        parameters = head.parse(xp, inner, spec)
         if self.takes_key:
-            wanted = self.head.noise(spec)
+            wanted = head.noise(spec)
             noise = None if wanted is None else draw_noise(wanted, draw)
-        noise = noise if stochastic else None
-        action = self.head.sample(xp, parameters, noise, spec)
-        log_prob = self.head.log_prob(xp, parameters, action, noise, spec)
+        outputs = {**extras, **head.sample(xp, parameters, noise if stochastic else None, spec)}
+        log_prob = head.log_prob(xp, parameters, outputs, spec)
         if log_prob is None:
             outputs[PROBE] = sum(xp.where(each == each, 0.0, each).sum(-1) for each in parameters)
         else:
             outputs["action_log_prob"] = log_prob
-        return policy_state, {"action": action, **outputs}
+        return policy_state, outputs
 
     def program(self, inputs: ActorInputs) -> StepProgram:
         """The jitted step for this action space and number of lanes; made once."""
@@ -131,7 +139,7 @@ class JaxActor(Actor):
         self._step = program.step
         self._plain = program.plain
         self._finish = policy.finish
-        self._params = program.params(inputs.params)
+        self._params = program.params(inputs)
         self._recurrent = inputs.policy_state
         self._inputs, self._others, _ = program.inputs(inputs)
         # A call that returns a state would commit it to the buffer's device, and JAX would compile again for that.
@@ -176,11 +184,13 @@ class DeviceActor(ProtocolActor):
         super().__init__(policy, inputs)
         spec, stochastic = inputs.spec, inputs.stochastic
 
-        def step(params: Any, policy_state: Any, observation: Any, noise: Any, t: Any) -> tuple[Any, dict[str, Any]]:
+        def step(
+            bound: BoundParams, policy_state: Any, observation: Any, noise: Any, t: Any
+        ) -> tuple[Any, dict[str, Any]]:
             drawn = None if noise is None else noise[t]
-            return policy.answer(spec, stochastic, params, policy_state, observation, drawn)
+            return policy.answer(spec, stochastic, bound, policy_state, observation, drawn)
 
-        self._step = compiled(policy, ("device step", id(spec), stochastic), step)
+        self._step, self._bound = compiled(policy, ("device step", id(spec), stochastic), step), inputs.bound
         self._sources, self._structure = import_jax().tree.flatten(inputs.observation)
         device = next(iter(self._observation()[0].devices()))
         self._noise = None if inputs.noise is None else import_jax().device_put(inputs.noise.numpy(), device)
@@ -193,7 +203,7 @@ class DeviceActor(ProtocolActor):
     def act(self, t: int) -> Tensor:
         leaves = self._observation()
         observation = import_jax().tree.unflatten(self._structure, leaves)
-        self._state, outputs = self._step(self._inputs.params, self._state, observation, self._noise, t)
+        self._state, outputs = self._step(self._bound, self._state, observation, self._noise, t)
         if t == 0:
             check_action(outputs["action"], self._inputs.spec, self._inputs.num_envs)
             self._names = sorted(outputs)

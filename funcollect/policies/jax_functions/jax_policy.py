@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from funcollect.arguments import check_arrays
+from funcollect.arguments import check_arrays, check_flags
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import shown
@@ -19,7 +19,12 @@ from funcollect.policies.weights import jax_arrays, matched
 
 
 def jax_policy(
-    apply: Callable[..., Any], params: Any, *, head: Head | None = None, initial_state: Any = None
+    apply: Callable[..., Any],
+    params: Any,
+    *,
+    head: Head | None = None,
+    initial_state: Any = None,
+    record_state: bool = False,
 ) -> JaxPolicy:
     """A policy from a JAX function.
 
@@ -32,6 +37,8 @@ def jax_policy(
         head: one of `funcollect.heads`.
         initial_state: makes the policy recurrent: the state of one environment at the start of an episode, a pytree
             without a batch dimension. The call is then ``apply(params, observation, state) -> (answer, next_state)``.
+        record_state: records the recurrent state before each step, as ``recurrent``, or ``recurrent_0``,
+            ``recurrent_1``, … of its leaves: `evaluate_actions` can then begin anywhere in a batch.
 
     `apply` is compiled. Whatever else it reads (attributes, global variables, a closure) keeps the value that it had
     then, so pass what changes in `params`.
@@ -56,14 +63,23 @@ def jax_policy(
     check_head(head)
     if initial_state is not None:
         check_arrays("initial_state", import_jax().tree.leaves(initial_state))
-    return JaxPolicy(apply, params, head, initial_state)
+    check_flags(record_state=record_state)
+    return JaxPolicy(apply, params, head, initial_state, record_state=record_state)
 
 
 class JaxPolicy(FunctionPolicy):
     """See `jax_policy`. `params` may be set: the next rollout reads it."""
 
-    def __init__(self, apply: Callable[..., Any], params: Any, head: Head | None, initial_state: Any) -> None:
-        super().__init__(apply, head, initial_state)
+    def __init__(
+        self,
+        apply: Callable[..., Any],
+        params: Any,
+        head: Head | None,
+        initial_state: Any,
+        *,
+        record_state: bool = False,
+    ) -> None:
+        super().__init__(apply, head, initial_state, record_state=record_state)
         self.params = params
         self._prepared: tuple[list[Any], Any] | None = None
         self._cells = _cells_of(apply)

@@ -12,7 +12,7 @@ from funcollect.interop.jax_setup import import_jax
 from funcollect.keys import Noise
 from funcollect.threefry import Pair, hashed_in_jax
 
-Draw = Callable[[int], Any]  # draws as many words for each lane: uint32 [P, width]
+Draw = Callable[[int], Any]  # draws as many words for each lane: uint32 [width, P]
 
 
 def drawing(keys: Pair, steps: Any) -> Draw:
@@ -21,12 +21,11 @@ def drawing(keys: Pair, steps: Any) -> Draw:
 
 
 def _words(keys: Pair, steps: Any, width: int) -> Any:
-    """One hash for each word, in one dimension: XLA uses a processor's vectors only then, which is faster by far."""
+    """One hash for each word, over lanes in the last dimension: XLA then uses the processor's vectors."""
     jnp = import_jax().numpy
-    number = jnp.tile(jnp.arange(width, dtype=jnp.uint32), len(keys[0]))
-    by_word = jnp.repeat(keys[0], width), jnp.repeat(keys[1], width)
-    first, second = hashed_in_jax(by_word, (1 + number // 2) | steps[1] << np.uint32(16), steps[0])
-    return jnp.where(number % 2 == 0, first, second).reshape(-1, width)
+    number = jnp.arange(width, dtype=jnp.uint32)[:, None]
+    first, second = hashed_in_jax(keys, (1 + number // 2) | steps[1] << np.uint32(16), steps[0])
+    return jnp.where(number % 2 == 0, first, second)
 
 
 def draw_noise(noise: Noise, draw: Draw) -> Any:
@@ -34,12 +33,14 @@ def draw_noise(noise: Noise, draw: Draw) -> Any:
     jax = import_jax()
     words = draw(noise.words)
     if noise.kind in ("key", "keys"):
-        return words[0] if noise.kind == "key" else words
+        return words[:, 0] if noise.kind == "key" else words.T
     centred = (words >> np.uint32(9)).astype(np.float32) + np.float32(0.5)
-    drawn = (centred * np.float32(2.0**-23)).reshape(-1, *noise.shape)
+    drawn = centred * np.float32(2.0**-23)
     if noise.kind == "gumbel":
-        return -jax.numpy.log(-jax.numpy.log(drawn))
-    return jax.scipy.special.ndtri(drawn) if noise.kind == "normal" else drawn
+        drawn = -jax.numpy.log(-jax.numpy.log(drawn))
+    elif noise.kind == "normal":
+        drawn = jax.scipy.special.ndtri(drawn)
+    return drawn.T.reshape(-1, *noise.shape)
 
 
 def split_key(words: Any, num_envs: int) -> tuple[Any, Draw]:

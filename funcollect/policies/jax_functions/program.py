@@ -21,7 +21,8 @@ from funcollect.policies.actors.checks import check_action, check_rows
 from funcollect.protocols import ActorInputs
 
 Words = npt.NDArray[np.int32]
-TracedCall = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]  # params, state, observation, noise or draw
+# From bound parameters, a state, an observation, and noise or a function that draws it.
+TracedCall = Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]]
 
 PROBE = "what the head reads"  # NaN if the inputs of a head are, for heads without a log-probability
 
@@ -41,12 +42,12 @@ class StepProgram:
     def __init__(self, answer: TracedCall, actor_inputs: ActorInputs) -> None:
         jax = import_jax()
         noise = None if actor_inputs.noise is None else actor_inputs.noise[0].numpy()
-        given = (actor_inputs.params, actor_inputs.policy_state, actor_inputs.observation, noise)
+        given = (actor_inputs.bound, actor_inputs.policy_state, actor_inputs.observation, noise)
         shapes = jax.eval_shape(answer, *given)[1]
         check_action(shapes["action"], actor_inputs.spec, actor_inputs.num_envs)
         self.fields = layout(shapes, actor_inputs.num_envs)
-        self._ravel, unravel = _as_vector(actor_inputs.params)
-        self._raveled: tuple[Any, Any] | None = None
+        self._ravel, unravel = _as_vector(actor_inputs.bound)
+        self._raveled: tuple[Any, Any, Any] | None = None
         inputs, _, treedef = self.inputs(actor_inputs)
         wide = [_is_word(leaf) for leaf in jax.tree.leaves(actor_inputs.observation)]
 
@@ -61,11 +62,12 @@ class StepProgram:
         self.plain = actor_inputs.policy_state is None and all(wide)
         self.step = jax.jit(lambda params, buffer: step(params, buffer, None, [])[1]) if self.plain else jax.jit(step)
 
-    def params(self, prepared: Any) -> Any:
-        """The parameters as `step` takes them, laid out once per version."""
-        if self._raveled is None or self._raveled[0] is not prepared:
-            self._raveled = (prepared, self._ravel(prepared))
-        return self._raveled[1]
+    def params(self, actor_inputs: ActorInputs) -> Any:
+        """The bound parameters as `step` takes them, laid out once per version."""
+        params, values = actor_inputs.params, actor_inputs.exploration.values
+        if self._raveled is None or self._raveled[0] is not params or self._raveled[1] != values:
+            self._raveled = (params, values, self._ravel(actor_inputs.bound))
+        return self._raveled[2]
 
     def inputs(self, actor_inputs: ActorInputs) -> tuple[PackedInputs, list[npt.NDArray[Any]], Any]:
         """The buffer of a rollout, the observation's leaves that travel beside it, and its structure."""

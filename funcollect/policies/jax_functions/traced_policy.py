@@ -14,7 +14,7 @@ from funcollect.policies.jax_functions.noise import Draw, draw_noise
 from funcollect.policies.jax_functions.program import TracedCall
 from funcollect.policies.numerics import jax_numerics
 from funcollect.policies.random_policy import RandomPolicy, action_mask, draw_actions, random_noise
-from funcollect.protocols import Exploration, Policy, is_policy
+from funcollect.protocols import BoundParams, Exploration, Policy, is_policy
 from funcollect.specs import ActionSpec, ExplorationType
 
 
@@ -40,14 +40,15 @@ def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_t
     noise = policy.noise(spec)
     stochastic = exploration_type is ExplorationType.RANDOM
 
-    def answer(params: Any, policy_state: Any, observation: Any, draw: Draw) -> tuple[Any, dict[str, Any]]:
+    def answer(bound: BoundParams, policy_state: Any, observation: Any, draw: Draw) -> tuple[Any, dict[str, Any]]:
         if isinstance(policy, RandomPolicy):
             return policy_state, {"action": traced_random(spec, draw, observation)[0]}
         drawn = None if noise is None else draw_noise(noise, draw)
         if isinstance(policy, FunctionPolicy):
-            policy_state, outputs = policy.answer(spec, stochastic, params, policy_state, observation, drawn)
+            policy_state, outputs = policy.answer(spec, stochastic, bound, policy_state, observation, drawn)
         else:
-            policy_state, given = policy(params, policy_state, observation, drawn, spec, Exploration(exploration_type))
+            exploration = Exploration(exploration_type, bound[1])
+            policy_state, given = policy(bound[0], policy_state, observation, drawn, spec, exploration)
             action, extras = split_answer(given, None)
             outputs = {"action": action, **extras}
         check_action(outputs["action"], spec, num_envs)

@@ -60,7 +60,8 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(initial_carry)[0]):
             raise LoweringError("initial_state requires grad, so it may change: pass a constant one")
         initial = optree.tree_map(lambda leaf: np.asarray(torch.as_tensor(leaf)), plain(initial_carry))
-        super().__init__(self.traced, source.head, initial)
+        recorded = isinstance(source, TorchPolicy) and source.record_state
+        super().__init__(self.traced, source.head, initial, record_state=recorded)
         self.source = source
         self.exploration_type = exploration_type  # the interaction type for a TensorDict policy's distributions
         self.single = single  # whether a TensorDict policy's module is called without a batch dimension; P is 1 then

@@ -15,10 +15,18 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from funcollect.arguments import check_arrays, checked_device
+from funcollect.arguments import check_arrays, check_flags, checked_device
 from funcollect.errors import PolicyError
 from funcollect.keys import torch_generator
-from funcollect.policies.actors.actor import Recorder, lane_mask, memory_of, names_changed, noise_by_step, split_answer
+from funcollect.policies.actors.actor import (
+    Recorder,
+    lane_mask,
+    memory_of,
+    names_changed,
+    noise_by_step,
+    recurrent_names,
+    split_answer,
+)
 from funcollect.policies.actors.checks import check_action, check_recurrent, check_rows, check_tensor, finish_columns
 from funcollect.policies.heads import Head, check_head
 from funcollect.policies.numerics import TORCH
@@ -37,6 +45,7 @@ def torch_policy(
     initial_state: Any = None,
     compile: Compiler | None = None,  # noqa: A002  (TorchRL's collectors and torch itself call it so)
     device: torch.device | str | None = None,
+    record_state: bool = False,
 ) -> TorchPolicy:
     """A policy from a Torch module.
 
@@ -57,6 +66,8 @@ def torch_policy(
             ``"inductor"``: as ``"eager"``, by `torch.compile`, equal to the module itself within rounding. It takes
             seconds and a C++ compiler. A call costs about 15 microseconds, too much for a small MLP on a CPU.
         device: where the policy runs; by default where its parameters are.
+        record_state: records the recurrent state before each step, as ``recurrent``, or ``recurrent_0``,
+            ``recurrent_1``, … of its leaves: `evaluate_actions` can then begin anywhere in a batch.
 
     Every change of the module acts at the next rollout: weights and buffers without compiling again; training and
     evaluation mode, submodules, hooks, patched methods and attributes with it. A lowered module and workers do not
@@ -80,7 +91,8 @@ def torch_policy(
     check_head(head)
     check_compiler(compile)
     check_arrays("initial_state", optree.tree_leaves(initial_state))
-    return TorchPolicy(module, head, initial_state, checked_device(device), compile)
+    check_flags(record_state=record_state)
+    return TorchPolicy(module, head, initial_state, checked_device(device), compile, record_state=record_state)
 
 
 class CompiledCall:
@@ -120,8 +132,11 @@ class TorchPolicy(TorchBacked):
         device: torch.device | None,
         compiler: Compiler | None = None,
         keys: Sequence[str] = (),
+        *,
+        record_state: bool = False,
     ) -> None:
         super().__init__(module, device, initial_state, compiler)
+        self.record_state = record_state and initial_state is not None
         self.keys = tuple(keys)  # of a Dict space, each passed as an argument; if empty, the dict is the one argument
         self._compiled = CompiledCall(compiler) if compiler == "inductor" else None
         self.head = head
@@ -133,6 +148,10 @@ class TorchPolicy(TorchBacked):
         twin._compiled = self._compiled and CompiledCall("inductor")
         twin.replace(self.module)
         return twin
+
+    def uncompiled(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
+        """The module over these parameters as Torch differentiates it; see `bound`."""
+        return super().bound(prepared)
 
     @override
     def bound(self, prepared: dict[str, Tensor] | None) -> Callable[..., Any]:
@@ -168,7 +187,7 @@ class TorchActor(Actor):
     def __init__(self, policy: TorchPolicy, inputs: ActorInputs) -> None:
         self._inputs = inputs
         self._policy = policy
-        self._head = policy.head
+        self._head = head_in_torch(policy.head, inputs)
         module = policy.bound(inputs.params)
         self._module = partial(_call_on_keys, module, policy.keys) if policy.keys else module
         run_device = policy.run_device
@@ -180,10 +199,12 @@ class TorchActor(Actor):
         self._observation = inputs.observation
         self._spec = inputs.spec
         self._recurrent = _copied(inputs.policy_state.recurrent)
+        self._state_names = recurrent_names(optree.tree_leaves(self._recurrent)) if policy.record_state else []
         self._read = set(map(memory_of, leaves))
         self._generator = inputs.policy_state.generator.clone()
         self._wanted = torch.Size((inputs.num_envs, *inputs.spec.shape))
         self._names: list[str] | None = None  # of the extra outputs, once a dict has been returned
+        self._chosen: tuple[str, ...] = ("action",)  # what the head's samples hold
         self._recorder = Recorder(inputs.observation, inputs.length, always_copy=self._recurrent is not None)
         self._record = self._recorder.append
 
@@ -196,6 +217,7 @@ class TorchActor(Actor):
     @override
     def act(self, t: int) -> Tensor:
         observation = self._observation if self._move is None else self._move(self._observation)
+        before = optree.tree_leaves(self._recurrent) if self._state_names else ()
         if self._recurrent is None:
             answer = self._module(observation)
         else:
@@ -207,14 +229,18 @@ class TorchActor(Actor):
         if type(answer) is not Tensor and isinstance(answer, Mapping):
             answer, extras = self._open(t, answer)
         if self._head is None:
-            action, parameters = answer, ()
+            action = answer
+            recorded = (action, *before, *extras)
         else:
             parameters = self._head.parse(TORCH, answer, self._spec)
-            action = self._head.sample(TORCH, parameters, self._noise(t), self._spec)
+            outputs = self._head.sample(TORCH, parameters, self._noise(t), self._spec)
+            self._chosen = tuple(outputs) if t == 0 else self._chosen
+            action = outputs["action"]
+            recorded = (*outputs.values(), *before, *parameters, *extras)
         if t == 0 or action.shape != self._wanted:
             check_action(action, self._spec, self._inputs.num_envs)
             check_tensor(action)
-        self._record((action, *parameters, *extras))
+        self._record(recorded)
         return action  # type: ignore[no-any-return]
 
     def _apart(self, recurrent: Any) -> Any:
@@ -242,20 +268,25 @@ class TorchActor(Actor):
 
     @override
     def finish(self) -> tuple[TorchPolicyState, Columns]:
-        spec, head, names = self._spec, self._head, self._names or ()
-        action, *rest = self._recorder.columns()
-        parameters = tuple(rest[: len(rest) - len(names)])
-        extras = rest[len(parameters) :]
-        outputs: Columns = {("action",): action, **{(name,): each for name, each in zip(names, extras, strict=True)}}
+        spec, head, names, chosen = self._spec, self._head, self._names or (), (*self._chosen, *self._state_names)
+        recorded, few = self._recorder.columns(), len(chosen)
+        own = len(recorded) - len(names)
+        outputs = dict(zip((*chosen, *names), (*recorded[:few], *recorded[own:]), strict=True))
         read: Columns = {}
         if head is not None:
+            parameters = tuple(recorded[few:own])
             read = {(name,): each for name, each in zip(head.names, parameters, strict=True)}
-            noise = self._inputs.noise if self._inputs.stochastic else None
-            noise = None if noise is None else noise.to(self._run_device)
-            if (log_prob := head.log_prob(TORCH, parameters, action, noise, spec)) is not None:
-                outputs["action_log_prob",] = log_prob
-        columns = finish_columns(outputs, spec, parameters=read, chosen=head is not None)
+            if (log_prob := head.log_prob(TORCH, parameters, outputs, spec)) is not None:
+                outputs["action_log_prob"] = log_prob
+        by_path: Columns = {(name,): column for name, column in outputs.items()}
+        columns = finish_columns(by_path, spec, parameters=read, chosen=head is not None)
         return TorchPolicyState(_copied(self._recurrent), self._generator), columns
+
+
+def head_in_torch(head: Head | None, inputs: ActorInputs) -> Head | None:
+    """A policy's head with the values of this rollout."""
+    values = inputs.exploration.values
+    return head.at({name: torch.tensor(value) for name, value in values.items()}) if head and values else head
 
 
 def _call_on_keys(module: Callable[..., Any], keys: Sequence[str], observation: Mapping[str, Any], *rest: Any) -> Any:

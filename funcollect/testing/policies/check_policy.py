@@ -25,6 +25,7 @@ CHECKS: tuple[Check[PolicyTrial], ...] = (
     policy_checks.rows_apart,
     policy_checks.recurrent,
     densities.log_probs,
+    densities.evaluation,
     policy_weights.params_argument,
     policy_weights.state_dict,
 )

@@ -9,9 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funcollect.core.evaluate_actions import evaluate_actions
+from funcollect.interop.bridge import to_jax
 from funcollect.interop.jax_setup import import_jax
 from funcollect.keys import key_from_seed
 from funcollect.policies.actors.actor import split_answer
+from funcollect.policies.jax_functions.function_policy import FunctionPolicy
 from funcollect.policies.jax_functions.jax_policy import JaxPolicy
 from funcollect.policies.numerics import TORCH
 from funcollect.policies.torch_backed import TorchBacked
@@ -42,6 +45,26 @@ def log_probs(trial: PolicyTrial) -> None:
             "there is dropout or batch norm"
         )
         where = spot(*place, ("action_log_prob",))
+        raise fail(where, expected=shown(wanted[place]), got=shown(got[place]), mend=mend)
+
+
+def evaluation(trial: PolicyTrial) -> None:
+    """`evaluate_actions` returns the recorded log-probabilities."""
+    if "action_log_prob" not in trial.batch:
+        raise NotApplicableError("it records no action_log_prob")
+    policy, batch = trial.policy, trial.batch
+    given = to_jax(batch) if isinstance(policy, FunctionPolicy) else batch
+    start = policy.init(key_from_seed(trial.seed), trial.lanes)
+    try:
+        with torch.no_grad():
+            now = evaluate_actions(policy, None, given, env=trial.env, policy_state=start)
+    except TypeError as error:
+        raise NotApplicableError(str(error)) from error
+    wanted, got = (to_tensor(each["action_log_prob"]).double() for each in (batch, now))
+    wrong = ~torch.isclose(got, wanted.reshape(got.shape), rtol=1e-3, atol=1e-3)
+    if place := first_row(wrong):
+        mend = "let log_prob of the head depend on its arguments only, and record return the keys that sample returns"
+        where = f"evaluate_actions, {spot(*place[:2], ('action_log_prob',))}"
         raise fail(where, expected=shown(wanted[place]), got=shown(got[place]), mend=mend)
 
 

@@ -1,0 +1,326 @@
+"""What a policy thinks of the actions of a batch: log-probabilities, entropies, and its other outputs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import optree
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import (
+    InteractionType,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    set_interaction_type,
+)
+from torch import Tensor
+
+from funcollect.arguments import check_kind
+from funcollect.core.exploration import EXPLORATION
+from funcollect.core.state import flatten_part
+from funcollect.core.traced_step.step import where_lanes
+from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.memo import memo_of
+from funcollect.keys import key_from_seed
+from funcollect.policies.actors.actor import recurrent_names, split_answer
+from funcollect.policies.actors.checks import check_recurrent
+from funcollect.policies.jax_functions.function_policy import FunctionPolicy
+from funcollect.policies.numerics import TORCH, jax_numerics
+from funcollect.policies.tensordict_modules.calling import paths_of
+from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
+from funcollect.policies.torch_backed import TorchPolicyState
+from funcollect.policies.torch_modules.torch_policy import TorchPolicy
+from funcollect.protocols import Env, Policy, is_env
+from funcollect.specs import ActionSpec, Leaf, Space, assemble
+from funcollect.tree import NAMESPACE, Path, flatten, select, to_tensordict
+
+_ACTION: Path = ("action",)
+_LANE, _STEP = ("collector", "lane"), ("collector", "step")
+_TIME_MAJOR = ("collector", "episode")  # a key that only batches of `funcollect.traced` have
+_ANY = key_from_seed(0)  # initial states do not depend on keys
+
+_Leaves = Mapping[Path, Any]  # the leaves of a batch, each [..., *shape]
+_Forward = Callable[
+    [_Leaves, Any], tuple[Any, Any]
+]  # from inputs and the recurrent state to outputs and the next state
+
+_Spaces = tuple[Space, Sequence[Leaf], ActionSpec]
+
+
+@dataclass(frozen=True)
+class _Framework:
+    """What Torch and JAX do differently."""
+
+    xp: Any  # the functions that heads need
+    map: Callable[..., Any]  # over the leaves of pytrees
+    select: Callable[[Any, Any, Any], Any]  # the lanes of a mask [P] from one pytree, the rest from another
+    scan: Callable[[Any, Any, Any], tuple[Any, Any]]  # `jax.lax.scan`
+
+
+def _scan(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, rows: Any) -> tuple[Any, Any]:
+    """Do what `jax.lax.scan` does, in Torch."""
+    outputs = []
+    for row in zip(*map(torch.unbind, optree.tree_leaves(rows, namespace=NAMESPACE)), strict=True):
+        carry, output = step(carry, optree.tree_unflatten(optree.tree_structure(rows, namespace=NAMESPACE), row))
+        outputs.append(output)
+    return carry, optree.tree_map(lambda *leaves: torch.stack(leaves), *outputs, namespace=NAMESPACE)
+
+
+_TORCH = _Framework(TORCH, partial(optree.tree_map, namespace=NAMESPACE), select, _scan)
+
+
+def _in_jax() -> _Framework:
+    jax = import_jax()
+    return _Framework(jax_numerics(), jax.tree.map, where_lanes, jax.lax.scan)
+
+
+def remember_spaces(policy: Policy, env: Env) -> None:
+    """Keep the spaces of an environment that a policy acts in, for `evaluate_actions`."""
+    known: list[_Spaces] = memo_of(policy).setdefault("spaces", [])
+    paths = [leaf.path for leaf in env.observation_leaves]
+    if not any(spec == env.action_spec and [leaf.path for leaf in leaves] == paths for _, leaves, spec in known):
+        known.append((env.observation_space, env.observation_leaves, env.action_spec))
+
+
+def evaluate_actions(
+    policy: Policy, params: Any, batch: Mapping[str, Any], *, env: Env | None = None, policy_state: Any = None
+) -> dict[str, Any]:
+    """Return what a policy thinks now of the actions of a batch, for losses: differentiable in its parameters.
+
+    A recurrent policy runs again through the batch, step by step, from the recurrent state at its beginning and anew
+    from each episode's first step. A batch holds that state if the policy was made with ``record_state=True``.
+
+    Args:
+        policy: a policy of `torch_policy` or `jax_policy` with a head, one that `normalized` or `lower_policy` made of
+            such a policy, or one of TorchRL with a distribution.
+        params: the parameters to act with; None for the policy's own.
+        batch: a batch, a part of one, or samples of a buffer: a TensorDict [...] for a policy in Torch; for one in JAX
+            `funcollect.interop.to_jax` of that, or what `funcollect.traced.rollout` returned. For a recurrent policy
+            [P, T] or any of its lanes, [T] of a single environment, or [T, P] of `funcollect.traced`.
+        env: the environment, for its spaces; not needed if `init` or a collector in this process used it with `policy`,
+            and only it.
+        policy_state: the policy's state before the batch, ``state.policy_state``, if the batch does not hold it.
+
+    Returns:
+        By name, each [...] in the shape of the batch: ``action_log_prob``, ``entropy`` in nats, if the head or the
+        distribution has them, and all further outputs of the network. An ``epsilon`` or ``temperature`` is the batch's.
+
+    Raises:
+        TypeError: for a policy that has no head or distribution, or whose function draws random numbers itself.
+        ValueError: for a batch without keys that are needed.
+
+    >>> import torch, funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=2)
+    >>> policy = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
+    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 8)
+    >>> now = evaluate_actions(policy, None, batch)
+    >>> torch.allclose(now["action_log_prob"], batch["action_log_prob"]), now["entropy"].shape
+    (True, torch.Size([2, 8]))
+    """
+    check_kind("batch", batch, (Mapping, TensorDictBase), "pass what rollout or a collector returned")
+    if env is not None and not is_env(env):
+        raise TypeError(f"env is {type(env).__name__}, expected an Env or None: pass the environment of the batch")
+    rows = flatten(batch)
+    if isinstance(policy, TensorDictPolicy):
+        return _by_distribution(policy, params, rows)
+    if not isinstance(policy, TorchPolicy | FunctionPolicy) or policy.head is None:
+        raise TypeError(
+            f"policy is {type(policy).__name__} without a head, expected one whose head or distribution scores "
+            "actions: pass torch_policy(module, head=funcollect.heads.categorical), or another head"
+        )
+    space, leaves, spec = _spaces_of(policy, env)
+    in_torch = isinstance(policy, TorchPolicy)
+    _check_rows(rows, [_ACTION, *(leaf.path for leaf in leaves)], Tensor if in_torch else None)
+    framework = _TORCH if in_torch else _in_jax()
+    xp, network, action = framework.xp, _network(policy, params), rows[_ACTION]
+    values = {name: rows[*EXPLORATION, name] for name in policy.head.values if (*EXPLORATION, name) in rows}
+    head = policy.head.at({**policy.head.values, **values})
+
+    def call(inputs: _Leaves, recurrent: Any) -> tuple[Any, Any]:
+        answer, after = network(assemble(space, inputs), recurrent)
+        inner, extras = split_answer(answer, head)
+        return (head.parse(xp, inner, spec), dict(extras)), after
+
+    inputs = {leaf.path: rows[leaf.path] for leaf in leaves}
+    dims = action.ndim - len(spec.shape)
+    if policy.initial_state is None:
+        parameters, outputs = _at_once(framework, call, inputs, action.shape[:dims])
+    else:
+        parameters, outputs = _in_order(framework, call, inputs, rows, dims, _recurrent(policy, rows, policy_state))
+    if not spec.categories and hasattr(parameters[0], "dtype"):
+        action = action.to(parameters[0].dtype) if in_torch else action.astype(parameters[0].dtype)
+    chosen = {name: rows.get((name,), value) for name, value in head.record(xp, action, spec).items()}
+    chosen["action"] = action
+    log_prob, entropy = head.log_prob(xp, parameters, chosen, spec), head.entropy(xp, parameters, spec)
+    scores = {"action_log_prob": log_prob, "entropy": entropy}
+    return {**outputs, **{name: score for name, score in scores.items() if score is not None}}
+
+
+def _spaces_of(policy: Policy, env: Env | None) -> _Spaces:
+    """The spaces of `env`, or of the one environment that the policy acted in."""
+    if env is not None:
+        return env.observation_space, env.observation_leaves, env.action_spec
+    known: list[_Spaces] = memo_of(policy).get("spaces", [])
+    if len(known) != 1:
+        found = f"{len(known)} environments with different actions or observations" if known else "no environment"
+        raise ValueError(
+            f"env is not given, and the policy has acted in {found} in this process: pass env=, that of the batch"
+        )
+    return known[0]
+
+
+def _check_rows(rows: _Leaves, wanted: Sequence[Path], kind: type | None) -> None:
+    """Raise ValueError for missing keys, and TypeError unless leaves are tensors; for None, unless they are not."""
+    if missing := [".".join(path) for path in wanted if path not in rows]:
+        raise ValueError(f"the batch lacks {missing}, expected {['.'.join(path) for path in wanted]}: pass all of it")
+    given = rows[_ACTION]
+    if isinstance(given, Tensor) is not (kind is Tensor):
+        mend = "the TensorDict itself" if kind is Tensor else "funcollect.interop.to_jax(batch)"
+        raise TypeError(
+            f"the batch holds a {type(given).__name__}, expected what a policy in {'Torch' if kind else 'JAX'} takes: "
+            f"pass {mend}"
+        )
+
+
+def _network(policy: TorchPolicy | FunctionPolicy, params: Any) -> _Forward:
+    """The policy's module or function with these parameters, from an observation and the recurrent state, or None."""
+    if isinstance(policy, TorchPolicy):
+        module = policy.uncompiled(policy.prepare(params))
+
+        def run(observation: Any, recurrent: Any) -> Any:
+            return module(*policy.arguments(observation, recurrent))
+    else:
+        if policy.takes_key:
+            raise TypeError(
+                f"the policy's function draws random numbers from its parameter {policy.takes_key!r}, which a batch "
+                "does not hold: leave the parameter out"
+            )
+        prepared = policy.params if params is None else params  # which may be traced
+
+        def run(observation: Any, recurrent: Any) -> Any:
+            return policy.apply(prepared, observation, *(() if recurrent is None else (recurrent,)))
+
+    def call(observation: Any, recurrent: Any) -> tuple[Any, Any]:
+        answer = run(observation, recurrent)
+        if recurrent is None:
+            return answer, None
+        check_recurrent(answer, recurrent)
+        return answer[0], answer[1]
+
+    return call
+
+
+def _at_once(framework: _Framework, call: _Forward, inputs: _Leaves, lead: Sequence[int]) -> Any:
+    """The outputs [*lead, ...] of one call for all rows."""
+    flat = {path: leaf.reshape(-1, *leaf.shape[len(lead) :]) for path, leaf in inputs.items()}
+    return framework.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), call(flat, None)[0])
+
+
+def _in_order(
+    framework: _Framework, call: _Forward, inputs: _Leaves, rows: _Leaves, dims: int, recurrent: _Recurrent
+) -> Any:
+    """The outputs of one call per step, each in the shape of the batch."""
+    _check_rows(rows, [_LANE, _STEP, *recurrent.paths], Tensor if framework is _TORCH else None)
+    turn, back = _turning(rows, dims)
+    lane, step = turn(rows[_LANE]), turn(rows[_STEP])
+    changes = framework.xp.concatenate([(lane[:1] == lane[:1]).T, (lane[1:] != lane[:-1]).T]).T  # or the first row
+    if recurrent.given is None:
+        starts = [turn(rows[path]) for path in recurrent.paths]
+    else:
+        starts = [framework.xp.broadcast_to(leaf, (len(step), *leaf.shape)) for leaf in recurrent.given]
+
+    def advance(carry: Any, row: Any) -> tuple[Any, Any]:
+        inputs, changes, fresh, start = row
+        carry = framework.select(changes, recurrent.treedef.unflatten(start), carry)
+        outputs, carry = call(inputs, framework.select(fresh, recurrent.initial, carry))
+        return carry, outputs
+
+    turned = {path: turn(leaf) for path, leaf in inputs.items()}
+    carry = recurrent.treedef.unflatten([leaf[0] for leaf in starts])
+    return framework.map(back, framework.scan(advance, carry, (turned, changes, step == 0, starts))[1])
+
+
+@dataclass(frozen=True)
+class _Recurrent:
+    """Where the recurrent state comes from."""
+
+    initial: Any  # at the start of an episode, [1, ...]
+    treedef: Any  # its structure
+    paths: list[Path]  # the batch's keys that hold it
+    given: list[Any] | None  # at the beginning of the batch, [P, ...], if the user gave it
+
+
+def _recurrent(policy: TorchPolicy | FunctionPolicy, rows: _Leaves, policy_state: Any) -> _Recurrent:
+    start = policy.init(_ANY, 1)
+    initial = start.recurrent if isinstance(policy, TorchPolicy) else start
+    leaves, treedef = flatten_part(initial)
+    if policy_state is None:
+        paths: list[Path] = [(name,) for name in recurrent_names(leaves)]
+        if any(path not in rows for path in paths):
+            raise ValueError(
+                f"the batch lacks {['.'.join(path) for path in paths]}, the recurrent state before each step, and "
+                "policy_state is not given: make the policy with record_state=True, or pass the state.policy_state "
+                "from before the rollout"
+            )
+        return _Recurrent(initial, treedef, paths, None)
+    given = flatten_part(policy_state.recurrent if isinstance(policy_state, TorchPolicyState) else policy_state)[0]
+    if [leaf.shape[1:] for leaf in given] != [leaf.shape[1:] for leaf in leaves]:
+        raise ValueError(
+            f"policy_state has leaves of the shapes {[tuple(leaf.shape) for leaf in given]}, expected those of a state "
+            f"of this policy, {[('P', *leaf.shape[1:]) for leaf in leaves]}: pass state.policy_state"
+        )
+    return _Recurrent(initial, treedef, [], given)
+
+
+def _turning(rows: _Leaves, dims: int) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """Functions that make a leaf [P, T, ...], [T, ...] or [T, P, ...] of a batch time-major, [T, P, ...]; and back."""
+    if _TIME_MAJOR in rows:
+        return (lambda leaf: leaf), (lambda leaf: leaf)
+    if dims == 1:
+        return (lambda leaf: leaf[:, None]), (lambda leaf: leaf[:, 0])
+    if dims == 2:
+        return (lambda leaf: leaf.swapaxes(0, 1)), (lambda leaf: leaf.swapaxes(0, 1))
+    raise ValueError(
+        f"the batch has {dims} dimensions, expected [P, T] for a recurrent policy: pass whole rows of time, or the "
+        "batches of each worker one by one"
+    )
+
+
+def _by_distribution(policy: TensorDictPolicy, params: Any, rows: _Leaves) -> dict[str, Any]:
+    """What the distribution of a TensorDict policy thinks of the actions, and the other outputs, by dotted name."""
+    module = policy.bound(policy.prepare(params))
+    if not isinstance(module, ProbabilisticTensorDictModule | ProbabilisticTensorDictSequential):
+        raise TypeError(
+            f"policy is a {type(module).__name__}, expected one with a distribution, such as TorchRL's "
+            "ProbabilisticActor: pass that"
+        )
+    _check_rows(rows, [_ACTION, *paths_of(module, "in_keys")], Tensor)
+    inputs = {path: rows[path] for path in paths_of(module, "in_keys")}
+    lead = rows["next", "done"].shape[:-1] if ("next", "done") in rows else rows[_ACTION].shape[:1]
+
+    def call(inputs: _Leaves, recurrent: Any) -> tuple[Any, Any]:
+        read = {path: leaf for path, leaf in inputs.items() if path != _ACTION} | (recurrent or {})
+        given = to_tensordict(read, next(iter(read.values())).shape[:1])
+        given = given if policy.device is None else given.to(policy.device)
+        with set_interaction_type(InteractionType.DETERMINISTIC):
+            distribution = module.get_dist(given)
+        found = {path: leaf for path, leaf in flatten(given).items() if path not in read}
+        found["action_log_prob",] = distribution.log_prob(inputs[_ACTION])
+        with contextlib.suppress(NotImplementedError):
+            found["entropy",] = distribution.entropy()
+        after = {path: found.pop(policy.written[path]) for path in recurrent or {}}
+        return found, after
+
+    inputs[_ACTION] = rows[_ACTION]
+    if not policy.hidden_states:
+        outputs = _at_once(_TORCH, call, inputs, lead)
+    else:
+        initial = {path: leaf[None] for path, leaf in policy.hidden_states.items()}
+        recurrent = _Recurrent(initial, flatten_part(initial)[1], sorted(initial), None)
+        inputs = {path: leaf for path, leaf in inputs.items() if path not in initial}
+        outputs = _in_order(_TORCH, call, inputs, rows, len(lead), recurrent)
+    return {".".join(path): leaf for path, leaf in outputs.items()}

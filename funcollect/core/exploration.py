@@ -1,0 +1,85 @@
+"""Numbers of a policy that may change during a run, such as epsilon, and their values in one rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from funcollect.messages import shown
+from funcollect.policies.heads import Head
+from funcollect.policies.jax_functions.function_policy import FunctionPolicy
+from funcollect.policies.torch_backed import TorchBacked
+from funcollect.protocols import Policy
+from funcollect.tree import Path
+
+EXPLORATION: Path = ("collector", "exploration")  # a batch's key of the values
+NO_VALUES: Mapping[str, Any] = MappingProxyType({})
+Value = float | Callable[[int], float]  # a number, or a function of the frames of the whole run so far
+
+
+def check_values(exploration: Any) -> None:
+    """Raise TypeError unless `exploration` is a dict from names to values."""
+    if not isinstance(exploration, Mapping) or not all(isinstance(name, str) for name in exploration):
+        raise TypeError(
+            f"exploration is {shown(exploration)}, expected a dict from names to numbers: pass for example "
+            '{"epsilon": 0.1}, or {"epsilon": lambda frames: max(0.05, 1 - frames / 1e5)}'
+        )
+
+
+def exploration_values(policy: Policy, given: Mapping[str, Any], frames: int | None = None) -> Mapping[str, Any]:
+    """Return all values of `Policy.exploration`, those `given` in place of the policy's own.
+
+    Args:
+        policy: the policy.
+        given: numbers, or functions of the frames. In traced code, arrays.
+        frames: those of the whole run so far; None in traced code. Otherwise all values become Python numbers, rounded
+            to float32.
+
+    Raises:
+        ValueError: for a name that the policy does not have, or a value out of its range.
+        TypeError: for a value that is no number.
+    """
+    own = policy.exploration
+    if not own and not given:
+        return NO_VALUES
+    if unknown := sorted(given.keys() - own.keys()):
+        raise ValueError(
+            f"exploration has {unknown}, expected names out of {sorted(own)}, which the policy reads: leave out others"
+        )
+    values = {**own, **given}
+    if frames is not None:
+        values = {name: _number(name, value, frames) for name, value in values.items()}
+    if head := head_of(policy):
+        head.at(values)  # checks their ranges
+    return values
+
+
+def _number(name: str, value: Any, frames: int) -> float:
+    number = value(frames) if callable(value) else value
+    try:
+        return float(np.float32(float(number)))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"exploration[{name!r}] is {shown(number)}, expected a number: pass for example {{{name!r}: 0.1}}"
+        ) from error
+
+
+def with_values(batch: TensorDict, values: Mapping[str, float]) -> TensorDict:
+    """Return a batch that also holds these values, each [P, T]: views of one number."""
+    if not values:
+        return batch
+    batch.unlock_()
+    for name, value in values.items():
+        column = torch.tensor(value, device=batch["next", "done"].device).expand(batch.batch_size)
+        batch[(*EXPLORATION, name)] = column
+    return batch.lock_()
+
+
+def head_of(policy: Policy) -> Head | None:
+    """Return the head of a policy over a module or a function, if it has one."""
+    return policy.head if isinstance(policy, TorchBacked | FunctionPolicy) else None

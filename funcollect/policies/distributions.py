@@ -1,0 +1,157 @@
+"""Heads made of a distribution of another library: `heads.from_distribution`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributions
+
+from funcollect.errors import PolicyError
+from funcollect.interop.jax_setup import import_jax
+from funcollect.keys import Noise
+from funcollect.messages import shown
+from funcollect.policies.numerics import TORCH
+from funcollect.specs import ActionSpec
+
+__all__ = ["from_distribution"]
+
+
+def from_distribution(distribution: Callable[..., Any], *names: str) -> FromDistribution:
+    """A head that samples from a distribution of Torch, or one with the interface of distrax.
+
+    The network returns the parameters `names`, one array or a tuple of them, each with leading dimensions [P]; or a
+    dict that holds them. They are passed to `distribution` by name. Log-probabilities and entropies of independent
+    components are added up.
+
+    Samples of Torch's distributions come from Torch's global generator, which runs from the policy's own state, so they
+    depend on how lanes are grouped. The policy's module is not fused with an environment written in JAX.
+
+    Args:
+        distribution: called with the parameters. For `torch_policy` it returns a `torch.distributions.Distribution`;
+            for `jax_policy` an object with ``sample(seed=key)``, ``mode()``, ``log_prob(action)`` and ``entropy()``.
+        names: its parameters; by default those that have no default value.
+
+    Raises:
+        TypeError: if `distribution` cannot be called, or names are neither given nor found.
+
+    >>> import torch, funcollect as fc
+    >>> head = fc.heads.from_distribution(torch.distributions.Beta, "concentration1", "concentration0")
+    >>> env = fc.make_env("Pendulum-v1", num_envs=3)
+    >>> policy = fc.torch_policy(lambda x: (1 + x[:, :1].abs(), 1 + x[:, 1:2].abs()), head=head)
+    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
+    >>> batch["action_log_prob"].shape
+    torch.Size([3, 4])
+    """
+    if not callable(distribution):
+        raise TypeError(
+            f"distribution is {shown(distribution)}, expected a class or a function that returns a distribution: pass "
+            "for example torch.distributions.Beta"
+        )
+    found = names or _required(distribution)
+    if not found or not all(isinstance(name, str) for name in found):
+        raise TypeError(
+            f"names is {shown(found)}, expected the parameters of {shown(distribution)} that the network returns: pass "
+            "for example from_distribution(torch.distributions.Categorical, 'logits')"
+        )
+    title = getattr(distribution, "__name__", type(distribution).__name__)
+    return FromDistribution(f"from_distribution({title})", tuple(found), distribution)
+
+
+def _required(distribution: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the parameters without a default value."""
+    try:
+        parameters = inspect.signature(distribution).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    positional = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return tuple(each.name for each in parameters if each.default is each.empty and each.kind in positional)
+
+
+@dataclass(frozen=True)
+class FromDistribution:
+    """Samples from a distribution of another library; see `from_distribution`.
+
+    The network returns the distribution's parameters, in the order of `names`.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    distribution: Callable[..., Any]
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        return {}
+
+    def at(self, values: Mapping[str, Any]) -> FromDistribution:
+        return self
+
+    def check(self, spec: ActionSpec) -> None:
+        """Every space may suit; what is sampled is checked."""
+
+    def noise(self, spec: ActionSpec) -> Noise | None:
+        return Noise(kind="keys")  # Torch draws its own numbers instead
+
+    def parse(self, xp: Any, answer: Any, spec: ActionSpec) -> tuple[Any, ...]:
+        parts = tuple(answer) if isinstance(answer, (tuple, list)) else (answer,)
+        if len(parts) != len(self.names) or not all(hasattr(part, "shape") for part in parts):
+            raise PolicyError(
+                f"the policy returned {shown(answer)}, the head {self.name} wants {list(self.names)}, an array each: "
+                "return these"
+            )
+        return parts
+
+    def sample(self, xp: Any, parameters: tuple[Any, ...], noise: Any, spec: ActionSpec) -> Mapping[str, Any]:
+        if xp is TORCH:
+            made = self._in_torch(parameters)
+            return {"action": made.sample() if noise is not None else _mode(made)}
+        if noise is None:
+            return {"action": self._made(parameters).mode()}
+        draw = import_jax().vmap(lambda key, *own: self._made(own).sample(seed=key))
+        return {"action": draw(noise, *parameters)}
+
+    def record(self, xp: Any, action: Any, spec: ActionSpec) -> Mapping[str, Any]:
+        return {"action": action}
+
+    def log_prob(self, xp: Any, parameters: tuple[Any, ...], outputs: Mapping[str, Any], spec: ActionSpec) -> Any:
+        action = outputs["action"]
+        score = self._made(parameters).log_prob(action)
+        return _summed(score, action.ndim - len(spec.shape))
+
+    def entropy(self, xp: Any, parameters: tuple[Any, ...], spec: ActionSpec) -> Any:
+        made = self._made(parameters)
+        try:
+            entropy = made.entropy()
+        except NotImplementedError:
+            return None
+        whole = made.batch_shape + made.event_shape
+        return _summed(entropy, len(whole) - len(spec.shape))
+
+    def _made(self, parameters: tuple[Any, ...]) -> Any:
+        return self.distribution(**dict(zip(self.names, parameters, strict=True)))
+
+    def _in_torch(self, parameters: tuple[Any, ...]) -> distributions.Distribution:
+        made = self._made(parameters)
+        if not isinstance(made, distributions.Distribution):
+            raise PolicyError(
+                f"the head {self.name} made {shown(made)}, expected a torch.distributions.Distribution: return one, or "
+                "use the head with funcollect.jax_policy"
+            )
+        return made
+
+
+def _mode(made: distributions.Distribution) -> torch.Tensor:
+    """The mode, or the mean of a distribution that has none."""
+    try:
+        mode = made.mode
+    except NotImplementedError:
+        return made.mean
+    return torch.where(mode.isnan(), made.mean, mode) if mode.is_floating_point() else mode
+
+
+def _summed(score: Any, dims: int) -> Any:
+    """A score [...] with what lies beyond the first `dims` dimensions, independent components, added up."""
+    return score.sum(tuple(range(dims, score.ndim))) if score.ndim > dims else score

@@ -1,0 +1,318 @@
+"""`evaluate_actions`: recorded log-probabilities again, entropies, gradients, and recurrent states with resets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from tensordict.nn import InteractionType, TensorDictModule, TensorDictSequential
+from torch import nn
+from torchrl.modules import LSTMModule, NormalParamExtractor, OneHotCategorical, ProbabilisticActor, TanhNormal
+
+import funcollect as fc
+from tests.support import cases
+from tests.support.running import SCALE, scaled
+
+HEADS = {
+    "categorical": (fc.heads.categorical, "CartPole-v1", 2),
+    "epsilon_greedy": (fc.heads.epsilon_greedy(0.3), "CartPole-v1", 2),
+    "boltzmann": (fc.heads.boltzmann(0.7), "CartPole-v1", 2),
+    "normal": (fc.heads.normal, "Pendulum-v1", 2),
+    "tanh_normal": (fc.heads.tanh_normal, "Pendulum-v1", 2),
+}
+heads = pytest.mark.parametrize("name", HEADS)
+
+
+def in_torch(name: str, outputs: int) -> Any:
+    """A network whose scales are 0.1 and more."""
+    net = cases.mlp(3 if "Pendulum" in HEADS[name][1] else 4, outputs)
+    if "normal" not in name:
+        return net
+    return lambda x: (net(x)[..., :1] * 2, 0.1 + net(x)[..., 1:].exp())
+
+
+def in_jax(name: str) -> Any:
+    weights = jax.random.normal(jax.random.key(1), (3 if "Pendulum" in HEADS[name][1] else 4, 2))
+
+    def apply(params: Any, x: Any) -> Any:
+        y = jnp.tanh(x @ params)
+        key = HEADS[name][0].names[0]
+        return (y[..., :1] * 2, 0.1 + jnp.exp(y[..., 1:])) if "normal" in name else {key: y, "value": y[..., 0]}
+
+    return fc.jax_policy(apply, weights, head=HEADS[name][0])
+
+
+def collected(policy: Any, env: Any, steps: int, start: int = 5) -> Any:
+    """A batch that begins in the middle of episodes, and the policy's state before it."""
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=3), start, max_frames_per_traj=7)
+    return state.policy_state, fc.rollout(env, policy, state, steps, max_frames_per_traj=7)[1]
+
+
+def assert_recorded(now: Any, batch: Any) -> None:
+    got = now.detach() if isinstance(now, torch.Tensor) else torch.from_numpy(np.array(now))
+    wanted = batch["action_log_prob"]
+    assert got.shape == wanted.shape
+    assert ((got - wanted).abs() <= 1e-5 * wanted.abs().clamp(min=1)).all(), (got - wanted).abs().max()
+
+
+FUSED = HEADS if SCALE > 1 else ("tanh_normal", "boltzmann")
+
+
+@pytest.mark.parametrize(("name", "prefix"), [*((name, "") for name in HEADS), *((name, "gymnax/") for name in FUSED)])
+def test_recorded_log_probs_come_back(name: str, prefix: str) -> None:
+    head, env_name, outputs = HEADS[name]
+    env = fc.make_env(prefix + env_name, num_envs=4)
+    policy = fc.torch_policy(in_torch(name, outputs), head=head)
+    _, batch = collected(policy, env, scaled(40))
+    assert_recorded(fc.evaluate_actions(policy, None, batch)["action_log_prob"], batch)
+    if not prefix:  # eager: the same operations on as many rows
+        for t in range(batch.shape[1]):
+            now = fc.evaluate_actions(policy, None, batch[:, t])["action_log_prob"]
+            assert torch.equal(now, batch["action_log_prob"][:, t])
+    policy = in_jax(name)
+    _, batch = collected(policy, env, scaled(40))
+    assert_recorded(fc.evaluate_actions(policy, policy.params, fc.interop.to_jax(batch))["action_log_prob"], batch)
+
+
+@heads
+def test_a_random_start_and_saturated_actions_have_finite_log_probs(name: str) -> None:
+    head, env_name, outputs = HEADS[name]
+    policy = fc.torch_policy(in_torch(name, outputs), head=head)
+    with fc.SyncDataCollector(
+        fc.make_env(env_name, num_envs=2), policy, frames_per_batch=60, init_random_frames=30, seed=0
+    ) as collector:
+        batch = next(collector)
+    now = fc.evaluate_actions(policy, None, batch)
+    assert now["action_log_prob"].isfinite().all()
+    if name == "tanh_normal":
+        far = batch.clone()
+        far["action"] = far["action"].sign() * 2.0  # the bounds
+        alone = fc.evaluate_actions(policy, None, far.exclude("action_unsquashed"))["action_log_prob"]
+        assert alone.isfinite().all()
+
+
+def test_where_tanh_saturates_the_recorded_log_prob_comes_back() -> None:
+    policy = fc.torch_policy(lambda x: (20 + 0 * x[..., :1], 1 + 0 * x[..., :1]), head=fc.heads.tanh_normal)
+    env = fc.make_env("Pendulum-v1", num_envs=2)
+    _, batch = collected(policy, env, 20)
+    assert (batch["action"] == 2).all()
+    assert torch.equal(fc.evaluate_actions(policy, None, batch)["action_log_prob"], batch["action_log_prob"])
+
+
+def recurrent(kind: str, record: bool) -> Any:
+    env = fc.make_env("CartPole-v1", num_envs=4)
+    made = cases.torch_recurrent(env) if kind == "torch" else cases.jax_recurrent(env)
+    if kind == "torch":
+        return fc.torch_policy(made.module, head=made.head, initial_state=made.initial_state, record_state=record)
+    return fc.jax_policy(made.apply, made.params, head=made.head, initial_state=made.initial_state, record_state=record)
+
+
+@pytest.mark.parametrize("kind", ["torch", "jax"])
+@pytest.mark.parametrize("name", ["CartPole-v1", "gymnax/CartPole-v1"])
+def test_recurrent_states_run_again_with_resets(kind: str, name: str) -> None:
+    env = fc.make_env(name, num_envs=4)
+    for record in (True, False):
+        policy = recurrent(kind, record)
+        before, batch = collected(policy, env, 30)
+        given = fc.interop.to_jax(batch) if kind == "jax" else batch
+        state = None if record else before
+        now = fc.evaluate_actions(policy, None, given, policy_state=state)["action_log_prob"]
+        assert_recorded(now, batch)
+        if kind == "torch" and name == "CartPole-v1":
+            assert torch.equal(now, batch["action_log_prob"])
+        if not record:
+            assert "recurrent" not in batch
+            with pytest.raises(ValueError, match=r"lacks \['recurrent'\].*record_state=True"):
+                fc.evaluate_actions(policy, None, given)
+    part = recurrent(kind, record=True)
+    _, batch = collected(part, env, 30)
+    piece = batch[1:3, 11:25]  # some lanes, and a time in the middle of the batch
+    given = fc.interop.to_jax(piece.contiguous()) if kind == "jax" else piece
+    assert_recorded(fc.evaluate_actions(part, None, given)["action_log_prob"], piece)
+
+
+def test_rollouts_joined_along_time_begin_again_where_the_next_one_begins() -> None:
+    policy = recurrent("torch", record=True)
+    env = fc.make_env("CartPole-v1", num_envs=4)
+    with fc.MultiSyncDataCollector(
+        [lambda: fc.make_env("CartPole-v1", num_envs=4)] * 2, policy, frames_per_batch=80, cat_results=-1, seed=0,
+        in_process=True,
+    ) as collector:  # fmt: skip
+        next(collector)
+        batch = next(collector)
+    assert_recorded(fc.evaluate_actions(policy, None, batch, env=env)["action_log_prob"], batch)
+
+
+def test_a_single_environment_and_a_traced_batch() -> None:
+    policy = recurrent("torch", record=True)
+    env = fc.make_env("CartPole-v1")
+    _, batch = collected(policy, env, 30)
+    assert batch.batch_size == (30,)
+    assert_recorded(fc.evaluate_actions(policy, None, batch)["action_log_prob"], batch)
+    policy, env = recurrent("jax", record=False), fc.make_env("gymnax/CartPole-v1", num_envs=4)
+    state = fc.traced.init(env, policy, policy.params, key=jax.random.key(0))
+    state, _ = fc.traced.rollout(env, policy, policy.params, state, 5)
+    _, arrays = fc.traced.rollout(env, policy, policy.params, state, 30)
+
+    @jax.jit
+    def again(params: Any, arrays: Any) -> Any:
+        return fc.evaluate_actions(policy, params, arrays, env=env, policy_state=state.policy_state)
+
+    now = again(policy.params, arrays)["action_log_prob"]
+    np.testing.assert_allclose(now, arrays["action_log_prob"], rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_are_those_of_torch_and_of_jax() -> None:
+    weights = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
+    net = nn.Linear(4, 2, bias=False)
+    net.weight.data = weights.T.clone()
+    env = fc.make_env("CartPole-v1", num_envs=3)
+    policy = fc.torch_policy(net, head=fc.heads.categorical)
+    _, batch = collected(policy, env, 20)
+    now = fc.evaluate_actions(policy, None, batch)
+    (now["action_log_prob"].mean() + 0.1 * now["entropy"].mean()).backward()
+    scores = torch.distributions.Categorical(logits=batch["observation"] @ weights.requires_grad_())
+    (scores.log_prob(batch["action"]).mean() + 0.1 * scores.entropy().mean()).backward()
+    torch.testing.assert_close(net.weight.grad, weights.grad.T)
+    params = {"weight": weights.detach().T.clone().requires_grad_()}
+    fc.evaluate_actions(policy, params, batch)["action_log_prob"].mean().backward()
+    assert params["weight"].grad.abs().sum() > 0
+    in_jax = fc.jax_policy(
+        lambda params, x: x @ params, jnp.asarray(weights.detach().numpy()), head=fc.heads.categorical
+    )
+    arrays = fc.interop.to_jax(batch)
+
+    @jax.jit
+    @jax.grad
+    def gradient(params: Any) -> Any:
+        now = fc.evaluate_actions(in_jax, params, arrays, env=env)
+        return now["action_log_prob"].mean() + 0.1 * now["entropy"].mean()
+
+    np.testing.assert_allclose(gradient(in_jax.params), weights.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_other_outputs_and_samples_of_a_buffer() -> None:
+    net = cases.mlp(4, 3)
+    policy = fc.torch_policy(lambda x: {"logits": net(x)[..., :2], "value": net(x)[..., 2]}, head=fc.heads.categorical)
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    _, batch = collected(policy, env, 50)
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(100), batch_size=16)
+    buffer.extend(batch.reshape(-1))
+    sample = buffer.sample()
+    now = fc.evaluate_actions(policy, None, sample)
+    torch.testing.assert_close(now["value"], sample["value"])
+    assert_recorded(now["action_log_prob"], sample)
+    assert set(now) == {"logits", "value", "action_log_prob", "entropy"}
+
+
+class Squash(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return x.chunk(2, -1)[0], x.chunk(2, -1)[1].exp() + 0.1
+
+
+ACTORS = {
+    "tanh_normal": lambda: ProbabilisticActor(
+        TensorDictModule(nn.Sequential(cases.mlp(3, 2), NormalParamExtractor()), ["observation"], ["loc", "scale"]),
+        in_keys=["loc", "scale"], distribution_class=TanhNormal, return_log_prob=True,
+        distribution_kwargs={"low": -2.0, "high": 2.0}, default_interaction_type=InteractionType.RANDOM,
+    ),
+    "categorical": lambda: ProbabilisticActor(
+        TensorDictModule(cases.mlp(4, 2), ["observation"], ["logits"]), in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical, return_log_prob=True,
+    ),
+    "one_hot": lambda: ProbabilisticActor(
+        TensorDictModule(cases.mlp(4, 2), ["observation"], ["logits"]), in_keys=["logits"],
+        distribution_class=OneHotCategorical, return_log_prob=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACTORS)
+def test_actors_of_torchrl_score_with_their_own_distribution(name: str) -> None:
+    actor = ACTORS[name]()
+    env = fc.make_env("Pendulum-v1" if name == "tanh_normal" else "CartPole-v1", num_envs=3, one_hot=name == "one_hot")
+    policy = fc.tensordict_policy(actor)
+    _, batch = collected(policy, env, 20)
+    now = fc.evaluate_actions(policy, None, batch)
+    torch.testing.assert_close(now["action_log_prob"], batch["action_log_prob"], rtol=1e-3, atol=1e-3)
+    assert ("entropy" in now) is (name != "tanh_normal")
+    assert now["action_log_prob"].requires_grad
+
+
+def test_a_recurrent_actor_of_torchrl_runs_again_with_resets() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        lstm = LSTMModule(input_size=4, hidden_size=5, in_key="observation", out_key="features")
+        head = TensorDictModule(nn.Linear(5, 2), ["features"], ["logits"])
+    actor = ProbabilisticActor(
+        TensorDictSequential(lstm, head), in_keys=["logits"], distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+    )  # fmt: skip
+    env = fc.make_env("CartPole-v1", num_envs=3)
+    policy = fc.tensordict_policy(actor)
+    _, batch = collected(policy, env, 30)
+    now = fc.evaluate_actions(policy, None, batch)
+    torch.testing.assert_close(now["action_log_prob"], batch["action_log_prob"], rtol=1e-5, atol=1e-5)
+    part = batch[1:, 8:20]
+    now = fc.evaluate_actions(policy, None, part)["action_log_prob"]
+    torch.testing.assert_close(now, part["action_log_prob"], rtol=1e-5, atol=1e-5)
+
+
+def test_a_normalised_policy_scores_with_its_statistics() -> None:
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    stats = fc.running_statistics.init(env.observation_space)
+    policy = fc.normalized(fc.torch_policy(cases.mlp(4, 2), head=fc.heads.categorical), stats)
+    with fc.SyncDataCollector(env, policy, frames_per_batch=60, update_statistics=True, seed=0) as collector:
+        next(collector)
+        params = policy.params
+        batch = next(collector)
+    assert_recorded(fc.evaluate_actions(policy, params, batch)["action_log_prob"], batch)
+    now = fc.evaluate_actions(policy, None, batch)["action_log_prob"]
+    assert not torch.allclose(now, batch["action_log_prob"])
+    now.mean().backward()
+
+
+class TestMisuse:
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    policy = fc.torch_policy(cases.mlp(4, 2), head=fc.heads.categorical)
+
+    def batch(self) -> Any:
+        return collected(self.policy, self.env, 8)[1]
+
+    def test_a_policy_without_a_distribution(self) -> None:
+        for policy in (fc.torch_policy(lambda x: (x[:, 0] > 0).long()), fc.random_policy(self.env)):
+            with pytest.raises(TypeError, match="without a head, expected one whose head or distribution scores"):
+                fc.evaluate_actions(policy, None, self.batch())
+        keyed = cases.jax_keyed(self.env)
+        fc.init(self.env, keyed, seed=0)
+        with pytest.raises(TypeError, match="draws random numbers from its parameter 'key'"):
+            fc.evaluate_actions(keyed, None, fc.interop.to_jax(self.batch()))
+
+    def test_keys_that_are_missing_and_arrays_of_the_other_framework(self) -> None:
+        with pytest.raises(ValueError, match=r"the batch lacks \['observation'\]"):
+            fc.evaluate_actions(self.policy, None, self.batch().exclude("observation"))
+        with pytest.raises(TypeError, match="policy in Torch takes: pass the TensorDict itself"):
+            fc.evaluate_actions(self.policy, None, fc.interop.to_jax(self.batch()), env=self.env)
+        policy = cases.jax_mlp(self.env)
+        with pytest.raises(TypeError, match=r"policy in JAX takes: pass funcollect.interop.to_jax"):
+            fc.evaluate_actions(policy, None, self.batch(), env=self.env)
+
+    def test_an_environment_that_is_not_known(self) -> None:
+        policy = fc.torch_policy(cases.mlp(4, 2), head=fc.heads.categorical)
+        with pytest.raises(ValueError, match="acted in no environment in this process: pass env="):
+            fc.evaluate_actions(policy, None, self.batch())
+        fc.init(fc.make_env("CartPole-v1", num_envs=2), policy, seed=0)
+        fc.init(fc.make_env("CartPole-v1", num_envs=2, one_hot=True), policy, seed=0)
+        with pytest.raises(ValueError, match="2 environments with different actions"):
+            fc.evaluate_actions(policy, None, self.batch())
+
+    def test_a_policy_state_of_another_policy(self) -> None:
+        policy = recurrent("torch", record=True)
+        _, batch = collected(policy, self.env, 8)
+        other = fc.torch_policy(policy.module, head=policy.head, initial_state=torch.zeros(3))
+        with pytest.raises(ValueError, match=r"policy_state has leaves of the shapes .* pass state.policy_state"):
+            fc.evaluate_actions(policy, None, batch, policy_state=other.init(np.zeros(2, np.uint32), 2))

@@ -1,0 +1,152 @@
+"""Numbers that change during a run: epsilon, temperature, and those of a policy of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import funcollect as fc
+from tests.support import cases
+
+KEY = ("collector", "exploration", "epsilon")
+
+
+def values(framework: str, epsilon: float) -> Any:
+    """A policy that prefers the first choice by far."""
+    head = fc.heads.epsilon_greedy(epsilon)
+    if framework == "torch":
+        return fc.torch_policy(lambda x: torch.stack([x[:, 0] * 0 + 9, x[:, 0] * 0], -1), head=head)
+    return fc.jax_policy(lambda p, x: jnp.stack([x[:, 0] * 0 + p, x[:, 0] * 0], -1), jnp.asarray(9.0), head=head)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
+def test_epsilon_acts_and_is_in_the_batch(framework: str, name: str) -> None:
+    env, policy = fc.make_env(name, num_envs=16), values(framework, 0.0)
+    assert dict(policy.exploration) == {"epsilon": 0.0}
+    state = fc.init(env, policy, seed=0)
+    for given in (None, 1.0, 0.5, 0.0):
+        exploration = {} if given is None else {"epsilon": given}
+        state, batch = fc.rollout(env, policy, state, 64, exploration=exploration)
+        wanted = given or 0.0
+        assert batch[KEY].shape == (16, 64)
+        assert batch[KEY].unique().tolist() == [wanted]
+        drawn = batch["action"].float().mean()
+        assert abs(drawn - wanted / 2) <= 4.5 * np.sqrt(wanted / 2 * (1 - wanted / 2) / batch.numel())
+        share = torch.where(batch["action"] == 0, 1 - wanted / 2, wanted / 2)
+        torch.testing.assert_close(batch["action_log_prob"], share.log())
+    state, row = fc.step(env, policy, state, exploration={"epsilon": 1.0})
+    assert row[KEY].tolist() == [1.0] * 16
+
+
+def test_another_value_compiles_nothing() -> None:
+    calls = []
+
+    def apply(params: Any, x: Any) -> Any:
+        calls.append(1)
+        return x[:, :2] * params
+
+    policy = fc.jax_policy(apply, jnp.ones(()), head=fc.heads.boltzmann(1.0))
+    for name in ("gymnax/CartPole-v1", "CartPole-v1"):
+        env = fc.make_env(name, num_envs=2)
+        state = fc.init(env, policy, seed=0)
+        state, _ = fc.rollout(env, policy, state, 8)
+        traced = len(calls)
+        for temperature in (0.5, 2.0):
+            state, batch = fc.rollout(env, policy, state, 8, exploration={"temperature": temperature})
+            assert batch["collector", "exploration", "temperature"].unique().tolist() == [temperature]
+        assert len(calls) == traced
+
+
+def test_values_are_arguments_of_traced_rollouts() -> None:
+    env, policy = fc.make_env("gymnax/CartPole-v1", num_envs=4), values("jax", 0.3)
+
+    @jax.jit
+    def run(state: Any, epsilon: Any) -> Any:
+        return fc.traced.rollout(env, policy, policy.params, state, 32, exploration={"epsilon": epsilon})
+
+    state = fc.traced.init(env, policy, policy.params, key=jax.random.key(0))
+    state, batch = run(state, jnp.float32(1.0))
+    assert batch["collector"]["exploration"]["epsilon"].shape == (32, 4)
+    assert 0.3 < batch["action"].mean() < 0.7
+    state, batch = run(state, jnp.float32(0.0))
+    assert batch["action"].sum() == 0
+    delivered = fc.deliver(batch, env)
+    assert delivered[KEY].unique().tolist() == [0.0]
+
+
+def schedule(frames: int) -> float:
+    return max(0.0, 1 - frames / 200)
+
+
+def test_a_schedule_gets_the_frames_of_the_whole_run() -> None:
+    env, policy = fc.make_env("CartPole-v1", num_envs=4), values("torch", 0.3)
+    with fc.SyncDataCollector(
+        env, policy, frames_per_batch=100, total_frames=300, exploration={"epsilon": schedule}, seed=0
+    ) as collector:
+        assert [batch[KEY].unique().tolist() for batch in collector] == [[1.0], [0.5], [0.0]]
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_lanes_in_workers_follow_the_schedule_of_the_run(in_process: bool) -> None:
+    policy = values("torch", 0.3)
+    with fc.MultiSyncDataCollector(
+        [lambda: fc.make_env("CartPole-v1", num_envs=2)] * 2, policy, frames_per_batch=100, total_frames=200, seed=0,
+        exploration={"epsilon": schedule}, in_process=in_process,
+    ) as collector:  # fmt: skip
+        batches = [batch.clone() for batch in collector]
+    assert [batch[KEY].unique().tolist() for batch in batches] == [[1.0], [0.5]]
+    env = fc.make_env("CartPole-v1", num_envs=4)
+    with fc.SyncDataCollector(
+        env, policy, frames_per_batch=100, total_frames=200, seed=0, exploration={"epsilon": schedule}
+    ) as collector:
+        for batch, whole in zip(batches, collector, strict=True):
+            assert torch.equal(batch["action"].flatten(0, 1), whole["action"])
+
+
+class Nudged(fc.PolicyBase):
+    """Reads a number of its own."""
+
+    backend, params = "torch", None
+    exploration: Mapping[str, float] = {"push": 0.25}
+
+    def __call__(self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Any, /) -> Any:
+        push = exploration.values["push"]
+        return state, {"action": (observation[:, 2] > push).long(), "push": observation[:, 0] * 0 + push}
+
+
+def test_a_policy_of_ones_own_reads_its_numbers() -> None:
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    state = fc.init(env, Nudged(), seed=0)
+    state, batch = fc.rollout(env, Nudged(), state, 4)
+    assert batch["push"].unique().tolist() == [0.25]
+    state, batch = fc.rollout(env, Nudged(), state, 4, exploration={"push": -1.0})
+    assert batch["push"].unique().tolist() == [-1.0]
+    assert batch["collector", "exploration", "push"].unique().tolist() == [-1.0]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"temperature": 1.0}, ValueError, r"exploration has \['temperature'\], expected names out of \['epsilon'\]"),
+        ({"epsilon": 2.0}, ValueError, r"epsilon is 2.0, expected a number in \[0, 1\]"),
+        ({"epsilon": lambda frames: -1.0}, ValueError, r"epsilon is -1.0"),
+        ({"epsilon": "much"}, TypeError, r"exploration\['epsilon'\] is 'much', expected a number"),
+        (0.1, TypeError, "exploration is 0.1, expected a dict from names to numbers"),
+    ],
+)
+def test_values_that_do_not_fit(given: Any, error: type[Exception], message: str) -> None:
+    env, policy = fc.make_env("CartPole-v1", num_envs=2), values("torch", 0.1)
+    state = fc.init(env, policy, seed=0)
+    with pytest.raises(error, match=message):
+        fc.rollout(env, policy, state, 4, exploration=given)
+    state, _ = fc.rollout(env, policy, state, 4)  # nothing is lost
+    other = fc.torch_policy(cases.mlp(4, 2), head=fc.heads.categorical)
+    with pytest.raises(ValueError, match=r"expected names out of \[\]"):
+        fc.rollout(env, other, fc.init(env, other, seed=0), 4, exploration={"epsilon": 0.1})
