@@ -15,7 +15,7 @@ from torchrl.modules import LSTMModule, NormalParamExtractor, OneHotCategorical,
 
 import funcollect as fc
 from tests.support import cases
-from tests.support.running import SCALE, scaled
+from tests.support.running import SCALE, in_soak, scaled
 
 HEADS = {
     "categorical": (fc.heads.categorical, "CartPole-v1", 2),
@@ -59,7 +59,7 @@ def assert_recorded(now: Any, batch: Any) -> None:
     assert ((got - wanted).abs() <= 1e-5 * wanted.abs().clamp(min=1)).all(), (got - wanted).abs().max()
 
 
-FUSED = HEADS if SCALE > 1 else ("tanh_normal", "boltzmann")
+FUSED = HEADS if SCALE > 1 else ("tanh_normal",)
 
 
 @pytest.mark.parametrize(("name", "prefix"), [*((name, "") for name in HEADS), *((name, "gymnax/") for name in FUSED)])
@@ -111,8 +111,10 @@ def recurrent(kind: str, record: bool) -> Any:
     return fc.jax_policy(made.apply, made.params, head=made.head, initial_state=made.initial_state, record_state=record)
 
 
-@pytest.mark.parametrize("kind", ["torch", "jax"])
-@pytest.mark.parametrize("name", ["CartPole-v1", "gymnax/CartPole-v1"])
+MORE = in_soak([("jax", "CartPole-v1"), ("torch", "gymnax/CartPole-v1")])
+
+
+@pytest.mark.parametrize(("kind", "name"), [("torch", "CartPole-v1"), ("jax", "gymnax/CartPole-v1"), *MORE])
 def test_recurrent_states_run_again_with_resets(kind: str, name: str) -> None:
     env = fc.make_env(name, num_envs=4)
     for record in (True, False):
