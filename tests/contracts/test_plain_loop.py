@@ -26,7 +26,7 @@ def as_given(action):
     return action.tolist() if action.ndim == 1 else [each.copy() for each in action.numpy()]
 
 
-EXTRAS = {(name,) for name in ("action_log_prob", "loc", "scale")}
+EXTRAS = {(name,) for name in ("action_log_prob", "action_unsquashed", "loc", "scale")}
 
 
 def check_lanes(batch, make_one, seed, **kwargs):

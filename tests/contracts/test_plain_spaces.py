@@ -251,7 +251,8 @@ def test_continuous_actions(name, kind, head, num_envs):
         policy = fc.jax_policy(lambda params, x: split(x @ params), weights, head=head)
     batch = collect(env, policy, *LENGTHS, seed=3)
     assert batch["action"].numpy().dtype == space.dtype
-    check(batch, lambda: Sampling(BOX, space), lambda row: row, extras=("action_log_prob",))
+    extras = ("action_log_prob", *(["action_unsquashed"] if head is fc.heads.tanh_normal else []))
+    check(batch, lambda: Sampling(BOX, space), lambda row: row, extras=extras)
 
 
 @pytest.mark.parametrize("num_envs", [None, 3])
