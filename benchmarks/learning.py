@@ -66,16 +66,12 @@ def ours(seed: int, frames: int) -> dict[str, Any]:
     episodes, scaling, parts = [], None, []
     keywords = {"frames_per_batch": ENVS * STEPS, "total_frames": frames, "seed": seed, "update_statistics": True}
     with fc.SyncDataCollector(env, policy, **keywords) as collector:
-        before = policy.statistics
         for batch in collector:
             parts.append(fc.episode_stats(batch, parts[-1] if parts else None))
             episodes += [(collector.frames, value) for value in parts[-1].returns.tolist()]
             batch["next", "reward"], scaling = fc.scale_rewards(batch, scaling, gamma=GAMMA)
-            seen, after = (
-                fc.running_statistics.normalize(before, each, clip=10.0)
-                for each in (batch["observation"], batch["next", "observation"])
-            )
-            before = policy.statistics
+            scaled = fc.running_statistics.normalize(policy.statistics, batch, clip=10.0)
+            seen, after = scaled["observation"], scaled["next", "observation"]
             with torch.no_grad():
                 advantage, target = fc.gae(batch, critic(seen), critic(after), gamma=GAMMA, lmbda=LAMBDA)
             rows = [

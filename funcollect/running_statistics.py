@@ -82,6 +82,12 @@ def start(shapes: Mapping[str, tuple[int, ...]], backend: str) -> RunningStatist
     return RunningStatistics(jnp.zeros(2, jnp.uint32), mean, variance)
 
 
+def none_like(stats: RunningStatistics) -> RunningStatistics:
+    """Statistics of no observation, with the leaves of these."""
+    backend = "torch" if isinstance(stats.count, Tensor) else "jax"
+    return start({name: tuple(mean.shape) for name, mean in stats.mean.items()}, backend)
+
+
 def _shapes(space: Any, name: str) -> dict[str, tuple[int, ...]]:
     """The shapes of the leaves of floats, by name."""
     if isinstance(space, spaces.Dict):
@@ -219,7 +225,8 @@ def normalize(stats: RunningStatistics, observation: Any, *, clip: float | None 
 
     Args:
         stats: the statistics; as they are, nothing is updated.
-        observation: an array [..., *shape], or a dict or TensorDict of them, of which the other keys stay as they are.
+        observation: an array [..., *shape], a dict of them, or a batch, whose observations before and after each step
+            are normalised (the latter under ``next``). Other keys stay as they are.
         clip: the largest absolute value of the result.
     """
     _check("stats", stats)
@@ -250,11 +257,12 @@ def _applied(stats: RunningStatistics, observation: Any, function: Callable[[Any
         return function(value, mean.astype(value.dtype), deviation.astype(value.dtype))
 
     if isinstance(observation, TensorDictBase):
-        names = [tuple(name.split(".")) for name in stats.mean]
-        changed = {key_of(path): leaf(".".join(path), observation[key_of(path)]) for path in names}
-        result = observation.copy()
-        for key, value in changed.items():
-            result.set(key, value)
+        result, known = observation.copy(), set(flatten(observation))
+        for name in stats.mean:
+            path = tuple(name.split("."))
+            result.set(key_of(path), leaf(name, observation[key_of(path)]))
+            if ("next", *path) in known:
+                result.set(("next", *path), leaf(name, observation["next", *path]))
         return result
     if isinstance(observation, Mapping):
         flat = flatten(observation)

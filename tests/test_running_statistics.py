@@ -133,8 +133,11 @@ def test_dicts_have_statistics_for_floats_alone():
     scaled = rs.normalize(stats, observation)
     assert torch.equal(scaled["n"], observation["n"])
     assert scaled["deep"]["b"].mean(0).abs().max() < 1e-6
-    batch = rs.normalize(stats, TensorDict(observation, [5]))
-    assert torch.equal(batch["deep", "b"], scaled["deep"]["b"])
+    batch = rs.normalize(stats, TensorDict({**observation, "next": {**observation, "reward": torch.ones(5)}}, [5]))
+    for part in (batch, batch["next"]):  # the observations after each step, too
+        assert torch.equal(part["deep", "b"], scaled["deep"]["b"])
+        assert torch.equal(part["n"], observation["n"])
+    assert torch.equal(batch["next", "reward"], torch.ones(5))
     in_jax = rs.init(space, backend="jax")
     in_jax = rs.update(in_jax, jax.tree.map(lambda leaf: jnp.asarray(leaf.numpy()), observation))
     np.testing.assert_allclose(in_jax.mean["a"], stats.mean["a"], rtol=1e-5, atol=1e-6)

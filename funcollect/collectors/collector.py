@@ -24,7 +24,7 @@ from funcollect.core.saving import Episodes, check_episodes
 from funcollect.errors import ClosedError
 from funcollect.files import read_data, write_data
 from funcollect.policies.normalized import Normalized
-from funcollect.running_statistics import update
+from funcollect.running_statistics import RunningStatistics, merge, none_like, update
 from funcollect.specs import ExplorationType
 
 _KIND = "the run of a collector"
@@ -145,6 +145,7 @@ class CollectorBase(RunOptions, ABC):
     options: Options = field(init=False)
     frames: int = field(init=False, default=0)
     params: Any = field(init=False, default=None)
+    _moments: RunningStatistics | None = field(init=False, default=None)  # of the last batch, not acted with yet
 
     _closed = False
     _elsewhere: ClassVar[Mapping[str, str]] = {
@@ -212,7 +213,7 @@ class CollectorBase(RunOptions, ABC):
         check_episodes(episodes)
         self._check_open()
         run = {"class": type(self).__name__, "keywords": self._run_keywords(), "run": self.saved_run(episodes)}
-        write_data(Path(path), _KIND, run)
+        write_data(Path(path), _KIND, run | {"moments": self._moments})
 
     def restore(self, path: str | os.PathLike[str], *, episodes: Episodes = "continue") -> None:
         """Continue the run in a file that `save` of such a collector has written.
@@ -236,7 +237,11 @@ class CollectorBase(RunOptions, ABC):
         saved = read_data(Path(path), _KIND)
         own = self._run_keywords()
         self._check_saved(saved, [(name, value) for name, value in own.items() if name != "seed"])
+        self._restore(saved, episodes)
+
+    def _restore(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
         self.continue_run(saved["run"], episodes)
+        self._moments = saved["moments"] and RunningStatistics(*saved["moments"])
 
     @classmethod
     def load(
@@ -269,7 +274,7 @@ class CollectorBase(RunOptions, ABC):
         known = {name: _as_given(name, value) for name, value in saved["keywords"].items()}
         made = cls(create_env_fn, policy, **{**known, **keywords})
         try:
-            made.continue_run(saved["run"], episodes)
+            made._restore(saved, episodes)
         except BaseException:
             made.shutdown()
             raise
@@ -327,11 +332,13 @@ class CollectorBase(RunOptions, ABC):
         return self
 
     def __next__(self) -> TensorDictBase:
+        if self._moments is not None and not self._closed:
+            self._add_to_statistics(self._moments)
         if 0 <= self.total_frames <= self.frames:
             raise StopIteration
         batch = self._gather()
         if self.update_statistics:
-            self._add_to_statistics(batch)
+            self._moments = update(none_like(self.policy.statistics), batch)
         return self.options.finish(batch)
 
     def _check_statistics(self) -> None:
@@ -342,10 +349,10 @@ class CollectorBase(RunOptions, ABC):
                 "pass the result of funcollect.normalized(policy, stats)"
             )
 
-    def _add_to_statistics(self, batch: TensorDictBase) -> None:
-        """Update the policy's statistics, and let it act with them as another version of its parameters."""
-        policy = self.policy
-        policy.statistics = update(policy.statistics, batch)
+    def _add_to_statistics(self, moments: RunningStatistics) -> None:
+        """Add a batch's moments to the policy's statistics; it acts with them as another version of its parameters."""
+        policy, self._moments = self.policy, None
+        policy.statistics = merge(policy.statistics, moments)
         self.update_policy_weights_(None if self.params is None else (self.params[0], policy.statistics))
 
     def _check_open(self) -> None:

@@ -82,8 +82,8 @@ class RunOptions:
     """mark the last frame of each lane in a batch as truncated, so that nothing is bootstrapped across batches. The
     episode continues; ``("collector", "cut")`` is True at these frames, which `episode_stats` and `track` read."""
     update_statistics: bool = False
-    """add each batch to the running statistics of a policy that `normalized` has made. It acts with them from the next
-    version of its weights on, which begins after each batch."""
+    """add each batch to the running statistics of a policy that `normalized` has made, once the next one is asked for.
+    Until then ``policy.statistics`` are those that acted in the batch, and those that `state_dict` holds."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

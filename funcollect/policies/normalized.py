@@ -30,7 +30,7 @@ def normalized(policy: Policy, stats: RunningStatistics, *, clip: float = 10.0) 
     Args:
         policy: a policy made by `torch_policy` or `jax_policy`. It stays as it is, and shares its parameters.
         stats: see `funcollect.running_statistics`. Setting the attribute `statistics` replaces them, which compiles
-            nothing. Collectors with ``update_statistics=True`` do that after each batch.
+            nothing. Collectors with ``update_statistics=True`` add each batch to them.
         clip: the largest absolute value of a normalised observation.
 
     Raises:

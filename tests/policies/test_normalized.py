@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optree
 import pytest
 import torch
 from gymnasium import spaces
@@ -64,11 +65,12 @@ def test_new_statistics_act_at_the_next_rollout_and_compile_nothing(backend):
     state, before = fc.rollout(env, policy, fc.init(env, policy, seed=3), 30)
     state, _ = fc.rollout(env, policy, state, 30)
     policy.statistics = rs.update(policy.statistics, before)
+    other = some_stats(backend)
     with compilations() as compiled:
-        policy.statistics = some_stats(backend)
+        policy.statistics = other
         fc.rollout(env, policy, state, 30)
         _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=3), 30)
-        fc.rollout(env, policy, state, 30, params=(policy.params[0], some_stats(backend)))
+        fc.rollout(env, policy, state, 30, params=(policy.params[0], other))
     assert not compiled
     assert_close(batch, by_hand(some_stats(), env))
 
@@ -139,17 +141,38 @@ def test_collectors_update_statistics_with_every_batch(kind, backend):
             batch = next(collector)
             if kind != "async":
                 assert {*batch["collector", "policy_version"].flatten().tolist()} == {number}
-            total += batch.numel()
-            wanted = rs.update(wanted, batch)
-            assert int(np.asarray(policy.statistics.count).reshape(-1)[0]) == total
+            assert int(np.asarray(policy.statistics.count).reshape(-1)[0]) == total  # those that acted in the batch
             np.testing.assert_allclose(
                 policy.statistics.mean["observation"], wanted.mean["observation"], rtol=1e-4, atol=1e-5
             )
+            total += batch.numel()
+            wanted = rs.update(wanted, batch)
         if backend == "jax" and kind == "multi":  # parameters that are passed on, as in a functional loop
             collector.update_policy_weights_((policy.params[0] * 2, policy.statistics))
             next(collector)
             assert float(collector.params[0][0, 0]) == pytest.approx(2 * WEIGHT[0, 0])
             assert collector.params[1] is policy.statistics
+
+
+def test_the_last_batch_of_a_run_counts_and_statistics_that_wait_are_saved(tmp_path):
+    def collector(total):
+        policy = fc.normalized(torch_policy(), rs.init(fc.make_env("CartPole-v1").observation_space))
+        keywords = {"frames_per_batch": 40, "total_frames": total, "seed": 0, "update_statistics": True}
+        return policy, fc.SyncDataCollector("CartPole-v1", policy, **keywords)
+
+    whole, run = collector(120)
+    batches = list(run)
+    assert int(whole.statistics.count) == 120
+    first, run = collector(40)
+    next(run)
+    run.save(tmp_path / "run")
+    run.shutdown()
+    assert int(first.statistics.count) == 0
+    resumed, run = collector(120)
+    run.restore(tmp_path / "run")
+    assert [torch.equal(one["action"], two["action"]) for one, two in zip(batches[1:], run, strict=True)] == [True] * 2
+    for one, two in zip(optree.tree_leaves(whole.statistics), optree.tree_leaves(resumed.statistics), strict=True):
+        assert torch.equal(one, two)
 
 
 def test_bad_arguments_are_refused():
