@@ -32,6 +32,7 @@ def test_they_are_all_there():
         "04_workers.ipynb",
         "05_replay.ipynb",
         "06_ray.ipynb",
+        "07_continuous_ppo.ipynb",
     ]
 
 
