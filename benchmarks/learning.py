@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import funcollect as fc
+from benchmarks.report import setting
+from benchmarks.runner import Options
 
 ENVS, STEPS, EPOCHS, MINIBATCH = 8, 256, 10, 64
 GAMMA, LAMBDA, RATE, CLIP = 0.99, 0.95, 3e-4, 0.2
@@ -152,7 +154,8 @@ def main() -> None:
         columns.append([run["final"] for run in runs])
         cells = [f"{statistics.mean(column):8.0f} ± {statistics.pstdev(column):5.0f}" for column in columns if column]
         print(f"{name:20}", *cells)
-    options.out.write_text(json.dumps({"frames": options.frames, "runs": table}, indent=1) + "\n")
+    facts = setting(Options(rounds=len(options.seeds), scale=1.0, only=""))
+    options.out.write_text(json.dumps({**facts, "frames": options.frames, "results": table}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
