@@ -27,10 +27,10 @@ from funcollect.collectors.workers.worker import (
     WorkerBase,
     WorkerInfo,
     failure_of,
-    limit_threads,
 )
 from funcollect.core.request import OwnColumns
 from funcollect.errors import WorkerError
+from funcollect.processes.child import limit_threads
 
 
 class ActorSetup(NamedTuple):

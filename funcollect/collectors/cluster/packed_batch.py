@@ -16,10 +16,11 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.collectors.workers.batch_layout import BatchLayout, Memory, PackedLayout, columns_of, copy_into
+from funcollect.collectors.workers.batch_layout import BatchLayout, PackedLayout, columns_of, copy_into
 from funcollect.collectors.workers.transport import BatchAssembler, Call, PendingBatch, WorkerGroup
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.errors import WorkerError
+from funcollect.processes.shared_memory import Memory
 from funcollect.tree import Path, flatten
 
 _MOST_IDLE = 3  # pieces of a size that wait to be written again: fresh memory costs ten times a copy into warm one

@@ -2,62 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import os
-import signal
-import socket
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from funcollect.collectors.processes.channel import Channel
-from funcollect.collectors.processes.fork_server import die_with_parent
-from funcollect.collectors.processes.slots import mapped, weights_in
+from funcollect.collectors.processes.slots import weights_in
 from funcollect.collectors.workers.batch_layout import BatchColumn, BatchLayout, PackedLayout, columns_of, store
 from funcollect.collectors.workers.transport import WITH_WEIGHTS
-from funcollect.collectors.workers.worker import RolloutReport, Worker, failure_of, limit_threads
+from funcollect.collectors.workers.worker import RolloutReport, Worker, failure_of
 from funcollect.core.request import NOWHERE
+from funcollect.processes.channel import Channel
+from funcollect.processes.child import enter_child
+from funcollect.processes.shared_memory import mapped
 from funcollect.tree import Path
 
 
-class ProcessSetup(NamedTuple):
-    """The settings of a worker's process, most of them copied from the collector's process."""
-
-    path: list[str]
-    folder: str
-    environ: dict[str, str]
-    num_threads: int
-    accelerators: bool  # whether JAX may see accelerators
-    eager: bool  # whether calls with new weights go before earlier calls
-
-
 def main(fds: Sequence[int]) -> None:
-    """Serve the collector at the other end of the first descriptor, as long as the pipe of the second one is open."""
-    channel, alive, stack = fds
-    die_with_parent(alive)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Jupyter sends it to all processes
-    with contextlib.suppress(OSError):  # it may not be allowed
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # woken by the reader, it does not take its core
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-    serve(Channel(socket.socket(fileno=channel)))
-
-
-def serve(channel: Channel) -> None:
-    """Answer calls until one of them is to close."""
-    setup, _ = channel.receive() or (None, None)
-    assert isinstance(setup, ProcessSetup)
-    sys.path[:] = setup.path
-    os.chdir(setup.folder)
-    os.environ.clear()
-    os.environ.update(setup.environ)
-    limit_threads(setup.num_threads, accelerators=setup.accelerators)
-    served = ServedWorker(channel, eager=setup.eager)
+    """Serve the collector that has started this process, until it asks to close or has ended."""
+    channel = enter_child(fds)
+    first = channel.receive()
+    assert first is not None
+    setup, eager = first[0]
+    setup.apply()
+    served = ServedWorker(channel, eager=eager)
     try:
         while served.answer():
             pass

@@ -9,15 +9,14 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from funcollect.processes.shared_memory import Memory
 from funcollect.tree import Path, aliased, flatten, nest, to_tensordict
 
 Join = Literal["stack", 0, -1]
-Memory = npt.NDArray[np.uint8]
 
 _ALIGNMENT = 64  # bytes: where XLA takes a tensor without a copy
 

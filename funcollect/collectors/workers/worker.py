@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
@@ -14,7 +12,6 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
-import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
@@ -290,16 +287,3 @@ def failure_of(error: BaseException, first_lane: int | None = None) -> Failure:
     named = re.match(r"lanes? \[?(\d+)", str(error)) if isinstance(error, EnvError) else None
     lane = first_lane + int(named[1]) if named and first_lane is not None else None
     return Failure(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)), lane, cause)
-
-
-def limit_threads(num_threads: int, *, accelerators: bool) -> None:
-    """Limit this process's threads, and hide accelerators from JAX unless wanted. Call it before JAX makes a client."""
-    os.environ["OMP_NUM_THREADS"] = os.environ["NPROC"] = str(num_threads)  # XLA's CPU client reads the latter
-    torch.set_num_threads(num_threads)
-    if num_threads == 1:
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
-    if not accelerators:
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        if "jax" in sys.modules:
-            sys.modules["jax"].config.update("jax_platforms", "cpu")

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import funcollect as fc
-from funcollect.collectors.processes import transport
 from funcollect.collectors.workers import pool
 from funcollect.collectors.workers.serial import SerialTransport
+from funcollect.processes import child
 from tests.support.faulty_workers import (
     BadInit,
     BadReset,
@@ -47,7 +47,7 @@ def hang_clock(monkeypatch, begun, shown):
     """Give the collector of this test a `HangClock`, and its workers all the time to show their stacks."""
     clock = HangClock(begun, shown)
     monkeypatch.setattr(pool, "time", clock)
-    monkeypatch.setattr(transport, "_TO_REPORT", FOREVER)
+    monkeypatch.setattr(child, "_TO_REPORT", FOREVER)
     return clock
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import funcollect as fc
-from funcollect.collectors.processes import fork_server
 from funcollect.collectors.workers.batch_layout import joined
 from funcollect.core.api import init_lanes
+from funcollect.processes import fork_server
 from tests.support.cases import make_env
 from tests.support.check_collector import check_collector
 from tests.support.compare import assert_same

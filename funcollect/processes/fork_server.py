@@ -1,8 +1,8 @@
 """Starts worker processes by forking them from a server process, which has imported everything heavy once.
 
-The server is started on first use and shared by all collectors. It is a program of its own with a single thread, so
-forking it is safe, unlike forking the collector's process. It forks on request, reports the end of its children, and
-ends with the collector's process.
+The server is started on first use and shared by everything that starts workers. It is a program of its own with a
+single thread, so forking it is safe, unlike forking the user's process. It forks on request, reports the end of its
+children, and ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import importlib
 import os
 import select
 import signal
@@ -22,10 +23,12 @@ import threading
 import traceback
 from collections.abc import Sequence
 
-from funcollect.collectors.processes.channel import receive_packet
+from funcollect.interop.jax_setup import import_jax
+from funcollect.processes.channel import receive_packet
 
 _SET_CHILD_SUBREAPER = 36  # of prctl(2)
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # a server with threads could not fork
+_MODULE_NAME = 256  # bytes at most
 STATUS = struct.Struct("q")  # a report on a process: first its id, later its wait status
 
 
@@ -38,7 +41,7 @@ def main(control: int, alive: int) -> None:
     os.set_blocking(wakes, False)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    _import_everything()
+    import_jax()
     sock = socket.socket(fileno=control)
     children: dict[int, int] = {}  # by process id: the descriptor for reports
     waiting = select.poll()
@@ -50,14 +53,18 @@ def main(control: int, alive: int) -> None:
             os.read(woken, 1 << 12)
             _reap(children)
         if control in ready:
-            asked, fds = receive_packet(sock, 1)
+            asked, fds = receive_packet(sock, _MODULE_NAME)
             if not asked:
                 return
-            _fork(children, fds, (control, alive, woken, wakes))
+            _fork(asked.decode(), children, fds, (control, alive, woken, wakes))
 
 
-def _fork(children: dict[int, int], fds: list[int], own: tuple[int, ...]) -> None:
-    """Fork a worker. The first descriptor is for reports, the others are the worker's; it closes the server's `own`."""
+def _fork(module: str, children: dict[int, int], fds: list[int], own: tuple[int, ...]) -> None:
+    """Fork a worker, which calls `main` of a module.
+
+    The first descriptor is for reports, the others are the arguments of `main`. The worker closes the server's `own`.
+    """
+    importlib.import_module(module)  # here, so that later workers have it
     status, *others = fds
     pid = os.fork()
     if not pid:
@@ -65,7 +72,7 @@ def _fork(children: dict[int, int], fds: list[int], own: tuple[int, ...]) -> Non
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for fd in (*own, status, *children.values()):
             os.close(fd)
-        _become_worker(others)
+        _become_worker(module, others)
     children[pid] = status
     _report(status, pid)
     for fd in others:
@@ -76,14 +83,6 @@ def _report(status: int, number: int) -> None:
     """Send the collector's process the id of a worker, or its wait status."""
     with contextlib.suppress(BrokenPipeError):  # the collector has closed its end
         os.write(status, STATUS.pack(number))
-
-
-def _import_everything() -> None:
-    """Import what every worker needs, once."""
-    from funcollect.interop.jax_setup import import_jax
-
-    import_jax()
-    import funcollect.collectors.processes.worker_process  # noqa: F401
 
 
 def _reap(children: dict[int, int]) -> None:
@@ -100,17 +99,15 @@ def _reap(children: dict[int, int]) -> None:
             os.close(fd)
 
 
-def _become_worker(fds: list[int]) -> None:
+def _become_worker(module: str, fds: list[int]) -> None:
     """Become a worker; in a fresh interpreter if an import has started threads, which do not survive a fork."""
     code = 1
     try:
         if len(os.listdir(f"/proc/{os.getppid()}/task")) > 1:
             for fd in fds:
                 os.set_inheritable(fd, True)
-            os.execv(sys.executable, [sys.executable, "-c", program("worker_process", f"main({fds})")])
-        from funcollect.collectors.processes.worker_process import main as work
-
-        work(fds)
+            os.execv(sys.executable, [sys.executable, "-c", program(module, f"main({fds})")])
+        importlib.import_module(module).main(fds)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -119,8 +116,8 @@ def _become_worker(fds: list[int]) -> None:
 
 
 def program(module: str, call: str) -> str:
-    """Code for ``python -c``: a call of a module in this folder, with this process's import path."""
-    return f"import sys; sys.path[:] = {sys.path!r}; from funcollect.collectors.processes.{module} import main; {call}"
+    """Code for ``python -c``: a call of the `main` of a module, with this process's import path."""
+    return f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; {call}"
 
 
 def die_with_parent(alive: int) -> None:
@@ -147,7 +144,7 @@ class _Server:
         alive, self._life = os.pipe()
         call = f"main({theirs.fileno()}, {alive})"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", program("fork_server", call)],
+            [sys.executable, "-c", program(__name__, call)],
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), alive),
             env=os.environ | dict.fromkeys(_THREADS, "1"),
@@ -155,8 +152,8 @@ class _Server:
         theirs.close()
         os.close(alive)
 
-    def launch(self, fds: Sequence[int]) -> None:
-        socket.send_fds(self._socket, [b"f"], fds)
+    def launch(self, module: str, fds: Sequence[int]) -> None:
+        socket.send_fds(self._socket, [module.encode()], fds)
 
     def close(self) -> None:
         self._socket.close()
@@ -169,17 +166,17 @@ _LOCK = threading.Lock()
 _SERVERS: list[_Server] = []  # none or one
 
 
-def launch(fds: Sequence[int]) -> None:
-    """Start a worker process with these descriptors: one for its status, then those of the worker's `main`."""
+def launch(module: str, fds: Sequence[int]) -> None:
+    """Start a worker process with these descriptors: one for its status, then those that `main` of a module takes."""
     with _LOCK:
         if not _SERVERS:
             _SERVERS.append(_Server())
         try:
-            _SERVERS[0].launch(fds)
+            _SERVERS[0].launch(module, fds)
         except (BrokenPipeError, ConnectionResetError):  # it was killed
             _SERVERS.pop().close()
             _SERVERS.append(_Server())
-            _SERVERS[0].launch(fds)
+            _SERVERS[0].launch(module, fds)
 
 
 @atexit.register

@@ -1,0 +1,195 @@
+"""A child process: how it starts, what is known of its end, and what it shows when it hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from funcollect.processes.channel import Channel, pair
+from funcollect.processes.fork_server import STATUS, die_with_parent, launch
+
+TO_DIE = 5.0  # seconds until a killed process is gone
+_TO_REPORT = 1.0  # seconds within which a process shows its Python stack
+
+
+class ChildSetup(NamedTuple):
+    """The settings of a child process, most of them copied from the process that starts it."""
+
+    path: list[str]
+    folder: str
+    environ: dict[str, str]
+    num_threads: int
+    accelerators: bool  # whether JAX may see accelerators
+
+    @classmethod
+    def like_this(cls, *, num_threads: int = 1, accelerators: bool = False) -> Self:
+        """The settings of the current process, but for threads and accelerators."""
+        return cls(sys.path.copy(), os.getcwd(), dict(os.environ), num_threads, accelerators)
+
+    def apply(self) -> None:
+        """Take over the settings; called in the child."""
+        sys.path[:] = self.path
+        os.chdir(self.folder)
+        os.environ.clear()
+        os.environ.update(self.environ)
+        limit_threads(self.num_threads, accelerators=self.accelerators)
+
+
+def limit_threads(num_threads: int, *, accelerators: bool) -> None:
+    """Limit this process's threads, and hide accelerators from JAX unless wanted. Call it before JAX makes a client."""
+    os.environ["OMP_NUM_THREADS"] = os.environ["NPROC"] = str(num_threads)  # XLA's CPU client reads the latter
+    torch.set_num_threads(num_threads)
+    if num_threads == 1:
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
+    if not accelerators:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        if "jax" in sys.modules:
+            sys.modules["jax"].config.update("jax_platforms", "cpu")
+
+
+def enter_child(fds: Sequence[int]) -> Channel:
+    """Prepare the current process, a new child that was given these descriptors; return the channel to its parent."""
+    channel, alive, stack = fds
+    die_with_parent(alive)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Jupyter sends it to all processes
+    with contextlib.suppress(OSError):  # it may not be allowed
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # woken by its parent, it does not take its core
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    return Channel(socket.socket(fileno=channel))
+
+
+class ChildProcess:
+    """A process that calls ``main(fds)`` of a module, which has to begin with `enter_child`.
+
+    The current process holds one end of a pipe. Once that end is closed, explicitly or because the current process has
+    ended, the kernel kills the child and every process that it has started.
+    """
+
+    def __init__(self, module: str) -> None:
+        self.channel, theirs = pair()
+        self._status, reports = os.pipe()
+        alive, self._life = os.pipe()
+        self._stack = os.memfd_create("stack")
+        self._pid = 0
+        self._ended: int | None = None  # its wait status; -1 if nobody reports one
+        self._owner = os.getpid()
+        self.open = True
+        _CHILDREN.add(self)
+        try:
+            launch(module, [reports, theirs.fileno(), alive, self._stack])
+        finally:
+            for fd in (reports, alive):
+                os.close(fd)
+            theirs.close()
+
+    @property
+    def owned(self) -> bool:
+        """Whether the current process has started it, rather than being a fork of the one that has."""
+        return os.getpid() == self._owner
+
+    @property
+    def pid(self) -> int:
+        """The process id; 0 if none has begun."""
+        while not self._pid and self._ended is None:
+            self._hear(TO_DIE)
+        return self._pid
+
+    def filenos(self) -> tuple[int, ...]:
+        """The descriptors that become readable when a message has arrived or the process has ended."""
+        return (self.channel.fileno(), self._status) if self.open else ()
+
+    def send(self, message: Any, fds: Sequence[int] = (), *, plain: bool = False) -> None:
+        """Send a message (see `Channel.send`), without an error if the process has ended."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.channel.send(message, fds, plain=plain)
+
+    def ended_by(self, until: float) -> bool:
+        """Whether the process has ended; waits for its end, at most until `time.monotonic()` is `until`."""
+        while self._ended is None and self.open and self._hear(max(until - time.monotonic(), 0)):
+            pass
+        return self._ended is not None
+
+    def _hear(self, timeout: float) -> bool:
+        """Read the fork server's next report on the process; False if none comes within `timeout` seconds."""
+        readable = select.poll()
+        readable.register(self._status, select.POLLIN)
+        if not readable.poll(timeout * 1000):
+            return False
+        report = os.read(self._status, STATUS.size)
+        if not report:
+            self._ended = -1
+        elif not self._pid:
+            (self._pid,) = STATUS.unpack(report)
+        else:
+            (self._ended,) = STATUS.unpack(report)
+        return True
+
+    def how(self) -> str:
+        """How the process has ended, in words."""
+        if self._ended is None or self._ended < 0:
+            return "has ended, and so has the process that would report why"
+        if os.WIFSIGNALED(self._ended):
+            name = signal.Signals(os.WTERMSIG(self._ended)).name
+            return f"was killed by {name}" + (", perhaps for lack of memory" if name == "SIGKILL" else "")
+        return f"ended with exit code {os.WEXITSTATUS(self._ended)}"
+
+    def where(self) -> str:
+        """The Python stack of a process that hangs, or why there is none; empty if the process has ended."""
+        if not self._pid or self.ended_by(0):
+            return ""
+        try:
+            with open(f"/proc/{self._pid}/stat") as file:
+                state = file.read().rpartition(")")[2].split()[0]
+            if state in "Tt":
+                return "(it is stopped, by SIGSTOP or a debugger, so it shows no Python stack)"
+            os.kill(self._pid, signal.SIGUSR1)
+        except OSError:
+            return ""
+        return self._dumped()
+
+    def _dumped(self) -> str:
+        """The stack that the process writes, once it has stopped growing."""
+        until = time.monotonic() + _TO_REPORT
+        size = 0
+        while time.monotonic() < until:
+            self.ended_by(time.monotonic() + 0.02)
+            before, size = size, os.fstat(self._stack).st_size
+            if before == size > 0:
+                break
+        return os.pread(self._stack, size, 0).decode(errors="replace") or "(it shows no Python stack)"
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does. Does nothing the second time."""
+        if not self.open:
+            return
+        os.close(self._life)
+        if self.owned:
+            self.ended_by(time.monotonic() + TO_DIE)
+        self.open = False
+        for fd in (self._status, self._stack):
+            os.close(fd)
+        self.channel.close()
+
+
+_CHILDREN: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """Close the handles in a process that was forked from the owner of children: only the owner keeps them alive."""
+    for child in list(_CHILDREN):
+        child.kill()
+
+
+os.register_at_fork(after_in_child=_let_go)
