@@ -28,7 +28,8 @@ _FORKING = {
 }
 _NOISE = {
     "none": "the policy draws none",
-    "own": "the policy draws none ahead; Torch's global generator is run from the state's key and put back",
+    "own": "the policy draws none ahead; Torch's global generator is run from the state's key and first lane, and put "
+    "back: the numbers of a lane depend on the lanes beside it",
     "key": "one JAX key per step, a function of the state's key, the first lane and the step",
     "keys": "one JAX key per lane and step, a function of the state's key, the lane and the step",
 }
@@ -88,7 +89,9 @@ def explain(env: Env, policy: Policy) -> Plan:
     route = route_of(env, policy)
     noise = policy.noise(env.action_spec)
     in_jax = route.policy.backend == "jax" and not isinstance(route.policy, CallbackPolicy)
-    kind: str = noise.kind if noise else "none" if in_jax else "own"
+    keyed = noise is not None and noise.kind in ("key", "keys")
+    own = not in_jax and (noise is None or (keyed and policy.backend == "torch"))  # distributions of Torch take no keys
+    kind: str = "own" if own else noise.kind if noise else "none"
     drawn = "drawn inside the loop" if route.loop == "fused" else "drawn ahead for a whole rollout"
     lanes = "one environment without a batch dimension" if env.num_envs is None else f"a batch of {env.num_envs}"
     return Plan(
@@ -114,6 +117,8 @@ def _forking(env: Env) -> str:
 
 def _seeding(env: Env) -> str:
     seeding = seeding_of(env)
+    if env.backend == "jax" and env.starts == "cached":
+        return "episode: all episodes of a lane begin as its first one, whose key is its own (starts='cached')"
     if kept := statistics_of(env):
         return (
             f"{seeding}, but {kept}: data depend on every step since init, not on how a run is cut into batches; each "

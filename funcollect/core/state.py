@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypeVar
 
+from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop.jax_setup import import_jax, notice_jax, with_jax, without_weak_types
 from funcollect.interop.memo import memo_of
 from funcollect.interop.words import number
@@ -138,7 +139,9 @@ class CollectorState(Generic[Array]):
         return ids
 
     def replace(self, **changes: Any) -> CollectorState[Array]:
-        """Return a state with some fields changed."""
+        """Return a state with some fields changed. Other `env_params` hold from the next episode of each lane on."""
+        if "env_params" in changes and isinstance(self.env_state, JaxEnvState):
+            changes = {"env_state": self.env_state.with_used_starts(), **changes}  # they were made with the old ones
         return replace(self, **changes)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -266,5 +266,7 @@ def _raw(key: Any) -> Any:
         key = jax.random.key_data(key)
     if getattr(key, "shape", None) != (2,) or key.dtype != jax.numpy.uint32:
         got = f"{key.dtype} {list(key.shape)}" if hasattr(key, "dtype") else repr(key)[:80]
-        raise TypeError(f"key is {got}, expected uint32 [2] or a typed key: pass for example jax.random.PRNGKey(0)")
+        raise TypeError(
+            f"key is {got}, expected uint32 [2] or a typed key: pass for example jax.random.key(0, impl='threefry2x32')"
+        )
     return jax.numpy.asarray(key)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from functools import cache
 from typing import Any
 
@@ -49,6 +50,14 @@ def import_jax() -> Any:
     while _WAITING:
         _WAITING.pop()(jax)
     return jax
+
+
+@contextlib.contextmanager
+def own_generator() -> Iterator[None]:
+    """JAX's default generator while functions that split keys are traced, so that data do not depend on settings."""
+    jax = import_jax()
+    with jax.default_prng_impl("threefry2x32"), jax.threefry_partitionable(True):
+        yield
 
 
 def dispatch_note() -> str:

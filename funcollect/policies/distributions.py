@@ -11,7 +11,7 @@ import torch
 from torch import distributions
 
 from funcollect.errors import PolicyError
-from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.jax_setup import import_jax, own_generator
 from funcollect.keys import Noise
 from funcollect.messages import shown
 from funcollect.policies.numerics import TORCH
@@ -111,7 +111,8 @@ class FromDistribution:
         if noise is None:
             return {"action": self._made(parameters).mode()}
         draw = import_jax().vmap(lambda key, *own: self._made(own).sample(seed=key))
-        return {"action": draw(noise, *parameters)}
+        with own_generator():
+            return {"action": draw(noise, *parameters)}
 
     def record(self, xp: Any, action: Any, spec: ActionSpec) -> Mapping[str, Any]:
         return {"action": action}

@@ -7,6 +7,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from gymnasium import spaces
 
@@ -30,6 +31,13 @@ def _log_categorical(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 # Functions that Torch and JAX have under the same names.
 _SHARED = ("tanh", "log", "log1p", "exp", "where", "minimum", "maximum", "full", "broadcast_to")
 
+
+def _integers_between(low: Any, high: Any, offset: torch.Tensor) -> torch.Tensor:
+    """The integers ``low + floor(offset)``, at most `high`: int64 from NumPy's int64 and a float32 `offset`."""
+    bounds = [torch.as_tensor(each, device=offset.device) for each in (low, high)]
+    return torch.minimum(bounds[0] + offset.to(torch.int64), bounds[1])
+
+
 TORCH = SimpleNamespace(
     **{name: getattr(torch, name) for name in _SHARED},
     gumbel_max=lambda logits, noise: (logits if noise is None else logits + noise).argmax(-1),
@@ -45,7 +53,8 @@ TORCH = SimpleNamespace(
     as_float=lambda x: x.float(),
     ndtri=lambda x: torch.special.ndtri(x.double()).float(),
     constant=lambda value, like: torch.as_tensor(value, device=like.device),
-    integer="int64",
+    integers=(-(2**62), 2**62),  # whose difference fits into 64 bits
+    integers_between=_integers_between,
 )
 
 
@@ -67,6 +76,15 @@ def jax_numerics() -> Any:
     def log_categorical(logits: Any, index: Any) -> Any:
         return jnp.take_along_axis(jax.nn.log_softmax(logits), index[..., None], -1)[..., 0]
 
+    def integers_between(low: Any, high: Any, offset: Any) -> Any:
+        """As in Torch, in int32: the sum wraps around, since an offset may need 32 bits without a sign."""
+        half = np.float32(2**31)
+        wide = offset >= half
+        words = jnp.where(wide, offset - half, offset).astype(jnp.int32) + jnp.where(wide, np.int32(-(2**31)), 0)
+        most = jnp.asarray((high - low).astype(np.uint32))
+        offsets = jnp.minimum(words.astype(jnp.uint32), most).astype(jnp.int32)
+        return jnp.asarray(low.astype(np.int32)) + offsets
+
     return SimpleNamespace(
         **{name: getattr(jnp, name) for name in _SHARED},
         gumbel_max=gumbel_max,
@@ -82,7 +100,8 @@ def jax_numerics() -> Any:
         as_float=lambda x: x.astype(jnp.float32),
         ndtri=jax.scipy.special.ndtri,
         constant=lambda value, like: jnp.asarray(value),
-        integer="int32",
+        integers=(-(2**31), 2**31 - 1),
+        integers_between=integers_between,
     )
 
 

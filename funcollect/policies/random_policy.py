@@ -186,14 +186,11 @@ def _choices(xp: Any, spec: ActionSpec, uniform: Any, mask: Any) -> tuple[Any, A
 
 
 def _integers(xp: Any, space: Any, uniform: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Both bounds are among the choices. JAX draws from the lower part of a range that 32 bits do not hold."""
-    limits = np.iinfo(xp.integer)
-    low = np.clip(space.low.astype(np.int64), limits.min, limits.max - 1)
-    most = np.clip(space.high.astype(np.int64), low, limits.max - 1) - low
-    counts = xp.constant((most + 1.0).astype(np.float32), uniform)
-    offset = xp.minimum(xp.floor_int(uniform * counts), xp.constant(most.astype(xp.integer), uniform))
-    action = xp.constant(low.astype(xp.integer), uniform) + offset
-    return action, xp.full(shape, -float(np.log(most + 1.0).sum()))
+    """Both bounds are among the choices, but for ranges beyond 63 bits, and in JAX beyond those of int32."""
+    low, high = (np.clip(each.astype(np.int64), *xp.integers) for each in (space.low, space.high))
+    counts = (high.astype(np.float64) - low + 1).astype(np.float32)
+    action = xp.integers_between(low, high, uniform * xp.constant(counts, uniform))
+    return action, xp.full(shape, -float(np.log(high.astype(np.float64) - low + 1).sum()))
 
 
 def _components(xp: Any, space: Any, uniform: Any) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from funcollect.interop.settings import FrameworkSettings
 from funcollect.processes.channel import Channel, pair
 from funcollect.processes.fork_server import STATUS, die_with_parent, launch
 
@@ -31,11 +32,13 @@ class ChildSetup(NamedTuple):
     environ: dict[str, str]
     num_threads: int
     accelerators: bool  # whether JAX may see accelerators
+    frameworks: FrameworkSettings
 
     @classmethod
     def like_this(cls, *, num_threads: int = 1, accelerators: bool = False) -> Self:
         """The settings of the current process, but for threads and accelerators."""
-        return cls(sys.path.copy(), os.getcwd(), dict(os.environ), num_threads, accelerators)
+        frameworks = FrameworkSettings.current()
+        return cls(sys.path.copy(), os.getcwd(), dict(os.environ), num_threads, accelerators, frameworks)
 
     def apply(self) -> None:
         """Take over the settings; called in the child."""
@@ -44,6 +47,7 @@ class ChildSetup(NamedTuple):
         os.environ.clear()
         os.environ.update(self.environ)
         limit_threads(self.num_threads, accelerators=self.accelerators)
+        self.frameworks.apply()
 
 
 def limit_threads(num_threads: int, *, accelerators: bool) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 import funcollect as fc
+from funcollect.core.api import init_lanes
 from tests.support.compare import assert_same, leaves
 from tests.support.running import FORKS_OF_RAY, SCALE, in_soak
 from tests.support.workers import ray_collector
@@ -121,3 +124,42 @@ def test_networks_agree_to_rounding(name: str) -> None:
     for workers in (2, 8):
         for path, leaf in leaves(over_workers(name, "network", workers, in_process=True)).items():
             torch.testing.assert_close(leaf, whole[path], rtol=1e-3, atol=1e-3, msg=f"{path}, {workers} workers")
+
+
+class Told(fc.envs.JaxEnvBase):
+    """Shows the parameters with which the episode began; episodes have 5 to 24 steps."""
+
+    observation_space, action_space = spaces.Box(-np.inf, np.inf, (1,)), spaces.Discrete(2)
+
+    def __init__(self, num_envs: int) -> None:
+        super().__init__(num_envs=num_envs)
+        self.params = np.float32(0)
+
+    def reset(self, key: Any, params: Any, /) -> Any:
+        import jax
+
+        return (5 + jax.random.randint(key, (), 0, 20), params), params.reshape(1)
+
+    def step(self, key: Any, env_state: Any, action: Any, params: Any, /) -> Any:
+        left, begun = env_state
+        return fc.envs.Transition((left - 1, begun), begun.reshape(1), 0.0, left <= 1, False)
+
+
+def test_other_parameters_of_an_environment_hold_from_each_lanes_next_episode_on() -> None:
+    """Whether starts made ahead with the old ones are left depends on the lanes beside it."""
+
+    def shown(first: int, lanes: int) -> Tensor:
+        env = Told(lanes)
+        policy = fc.random_policy(env)
+        state = init_lanes(env, policy, seed=3, first_lane=first, total_lanes=4)
+        state, _ = fc.rollout(env, policy, state, 30)
+        state = state.replace(env_params=np.float32(9))
+        masked = fc.reset(env, state, torch.arange(lanes) == 0)
+        assert float(masked.observation["observation",][0, 0]) == 9
+        _, batch = fc.rollout(env, policy, state, 30)
+        later = batch["collector", "traj_ids"] != batch["collector", "traj_ids"][:, :1]
+        assert torch.equal(batch["observation"][..., 0] == 9, later)
+        assert later[:, -1].all()
+        return batch["observation"][..., 0]
+
+    assert torch.equal(shown(0, 4), torch.cat([shown(lane, 1) for lane in range(4)]))

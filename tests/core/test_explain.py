@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import pytest
@@ -36,6 +36,12 @@ def test_it_says_which_loop_runs_and_why(name: str, loop: str, why: str) -> None
     assert one.seeding.startswith("episode")
 
 
+def test_it_names_lanes_that_begin_each_episode_alike() -> None:
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
+    cached = replace(env, starts="cached")
+    assert "all episodes of a lane begin as its first one" in fc.explain(cached, fc.random_policy(cached)).seeding
+
+
 def test_it_tells_how_a_state_is_forked() -> None:
     assert "replayed" in plan("CartPole-v1").forking
     assert "values" in plan("torch/CartPole-v1").forking
@@ -46,6 +52,7 @@ def test_it_tells_how_a_state_is_forked() -> None:
     vector.close()
 
 
+BY_TORCH = fc.heads.from_distribution(torch.distributions.Categorical, "logits")
 POLICIES = [
     (fc.torch_policy(MODULE, head=fc.heads.categorical), "categorical", "gumbel noise"),
     (fc.torch_policy(MODULE, head=fc.heads.epsilon_greedy(0.1)), "epsilon_greedy", "uniform noise"),
@@ -54,6 +61,8 @@ POLICIES = [
     (fc.jax_policy(lambda p, x: x @ p, torch.zeros(4, 2).numpy(), head=fc.heads.categorical), "jax", "gumbel noise"),
     (fc.jax_policy(lambda p, x, key: x @ p, 0.0, head=fc.heads.categorical), "jax", "one JAX key per step"),
     (None, "Random", "uniform noise"),
+    (fc.torch_policy(MODULE, head=BY_TORCH), "from_distribution", "global generator"),
+    (fc.jax_policy(lambda p, x: x @ p, 0.0, head=BY_TORCH), "from_distribution", "one JAX key per lane and step"),
 ]
 
 

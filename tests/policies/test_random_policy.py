@@ -12,6 +12,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 import funcollect as fc
+from funcollect.policies.numerics import TORCH, jax_numerics
+from funcollect.policies.random_policy import draw_actions
+from funcollect.specs import ActionSpec
 from tests.support.compare import assert_same
 
 
@@ -106,6 +109,31 @@ def test_box_actions_follow_gymnasiums_sample() -> None:
 @pytest.mark.parametrize("dtype", [np.uint8, np.int64])
 def test_integer_boxes_are_uniform_with_both_ends(dtype: Any) -> None:
     assert_fair(draw(spaces.Box(2, 8, (1,), dtype))["action"][:, 0].long() - 2, 7)
+
+
+BOUNDS = [(-(2**31), 2**31 - 1), (-(2**31), 0), (-1, 2**31 - 1), (0, 2**31 - 1), (2**31 - 3, 2**31 - 1), (-5, 7)]
+
+
+@pytest.mark.parametrize(("low", "high"), BOUNDS)
+def test_integers_of_32_bits_are_the_same_in_torch_and_jax(low: int, high: int) -> None:
+    spec = ActionSpec(spaces.Box(low, high, (1,), np.int32))
+    words = np.random.default_rng(0).integers(0, 2**23, (20_000, 1))
+    words[:2, 0] = 0, 2**23 - 1
+    uniform = ((words + 0.5) * 2.0**-23).astype(np.float32)
+    actions, log_prob = draw_actions(TORCH, spec, torch.from_numpy(uniform), None)
+    in_jax, _ = draw_actions(jax_numerics(), spec, uniform, None)
+    assert np.array_equal(actions, in_jax)
+    assert (actions >= low).all()
+    assert (actions <= high).all()
+    middle, width = (low + high) / 2, high - low
+    assert abs(actions.double().mean() - middle) < 5 * width / math.sqrt(12 * 20_000)
+    assert actions.max() - actions.min() >= (1 - 2**-20) * width
+    assert float(log_prob[0]) == pytest.approx(-math.log(width + 1), rel=1e-6)
+
+
+def test_integers_of_64_bits_have_both_signs() -> None:
+    action = draw(spaces.Box(-(2**63), 2**63 - 1, (1,), np.int64))["action"]
+    assert abs((action > 0).double().mean() - 0.5) < 0.03
 
 
 def test_a_box_of_float64_and_one_without_dimensions() -> None:

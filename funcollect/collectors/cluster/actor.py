@@ -30,6 +30,7 @@ from funcollect.collectors.workers.worker import (
 )
 from funcollect.core.request import OwnColumns
 from funcollect.errors import WorkerError
+from funcollect.interop.settings import FrameworkSettings
 from funcollect.processes.child import limit_threads
 
 
@@ -39,6 +40,7 @@ class ActorSetup(NamedTuple):
     path: list[str]
     num_threads: int
     accelerators: bool  # whether JAX may see accelerators
+    frameworks: FrameworkSettings
 
 
 class ClassWorker(Worker):
@@ -99,6 +101,7 @@ class RayWorker:
     def __init__(self, setup: ActorSetup) -> None:
         sys.path.extend(path for path in setup.path if path not in sys.path)
         limit_threads(setup.num_threads, accelerators=setup.accelerators)
+        setup.frameworks.apply()
         self._worker: WorkerBase | None = None
         self._single = False  # whether its environment has no batch dimension
         self._packer = Packer()

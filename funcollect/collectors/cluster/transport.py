@@ -27,6 +27,7 @@ from funcollect.collectors.workers.transport import (
     WorkerHandle,
 )
 from funcollect.collectors.workers.worker import Job
+from funcollect.interop.settings import FrameworkSettings
 from funcollect.tree import Path
 
 _GROUPS = {"hurry": 1, "look": 1}  # threads of an actor besides the one that works
@@ -206,7 +207,12 @@ class RayTransport(Transport):
     def start(self, job: Job, packed: bytes) -> RayHandle:
         config = _config(job)
         kind = ray.remote(**config, max_restarts=0, max_task_retries=0, concurrency_groups=_GROUPS)(RayWorker)
-        return RayHandle(kind.remote(ActorSetup([*sys.path], *self._setup)), packed, config, eager=self._eager)
+        return RayHandle(
+            kind.remote(ActorSetup([*sys.path], *self._setup, FrameworkSettings.current())),
+            packed,
+            config,
+            eager=self._eager,
+        )
 
     @override
     def ready(self, handles: Mapping[int, WorkerHandle], timeout: float) -> Iterable[int]:

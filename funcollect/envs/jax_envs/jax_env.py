@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -14,7 +13,7 @@ from funcollect.arguments import check_choice, check_keys, check_kind, check_num
 from funcollect.envs.base import AdaptedEnv, EnvBase
 from funcollect.envs.spaces import as_delivered
 from funcollect.errors import EnvError
-from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.jax_setup import import_jax, own_generator
 from funcollect.protocols import JaxEnv, Starts, Transition
 from funcollect.specs import ActionSpec, Space, observation_leaves
 
@@ -67,6 +66,10 @@ class JaxEnvState(NamedTuple):
     current: Any  # the environment's own state, a pytree [P, ...]
     next_start: tuple[Any, Any]  # state and observation [P, ...] at the start of each lane's next episode
     next_start_used: Any  # [P] bool: the next start has been used
+
+    def with_used_starts(self) -> JaxEnvState:
+        """The state in which all lanes need new starts."""
+        return self._replace(next_start_used=self.next_start_used | True)
 
 
 def jax_env(
@@ -127,7 +130,7 @@ def _with_infos(label: str, step: Callable[..., Any], info_keys: tuple[str, ...]
 
 def reset_lane(env: JaxEnv, key: Any, params: Any) -> tuple[Any, Any]:
     """Call the environment's `reset` within a JAX trace; EnvError unless it returns a state and an observation."""
-    with _generator():
+    with own_generator():
         begun = env.reset(key, params)
     if not isinstance(begun, tuple) or len(begun) != 2:
         raise EnvError(
@@ -141,7 +144,7 @@ def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -
     jnp = import_jax().numpy
     if env.action_spec.one_hot:
         action = env.action_spec.from_one_hot(action, jnp).astype(jnp.int32)
-    with _generator():
+    with own_generator():
         moved = env.step(key, env_state, action, params)
     if not isinstance(moved, Transition):
         raise EnvError(
@@ -153,14 +156,6 @@ def step_lane(env: JaxEnv, key: Any, env_state: Any, action: Any, params: Any) -
         terminated=jnp.asarray(moved.terminated, bool),
         truncated=jnp.asarray(moved.truncated, bool),
     )
-
-
-@contextlib.contextmanager
-def _generator() -> Iterator[None]:
-    """JAX's default generator while an environment is traced, so that its data do not depend on global settings."""
-    jax = import_jax()
-    with jax.default_prng_impl("threefry2x32"), jax.threefry_partitionable(True):
-        yield
 
 
 def _kind(given: Any) -> str:

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from funcollect.envs.extras import import_extra
-from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.jax_setup import import_jax, own_generator
 
 
 @dataclass(frozen=True)
@@ -62,4 +62,5 @@ def check_instance(suite: str, env: object, *members: str) -> None:
 def first_observation(reset: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
     """The shapes and dtypes of the observation that `reset` returns, a pytree."""
     jax = import_jax()
-    return jax.eval_shape(lambda key: reset(key, None)[1], jax.numpy.zeros(2, "uint32"))
+    with own_generator():
+        return jax.eval_shape(lambda key: reset(key, None)[1], jax.numpy.zeros(2, "uint32"))

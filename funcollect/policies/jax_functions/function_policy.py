@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.interop.bridge import jax_view, torch_view
-from funcollect.interop.jax_setup import compiled, import_jax
+from funcollect.interop.jax_setup import compiled, import_jax, own_generator
 from funcollect.interop.memo import memo_of
 from funcollect.keys import Key, Noise
 from funcollect.policies.actors.actor import lane_mask, recurrent_names, split_answer
@@ -89,7 +89,8 @@ class FunctionPolicy(PolicyBase):
             extra[self.takes_key], draw = split_key(noise, num_envs)
         inputs = (observation,) if policy_state is None else (observation, policy_state)
         before = import_jax().tree.leaves(policy_state) if self.record_state else []
-        answer = self.apply(params, *inputs, **extra)
+        with own_generator():  # it may split its keys
+            answer = self.apply(params, *inputs, **extra)
         if policy_state is not None:
             check_recurrent(answer, policy_state)
             answer, policy_state = answer

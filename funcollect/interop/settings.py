@@ -1,0 +1,48 @@
+"""Settings of JAX and Torch that change numbers, copied to other processes so that these compute the same data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from funcollect.interop.jax_setup import import_jax
+
+_OF_JAX = (
+    "jax_enable_x64",
+    "jax_threefry_partitionable",
+    "jax_default_prng_impl",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+)
+
+
+class FrameworkSettings(NamedTuple):
+    """The settings of one process."""
+
+    jax: Mapping[str, Any]  # by name; empty if JAX is not imported
+    default_dtype: torch.dtype
+    matmul_precision: str
+    deterministic: tuple[bool, bool]  # whether Torch uses deterministic algorithms, and only warns where it has none
+
+    @classmethod
+    def current(cls) -> Self:
+        """Those of the current process."""
+        values = sys.modules["jax"].config.values if "jax" in sys.modules else {}
+        return cls(
+            {name: values[name] for name in _OF_JAX if name in values},
+            torch.get_default_dtype(),
+            torch.get_float32_matmul_precision(),
+            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        )
+
+    def apply(self) -> None:
+        """Take them over in the current process."""
+        for name, value in self.jax.items():
+            import_jax().config.update(name, value)
+        torch.set_default_dtype(self.default_dtype)
+        torch.set_float32_matmul_precision(self.matmul_precision)
+        torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])

@@ -1,0 +1,108 @@
+"""JAX's settings of random numbers change no data; settings that change numbers hold in workers, too."""
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+import funcollect as fc
+from tests.support.compare import assert_same
+from tests.support.running import FORKS_OF_RAY, in_soak
+from tests.support.workers import multi, ray_collector
+
+GYMNAX = "gymnax/CartPole-v1"
+SETTINGS = {
+    "rbg": lambda: jax.default_prng_impl("rbg"),
+    "unsafe_rbg": lambda: jax.default_prng_impl("unsafe_rbg"),
+    "not partitionable": lambda: jax.threefry_partitionable(False),
+}
+OTHERS = in_soak(["brax/inverted_pendulum", "navix/Navix-Empty-5x5-v0", "jumanji/Snake-v1"])
+SUITES = [GYMNAX, "pgx/tic_tac_toe", *OTHERS]
+
+
+def drawn_by_keys(params, observation, keys):
+    return jax.vmap(lambda key: (jax.random.normal(key, (3,)).sum() > 0).astype(jnp.int32))(keys)
+
+
+def drawn_by_key(params, observation, key):
+    return jax.random.randint(key, (len(observation),), 0, 2)
+
+
+def policies(env):
+    yield fc.random_policy(env)
+    if env.observation_space.shape == (4,) and env.action_spec.categories:
+        yield fc.jax_policy(drawn_by_keys, jnp.zeros(()))
+        yield fc.jax_policy(drawn_by_key, jnp.zeros(()))
+        head = fc.heads.from_distribution(distrax_like, "logits")
+        yield fc.jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=head)
+
+
+def distrax_like(logits):
+    class Categorical:
+        def sample(self, seed):
+            return jax.random.categorical(seed, logits)
+
+        def log_prob(self, action):
+            return jnp.take_along_axis(jax.nn.log_softmax(logits), action[..., None], -1)[..., 0]
+
+    return Categorical()
+
+
+def collected(name):
+    env = fc.make_env(name, num_envs=3)
+    return [fc.rollout(env, each, fc.init(env, each, seed=7), 30)[1] for each in policies(env)]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return {name: collected(name) for name in SUITES}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", SUITES)
+def test_settings_of_random_numbers_change_no_data(name, setting, plain):
+    with SETTINGS[setting]():
+        for one, other in zip(plain[name], collected(name), strict=True):
+            assert_same(one, other)
+
+
+def test_a_key_of_another_generator_is_refused():
+    env = fc.make_env(GYMNAX, num_envs=3)
+    with (
+        jax.default_prng_impl("rbg"),
+        pytest.raises(TypeError, match=r"key is uint32 \[4\], .*jax.random.key\(0, impl='threefry2x32'\)"),
+    ):
+        fc.traced.init(env, fc.random_policy(env), None, key=jax.random.key(0))
+
+
+class Default(gymnasium.Env):
+    """The reward is the size of a number in Torch's default dtype."""
+
+    observation_space, action_space = spaces.Box(-1, 1, (1,)), spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(1, np.float32), torch.zeros(()).itemsize, False, False, {}
+
+
+def first_batch(make, name, **keywords):
+    with make(create_env_fn=[name] * 2, frames_per_batch=24, **keywords) as collector:
+        return next(collector).clone().reshape(-1)
+
+
+@pytest.mark.parametrize("over", ["processes", pytest.param("ray", marks=FORKS_OF_RAY)])
+def test_workers_have_the_settings_of_the_collectors_process(over):
+    make, keywords = (ray_collector, {"sync": True}) if over == "ray" else (multi, {"transport": over})
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with jax.enable_x64(True):
+            assert_same(first_batch(make, GYMNAX, **keywords), first_batch(multi, GYMNAX, transport="serial"))
+            assert (first_batch(make, Default, **keywords)["next", "reward"] == 8).all()
+    finally:
+        torch.set_default_dtype(dtype)
