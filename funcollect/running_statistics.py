@@ -266,7 +266,8 @@ def _applied(stats: RunningStatistics, observation: Any, function: Callable[[Any
         return result
     if isinstance(observation, Mapping):
         flat = flatten(observation)
+        names = {path: ".".join(path[1:] if path[0] == "next" else path) for path in flat}
         return nest(
-            {path: leaf(name, each) if (name := ".".join(path)) in stats.mean else each for path, each in flat.items()}
+            {path: leaf(names[path], each) if names[path] in stats.mean else each for path, each in flat.items()}
         )
     return leaf(next(iter(stats.mean)), observation)

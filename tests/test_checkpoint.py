@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import funcollect as fc
+from tests.support.compare import assert_same
 from tests.support.misuse import refused
 from tests.support.resumable import RUNS
 from tests.support.running import ROOT, SCALE, scaled
@@ -86,6 +87,16 @@ def test_the_latest_are_kept_and_any_of_them_can_be_restored(tmp_path):
         assert len(own["buffer"]) == own["collector"].frames
     assert checkpoint.restore()["best"] == 300
     own["collector"].shutdown()
+
+
+def test_a_list_of_frames_is_saved_without_code(tmp_path):
+    buffer, other = (fc.ReplayBuffer(batch_size=4) for _ in range(2))  # the default storage
+    with fc.SyncDataCollector("CartPole-v1", frames_per_batch=20, seed=0) as collector:
+        buffer.extend(next(collector))
+    checkpoint = fc.Checkpoint(tmp_path)
+    checkpoint.save(1, buffer=buffer)
+    checkpoint.restore(buffer=other)
+    assert_same(other[:], buffer[:])
 
 
 def test_groups_and_trees_are_restored_as_they_were(tmp_path):

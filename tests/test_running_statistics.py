@@ -138,6 +138,8 @@ def test_dicts_have_statistics_for_floats_alone():
         assert torch.equal(part["deep", "b"], scaled["deep"]["b"])
         assert torch.equal(part["n"], observation["n"])
     assert torch.equal(batch["next", "reward"], torch.ones(5))
+    nested = rs.normalize(stats, {**observation, "next": {**observation, "reward": torch.ones(5)}})
+    assert torch.equal(nested["next"]["deep"]["b"], scaled["deep"]["b"])
     in_jax = rs.init(space, backend="jax")
     in_jax = rs.update(in_jax, jax.tree.map(lambda leaf: jnp.asarray(leaf.numpy()), observation))
     np.testing.assert_allclose(in_jax.mean["a"], stats.mean["a"], rtol=1e-5, atol=1e-6)

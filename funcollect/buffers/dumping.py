@@ -50,7 +50,8 @@ def dump(
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
-    for path in (*fresh.iterdir(), fresh):
+    written = [path for path in fresh.iterdir() if path.stat().st_nlink == 1]  # others are links to synced files
+    for path in (*written, fresh):
         sync(path)
     pointer = root / f"{_POINTER}.new"
     pointer.write_text(fresh.name)

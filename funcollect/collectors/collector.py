@@ -29,6 +29,7 @@ from funcollect.specs import ExplorationType
 
 _KIND = "the run of a collector"
 _NOT_PLAIN = object()
+_A_FUNCTION = "a function"  # in place of a schedule of `exploration`
 # Keywords that are objects, or say how a machine is used.
 _NOT_SAVED = {
     "create_env_fn", "create_env_kwargs", "policy", "policy_factory", "postproc", "device", "env_device",
@@ -44,6 +45,8 @@ def _plain(value: Any) -> Any:
         return value.name
     if isinstance(value, Shard):
         return [value.index, value.count]
+    if isinstance(value, Mapping):
+        return {name: _A_FUNCTION if callable(each) else _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
     return value if value is None or isinstance(value, (bool, int, float, str)) else _NOT_PLAIN
@@ -241,7 +244,8 @@ class CollectorBase(RunOptions, ABC):
 
     def _restore(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
         self.continue_run(saved["run"], episodes)
-        self._moments = saved["moments"] and RunningStatistics(*saved["moments"])
+        moments = saved.get("moments")
+        self._moments = None if moments is None else RunningStatistics(*moments)
 
     @classmethod
     def load(
@@ -272,6 +276,11 @@ class CollectorBase(RunOptions, ABC):
         given = {name: _plain(value) for name, value in keywords.items()}
         cls._check_saved(saved, [(name, value) for name, value in given.items() if value is not _NOT_PLAIN])
         known = {name: _as_given(name, value) for name, value in saved["keywords"].items()}
+        if "exploration" not in keywords and _A_FUNCTION in known.get("exploration", {}).values():
+            raise ValueError(
+                f"the saved run has the exploration {known['exploration']}, and functions are not saved: pass "
+                "exploration= with the same schedules"
+            )
         made = cls(create_env_fn, policy, **{**known, **keywords})
         try:
             made._restore(saved, episodes)
@@ -352,8 +361,9 @@ class CollectorBase(RunOptions, ABC):
     def _add_to_statistics(self, moments: RunningStatistics) -> None:
         """Add a batch's moments to the policy's statistics; it acts with them as another version of its parameters."""
         policy, self._moments = self.policy, None
-        policy.statistics = merge(policy.statistics, moments)
-        self.update_policy_weights_(None if self.params is None else (self.params[0], policy.statistics))
+        trainable, before = policy.params if self.params is None else policy.pair(self.params)
+        policy.statistics = after = merge(before, moments)
+        self.update_policy_weights_(None if self.params is None else (trainable, after))
 
     def _check_open(self) -> None:
         if self._closed:

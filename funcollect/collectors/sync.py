@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from tensordict import TensorDictBase
 from typing_extensions import override
 
@@ -48,6 +51,11 @@ class SyncDataCollector(Runner, CollectorBase, SourceOptions, RunnerOptions):
     @override
     def frames_of_batch(self) -> int:
         return self.length * self.state.num_lanes
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._moments = None
 
     @override
     def _gather(self) -> TensorDictBase:

@@ -22,7 +22,7 @@ from funcollect.collectors.workers.batch_layout import Join
 from funcollect.collectors.workers.pool import FailurePolicy
 from funcollect.collectors.workers.run import WorkerRun
 from funcollect.collectors.workers.transport import Transport
-from funcollect.collectors.workers.worker import Job
+from funcollect.collectors.workers.worker import Job, runners_of
 from funcollect.core.restore import next_seed
 from funcollect.core.saving import Episodes
 from funcollect.errors import WorkerError
@@ -237,8 +237,8 @@ class WorkerCollector(CollectorBase):
         """
         self._check_at_rest()
         self.run.load_state_dict(state_dict)
-        self._fill(seed=self.run.seed)
-        self.frames, self._batches = state_dict["frames"], state_dict["iter"]
+        self._go_on_from(state_dict)
+        self._moments = None
 
     @override
     def saved_run(self, episodes: Episodes) -> dict[str, Any]:
@@ -249,8 +249,14 @@ class WorkerCollector(CollectorBase):
     def continue_run(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
         self._check_at_rest()
         self.run.continue_run(saved, episodes)
+        self._go_on_from(saved)
+
+    def _go_on_from(self, saved: Mapping[str, Any]) -> None:
+        """Take over the counts and parameters of a run that the workers continue."""
         self._fill(seed=self.run.seed)
         self.frames, self._batches = saved["frames"], saved["iter"]
+        weights = dict(runners_of(runners_of(saved)[0])[0]["policy_state_dict"])
+        self.params = None if saved["own_weights"] else weights or None
 
     def stats(self) -> dict[str, float]:
         """Counts of the run.

@@ -39,7 +39,7 @@ from funcollect.specs import ActionSpec, Leaf, Space, assemble
 from funcollect.tree import NAMESPACE, Path, flatten, select, to_tensordict
 
 _ACTION: Path = ("action",)
-_LANE, _STEP = ("collector", "lane"), ("collector", "step")
+_LANE, _STEP, _TRAJECTORY = ("collector", "lane"), ("collector", "step"), ("collector", "traj_ids")
 _TIME_MAJOR = ("collector", "episode")  # a key that only batches of `funcollect.traced` have
 _ANY = key_from_seed(0)  # initial states do not depend on keys
 
@@ -227,7 +227,13 @@ def _in_order(
     _check_rows(rows, [_LANE, _STEP, *recurrent.paths], Tensor if framework is _TORCH else None)
     turn, back = _turning(rows, dims)
     lane, step = turn(rows[_LANE]), turn(rows[_STEP])
-    changes = framework.xp.concatenate([(lane[:1] == lane[:1]).T, (lane[1:] != lane[:-1]).T]).T  # or the first row
+    apart = lane[1:] != lane[:-1]
+    if recurrent.given is None:  # the batch has the state of each row, and may be a sample, such as slices in a row
+        apart = apart | (step[1:] != step[:-1] + 1)
+    if recurrent.given is None and _TRAJECTORY in rows:
+        ids = turn(rows[_TRAJECTORY])  # in JAX, where 64 bits may be two words, [..., 2]
+        apart = apart | (ids[1:] != ids[:-1]).reshape(*apart.shape, -1).any(-1)
+    changes = framework.xp.concatenate([(lane[:1] == lane[:1]).T, apart.T]).T  # the first row, and those after a gap
     if recurrent.given is None:
         starts = [turn(rows[path]) for path in recurrent.paths]
     else:

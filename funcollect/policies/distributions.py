@@ -107,7 +107,8 @@ class FromDistribution:
     def sample(self, xp: Any, parameters: tuple[Any, ...], noise: Any, spec: ActionSpec) -> Mapping[str, Any]:
         if xp is TORCH:
             made = self._in_torch(parameters)
-            return {"action": made.sample() if noise is not None else _mode(made)}
+            action = made.sample() if noise is not None else _mode(made, self.name)
+            return {"action": action if spec.dtype.is_floating_point else action.to(spec.dtype)}  # Bernoulli has floats
         if noise is None:
             return {"action": self._made(parameters).mode()}
         draw = import_jax().vmap(lambda key, *own: self._made(own).sample(seed=key))
@@ -119,7 +120,8 @@ class FromDistribution:
 
     def log_prob(self, xp: Any, parameters: tuple[Any, ...], outputs: Mapping[str, Any], spec: ActionSpec) -> Any:
         action = outputs["action"]
-        score = self._made(parameters).log_prob(action)
+        in_dtype = action.to(parameters[0].dtype) if xp is TORCH else action  # Torch's distributions take floats
+        score = self._made(parameters).log_prob(in_dtype)
         return _summed(score, action.ndim - len(spec.shape))
 
     def entropy(self, xp: Any, parameters: tuple[Any, ...], spec: ActionSpec) -> Any:
@@ -128,7 +130,7 @@ class FromDistribution:
             entropy = made.entropy()
         except NotImplementedError:
             return None
-        whole = made.batch_shape + made.event_shape
+        whole = made.batch_shape + made.event_shape if hasattr(made, "batch_shape") else made.mode().shape
         return _summed(entropy, len(whole) - len(spec.shape))
 
     def _made(self, parameters: tuple[Any, ...]) -> Any:
@@ -144,12 +146,18 @@ class FromDistribution:
         return made
 
 
-def _mode(made: distributions.Distribution) -> torch.Tensor:
-    """The mode, or the mean of a distribution that has none."""
+def _mode(made: distributions.Distribution, name: str) -> torch.Tensor:
+    """The mode, or the mean of a distribution that has none; PolicyError if it has neither."""
     try:
         mode = made.mode
     except NotImplementedError:
-        return made.mean
+        try:
+            return made.mean
+        except NotImplementedError as error:
+            raise PolicyError(
+                f"the head {name} made {shown(made)}, which has neither a mode nor a mean, expected one to act "
+                "deterministically: act with ExplorationType.RANDOM, or use a distribution that has one"
+            ) from error
     return torch.where(mode.isnan(), made.mean, mode) if mode.is_floating_point() else mode
 
 

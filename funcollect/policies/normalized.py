@@ -16,6 +16,7 @@ from funcollect.arguments import check_kind, check_number
 from funcollect.messages import shown
 from funcollect.policies.jax_functions.jax_policy import JaxPolicy
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
+from funcollect.policies.weights import matched
 from funcollect.protocols import Policy
 from funcollect.running_statistics import EPSILON, RunningStatistics
 from funcollect.tree import flatten, nest
@@ -148,6 +149,17 @@ class NormalizedTorch(TorchPolicy):
         )
         return RunningStatistics(buffers["count"].clone(), *moments)
 
+    def pair(self, params: Any) -> tuple[Any, RunningStatistics]:
+        """Parameters in any form that `prepare` takes, but None, as the pair (trainable, statistics)."""
+        if isinstance(params, tuple):
+            return params
+        flat = {".".join(path): leaf for path, leaf in flatten(params).items()}
+        trainable, stats = (
+            {name.removeprefix(part): leaf for name, leaf in flat.items() if name.startswith(part)}
+            for part in ("policy.", "statistics.")
+        )
+        return trainable, self._statistics_in(stats)
+
     @property
     @override
     def params(self) -> tuple[TensorDict | None, RunningStatistics]:
@@ -198,6 +210,11 @@ class NormalizedJax(JaxPolicy):
         params = (policy.params, stats)
         super().__init__(apply, params, policy.head, policy.initial_state, record_state=policy.record_state)
         self._cells = policy._cells
+
+    def pair(self, params: Any) -> tuple[Any, RunningStatistics]:
+        """Parameters in any form that `prepare` takes, but None, as the pair (trainable, statistics)."""
+        trainable, stats = matched(self.params, params, self.backend)
+        return trainable, stats
 
     @property
     def statistics(self) -> RunningStatistics:

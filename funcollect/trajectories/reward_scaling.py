@@ -120,6 +120,11 @@ def _in_jax(
         reward, done = jnp.asarray(batch["next"]["reward"]), jnp.asarray(batch["next"]["done"])
     except KeyError as error:
         raise ValueError(f"the batch lacks next.{error.args[0]}, which is needed here: pass it") from error
+    if reward.ndim < done.ndim or done.ndim != 2 or reward.shape[:2] != done.shape:
+        raise ValueError(
+            f"next.reward is {list(reward.shape)} and next.done {list(done.shape)}, expected [T, P] or [T, P, players] "
+            "and [T, P]: pass the arrays of funcollect.traced.rollout, or the TensorDict of a batch"
+        )
     players = reward.shape[done.ndim :]
     if before is None:
         before = RewardScaling(jnp.zeros_like(reward[0]), start({_NAME: players}, "jax"))

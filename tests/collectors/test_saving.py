@@ -1,5 +1,8 @@
 """Collectors saved in mid-run and continued by others, bit for bit; other classes, keywords and networks refused."""
 
+import jax.numpy as jnp
+import numpy as np
+import optree
 import pytest
 import torch
 from torch import nn
@@ -211,3 +214,81 @@ def test_weights_are_in_the_file_once(tmp_path):
         next(collector)
         collector.save(tmp_path / "run")
     assert (tmp_path / "run").stat().st_size < 600_000
+
+
+@pytest.mark.parametrize("kind", ["sync", "multi"])
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_statistics_beside_parameters_that_are_passed_go_on(backend, kind, tmp_path):
+    """As in a functional loop: the pair of other parameters and the policy's statistics is passed after each batch."""
+    rs, weight = fc.running_statistics, torch.linspace(-1, 1, 8).reshape(4, 2)
+
+    def policy():
+        stats = rs.init(fc.make_env("CartPole-v1").observation_space, backend=backend)
+        if backend == "jax":
+            base = fc.jax_policy(lambda params, x: x @ params, jnp.asarray(weight.numpy()), head=fc.heads.categorical)
+        else:
+            linear = nn.Linear(4, 2, bias=False)
+            linear.load_state_dict({"weight": weight.T})
+            base = fc.torch_policy(linear, head=fc.heads.categorical)
+        return fc.normalized(base, stats)
+
+    def times(params, factor):
+        return params * factor if backend == "jax" else {"weight": params["weight"] * factor}
+
+    workers = {} if kind == "sync" else {"num_workers": 2, "in_process": True}
+    make = fc.SyncDataCollector if kind == "sync" else fc.MultiSyncDataCollector
+    one = policy()
+    with make("CartPole-v1", one, frames_per_batch=40, seed=0, update_statistics=True, **workers) as run:
+        for factor in (2.0, 3.0):
+            next(run)
+            run.update_policy_weights_((times(one.params[0], factor), one.statistics))
+        run.save(tmp_path / "run")
+        wanted = next(run).clone()
+    other = policy()
+    with make.load(tmp_path / "run", "CartPole-v1", other, **workers) as run:
+        assert_same(next(run), wanted)
+    assert_same_leaves(one.statistics, other.statistics)
+
+
+def assert_same_leaves(one, two):
+    for each, other in zip(optree.tree_leaves(one), optree.tree_leaves(two), strict=True):
+        assert np.array_equal(each, other)
+
+
+def test_exploration_is_saved_and_compared_and_a_schedule_has_to_be_passed_again(tmp_path):
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    policy = fc.torch_policy(nn.Linear(4, 2), head=fc.heads.epsilon_greedy(0.05))
+    common = {"frames_per_batch": 20, "seed": 0}
+
+    def epsilon(run):
+        with run:
+            return float(next(run)["collector", "exploration", "epsilon"][0, 0])
+
+    with fc.SyncDataCollector(env, policy, exploration={"epsilon": 0.9}, **common) as run:
+        run.save(tmp_path / "constant")
+    assert epsilon(fc.SyncDataCollector.load(tmp_path / "constant", env, policy)) == pytest.approx(0.9)
+    with (
+        fc.SyncDataCollector(env, policy, exploration={"epsilon": 0.3}, **common) as run,
+        pytest.raises(ValueError, match=r"exploration is \{'epsilon': 0.3\}, but \{'epsilon': 0.9\}"),
+    ):
+        run.restore(tmp_path / "constant")
+    schedule = {"epsilon": lambda frames: 0.5}
+    with fc.SyncDataCollector(env, policy, exploration=schedule, **common) as run:
+        run.save(tmp_path / "schedule")
+    with pytest.raises(ValueError, match="functions are not saved: pass exploration="):
+        fc.SyncDataCollector.load(tmp_path / "schedule", env, policy)
+    assert epsilon(fc.SyncDataCollector.load(tmp_path / "schedule", env, policy, exploration=schedule)) == 0.5
+
+
+@pytest.mark.parametrize("kind", ["sync", "multi"])
+def test_a_loaded_state_does_not_count_the_batch_of_the_run_before(kind):
+    stats = fc.running_statistics.init(fc.make_env("CartPole-v1").observation_space)
+    policy = fc.normalized(fc.torch_policy(nn.Linear(4, 2), head=fc.heads.categorical), stats)
+    workers = {} if kind == "sync" else {"num_workers": 2, "in_process": True}
+    make = fc.SyncDataCollector if kind == "sync" else fc.MultiSyncDataCollector
+    with make("CartPole-v1", policy, frames_per_batch=40, seed=0, update_statistics=True, **workers) as run:
+        begun = run.state_dict()
+        next(run)
+        run.load_state_dict(begun)
+        next(run)
+        assert int(policy.statistics.count) == 0

@@ -95,6 +95,21 @@ def test_a_random_start_and_saturated_actions_have_finite_log_probs(name: str) -
         assert alone.isfinite().all()
 
 
+@pytest.mark.parametrize("kind", ["torch", "jax"])
+def test_flat_samples_begin_with_their_own_recurrent_states(kind: str) -> None:
+    """Slices of one lane lie one after another in a sample, and shuffled rows follow each other by chance."""
+    policy = recurrent(kind, record=True)
+    _, batch = collected(policy, fc.make_env("CartPole-v1", num_envs=4), 60)
+    buffer = fc.ReplayBuffer(
+        storage=fc.LazyTensorStorage(240, ndim=2), sampler=fc.SliceSampler(slice_len=6), batch_size=48
+    )
+    buffer.extend(batch.clone(False))
+    rows = batch.reshape(-1)
+    for sample in (buffer.sample(), rows[torch.randperm(240)], rows[torch.arange(240) // 2]):
+        given = fc.interop.to_jax(sample) if kind == "jax" else sample
+        assert_recorded(fc.evaluate_actions(policy, None, given)["action_log_prob"], sample)
+
+
 def test_where_tanh_saturates_the_recorded_log_prob_comes_back() -> None:
     policy = fc.torch_policy(lambda x: (20 + 0 * x[..., :1], 1 + 0 * x[..., :1]), head=fc.heads.tanh_normal)
     env = fc.make_env("Pendulum-v1", num_envs=2)

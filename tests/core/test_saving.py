@@ -239,3 +239,29 @@ def test_params_in_bfloat16_and_typed_keys_are_kept():
     copy = by_file(env, policy, state)
     assert copy.env_params["start"].dtype == jnp.bfloat16
     assert_same(fc.rollout(env, policy, state, 20)[1], fc.rollout(env, policy, copy, 20)[1])
+
+
+class Earlier(gymnasium.Wrapper):
+    """Adds the number of earlier episodes to every reward."""
+
+    episodes = -1
+
+    def reset(self, **keywords):
+        self.episodes += 1
+        return super().reset(**keywords)
+
+    def step(self, action):
+        observation, reward, *others = super().step(action)
+        return observation, reward + self.episodes, *others
+
+
+def test_rewards_that_depend_on_earlier_episodes_are_found(tmp_path):
+    env = fc.make_env(lambda: Earlier(gymnasium.make("CartPole-v1")), num_envs=2)
+    policy = fc.random_policy(env)
+    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 120)
+    assert batch["next", "done"].any()
+    with pytest.raises(fc.ReplayError, match=r"gave the return .*, expected .*funcollect.scale_rewards"):
+        fc.fork(env, state)
+    fc.save(tmp_path / "state", state)
+    with pytest.raises(fc.ReplayError, match="gave the return"):
+        fc.load(tmp_path / "state", env, policy)

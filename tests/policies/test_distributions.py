@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from torch import distributions
 
 import funcollect as fc
@@ -103,6 +105,72 @@ def test_an_object_like_those_of_distrax(name: str) -> None:
     torch.testing.assert_close(alone, more)  # the noise of a lane does not depend on how many there are
     _, mode = fc.rollout(env, policy, state, 5, exploration_type=fc.ExplorationType.DETERMINISTIC)
     torch.testing.assert_close(mode["action"], mode["observation"][..., :1] * 2)
+
+
+class Coins(gymnasium.Env[Any, Any]):
+    """Takes three bits, or one of three choices, and ends never."""
+
+    observation_space = spaces.Box(-1, 1, (3,))
+
+    def __init__(self, action_space: Any) -> None:
+        self.action_space = action_space
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.state = np.random.default_rng(seed)
+        return self.observation_space.sample() * 0 + 0.3, {}
+
+    def step(self, action: Any) -> Any:
+        assert self.action_space.contains(action)
+        return self.state.uniform(-1, 1, 3).astype(np.float32), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("kind", ["bits", "one-hot"])
+def test_distributions_of_torch_that_return_floats_for_choices(kind: str) -> None:
+    space = spaces.MultiBinary(3) if kind == "bits" else spaces.Discrete(3)
+    made = distributions.Bernoulli if kind == "bits" else distributions.OneHotCategorical
+    env = fc.make_env([lambda: Coins(space)] * 2, one_hot=kind == "one-hot")
+    policy = fc.torch_policy(lambda x: x * 2, head=fc.heads.from_distribution(made, "logits"))
+    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 40)
+    assert not batch["action"].is_floating_point()
+    score = made(logits=batch["observation"] * 2).log_prob(batch["action"].float())
+    wanted = score.sum(-1) if kind == "bits" else score
+    torch.testing.assert_close(batch["action_log_prob"], wanted)
+    now = fc.evaluate_actions(policy, None, batch)
+    torch.testing.assert_close(now["action_log_prob"], wanted)
+    assert now["entropy"].shape == batch.batch_size
+    fc.rollout(env, policy, state, 2, exploration_type=fc.ExplorationType.DETERMINISTIC)
+
+
+def test_an_object_with_no_more_than_the_documented_members() -> None:
+    class Least:
+        def __init__(self, loc: Any, scale: Any) -> None:
+            whole = Logistic(loc, scale)
+            self.sample, self.mode, self.log_prob, self.entropy = (
+                whole.sample,
+                whole.mode,
+                whole.log_prob,
+                whole.entropy,
+            )
+
+    head = fc.heads.from_distribution(Least, "loc", "scale")
+    policy = fc.jax_policy(lambda p, x: (x[..., :1] * p, 0.2 + x[..., 1:2] ** 2), jnp.float32(2.0), head=head)
+    env = fc.make_env("Pendulum-v1", num_envs=3)
+    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 20)
+    assert fc.evaluate_actions(policy, None, fc.interop.to_jax(batch))["entropy"].shape == (3, 20)
+
+
+def test_a_distribution_with_neither_mode_nor_mean_cannot_act_deterministically() -> None:
+    def skewed(loc: Any, scale: Any) -> Any:
+        return distributions.TransformedDistribution(
+            distributions.Normal(loc, scale), [distributions.transforms.SigmoidTransform()]
+        )
+
+    head = fc.heads.from_distribution(skewed)
+    policy = fc.torch_policy(lambda x: (x[..., :1], 1 + x[..., :1] ** 2), head=head)
+    env = fc.make_env("Pendulum-v1", num_envs=2)
+    state = fc.init(env, policy, seed=0)
+    with pytest.raises(PolicyError, match=r"neither a mode nor a mean.*ExplorationType.RANDOM"):
+        fc.rollout(env, policy, state, 2, exploration_type=fc.ExplorationType.DETERMINISTIC)
 
 
 def test_misuse() -> None:

@@ -88,3 +88,6 @@ def test_several_players_have_a_deviation_each():
         fc.scale_rewards(batch, gamma=1.5)
     with refused(ValueError, ("lacks next.reward",)):
         fc.scale_rewards({"next": {"done": jnp.zeros((2, 2), bool)}})
+    batch_in_jax = {"next": {"done": jnp.zeros((2, 3, 1), bool), "reward": jnp.zeros((2, 3, 1))}}
+    with refused(ValueError, ("next.done [2, 3, 1]", "expected [T, P]")):
+        fc.scale_rewards(batch_in_jax)

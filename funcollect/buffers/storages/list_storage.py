@@ -17,6 +17,7 @@ from typing_extensions import override
 from funcollect.buffers.arrays import Bools, Ints
 from funcollect.buffers.storages.storage import Dumped, Incoming, Storage, check_size
 from funcollect.tree import Path as KeyPath
+from funcollect.tree import flatten, to_tensordict
 
 _ITEMS = "items.pt"
 
@@ -74,7 +75,7 @@ class ListStorage(Storage):
 
     @override
     def dump(self, directory: Path, frames: range, earlier: Dumped | None = None) -> Any:
-        torch.save(self._items[: len(frames)], directory / _ITEMS)
+        torch.save([_as_dict(item) for item in self._items[: len(frames)]], directory / _ITEMS)
         return None
 
     @override
@@ -91,6 +92,7 @@ class ListStorage(Storage):
             raise ValueError(f"{path} cannot be read ({error!r}): the dump is damaged") from error
         if not isinstance(items, list) or len(items) != count:
             raise ValueError(f"{path} does not hold a list of {count} items: it was changed")
+        items = [_from_dict(item) for item in items]
         self._items = [*items, *[None] * (self.max_size - count)]
 
     @override
@@ -99,6 +101,23 @@ class ListStorage(Storage):
 
     def __repr__(self) -> str:
         return f"ListStorage(max_size={self.max_size})"
+
+
+_TENSORDICT = "TensorDict of a dump"
+
+
+def _as_dict(item: Any) -> Any:
+    """An item as it is saved: a TensorDict of tensors as a dict, which is read without running code."""
+    if not isinstance(item, TensorDictBase) or not all(isinstance(leaf, Tensor) for leaf in item.values(True, True)):
+        return item
+    return {_TENSORDICT: flatten(item), "shape": tuple(item.batch_size)}
+
+
+def _from_dict(item: Any) -> Any:
+    """The inverse of `_as_dict`."""
+    if isinstance(item, dict) and _TENSORDICT in item:
+        return to_tensordict(item[_TENSORDICT], item["shape"])
+    return item
 
 
 def _collate(items: list[Any]) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from funcollect.core.simulators.simulation import FinishedLanes, Simulation, SimulationRecord, SimulatorHandle
@@ -53,14 +55,16 @@ def rebuild(env: HostEnv, record: SimulationRecord, state: CollectorState, *, sa
     copy = Simulation(env, record.key, state.lane)
     try:
         if env.forking == "replay":
-            _replay(copy, record, state)
+            returns = _replay(copy, record, state)
+            _compare(copy, state)
+            _compare_returns(returns, state)
         else:
             simulators = cast(SnapshotSimulators, copy.simulators)
             snapshot = record.snapshot
             if saved and isinstance(simulators, SavableSnapshots):
                 snapshot = simulators.snapshot_from(snapshot)
             simulators.restore(snapshot)
-        _compare(copy, state)
+            _compare(copy, state)
     except BaseException:
         copy.close()
         raise
@@ -68,11 +72,12 @@ def rebuild(env: HostEnv, record: SimulationRecord, state: CollectorState, *, sa
     return copy.release()
 
 
-def _replay(copy: Simulation, record: SimulationRecord, state: CollectorState) -> None:
-    """Replay every lane's episode from its seed and its actions, all lanes in step.
+def _replay(copy: Simulation, record: SimulationRecord, state: CollectorState) -> npt.NDArray[np.float64]:
+    """Replay every lane's episode from its seed and its actions, all lanes in step; return the rewards' sums [P].
 
     A lane is reset when its episode begins. Before that it takes the actions of other episodes, to no effect.
     """
+    returns = np.zeros(len(record.ages))
     actions, ages = cast(torch.Tensor, record.actions), record.ages.tolist()
     lanes, length = range(len(ages)), len(actions)
     _restart(copy, lanes, state)
@@ -80,7 +85,9 @@ def _replay(copy: Simulation, record: SimulationRecord, state: CollectorState) -
     for t in range(length):
         if late := [lane for lane in lanes if t and ages[lane] == length - t]:
             _restart(copy, late, state)
-        _, terminated, truncated, _ = finished.step(actions[t])
+        live = [lane for lane in lanes if ages[lane] >= length - t and lane not in finished.lanes]
+        reward, terminated, truncated, _ = finished.step(actions[t])
+        returns[live] += np.array(reward, np.float32)[live]
         ended = [lane for lane in lanes if terminated[lane] or truncated[lane]]
         early = [lane for lane in ended if ages[lane] < length - t]
         finished.add(lane for lane in ended if lane not in early)
@@ -88,6 +95,7 @@ def _replay(copy: Simulation, record: SimulationRecord, state: CollectorState) -
             _restart(copy, early, state)
     if begun := [lane for lane in lanes if ages[lane] == 0 and length]:
         _restart(copy, begun, state)
+    return returns
 
 
 def _restart(copy: Simulation, lanes: Sequence[int], state: CollectorState) -> None:
@@ -95,6 +103,18 @@ def _restart(copy: Simulation, lanes: Sequence[int], state: CollectorState) -> N
     for lane in lanes:
         copy.episodes[lane] = int(state.episode[lane]) - 1
     copy.restart(lanes)
+
+
+def _compare_returns(returns: npt.NDArray[np.float64], state: CollectorState) -> None:
+    """Raise ReplayError unless the replayed episodes brought the rewards of the state's."""
+    wrong = returns != state.returns.numpy()
+    if wrong.any():
+        lane = int(wrong.argmax())
+        raise ReplayError(
+            f"lane {lane}: replaying the episode's seed and actions gave the return {returns[lane]}, expected "
+            f"{float(state.returns[lane])}: a wrapper keeps numbers from earlier episodes, such as a running mean of "
+            "rewards. Scale rewards in the batch instead (funcollect.scale_rewards); the state can still be used"
+        )
 
 
 def _compare(copy: Simulation, state: CollectorState) -> None:
