@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optree
 from tensordict import TensorDictBase
 
 from funcollect.arguments import check_count, check_kind, check_positive
@@ -17,6 +18,7 @@ from funcollect.core.restore import restored
 from funcollect.core.saving import Episodes, check_episodes
 from funcollect.core.state import flatten_part
 from funcollect.files import read_data, sync, write_data
+from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import shown
 
 _KIND = "the values of a checkpoint"
@@ -139,6 +141,8 @@ class Checkpoint:
     ) -> dict[str, Any]:
         """Read a checkpoint. Collectors, buffers, modules and optimizers are restored in place.
 
+        After an exception some of them may be restored already: restore them all from another checkpoint.
+
         Args:
             collector: a collector that was built like the saved one.
             buffer: a buffer that was built like the saved one.
@@ -172,10 +176,10 @@ class Checkpoint:
         for name, each in ((_COLLECTOR, collector), (_BUFFER, buffer)):
             if each is not None and not (path / name).exists():
                 raise FileNotFoundError(f"{path} has no {name}: leave it out, or save it")
-        if buffer is not None:
-            buffer.loads(path / _BUFFER)
         if collector is not None:
             collector.restore(path / _COLLECTOR, episodes=episodes)
+        if buffer is not None:
+            buffer.loads(path / _BUFFER)
         restored = {name: _restored(part, data["parts"][name]) for name, part in given.items()}
         return {**data["values"], **restored, "step": found}
 
@@ -200,7 +204,22 @@ def _saved(part: Any) -> Any:
         return None
     if _is_group(part):
         return {"group": {name: _saved(each) for name, each in part.items()}}
-    return {"state": dict(part.state_dict())} if _stateful(part) else {"leaves": flatten_part(part)[0]}
+    if not _stateful(part):
+        leaves, treedef = flatten_part(part)
+        return {"leaves": leaves, "names": _names(part, treedef)}
+    state = dict(part.state_dict())
+    if "param_groups" not in state:
+        return {"state": state}
+    shapes = [[list(each.shape) for each in group["params"]] for group in part.param_groups]
+    return {"state": state, "kind": type(part).__name__, "shapes": shapes}
+
+
+def _names(part: Any, treedef: Any) -> list[str]:
+    """The paths of the leaves of a pytree."""
+    if isinstance(treedef, optree.PyTreeSpec):
+        return [".".join(map(str, path)) or "leaf" for path in treedef.paths()]
+    tree_util = import_jax().tree_util
+    return [tree_util.keystr(path) for path, _ in tree_util.tree_flatten_with_path(part)[0]]
 
 
 def _check(name: str, part: Any, saved: Mapping[str, Any]) -> None:
@@ -214,15 +233,17 @@ def _check(name: str, part: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _layout(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The shapes of a saved part by name; of an optimizer, whose state is empty at first, the sizes of its groups."""
+    """The shapes of a saved part by name; of an optimizer, whose state is empty at first, those of its parameters."""
     if "group" in saved:
         parts = {name: _layout(each) for name, each in saved["group"].items()}
         return {f"{name}.{key}": shape for name, part in parts.items() for key, shape in part.items()}
     if "leaves" in saved:
-        return {f"leaf {number}": np.shape(leaf) for number, leaf in enumerate(saved["leaves"])}
+        kinds = [(np.shape(leaf), str(getattr(leaf, "dtype", type(leaf).__name__))) for leaf in saved["leaves"]]
+        return dict(zip(saved["names"], kinds, strict=True))
     state = saved["state"]
     if "param_groups" in state:
-        return {f"group {number}": len(each["params"]) for number, each in enumerate(state["param_groups"])}
+        groups = {f"the parameters of group {number}": shapes for number, shapes in enumerate(saved["shapes"])}
+        return {"the class": saved["kind"], **groups}
     return {name: tuple(value.shape) if hasattr(value, "shape") else None for name, value in state.items()}
 
 

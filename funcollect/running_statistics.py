@@ -158,7 +158,11 @@ def _moments_in_torch(
 ) -> RunningStatistics:
     """The statistics of one batch of `size` observations."""
     device = stats.count.device
-    chosen = None if weights is None else torch.as_tensor(weights, device=device).reshape(-1) != 0
+    chosen = None if weights is None else torch.as_tensor(weights, device=device).reshape(-1)
+    if chosen is not None and chosen.dtype != torch.bool:
+        if bool(((chosen != 0) & (chosen != 1)).any()):
+            raise ValueError(f"weights is {shown(weights)}, expected bools, or zeros and ones: pass what counts")
+        chosen = chosen != 0
     mean, variance = {}, {}
     for name, value in values.items():
         rows = torch.as_tensor(value, device=device).detach().reshape(size, *stats.mean[name].shape).double()

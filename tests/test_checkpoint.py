@@ -118,6 +118,29 @@ def test_groups_and_trees_are_restored_as_they_were(tmp_path):
     restored = checkpoint.restore(policy={"w": torch.zeros(2), "deep": [torch.ones(3), 0]})["policy"]
     assert torch.equal(restored["w"], tree["w"])
     assert restored["deep"][1] == 4
+    for other, words in (
+        ({"v": torch.zeros(2), "deep": [torch.ones(3), 0]}, ("policy differs", "v is", "was 'missing'")),
+        ({"w": torch.zeros(2, dtype=torch.int64), "deep": [torch.ones(3), 0]}, ("policy differs", "int64")),
+    ):
+        with refused(ValueError, words):
+            checkpoint.restore(policy=other)
+
+
+def test_a_damaged_buffer_is_reported_as_such(tmp_path):
+    own, checkpoint = parts(), fc.Checkpoint(tmp_path)
+    worked(own)
+    own["collector"].shutdown()
+    checkpoint.save(1, buffer=own["buffer"])
+    folder = tmp_path / "step-1" / "buffer"
+    (meta,) = folder.glob("v*/meta.json")
+    for path, damage in ((meta, b"{}"), (meta, meta.read_bytes().replace(b"frames", b"fremes")),
+                         (folder / "current", b"\xff\xfe"), (folder / "current", b"../elsewhere")):  # fmt: skip
+        kept = path.read_bytes()
+        path.write_bytes(damage)
+        with pytest.raises(ValueError, match=r"damaged|format"):
+            checkpoint.restore(buffer=own["buffer"])
+        path.write_bytes(kept)
+    checkpoint.restore(buffer=own["buffer"])
 
 
 def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path):
@@ -129,7 +152,13 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path):
     large, twin = nn.Linear(4, 3), nn.Linear(4, 2, bias=False)
     for keywords, error, words in (
         ({"policy": large}, ValueError, ("policy differs from the saved one: bias is (3,), was (2,)",)),
-        ({"policy": own["policy"], "optimizer": torch.optim.SGD(twin.parameters(), 1)}, ValueError, ("optimizer", "1")),
+        (
+            {"policy": own["policy"], "optimizer": torch.optim.SGD(twin.parameters(), 1)},
+            ValueError,
+            ("optimizer", "the class"),
+        ),
+        ({"optimizer": torch.optim.Adam(twin.parameters())}, ValueError, ("the parameters of group 0",)),
+        ({"optimizer": torch.optim.AdamW(own["policy"].parameters())}, ValueError, ("the class is 'AdamW'",)),
         ({"policy": {"net": own["policy"]}}, ValueError, ("policy differs",)),
         ({"policy": own["policy"], "buffer": own["buffer"]}, FileNotFoundError, ("has no buffer",)),
         ({"policy": own["policy"], "step": 4}, FileNotFoundError, ("[5], expected 4",)),

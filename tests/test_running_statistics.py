@@ -125,6 +125,13 @@ def test_padding_and_frames_of_finished_lanes_do_not_count():
         assert int(rs.update(rs.init(env.observation_space), next(collector)).count) == 180
 
 
+def test_weights_are_flags():
+    stats = rs.init(BOX)
+    with refused(ValueError, ("weights is", "expected bools, or zeros and ones")):
+        rs.update(stats, torch.zeros(2, 3), weights=torch.tensor([0.5, 1.0]))
+    assert int(rs.update(stats, torch.zeros(2, 3), weights=torch.tensor([0, 1])).count) == 1
+
+
 def test_dicts_have_statistics_for_floats_alone():
     space = spaces.Dict({"a": BOX, "deep": spaces.Dict({"b": spaces.Box(-1, 1, (2,))}), "n": spaces.Discrete(3)})
     observation = {"a": torch.randn(5, 3), "deep": {"b": torch.randn(5, 2)}, "n": torch.arange(5)}

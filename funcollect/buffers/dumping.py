@@ -10,6 +10,7 @@ one, so that it writes only the frames that are new.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import shutil
 import zipfile
@@ -26,6 +27,7 @@ from funcollect.buffers.samplers.uniform import Sampler
 from funcollect.buffers.storages.storage import Dumped
 from funcollect.buffers.trajectory_index.trajectory_index import TrajectoryIndex
 from funcollect.files import read_arrays, sync
+from funcollect.messages import shown
 
 _FORMAT = 3
 _POINTER, _META, _ARRAYS = "current", "meta.json", "arrays.npz"
@@ -107,7 +109,12 @@ def _read_meta(directory: Path) -> dict[str, Any]:
 def _current(root: Path) -> Path | None:
     """The directory of the current dump; None before the first complete one."""
     pointer = root / _POINTER
-    return root / pointer.read_text() if pointer.exists() else None
+    if not pointer.exists():
+        return None
+    name = pointer.read_bytes().decode(errors="replace")
+    if not re.fullmatch(r"v\d+", name):
+        raise ValueError(f"{pointer} holds {shown(name)}, expected the name of a directory: the dump is damaged")
+    return root / name
 
 
 def load(
@@ -123,17 +130,17 @@ def load(
             "the version that wrote it"
         )
     for name, mine in json.loads(json.dumps(_kind(memory, sampler))).items():  # JSON has lists for tuples
-        if meta[name] != mine:
+        if meta.get(name) != mine:
             raise ValueError(
-                f"{name} of the dump is {meta[name]}, of this buffer {mine}: build the buffer like the one that was "
-                "dumped before loading"
+                f"{name} of the dump is {meta.get(name)}, of this buffer {mine}: build the buffer like the one that "
+                "was dumped before loading"
             )
-    written = meta["written"]
-    frames = range(max(written - memory.capacity, 0), written)
     try:
+        written = meta["written"]
+        frames = range(max(written - memory.capacity, 0), written)
         arrays = read_arrays(found / _ARRAYS)
         memory.storage.load(frames, Dumped(found, meta["frames"]), allow_pickle)
-    except (OSError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise ValueError(f"{found} cannot be read ({error!r}): the dump is damaged") from error
     memory.written, memory.dumped = written, meta["name"]
     memory.storage.announce(memory.written - len(memory), memory.written)

@@ -9,7 +9,13 @@ import pytest
 from tests.support.running import ROOT
 
 CLASSES = {
-    "your_own_environment": [["JaxWalk"], ["TorchWalk"], ["HostWalk", "Walkers"]],
+    "your_own_environment": [
+        ["JaxWalk"],
+        ["TorchWalk"],
+        ["HostWalk", "Walkers"],
+        ["SnapshotWalk"],
+        ["Snapshot", "SnapshotWalkers"],
+    ],
     "your_own_policy": [["Lean"], ["Linear"]],
 }
 CHECKERS = {
