@@ -84,6 +84,8 @@ def extend(ring: JaxRing, batch: Any) -> JaxRing:
     _check_ring(ring)
     jax = import_jax()
     length = _check(ring, batch)
+    if not length:
+        return ring
     steps = len(ring.begin)
     number = ring.written + jax.numpy.arange(length, dtype="int32")
     begin, going = _begins(ring, batch, number)

@@ -109,8 +109,10 @@ def _frames(stats: EpisodeStats) -> npt.NDArray[Any]:
 
 def _rolling_mean(values: Floats, window: int) -> Floats:
     """The mean of each value and up to ``window - 1`` before it: [E]."""
-    total = np.concatenate(([0.0], np.cumsum(values)))
-    end = np.arange(1, len(values) + 1)
-    start = np.maximum(end - window, 0)
-    mean: Floats = (total[end] - total[start]) / (end - start)
+    if not len(values):
+        return values
+    window = min(window, len(values))
+    padded = np.concatenate([np.zeros(window - 1), values])
+    sums = np.lib.stride_tricks.sliding_window_view(padded, window).sum(-1)  # a running sum would stay infinite, or NaN
+    mean: Floats = sums / np.minimum(np.arange(1, len(values) + 1), window)
     return mean

@@ -109,6 +109,9 @@ def test_extend_writes_in_place_and_runs_in_a_scan():
         slices, found = fc.jax_ring.sample_slices(ring, key, num_slices=2, slice_len=3)
         return (state, ring), (slices["collector"], found)
 
+    nothing = jax.tree.map(lambda leaf: jnp.zeros((0, *leaf.shape[1:]), leaf.dtype), shapes)
+    assert fc.jax_ring.extend(ring, nothing) is ring
+
     run = jax.jit(lambda ring, state, keys: jax.lax.scan(turn, (state, ring), keys), donate_argnums=0)
     before = ring.data["observation"].unsafe_buffer_pointer()
     (state, ring), (collector, found) = run(ring, state, jax.random.split(jax.random.PRNGKey(1), 7))

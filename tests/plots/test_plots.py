@@ -51,6 +51,9 @@ def test_the_rolling_mean_covers_the_last_episodes() -> None:
     stats = make_stats([1.0, 3.0, 5.0, 9.0], [1] * 4, [0] * 4)
     _, mean = plots.returns(stats, window=2).axes[0].lines
     assert mean.get_ydata().tolist() == [1, 2, 4, 7]
+    stats = make_stats([1.0, float("inf"), 5.0, 9.0], [1] * 4, [0] * 4)
+    _, mean = plots.returns(stats, window=2).axes[0].lines
+    assert mean.get_ydata().tolist() == [1, float("inf"), float("inf"), 7]
 
 
 def test_the_batches_of_a_run_one_after_another() -> None:
