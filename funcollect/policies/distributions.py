@@ -120,8 +120,12 @@ class FromDistribution:
 
     def log_prob(self, xp: Any, parameters: tuple[Any, ...], outputs: Mapping[str, Any], spec: ActionSpec) -> Any:
         action = outputs["action"]
-        in_dtype = action.to(parameters[0].dtype) if xp is TORCH else action  # Torch's distributions take floats
-        score = self._made(parameters).log_prob(in_dtype)
+        value = action
+        if (
+            xp is TORCH and not action.is_floating_point()
+        ):  # its Bernoulli takes floats; 16 bits would not hold an index
+            value = action.to(torch.promote_types(parameters[0].dtype, torch.float32))
+        score = self._made(parameters).log_prob(value)
         return _summed(score, action.ndim - len(spec.shape))
 
     def entropy(self, xp: Any, parameters: tuple[Any, ...], spec: ActionSpec) -> Any:
