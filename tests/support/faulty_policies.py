@@ -105,13 +105,14 @@ class LearnsAsItActs(nn.Linear):
 
 
 class StartsAnyhow(Plain):
-    """Its first state comes from the system's entropy."""
+    """Its first state comes from the system's entropy and is part of what it records, so no two runs are alike."""
 
     def init(self, key: Any, num_envs: int) -> Any:
         return torch.from_numpy(np.random.default_rng().normal(size=(num_envs, 1)))
 
     def __call__(self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Any) -> Any:
-        return super().__call__(params, state, observation, noise + state * torch.tensor([9, 0, -9]), spec, exploration)
+        state, outputs = super().__call__(params, state, observation, noise, spec, exploration)
+        return state, outputs | {"scores": outputs["scores"] + state}
 
 
 class Acting:
