@@ -19,6 +19,7 @@ from benchmarks.runner import Options, module_of
 NAMES = (
     "collect",
     "suites",
+    "vector",
     "torchrl",
     "fused",
     "policies",

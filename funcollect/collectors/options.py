@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from funcollect.tree import Path
 
 Postproc = Callable[[TensorDictBase], TensorDictBase]
 Device = torch.device | str | None
-OnFailure = Literal["raise", "restart"]
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,12 @@ from funcollect.core import api
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.restore import SAVED, counts_of, go_on, next_seed, reseed, resume, saved_state
 from funcollect.core.saving import Episodes, state_data, state_from
+from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import CollectorState
 from funcollect.errors import ClosedError
 from funcollect.interop.plain_data import from_data, to_data
 from funcollect.policies.torch_backed import TorchBacked, replaced
+from funcollect.protocols import ReplacedSimulators
 from funcollect.trajectories.split import CUT
 
 _SAVED = ("policy_state_dict", "own_weights", *SAVED, "frames", "iter")
@@ -239,14 +241,29 @@ class Runner:
         self._interrupted = False
 
     def stats(self) -> dict[str, float]:
-        """Counts of the run: frames, batches, seconds spent collecting, frames per second, the policy's version."""
+        """Counts of the run.
+
+        Returns:
+            ``frames``, ``batches``; ``seconds`` spent collecting and ``frames_per_second`` of them; ``policy_version``;
+            ``restarts`` of the environment's workers, ``lost_frames`` with them.
+        """
+        restarts, lost = self.losses
         return {
             "frames": self.frames,
             "batches": self._batches,
             "seconds": self._seconds,
             "frames_per_second": self.frames / self._seconds if self._seconds else 0.0,
             "policy_version": int(self.state.policy_version),
+            "restarts": restarts,
+            "lost_frames": lost,
         }
+
+    @property
+    def losses(self) -> tuple[int, int]:
+        """How many workers of the environment's lanes were replaced, and the frames that were lost with them."""
+        handle = self.state.env_state
+        simulators = handle.simulation.simulators if isinstance(handle, SimulatorHandle) else None
+        return (simulators.restarts, simulators.lost_frames) if isinstance(simulators, ReplacedSimulators) else (0, 0)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Free the simulators. Does nothing the second time."""

@@ -16,7 +16,7 @@ from typing_extensions import override
 from funcollect.arguments import check_positive
 from funcollect.collectors.buffer_filler import BufferFiller
 from funcollect.collectors.collector import CollectorBase, collector
-from funcollect.collectors.options import Device, OnFailure, Options
+from funcollect.collectors.options import Device, Options
 from funcollect.collectors.runner import given_weights
 from funcollect.collectors.workers.batch_layout import Join
 from funcollect.collectors.workers.pool import FailurePolicy
@@ -27,6 +27,7 @@ from funcollect.core.restore import next_seed
 from funcollect.core.saving import Episodes
 from funcollect.errors import WorkerError
 from funcollect.keys import key_from_seed
+from funcollect.processes.child import OnFailure
 
 
 @collector

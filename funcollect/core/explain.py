@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from funcollect.core.api import check_pair
 from funcollect.core.exploration import head_of
 from funcollect.core.routes import Route, route_of
-from funcollect.envs.host.host_env import seeding_of, statistics_of
+from funcollect.envs.host.host_env import SimulatedEnv, seeding_of, statistics_of
+from funcollect.envs.host.lane_workers.advice import spread
 from funcollect.faulty_fusions import avoid_faulty_fusions
 from funcollect.interop.jax_setup import dispatch_note
 from funcollect.policies.torch_backed import TorchBacked
@@ -54,6 +55,7 @@ class Plan:
         seeding: how the environment is seeded, and what that guarantees.
         noise: where the policy's randomness comes from.
         forking: how `fork` copies a state.
+        workers: how lanes are spread over worker processes, and whether one process would be faster; empty without any.
         caution: a fault of the installed jaxlib and its remedy; empty if there is none or JAX is not used.
     """
 
@@ -65,6 +67,7 @@ class Plan:
     seeding: str
     noise: str
     forking: str
+    workers: str = ""
     caution: str = ""
 
     def __str__(self) -> str:
@@ -75,6 +78,8 @@ class Plan:
 
 def explain(env: Env, policy: Policy) -> Plan:
     """Report which loop runs for this pair and why, what is copied, and how it is seeded.
+
+    For lanes in worker processes, a few steps of one lane are timed, to tell whether the workers pay.
 
     Raises:
         TypeError: if `env` is no environment or `policy` no policy.
@@ -103,6 +108,7 @@ def explain(env: Env, policy: Policy) -> Plan:
         seeding=_seeding(env),
         noise=_NOISE.get(kind, f"{kind} noise, a function of the state's key, the lane and the step, {drawn}"),
         forking=_forking(env),
+        workers=spread(env) if isinstance(env, SimulatedEnv) and env.workers else "",
         caution=avoid_faulty_fusions() if "jax" in (env.backend, route.policy.backend) else "",
     )
 

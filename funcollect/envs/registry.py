@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,7 +81,8 @@ _NAMESPACES: dict[str, Callable[..., Env]] = {
     "playground": envs.from_playground,
     "torch": _torch_env,
 }
-_ADAPTER_ARGUMENTS = ("num_envs", "parallel", "info_keys", "dtype", "one_hot")
+_WORKER_ARGUMENTS = ("num_workers", "parallel", "overlap", "timeout", "on_failure")
+_ADAPTER_ARGUMENTS = ("num_envs", *_WORKER_ARGUMENTS, "info_keys", "dtype", "one_hot")
 
 
 def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
@@ -91,12 +93,13 @@ def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
     given = {name: kwargs[name] for name in _ADAPTER_ARGUMENTS if name in kwargs}
     own = {name: value for name, value in kwargs.items() if name not in given}
     made = factory(**own)
-    if isinstance(made, gymnasium.Env) and kwargs.get("parallel"):
-        made.close()
-        return envs.from_gymnasium(factory, **kwargs)
     if is_torchrl(made) or isinstance(made, gymnasium.Env):
-        spare = [made]
         adapter = envs.from_torchrl if is_torchrl(made) else envs.from_gymnasium
+        if kwargs.get("parallel") or kwargs.get("num_workers"):
+            with contextlib.suppress(RuntimeError):  # TorchRL's cannot be closed before their first reset
+                made.close()
+            return adapter(factory, **kwargs)
+        spare = [made]
         return adapter(lambda: spare.pop() if spare else factory(**own), **given)
     refuse_foreign(made)
     if not isinstance(made, (Env, str, EnvSpec, VectorEnv, Sequence)):

@@ -64,7 +64,7 @@ def record(
 
     Raises:
         ImportError: if imageio is not installed.
-        TypeError: if the environment is not Gymnasium's, or runs in a process of its own (`parallel`).
+        TypeError: if the environment is not Gymnasium's.
         ValueError: if there are several environments, the render mode is another, the suffix is unknown, or `fps` is
             not positive.
         EnvError: if the environment raises, for example because MuJoCo cannot render without OpenGL.
@@ -114,9 +114,8 @@ def _camera(env: Env, state: CollectorState) -> Camera:
     simulators = state.env_state.simulation.simulators if isinstance(state.env_state, SimulatorHandle) else None
     if not isinstance(simulators, _Filmable):
         raise TypeError(
-            f"{env} cannot be filmed, expected a Gymnasium environment that renders, in this process: make one with "
-            "funcollect.make_env(id, render_mode='rgb_array') and without parallel=True, or save pixel observations "
-            "with plots.video"
+            f"{env} cannot be filmed, expected a Gymnasium environment that renders: make one with "
+            "funcollect.make_env(id, render_mode='rgb_array'), or save pixel observations with plots.video"
         )
     camera = simulators.camera(0)
     if camera.mode != "rgb_array":

@@ -12,13 +12,15 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 
 from funcollect.interop.settings import FrameworkSettings
 from funcollect.processes.channel import Channel, pair
 from funcollect.processes.fork_server import STATUS, die_with_parent, launch
+
+OnFailure = Literal["raise", "restart"]  # what happens when a child is lost: an error, or another child
 
 TO_DIE = 5.0  # seconds until a killed process is gone
 _TO_REPORT = 1.0  # seconds within which a process shows its Python stack

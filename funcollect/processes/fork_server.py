@@ -123,9 +123,10 @@ def program(module: str, call: str) -> str:
 def die_with_parent(alive: int) -> None:
     """Let the kernel kill this process, and those that it starts, once the other end of the pipe `alive` is closed.
 
-    This works even if they are stopped, or hang while they hold the GIL. The process becomes a session leader.
+    This works even if they are stopped, or hang while they hold the GIL. The process leads a group of its own. It stays
+    in the session, since Linux groups tasks by session, and a process that yields (`sched_yield`) yields to its group.
     """
-    os.setsid()
+    os.setpgid(0, 0)
     fcntl.fcntl(alive, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)

@@ -121,6 +121,42 @@ class Simulators(Protocol):
 
 
 @runtime_checkable
+class SimulatorsInParts(Simulators, Protocol):
+    """Simulators that step some lanes while a policy acts for others: `send` and `receive` for each part in turn."""
+
+    @property
+    def parts(self) -> Sequence[range]:
+        """The lanes of each part, in order."""
+
+
+@runtime_checkable
+class RestartingSimulators(Simulators, Protocol):
+    """Simulators that begin a lane's next episode as soon as one ends, which saves waiting for it in `reset`."""
+
+    def announce(self, lanes: Sequence[int], seeds: Sequence[int | None] | None, /) -> None:
+        """Take the seeds that `reset` will be given for these k lanes at the end of their episodes; None: no reset.
+
+        Until `reset`, `observation` has the last observations of the episodes that have ended.
+        """
+
+
+@runtime_checkable
+class ReplacedSimulators(Simulators, Protocol):
+    """Simulators of which some may be lost: `receive` raises `LanesLostError`, and `reset` begins with new ones."""
+
+    @property
+    def restarts(self) -> int:
+        """How often some were lost."""
+
+    @property
+    def lost_frames(self) -> int:
+        """The number of lanes' steps that were lost."""
+
+    def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
+        """Step these lanes at once, before what was sent is received; raises as `receive` does."""
+
+
+@runtime_checkable
 class SnapshotSimulators(Simulators, Protocol):
     """Simulators whose full state, random generators included, can be saved and restored."""
 

@@ -20,18 +20,17 @@ from funcollect.collectors.cluster.resources import ray
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.worker import (
-    Failure,
     Progress,
     RolloutReport,
     Worker,
     WorkerBase,
     WorkerInfo,
-    failure_of,
 )
 from funcollect.core.request import OwnColumns
 from funcollect.errors import WorkerError
 from funcollect.interop.settings import FrameworkSettings
 from funcollect.processes.child import limit_threads
+from funcollect.processes.failures import Failure
 
 
 class ActorSetup(NamedTuple):
@@ -91,7 +90,7 @@ class NestedWorker(WorkerBase):
 
     @override
     def failure(self, error: BaseException) -> Failure:
-        failure = failure_of(error)
+        failure = Failure.of(error)
         return failure._replace(lane=error.lane) if isinstance(error, WorkerError) else failure
 
 
@@ -129,7 +128,7 @@ class RayWorker:
         try:
             return self._call(name, args)
         except BaseException as error:
-            return failure_of(error) if self._worker is None else self._worker.failure(error)
+            return Failure.of(error) if self._worker is None else self._worker.failure(error)
 
     def _call(self, name: str, args: tuple[Any, ...]) -> Any:
         """Run a call. The first one, ``"describe"``, builds the worker."""

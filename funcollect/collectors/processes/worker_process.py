@@ -15,10 +15,11 @@ from torch import Tensor
 from funcollect.collectors.processes.slots import weights_in
 from funcollect.collectors.workers.batch_layout import BatchColumn, BatchLayout, PackedLayout, columns_of, store
 from funcollect.collectors.workers.transport import WITH_WEIGHTS
-from funcollect.collectors.workers.worker import RolloutReport, Worker, failure_of
+from funcollect.collectors.workers.worker import RolloutReport, Worker
 from funcollect.core.request import NOWHERE
 from funcollect.processes.channel import Channel
 from funcollect.processes.child import enter_child
+from funcollect.processes.failures import Failure
 from funcollect.processes.shared_memory import mapped
 from funcollect.tree import Path
 
@@ -63,7 +64,7 @@ class ServedWorker:
         try:
             value = self._do(name, args, fds)
         except BaseException as error:
-            value = failure_of(error) if self._worker is None else self._worker.failure(error)
+            value = Failure.of(error) if self._worker is None else self._worker.failure(error)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -121,7 +122,7 @@ class ServedWorker:
             return None
         (batch, report, slot), self._held = self._held, None
         store(batch, self._slots[slot], self._single)
-        return None, report
+        return None, report._replace(seconds=0.0, idle=0.0, restarts=0, lost=0)  # those have been reported
 
     def _fetch(
         self, slot: int, version: int, policy: bytes | None, layout: PackedLayout, count: int, *, fds: list[int]

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import cloudpickle
-
-from funcollect.collectors.options import OnFailure
 from funcollect.collectors.workers.transport import Call, Transport, WorkerExited, WorkerHandle
-from funcollect.collectors.workers.worker import START, Failure, Job, Progress, RolloutReport
+from funcollect.collectors.workers.worker import START, Job, Progress, RolloutReport
 from funcollect.errors import ReplayError, WorkerError
-from funcollect.interop.hidden_main import send_main_by_value
+from funcollect.interop.main_module import send_main_by_value
+from funcollect.processes.child import OnFailure
+from funcollect.processes.failures import Failure
 
 _SLICE = 0.05  # seconds of one wait at most: another thread may have read the answer meanwhile
 _FAILURES_IN_A_ROW = 5  # of one worker, without a rollout in between
@@ -196,10 +195,10 @@ class WorkerPool:
         if not isinstance(failure := answer.value, Failure):
             self._count(record, answer.value)
             call.resolve(answer.value)
-        elif call.name in _CHECKED and isinstance(refusal := _loaded(failure.cause), _REFUSALS):
+        elif call.name in _CHECKED and isinstance(refusal := failure.error(), _REFUSALS):
             call.resolve(error=refusal)
         else:
-            self._fail(worker, f"raised {failure.message}", failure.lane, failure.traceback, failure.cause)
+            self._fail(worker, f"raised {failure.message}", failure.lane, failure.traceback, failure.error())
             return True
         record.calls.remove(call)
         return True
@@ -234,7 +233,7 @@ class WorkerPool:
                 self._fail(worker, f"{doing} ({name}={limit:g}); its Python stack is below", None, where)
 
     def _fail(
-        self, worker: int, what: str, lane: int | None = None, traceback: str = "", cause: bytes | None = None
+        self, worker: int, what: str, lane: int | None = None, traceback: str = "", cause: BaseException | None = None
     ) -> None:
         """Replace a worker that failed, or end all workers and raise."""
         record = self.records[worker]
@@ -251,7 +250,7 @@ class WorkerPool:
         again = f" {record.failures} times in a row" if restart and record.failures > 1 else ""
         rest = "the others continue" if record.newcomer else "all workers were ended, so build another collector"
         error = WorkerError(f"{where}: {what}{again}: {advice}; {rest}", worker, lane, traceback)
-        error.__cause__ = _loaded(cause)
+        error.__cause__ = cause
         if not record.newcomer:
             self.close()
             raise error
@@ -291,14 +290,3 @@ class WorkerPool:
 
 _CHECKED = ("reset", "set_seed", "load_state_dict", "take_params", "saved_run", "continue_run")
 _REFUSALS = (TypeError, ValueError, ReplayError)  # of these calls: the worker is as it was before
-
-
-def _loaded(cause: bytes | None) -> BaseException | None:
-    """The exception that a worker has sent; None if it cannot be unpickled."""
-    if cause is None:
-        return None
-    try:
-        error = cloudpickle.loads(cause)
-    except Exception:
-        return None
-    return error if isinstance(error, BaseException) else None

@@ -22,7 +22,8 @@ from funcollect.collectors.workers.transport import (
     WorkerGroup,
     WorkerHandle,
 )
-from funcollect.collectors.workers.worker import Job, Worker, failure_of
+from funcollect.collectors.workers.worker import Job, Worker
+from funcollect.processes.failures import Failure
 
 
 class SerialHandle(WorkerHandle):
@@ -47,7 +48,7 @@ class SerialHandle(WorkerHandle):
                 self._worker = Worker(cloudpickle.loads(self._job))
             return Answer(call.number, getattr(self._worker, call.name)(*call.args))
         except Exception as error:
-            return Answer(call.number, failure_of(error) if self._worker is None else self._worker.failure(error))
+            return Answer(call.number, Failure.of(error) if self._worker is None else self._worker.failure(error))
 
     @override
     def kill(self) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import time
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import cloudpickle
 import numpy as np
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -21,9 +18,9 @@ from funcollect.collectors.runner import Runner, check_saved
 from funcollect.collectors.source import RunnerSpec
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.saving import Episodes
-from funcollect.errors import EnvError
 from funcollect.messages import shown
 from funcollect.policies.torch_modules.sending import dumps, unpack
+from funcollect.processes.failures import Failure
 from funcollect.specs import ActionSpec, Leaf
 
 
@@ -110,7 +107,7 @@ class RolloutReport(NamedTuple):
     version: int  # of the weights that acted
     seconds: float  # spent collecting
     idle: float  # seconds between the last rollout and this one
-    restarts: int = 0  # of its own workers since then, if it has some
+    restarts: int = 0  # of its own workers, or of its environment's, since then
     lost: int = 0  # frames with them
 
     def packed(self) -> tuple[Any, ...]:
@@ -122,15 +119,6 @@ class RolloutReport(NamedTuple):
         """The inverse of `packed`."""
         progress, *others = figures
         return cls(Progress(*progress), *others)
-
-
-class Failure(NamedTuple):
-    """An exception in a worker."""
-
-    message: str
-    traceback: str
-    lane: int | None
-    cause: bytes | None  # the exception itself, pickled, if that is possible
 
 
 class WorkerBase(ABC):
@@ -229,6 +217,7 @@ class Worker(WorkerBase):
         self._job = job
         self._policy: bytes | None = None  # packed, if another one than the job's was sent
         self._runner = job.runner()
+        self._counted = (0, 0)  # restarts and lost frames, as last reported
         super().__init__(job.progress, self._runner)
 
     @override
@@ -249,7 +238,9 @@ class Worker(WorkerBase):
     def _report(self, seconds: float, idle: float) -> RolloutReport:
         state = self._runner.state
         progress = Progress(state.steps_made, int(np.asarray(state.episode).max()), self._batches, self._frames)
-        return RolloutReport(progress, int(state.policy_version), seconds, idle)
+        before, self._counted = self._counted, self._runner.losses
+        restarts, lost = (now - then for now, then in zip(self._counted, before, strict=True))
+        return RolloutReport(progress, int(state.policy_version), seconds, idle, restarts, lost)
 
     @override
     def go_on(self, progress: Progress) -> None:
@@ -275,15 +266,4 @@ class Worker(WorkerBase):
 
     @override
     def failure(self, error: BaseException) -> Failure:
-        return failure_of(error, self._job.options.shard.index * (self._runner.env.num_envs or 1))
-
-
-def failure_of(error: BaseException, first_lane: int | None = None) -> Failure:
-    """An exception as it is sent. The lane that an `EnvError` names is counted over all workers."""
-    try:
-        cause: bytes | None = cloudpickle.dumps(error)
-    except Exception:
-        cause = None
-    named = re.match(r"lanes? \[?(\d+)", str(error)) if isinstance(error, EnvError) else None
-    lane = first_lane + int(named[1]) if named and first_lane is not None else None
-    return Failure(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)), lane, cause)
+        return Failure.of(error, self._job.options.shard.index * (self._runner.env.num_envs or 1))

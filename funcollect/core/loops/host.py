@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,15 +19,25 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.core.loops.delivery import OUTCOME_KEYS, TrajectoryLimit, deliver, new_columns, reset_counters
+from funcollect.core.loops.replaced_lanes import ReplacedLanes
 from funcollect.core.request import Request, open_actor
 from funcollect.core.simulators.forking import fork_simulation
 from funcollect.core.simulators.simulation import FinishedLanes, Simulation, SimulatorHandle
-from funcollect.core.state import CollectorState, all_lanes, first_state
-from funcollect.envs.host.host_env import check_outcome
-from funcollect.errors import EnvError
+from funcollect.core.state import CollectorState, all_lanes, first_state, joined_policy_states, lanes_of_state
+from funcollect.envs.host.host_env import bad_info, check_outcome
+from funcollect.errors import EnvError, LanesLostError, PolicyError
 from funcollect.keys import Key
 from funcollect.messages import shown
-from funcollect.protocols import Actor, Column, HostEnv, Outcome, Policy, SnapshotSimulators
+from funcollect.protocols import (
+    Actor,
+    Column,
+    Columns,
+    HostEnv,
+    Outcome,
+    Policy,
+    ReplacedSimulators,
+    SnapshotSimulators,
+)
 from funcollect.specs import assemble
 from funcollect.tree import Path
 
@@ -78,76 +93,212 @@ def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -
     handle: SimulatorHandle = state.env_state
     handle.check()
     rows = handle.simulation.simulators.observation
-    recording = _Recording(rows, request, env.info_keys)
-    views = {path: torch.from_numpy(row) for path, row in rows.items()} if policy.backend == "torch" else rows
-    observation = assemble(env.observation_space, views)
-    actor = open_actor(env, policy, state, request, observation)  # bad arguments raise before the state is used
-    simulation = handle.claim()
+    columns = new_columns({path: torch.from_numpy(row) for path, row in rows.items()}, request)
+    every = handle.simulation.parts if request.reset_when_done else [range(state.num_lanes)]
+    parts = [_Part(env, policy, state, request, rows, columns, lanes) for lanes in every]
+    simulation = handle.claim()  # not before: bad arguments have raised, and the state has not been used
     simulation.steps = state.steps_made + request.length
     simulation.show(state.observation)
-    with actor.running():
-        _loop(simulation, actor, recording, state, request)
-        policy_state, outputs = actor.finish()
-    counters, batch, ages = deliver(env, state, request, recording.columns(), outputs, simulation.action_log.ages)
-    simulation.action_log.extend(outputs[("action",)], ages)
+    simulation.announce(request.reset_when_done)
+    with contextlib.ExitStack() as running:
+        for part in parts:
+            running.enter_context(part.actor.running())
+        _take_turns([part.steps(simulation, state, request) for part in parts])
+        policy_states, outputs = zip(*(part.finish() for part in parts), strict=True)
+    columns |= _joined_infos([part.recording for part in parts])
+    acted = _side_by_side(outputs)
+    before, ages = _restarted(state, [lane for part in parts for lane in part.replaced_at_once], simulation)
+    counters, batch, ages = deliver(env, before, request, columns, acted, ages)
+    simulation.action_log.extend(acted[("action",)], ages)
     after = state.replace(
         env_state=simulation.release(),
         observation=simulation.observation(),
-        policy_state=policy_state,
+        policy_state=joined_policy_states(policy_states),
         steps=simulation.steps,
         **counters,
     )
     return after, batch
 
 
-def _loop(simulation: Simulation, actor: Actor, recording: _Recording, state: CollectorState, request: Request) -> None:
-    """Run the steps of a rollout, and restart lanes whose episode ends unless they stay finished."""
-    act, reward = actor.act, recording.reward
-    send, receive, every = simulation.simulators.send, simulation.simulators.receive, range(state.num_lanes)
-    limit = TrajectoryLimit(state.step.numpy(), request.max_frames_per_traj) if request.max_frames_per_traj else None
-    next_cut = min(limit.due.tolist()) if limit else request.length  # the first step at which a lane reaches the limit
-    finished = (
-        None
-        if request.reset_when_done
-        else FinishedLanes(simulation, (state.terminated | state.truncated).nonzero()[:, 0].tolist())
-    )
-    for t in range(request.length):
-        for store, row in recording.roots:
-            store[t] = row
-        action = act(t)
-        if finished is None:
-            send(every, action)
-            _, outcome = receive()
-        else:
-            recording.restore(t, list(finished.lanes))
-            outcome = finished.step(action)
-        for store, row in recording.nexts:
-            store[t] = row
-        numbers, terminated, truncated, info = outcome
+def _restarted(state: CollectorState, lanes: list[int], simulation: Simulation) -> tuple[CollectorState, Tensor]:
+    """Return the state and the lanes' ages as if these lanes had begun an episode before the rollout."""
+    ages = simulation.action_log.ages
+    if not lanes:
+        return state, ages
+    mask = torch.zeros(state.num_lanes, dtype=torch.bool)
+    mask[lanes] = True
+    return state.replace(**reset_counters(state, mask, state.episode + mask)), torch.where(mask, 0, ages)
+
+
+def _take_turns(runs: Sequence[Iterator[None]]) -> None:
+    """Run the parts of the lanes in turn: each goes on from where its lanes have begun a step."""
+    collections.deque(itertools.zip_longest(*runs), maxlen=0)
+
+
+class _Part:
+    """Lanes that the policy acts for in one call, the only ones unless other lanes step meanwhile.
+
+    Attributes:
+        actor: the policy bound to the rollout of these lanes.
+        replaced_at_once: the lanes, of all, whose simulators were lost before their first step.
+        recording: where the rollout is recorded.
+    """
+
+    def __init__(
+        self,
+        env: HostEnv,
+        policy: Policy,
+        state: CollectorState,
+        request: Request,
+        rows: Mapping[Path, Array],
+        columns: Mapping[Path, Tensor],
+        lanes: range,
+    ) -> None:
+        own = slice(lanes.start, lanes.stop)
+        self._rows = {path: row[own] for path, row in rows.items()}
+        self._open = partial(_open_actor, env, policy, self._rows)
+        self._state = state if len(lanes) == state.num_lanes else lanes_of_state(state, own)
+        self.actor: Actor = self._open(self._state, request)
+        by_path = {path: column[:, own] for path, column in columns.items()}
+        self.recording = _Recording(self._rows, by_path, env.info_keys)
+        self.replaced_at_once: list[int] = []
+        self._lanes = lanes
+
+    def finish(self) -> tuple[Any, Columns]:
+        """Return the policy's next state, and its outputs. A PolicyError counts the lane that it names over all."""
         try:
-            reward[t] = numbers
-            over = any(terminated) or any(truncated) or t >= next_cut
-        except (TypeError, ValueError) as error:
-            raise _bad(outcome) from error
-        if info:
-            recording.inform(info)
-        if over:
-            ended = recording.end(t, outcome, limit)
-            if finished is not None:
-                finished.add(ended)
-                continue
-            simulation.restart(ended)
-            actor.restart(ended)
+            return self.actor.finish()
+        except PolicyError as error:
+            if not self._lanes.start:
+                raise
+            message = re.sub(r"^lane (\d+)", lambda lane: f"lane {int(lane[1]) + self._lanes.start}", str(error))
+            raise PolicyError(message) from error
+
+    def _go_on_without(
+        self, t: int, loss: LanesLostError, simulation: Simulation, request: Request, limit: TrajectoryLimit | None
+    ) -> Outcome:
+        """Begin other episodes in lanes that were lost at step `t`, and make that step there; return all outcomes."""
+        if not request.reset_when_done:
+            raise loss
+        simulators = cast(ReplacedSimulators, simulation.simulators)
+        pieces, lost = [(loss.others, loss.outcome)], collections.deque(loss.lanes)
+        rest = replace(request, length=request.length - t)
+        while lost:
+            lanes = lost.popleft()
+            own = slice(lanes.start - self._lanes.start, lanes.stop - self._lanes.start)
+            simulation.begin_again(lanes, self._cut(t, own))
+            for store, row in self.recording.roots:
+                store[t, own] = row[own]
             if limit is not None:
-                limit.restart(t, ended)
-                next_cut = min(limit.due.tolist())
-    check_outcome(outcome)  # an environment that returns wrong values does so in the last step, too
+                limit.restart(t - 1, own)
+            state = lanes_of_state(self._state, own)
+            fresh = state.replace(step=torch.zeros_like(state.step), steps=state.steps_made + t)
+            actor = self._open(fresh, rest, own)
+            try:
+                pieces.append((lanes, simulators.step(lanes, actor.act(0))))
+            except LanesLostError:
+                lost.append(lanes)
+                continue
+            if not isinstance(self.actor, ReplacedLanes):
+                self.actor = ReplacedLanes(self.actor)
+            self.actor.replace(t, own, actor)
+        return _in_order(pieces)
+
+    def _cut(self, t: int, own: slice) -> list[bool]:
+        """End the trajectories of lanes before step `t`; return for each whether it had begun another one at `t`."""
+        if t:
+            return self.recording.cut(t - 1, own)
+        lanes, steps = self._lanes[own], self._state.step[own].tolist()
+        begun = [not step or lane in self.replaced_at_once for lane, step in zip(lanes, steps, strict=True)]
+        self.replaced_at_once += itertools.compress(lanes, map(operator.not_, begun))
+        return begun
+
+    def steps(self, simulation: Simulation, state: CollectorState, request: Request) -> Iterator[None]:
+        """Make the steps of a rollout, and restart lanes whose episode ends unless they stay finished.
+
+        Yields at each step, once it has been sent to the simulators.
+        """
+        recording, lanes, first = self.recording, self._lanes, self._lanes.start
+        act, reward = self.actor.act, recording.reward
+        most = request.max_frames_per_traj
+        limit = TrajectoryLimit(state.step[first : lanes.stop].numpy(), most) if most else None
+        next_cut = _next_cut(limit, request)
+        finished = None if request.reset_when_done else FinishedLanes(simulation, _over(state))
+        live = simulation.simulators if finished is None else finished
+        send, receive = live.send, live.receive
+        for t in range(request.length):
+            for store, row in recording.roots:
+                store[t] = row
+            send(lanes, act(t))
+            yield
+            try:
+                _, outcome = receive()
+            except LanesLostError as loss:
+                outcome, act = self._go_on_without(t, loss, simulation, request, limit), self.actor.act
+                next_cut = _next_cut(limit, request)
+            for store, row in recording.nexts:
+                store[t] = row
+            numbers, terminated, truncated, info = outcome
+            try:
+                reward[t] = numbers
+                over = any(terminated) or any(truncated) or t >= next_cut
+            except (TypeError, ValueError) as error:
+                raise _bad(outcome, first) from error
+            if info:
+                recording.inform(info)
+            if over:
+                ended = recording.end(t, outcome, limit, first)
+                if finished is not None:
+                    finished.add(ended)
+                    continue
+                simulation.restart([first + lane for lane in ended] if first else ended)
+                self.actor.restart(ended)
+                if limit is not None:
+                    limit.restart(t, ended)
+                    next_cut = _next_cut(limit, request)
+        check_outcome(outcome, first)  # an environment that returns wrong values does so in the last step, too
 
 
-def _bad(outcome: Outcome) -> EnvError:
+def _next_cut(limit: TrajectoryLimit | None, request: Request) -> int:
+    """Return the first step at which a lane reaches the limit, or one after the rollout."""
+    return request.length if limit is None else min(limit.due.tolist())
+
+
+def _over(state: CollectorState) -> list[int]:
+    """Return the lanes that are finished."""
+    lanes: list[int] = (state.terminated | state.truncated).nonzero()[:, 0].tolist()
+    return lanes
+
+
+def _open_actor(
+    env: HostEnv,
+    policy: Policy,
+    rows: Mapping[Path, Array],
+    state: CollectorState,
+    request: Request,
+    lanes: slice = slice(None),
+) -> Actor:
+    """Return the policy bound to a rollout of some of the lanes whose observations are in `rows`."""
+    rows = {path: row[lanes] for path, row in rows.items()}
+    views = {path: torch.from_numpy(row) for path, row in rows.items()} if policy.backend == "torch" else rows
+    return open_actor(env, policy, state, request, assemble(env.observation_space, views))
+
+
+def _in_order(pieces: Sequence[tuple[Sequence[int], Outcome]]) -> Outcome:
+    """Return the outcomes of some lanes and of others as one, in the order of the lanes."""
+    lanes = [lane for some, _ in pieces for lane in some]
+    order = sorted(range(len(lanes)), key=lanes.__getitem__)
+    reward, terminated, truncated = ([value for _, each in pieces for value in each[column]] for column in range(3))
+    infos = zip(*(each[3] for some, each in pieces if some), strict=True)
+    columns = [reward, terminated, truncated, *([value for part in key for value in part] for key in infos)]
+    reward, terminated, truncated, *info = ([column[place] for place in order] for column in columns)
+    return reward, terminated, truncated, info
+
+
+def _bad(outcome: Outcome, first_lane: int) -> EnvError:
     """Return the error for an outcome that could not be recorded."""
     try:
-        check_outcome(outcome)
+        check_outcome(outcome, first_lane)
     except EnvError as error:
         return error
     return EnvError(f"step returned {shown(outcome, 200)}, expected one reward and two flags per lane: correct that")
@@ -159,31 +310,33 @@ class _Recording:
     Attributes:
         roots, nexts: pairs of a column [T, P, ...] and the row [P, ...] that goes into it, before and after each step.
         reward: [T, P] float32.
+        info: the values of each info key, [P, ...] for each step.
     """
 
-    def __init__(self, rows: Mapping[Path, Array], request: Request, info_keys: Sequence[str]) -> None:
-        self._columns = new_columns({path: torch.from_numpy(row) for path, row in rows.items()}, request)
-        self.roots = [(self._columns[path].numpy(), row) for path, row in rows.items()]
-        self.nexts = [(self._columns["next", *path].numpy(), row) for path, row in rows.items()]
-        self.reward, self._terminated, self._truncated = (self._columns[path].numpy() for path in OUTCOME_KEYS)
+    def __init__(self, rows: Mapping[Path, Array], columns: Mapping[Path, Tensor], info_keys: Sequence[str]) -> None:
+        self.roots = [(columns[path].numpy(), row) for path, row in rows.items()]
+        self.nexts = [(columns["next", *path].numpy(), row) for path, row in rows.items()]
+        self.reward, self._terminated, self._truncated = (columns[path].numpy() for path in OUTCOME_KEYS)
         self._lanes = range(self.reward.shape[1])
-        self._info: dict[str, list[Any]] = {key: [] for key in info_keys}
+        self.info: dict[str, list[Any]] = {key: [] for key in info_keys}
 
-    def restore(self, t: int, lanes: list[int]) -> None:
-        """Undo a policy's writes into the rows of finished lanes, which no step writes again."""
-        for store, row in self.roots:
-            row[lanes] = store[t, lanes]
+    def cut(self, t: int, lanes: slice) -> list[bool]:
+        """Truncate the trajectories of these lanes with step `t`; return which of them had ended anyway."""
+        ended = self._terminated[t, lanes] | self._truncated[t, lanes]
+        self._truncated[t, lanes] |= ~ended
+        over: list[bool] = ended.tolist()
+        return over
 
     def inform(self, info: Sequence[Column]) -> None:
         """Record copies of a step's infos: an environment may write the next ones into the same arrays."""
-        for (key, values), value in zip(self._info.items(), info, strict=True):
+        for (key, values), value in zip(self.info.items(), info, strict=True):
             try:
                 values.append(np.array(value))
             except (TypeError, ValueError) as error:
-                raise _bad_info(key, value, error) from error
+                raise bad_info(key, value, error) from error
 
-    def end(self, t: int, outcome: Outcome, limit: TrajectoryLimit | None) -> list[int]:
-        """Record the flags of a step at which some lane is done, and return which lanes are."""
+    def end(self, t: int, outcome: Outcome, limit: TrajectoryLimit | None, first_lane: int) -> list[int]:
+        """Record the flags of a step at which some lane is done, and return which lanes are, counted from 0."""
         _, terminated, truncated, _ = outcome
         try:
             if limit is not None:
@@ -193,13 +346,21 @@ class _Recording:
                 self._terminated[t, lane] = terminated[lane]
                 self._truncated[t, lane] = truncated[lane]
         except (TypeError, ValueError) as error:
-            raise _bad(outcome) from error
+            raise _bad(outcome, first_lane) from error
         return ended
 
-    def columns(self) -> dict[Path, Tensor]:
-        """Return all columns under the batch's keys."""
-        infos = self._info.items()
-        return self._columns | {("next", "info", key): _info_column(key, values) for key, values in infos}
+
+def _side_by_side(parts: Sequence[Columns]) -> Columns:
+    """Return the columns of all lanes from those of each part."""
+    return parts[0] if len(parts) == 1 else {path: torch.cat([part[path] for part in parts], 1) for path in parts[0]}
+
+
+def _joined_infos(recordings: Sequence[_Recording]) -> dict[Path, Tensor]:
+    """Return the columns of the infos of all parts."""
+    infos: list[Columns] = [
+        {("next", "info", key): _info_column(key, values) for key, values in each.info.items()} for each in recordings
+    ]
+    return _side_by_side(infos)
 
 
 def _info_column(key: str, values: list[Any]) -> Tensor:
@@ -207,11 +368,4 @@ def _info_column(key: str, values: list[Any]) -> Tensor:
         column = np.array(values)
         return torch.from_numpy(column.astype(np.float32) if column.dtype == np.float64 else column)
     except (TypeError, ValueError) as error:
-        raise _bad_info(key, values[0], error) from error
-
-
-def _bad_info(key: str, lanes: Column, error: Exception) -> EnvError:
-    return EnvError(
-        f"the info key {key!r} holds {type(lanes[0]).__name__} of varying shape or no number ({error}): "
-        "name keys that hold numbers or arrays of one shape"
-    )
+        raise bad_info(key, values[0], error) from error

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from funcollect.errors import ClosedError, StaleStateError
 from funcollect.keys import Key, Purpose, lane_keys
-from funcollect.protocols import HostEnv, Outcome, Simulators, SnapshotSimulators
+from funcollect.protocols import (
+    HostEnv,
+    Outcome,
+    RestartingSimulators,
+    Simulators,
+    SimulatorsInParts,
+    SnapshotSimulators,
+)
 from funcollect.threefry import hashed_in_numpy
 from funcollect.tree import Path
 
@@ -93,7 +100,12 @@ class Simulation:
         self.env = env
         self._each_episode = env.seeding == "episode"
         self.lanes: list[int] = lanes.tolist()
-        self.simulators: Simulators = env.open()
+        simulators = env.open()
+        self.simulators: Simulators = simulators
+        whole = [range(len(self.lanes))]
+        self.parts: Sequence[range] = simulators.parts if isinstance(simulators, SimulatorsInParts) else whole
+        self._restarting = simulators if isinstance(simulators, RestartingSimulators) else None
+        self._announced = False  # whether those know the seeds of the next episodes
         self.version = 0
         self.busy = False
         self.closed = False
@@ -135,6 +147,18 @@ class Simulation:
         first, seeds = self._seeds[lane]
         return seeds[episode - first]
 
+    def _next_seeds(self, lanes: Sequence[int]) -> list[int | None]:
+        """The seeds of the next episodes of some lanes, None where the generator of an episode before goes on."""
+        if self._each_episode:
+            return [self._next_seed(lane) for lane in lanes]
+        return [self._next_seed(lane) if lane in self._unseeded else None for lane in lanes]
+
+    def announce(self, restarting: bool) -> None:
+        """Tell simulators that can use it whether, and how, lanes will be restarted at the ends of their episodes."""
+        if self._restarting is not None:
+            every, self._announced = range(len(self.lanes)), restarting
+            self._restarting.announce(every, self._next_seeds(every) if restarting else None)
+
     def seed_again(self) -> None:
         """Give every lane a seed at its next reset: after a call that did not end, simulators may stand anywhere."""
         self._unseeded = set(range(len(self.lanes)))
@@ -144,14 +168,21 @@ class Simulation:
 
         Each episode has a seed if the environment takes one per episode, otherwise only the first under a key.
         """
-        seeds: list[int | None] = []
+        seeds = self._next_seeds(lanes)
         for lane in lanes:
-            seeded = self._each_episode or lane in self._unseeded
-            seeds.append(self._next_seed(lane) if seeded else None)
             self.episodes[lane] += 1
         self.simulators.reset(lanes, seeds)
         if self._unseeded:
             self._unseeded.difference_update(lanes)
+        if self._announced and self._restarting is not None:
+            self._restarting.announce(lanes, self._next_seeds(lanes))
+
+    def begin_again(self, lanes: Sequence[int], begun: Sequence[bool]) -> None:
+        """Begin another episode in lanes whose simulators were lost; where one has just `begun`, that one again."""
+        for lane, again in zip(lanes, begun, strict=True):
+            self.episodes[lane] -= again
+        self._unseeded.update(lanes)
+        self.restart(lanes)
 
     def record(self) -> SimulationRecord:
         """Describe the state of the simulators."""
@@ -203,12 +234,24 @@ class FinishedLanes:
         self._simulation = simulation
         self._every = range(len(simulation.lanes))
         self.lanes: set[int] = set()
+        self._action: Any = None
         self.add(lanes)
 
     def add(self, lanes: Iterable[int]) -> None:
         """Keep these lanes finished from now on."""
         self.lanes.update(lanes)
         self._live = [lane for lane in self._every if lane not in self.lanes]
+        self._rows = {path: array[[*self.lanes]] for path, array in self._simulation.simulators.observation.items()}
+
+    def send(self, lanes: Sequence[int], action: Any) -> None:
+        """Keep the actions [P, ...] of all lanes, and undo a policy's writes into the rows of finished ones."""
+        self._action = action
+        for path, rows in self._rows.items():
+            self._simulation.simulators.observation[path][[*self.lanes]] = rows
+
+    def receive(self) -> tuple[Sequence[int], Outcome]:
+        """Step the lanes that are not finished with the actions that were sent; return all lanes and their outcome."""
+        return self._every, self.step(self._action)
 
     def step(self, action: Any) -> Outcome:
         """Step the lanes that are not finished, with their rows of `action` [P, ...]; return the outcome of all."""

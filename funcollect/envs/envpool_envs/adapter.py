@@ -150,7 +150,7 @@ class EnvPoolLanes(SimulatorsBase):
         self._decode = batch_decoder(env.action_spec)
         self._info_keys = env.info_keys
         self._num_envs = env.num_envs or 1
-        self._rows = Rows(env.observation_space, env.observation_leaves, self._num_envs)
+        self._rows = Rows.of(env)
         self.observation = self._rows.arrays
 
     @override

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from gymnasium.vector import VectorEnv
 
 from funcollect.arguments import check_flags, check_keys
-from funcollect.envs.gymnasium_envs.atari_lanes import AtariLanes, is_atari
-from funcollect.envs.gymnasium_envs.lanes import GymEnv, Lanes
+from funcollect.envs.gymnasium_envs.atari_lanes import is_atari
+from funcollect.envs.gymnasium_envs.lanes import GymEnv
 from funcollect.envs.gymnasium_envs.making import (
     EnvSource,
     Made,
@@ -24,9 +24,12 @@ from funcollect.envs.gymnasium_envs.making import (
     taken,
     worker_factory_of,
 )
-from funcollect.envs.gymnasium_envs.vector_lanes import GymVectorEnv, VectorLanes, check_autoreset, open_processes
-from funcollect.envs.host.host_env import SimulatedEnv
+from funcollect.envs.gymnasium_envs.vector_lanes import GymVectorEnv, VectorLanes, check_autoreset
+from funcollect.envs.host.host_env import OpenerOf, SimulatedEnv
+from funcollect.envs.host.lane_workers.options import LaneWorkers
+from funcollect.envs.host.lane_workers.simulators import WorkerLanes
 from funcollect.envs.recognise import running_statistics
+from funcollect.processes.child import OnFailure
 from funcollect.protocols import Forking, Simulators
 from funcollect.specs import ActionSpec, observation_leaves
 
@@ -37,7 +40,11 @@ def from_gymnasium(
     env: EnvSource | GymVectorEnv | Sequence[EnvSource],
     *,
     num_envs: int | None = None,
+    num_workers: int = 0,
     parallel: bool = False,
+    overlap: int = 1,
+    timeout: float = 60.0,
+    on_failure: OnFailure = "raise",
     info_keys: Sequence[str] = (),
     dtype: npt.DTypeLike | None = None,
     one_hot: bool = False,
@@ -53,8 +60,14 @@ def from_gymnasium(
             built with ``autoreset_mode=AutoresetMode.DISABLED``. An instance backs one state; another state over it is
             rebuilt from its spec.
         num_envs: P, made from one id, spec or factory; None for a single environment without a batch dimension.
-        parallel: run every lane in its own process, for simulators whose step takes longer than a message (some 50 µs);
-            the data are the same. Factories and lambdas are sent by cloudpickle, instances cannot be.
+        num_workers: the number of worker processes, each with a contiguous group of lanes; 0 for none. The data are the
+            same. They pay where a simulator's step takes long (`funcollect.explain` says whether they do). Factories
+            and lambdas are sent by cloudpickle, instances cannot be.
+        parallel: True means one worker for each lane.
+        overlap: 2 lets one half of the lanes step while the policy acts for the other half.
+        timeout: seconds after which a worker that has not answered counts as hung.
+        on_failure: when a worker dies, hangs or raises, ``"raise"`` ends the rollout; ``"restart"`` puts another worker
+            in its place, whose lanes begin new episodes while the others go on.
         info_keys: keys of `info` that a batch records under ``next.info``. Every step has to return them
             (`RecordEpisodeStatistics` returns ``episode`` at ends only: use `funcollect.episode_stats`).
         dtype: the dtype of floating observations in a batch; float32 unless given.
@@ -70,9 +83,10 @@ def from_gymnasium(
     HostEnv('CartPole-v1', num_envs=8)
     """
     check_keys("info_keys", info_keys, "x_position")
-    check_flags(parallel=parallel, one_hot=one_hot)
+    check_flags(one_hot=one_hot)
+    workers, open_group = None, None
     if isinstance(env, VectorEnv):
-        refuse("a VectorEnv", num_envs=num_envs, parallel=parallel or None, **kwargs)
+        refuse("a VectorEnv", num_envs=num_envs, parallel=parallel or None, num_workers=num_workers or None, **kwargs)
         first: Any = env
         num_envs, opener = env.num_envs, _open_vector(env)
         label = f"{type(env).__name__} of {env.spec.id}" if env.spec else type(env).__name__
@@ -81,7 +95,19 @@ def from_gymnasium(
         sources = sources_of(env, num_envs)
         if num_envs is not None or (isinstance(env, Sequence) and not isinstance(env, str)):
             num_envs = len(sources)
-        first, opener = (_open_processes if parallel else _open_lanes)(sources, kwargs)
+        workers = LaneWorkers.checked(
+            len(sources),
+            parallel=parallel,
+            num_workers=num_workers,
+            overlap=overlap,
+            timeout=timeout,
+            on_failure=on_failure,
+        )
+        if workers:
+            opener = WorkerLanes
+            first, open_group = _open_in_workers(sources, kwargs)
+        else:
+            first, opener = _open_here(sources, kwargs)
         label = first.spec.id if first.spec is not None else type(first.unwrapped).__name__
         space, action_space = first.observation_space, first.action_space
     leaves = observation_leaves(space, dtype)
@@ -90,9 +116,9 @@ def from_gymnasium(
         raise ValueError("the observation key 'info' collides with info_keys: rename it, or leave info_keys out")
     statistics = running_statistics(first)
     atari = is_atari(first)
-    copying: Forking = ("none" if parallel else "snapshot") if atari else "replay"
+    copying: Forking = "snapshot" if atari else "replay"
     return SimulatedEnv(
-        label=f"{label} in processes" if parallel else label,
+        label=f"{label} in {workers}" if workers else label,
         num_envs=num_envs,
         observation_space=space,
         action_spec=spec,
@@ -102,28 +128,30 @@ def from_gymnasium(
         seeding="lane" if atari else "episode",
         forking="none" if statistics else copying,
         running_statistics=statistics,
+        workers=workers,
+        open_group=open_group,
     )
 
 
-def _open_lanes(sources: list[EnvSource], kwargs: dict[str, Any]) -> tuple[GymEnv, Opener]:
+def _open_here(sources: list[EnvSource], kwargs: dict[str, Any]) -> tuple[GymEnv, Opener]:
     """The first lane's environment, which backs the first state, and the opener of lanes in this process."""
     factories = [factory_of(source, kwargs) for source in sources]
     made = factories[0] if isinstance(factories[0], Made) else Made(factories[0](), factories[0])
     factories[0], first = made, made.env
     for lane, factory in enumerate(factories):
         if isinstance(factory, Made):
-            check_lane(lane, factory.env, first)
-    lanes = AtariLanes if is_atari(first) else Lanes
-    return first, lambda env: lanes(open_lanes(factories, first), env)
+            check_lane(lane, factory.env, first, atari=is_atari(first))
+    return first, partial(open_lanes, factories, is_atari(first))
 
 
-def _open_processes(sources: list[EnvSource], kwargs: dict[str, Any]) -> tuple[GymEnv, Opener]:
-    """A closed copy of the first lane's environment, for its spaces, and the opener of one process for each lane."""
-    build = partial(open_processes, [worker_factory_of(source, kwargs) for source in sources])
+def _open_in_workers(sources: list[EnvSource], kwargs: dict[str, Any]) -> tuple[GymEnv, OpenerOf]:
+    """A closed copy of the first lane's environment, for its spaces, and the openers of lanes in worker processes."""
+    factories = [worker_factory_of(source, kwargs) for source in sources]
     first = factory_of(sources[0], kwargs)()
-    check_lane(0, first, first)
+    atari = is_atari(first)
+    check_lane(0, first, first, atari=atari)
     first.close()
-    return first, lambda env: VectorLanes(build(), env, build)
+    return first, lambda first, end: partial(open_lanes, factories[first:end], atari)
 
 
 def _open_vector(vector: GymVectorEnv) -> Opener:

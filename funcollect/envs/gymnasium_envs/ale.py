@@ -13,6 +13,7 @@ from funcollect.arguments import check_count, check_flags, check_not_given, chec
 from funcollect.envs.extras import import_extra
 from funcollect.envs.gymnasium_envs.adapter import from_gymnasium
 from funcollect.envs.host.host_env import SimulatedEnv
+from funcollect.processes.child import OnFailure
 
 _OURS = {
     "frameskip": "its name here is frame_skip",
@@ -36,7 +37,11 @@ def from_ale(
     max_episode_steps: int | None = None,
     info_keys: Sequence[str] = (),
     one_hot: bool = False,
+    num_workers: int = 0,
     parallel: bool = False,
+    overlap: int = 1,
+    timeout: float = 60.0,
+    on_failure: OnFailure = "raise",
     **kwargs: Any,
 ) -> SimulatedEnv:
     """A host environment over an Atari game, seeded by lane: a seeded reset reloads the game, which takes 90 ms.
@@ -57,7 +62,7 @@ def from_ale(
         max_episode_steps: steps after which an episode is truncated; the game itself truncates after 108,000 frames.
         **kwargs: for the game: `mode`, `difficulty`, `full_action_space`, `max_num_frames_per_episode`, and
             `render_mode`, ``"rgb_array"`` for `funcollect.record`.
-        num_envs, info_keys, one_hot, parallel: see `from_gymnasium`.
+        num_envs, info_keys, one_hot, num_workers, parallel, overlap, timeout, on_failure: see `from_gymnasium`.
 
     Raises:
         ImportError: if ale-py or OpenCV is not installed.
@@ -74,7 +79,7 @@ def from_ale(
         check_positive(name, value)
     check_count("noop_max", noop_max)
     check_number("repeat_action_probability", repeat_action_probability, most=1, example=0.25)
-    check_flags(grayscale=grayscale, terminal_on_life_loss=terminal_on_life_loss, parallel=parallel, one_hot=one_hot)
+    check_flags(grayscale=grayscale, terminal_on_life_loss=terminal_on_life_loss)
     wrappers = [
         AtariPreprocessing.wrapper_spec(
             noop_max=noop_max,
@@ -97,4 +102,15 @@ def from_ale(
     spec.kwargs |= {"frameskip": 1, "repeat_action_probability": repeat_action_probability}
     if grayscale:
         spec.kwargs["obs_type"] = "grayscale"  # cheaper to fetch, and no wrapper reads colours
-    return from_gymnasium(spec, num_envs=num_envs, info_keys=info_keys, one_hot=one_hot, parallel=parallel, **kwargs)
+    return from_gymnasium(
+        spec,
+        num_envs=num_envs,
+        num_workers=num_workers,
+        parallel=parallel,
+        overlap=overlap,
+        timeout=timeout,
+        on_failure=on_failure,
+        info_keys=info_keys,
+        one_hot=one_hot,
+        **kwargs,
+    )

@@ -14,7 +14,6 @@ from funcollect.envs.host.rows import Rows
 from funcollect.errors import EnvError
 from funcollect.messages import shown
 from funcollect.protocols import Outcome
-from funcollect.specs import Space
 
 GymEnv = gymnasium.Env[Any, Any]
 
@@ -31,7 +30,8 @@ class Lanes(SimulatorsBase):
         self._decode = decoder(env.action_spec)
         self._space = env.action_space
         self._info_keys = env.info_keys
-        self._rows = Rows(env.observation_space, env.observation_leaves, len(lanes))
+        self._first_lane = env.first_lane
+        self._rows = Rows.of(env)
         self.observation = self._rows.arrays
 
     @override
@@ -41,9 +41,10 @@ class Lanes(SimulatorsBase):
             try:
                 answer = resets[lane](seed=seed)
             except Exception as error:
-                raise EnvError(f"lane {lane}: reset(seed={seed}) raised {error!r}: {ONWARD}") from error
+                where = f"lane {self._first_lane + lane}"
+                raise EnvError(f"{where}: reset(seed={seed}) raised {error!r}: {ONWARD}") from error
             if not isinstance(answer, tuple) or len(answer) != 2:
-                raise bad_reset(f"lane {lane}", answer)
+                raise bad_reset(f"lane {self._first_lane + lane}", answer)
             write(lane, answer[0])
 
     @override
@@ -58,7 +59,7 @@ class Lanes(SimulatorsBase):
             answers.append(self._alone(only))
             observation, reward, terminated, truncated, info = answers[0]
         except Exception as error:
-            raise _located(error, lanes, answers, [only], self._space) from error
+            raise self._located(error, lanes, answers, [only]) from error
         self._rows.write_lane(0, observation)
         picked = self._pick(lanes, (info,)) if self._info_keys else ()
         return lanes, ((reward,), (terminated,), (truncated,), picked)
@@ -75,7 +76,7 @@ class Lanes(SimulatorsBase):
                 append(step(lane_action))
             observation, reward, terminated, truncated, info = zip(*answers, strict=True)
         except Exception as error:
-            raise _located(error, lanes, answers, actions, self._space) from error
+            raise self._located(error, lanes, answers, actions) from error
         if everyone:
             self._rows.write(observation)
         else:
@@ -90,8 +91,21 @@ class Lanes(SimulatorsBase):
         except (KeyError, TypeError) as error:
             for (lane, info), key in product(zip(lanes, infos, strict=True), self._info_keys):
                 if not isinstance(info, Mapping) or key not in info:
-                    raise no_info_key(lane, key, info) from error
+                    raise no_info_key(self._first_lane + lane, key, info) from error
             raise
+
+    def _located(self, error: Exception, lanes: Sequence[int], answers: Sequence[Any], actions: Any) -> EnvError:
+        """The EnvError, which names the lane, for a step that raised after the first lanes had returned `answers`."""
+        lanes = [self._first_lane + lane for lane in lanes]
+        for lane, answer in zip(lanes, answers, strict=False):
+            if not isinstance(answer, (tuple, list)) or len(answer) != 5:
+                return EnvError(
+                    f"lane {lane}: step returned {shown(answer)}, expected the five values "
+                    "(observation, reward, terminated, truncated, info): use Gymnasium's step API"
+                )
+        lane, action = lanes[len(answers)], actions[len(answers)]
+        outside = "" if self._space.contains(action) else f" (the action is not in {self._space}: look at the policy)"
+        return EnvError(f"lane {lane}: step({action!r}) raised {error!r}{outside}: {ONWARD}")
 
     def camera(self, lane: int) -> Camera:
         """The camera of one lane, for `funcollect.record`."""
@@ -108,7 +122,8 @@ class Lanes(SimulatorsBase):
             except Exception as error:
                 failed.append((lane, error))
         for lane, reason in failed:
-            raise EnvError(f"lane {lane}: close raised {reason!r}: correct that; the others are closed") from reason
+            where = f"lane {self._first_lane + lane}"
+            raise EnvError(f"{where}: close raised {reason!r}: correct that; the others are closed") from reason
 
 
 def bad_reset(where: str, answer: Any) -> EnvError:
@@ -127,16 +142,3 @@ def no_info_key(lane: int, key: str, info: Any) -> EnvError:
         f"lane {lane}: step returned no info key {key!r}, which info_keys names: there are {sorted(map(str, info))}; "
         "name one that every step returns"
     )
-
-
-def _located(error: Exception, lanes: Sequence[int], answers: Sequence[Any], actions: Any, space: Space) -> EnvError:
-    """The EnvError for a step that raised `error` after the first lanes had returned `answers`: it names the lane."""
-    for lane, answer in zip(lanes, answers, strict=False):
-        if not isinstance(answer, (tuple, list)) or len(answer) != 5:
-            return EnvError(
-                f"lane {lane}: step returned {shown(answer)}, expected the five values "
-                "(observation, reward, terminated, truncated, info): use Gymnasium's step API"
-            )
-    lane, action = lanes[len(answers)], actions[len(answers)]
-    outside = "" if space.contains(action) else f" (the action is not in {space}: look at the policy)"
-    return EnvError(f"lane {lane}: step({action!r}) raised {error!r}{outside}: {ONWARD}")

@@ -14,8 +14,9 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from funcollect.arguments import check_num_envs
-from funcollect.envs.gymnasium_envs.atari_lanes import is_atari
-from funcollect.envs.gymnasium_envs.lanes import GymEnv
+from funcollect.envs.gymnasium_envs.atari_lanes import AtariLanes, is_atari
+from funcollect.envs.gymnasium_envs.lanes import GymEnv, Lanes
+from funcollect.envs.host.host_env import SimulatedEnv
 from funcollect.envs.recognise import refuse_foreign
 
 EnvSource = str | EnvSpec | GymEnv | Callable[..., GymEnv]
@@ -43,24 +44,30 @@ def taken(env: Any) -> Any:
     return env
 
 
-def open_lanes(factories: Sequence[LaneFactory], first: GymEnv) -> list[GymEnv]:
+def open_lanes(factories: Sequence[LaneFactory], atari: bool, env: SimulatedEnv) -> Lanes:
+    """The simulators of an environment, one lane for each factory; whether these make Atari games."""
+    lanes = AtariLanes if atari else Lanes
+    return lanes(_made(factories, atari, env), env)
+
+
+def _made(factories: Sequence[LaneFactory], atari: bool, env: SimulatedEnv) -> list[GymEnv]:
     """Make one environment per lane; on failure, release the user's instances and close the environments built here."""
     envs: list[GymEnv] = []
     try:
-        for lane, factory in enumerate(factories):
-            env = factory()
-            check_lane(lane, env, first)
-            if id(env) in _TAKEN:
+        for lane, factory in enumerate(factories, env.first_lane):
+            made = factory()
+            check_lane(lane, made, env, atari=atari)
+            if id(made) in _TAKEN:
                 raise ValueError(
                     f"lane {lane}: the factory returned an environment that backs a lane already: build a new one at "
                     "each call"
                 )
-            envs.append(taken(env))
+            envs.append(taken(made))
     except BaseException:
-        for factory, env in zip(factories, envs, strict=False):
-            del _TAKEN[id(env)]
-            if not isinstance(factory, Made) or factory.env is not env:
-                env.close()
+        for factory, made in zip(factories, envs, strict=False):
+            del _TAKEN[id(made)]
+            if not isinstance(factory, Made) or factory.env is not made:
+                made.close()
         raise
     return envs
 
@@ -105,8 +112,8 @@ def worker_factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
     """A function that makes a lane's environment, also in a process that has not imported what registers its id."""
     if isinstance(source, gymnasium.Env):
         raise ValueError(
-            f"parallel=True was given with the instance {source}, which cannot move to another process: pass its id "
-            "or a factory"
+            f"num_workers, or parallel=True, was given with the instance {source}, which cannot move to another "
+            "process: pass its id or a factory"
         )
     if isinstance(source, str):
         module, _, name = source.rpartition(":")
@@ -164,8 +171,8 @@ def rebuild(env: Any) -> Any:
     )
 
 
-def check_lane(lane: int, env: Any, first: GymEnv) -> None:
-    """Raise unless `env` is a Gymnasium environment with the spaces of the first lane's, and both or neither Atari."""
+def check_lane(lane: int, env: Any, first: GymEnv | SimulatedEnv, *, atari: bool) -> None:
+    """Raise unless `env` is a Gymnasium environment with the spaces of the first lane's, and Atari if that is."""
     refuse_foreign(env)
     if not isinstance(env, gymnasium.Env):
         raise TypeError(
@@ -175,7 +182,7 @@ def check_lane(lane: int, env: Any, first: GymEnv) -> None:
         own, wanted = getattr(env, name), getattr(first, name)
         if own != wanted:
             raise ValueError(f"lane {lane} has the {name} {own}, lane 0 has {wanted}: use equal spaces in one batch")
-    if is_atari(env) != is_atari(first):
+    if is_atari(env) != atari:
         raise ValueError(
             f"lane {lane} is {env}, lane 0 is {first}: put Atari games, which are seeded differently, in a "
             "batch of their own"

@@ -1,4 +1,4 @@
-"""Simulators over a Gymnasium `VectorEnv`, whose lanes the library resets, and processes for `parallel=True`."""
+"""Simulators over a Gymnasium `VectorEnv`, whose lanes the library resets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from funcollect.envs.gymnasium_envs.lanes import bad_reset, no_info_key
 from funcollect.envs.host.host_env import ONWARD, SimulatedEnv, SimulatorsBase, batch_decoder
 from funcollect.envs.host.rows import Rows
 from funcollect.errors import EnvError
-from funcollect.interop.hidden_main import hidden_main
 from funcollect.messages import shown
 from funcollect.protocols import Outcome
 
@@ -42,12 +41,6 @@ def check_autoreset(env: GymVectorEnv) -> None:
         f"the vector environment resets its lanes itself (autoreset_mode={getattr(mode, 'name', mode)}), expected "
         f"autoreset_mode=AutoresetMode.DISABLED: {mend}"
     )
-
-
-def open_processes(factories: Sequence[Callable[[], Any]]) -> AsyncVectorEnv:
-    """Start one process per factory, spawned, since a fork hangs after Torch or JAX have started threads."""
-    with hidden_main():
-        return AsyncVectorEnv(factories, copy=False, context="spawn", autoreset_mode=AutoresetMode.DISABLED)
 
 
 def _end_processes(env: AsyncVectorEnv) -> None:
@@ -81,7 +74,7 @@ class VectorLanes(SimulatorsBase):
         self._started = False  # whether all lanes have been reset
         self._decode = batch_decoder(env.action_spec)
         self._ended: npt.NDArray[np.bool_] = np.zeros(vector.num_envs, bool)  # [P]: the last step ended an episode
-        self._rows = Rows(env.observation_space, env.observation_leaves, vector.num_envs)
+        self._rows = Rows.of(env)
         self.observation = self._rows.arrays
 
     def _mask(self, lanes: Sequence[int]) -> npt.NDArray[np.bool_]:

@@ -14,12 +14,16 @@ from torch import Tensor
 
 from funcollect.arguments import check_kind
 from funcollect.envs.base import AdaptedEnv, EnvBase
+from funcollect.envs.host.lane_workers.options import LaneWorkers
 from funcollect.errors import EnvError
 from funcollect.interop.memory import aligned
 from funcollect.messages import shown
 from funcollect.protocols import Column, Env, Forking, HostEnv, Outcome, Seeding, Simulators
 from funcollect.specs import ActionSpec
 from funcollect.tree import Path
+
+# What opens the simulators of the lanes ``first … end - 1``.
+OpenerOf = Callable[[int, int], Callable[["SimulatedEnv"], Simulators]]
 
 ONWARD = "correct that, or begin new episodes with funcollect.recover(env, state), as a collector does by itself"
 
@@ -36,26 +40,35 @@ _NUMBERS = {float, int, np.float64, np.float32}
 _FLAGS = {bool, np.bool_}
 
 
-def check_outcome(outcome: Outcome) -> None:
+def check_outcome(outcome: Outcome, first_lane: int = 0) -> None:
     """Raise EnvError for the first lane whose reward is not a number, or whose flags are neither bools nor ints."""
     reward, terminated, truncated, _ = outcome
     flags = {*map(type, terminated), *map(type, truncated)}
     if flags <= _FLAGS and set(map(type, reward)) <= _NUMBERS:
         return
-    _check_each("reward", reward, "biuf", "a number: return a float")
-    for name, values in (("terminated", terminated), ("truncated", truncated)):
-        _check_each(name, values, "biu", "a bool: return (observation, reward, terminated, truncated, info)")
+    flag = "a bool: return (observation, reward, terminated, truncated, info)"
+    _check_each("reward", reward, "biuf", "a number: return a float", first_lane)
+    _check_each("terminated", terminated, "biu", flag, first_lane)
+    _check_each("truncated", truncated, "biu", flag, first_lane)
 
 
-def _check_each(name: str, values: Column, kinds: str, expected: str) -> None:
+def _check_each(name: str, values: Column, kinds: str, expected: str, first_lane: int) -> None:
     """Raise EnvError for the first lane whose value is not one number of these NumPy kinds, described by `expected`."""
-    for lane, value in enumerate(values):
+    for lane, value in enumerate(values, first_lane):
         try:
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError):
             array = np.empty(0)
         if array.shape or array.dtype.kind not in kinds:
             raise EnvError(f"lane {lane}: step returned the {name} {shown(value, 60)}, expected {expected}")
+
+
+def bad_info(key: str, values: Column, error: Exception) -> EnvError:
+    """The EnvError for an info key whose values, one for each lane, are no arrays of one shape."""
+    return EnvError(
+        f"the info key {key!r} holds {type(values[0]).__name__} of varying shape or no number ({error}): "
+        "name keys that hold numbers or arrays of one shape"
+    )
 
 
 def check_rewards(rewards: npt.NDArray[np.float32]) -> None:
@@ -146,6 +159,10 @@ class SimulatedEnv(AdaptedEnv):
     running_statistics: tuple[str, ...] = ()
     primers: Mapping[Path, Tensor] = field(default_factory=dict)
     backend: Literal["host"] = "host"
+    workers: LaneWorkers | None = None  # the processes that the simulators live in; None for this process
+    open_group: OpenerOf | None = None  # what opens the simulators of some lanes in a worker
+    first_lane: int = 0  # in a worker: what messages call the first lane
+    memory: Mapping[Path, npt.NDArray[Any]] | None = None  # in a worker: where observations are written
 
     def open(self) -> Simulators:
         """Make live simulators, which are not reset yet."""

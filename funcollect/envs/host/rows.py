@@ -7,14 +7,16 @@ policy always reads the same 64-byte-aligned arrays, and the shape and dtype of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from funcollect.envs.host.host_env import SimulatedEnv
 from funcollect.errors import EnvError
 from funcollect.interop.memory import aligned
 from funcollect.specs import Leaf, Space, disassemble
+from funcollect.tree import Path
 
 Array = npt.NDArray[Any]
 
@@ -22,10 +24,12 @@ Array = npt.NDArray[Any]
 class LeafRows:
     """The current rows of one leaf, in `array` [P, *shape]; all methods raise EnvError for other shapes and dtypes."""
 
-    def __init__(self, leaf: Leaf, num_envs: int) -> None:
-        """Make an array of zeros for P = `num_envs` lanes."""
+    def __init__(self, leaf: Leaf, array: Array, first_lane: int) -> None:
+        """Write into `array`; messages call its first row the lane `first_lane`."""
         self.leaf = leaf
-        self.array = aligned((num_envs, *leaf.shape), leaf.dtype)
+        self.array = array
+        self._first_lane = first_lane
+        num_envs = len(array)
         self._casting: Literal["same_kind", "safe"] = "same_kind" if leaf.dtype.kind == "f" else "safe"
         dtypes = [np.dtype(kind) for kind in "?bhilqBHILQefd"]
         self._dtypes = {dtype for dtype in dtypes if np.can_cast(dtype, leaf.dtype, self._casting)}  # accepted as is
@@ -69,12 +73,12 @@ class LeafRows:
         if getattr(value, "dtype", None) in self._dtypes and value.shape == self.leaf.shape:
             self.array[lane] = value
             return
-        given = self._as_array(f"lane {lane}", value, self.leaf.shape)
+        given = self._as_array(f"lane {self._first_lane + lane}", value, self.leaf.shape)
         dtype = self.leaf.dtype
         integers = {given.dtype.kind, dtype.kind} <= set("iub")
         if given.dtype not in self._dtypes and not (integers and (given.astype(dtype) == given).all()):
             raise EnvError(
-                f"lane {lane}: observation {self.leaf.name!r} has dtype {given.dtype}, "
+                f"lane {self._first_lane + lane}: observation {self.leaf.name!r} has dtype {given.dtype}, "
                 f"its space wants {dtype}: correct the space's dtype or cast the observation"
             )
         self.array[lane] = given
@@ -99,14 +103,32 @@ class LeafRows:
 class Rows:
     """The current observations of all lanes, for all leaves of a space."""
 
-    def __init__(self, space: Space, leaves: tuple[Leaf, ...], num_envs: int) -> None:
-        """Make an array of zeros for each leaf, with P = `num_envs` rows."""
+    def __init__(
+        self,
+        space: Space,
+        leaves: tuple[Leaf, ...],
+        num_envs: int,
+        *,
+        first_lane: int = 0,
+        memory: Mapping[Path, Array] | None = None,
+    ) -> None:
+        """Write into `memory`, [P, ...] by path with P = `num_envs`; by default into new arrays of zeros."""
         self.space = space
-        self.leaves = tuple(LeafRows(leaf, num_envs) for leaf in leaves)
+        self._first_lane = first_lane
+        arrays = memory or {leaf.path: aligned((num_envs, *leaf.shape), leaf.dtype) for leaf in leaves}
+        self.leaves = tuple(LeafRows(leaf, arrays[leaf.path], first_lane) for leaf in leaves)
         self.arrays = {rows.leaf.path: rows.array for rows in self.leaves}  # [P, ...] each: always the same memory
         plain = len(self.leaves) == 1 and leaves[0].path == ("observation",)  # no Dict or Tuple to take apart
         self.write: Callable[[Sequence[Any]], None] = self.leaves[0].write if plain else self._write
         self.write_lane: Callable[[int, Any], None] = self.leaves[0].write_lane if plain else self._write_lane
+
+    @classmethod
+    def of(cls, env: SimulatedEnv) -> Self:
+        """The rows of the simulators that `env` describes."""
+        num_envs = env.num_envs or 1
+        return cls(
+            env.observation_space, env.observation_leaves, num_envs, first_lane=env.first_lane, memory=env.memory
+        )
 
     def _write(self, observations: Sequence[Any]) -> None:
         """Write one observation for each lane."""
@@ -134,7 +156,7 @@ class Rows:
         try:
             return disassemble(self.space, observation)
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            where = "the vector environment" if lane is None else f"lane {lane}"
+            where = "the vector environment" if lane is None else f"lane {self._first_lane + lane}"
             raise EnvError(
                 f"{where}: the observation is {_structure(observation)} and lacks the structure of its space, "
                 f"{_structure(getattr(self.space, 'spaces', None))} ({error!r}): return every one of these"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from multiprocessing.process import BaseProcess, active_children
 from typing import Any
 
@@ -14,31 +16,49 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
+from funcollect.arguments import check_num_envs
 from funcollect.envs.host.host_env import ONWARD, SimulatedEnv, SimulatorsBase
+from funcollect.envs.host.lane_workers.options import LaneWorkers
+from funcollect.envs.host.lane_workers.simulators import WorkerLanes
 from funcollect.envs.host.rows import Rows
 from funcollect.envs.recognise import is_torchrl, running_statistics
 from funcollect.envs.torchrl_envs.specs import TorchRLLayout, layout_of
 from funcollect.errors import EnvError
 from funcollect.keys import generator_state, torch_generator
-from funcollect.protocols import Outcome
+from funcollect.processes.child import OnFailure
+from funcollect.protocols import Outcome, Simulators
 from funcollect.specs import observation_leaves
 from funcollect.tree import as_path, key_of, to_tensordict
 
 
-def from_torchrl(env: Any, *, dtype: npt.DTypeLike | None = None, **kwargs: Any) -> SimulatedEnv:
+def from_torchrl(
+    env: Any,
+    *,
+    num_envs: int | None = None,
+    num_workers: int = 0,
+    parallel: bool = False,
+    overlap: int = 1,
+    timeout: float = 60.0,
+    on_failure: OnFailure = "raise",
+    dtype: npt.DTypeLike | None = None,
+    **kwargs: Any,
+) -> SimulatedEnv:
     """A host environment over one of TorchRL's: single, `SerialEnv`, `ParallelEnv`, transformed or natively batched.
 
     Observations have the environment's keys, including those that its transforms add, such as ``step_count``. The
     environment needs one action, whose key may be nested and which a batch holds as ``action`` in the environment's own
     encoding; one reward, which becomes ``reward``; and ``done``, ``terminated`` and ``truncated`` at the root. Lanes
     are reset by ``_reset`` masks, through all transforms. The environment is seeded once (``seeding="run"``), by its
-    `set_seed`, draws from Torch's global generator in a state of its own, and cannot be forked.
+    `set_seed`, draws from Torch's global generator in a state of its own, and cannot be forked. With `num_envs`, each
+    lane is an environment of its own and is seeded by itself (``seeding="lane"``).
 
     Args:
         env: an `EnvBase`, which backs one state, or a factory of one, called for each state. The state owns the
             instance: after a step or reset from outside (``env.rollout(…)``) the next frame is no transition, so
             evaluate on another.
-        dtype: see `from_gymnasium`.
+        num_envs: P lanes from one factory of single environments, which may then live in workers; None for the batch
+            that `env` is itself.
+        num_workers, parallel, overlap, timeout, on_failure, dtype: see `from_gymnasium`.
         **kwargs: for the factory.
 
     Raises:
@@ -50,29 +70,55 @@ def from_torchrl(env: Any, *, dtype: npt.DTypeLike | None = None, **kwargs: Any)
     >>> from_torchrl(lambda: SerialEnv(2, lambda: GymEnv("CartPole-v1")))
     HostEnv('SerialEnv', num_envs=2)
     """
-    if given := sorted(kwargs.keys() & {"num_envs", "parallel", "info_keys", "one_hot"}):
+    if given := sorted(kwargs.keys() & {"info_keys", "one_hot"}):
         raise TypeError(
-            f"{', '.join(given)} cannot be given for an environment of TorchRL's, which has its own: build it that "
-            "way, several as torchrl.envs.SerialEnv(num_envs, factory)"
+            f"{', '.join(given)} cannot be given for an environment of TorchRL's, which has its own: build it that way"
         )
-    if kwargs and is_torchrl(env):
-        raise TypeError(f"{', '.join(kwargs)} cannot be given with an environment that is built: pass a factory")
+    check_num_envs(num_envs)
+    apart = num_envs is not None or parallel or bool(num_workers)  # lanes of their own
+    if is_torchrl(env) and (apart or kwargs):
+        names = [*kwargs, *(["num_envs, or workers,"] if apart else [])]
+        raise TypeError(f"{', '.join(names)} cannot be given with an environment that is built: pass a factory")
+    workers = LaneWorkers.checked(
+        num_envs or 1,
+        parallel=parallel,
+        num_workers=num_workers,
+        overlap=overlap,
+        timeout=timeout,
+        on_failure=on_failure,
+    )
     first = env if is_torchrl(env) else _make(env, kwargs)
-    unopened = [first]
+    if apart and first.batch_size:
+        raise ValueError(
+            f"num_envs, or workers, were given with {type(first).__name__}, which is a batch of {first.batch_size[0]} "
+            "already: pass a factory of a single environment"
+        )
     layout = layout_of(first)
     with torch_generator(generator_state(0)):  # this builds a lane if they live in other processes
         statistics = running_statistics(first)
+    made = partial(_make, env, kwargs)
+    opener: Callable[[SimulatedEnv], Simulators]
+    if workers:
+        first.close()
+        opener = WorkerLanes
+    else:
+        unopened = [first]
+        make = partial(_first_or_new, unopened, made)
+        opener = partial(SeparateLanes, make) if apart else lambda adapted: TorchRLLanes(make(), layout, adapted)
+    name = type(first).__name__
     return SimulatedEnv(
-        label=type(first).__name__,
-        num_envs=first.batch_size[0] if first.batch_size else None,
+        label=f"{name} in {workers}" if workers else name,
+        num_envs=num_envs if apart else first.batch_size[0] if first.batch_size else None,
         observation_space=layout.observation_space,
         action_spec=layout.action,
         observation_leaves=observation_leaves(layout.observation_space, dtype),
-        opener=lambda adapted: TorchRLLanes(unopened.pop() if unopened else _make(env, kwargs), layout, adapted),
-        seeding="run",
+        opener=opener,
+        seeding="lane" if apart else "run",
         forking="none",
         running_statistics=statistics,
         primers=layout.primers,  # of `TensorDictPrimer`s around it; a policy carries its state itself
+        workers=workers,
+        open_group=(lambda _, __: partial(SeparateLanes, made)) if workers else None,
     )
 
 
@@ -92,6 +138,11 @@ def _make(env: Any, kwargs: dict[str, Any]) -> Any:
             f"the factory returned {type(built).__name__}, expected a torchrl.envs.EnvBase: return the environment"
         )
     return built
+
+
+def _first_or_new(unopened: list[Any], make: Callable[[], Any]) -> Any:
+    """The environment that has been made already, the first time, and later new ones."""
+    return unopened.pop() if unopened else make()
 
 
 _NOTHING = contextlib.nullcontext()
@@ -121,7 +172,7 @@ class TorchRLLanes(SimulatorsBase):
         self._broken_off = False  # whether the last call of the environment raised, so its processes may be unusable
         self._root: TensorDictBase | None = None  # the input of the next step, without the action
         self._restarted = [False] * self._num_envs  # whether a lane's next episode has begun in _root already
-        rows = Rows(adapted.observation_space, adapted.observation_leaves, self._num_envs)
+        rows = Rows.of(adapted)
         self._reads = [(leaf_rows, key_of(leaf_rows.leaf.path)) for leaf_rows in rows.leaves]
         self.observation = rows.arrays
 
@@ -243,6 +294,50 @@ class TorchRLLanes(SimulatorsBase):
                 self._env.close()
         finally:
             torch.set_num_threads(self._threads)  # which closing a ParallelEnv changes
+
+
+class SeparateLanes(SimulatorsBase):
+    """Single environments of TorchRL's, one for each lane."""
+
+    def __init__(self, make: Callable[[], Any], env: SimulatedEnv) -> None:
+        """Make the environments that `env` describes; they are reset later."""
+        self.observation = Rows.of(env).arrays
+        self._first_lane = env.first_lane
+        self._lanes: list[TorchRLLanes] = []
+        for lane in range(env.num_envs or 1):
+            memory = {path: array[lane : lane + 1] for path, array in self.observation.items()}
+            made, here = make(), replace(env, num_envs=None, first_lane=env.first_lane + lane, memory=memory)
+            layout = layout_of(made)
+            if (layout.observation_space, layout.action.space) != (env.observation_space, env.action_space):
+                raise ValueError(
+                    f"lane {here.first_lane} has the spaces {layout.observation_space} and {layout.action.space}, lane "
+                    f"0 has {env.observation_space} and {env.action_space}: use equal spaces in one batch"
+                )
+            self._lanes.append(TorchRLLanes(made, layout, here))
+
+    def _call(self, lane: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of a lane; its EnvError names the lane."""
+        try:
+            return function(*args)
+        except EnvError as error:
+            raise EnvError(f"lane {self._first_lane + lane}: {error}") from error
+
+    @override
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
+        for lane, seed in zip(lanes, seeds, strict=True):
+            self._call(lane, self._lanes[lane].reset, [0], [seed])
+
+    @override
+    def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
+        steps = enumerate(lanes)
+        outcomes = [self._call(lane, self._lanes[lane].step, [0], action[row : row + 1]) for row, lane in steps]
+        reward, terminated, truncated = ([each[column][0] for each in outcomes] for column in range(3))
+        return reward, terminated, truncated, ()
+
+    @override
+    def close(self) -> None:
+        for lanes in self._lanes:
+            lanes.close()
 
 
 def _processes_of(env: Any) -> set[BaseProcess]:

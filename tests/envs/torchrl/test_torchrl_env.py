@@ -286,7 +286,7 @@ class Rewards(Team):
     [
         (3, {}, TypeError, "int, expected a torchrl.envs.EnvBase or a factory"),
         (lambda: 3, {}, TypeError, "the factory returned int"),
-        (cartpole, {"num_envs": 3}, TypeError, r"SerialEnv\(num_envs, factory\)"),
+        (cartpole, {"info_keys": ["x"]}, TypeError, "info_keys cannot be given.*build it that way"),
         (Rewards, {}, ValueError, r"'gain' has shape \[2\], expected one number"),
         (lambda: TransformedEnv(cartpole(), RenameTransform(["observation"], ["a.b"])), {}, ValueError, "holds a dot"),
         (lambda: SerialEnv(2, lambda: SerialEnv(2, cartpole)), {}, ValueError, r"\[2, 2\], expected \[\] or \[P\]"),

@@ -1,0 +1,57 @@
+"""The actor of a rollout in which simulators of some lanes were lost: others act there from then on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from typing_extensions import override
+
+from funcollect.core.state import with_lanes_of
+from funcollect.protocols import Actor, Columns
+
+
+class ReplacedLanes(Actor):
+    """Another actor, in whose place further ones act for some lanes, each from a later step on."""
+
+    def __init__(self, actor: Actor) -> None:
+        """Act as `actor`, whose context has been entered."""
+        self._actor = actor
+        self._others: list[tuple[int, slice, Actor]] = []
+
+    def replace(self, t: int, lanes: slice, actor: Actor) -> None:
+        """Act in these lanes as `actor` does, which has made its step 0 as the step `t` of this one."""
+        self._others.append((t, lanes, actor))
+
+    @override
+    def running(self) -> contextlib.AbstractContextManager[Any]:
+        return self._actor.running()
+
+    @override
+    def act(self, t: int) -> Any:
+        action = self._actor.act(t)
+        action = action.clone() if isinstance(action, Tensor) else np.array(action)
+        for first, lanes, actor in self._others:
+            action[lanes] = actor.act(t - first)
+        return action
+
+    @override
+    def restart(self, lanes: Sequence[int] | Tensor) -> None:
+        self._actor.restart(lanes)
+        for _, own, actor in self._others:
+            inside = [int(lane) - own.start for lane in lanes if own.start <= lane < own.stop]
+            if inside:
+                actor.restart(inside)
+
+    @override
+    def finish(self) -> tuple[Any, Columns]:
+        policy_state, columns = self._actor.finish()
+        for first, lanes, actor in self._others:
+            own_state, own_columns = actor.finish()
+            policy_state = with_lanes_of(policy_state, lanes, own_state)
+            for path, column in own_columns.items():
+                columns[path][first:, lanes] = column
+        return policy_state, columns

@@ -1,0 +1,71 @@
+"""Whether lanes in worker processes are faster than in one process."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import statistics
+import time
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from funcollect.envs.host.host_env import SimulatedEnv
+from funcollect.specs import ActionSpec
+
+_STEPS = 200  # that are timed, at most
+_SECONDS = 0.2  # that they may take
+_EXCHANGE = 100e-6  # seconds per step for waking workers and waiting for the last one (docs/many_simulators.md)
+
+
+def spread(env: SimulatedEnv) -> str:
+    """Describe how the lanes of an environment are spread over workers, and whether that pays."""
+    workers, lanes = env.workers, env.num_envs or 1
+    assert workers is not None
+    cores = len(os.sched_getaffinity(0))
+    step, busy = _time_of_a_step(env)
+    alone = lanes * step
+    most = math.ceil(lanes / workers.num_workers)  # lanes of one worker
+    apart = most * step * max(1.0, busy * workers.num_workers / cores) + _EXCHANGE
+    parts = [f"{lanes} lanes in {workers} on {cores} processors"]
+    if workers.overlap > 1:
+        parts.append(
+            "one half of the lanes steps while the policy acts for the other, which saves at most the time of the "
+            "policy, and calls it twice as often"
+        )
+    parts.append(
+        f"a step of one lane takes {step * 1e6:,.0f} µs here, so all take {alone * 1e6:,.0f} µs in one process, and "
+        f"about {apart * 1e6:,.0f} µs in these"
+    )
+    if apart >= alone:
+        parts.append("one process would be faster: leave the workers out")
+    return "; ".join(parts)
+
+
+def _time_of_a_step(env: SimulatedEnv) -> tuple[float, float]:
+    """The seconds that one lane takes for a step, the median over a few random ones here, and the share of CPU time."""
+    assert env.open_group is not None
+    simulators = env.open_group(0, 1)(replace(env, num_envs=1, workers=None, open_group=None))
+    space, times, busy = copy.deepcopy(env.action_space), list[float](), 0.0
+    try:
+        simulators.reset([0], [0])
+        until = time.perf_counter() + _SECONDS
+        while len(times) < _STEPS and (not times or time.perf_counter() < until):
+            action = _first_choice(env.action_spec) if env.action_spec.one_hot else np.asarray(space.sample())
+            started, cpu = time.perf_counter(), time.process_time()
+            simulators.send([0], action[None])
+            _, (_, terminated, truncated, _) = simulators.receive()
+            busy += time.process_time() - cpu
+            times.append(time.perf_counter() - started)
+            if terminated[0] or truncated[0]:
+                simulators.reset([0], [len(times)])
+    finally:
+        simulators.close()
+    return statistics.median(times), min(busy / sum(times), 1.0)
+
+
+def _first_choice(spec: ActionSpec) -> npt.NDArray[np.int64]:
+    """The one-hot action of the first choice of each component."""
+    return np.concatenate([np.eye(1, count, dtype=np.int64)[0] for count in spec.categories])

@@ -1,0 +1,269 @@
+"""All worker processes of an environment: orders, answers, and what happens when a worker is lost."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from funcollect.envs.host.host_env import ONWARD, SimulatedEnv
+from funcollect.envs.host.lane_workers.bells import Bell
+from funcollect.envs.host.lane_workers.block import CALL, CLOSE, NO_RESTART, BlockLayout
+from funcollect.envs.host.lane_workers.lane_worker import LaneWorker
+from funcollect.envs.host.lane_workers.worker_process import LaneJob
+from funcollect.errors import EnvError
+from funcollect.interop.main_module import send_main_by_value
+from funcollect.processes.shared_memory import shared_memory
+
+_TO_CLOSE = 1.0  # seconds that workers have to close their environments: Ctrl-C should end a script within two
+_TO_COME_BACK = 1.0  # seconds for what a worker was doing when the call that waited for it was broken off
+_SLICE = 0.5  # seconds; if this process was suspended, its workers may have been, too
+_PAUSE = 1e-3  # seconds between two looks at workers after one was lost
+_FAILURES_IN_A_ROW = 5  # of one worker, without a step in between
+_CPUS = itertools.count(os.getpid())  # so that the workers of several processes are spread
+
+
+class LaneProcesses:
+    """The workers, the memory that they share, and the bells by which orders and answers are announced.
+
+    Each group of lanes has at most one order at a time, and one part's groups are ordered and awaited together.
+
+    Attributes:
+        groups: all groups, in the order of their lanes.
+        block: the shared memory.
+        lost: the reason by group, for groups whose simulators are gone, until `begin_again`.
+        restarts: the number of workers that were lost so that others take their places.
+    """
+
+    def __init__(self, env: SimulatedEnv) -> None:
+        assert env.workers is not None
+        assert env.open_group is not None
+        send_main_by_value()
+        self._env = env
+        self._options = env.workers
+        self._open_group = env.open_group
+        num_envs = env.num_envs or 1
+        self.groups = self._options.groups(num_envs)
+        leaves, action = env.observation_leaves, env.action_spec
+        self._layout = BlockLayout(leaves, action, num_envs, len(self.groups), infos=bool(env.info_keys))
+        self._memory, (whole,) = shared_memory(1, self._layout.size)
+        self.block = self._layout.over(whole)
+        self.block.next_seeds[:] = NO_RESTART
+        self._answers = Bell()
+        self._heard = [0, 0]  # answers of each part that no call has taken yet
+        self._broken_off = False  # whether the last call raised
+        self._closed = False
+        self.lost: dict[int, Exception] = {}
+        self.restarts = 0
+        self._workers = [LaneWorker(index, self.groups) for index in range(self._options.num_workers)]
+        try:
+            self._start(self._workers)
+        except BaseException:
+            self._free()
+            raise
+
+    def counts(self, groups: Sequence[int]) -> tuple[int, int]:
+        """The number of these groups in each part."""
+        second = sum(self.groups[index].part for index in groups)
+        return len(groups) - second, second
+
+    def worker_of(self, index: int) -> LaneWorker:
+        """The worker of a group."""
+        return self._workers[self.groups[index].worker]
+
+    def order(self, order: int, groups: list[int]) -> None:
+        """Let the workers of these groups begin."""
+        self._broken_off = True
+        self.block.order[groups] = order
+        self.block.asked[groups] += 1
+        for index in groups:
+            group = self.groups[index]
+            self._workers[group.worker].bell.ring(group.part)
+
+    def wait(self, groups: list[int], counts: tuple[int, int]) -> None:
+        """Wait until these groups, so many in each part, have answered.
+
+        Raises what a group has raised, and EnvError if a worker is lost; with ``on_failure="restart"``, the groups of
+        that worker are in `lost` instead.
+        """
+        if self.lost and not self.lost.keys().isdisjoint(groups):
+            self._wait_for_others(groups, counts)
+            return
+        heard, (first, second) = self._heard, counts
+        waited, last = 0.0, time.monotonic()
+        while heard[0] < first or heard[1] < second:
+            rings = self._answers.wait(_SLICE)
+            if rings is not None:
+                heard[0] += rings[0]
+                heard[1] += rings[1]
+                continue
+            now = time.monotonic()
+            waited += min(now - last, _SLICE)
+            last = now
+            if self._look(groups, hung=waited > self._options.timeout):
+                self._wait_for_others(groups, counts)
+                return
+        heard[0] -= first
+        heard[1] -= second
+        if self.block.failed[groups].any():
+            self._fail(groups)
+        self._broken_off = False
+
+    def _wait_for_others(self, groups: list[int], counts: tuple[int, int]) -> None:
+        """Wait for the groups that are not lost. What a lost one may have counted in these parts is dropped."""
+        waited = 0.0
+        while (others := [index for index in groups if index not in self.lost]) and self._unanswered(others):
+            time.sleep(_PAUSE)
+            waited += _PAUSE
+            self._look(others, hung=waited > self._options.timeout)
+        rings = self._answers.heard() or (0, 0)
+        for part, count in enumerate(counts):
+            self._heard[part] = 0 if count else self._heard[part] + rings[part]
+        if self.block.failed[others].any():
+            self._fail(others)
+        self._broken_off = False
+
+    def _unanswered(self, groups: Iterable[int]) -> list[int]:
+        """Those of the groups that have an order, and have not rung after it."""
+        return [index for index in groups if self.block.asked[index] != self.block.answered[index]]
+
+    def _look(self, groups: list[int], *, hung: bool) -> bool:
+        """Lose workers that have ended, or that count as hung over an order to one of these groups; whether one was."""
+        found = False
+        for worker in self._workers:
+            if worker.has_ended() and not self.lost.keys() >= worker.groups.keys():
+                self._lose(worker, worker.ended())
+                found = True
+        if hung:
+            for index in self._unanswered(groups):
+                if index not in self.lost:
+                    self._lose(self.worker_of(index), self.worker_of(index).hung(self._options.timeout))
+                    found = True
+        return found
+
+    def _fail(self, groups: list[int]) -> None:
+        """Lose the workers in which one of these groups has failed."""
+        failed = [index for index in groups if self.block.failed[index]]
+        errors = {index: self.worker_of(index).raised(self.worker_of(index).message()) for index in failed}
+        for index, error in errors.items():
+            self._lose(self.worker_of(index), error)
+        self._broken_off = False
+
+    def _lose(self, worker: LaneWorker, error: Exception) -> None:
+        """Raise the error, or let a worker go so that another one can take its place."""
+        if self._options.on_failure == "raise":
+            raise error
+        worker.failures += 1
+        if worker.failures > _FAILURES_IN_A_ROW:
+            error.add_note(f"This happened {worker.failures} times in a row.")
+            raise error
+        warnings.warn(
+            f"{str(error).removesuffix(f': {ONWARD}')}; another takes its place, and its lanes begin new episodes",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        worker.kill(self._answers)
+        self.restarts += 1
+        self.lost |= dict.fromkeys(worker.groups, error)
+        groups = [*worker.groups]
+        self.block.answered[groups] = self.block.asked[groups]
+        self.block.failed[groups] = False
+
+    def begin_again(self, groups: Iterable[int]) -> None:
+        """Put new simulators, which have to be reset, in the place of the lost ones of these groups."""
+        workers = {self.groups[index].worker: self.worker_of(index) for index in groups}
+        self._start([worker for worker in workers.values() if not worker.may_answer()])
+        for index in groups:
+            del self.lost[index]
+
+    def step_made(self, groups: Iterable[int]) -> None:
+        """Note that the workers of these groups work, after one was lost."""
+        for index in groups:
+            self.worker_of(index).failures = 0
+
+    def call(self, index: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function with the simulators of a group in its worker."""
+        self.worker_of(index).send((function, args))
+        self.order(CALL, [index])
+        self.wait([index], self.counts([index]))
+        if index in self.lost:
+            raise EnvError(f"{self.worker_of(index)}: its process was lost during a call: {ONWARD}")
+        return self.worker_of(index).message()
+
+    def settle(self, *, pending: bool) -> None:
+        """Bring all workers back to where they wait for orders, if a call is `pending` or was broken off."""
+        if not (pending or self._broken_off or self.lost or any(worker.has_ended() for worker in self._workers)):
+            return
+        every = range(len(self.groups))
+        until = time.monotonic() + _TO_COME_BACK
+        while any(not self.worker_of(index).has_ended() for index in self._unanswered(every)):
+            if time.monotonic() > until:
+                break
+            time.sleep(_PAUSE)
+        stuck = {self.groups[index].worker for index in self._unanswered(every)}
+        gone = [worker for worker in self._workers if worker.index in stuck or worker.has_ended()]
+        for worker in gone:
+            worker.kill(self._answers)
+        self._start(gone)
+        self.lost.clear()
+        self._answers.heard()
+        self._heard[:] = 0, 0
+        self.block.answered[:] = self.block.asked
+        self.block.failed[:] = False
+        self._broken_off = False
+        for worker in self._workers:
+            worker.forget_messages()
+
+    def _start(self, workers: Sequence[LaneWorker]) -> None:
+        """Start these workers, and wait until they have opened their simulators."""
+        cpus = sorted(os.sched_getaffinity(0))
+        env = replace(self._env, opener=_not_here, open_group=None, workers=None)
+        for worker in workers:
+            groups = {
+                index: (group, self._open_group(group.first, group.end)) for index, group in worker.groups.items()
+            }
+            job = LaneJob(env, self._layout, groups, cpus[next(_CPUS) % len(cpus)])
+            worker.start(job, self._memory, self._answers)
+        for worker in workers:
+            worker.join(self._answers)
+
+    def close(self) -> None:
+        """Close all environments and end the processes; then raise the first error of a lane that could not be."""
+        if self._closed:
+            return
+        try:
+            errors = self._say_close()
+        finally:
+            self._free()
+        for error in errors:
+            raise error
+
+    def _say_close(self) -> list[Exception]:
+        """Ask the workers to close; return what some have raised. Those that do not answer in time are left alone."""
+        busy = {self.groups[index].worker for index in self._unanswered(range(len(self.groups)))}
+        asked = [
+            next(iter(worker.groups)) for worker in self._workers if worker.may_answer() and worker.index not in busy
+        ]
+        self.order(CLOSE, asked)
+        until = time.monotonic() + _TO_CLOSE
+        while self._unanswered(asked) and time.monotonic() < until:
+            self._answers.wait(_PAUSE)
+        failed = [index for index in asked if self.block.failed[index]]
+        return [self.worker_of(index).raised(self.worker_of(index).message()) for index in failed]
+
+    def _free(self) -> None:
+        """End the processes at once, and free what they were given."""
+        self._closed = True
+        for worker in self._workers:
+            worker.kill(self._answers)
+            worker.bell.close()
+        self._answers.close()
+        os.close(self._memory)
+
+
+def _not_here(env: SimulatedEnv) -> NoReturn:
+    raise AssertionError("each group has an opener of its own")

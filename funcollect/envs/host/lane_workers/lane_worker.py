@@ -1,0 +1,130 @@
+"""The handle on one worker process of an environment."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from funcollect.envs.host.host_env import ONWARD
+from funcollect.envs.host.lane_workers.bells import Bell
+from funcollect.envs.host.lane_workers.options import Group, lanes_in_words
+from funcollect.envs.host.lane_workers.worker_process import LaneJob
+from funcollect.errors import EnvError
+from funcollect.processes.child import TO_DIE, ChildProcess, ChildSetup
+from funcollect.processes.failures import Failure
+
+_TO_START = 300.0  # seconds
+
+
+class LaneWorker:
+    """The handle on one worker process."""
+
+    def __init__(self, index: int, groups: Sequence[Group]) -> None:
+        self.index = index
+        self.groups = {place: group for place, group in enumerate(groups) if group.worker == index}
+        self.bell = Bell()
+        self.failures = 0  # in a row
+        self._child: ChildProcess | None = None
+        self._pidfd: int | None = None
+        self._started = 0.0
+
+    def __str__(self) -> str:
+        return f"{lanes_in_words([*self.groups.values()])} (worker {self.index})"
+
+    def start(self, job: LaneJob, memory: int, answers: Bell) -> None:
+        """Start the process; `join` waits for it."""
+        self.bell.heard()  # of a process before it
+        self._started = time.monotonic()
+        self._child = ChildProcess("funcollect.envs.host.lane_workers.worker_process")
+        self._child.send((ChildSetup.like_this(), job.pack(str(self))), [memory, self.bell.fd, answers.fd])
+
+    def join(self, answers: Bell) -> None:
+        """Wait until it has opened its simulators; raise what it has raised, or EnvError if it ends or is too late."""
+        assert self._child is not None
+        until = self._started + _TO_START
+        readable = select.poll()
+        for fd in self._child.filenos():
+            readable.register(fd, select.POLLIN)
+        while (message := self._child.channel.receive(wait=False)) is None:
+            if self._child.ended_by(0):
+                raise EnvError(f"{self}: its process {self.how()} as it made its environments: look at what it printed")
+            if (left := until - time.monotonic()) <= 0:
+                error = EnvError(f"{self}: its process has made no environments in {_TO_START:g} s: look at these")
+                error.add_note(f"The Python stack of that process:\n{self.where()}")
+                raise error
+            readable.poll(left * 1000)
+        if message[0] is not None:
+            raise self.raised(message[0])
+        self._pidfd = os.pidfd_open(self._child.pid)
+        answers.watch(self._pidfd)
+
+    def send(self, message: Any) -> None:
+        """Send a message, which is read at the next `CALL`."""
+        if self._child is not None:
+            self._child.send(message)
+
+    def message(self) -> Any:
+        """The next message that the process has sent."""
+        assert self._child is not None
+        message = self._child.channel.receive()
+        assert message is not None
+        return message[0]
+
+    def forget_messages(self) -> None:
+        """Drop messages that nobody has read."""
+        while self._child is not None and self._child.channel.receive(wait=False) is not None:
+            pass
+
+    def may_answer(self) -> bool:
+        """Whether the process has been joined, lives, and was started by this process."""
+        return self._pidfd is not None and self._child is not None and self._child.open and not self.has_ended()
+
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        if self._pidfd is None:
+            return True
+        ended = select.poll()
+        ended.register(self._pidfd, select.POLLIN)
+        return bool(ended.poll(0))
+
+    def how(self) -> str:
+        """How the process has ended, in words."""
+        assert self._child is not None
+        self._child.ended_by(time.monotonic() + TO_DIE)
+        return self._child.how()
+
+    def where(self) -> str:
+        """The Python stack of the process."""
+        assert self._child is not None
+        return self._child.where()
+
+    def kill(self, answers: Bell) -> None:
+        """End the process at once."""
+        if self._child is not None:
+            self._child.kill()
+            self._child = None
+        if self._pidfd is not None:
+            answers.unwatch(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    def raised(self, failure: Failure) -> Exception:
+        """The exception that it has sent, its traceback a note; EnvError in place of one that ends a program."""
+        error = failure.error()
+        if not isinstance(error, Exception):
+            error = EnvError(f"{self}: its process raised {failure.message}: {ONWARD}")
+        error.add_note(f"The traceback in {self}:\n{failure.traceback}")
+        return error
+
+    def hung(self, timeout: float) -> EnvError:
+        """The error for a process that has not answered in time, with its Python stack as a note."""
+        error = EnvError(f"{self}: its process has not answered for {timeout:g} s (timeout={timeout:g}): {ONWARD}")
+        error.add_note(f"The Python stack of that process:\n{self.where()}")
+        return error
+
+    def ended(self) -> EnvError:
+        """The error for a process that has ended."""
+        return EnvError(f"{self}: its process {self.how()}: {ONWARD}")

@@ -1,0 +1,216 @@
+"""The worker process: it steps and resets its lanes when its bell rings, in memory that it shares."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+
+from funcollect.envs.host.host_env import SimulatedEnv, bad_info, check_outcome
+from funcollect.envs.host.lane_workers.bells import Bell
+from funcollect.envs.host.lane_workers.block import (
+    CALL,
+    CLOSE,
+    INFO_BYTES,
+    NO_RESTART,
+    NO_SEED,
+    RESET,
+    STEP,
+    BlockLayout,
+    LaneBlock,
+)
+from funcollect.envs.host.lane_workers.options import Group
+from funcollect.messages import shown
+from funcollect.processes.channel import Channel
+from funcollect.processes.child import enter_child
+from funcollect.processes.failures import Failure
+from funcollect.processes.shared_memory import mapped
+from funcollect.protocols import Simulators
+
+Opener = Callable[[SimulatedEnv], Simulators]
+
+
+@dataclass(frozen=True)
+class LaneJob:
+    """What a worker serves.
+
+    Attributes:
+        env: the whole environment, but for what opens its simulators.
+        layout: where the arrays lie in the shared memory.
+        groups: the worker's own groups by index, with what opens their simulators.
+        cpu: the processor to run on.
+    """
+
+    env: SimulatedEnv
+    layout: BlockLayout
+    groups: dict[int, tuple[Group, Opener]]
+    cpu: int
+
+    def pack(self, worker: str) -> bytes:
+        """The job as bytes, functions of a script or a notebook by value; TypeError if it cannot be sent."""
+        try:
+            return bytes(cloudpickle.dumps(self))
+        except Exception as error:
+            raise TypeError(
+                f"{worker}: its environments cannot be sent to another process ({shown(error, 200)}): pass an id, or a "
+                "function that builds them"
+            ) from error
+
+
+def main(fds: Sequence[int]) -> None:
+    """Serve the process that has started this one, until it asks to close or has ended."""
+    channel = enter_child(fds)
+    with contextlib.suppress(EOFError, OSError):  # that process has ended
+        message = channel.receive()
+        assert message is not None
+        (setup, packed), (memory, rings, answers) = message
+        setup.apply()
+        served = None
+        try:
+            job: LaneJob = cloudpickle.loads(packed)
+            with contextlib.suppress(OSError):  # it may not be allowed
+                os.sched_setaffinity(0, {job.cpu})
+            (whole,) = mapped(memory, 1, job.layout.size)
+            os.close(memory)
+            served = ServedLanes(job, channel, job.layout.over(whole), Bell(answers))
+        except BaseException as error:
+            channel.send(Failure.of(error))
+        if served is not None:
+            channel.send(None)
+            bell = Bell(rings)
+            while served.serve(bell.wait()):
+                pass
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+class ServedLanes:
+    """The simulators of a worker's groups, and the memory and messages by which they are used."""
+
+    def __init__(self, job: LaneJob, channel: Channel, block: LaneBlock, answers: Bell) -> None:
+        self._channel = channel
+        self._block = block
+        self._answers = answers
+        self._info_keys = job.env.info_keys
+        self._served: list[tuple[int, Group, Simulators]] = []  # by part
+        try:
+            for index, (group, opener) in sorted(job.groups.items()):
+                memory = {path: array[group.first : group.end] for path, array in block.observation.items()}
+                lanes = group.end - group.first
+                env = replace(job.env, num_envs=lanes, first_lane=group.first, memory=memory)
+                self._served.append((index, group, opener(env)))
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self.close()
+            raise
+
+    def serve(self, rings: tuple[int, int] | None) -> bool:
+        """Do what was asked for in the parts whose bell rang; False once the worker was asked to close."""
+        for index, group, simulators in self._served:
+            if rings is None or not rings[group.part]:
+                continue
+            number, order, failed = self._block.asked[index], self._block.order[index], False
+            try:
+                if order == CALL:
+                    self._call(simulators)
+                elif order == CLOSE:
+                    self.close()
+                else:
+                    self._do(order, index, group, simulators)
+            except BaseException as error:
+                self._channel.send(Failure.of(error))
+                failed = True
+            self._block.failed[index] = failed
+            self._answers.ring(group.part)
+            self._block.answered[index] = number
+            if order == CLOSE:
+                return False
+        return True
+
+    def _do(self, order: int, index: int, group: Group, simulators: Simulators) -> None:
+        """Step or reset lanes of a group."""
+        block, lanes = self._block, slice(group.first, group.end)
+        if order == STEP:
+            simulators.send(range(group.end - group.first), block.action[lanes])
+            _, outcome = simulators.receive()
+            check_outcome(outcome, group.first)
+            block.reward[lanes], block.terminated[lanes], block.truncated[lanes], infos = outcome
+            if infos:
+                self._inform(index, infos)
+            over = block.terminated[lanes] | block.truncated[lanes]
+            if over.any():
+                self._restart(group, simulators, over)
+            return
+        chosen = block.chosen[lanes].nonzero()[0]
+        own = chosen.tolist()
+        if order == RESET:
+            simulators.reset(own, _seeds(block.seeds[lanes][chosen]))
+            return
+        simulators.send(own, block.action[lanes][chosen])
+        _, outcome = simulators.receive()
+        check_outcome(outcome, group.first)
+        for column, values in zip((block.reward, block.terminated, block.truncated), outcome, strict=False):
+            column[lanes][chosen] = values
+        if outcome[3]:
+            self._inform(index, outcome[3])
+
+    def _restart(self, group: Group, simulators: Simulators, over: npt.NDArray[np.bool_]) -> None:
+        """Begin the next episodes of lanes that are over, [k] bool, if that was announced."""
+        block, lanes = self._block, slice(group.first, group.end)
+        seeds = block.next_seeds[lanes]
+        own = (over & (seeds != NO_RESTART)).nonzero()[0]
+        for path, ends in block.ends.items():
+            ends[lanes][own] = block.observation[path][lanes][own]
+        simulators.reset(own.tolist(), _seeds(seeds[own]))
+
+    def _inform(self, index: int, infos: Sequence[Any]) -> None:
+        """Pass on a step's infos, an array for each key."""
+        named = zip(self._info_keys, infos, strict=True)
+        packed = pickle.dumps([_regular(key, values) for key, values in named], -1)
+        small = len(packed) <= INFO_BYTES
+        if small:
+            self._block.info[index, : len(packed)] = np.frombuffer(packed, np.uint8)
+        else:
+            self._channel.send(packed)
+        self._block.info_size[index] = len(packed) if small else -1
+
+    def _call(self, simulators: Simulators) -> None:
+        """Do what a message says, and answer it."""
+        message = self._channel.receive()
+        assert message is not None
+        function, args = message[0]
+        self._channel.send(function(simulators, *args))
+
+    def close(self) -> None:
+        """Close all simulators; raise the first error at the end."""
+        errors = []
+        for _, _, simulators in self._served:
+            try:
+                simulators.close()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+def _seeds(seeds: npt.NDArray[np.int64]) -> list[int | None]:
+    return [None if seed == NO_SEED else seed for seed in seeds.tolist()]
+
+
+def _regular(key: str, values: Any) -> npt.NDArray[Any]:
+    """An info's values as one array; EnvError unless they are numbers, or arrays of one shape."""
+    try:
+        array = np.array(values)
+    except (TypeError, ValueError) as error:
+        raise bad_info(key, values, error) from error
+    if array.dtype.kind not in "biufc":
+        raise bad_info(key, values, TypeError(f"an array of them has the dtype {array.dtype}"))
+    return array

@@ -1,0 +1,39 @@
+"""Exceptions of a child process, as it sends them."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from typing import NamedTuple, Self
+
+import cloudpickle
+
+from funcollect.errors import EnvError
+
+
+class Failure(NamedTuple):
+    """An exception in a child process, or in a worker of any kind."""
+
+    message: str
+    traceback: str
+    lane: int | None  # that an `EnvError` names, counted over all workers
+    cause: bytes | None  # the exception itself, pickled, if that is possible
+
+    @classmethod
+    def of(cls, error: BaseException, first_lane: int | None = None) -> Self:
+        """Pack an exception. `first_lane` is the number of the process's first lane over all workers, if it has any."""
+        try:
+            cause: bytes | None = cloudpickle.dumps(error)
+        except Exception:
+            cause = None
+        named = re.match(r"lanes? \[?(\d+)", str(error)) if isinstance(error, EnvError) else None
+        lane = first_lane + int(named[1]) if named and first_lane is not None else None
+        return cls(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)), lane, cause)
+
+    def error(self) -> BaseException | None:
+        """The exception itself; None if it cannot be pickled or unpickled."""
+        try:
+            error = cloudpickle.loads(self.cause) if self.cause is not None else None
+        except Exception:
+            return None
+        return error if isinstance(error, BaseException) else None

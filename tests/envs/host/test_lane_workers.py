@@ -1,0 +1,565 @@
+"""Lanes over worker processes: the data of one process, losses, and nothing that is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import funcollect as fc
+from funcollect.envs.host.lane_workers.options import LaneWorkers
+from funcollect.errors import EnvError
+from tests.support.compare import assert_close, assert_same, collect
+from tests.support.lane_workers import Doomed, check_lanes, pids_of, workers_of
+from tests.support.light_envs import Nested
+from tests.support.misuse import Misuse, refused_then_mended, runs, table
+from tests.support.running import scaled
+from tests.support.worker_runs import gone, wait_until
+
+INFOS = ["draw", "vector"]
+
+
+def transformed() -> Any:
+    from torchrl.envs import GymEnv, StepCounter, TransformedEnv
+
+    return TransformedEnv(GymEnv("CartPole-v1"), StepCounter(20))
+
+
+SOURCES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "CartPole-v1": ("CartPole-v1", {"max_episode_steps": 20}),
+    "one-hot": ("CartPole-v1", {"one_hot": True}),
+    "a factory": (Doomed, {"info_keys": INFOS}),
+    "a list of lambdas": ([lambda: Nested()] * 5, {"info_keys": ["draw"]}),
+    "an Atari game": ("ale/Pong", {"max_episode_steps": 15}),
+    "TorchRL's": (transformed, {}),
+}
+SPREAD: list[dict[str, Any]] = [{"num_workers": 2}, {"num_workers": 3, "overlap": 2}, {"parallel": True}]
+
+
+@pytest.mark.parametrize("spread", SPREAD, ids=str)
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_data_are_those_of_one_process(name: str, spread: dict[str, Any]) -> None:
+    source, kwargs = SOURCES[name]
+    kwargs = kwargs | ({} if isinstance(source, list) else {"num_envs": 5})
+    one, other = (fc.make_env(source, **kwargs, **more) for more in ({}, spread))
+    batches = [collect(env, fc.random_policy(env), 30, 25, seed=3) for env in (one, other)]
+    assert_same(*batches)
+    assert batches[0]["next", "done"].any(-1).any(-1).all()
+
+
+def network(head: Any, outputs: int) -> Any:
+    torch.manual_seed(0)
+    return fc.torch_policy(nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, outputs)), head=head)
+
+
+def recurrent() -> Any:
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.out = nn.GRUCell(4, 8), nn.Linear(8, 2)
+
+        def forward(self, observation: Any, hidden: Any) -> Any:
+            hidden = self.cell(observation, hidden)
+            return self.out(hidden), hidden
+
+    torch.manual_seed(0)
+    return fc.torch_policy(Cell(), head=fc.heads.categorical, initial_state=torch.ones(8))
+
+
+def in_jax() -> Any:
+    import jax.numpy as jnp
+
+    weights = np.linspace(-1, 1, 8, dtype=np.float32).reshape(4, 2)
+    return fc.jax_policy(lambda params, x: jnp.tanh(x @ params), weights, head=fc.heads.categorical)
+
+
+POLICIES: dict[str, Callable[[], Any]] = {
+    "Torch": lambda: network(fc.heads.categorical, 2),
+    "recurrent": recurrent,
+    "JAX": in_jax,
+}
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_act_as_in_one_process(name: str, overlap: int) -> None:
+    policy = POLICIES[name]()
+    batches = [
+        collect(fc.make_env("CartPole-v1", num_envs=6, **spread), policy, 40, 25, seed=1)
+        for spread in ({}, {"num_workers": 2, "overlap": overlap})
+    ]
+    (assert_same if overlap == 1 else assert_close)(*batches)
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_limits_and_finished_lanes(overlap: int) -> None:
+    batches, evaluations = [], []
+    for spread in ({}, {"num_workers": 2, "overlap": overlap}):
+        env = fc.make_env("CartPole-v1", num_envs=4, **spread)
+        policy = fc.random_policy(env)
+        state = fc.init(env, policy, seed=2)
+        state, first = fc.rollout(env, policy, state, 40, max_frames_per_traj=7)
+        state = fc.reset(env, state, torch.tensor([True, False, False, True]))
+        state, second = fc.rollout(env, policy, state, 40)
+        batches.append(torch.cat([first, second], 1))
+        evaluations.append(fc.evaluate(env, policy, episodes=6, seed=4))
+        fc.close(state)
+    assert_same(*batches)
+    assert evaluations[0].returns.tolist() == evaluations[1].returns.tolist()
+
+
+def test_a_policy_that_draws_from_torchs_generator_draws_other_numbers_in_each_half() -> None:
+    class Drawing(nn.Module):
+        def forward(self, observation: Any) -> Any:
+            return torch.rand(len(observation)).lt(0.5).long()
+
+    env = fc.make_env("CartPole-v1", num_envs=8, num_workers=2, overlap=2)
+    policy = fc.torch_policy(Drawing())
+    batch = collect(env, policy, 30, 30, seed=0)
+    assert_same(batch, collect(env, policy, 30, 30, seed=0))
+    assert len({tuple(row) for row in batch["action"].tolist()}) == 8
+    assert batch["action"][:, :30].tolist() != batch["action"][:, 30:].tolist()
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_forks_and_files_continue_as_the_run_does(overlap: int, tmp_path: Path) -> None:
+    for name in ("a factory", "an Atari game"):
+        source, kwargs = SOURCES[name]
+        env = fc.make_env(source, num_envs=4, num_workers=2, overlap=overlap, **kwargs)
+        policy = fc.random_policy(env)
+        state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=5), 20)
+        fc.save(tmp_path / "state", state)
+        fork = fc.fork(env, state)
+        alone = fc.make_env(source, num_envs=4, **kwargs)
+        loaded, elsewhere = (fc.load(tmp_path / "state", each, policy) for each in (env, alone))
+        state, batch = fc.rollout(env, policy, state, 20)
+        for other, where in ((fork, env), (loaded, env), (elsewhere, alone)):
+            other, again = fc.rollout(where, policy, other, 20)
+            assert_same(batch, again)
+            fc.close(other)
+        fc.close(state)
+
+
+def test_a_lane_is_filmed(tmp_path: Path) -> None:
+    films = []
+    for spread in ({}, {"parallel": True}):
+        env = fc.make_env("CartPole-v1", render_mode="rgb_array", **spread)
+        film = tmp_path / f"{len(films)}.gif"
+        fc.record(env, fc.random_policy(env), film, seed=1)
+        films.append(film.read_bytes())
+    assert films[0] == films[1]
+
+
+COLLECTORS: dict[str, Callable[..., Any]] = {
+    "sync": lambda make, **kwargs: fc.SyncDataCollector(make, **kwargs),
+    "workers": lambda make, **kwargs: fc.MultiSyncDataCollector([make], **kwargs),
+    "threads": lambda make, **kwargs: fc.MultiSyncDataCollector([make], in_process=True, **kwargs),
+}
+
+
+@pytest.mark.parametrize("kind", COLLECTORS)
+def test_collectors(kind: str) -> None:
+    batches = []
+    for spread in ({}, {"num_workers": 2}):
+        make = partial(fc.make_env, "CartPole-v1", num_envs=4, **spread)
+        with COLLECTORS[kind](make, policy=None, frames_per_batch=80, total_frames=160, seed=7) as collector:
+            batches.append(torch.cat([batch.clone() for batch in collector], -1))
+    assert_same(*batches)
+
+
+DEEDS = {
+    "die": "was killed by SIGKILL",
+    "exit": "ended with exit code 3",
+    "raise": "out of petrol",
+    "leave": "raised SystemExit: no more",
+    "hang": "has not answered for",
+    "stop": "has not answered for",
+}
+
+
+def arranged(folder: Path, deed: str, lane: int, step: int) -> None:
+    (folder / f"{lane} {step}").write_text(deed)
+
+
+def doomed(folder: Path, **kwargs: Any) -> Any:
+    """Six lanes over three workers, which do what files in `folder` say."""
+    factories = [partial(Doomed, str(folder), lane) for lane in range(6)]
+    return fc.make_env(factories, num_workers=3, info_keys=INFOS, timeout=2.0, **kwargs)
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_a_lost_worker_is_reported_with_its_lanes_and_a_recovery_goes_on(deed: str, tmp_path: Path) -> None:
+    env = doomed(tmp_path)
+    policy = fc.random_policy(env)
+    arranged(tmp_path, deed, 3, 4)
+    state = fc.init(env, policy, seed=0)
+    with pytest.raises(EnvError, match=rf"{DEEDS[deed]}.*funcollect.recover\(env, state\)") as caught:
+        fc.rollout(env, policy, state, 9)
+    assert re.match(r"lane 3: step|lanes 2 to 3 \(worker 1\)", str(caught.value))
+    notes = "".join(getattr(caught.value, "__notes__", ()))
+    assert ("Doomed" in notes or "in step" in notes) == (deed in ("raise", "leave", "hang"))
+    state, batch = fc.rollout(env, policy, fc.recover(env, state), 9)
+    assert batch["collector", "step"][:, 0].eq(0).all()
+    check_lanes(batch)
+    fork = fc.fork(env, state)
+    assert_same(fc.rollout(env, policy, fork, 9)[1], fc.rollout(env, policy, state, 9)[1])
+    for each in (fork, state):
+        fc.close(each)
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize("deed", DEEDS)
+def test_lanes_of_a_lost_worker_begin_again_while_others_go_on(deed: str, overlap: int, tmp_path: Path) -> None:
+    env, calm = doomed(tmp_path, on_failure="restart", overlap=overlap), doomed(tmp_path / "none", overlap=overlap)
+    policy = fc.random_policy(env)
+    arranged(tmp_path, deed, 3, 4)  # in the middle of the first batch
+    arranged(tmp_path, deed, 0, 21)  # at the first step of the last one
+    state = fc.init(env, policy, seed=0)
+    batches = []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            state, batch = fc.rollout(env, policy, state, 10)
+            batches.append(batch)
+    reason = "SystemExit" if deed == "leave" else DEEDS[deed]
+    assert [each.category for each in warned] == [RuntimeWarning] * 2
+    assert all(
+        re.search(f"{reason}.*another takes its place, and its lanes begin", str(each.message)) for each in warned
+    )
+    whole = torch.cat(batches, 1)
+    check_lanes(whole, cut={20})
+    simulators = state.env_state.simulation.simulators
+    assert simulators.restarts == 2
+    expected = collect(calm, policy, 20, 10, seed=0)
+    lost = [lanes for lanes in map(lanes_of, workers_of(state)) if 0 in lanes or 3 in lanes]
+    others = [lane for lane in range(6) if not any(lane in lanes for lanes in lost)]
+    assert_same(whole[others], expected[others])
+    assert 2 <= simulators.lost_frames <= 6 - len(others)
+    assert state.env_state.simulation.episodes == state.episode.tolist()
+    fork = fc.fork(env, state)
+    assert_same(fc.rollout(env, policy, fork, 9)[1], fc.rollout(env, policy, state, 9)[1])
+    for each in (fork, state):
+        fc.close(each)
+
+
+def lanes_of(worker: Any) -> list[int]:
+    return [lane for group in worker.groups.values() for lane in range(group.first, group.end)]
+
+
+def test_a_worker_that_fails_again_and_again_ends_the_rollout(tmp_path: Path) -> None:
+    env = fc.make_env([Nested, partial(Broken)], num_workers=2, on_failure="restart")
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with pytest.raises(EnvError, match=r"lane 1: step.*no road") as caught:
+            fc.rollout(env, policy, state, 9)
+    assert len(warned) == 5
+    assert caught.value.__notes__[-1] == "This happened 6 times in a row."
+    fc.close(state)
+
+
+class Broken(Nested):
+    def step(self, action: Any) -> Any:
+        raise RuntimeError("no road")
+
+
+def test_recurrent_policies_begin_anew_with_replaced_lanes(tmp_path: Path) -> None:
+    env = fc.make_env(["CartPole-v1"] * 4, num_workers=2, on_failure="restart")
+    policy = recurrent()
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+    os.kill(pids_of(state)[1], signal.SIGKILL)
+    with pytest.warns(RuntimeWarning, match="lanes 2 to 3"):
+        state, batch = fc.rollout(env, policy, state, 12)
+    hidden = torch.ones(4, 8)
+    hidden[:2] = 0  # other lanes went on; see the lost ones
+    cell = policy.module
+    for t in range(12):
+        scores, hidden = cell(batch["observation"][:, t], hidden)
+        hidden = torch.where(batch["next", "done"][:, t], torch.ones_like(hidden), hidden)
+        log_prob = torch.distributions.Categorical(logits=scores).log_prob(batch["action"][:, t])
+        torch.testing.assert_close(batch["action_log_prob"][2:, t], log_prob[2:].detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(state.policy_state.recurrent[2:], hidden[2:].detach(), atol=1e-5, rtol=1e-5)
+    fc.close(state)
+
+
+def test_collectors_count_what_was_lost(tmp_path: Path) -> None:
+    make = partial(doomed, tmp_path, on_failure="restart")
+    for kind in ("sync", "workers"):
+        arranged(tmp_path, "die", 3, 4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with COLLECTORS[kind](make, policy=None, frames_per_batch=60, total_frames=120) as collector:
+                batches = [batch.clone() for batch in collector]
+                stats = collector.stats()
+        assert (stats["restarts"], stats["lost_frames"]) == (1, 2)
+        assert sum(batch.numel() for batch in batches) == 120
+
+
+def held() -> tuple[int, int]:
+    """File descriptors and threads of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped", "killed", "broken off"])
+def test_nothing_is_left_behind(how: str) -> None:
+    env = fc.make_env("CartPole-v1", num_envs=4, num_workers=2)
+    policy = fc.random_policy(env)
+
+    def cycle() -> None:
+        state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
+        pids = pids_of(state)
+        if how == "killed":
+            victim = workers_of(state)[0]
+            os.kill(pids[0], signal.SIGKILL)
+            wait_until(victim.has_ended)
+            del victim
+        if how in ("closed", "killed"):
+            fc.close(state)
+        del state
+        gc.collect()
+        wait_until(lambda: all(map(gone, pids)))
+
+    if how == "broken off":
+        env = fc.make_env([Nested, Unmade], num_workers=2)
+        with pytest.raises(RuntimeError, match="no such car"):
+            fc.init(env, policy, seed=0)
+        before = held()
+        for _ in range(scaled(3)):
+            with pytest.raises(RuntimeError, match="no such car"):
+                fc.init(env, policy, seed=0)
+        assert held() == before
+        return
+    cycle()
+    before = held()
+    for _ in range(scaled(3)):
+        cycle()
+    assert held() == before
+
+
+class Unmade(Nested):
+    def __init__(self) -> None:
+        raise RuntimeError("no such car")
+
+
+PARENT = """
+import funcollect as fc
+env = fc.make_env("CartPole-v1", num_envs=4, num_workers=2)
+policy = fc.random_policy(env)
+state = fc.init(env, policy, seed=0)
+print(*[worker._child.pid for worker in state.env_state.simulation.simulators._processes._workers], flush=True)
+while True:
+    state, _ = fc.rollout(env, policy, state, 100)
+"""
+
+
+def test_workers_end_with_a_parent_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        parent.kill()
+    assert len(pids) == 2
+    wait_until(lambda: all(map(gone, pids)))
+
+
+SCRIPT = """
+import gymnasium
+import funcollect as fc
+
+class Own(gymnasium.Wrapper):
+    pass
+
+print("begun")
+env = fc.make_env(lambda: Own(gymnasium.make("CartPole-v1")), num_envs=2, parallel=True)
+policy = fc.random_policy(env)
+state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
+print(tuple(batch.shape), __file__, __spec__)
+"""
+
+
+def test_a_script_needs_no_main_guard_and_leaves_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    home = str(Path(fc.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": home}
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["begun", f"(2, 5) {script} None"]
+
+
+class Interrupted(fc.PolicyBase):
+    """Ctrl-C is pressed as it acts for the tenth time."""
+
+    backend, params, calls = "torch", None, 0
+
+    def __call__(self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Any) -> Any:
+        self.calls += 1
+        if self.calls == 10:
+            raise KeyboardInterrupt
+        return None, {"action": torch.zeros(len(observation["mode"]), 2)}
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_an_interrupted_rollout_is_followed_by_new_episodes(overlap: int) -> None:
+    env = fc.make_env(Nested, num_envs=4, num_workers=2, overlap=overlap)
+    policy = Interrupted()
+    state = fc.init(env, policy, seed=0)
+    pids = pids_of(state)
+    with pytest.raises(KeyboardInterrupt):
+        fc.rollout(env, policy, state, 20)
+    state, batch = fc.rollout(env, policy, fc.recover(env, state), 5)
+    check_lanes(batch)
+    assert batch["collector", "step"][:, 0].eq(0).all()
+    assert pids_of(state) == pids
+    fc.close(state)
+
+
+@pytest.mark.parametrize("num_envs", range(1, 14))
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_groups_cover_the_lanes_in_order_and_spread_them_evenly(num_envs: int, overlap: int) -> None:
+    for num_workers in range(1, num_envs + 1):
+        if overlap > num_envs:
+            continue
+        options = LaneWorkers(num_workers=num_workers, overlap=overlap)
+        groups = options.groups(num_envs)
+        assert [lane for group in groups for lane in range(group.first, group.end)] == list(range(num_envs))
+        assert [group.part for group in groups] == sorted(group.part for group in groups)
+        assert {group.part for group in groups} == {*range(overlap)}
+        assert len({(group.worker, group.part) for group in groups}) == len(groups)
+
+
+def test_explain_says_where_it_runs() -> None:
+    env = fc.make_env("CartPole-v1", num_envs=2, parallel=True)
+    assert "CartPole-v1 in 2 worker processes" in fc.explain(env, fc.random_policy(env)).env
+    game = fc.make_env("ale/Pong", num_envs=2, num_workers=1)
+    plan = fc.explain(game, fc.random_policy(game))
+    assert "Pong-v5 in 1 worker process" in plan.env
+    assert plan.seeding.startswith("lane")
+    assert "snapshot" in plan.forking
+
+
+def good() -> Any:
+    return fc.make_env("CartPole-v1", num_envs=2, num_workers=2, overlap=2)
+
+
+@table(
+    Misuse(
+        "an instance",
+        lambda: fc.make_env(gymnasium.make("CartPole-v1"), parallel=True),
+        ValueError,
+        ("parallel=True, was given with the instance", "cannot move to another process", "pass its id or a factory"),
+        good,
+    ),
+    Misuse(
+        "an unknown id",
+        lambda: fc.make_env(["CartPole-v1", "NoSuch-v0"], parallel=True),
+        ValueError,
+        ("cannot make 'NoSuch-v0'", "gymnasium.registry"),
+        good,
+    ),
+    Misuse(
+        "an unknown module",
+        lambda: fc.make_env("nosuch:CartPole-v1", parallel=True),
+        ValueError,
+        ("cannot make 'nosuch:CartPole-v1'", "import the package"),
+        good,
+    ),
+    *(
+        Misuse(
+            f"{env} is no environment",
+            lambda env=env: fc.envs.from_gymnasium(env, parallel=True),
+            TypeError,
+            ("env is int", "expected a Gymnasium id, an EnvSpec, a factory", "pass one of these"),
+            good,
+        )
+        for env in (3, [3], ["CartPole-v1", 3])
+    ),
+    Misuse(
+        "a vector environment",
+        lambda: fc.make_env(gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync"), num_workers=2),
+        ValueError,
+        ("num_workers cannot be given with a VectorEnv", "leave it out"),
+        good,
+    ),
+    Misuse(
+        "too many workers",
+        lambda: fc.make_env("CartPole-v1", num_envs=2, num_workers=3),
+        ValueError,
+        ("num_workers is 3, expected at most num_envs=2", "pass fewer"),
+        good,
+    ),
+    Misuse(
+        "two numbers",
+        lambda: fc.make_env("CartPole-v1", num_envs=4, num_workers=2, parallel=True),
+        ValueError,
+        ("parallel=True means num_workers=4", "num_workers=2 was given"),
+        good,
+    ),
+    Misuse(
+        "no workers to overlap",
+        lambda: fc.make_env("CartPole-v1", num_envs=4, overlap=2),
+        ValueError,
+        ("overlap=2 was given with num_workers=0", "pass num_workers, or leave overlap out"),
+        good,
+    ),
+    Misuse(
+        "three parts",
+        lambda: fc.make_env("CartPole-v1", num_envs=4, num_workers=2, overlap=3),
+        ValueError,
+        ("overlap is 3, expected 1, or 2", "pass one of them"),
+        good,
+    ),
+    Misuse(
+        "no time",
+        lambda: fc.make_env("CartPole-v1", num_envs=4, num_workers=2, timeout=0),
+        ValueError,
+        ("timeout is 0, expected a positive number", "pass for example timeout=60"),
+        good,
+    ),
+    Misuse(
+        "another way to fail",
+        lambda: fc.make_env("CartPole-v1", num_envs=4, num_workers=2, on_failure="ignore"),
+        ValueError,
+        ("on_failure is 'ignore', expected 'raise'", "pass one of them"),
+        good,
+    ),
+    Misuse(
+        "a batch of TorchRL's",
+        lambda: fc.make_env(serial, num_workers=2, num_envs=2),
+        ValueError,
+        ("SerialEnv, which is a batch of 2 already", "pass a factory of a single environment"),
+        good,
+    ),
+    Misuse(
+        "other spaces in another worker",
+        lambda: runs(fc.make_env(["CartPole-v1", "Acrobot-v1"], num_workers=2)),
+        ValueError,
+        ("lane 1 has the observation_space", "use equal spaces in one batch"),
+        good,
+    ),
+)
+def test_an_environment_given_wrongly(misuse: Misuse) -> None:
+    refused_then_mended(misuse)
+
+
+def serial() -> Any:
+    from torchrl.envs import GymEnv, SerialEnv
+
+    return SerialEnv(2, lambda: GymEnv("CartPole-v1"))

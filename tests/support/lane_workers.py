@@ -1,0 +1,76 @@
+"""Environments over worker processes that are lost on purpose, and the processes behind a state."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from tests.support.light_envs import Nested
+
+
+def workers_of(state: Any) -> list[Any]:
+    """The handles on the workers of a state over lanes in processes."""
+    return list(state.env_state.simulation.simulators._processes._workers)
+
+
+def pids_of(state: Any) -> list[int]:
+    return [worker._child.pid for worker in workers_of(state)]
+
+
+class Doomed(Nested):
+    """Does at a step of its life what a file says: it dies, hangs, raises or stops."""
+
+    def __init__(self, folder: str = "", lane: int = 0) -> None:
+        self.folder, self.lane, self.steps = folder, lane, 0
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        file = f"{self.folder}/{self.lane} {self.steps}"
+        if self.folder and os.path.exists(file):
+            with open(file) as text:
+                deed = text.read()
+            os.remove(file)  # the next process lives
+            _do(deed)
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, reward, terminated, truncated, {**info, "vector": np.full(2, info["draw"], np.float32)}
+
+
+def _do(deed: str) -> None:
+    match deed:
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            os._exit(3)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "hang":
+            time.sleep(10**6)
+        case "leave":
+            raise SystemExit("no more")
+        case _:
+            raise RuntimeError("out of petrol")
+
+
+def check_lanes(batch: Any, cut: Collection[int] = ()) -> None:
+    """In each lane, trajectories are whole: steps follow each other, rows continue, and no id comes back.
+
+    In the steps in `cut`, a trajectory may begin although the one before has not ended.
+    """
+    ids, steps = batch["collector", "traj_ids"], batch["collector", "step"]
+    for lane in range(len(ids)):
+        begins = [0, *(t for t in range(1, ids.shape[1]) if ids[lane, t] != ids[lane, t - 1])]
+        assert len({*ids[lane, begins].tolist()}) == len(begins)
+        for t in range(1, ids.shape[1]):
+            if t in begins:
+                assert steps[lane, t] == 0
+                assert t in cut or batch["next", "done"][lane, t - 1]
+            else:
+                assert steps[lane, t] == steps[lane, t - 1] + 1
+                assert not batch["next", "done"][lane, t - 1]
+                for key in ("pixels", "mode"):
+                    assert (batch[key][lane, t] == batch["next", key][lane, t - 1]).all()
