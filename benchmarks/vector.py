@@ -194,9 +194,8 @@ class Vector:
 
     def __init__(self, work: Work) -> None:
         self._work, self._module = work, work.module()
-        self._env = gymnasium.vector.AsyncVectorEnv(
-            [partial(make, work.name)] * work.num_envs, shared_memory=True, copy=False, context="spawn"
-        )
+        factories = [partial(make, work.name)] * work.num_envs
+        self._env = gymnasium.vector.AsyncVectorEnv(factories, shared_memory=True, copy=False, context="fork")
         self._observation, _ = self._env.reset(seed=0)
 
     def run(self) -> int:
@@ -217,7 +216,7 @@ class Subproc:
         from stable_baselines3.common.vec_env import SubprocVecEnv
 
         self._work, self._module = work, work.module()
-        self._env = SubprocVecEnv([partial(make, work.name)] * work.num_envs, start_method="spawn")
+        self._env = SubprocVecEnv([partial(make, work.name)] * work.num_envs, start_method="fork")
         self._observation = self._env.reset()
 
     def run(self) -> int:
