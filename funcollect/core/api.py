@@ -218,7 +218,7 @@ def fork(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
     support it (ALE) are copied by a snapshot instead.
 
     Raises:
-        ReplayError: for an environment that supports neither (EnvPool, ALE in processes of its own), and if the new
+        ReplayError: for an environment that supports neither (EnvPool, TorchRL's), and if the new
             simulator does not return the same observation.
         StaleStateError: if the state has been superseded by a later one.
         ValueError: for an environment instance that cannot be rebuilt.

@@ -233,8 +233,8 @@ def _rows_of(leaf: Any, lanes: slice, num_lanes: int) -> Any:
     shape = tuple(getattr(leaf, "shape", ()))
     if shape[:1] != (num_lanes,):
         raise ValueError(
-            f"the policy's state has a leaf of shape {list(shape)}, expected [{num_lanes}, ...], since overlap=2 acts "
-            "for one half of the lanes at a time: give it a row for each lane, or leave overlap out"
+            f"the policy's state has a leaf of shape {list(shape)}, expected [{num_lanes}, ...], since some "
+            "lanes act apart (overlap=2, on_failure='restart'): give it a row for each lane, or leave these out"
         )
     return leaf[lanes]
 

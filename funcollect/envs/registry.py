@@ -24,8 +24,8 @@ def make_env(env: Any, **kwargs: Any) -> Env:
             takes; a callable that returns one of these; or an id in a namespace: ``"torch/CartPole-v1"``,
             ``"envpool/CartPole-v1"``, ``"ale/Pong"``, ``"gymnax/CartPole-v1"``, ``"brax/ant"``, ``"jumanji/Snake-v1"``,
             ``"navix/Navix-Empty-8x8-v0"``, ``"pgx/go_9x9"``, ``"playground/CartpoleBalance"``.
-        **kwargs: for the adapter: `num_envs` and, for Gymnasium, `parallel`, `info_keys`, `dtype`, `one_hot` and the
-            arguments of `gymnasium.make`.
+        **kwargs: for the adapter: `num_envs` and, for Gymnasium, `num_workers` (lanes over processes) and the other
+            keywords of `funcollect.envs.from_gymnasium`, and the arguments of `gymnasium.make`.
 
     Raises:
         ValueError: for an unknown id.

@@ -26,6 +26,12 @@ TO_DIE = 5.0  # seconds until a killed process is gone
 _TO_REPORT = 1.0  # seconds within which a process shows its Python stack
 
 
+def check_platform(mend: str) -> None:
+    """Raise OSError, which ends with `mend`, unless this is Linux."""
+    if not hasattr(os, "memfd_create"):
+        raise OSError(f"worker processes need Linux's anonymous shared memory, which {sys.platform} lacks: {mend}")
+
+
 class ChildSetup(NamedTuple):
     """The settings of a child process, most of them copied from the process that starts it."""
 

@@ -142,7 +142,21 @@ class RestartingSimulators(Simulators, Protocol):
 
 @runtime_checkable
 class ReplacedSimulators(Simulators, Protocol):
-    """Simulators of which some may be lost: `receive` raises `LanesLostError`, and `reset` begins with new ones."""
+    """Simulators of which some may be lost: `receive` raises `LanesLostError`, and `reset` begins with new ones.
+
+    If these need seeds and get none, `reset` raises `LanesLostError`, too.
+    """
+
+    @property
+    def replaces(self) -> bool:
+        """Whether others take the place of lost ones during a rollout."""
+
+    @property
+    def lost_lanes(self) -> Sequence[range]:
+        """The lanes without simulators, in ranges that are reset together."""
+
+    def renew(self) -> bool:
+        """Get ready for a reset of all lanes, also after a call that did not end; whether all lanes then need seeds."""
 
     @property
     def restarts(self) -> int:

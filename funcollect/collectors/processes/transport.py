@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import select
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -13,7 +11,7 @@ from typing_extensions import override
 from funcollect.collectors.processes.slots import SharedWeightStore, SlotAssembler
 from funcollect.collectors.workers.transport import Answer, Call, Transport, WorkerExited, WorkerGroup, WorkerHandle
 from funcollect.collectors.workers.worker import Job, RolloutReport
-from funcollect.processes.child import TO_DIE, ChildProcess, ChildSetup
+from funcollect.processes.child import TO_DIE, ChildProcess, ChildSetup, check_platform
 
 _TO_CLOSE = 1.0  # seconds that workers have to close their environments: Ctrl-C should end a script within two
 
@@ -74,11 +72,7 @@ class ProcessTransport(Transport):
     """
 
     def __init__(self, *, num_threads: int, accelerators: bool, eager: bool) -> None:
-        if not hasattr(os, "memfd_create"):
-            raise OSError(
-                f"worker processes need Linux's anonymous shared memory, which {sys.platform} lacks: use "
-                "SyncDataCollector, or in_process=True"
-            )
+        check_platform("use SyncDataCollector, or in_process=True")
         self._eager = eager
         self._num_threads, self._accelerators = num_threads, accelerators
 

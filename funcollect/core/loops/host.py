@@ -6,11 +6,10 @@ import collections
 import contextlib
 import itertools
 import operator
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.core.loops.delivery import OUTCOME_KEYS, TrajectoryLimit, deliver, new_columns, reset_counters
-from funcollect.core.loops.replaced_lanes import ReplacedLanes
+from funcollect.core.loops.replaced_lanes import ReplacedLanes, shifted
 from funcollect.core.request import Request, open_actor
 from funcollect.core.simulators.forking import fork_simulation
 from funcollect.core.simulators.simulation import FinishedLanes, Simulation, SimulatorHandle
@@ -35,7 +34,6 @@ from funcollect.protocols import (
     HostEnv,
     Outcome,
     Policy,
-    ReplacedSimulators,
     SnapshotSimulators,
 )
 from funcollect.specs import assemble
@@ -66,7 +64,10 @@ def reset(env: HostEnv, state: CollectorState, lanes: Tensor, *, stale: bool = F
     """Implement `funcollect.reset` of the lanes of a mask [P]; with `stale`, also of a superseded state."""
     simulation: Simulation = state.env_state.claim(stale=stale)
     simulation.show(state.observation)
+    if stale:
+        simulation.renew()
     simulation.restart(lanes.nonzero()[:, 0].tolist())
+    simulation.check_whole()
     simulation.action_log.ages = torch.where(lanes, 0, simulation.action_log.ages)
     return state.replace(
         env_state=simulation.release(),
@@ -94,6 +95,8 @@ def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -
     handle.check()
     rows = handle.simulation.simulators.observation
     columns = new_columns({path: torch.from_numpy(row) for path, row in rows.items()}, request)
+    if handle.simulation.replaced is not None and handle.simulation.replaced.replaces:
+        lanes_of_state(state, slice(0, 1))  # a loss should find no policy whose state cannot be taken apart
     every = handle.simulation.parts if request.reset_when_done else [range(state.num_lanes)]
     parts = [_Part(env, policy, state, request, rows, columns, lanes) for lanes in every]
     simulation = handle.claim()  # not before: bad arguments have raised, and the state has not been used
@@ -171,8 +174,7 @@ class _Part:
         except PolicyError as error:
             if not self._lanes.start:
                 raise
-            message = re.sub(r"^lane (\d+)", lambda lane: f"lane {int(lane[1]) + self._lanes.start}", str(error))
-            raise PolicyError(message) from error
+            raise shifted(error, self._lanes.start) from error
 
     def _go_on_without(
         self, t: int, loss: LanesLostError, simulation: Simulation, request: Request, limit: TrajectoryLimit | None
@@ -180,13 +182,13 @@ class _Part:
         """Begin other episodes in lanes that were lost at step `t`, and make that step there; return all outcomes."""
         if not request.reset_when_done:
             raise loss
-        simulators = cast(ReplacedSimulators, simulation.simulators)
+        simulators = simulation.replaced
+        assert simulators is not None
         pieces, lost = [(loss.others, loss.outcome)], collections.deque(loss.lanes)
         rest = replace(request, length=request.length - t)
         while lost:
             lanes = lost.popleft()
-            own = slice(lanes.start - self._lanes.start, lanes.stop - self._lanes.start)
-            simulation.begin_again(lanes, self._cut(t, own))
+            own = self._begin_again(t, lanes, simulation)
             for store, row in self.recording.roots:
                 store[t, own] = row[own]
             if limit is not None:
@@ -203,6 +205,18 @@ class _Part:
                 self.actor = ReplacedLanes(self.actor)
             self.actor.replace(t, own, actor)
         return _in_order(pieces)
+
+    def _begin_again(self, t: int, lanes: range, simulation: Simulation) -> slice:
+        """Begin other episodes before step `t` in lanes that were lost; return them, counted from the part's first."""
+        own = slice(lanes.start - self._lanes.start, lanes.stop - self._lanes.start)
+        simulation.begin_again(lanes, self._cut(t, own))
+        return own
+
+    def _replace_lost(self, simulation: Simulation, request: Request) -> None:
+        """Begin other episodes after the last step in lanes that are lost by then."""
+        for lost in simulation.lost_in(self._lanes):
+            own = self._begin_again(request.length, lost, simulation)
+            self.actor.restart(range(own.start, own.stop))
 
     def _cut(self, t: int, own: slice) -> list[bool]:
         """End the trajectories of lanes before step `t`; return for each whether it had begun another one at `t`."""
@@ -257,6 +271,7 @@ class _Part:
                     limit.restart(t, ended)
                     next_cut = _next_cut(limit, request)
         check_outcome(outcome, first)  # an environment that returns wrong values does so in the last step, too
+        self._replace_lost(simulation, request)
 
 
 def _next_cut(limit: TrajectoryLimit | None, request: Request) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,25 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.core.state import with_lanes_of
+from funcollect.errors import PolicyError
 from funcollect.protocols import Actor, Columns
+
+
+@contextlib.contextmanager
+def _counted_from(lane: int, step: int) -> Iterator[None]:
+    """Let a PolicyError count its lane and step from these."""
+    try:
+        yield
+    except PolicyError as error:
+        raise shifted(error, lane, step) from error
+
+
+def shifted(error: PolicyError, lane: int, step: int = 0) -> PolicyError:
+    """The error with the lane and the step that it names, if any, counted from others."""
+    message = re.sub(r"^lane (\d+)", lambda own: f"lane {int(own[1]) + lane}", str(error))
+    return PolicyError(
+        re.sub(r"step (\d+) of this batch", lambda own: f"step {int(own[1]) + step} of this batch", message)
+    )
 
 
 class ReplacedLanes(Actor):
@@ -35,7 +54,8 @@ class ReplacedLanes(Actor):
         action = self._actor.act(t)
         action = action.clone() if isinstance(action, Tensor) else np.array(action)
         for first, lanes, actor in self._others:
-            action[lanes] = actor.act(t - first)
+            with _counted_from(lanes.start, first):
+                action[lanes] = actor.act(t - first)
         return action
 
     @override
@@ -50,7 +70,8 @@ class ReplacedLanes(Actor):
     def finish(self) -> tuple[Any, Columns]:
         policy_state, columns = self._actor.finish()
         for first, lanes, actor in self._others:
-            own_state, own_columns = actor.finish()
+            with _counted_from(lanes.start, first):
+                own_state, own_columns = actor.finish()
             policy_state = with_lanes_of(policy_state, lanes, own_state)
             for path, column in own_columns.items():
                 columns[path][first:, lanes] = column

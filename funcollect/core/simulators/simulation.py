@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funcollect.errors import ClosedError, StaleStateError
+from funcollect.errors import ClosedError, EnvError, LanesLostError, StaleStateError
 from funcollect.keys import Key, Purpose, lane_keys
 from funcollect.protocols import (
     HostEnv,
     Outcome,
+    ReplacedSimulators,
     RestartingSimulators,
     Simulators,
     SimulatorsInParts,
@@ -104,6 +105,7 @@ class Simulation:
         self.simulators: Simulators = simulators
         whole = [range(len(self.lanes))]
         self.parts: Sequence[range] = simulators.parts if isinstance(simulators, SimulatorsInParts) else whole
+        self.replaced = simulators if isinstance(simulators, ReplacedSimulators) else None
         self._restarting = simulators if isinstance(simulators, RestartingSimulators) else None
         self._announced = False  # whether those know the seeds of the next episodes
         self.version = 0
@@ -130,22 +132,53 @@ class Simulation:
         self._draw_seeds(slice(None))
         self.seed_again()
 
-    def _draw_seeds(self, lanes: slice) -> None:
-        """Draw the seeds of the next episodes of some lanes, many at once, since NumPy then needs less for each."""
+    def _draw_seeds(self, lanes: slice, first: int | None = None) -> None:
+        """Draw seeds of some lanes, many at once, since NumPy then needs less for each.
+
+        They are those of the episodes from `first` on, or from each lane's next one on.
+        """
         keys = lane_keys(self.key, Purpose.RESET, np.array(self.lanes))
-        firsts = [episode + 1 for episode in self.episodes[lanes]]
+        firsts = [episode + 1 if first is None else first for episode in self.episodes[lanes]]
         numbers = np.add.outer(np.array(firsts, np.uint32), np.arange(_SEEDS, dtype=np.uint32))
         pair = keys[0][lanes, None], keys[1][lanes, None]
         seeds = hashed_in_numpy(pair, np.zeros((), np.uint32), numbers)[0].tolist()
         self._seeds[lanes] = zip(firsts, seeds, strict=True)
 
     def _next_seed(self, lane: int) -> int:
-        """The seed of a lane's next episode, the first word of its key."""
-        episode = self.episodes[lane] + 1
+        """The seed of a lane's next episode."""
+        return self._seed(lane, self.episodes[lane] + 1)
+
+    def _seed(self, lane: int, episode: int) -> int:
+        """The seed of an episode of a lane, the first word of its key."""
         if not 0 <= episode - self._seeds[lane][0] < _SEEDS:
-            self._draw_seeds(slice(lane, lane + 1))
+            self._draw_seeds(slice(lane, lane + 1), episode)
         first, seeds = self._seeds[lane]
         return seeds[episode - first]
+
+    def _reset(self, lanes: Sequence[int], seeds: Sequence[int | None]) -> None:
+        """Reset lanes; those whose simulators are new get the seeds of their episodes in any case."""
+        try:
+            self.simulators.reset(lanes, seeds)
+        except LanesLostError as loss:
+            for lost in loss.lanes:
+                self._reset(lost, [self._seed(lane, self.episodes[lane]) for lane in lost])
+
+    def renew(self) -> None:
+        """Get ready for a reset of all lanes, also after a call that did not end."""
+        if self.replaced is not None and self.replaced.renew():
+            self.seed_again()
+
+    def lost_in(self, lanes: range) -> list[range]:
+        """Those of the lanes without simulators that may be replaced, in ranges that are reset together."""
+        replaced = self.replaced
+        if replaced is None or not replaced.replaces:
+            return []
+        return [lost for lost in replaced.lost_lanes if lost.start in lanes]
+
+    def check_whole(self) -> None:
+        """Raise EnvError if lanes have no simulators."""
+        if self.replaced is not None and (lost := self.replaced.lost_lanes):
+            raise EnvError(f"the simulators of the lanes {lost} are lost: begin new episodes with funcollect.recover")
 
     def _next_seeds(self, lanes: Sequence[int]) -> list[int | None]:
         """The seeds of the next episodes of some lanes, None where the generator of an episode before goes on."""
@@ -171,7 +204,7 @@ class Simulation:
         seeds = self._next_seeds(lanes)
         for lane in lanes:
             self.episodes[lane] += 1
-        self.simulators.reset(lanes, seeds)
+        self._reset(lanes, seeds)
         if self._unseeded:
             self._unseeded.difference_update(lanes)
         if self._announced and self._restarting is not None:

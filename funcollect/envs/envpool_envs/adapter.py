@@ -28,6 +28,7 @@ _OURS = {
     "batch_size": "all lanes are stepped together",
     "env_type": "Gymnasium's interface is used",
     "parallel": "EnvPool is parallel itself: num_threads=",
+    "num_workers": "EnvPool is parallel itself: num_threads=",
 }
 _LARGEST_SEED = 2**31 - 1  # EnvPool takes int32
 

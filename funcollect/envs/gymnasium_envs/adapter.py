@@ -65,7 +65,7 @@ def from_gymnasium(
             and lambdas are sent by cloudpickle, instances cannot be.
         parallel: True means one worker for each lane.
         overlap: 2 lets one half of the lanes step while the policy acts for the other half.
-        timeout: seconds after which a worker that has not answered counts as hung.
+        timeout: seconds after which a worker that has not answered counts as hung; its start may take 300.
         on_failure: when a worker dies, hangs or raises, ``"raise"`` ends the rollout; ``"restart"`` puts another worker
             in its place, whose lanes begin new episodes while the others go on.
         info_keys: keys of `info` that a batch records under ``next.info``. Every step has to return them
@@ -86,7 +86,8 @@ def from_gymnasium(
     check_flags(one_hot=one_hot)
     workers, open_group = None, None
     if isinstance(env, VectorEnv):
-        refuse("a VectorEnv", num_envs=num_envs, parallel=parallel or None, num_workers=num_workers or None, **kwargs)
+        spread = {"parallel": parallel, "num_workers": num_workers, "overlap": overlap > 1}
+        refuse("a VectorEnv", num_envs=num_envs, **{name: value or None for name, value in spread.items()}, **kwargs)
         first: Any = env
         num_envs, opener = env.num_envs, _open_vector(env)
         label = f"{type(env).__name__} of {env.spec.id}" if env.spec else type(env).__name__

@@ -269,9 +269,9 @@ def good() -> Any:
     ],
     Misuse(
         "processes",
-        lambda: fc.make_env("envpool/CartPole-v1", parallel=True),
+        lambda: fc.make_env("envpool/CartPole-v1", num_workers=2),
         ValueError,
-        ("parallel cannot be given", "EnvPool is parallel itself: num_threads=", "leave it out"),
+        ("num_workers cannot be given", "EnvPool is parallel itself: num_threads=", "leave it out"),
         lambda: fc.make_env("envpool/CartPole-v1", num_threads=2),
     ),
     Misuse(

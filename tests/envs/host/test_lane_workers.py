@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import funcollect as fc
+from funcollect.envs.host.lane_workers import advice
 from funcollect.envs.host.lane_workers.options import LaneWorkers
 from funcollect.errors import EnvError
 from tests.support.compare import assert_close, assert_same, collect
@@ -455,6 +456,17 @@ def test_explain_says_where_it_runs() -> None:
     assert "snapshot" in plan.forking
 
 
+def test_explain_advises(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = fc.make_env("CartPole-v1", num_envs=8, num_workers=2)
+    policy = fc.random_policy(env)
+    for step, slower in ((5e-6, True), (1e-2, False)):
+        monkeypatch.setattr(advice, "_time_of_a_step", lambda _, step=step: (step, 0.0))
+        assert ("one process would be about as fast, or faster" in fc.explain(env, policy).workers) == slower
+    monkeypatch.undo()
+    for each in (env, fc.make_env(transformed, num_envs=2, num_workers=2, overlap=2)):
+        assert re.search(r"a step of one lane takes [\d,]+ µs here", fc.explain(each, fc.random_policy(each)).workers)
+
+
 def good() -> Any:
     return fc.make_env("CartPole-v1", num_envs=2, num_workers=2, overlap=2)
 
@@ -563,3 +575,169 @@ def serial() -> Any:
     from torchrl.envs import GymEnv, SerialEnv
 
     return SerialEnv(2, lambda: GymEnv("CartPole-v1"))
+
+
+class Late(Nested):
+    """Ends at every third step; its infos are too large for the shared memory."""
+
+    def step(self, action: Any) -> Any:
+        observation, reward, _, _, info = super().step(action)
+        self.time = getattr(self, "time", 0) + 1
+        return observation, reward, self.time % 3 == 0, False, {**info, "vector": np.full(9_000, info["draw"])}
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_infos_that_are_too_large_for_the_memory(overlap: int) -> None:
+    batches = []
+    for spread in ({}, {"num_workers": 2, "overlap": overlap}):
+        env = fc.make_env(Late, num_envs=4, info_keys=INFOS, **spread)
+        batches.append(collect(env, fc.random_policy(env), 12, 12, seed=0))
+    assert_same(*batches)
+
+
+class NeverAgain(Late):
+    """Cannot be reset a second time."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        if getattr(self, "time", 0):
+            raise RuntimeError("sold")
+        return super().reset(seed=seed)
+
+
+def test_a_reset_ahead_that_fails_is_reported_beside_large_infos() -> None:
+    env = fc.make_env(NeverAgain, num_envs=2, num_workers=1, info_keys=INFOS)
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    with pytest.raises(EnvError, match=r"lane 0: reset\(seed=\d+\) raised.*sold"):
+        fc.rollout(env, policy, state, 9)
+    fc.close(state)
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_lanes_that_end_together_for_different_reasons_are_reset_once(overlap: int) -> None:
+    batches = []
+    for spread in ({}, {"num_workers": 2, "overlap": overlap}):
+        env = fc.make_env("ale/Pong", num_envs=2, max_episode_steps=4, **spread)
+        policy = fc.random_policy(env)
+        state = fc.init(env, policy, seed=0)
+        state, _ = fc.rollout(env, policy, state, 2)
+        state = fc.reset(env, state, torch.tensor([True, False]))
+        state, batch = fc.rollout(env, policy, state, 12, max_frames_per_traj=2)
+        batches.append(batch)
+        fc.close(state)
+    assert_same(*batches)
+
+
+def test_new_workers_of_games_get_seeds() -> None:
+    env = fc.make_env("ale/Pong", num_envs=2, num_workers=2, on_failure="restart", max_episode_steps=6)
+    policy = fc.random_policy(env)
+    batches = []
+    for _ in range(2):
+        state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+        os.kill(pids_of(state)[1], signal.SIGKILL)
+        wait_until(workers_of(state)[1].has_ended)
+        with pytest.warns(RuntimeWarning, match="lane 1"):
+            state = fc.reset(env, state)
+        state, batch = fc.rollout(env, policy, state, 9)
+        batches.append(batch)
+        fc.close(state)
+    assert_same(*batches)
+
+
+def test_a_worker_that_is_lost_in_a_reset_is_replaced_before_the_rollout_ends(tmp_path: Path) -> None:
+    (tmp_path / "go").touch()
+    env = fc.make_env([partial(DiesInReset, str(tmp_path)), Nested], num_workers=2, on_failure="restart")
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    with pytest.warns(RuntimeWarning, match="lane 0"):
+        state, batch = fc.rollout(env, policy, state, 3, max_frames_per_traj=3)
+    assert not state.env_state.simulation.simulators.lost_lanes
+    fork = fc.fork(env, state)
+    state, after = fc.rollout(env, policy, state, 9)
+    assert_same(fc.rollout(env, policy, fork, 9)[1], after)
+    check_lanes(torch.cat([batch, after], 1))
+    for each in (fork, state):
+        fc.close(each)
+
+
+class DiesInReset(Nested):
+    """Dies in its second reset, once."""
+
+    def __init__(self, folder: str) -> None:
+        self.file, self.resets = f"{folder}/go", 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.resets += 1
+        if self.resets == 2 and os.path.exists(self.file):
+            os.remove(self.file)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> Any:
+        observation, reward, _, _, info = super().step(action)
+        return observation, reward, False, False, info
+
+
+@pytest.mark.parametrize("deed", ["die", "exit"])
+def test_a_worker_that_ends_as_it_makes_its_environments_is_named(deed: str) -> None:
+    env = fc.make_env([Nested, partial(Dead, deed, os.getpid())], num_workers=2)
+    with pytest.raises(EnvError, match=rf"lane 1 \(worker 1\): its process {DEEDS[deed]}.*as it made its environments"):
+        fc.init(env, fc.random_policy(env), seed=0)
+
+
+class Dead(Nested):
+    def __init__(self, deed: str, parent: int) -> None:
+        if os.getpid() != parent:
+            if deed == "exit":
+                os._exit(3)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_a_hang_in_the_last_step_is_recovered_from_at_once(overlap: int, tmp_path: Path) -> None:
+    env = doomed(tmp_path, overlap=overlap)
+    policy = fc.random_policy(env)
+    arranged(tmp_path, "hang", 5, 4)
+    state = fc.init(env, policy, seed=0)
+    with pytest.raises(EnvError, match="has not answered"):
+        fc.rollout(env, policy, state, 4)
+    state, batch = fc.rollout(env, policy, fc.recover(env, state), 20)
+    check_lanes(batch)
+    fc.close(state)
+
+
+def test_a_policy_whose_state_has_no_rows_is_refused_before_a_loss() -> None:
+    class Summing(fc.PolicyBase):
+        backend, params = "torch", None
+
+        def init(self, key: Any, num_envs: int) -> Any:
+            return torch.zeros(())
+
+        def __call__(self, params: Any, state: Any, observation: Any, *_: Any) -> Any:
+            return state + 1, {"action": torch.zeros(len(observation["mode"]), 2)}
+
+    env = fc.make_env(Nested, num_envs=2, num_workers=2, on_failure="restart")
+    state = fc.init(env, Summing(), seed=0)
+    with pytest.raises(ValueError, match=r"the policy's state has a leaf of shape \[\], expected \[2, ...\]"):
+        fc.rollout(env, Summing(), state, 3)
+    fc.close(state)
+
+
+def test_a_forked_process_does_not_use_its_parents_workers() -> None:
+    env = fc.make_env(Nested, num_envs=2, num_workers=2)
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pid = os.fork()
+    if not pid:
+        try:
+            fc.rollout(env, policy, state, 3)
+        except fc.ClosedError:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    _, batch = fc.rollout(env, policy, state, 3)
+    check_lanes(batch)
+    fc.close(state)

@@ -15,7 +15,7 @@ from funcollect.envs.host.lane_workers.bells import Bell
 from funcollect.envs.host.lane_workers.block import CALL, CLOSE, NO_RESTART, BlockLayout
 from funcollect.envs.host.lane_workers.lane_worker import LaneWorker
 from funcollect.envs.host.lane_workers.worker_process import LaneJob
-from funcollect.errors import EnvError
+from funcollect.errors import ClosedError, EnvError
 from funcollect.interop.main_module import send_main_by_value
 from funcollect.processes.shared_memory import shared_memory
 
@@ -50,17 +50,20 @@ class LaneProcesses:
         self.groups = self._options.groups(num_envs)
         leaves, action = env.observation_leaves, env.action_spec
         self._layout = BlockLayout(leaves, action, num_envs, len(self.groups), infos=bool(env.info_keys))
+        self._owner = os.getpid()
         self._memory, (whole,) = shared_memory(1, self._layout.size)
         self.block = self._layout.over(whole)
         self.block.next_seeds[:] = NO_RESTART
-        self._answers = Bell()
         self._heard = [0, 0]  # answers of each part that no call has taken yet
         self._broken_off = False  # whether the last call raised
         self._closed = False
         self.lost: dict[int, Exception] = {}
         self.restarts = 0
-        self._workers = [LaneWorker(index, self.groups) for index in range(self._options.num_workers)]
+        self._workers: list[LaneWorker] = []
+        self._answers = Bell()
         try:
+            for index in range(self._options.num_workers):
+                self._workers.append(LaneWorker(index, self.groups))
             self._start(self._workers)
         except BaseException:
             self._free()
@@ -77,7 +80,10 @@ class LaneProcesses:
 
     def order(self, order: int, groups: list[int]) -> None:
         """Let the workers of these groups begin."""
-        self._broken_off = True
+        if os.getpid() != self._owner:
+            raise ClosedError(
+                f"the workers of {self._env} belong to the process that this one was forked from: open anew"
+            )
         self.block.order[groups] = order
         self.block.asked[groups] += 1
         for index in groups:
@@ -90,6 +96,7 @@ class LaneProcesses:
         Raises what a group has raised, and EnvError if a worker is lost; with ``on_failure="restart"``, the groups of
         that worker are in `lost` instead.
         """
+        self._broken_off = True
         if self.lost and not self.lost.keys().isdisjoint(groups):
             self._wait_for_others(groups, counts)
             return
@@ -147,11 +154,13 @@ class LaneProcesses:
 
     def _fail(self, groups: list[int]) -> None:
         """Lose the workers in which one of these groups has failed."""
-        failed = [index for index in groups if self.block.failed[index]]
-        errors = {index: self.worker_of(index).raised(self.worker_of(index).message()) for index in failed}
+        errors: dict[int, Exception] = {}
+        for index in groups:
+            if self.block.failed[index]:  # every message is read, so that none is left
+                worker = self.worker_of(index)
+                errors.setdefault(worker.index, worker.raised(worker.message(index)))
         for index, error in errors.items():
-            self._lose(self.worker_of(index), error)
-        self._broken_off = False
+            self._lose(self._workers[index], error)
 
     def _lose(self, worker: LaneWorker, error: Exception) -> None:
         """Raise the error, or let a worker go so that another one can take its place."""
@@ -175,8 +184,13 @@ class LaneProcesses:
 
     def begin_again(self, groups: Iterable[int]) -> None:
         """Put new simulators, which have to be reset, in the place of the lost ones of these groups."""
-        workers = {self.groups[index].worker: self.worker_of(index) for index in groups}
-        self._start([worker for worker in workers.values() if not worker.may_answer()])
+        self._look([], hung=False)
+        for worker in {self.groups[index].worker: self.worker_of(index) for index in groups}.values():
+            while not worker.may_answer():
+                try:
+                    self._start([worker])
+                except Exception as error:
+                    self._lose(worker, error)
         for index in groups:
             del self.lost[index]
 
@@ -187,17 +201,24 @@ class LaneProcesses:
 
     def call(self, index: int, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function with the simulators of a group in its worker."""
+        self._raise_if_lost(index)
         self.worker_of(index).send((function, args))
         self.order(CALL, [index])
         self.wait([index], self.counts([index]))
-        if index in self.lost:
-            raise EnvError(f"{self.worker_of(index)}: its process was lost during a call: {ONWARD}")
-        return self.worker_of(index).message()
+        self._raise_if_lost(index)
+        return self.worker_of(index).message(index)
 
-    def settle(self, *, pending: bool) -> None:
-        """Bring all workers back to where they wait for orders, if a call is `pending` or was broken off."""
+    def _raise_if_lost(self, index: int) -> None:
+        if index in self.lost:
+            raise EnvError(f"{self.worker_of(index)}: its process was lost: {ONWARD}") from self.lost[index]
+
+    def settle(self, *, pending: bool) -> bool:
+        """Bring all workers back to where they wait for orders, if a call is `pending` or was broken off.
+
+        Returns whether there are new workers, which need seeds.
+        """
         if not (pending or self._broken_off or self.lost or any(worker.has_ended() for worker in self._workers)):
-            return
+            return False
         every = range(len(self.groups))
         until = time.monotonic() + _TO_COME_BACK
         while any(not self.worker_of(index).has_ended() for index in self._unanswered(every)):
@@ -206,8 +227,6 @@ class LaneProcesses:
             time.sleep(_PAUSE)
         stuck = {self.groups[index].worker for index in self._unanswered(every)}
         gone = [worker for worker in self._workers if worker.index in stuck or worker.has_ended()]
-        for worker in gone:
-            worker.kill(self._answers)
         self._start(gone)
         self.lost.clear()
         self._answers.heard()
@@ -217,6 +236,7 @@ class LaneProcesses:
         self._broken_off = False
         for worker in self._workers:
             worker.forget_messages()
+        return bool(gone)
 
     def _start(self, workers: Sequence[LaneWorker]) -> None:
         """Start these workers, and wait until they have opened their simulators."""
@@ -248,12 +268,13 @@ class LaneProcesses:
         asked = [
             next(iter(worker.groups)) for worker in self._workers if worker.may_answer() and worker.index not in busy
         ]
-        self.order(CLOSE, asked)
+        if asked:
+            self.order(CLOSE, asked)
         until = time.monotonic() + _TO_CLOSE
         while self._unanswered(asked) and time.monotonic() < until:
             self._answers.wait(_PAUSE)
         failed = [index for index in asked if self.block.failed[index]]
-        return [self.worker_of(index).raised(self.worker_of(index).message()) for index in failed]
+        return [self.worker_of(index).raised(self.worker_of(index).message(index)) for index in failed]
 
     def _free(self) -> None:
         """End the processes at once, and free what they were given."""

@@ -30,13 +30,15 @@ class LaneWorker:
         self._child: ChildProcess | None = None
         self._pidfd: int | None = None
         self._started = 0.0
+        self._inbox: dict[int, Any] = {}  # by group: a message that was read on the way to another group's
 
     def __str__(self) -> str:
         return f"{lanes_in_words([*self.groups.values()])} (worker {self.index})"
 
     def start(self, job: LaneJob, memory: int, answers: Bell) -> None:
-        """Start the process; `join` waits for it."""
-        self.bell.heard()  # of a process before it
+        """Start the process, in the place of one before it; `join` waits for it."""
+        self.kill(answers)
+        self.bell.heard()
         self._started = time.monotonic()
         self._child = ChildProcess("funcollect.envs.host.lane_workers.worker_process")
         self._child.send((ChildSetup.like_this(), job.pack(str(self))), [memory, self.bell.fd, answers.fd])
@@ -48,7 +50,7 @@ class LaneWorker:
         readable = select.poll()
         for fd in self._child.filenos():
             readable.register(fd, select.POLLIN)
-        while (message := self._child.channel.receive(wait=False)) is None:
+        while (message := self._received()) is None:
             if self._child.ended_by(0):
                 raise EnvError(f"{self}: its process {self.how()} as it made its environments: look at what it printed")
             if (left := until - time.monotonic()) <= 0:
@@ -58,24 +60,40 @@ class LaneWorker:
             readable.poll(left * 1000)
         if message[0] is not None:
             raise self.raised(message[0])
-        self._pidfd = os.pidfd_open(self._child.pid)
+        try:
+            self._pidfd = os.pidfd_open(self._child.pid)
+        except ProcessLookupError as error:
+            raise self.ended() from error
         answers.watch(self._pidfd)
+
+    def _received(self) -> Any:
+        """The message that has arrived, with its descriptors; None if there is none, or the process has ended."""
+        assert self._child is not None
+        try:
+            return self._child.channel.receive(wait=False)
+        except (EOFError, OSError):
+            self._child.ended_by(time.monotonic() + TO_DIE)
+            return None
 
     def send(self, message: Any) -> None:
         """Send a message, which is read at the next `CALL`."""
         if self._child is not None:
             self._child.send(message)
 
-    def message(self) -> Any:
-        """The next message that the process has sent."""
+    def message(self, group: int) -> Any:
+        """The message that the process has sent for a group."""
         assert self._child is not None
-        message = self._child.channel.receive()
-        assert message is not None
-        return message[0]
+        while group not in self._inbox:
+            message = self._child.channel.receive()
+            assert message is not None
+            sender, content = message[0]
+            self._inbox[sender] = content
+        return self._inbox.pop(group)
 
     def forget_messages(self) -> None:
         """Drop messages that nobody has read."""
-        while self._child is not None and self._child.channel.receive(wait=False) is not None:
+        self._inbox.clear()
+        while self._child is not None and self._received() is not None:
             pass
 
     def may_answer(self) -> bool:
@@ -103,6 +121,7 @@ class LaneWorker:
 
     def kill(self, answers: Bell) -> None:
         """End the process at once."""
+        self._inbox.clear()
         if self._child is not None:
             self._child.kill()
             self._child = None

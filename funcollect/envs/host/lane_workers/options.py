@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self, get_args
 
 from funcollect.arguments import check_count, check_flags, check_number
-from funcollect.processes.child import OnFailure
+from funcollect.processes.child import OnFailure, check_platform
 
 
 class Group(NamedTuple):
@@ -60,6 +60,8 @@ class LaneWorkers:
                 f"on_failure is {on_failure!r}, expected 'raise' (a lost worker ends the rollout) or 'restart' "
                 "(another takes its place): pass one of them"
             )
+        if on_failure == "restart" and not count:
+            raise ValueError("on_failure='restart' was given without workers, which it replaces: pass num_workers")
         if overlap not in (1, 2) or isinstance(overlap, bool):
             raise ValueError(
                 f"overlap is {overlap!r}, expected 1, or 2 (one half of the lanes steps while the policy acts for the "
@@ -73,6 +75,8 @@ class LaneWorkers:
                 "lanes at least, since one half steps while the policy acts for the other: pass num_workers, or leave "
                 "overlap out"
             )
+        if count:
+            check_platform("leave num_workers and parallel out")
         return cls(num_workers=count, overlap=overlap, timeout=timeout, on_failure=on_failure) if count else None
 
     def groups(self, num_envs: int) -> list[Group]:

@@ -6,7 +6,7 @@ import itertools
 import operator
 import pickle
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -49,6 +49,7 @@ class WorkerLanes:
         assert env.workers is not None
         self._num_envs = env.num_envs or 1
         self._info_keys = env.info_keys
+        self._on_failure = env.workers.on_failure
         self._next_seeds: dict[int, Any] = dict.fromkeys(range(self._num_envs), _NEVER)  # by lane, as announced
         self._restarted: dict[int, Any] = {}  # by lane that has begun its next episode already: the seed
         self._sent: deque[_Target] = deque()
@@ -86,36 +87,62 @@ class WorkerLanes:
         return _Target(lanes, rows, groups, self._processes.counts(groups))
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int | None], /) -> None:
-        """Start an episode in these lanes. A reset of all lanes puts a new worker in the place of one that was lost."""
-        if not lanes:
-            return
-        if len(lanes) == self._num_envs and (self._sent or not self._restarted.keys() >= {*lanes}):
-            self._processes.settle(pending=bool(self._sent))
-            self._sent.clear()
-            self._restarted.clear()
+        """Start an episode in these lanes; new workers take the places of lost ones whose lanes all get seeds.
+
+        Raises LanesLostError for lost groups all of whose lanes are asked for, but not all with seeds. Lanes of other
+        lost groups are left as they are.
+        """
         asked = dict(zip(lanes, seeds, strict=True))
         if self._restarted:
-            begun = [lane for lane, seed in asked.items() if self._restarted.get(lane, _NEVER) == seed]
+            begun = [lane for lane, seed in asked.items() if self._restarted.pop(lane, _NEVER) == seed]
             self._show(begun)
             for lane in begun:
-                del asked[lane], self._restarted[lane]
+                del asked[lane]
         if self._processes.lost:
-            asked = self._without_lost(asked)
-        if asked:
-            target = self._some([*asked])
-            self._block.seeds[target.rows] = _numbers([*asked.values()])
-            self._processes.order(RESET, target.groups)
-            self._processes.wait(target.groups, target.counts)
+            asked = self._with_new_simulators(asked)
+        if not asked:
+            return
+        target = self._some([*asked])
+        self._block.seeds[target.rows] = _numbers([*asked.values()])
+        self._processes.order(RESET, target.groups)
+        self._processes.wait(target.groups, target.counts)
+        self._raise_lost(self._wholly(asked, target.groups))
 
-    def _without_lost(self, asked: dict[int, Any]) -> dict[int, Any]:
-        """Put simulators in the place of lost ones, and return the lanes to reset, by lane with their seeds.
-
-        Lanes of a lost group that is not asked for as a whole are left out: the next `receive` reports them as lost.
-        """
-        wanted = {index for index in self._processes.lost if asked.keys() >= {*self._lanes_in(index)}}
-        if wanted:
-            self._processes.begin_again(wanted)
+    def _with_new_simulators(self, asked: dict[int, Any]) -> dict[int, Any]:
+        """Put simulators in the place of lost ones; return the lanes to reset, with their seeds."""
+        wanted = self._wholly(asked, self._processes.lost)
+        seeded = [index for index in wanted if all(asked[lane] is not None for lane in self._lanes_in(index))]
+        self._processes.begin_again(seeded)
+        self._raise_lost(index for index in wanted if index not in seeded)
         return {lane: seed for lane, seed in asked.items() if int(self._group_of[lane]) not in self._processes.lost}
+
+    def _wholly(self, asked: Collection[int], groups: Iterable[int]) -> list[int]:
+        """Those of the groups all of whose lanes are asked for."""
+        return [index for index in groups if all(lane in asked for lane in self._lanes_in(index))]
+
+    def _raise_lost(self, groups: Iterable[int]) -> None:
+        """Raise LanesLostError for those of the groups that are lost."""
+        gone = [index for index in groups if index in self._processes.lost]
+        if gone:
+            error = self._processes.lost[gone[0]]
+            raise LanesLostError(str(error), [self._lanes_in(index) for index in gone]) from error
+
+    def renew(self) -> bool:
+        """Make all workers ready for a reset of all lanes; return whether some are new, and need seeds."""
+        renewed = self._processes.settle(pending=bool(self._sent))
+        self._sent.clear()
+        self._restarted.clear()
+        return renewed
+
+    @property
+    def lost_lanes(self) -> list[range]:
+        """The lanes without simulators, in ranges that are reset together."""
+        return [self._lanes_in(index) for index in sorted(self._processes.lost)]
+
+    @property
+    def replaces(self) -> bool:
+        """Whether lost simulators are replaced during a rollout."""
+        return self._on_failure == "restart"
 
     def _lanes_in(self, index: int) -> range:
         group = self._processes.groups[index]
@@ -177,7 +204,7 @@ class WorkerLanes:
         """The outcome of a step of the target's lanes."""
         block, rows = self._block, target.rows
         terminated, truncated = block.terminated[rows].tolist(), block.truncated[rows].tolist()
-        infos = self._infos(target.groups) if self._info_keys else ()
+        infos = self._infos(target) if self._info_keys else ()
         if any(terminated) or any(truncated):
             self._note_restarts(target.lanes, terminated, truncated)
         return block.reward[rows].copy(), terminated, truncated, infos
@@ -205,13 +232,14 @@ class WorkerLanes:
             self._restarted |= own
             self._show([*own])
 
-    def _infos(self, groups: Sequence[int]) -> list[Array]:
-        """For each info key, the values of the lanes of these groups that have stepped."""
+    def _infos(self, target: _Target) -> list[Array]:
+        """For each info key, the values of the target's lanes."""
         by_group = []
-        for index in groups:
+        for index in target.groups:
             size = int(self._block.info_size[index])
             small = size >= 0
-            packed = self._block.info[index, :size].tobytes() if small else self._processes.worker_of(index).message()
+            worker = self._processes.worker_of(index)
+            packed = self._block.info[index, :size].tobytes() if small else worker.message(index)
             by_group.append(pickle.loads(packed))
         infos = []
         for key, parts in zip(self._info_keys, zip(*by_group, strict=True), strict=True):
@@ -219,7 +247,10 @@ class WorkerLanes:
                 infos.append(np.concatenate(parts))
             except ValueError as error:
                 raise bad_info(key, parts[0], error) from error
-        return infos
+        if isinstance(target.rows, slice) or target.rows == sorted(target.rows):
+            return infos
+        places = np.argsort(np.argsort(target.rows))  # workers answer in the order of their lanes
+        return [values[places] for values in infos]
 
     def snapshot(self) -> list[Any]:
         """The snapshots of all lanes, as plain data where their own simulators can tell them so."""

@@ -120,13 +120,13 @@ class ServedLanes:
             number, order, failed = self._block.asked[index], self._block.order[index], False
             try:
                 if order == CALL:
-                    self._call(simulators)
+                    self._call(index, simulators)
                 elif order == CLOSE:
                     self.close()
                 else:
                     self._do(order, index, group, simulators)
             except BaseException as error:
-                self._channel.send(Failure.of(error))
+                self._channel.send((index, Failure.of(error)))
                 failed = True
             self._block.failed[index] = failed
             self._answers.ring(group.part)
@@ -143,11 +143,11 @@ class ServedLanes:
             _, outcome = simulators.receive()
             check_outcome(outcome, group.first)
             block.reward[lanes], block.terminated[lanes], block.truncated[lanes], infos = outcome
-            if infos:
-                self._inform(index, infos)
             over = block.terminated[lanes] | block.truncated[lanes]
             if over.any():
                 self._restart(group, simulators, over)
+            if infos:
+                self._inform(index, infos)
             return
         chosen = block.chosen[lanes].nonzero()[0]
         own = chosen.tolist()
@@ -179,15 +179,15 @@ class ServedLanes:
         if small:
             self._block.info[index, : len(packed)] = np.frombuffer(packed, np.uint8)
         else:
-            self._channel.send(packed)
+            self._channel.send((index, packed))
         self._block.info_size[index] = len(packed) if small else -1
 
-    def _call(self, simulators: Simulators) -> None:
+    def _call(self, index: int, simulators: Simulators) -> None:
         """Do what a message says, and answer it."""
         message = self._channel.receive()
         assert message is not None
         function, args = message[0]
-        self._channel.send(function(simulators, *args))
+        self._channel.send((index, function(simulators, *args)))
 
     def close(self) -> None:
         """Close all simulators; raise the first error at the end."""
