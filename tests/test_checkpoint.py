@@ -14,7 +14,7 @@ import funcollect as fc
 from tests.support.compare import assert_same
 from tests.support.misuse import refused
 from tests.support.resumable import RUNS
-from tests.support.running import ROOT, SCALE, scaled
+from tests.support.running import ROOT, SCALE, in_soak, scaled
 
 BATCHES = 11  # and one more for every kill
 
@@ -29,7 +29,7 @@ def log(directory):
     return [tuple(line.split()) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", [*(kind for kind in RUNS if kind != "jax"), *in_soak(["jax"])])
 def test_a_killed_run_continues_bit_for_bit(kind, tmp_path):
     kills, chance = scaled(2) if SCALE > 1 else 1, random.Random(kind)
     batches = BATCHES + kills

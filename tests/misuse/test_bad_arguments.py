@@ -298,6 +298,7 @@ NO_LIMIT = ("max_frames_per_traj", "init_random_frames")
 NOT_BAD = {  # callable, argument and value that are good all the same
     *((f"{kind}Collector", argument, "-1") for kind in ("", "MultiSync", "MultiAsync", "Ray") for argument in NO_LIMIT),
     ("RayCollector", "reset_at_each_iter", "0"),  # TorchRL's documents pass -False
+    *((f"envs.from_{kind}", "num_workers", "0") for kind in ("ale", "gymnasium", "torchrl")),
 }
 
 

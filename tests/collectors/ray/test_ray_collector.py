@@ -35,7 +35,7 @@ SHAPES = {
     (MULTIA, False, None): (48,),
     (MULTIA, False, 2): (2, 24),
 }
-FEW = [(SYNC, True, None), (MULTIA, False, 2)]
+FEW = [(SYNC, True, None)]
 
 
 @pytest.mark.parametrize(("kind", "sync", "num_envs"), FEW if SCALE == 1 else SHAPES)

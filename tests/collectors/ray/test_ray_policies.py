@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import funcollect as fc
-from tests.support.own_policies import KINDS, InJax, Recording, until
+from tests.support.own_policies import KINDS, Recording, until
 from tests.support.running import FORKS_OF_RAY, in_soak
 from tests.support.stateful_policies import Count
 from tests.support.workers import ray_collector
@@ -16,7 +16,8 @@ from tests.support.workers import ray_collector
 pytestmark = FORKS_OF_RAY
 
 
-CASES = [(InJax, 2), *in_soak((kind, workers) for kind in KINDS for workers in (1, 2) if (kind, workers) != (InJax, 2))]
+EVERY = [(kind, workers) for kind in KINDS for workers in (1, 2)]
+CASES = [(Recording, 2), *in_soak(each for each in EVERY if each != (Recording, 2))]
 
 
 def test_over_ray(ray_cluster: Any) -> None:

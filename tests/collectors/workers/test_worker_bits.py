@@ -17,7 +17,6 @@ CASES = [
     ("torch/CartPole-v1", "torch_mlp", 3),
     ("torch/Pendulum-v1", "jax_mlp", 2),
     ("envpool/CartPole-v1", "torch_mlp", 2),
-    ("gymnax/CartPole-v1", "jax_mlp", 2),
 ]
 NAMES = ("CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1")
 MORE = in_soak(each for each in itertools.product(NAMES, ("torch_mlp", "jax_mlp"), (1, 2, 3)) if each not in CASES)

@@ -29,7 +29,7 @@ from tests.support.compare import assert_close, assert_same, collect
 from tests.support.lane_workers import Doomed, check_lanes, pids_of, workers_of
 from tests.support.light_envs import Nested
 from tests.support.misuse import Misuse, refused_then_mended, runs, table
-from tests.support.running import scaled
+from tests.support.running import in_soak, scaled
 from tests.support.worker_runs import gone, wait_until
 
 INFOS = ["draw", "vector"]
@@ -49,11 +49,15 @@ SOURCES: dict[str, tuple[Any, dict[str, Any]]] = {
     "an Atari game": ("ale/Pong", {"max_episode_steps": 15}),
     "TorchRL's": (transformed, {}),
 }
+FEW = ("a factory", "a list of lambdas")
 SPREAD: list[dict[str, Any]] = [{"num_workers": 2}, {"num_workers": 3, "overlap": 2}, {"parallel": True}]
 
 
-@pytest.mark.parametrize("spread", SPREAD, ids=str)
-@pytest.mark.parametrize("name", SOURCES)
+DATA = [*((name, SPREAD[1]) for name in SOURCES), *((name, SPREAD[place]) for name in FEW for place in (0, 2))]
+DATA += in_soak((name, spread) for name in SOURCES for spread in SPREAD if (name, spread) not in DATA)
+
+
+@pytest.mark.parametrize(("name", "spread"), DATA, ids=str)
 def test_the_data_are_those_of_one_process(name: str, spread: dict[str, Any]) -> None:
     source, kwargs = SOURCES[name]
     kwargs = kwargs | ({} if isinstance(source, list) else {"num_envs": 5})
@@ -223,8 +227,11 @@ def test_a_lost_worker_is_reported_with_its_lanes_and_a_recovery_goes_on(deed: s
         fc.close(each)
 
 
-@pytest.mark.parametrize("overlap", [1, 2])
-@pytest.mark.parametrize("deed", DEEDS)
+LOST = [("die", 1), ("die", 2), ("raise", 2), ("hang", 1)]
+LOST += in_soak((deed, overlap) for deed in DEEDS for overlap in (1, 2) if (deed, overlap) not in LOST)
+
+
+@pytest.mark.parametrize(("deed", "overlap"), LOST)
 def test_lanes_of_a_lost_worker_begin_again_while_others_go_on(deed: str, overlap: int, tmp_path: Path) -> None:
     env, calm = doomed(tmp_path, on_failure="restart", overlap=overlap), doomed(tmp_path / "none", overlap=overlap)
     policy = fc.random_policy(env)

@@ -60,7 +60,7 @@ def check_observation(env, batch, raw, *prefix):
 
 
 # Those left out share the adapter of another one.
-SHARED = ("old_gymnax", "pgx_one_player")
+SHARED = ("old_gymnax", "pgx_one_player", "playground")
 FEW = [name for name in SUITES if name not in SHARED]
 
 
