@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from benchmarks.peers import Batches
 from benchmarks.report import compare, table
-from benchmarks.runner import Cell, Options, Result, measure, one_thread
+from benchmarks.runner import AbsentError, Cell, Options, Result, measure, one_thread
 from benchmarks.suites import chosen, mlp
 from benchmarks.worker_envs import continuous, make, network
 
@@ -236,6 +236,8 @@ class Puffer:
     def __init__(self, work: Work) -> None:
         import pufferlib.vector
 
+        if continuous(work.name):
+            raise AbsentError("takes no vectors as actions")
         self._work, self._module = work, work.module()
         self._env = pufferlib.vector.make(
             partial(_for_puffer, work.name),

@@ -35,6 +35,7 @@ def spread(env: SimulatedEnv) -> str:
         parts.append(
             "one half of the lanes steps while the policy acts for the other, which saves at most the time of the "
             "policy, and calls it twice as often"
+            + ("; with no processor left to the policy, that rarely pays" if workers.num_workers >= cores else "")
         )
     parts.append(
         f"a step of one lane takes {step * 1e6:,.0f} µs here, so all take {alone * 1e6:,.0f} µs in one process, and "
