@@ -135,7 +135,7 @@ def _restarted(state: CollectorState, lanes: list[int], simulation: Simulation) 
 
 def _take_turns(runs: Sequence[Iterator[None]]) -> None:
     """Run the parts of the lanes in turn: each goes on from where its lanes have begun a step."""
-    collections.deque(itertools.zip_longest(*runs), maxlen=0)
+    collections.deque(runs[0] if len(runs) == 1 else itertools.zip_longest(*runs), maxlen=0)
 
 
 class _Part:
