@@ -22,6 +22,7 @@ import gymnasium
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from benchmarks.peers import Batches
 from benchmarks.report import compare, table
@@ -189,48 +190,50 @@ def acted(work: Work, module: nn.Module, rows: Any) -> Any:
     return action.numpy()
 
 
-class Vector:
-    """Gymnasium's `AsyncVectorEnv`: a process for each lane, observations in shared memory."""
+class Peer:
+    """A loop of the policy over a peer's vector environment, which a subclass makes and resets."""
+
+    _env: Any
+    _observation: Any
 
     def __init__(self, work: Work) -> None:
         self._work, self._module = work, work.module()
-        factories = [partial(make, work.name)] * work.num_envs
-        self._env = gymnasium.vector.AsyncVectorEnv(factories, shared_memory=True, copy=False, context="fork")
-        self._observation, _ = self._env.reset(seed=0)
+
+    def _step(self, action: Any) -> Any:
+        return self._env.step(action)
 
     def run(self) -> int:
         with torch.inference_mode():
             for _ in range(self._work.length):
-                action = acted(self._work, self._module, self._observation)
-                self._observation, *_ = self._env.step(action)
+                self._observation, *_ = self._step(acted(self._work, self._module, self._observation))
         return self._work.num_envs * self._work.length
 
     def close(self) -> None:
         self._env.close()
 
 
-class Subproc:
+class Vector(Peer):
+    """Gymnasium's `AsyncVectorEnv`: a process for each lane, observations in shared memory."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        factories = [partial(make, work.name)] * work.num_envs
+        self._env = gymnasium.vector.AsyncVectorEnv(factories, shared_memory=True, copy=False, context="fork")
+        self._observation, _ = self._env.reset(seed=0)
+
+
+class Subproc(Peer):
     """Stable-Baselines3's `SubprocVecEnv`: a process for each lane, pickled messages."""
 
     def __init__(self, work: Work) -> None:
         from stable_baselines3.common.vec_env import SubprocVecEnv
 
-        self._work, self._module = work, work.module()
+        super().__init__(work)
         self._env = SubprocVecEnv([partial(make, work.name)] * work.num_envs, start_method="fork")
         self._observation = self._env.reset()
 
-    def run(self) -> int:
-        with torch.inference_mode():
-            for _ in range(self._work.length):
-                action = acted(self._work, self._module, self._observation)
-                self._observation, *_ = self._env.step(action)
-        return self._work.num_envs * self._work.length
 
-    def close(self) -> None:
-        self._env.close()
-
-
-class Puffer:
+class Puffer(Peer):
     """PufferLib's `Multiprocessing`: as many workers as ours, shared memory, and waiting without sleep."""
 
     def __init__(self, work: Work) -> None:
@@ -238,7 +241,7 @@ class Puffer:
 
         if continuous(work.name):
             raise AbsentError("takes no vectors as actions")
-        self._work, self._module = work, work.module()
+        super().__init__(work)
         self._env = pufferlib.vector.make(
             partial(_for_puffer, work.name),
             num_envs=work.num_envs,
@@ -247,15 +250,10 @@ class Puffer:
         )
         self._observation, _ = self._env.reset()
 
-    def run(self) -> int:
-        with torch.inference_mode():
-            for _ in range(self._work.length):
-                self._env.send(acted(self._work, self._module, self._observation))
-                self._observation, *_ = self._env.recv()
-        return self._work.num_envs * self._work.length
-
-    def close(self) -> None:
-        self._env.close()
+    @override
+    def _step(self, action: Any) -> Any:
+        self._env.send(action)
+        return self._env.recv()
 
 
 def _for_puffer(name: str) -> Any:
@@ -267,22 +265,12 @@ def _for_puffer(name: str) -> Any:
 POOLS = {"CartPole-v1": "CartPole-v1", "HalfCheetah-v5": "HalfCheetah-v4", "ale/Pong": "Pong-v5"}
 
 
-class Pool:
+class Pool(Peer):
     """EnvPool, which steps its own simulators in C++ in as many threads as there are workers."""
 
     def __init__(self, work: Work) -> None:
         import envpool
 
-        self._work, self._module = work, work.module()
+        super().__init__(work)
         self._env = envpool.make_gymnasium(POOLS[work.name], num_envs=work.num_envs, num_threads=work.workers, seed=0)
         self._observation, _ = self._env.reset()
-
-    def run(self) -> int:
-        with torch.inference_mode():
-            for _ in range(self._work.length):
-                action = acted(self._work, self._module, self._observation)
-                self._observation, *_ = self._env.step(action)
-        return self._work.num_envs * self._work.length
-
-    def close(self) -> None:
-        self._env.close()

@@ -158,12 +158,12 @@ class _Part:
         lanes: range,
     ) -> None:
         own = slice(lanes.start, lanes.stop)
-        self._rows = {path: row[own] for path, row in rows.items()}
-        self._open = partial(_open_actor, env, policy, self._rows)
+        rows = {path: row[own] for path, row in rows.items()}
+        self._open = partial(_open_actor, env, policy, rows)
         self._state = state if len(lanes) == state.num_lanes else lanes_of_state(state, own)
         self.actor: Actor = self._open(self._state, request)
         by_path = {path: column[:, own] for path, column in columns.items()}
-        self.recording = _Recording(self._rows, by_path, env.info_keys)
+        self.recording = _Recording(rows, by_path, env.info_keys)
         self.replaced_at_once: list[int] = []
         self._lanes = lanes
 

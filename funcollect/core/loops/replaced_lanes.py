@@ -34,7 +34,7 @@ def shifted(error: PolicyError, lane: int, step: int = 0) -> PolicyError:
 
 
 class ReplacedLanes(Actor):
-    """Another actor, in whose place further ones act for some lanes, each from a later step on."""
+    """An actor for all lanes; from a later step on, other actors choose the actions of some of them."""
 
     def __init__(self, actor: Actor) -> None:
         """Act as `actor`, whose context has been entered."""
@@ -44,10 +44,6 @@ class ReplacedLanes(Actor):
     def replace(self, t: int, lanes: slice, actor: Actor) -> None:
         """Act in these lanes as `actor` does, which has made its step 0 as the step `t` of this one."""
         self._others.append((t, lanes, actor))
-
-    @override
-    def running(self) -> contextlib.AbstractContextManager[Any]:
-        return self._actor.running()
 
     @override
     def act(self, t: int) -> Any:

@@ -169,11 +169,8 @@ class Simulation:
             self.seed_again()
 
     def lost_in(self, lanes: range) -> list[range]:
-        """Those of the lanes without simulators that may be replaced, in ranges that are reset together."""
-        replaced = self.replaced
-        if replaced is None or not replaced.replaces:
-            return []
-        return [lost for lost in replaced.lost_lanes if lost.start in lanes]
+        """Those of the lanes that have no simulators, in ranges that are reset together."""
+        return [lost for lost in self.replaced.lost_lanes if lost.start in lanes] if self.replaced is not None else []
 
     def check_whole(self) -> None:
         """Raise EnvError if lanes have no simulators."""

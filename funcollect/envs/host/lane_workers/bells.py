@@ -12,7 +12,7 @@ _SPIN = 50e-6  # seconds; waking a process that sleeps takes about as long
 class Bell:
     """An eventfd that one process waits for. What others add arrives as a sum; all they wrote before is visible then.
 
-    Rings of two parts are told apart: each part has half of the bits.
+    It counts the rings of two parts separately, each in half of its bits.
     """
 
     _HALF = 32

@@ -82,7 +82,7 @@ class LaneProcesses:
         """Let the workers of these groups begin."""
         if os.getpid() != self._owner:
             raise ClosedError(
-                f"the workers of {self._env} belong to the process that this one was forked from: open anew"
+                f"the workers of {self._env} belong to the process that forked this one: make a state of your own here"
             )
         self.block.order[groups] = order
         self.block.asked[groups] += 1
