@@ -143,11 +143,11 @@ class ServedLanes:
             _, outcome = simulators.receive()
             check_outcome(outcome, group.first)
             block.reward[lanes], block.terminated[lanes], block.truncated[lanes], infos = outcome
+            packed = self._packed(infos)  # before a restart, which may write over them
             over = block.terminated[lanes] | block.truncated[lanes]
             if over.any():
                 self._restart(group, simulators, over)
-            if infos:
-                self._inform(index, infos)
+            self._inform(index, packed)
             return
         chosen = block.chosen[lanes].nonzero()[0]
         own = chosen.tolist()
@@ -159,8 +159,7 @@ class ServedLanes:
         check_outcome(outcome, group.first)
         for column, values in zip((block.reward, block.terminated, block.truncated), outcome, strict=False):
             column[lanes][chosen] = values
-        if outcome[3]:
-            self._inform(index, outcome[3])
+        self._inform(index, self._packed(outcome[3]))
 
     def _restart(self, group: Group, simulators: Simulators, over: npt.NDArray[np.bool_]) -> None:
         """Begin the next episodes of lanes that are over, [k] bool, if that was announced."""
@@ -171,10 +170,16 @@ class ServedLanes:
             ends[lanes][own] = block.observation[path][lanes][own]
         simulators.reset(own.tolist(), _seeds(seeds[own]))
 
-    def _inform(self, index: int, infos: Sequence[Any]) -> None:
-        """Pass on a step's infos, an array for each key."""
-        named = zip(self._info_keys, infos, strict=True)
-        packed = pickle.dumps([_regular(key, values) for key, values in named], -1)
+    def _packed(self, infos: Sequence[Any]) -> bytes:
+        """A step's infos, an array for each key; nothing without any."""
+        if not infos:
+            return b""
+        return pickle.dumps([_regular(key, values) for key, values in zip(self._info_keys, infos, strict=True)], -1)
+
+    def _inform(self, index: int, packed: bytes) -> None:
+        """Pass on what `_packed` returned."""
+        if not packed:
+            return
         small = len(packed) <= INFO_BYTES
         if small:
             self._block.info[index, : len(packed)] = np.frombuffer(packed, np.uint8)
