@@ -168,6 +168,7 @@ class Options(RunnerOptions):
             random_steps=length * math.ceil(max(self.init_random_frames or 0, 0) / (lanes * length)),
             reset_when_done=self.reset_when_done,
             columns=columns,
+            owned=True,
         )
 
     def finish(self, batch: TensorDictBase) -> TensorDictBase:

@@ -193,7 +193,7 @@ def recover(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
     >>> state.traj_ids.tolist(), recovered.traj_ids.tolist()
     ([2], [3])
     """
-    check_state(env, state, "reset")
+    check_state(env, state, "reset", live=False)
     return _LOOPS[env.backend].recover(env, state)
 
 
@@ -234,15 +234,16 @@ def close(state: CollectorState) -> None:
         state.env_state.simulation.close()
 
 
-def check_state(env: Env, state: CollectorState, function: str) -> None:
-    """Raise unless `state` is a state of `env`."""
+def check_state(env: Env, state: CollectorState, function: str, *, live: bool = True) -> None:
+    """Raise unless `state` is a state of `env`, and live if that is asked for."""
     check_kind("state", state, CollectorState, "pass what init or rollout returned (after env and policy)")
     if not is_env(env):
         raise TypeError(f"env is {type(env).__name__}, expected an Env: pass the env that the state was made with")
     check_untraced(function, state.lane)
     if isinstance(state.env_state, JaxEnvState):
         check_one_run(state)
-        check_live(state)
+        if live:
+            check_live(state)
     if state.num_lanes != (env.num_envs or 1):
         raise ValueError(f"the state has {state.num_lanes} lanes, {env!r} has {env.num_envs or 1}: pass its own env")
     check_origin(env, state)

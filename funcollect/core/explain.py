@@ -6,11 +6,12 @@ from dataclasses import dataclass, fields
 
 from funcollect.core.api import check_pair
 from funcollect.core.exploration import head_of
+from funcollect.core.loops.blocks import BlockOptions
 from funcollect.core.routes import Route, route_of
 from funcollect.envs.host.host_env import SimulatedEnv, seeding_of, statistics_of
 from funcollect.envs.host.lane_workers.advice import spread
 from funcollect.faulty_fusions import avoid_faulty_fusions
-from funcollect.interop.jax_setup import dispatch_note
+from funcollect.interop.jax_setup import dispatch_note, import_jax
 from funcollect.policies.torch_backed import TorchBacked
 from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
@@ -39,7 +40,6 @@ _PLACES = {
     "torch": "the environment is written in Torch and steps all lanes at once",
     "jax": "the environment is a JAX function",
 }
-_ONE_LOOP = "all steps are one compiled loop"
 _OWN_COLUMNS = "the loop writes the batch's own columns, which Torch takes over by DLPack"
 
 
@@ -140,9 +140,20 @@ def _describe(policy: Policy) -> str:
     return f"{name} ({policy.backend}{f', compiled by {compiler}' if compiler else ''})"
 
 
+def _one_loop() -> str:
+    """How the fused loop is compiled for JAX's default device."""
+    if import_jax().default_backend() == "cpu":
+        return "all steps are one compiled loop"
+    return (
+        f"each {BlockOptions().steps} steps are one compiled program without a branch, which does not wait for the "
+        "host; a collector lets it use the memory of its last state again"
+    )
+
+
 def _why(env: Env, route: Route) -> str:
     """Return why this loop runs: where the environment lives, and how the policy is called."""
     where = _PLACES[env.backend]
+    one_loop = _one_loop() if route.loop == "fused" else ""
     match route.loop, route.policy:
         case "crossing", _:
             return (
@@ -152,17 +163,17 @@ def _why(env: Env, route: Route) -> str:
         case "fused", LoweredPolicy():
             return (
                 f"{where}, and the policy's module is lowered to one (its torch.export graph in jax.numpy), so "
-                f"{_ONE_LOOP}"
+                f"{one_loop}"
             )
         case "fused", CallbackPolicy():
             return (
-                f"{where}; {_ONE_LOOP}, which calls the policy's module in Torch on its own buffers "
+                f"{where}; {one_loop}, which calls the policy's module in Torch on its own buffers "
                 "(jax.experimental.buffer_callback)"
             )
         case "fused", policy if policy.backend == "jax":
-            return f"environment and policy are both JAX functions, so {_ONE_LOOP}"
+            return f"environment and policy are both JAX functions, so {one_loop}"
         case "fused", _:
-            return f"{where}, and JAX draws the random actions, so {_ONE_LOOP}"
+            return f"{where}, and JAX draws the random actions, so {one_loop}"
         case _, policy if policy.backend == "torch":
             return f"{where}; the policy is one call per step for all lanes"
     lowered = "; the policy's module is lowered to JAX" if isinstance(route.policy, LoweredPolicy) else ""

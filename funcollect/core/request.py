@@ -37,6 +37,7 @@ class Request:
         reset_when_done: False keeps a finished lane finished.
         columns: memory by path, each [T, P, ...], into which observations of that shape and dtype are recorded. All
             other leaves of a batch get new memory.
+        owned: whether the state's memory may be used again: nobody else holds the state.
     """
 
     length: int
@@ -47,6 +48,7 @@ class Request:
     random_steps: int = 0
     reset_when_done: bool = True
     columns: OwnColumns = field(default_factory=lambda: NOWHERE)
+    owned: bool = False
 
     def __post_init__(self) -> None:
         """Check every field, here and nowhere else."""

@@ -19,7 +19,8 @@ from funcollect.core.request import Request
 from funcollect.core.state import LEAVES, CollectorState, check_origin, origin_of
 from funcollect.core.traced_step.checks import check_one_run
 from funcollect.core.traced_step.keys import RunKeys, run_keys
-from funcollect.core.traced_step.step import StepConfig, begin, by_path, make_step_config, restart, varying
+from funcollect.core.traced_step.starts import begin, varying
+from funcollect.core.traced_step.step import StepConfig, by_path, make_step_config, restart
 from funcollect.core.traced_step.step import step as fused_step
 from funcollect.envs.jax_envs.checks import check_functions
 from funcollect.envs.jax_envs.jax_env import JaxEnvState

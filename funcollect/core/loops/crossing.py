@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from funcollect.core.loops.fused import bucket, empty_columns, fork, init, place_of, recover, reset, to_batch, write_row
+from funcollect.core.loops.fused import bucket, fork, init, place_of, recover, reset, to_batch
 from funcollect.core.request import Request, open_actor, step_limit
 from funcollect.core.state import CollectorState
 from funcollect.core.traced_step.batch import cast, dtypes_of, recorded_step
+from funcollect.core.traced_step.columns import constant_columns, empty_columns, recorded_row, write_row
 from funcollect.core.traced_step.keys import RunKeys, run_keys
 from funcollect.core.traced_step.step import Row, StepConfig
 from funcollect.interop.bridge import jax_view, torch_view
@@ -52,7 +53,8 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
         policy_state, outputs = actor.finish()
     after = loop.state.replace(policy_state=policy_state)
     check_apart(outputs, state.observation)
-    columns = {path: torch_view(column)[: request.length] for path, column in loop.columns.items()}
+    recorded = loop.columns | loop.constants
+    columns = {path: torch_view(column)[: request.length] for path, column in recorded.items()}
     return after, to_batch(env, cast(columns, dtypes_of(env)), outputs)
 
 
@@ -93,6 +95,7 @@ class _CrossingLoop:
     Attributes:
         state: the state without its policy's; donated at each step, as the columns are.
         columns: each [T, P, ...], or longer.
+        constants: columns that are the same at every step.
         observation: tensors [P, ...] in the structure of the space, in the same memory throughout.
     """
 
@@ -111,7 +114,7 @@ class _CrossingLoop:
         begin = compiled(env, ("crossing", capacity, *which), partial(_begin, config, capacity), place=place)
         self._advance = compiled(env, ("crossing", *which), partial(_advance, config), donate_argnums=(0, 1))
         self.state: CollectorState
-        self.state, self.columns, self._keys = begin(state.replace(policy_state=None))
+        self.state, self.columns, self.constants, self._keys = begin(state.replace(policy_state=None))
         dtypes = dtypes_of(env)
         self._root = {path: fixed(torch_view(value).to(dtypes[path])) for path, value in state.observation.items()}
         self.observation = assemble(env.observation_space, self._root)
@@ -144,15 +147,15 @@ def _given_action(action: Any, policy_state: Any, observation: Any, key: Any) ->
     return policy_state, {"action": action}
 
 
-def _begin(config: StepConfig, capacity: int, state: CollectorState) -> tuple[CollectorState, Row, RunKeys]:
-    """Return a copy of the state, which may be donated, empty columns, and the keys of the run."""
+def _begin(config: StepConfig, capacity: int, state: CollectorState) -> tuple[CollectorState, Row, Row, RunKeys]:
+    """Return a copy of the state, which may be donated, empty and constant columns, and the keys of the run."""
     jax = import_jax()
     spec = config.env.action_spec
     action = jax.ShapeDtypeStruct((state.num_lanes, *spec.shape), _jax_dtype(spec))
-    keys = run_keys(state.key, state.lane)
-    _, row = jax.eval_shape(partial(recorded_step, config), action, state, keys)
+    row = recorded_row(config, action, state)
     del row["action",]  # the actor records the policy's outputs
-    return jax.tree.map(jax.numpy.copy, state), empty_columns(row, capacity), keys
+    copied: CollectorState = jax.tree.map(jax.numpy.copy, state)
+    return copied, empty_columns(row, capacity), constant_columns(state, capacity), run_keys(state.key, state.lane)
 
 
 def _advance(config: StepConfig, state: CollectorState, columns: Row, keys: RunKeys, t: Any, action: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -11,31 +11,38 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from funcollect.core import traced
+from funcollect.core.loops.blocks import OPTIONS as BLOCKS
+from funcollect.core.loops.blocks import BlockLoop, BlockOptions
 from funcollect.core.loops.delivery import REWARD, ROOT_FLAGS, as_batch
 from funcollect.core.request import Request
 from funcollect.core.state import CollectorState, all_lanes, origin_of, policy_start
 from funcollect.core.traced_step.batch import cast, dtypes_of, recorded_step
+from funcollect.core.traced_step.checks import is_live
+from funcollect.core.traced_step.columns import constant_columns, empty_columns, recorded_row, write_row
 from funcollect.core.traced_step.keys import run_keys
 from funcollect.core.traced_step.step import Row, StepConfig, make_step_config
 from funcollect.envs.host.host_env import check_rewards
-from funcollect.interop import words
 from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
+from funcollect.interop.memo import memo_of
 from funcollect.interop.memory import naming_memory
 from funcollect.keys import Key
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.protocols import BoundParams, JaxEnv, Policy, traced_values
 from funcollect.tree import Path
 
-_CONSTANT = [("collector", "lane"), ("collector", "policy_version")]
-
 
 def init(env: JaxEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
     """Implement `funcollect.init`. The policy's state, which may hold tensors, is made outside the program."""
+    state = _begun(env, key, first_lane, total_lanes, env.params)
+    return state.replace(policy_state=policy_start(policy, key, state.num_lanes, first_lane))
+
+
+def _begun(env: JaxEnv, key: Any, first_lane: int, total_lanes: int, env_params: Any) -> CollectorState:
     first = partial(traced.init, env, RandomPolicy(env.action_spec), None, total_lanes=total_lanes)
     begin = compiled(env, ("init", total_lanes), first)
-    state: CollectorState = begin(key=key, first_lane=first_lane, env_params=env.params)
-    return state.replace(policy_state=policy_start(policy, key, state.num_lanes, first_lane))
+    state: CollectorState = begin(key=key, first_lane=first_lane, env_params=env_params)
+    return state
 
 
 def reset(env: JaxEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
@@ -46,25 +53,38 @@ def reset(env: JaxEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
 
 
 def recover(env: JaxEnv, state: CollectorState) -> CollectorState:
-    """Implement `funcollect.recover`: states are values and never stale."""
+    """Implement `funcollect.recover`. States are values and never stale, unless an interrupted collector used it up."""
+    if not is_live(state):
+        begun = _begun(env, state.key, int(state.lane_ids[0]), state.total_lanes, state.env_params)
+        state = state.replace(env_state=begun.env_state.with_used_starts(), observation=begun.observation)
     return reset(env, state, all_lanes(state))
 
 
 def fork(env: JaxEnv, state: CollectorState) -> CollectorState:
-    """Implement `funcollect.fork`: the state itself, which is a value."""
-    return state
+    """Implement `funcollect.fork`: the state itself, which is a value, or a copy where a collector would use it up."""
+    if not waits_for_host(place_of(state)):
+        return state
+    copied: CollectorState = import_jax().tree.map(import_jax().numpy.copy, state)
+    return copied
 
 
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """Implement `funcollect.rollout`."""
-    loop = program(env, policy, state, request)
     with naming_memory(f"a rollout of {request.length:,} steps of {state.num_lanes:,} environments"):
         bound = policy.prepare(request.params), traced_values(request.exploration)
-        after, columns = loop(bound, state, request.length)
+        done = None
+        if waits_for_host(place_of(state)):
+            done = block_loop(env, policy, state, request)(bound, state, request.length, owned=request.owned)
+        after, columns = done or program(env, policy, state, request)(bound, state, request.length)
         leaves = {path: torch_view(column) for path, column in columns.items()}
-        if bucket(request.length) > request.length:
+        if len(leaves[REWARD]) > request.length:
             leaves = {path: leaf[: request.length] for path, leaf in leaves.items()}
         return after, batch_of(env, policy, state, cast(leaves, dtypes_of(env)))
+
+
+def waits_for_host(place: Any) -> bool:
+    """Whether branches, and loops to a traced length, wait for the host on the devices of this sharding."""
+    return any(device.platform != "cpu" for device in place.device_set)
 
 
 def bucket(length: int) -> int:
@@ -80,12 +100,29 @@ def bucket(length: int) -> int:
 
 
 def program(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Callable[..., Any]:
-    """Return the compiled loop for the static part of a request."""
+    """Return the compiled loop, with branches, for the static part of a request."""
     capacity = bucket(request.length)
     config = make_step_config(env, policy, state.num_lanes, request)
-    limits = (config.limit, config.random_steps, config.reset_when_done)
-    which = ("rollout", origin_of(env), state.num_lanes, capacity, request.exploration_type, *limits)
+    which = ("rollout", *_static(config, state, request), capacity)
     return compiled(policy, which, partial(_loop, config, capacity), place=place_of(state))
+
+
+def block_loop(
+    env: JaxEnv, policy: Policy, state: CollectorState, request: Request, options: BlockOptions = BLOCKS
+) -> BlockLoop:
+    """Return the loop in blocks for the static part of a request, made once for a policy."""
+    config = make_step_config(env, policy, state.num_lanes, request, branches=False)
+    which, place = (_static(config, state, request), options.key), place_of(state)
+    made: dict[Hashable, BlockLoop] = memo_of(policy).setdefault("blocks", {})
+    if (which, place) not in made:
+        made[which, place] = BlockLoop(config, state, which, place=place, options=options)
+    return made[which, place]
+
+
+def _static(config: StepConfig, state: CollectorState, request: Request) -> tuple[Hashable, ...]:
+    """What distinguishes the programs of a policy."""
+    limits = (config.limit, config.random_steps, config.reset_when_done)
+    return (origin_of(config.env), state.num_lanes, request.exploration_type, *limits)
 
 
 def place_of(state: CollectorState) -> Any:
@@ -101,31 +138,15 @@ def place_of(state: CollectorState) -> Any:
 
 def _loop(config: StepConfig, capacity: int, bound: BoundParams, state: CollectorState, length: Any) -> Any:
     """Trace the loop. The trip count is traced, since XLA would round a loop of one step differently."""
-    jax = import_jax()
-    jnp = jax.numpy
     keys = run_keys(state.key, state.lane)
 
     def body(t: Any, carry: tuple[CollectorState, Row]) -> tuple[CollectorState, Row]:
         state, row = recorded_step(config, bound, carry[0], keys)
         return state, write_row(carry[1], row, t)
 
-    _, row = jax.eval_shape(partial(recorded_step, config), bound, state, keys)
-    columns = empty_columns({path: leaf for path, leaf in row.items() if path not in _CONSTANT}, capacity)
-    after, columns = jax.lax.fori_loop(0, length, body, (state, columns))
-    for path in _CONSTANT:
-        columns[path] = jnp.broadcast_to(words.int64(getattr(state, path[-1])), (capacity, *row[path].shape))
-    return after, columns
-
-
-def empty_columns(row: Row, capacity: int) -> Row:
-    """Trace columns of zeros for rows of these shapes and dtypes."""
-    return {path: import_jax().numpy.zeros((capacity, *leaf.shape), leaf.dtype) for path, leaf in row.items()}
-
-
-def write_row(columns: Row, row: Row, t: Any) -> Row:
-    """Trace the columns with row `t` written; a row may have keys without a column."""
-    write = import_jax().lax.dynamic_update_index_in_dim
-    return {path: write(column, row[path], t, 0) for path, column in columns.items()}
+    columns = empty_columns(recorded_row(config, bound, state), capacity)
+    after, columns = import_jax().lax.fori_loop(0, length, body, (state, columns))
+    return after, columns | constant_columns(state, capacity)
 
 
 def batch_of(env: JaxEnv, policy: Policy, state: CollectorState, leaves: dict[Path, Tensor]) -> TensorDict:

@@ -14,7 +14,8 @@ from torch import Tensor
 from funcollect.arguments import check_kind, check_optional_positive
 from funcollect.core.loops.delivery import REWARD, ROOT_FLAGS, as_batch
 from funcollect.core.traced_step.keys import RunKeys
-from funcollect.core.traced_step.step import Row, StepConfig, Traced, step
+from funcollect.core.traced_step.starts import Traced
+from funcollect.core.traced_step.step import Row, StepConfig, step
 from funcollect.interop import words
 from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import import_jax

@@ -45,12 +45,18 @@ def check_one_run(state: CollectorState) -> None:
         )
 
 
+def is_live(state: CollectorState) -> bool:
+    """Whether the state's memory was donated to no compiled function."""
+    return not any(leaf.is_deleted() for leaf in import_jax().tree.leaves(state.env_state.current))
+
+
 def check_live(state: CollectorState) -> None:
-    """Raise ValueError for a state whose memory was donated to a compiled function."""
-    if any(leaf.is_deleted() for leaf in import_jax().tree.leaves(state.env_state.current)):
+    """Raise ValueError for a state that is not live."""
+    if not is_live(state):
         raise ValueError(
             "the state was donated or deleted, expected a live one: continue with the state that the compiled function "
-            "returned, or leave the state out of its donate_argnums"
+            "returned, or leave the state out of its donate_argnums; of a collector's state, which it uses up on a "
+            "GPU, take a funcollect.fork before the next batch"
         )
 
 

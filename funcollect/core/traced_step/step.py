@@ -8,9 +8,10 @@ from typing import Any
 
 from funcollect.core.exploration import head_of
 from funcollect.core.request import Request, step_limit
-from funcollect.core.traced_step.checks import check_next_state, check_policy_state, check_starts
-from funcollect.core.traced_step.keys import RunKeys, dynamics_keys, start_keys
-from funcollect.envs.jax_envs.jax_env import JaxEnvState, reset_lane, step_lane
+from funcollect.core.traced_step.checks import check_next_state, check_policy_state
+from funcollect.core.traced_step.keys import RunKeys, dynamics_keys
+from funcollect.core.traced_step.starts import Traced, restarted, varying, where_lanes
+from funcollect.envs.jax_envs.jax_env import step_lane
 from funcollect.interop import words
 from funcollect.interop.jax_setup import import_jax, without_weak_types
 from funcollect.keys import Purpose
@@ -23,7 +24,6 @@ from funcollect.protocols import BoundParams, JaxEnv, Policy, Transition
 from funcollect.specs import assemble, disassemble
 from funcollect.tree import Path
 
-Traced = Any  # a CollectorState of JAX arrays
 Row = dict[Path, Any]  # each [P, ...]
 
 _MOST_STEPS = 2**31 - 1  # of one trajectory: step counters saturate here
@@ -39,9 +39,12 @@ class StepConfig:
     limit: int | None  # steps after which an episode is truncated
     random_steps: int
     reset_when_done: bool
+    branches: bool = True  # whether branches are cheap; on a GPU or TPU each waits for the host
 
 
-def make_step_config(env: JaxEnv, policy: Policy, num_lanes: int, request: Request) -> StepConfig:
+def make_step_config(
+    env: JaxEnv, policy: Policy, num_lanes: int, request: Request, *, branches: bool = True
+) -> StepConfig:
     """Return the configuration for a request."""
     return StepConfig(
         env=env,
@@ -50,6 +53,7 @@ def make_step_config(env: JaxEnv, policy: Policy, num_lanes: int, request: Reque
         limit=step_limit(env, request),
         random_steps=min(request.random_steps, 2**32 - 1),
         reset_when_done=request.reset_when_done,
+        branches=branches,
     )
 
 
@@ -123,6 +127,8 @@ def _random_start(
         return outputs | drawn
 
     early = (state.steps[1] == 0) & (state.steps[0] < config.random_steps)
+    if not config.branches:
+        return {name: import_jax().numpy.where(early, value, outputs[name]) for name, value in randomly().items()}
     acted: dict[str, Any] = import_jax().lax.cond(early, randomly, lambda: outputs)
     return acted
 
@@ -153,23 +159,10 @@ def _keep(env: JaxEnv, state: Traced, moved: Transition, finished: Any) -> Trans
 
 def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
     """Return the state in which the lanes of `mask` [P] begin another episode."""
-    jax = import_jax()
-    jnp = jax.numpy
-    current, (starts, roots), next_start_used = state.env_state
-    refill = (mask & next_start_used).any()
-
-    def start_anew() -> tuple[Any, Any]:
-        # The sum belongs inside the branch: outside of it, XLA makes a step of few lanes 1.5 times as long.
-        return begin(env, keys, state.lane, state.episode + 1, state.env_params)
-
-    try:
-        starts, roots = jax.lax.cond(refill, start_anew, lambda: (starts, roots))
-    except TypeError as error:
-        check_starts((starts, roots), jax.eval_shape(start_anew), error)
-        raise
-    next_start_used = (next_start_used & ~refill) | (mask & (env.starts == "fresh"))
+    jnp = import_jax().numpy
+    env_state, roots = restarted(env, state, keys, mask)
     return state.replace(
-        env_state=JaxEnvState(where_lanes(mask, starts, current), (starts, roots), next_start_used),
+        env_state=env_state,
         observation=where_lanes(mask, by_path(env, roots), dict(state.observation)),
         episode=state.episode + mask,
         step=jnp.where(mask, 0, state.step),
@@ -177,32 +170,6 @@ def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
         terminated=state.terminated & ~mask,
         truncated=state.truncated & ~mask,
     )
-
-
-def begin(env: JaxEnv, keys: RunKeys, lane: Any, episode: Any, params: Any) -> tuple[Any, Any]:
-    """Return state and observation [P, ...] at the start of the episodes: a function of key, lane and episode."""
-    which = episode if env.starts == "fresh" else episode * 0
-    env_state, observation = import_jax().vmap(partial(reset_lane, env), (0, None))(start_keys(keys, which), params)
-    begun: tuple[Any, Any] = varying(lane, (without_weak_types(env_state), observation))
-    return begun
-
-
-def varying(lane: Any, tree: Any) -> Any:
-    """Return the pytree with leaves that depend on `lane`: in a `shard_map`, a loop rejects constants.
-
-    XLA removes the choice between equals. JAX's own function for this has a different name in each version.
-    """
-    return where_lanes(lane == lane, tree, tree)
-
-
-def where_lanes(mask: Any, chosen: Any, other: Any) -> Any:
-    """Return a pytree with the lanes of `mask` [P] taken from `chosen` and the others from `other`."""
-    jax = import_jax()
-
-    def pick(one: Any, two: Any) -> Any:
-        return jax.numpy.where(mask.reshape(-1, *[1] * (one.ndim - 1)), one, two)
-
-    return jax.tree.map(pick, chosen, other)
 
 
 def by_path(env: JaxEnv, observation: Any) -> dict[Path, Any]:

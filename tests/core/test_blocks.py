@@ -1,0 +1,208 @@
+"""The fused loop as GPUs run it, on the CPU: lowered for CUDA, and run beside the loop with branches."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+import funcollect as fc
+from funcollect.core.loops import fused
+from funcollect.core.loops.blocks import BlockOptions
+from funcollect.core.request import Request
+from funcollect.core.routes import lower_policy
+from funcollect.core.traced_step.starts import SPARES, starts_are_cheap
+from funcollect.envs.jax_envs.jax_env import reset_lane, step_lane
+from funcollect.interop import to_jax
+from funcollect.protocols import traced_values
+from tests.support.compare import assert_same, collect
+from tests.support.jax_counting import counting, counting_policy
+from tests.support.jax_suites import SUITES, suite_and_policy
+from tests.support.running import in_soak
+
+K = BlockOptions().steps
+QUICK = ["gymnax", "pgx", "functions"]  # the others compile for many seconds
+NAMES = [*QUICK, *in_soak([name for name in SUITES if name not in QUICK])]
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """Every fused loop runs in blocks, as on a GPU."""
+    monkeypatch.setattr(fused, "waits_for_host", lambda place: True)
+
+
+def lowered(env, policy, request, options):
+    """The program of K steps for CUDA, as text, with its loop and the arguments that are donated to it."""
+    state = fc.init(env, policy, seed=0)
+    loop = fused.block_loop(env, policy, state, request, options)
+    bound = policy.prepare(None), traced_values(request.exploration)
+    arguments = loop.arguments(bound, state, request.length)
+    return loop, for_cuda(loop.block, *arguments), jax.tree.leaves(arguments[:2])
+
+
+def for_cuda(function, *arguments):
+    return function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def waits(text):
+    """How often a program's text has a loop, a branch, a call of the host, or one of a library by its name."""
+    found = [*re.findall(r"stablehlo\.(while|case|if)\b", text), *re.findall(r"custom_call @(\w+)", text)]
+    return {name: found.count(name) for name in found}
+
+
+@functools.cache
+def own_waits(name, starts):
+    """Those of a suite's own step, and of so many of its starts."""
+    env = suite_and_policy(name)[0].env
+    key = jnp.zeros(2, jnp.uint32)
+
+    @jax.jit
+    def start(keys):
+        return [jax.vmap(functools.partial(reset_lane, env), (0, None))(keys + i, env.params) for i in range(starts)]
+
+    @jax.jit
+    def step(keys, state, action):
+        return jax.vmap(functools.partial(step_lane, env), (0, 0, 0, None))(keys, state, action, env.params)
+
+    keys = jnp.stack([key, key])
+    state = fc.init(env, fc.random_policy(env), seed=0).env_state.current
+    counts = [waits(for_cuda(start, keys)), waits(for_cuda(step, keys, state, actions(env)))]
+    return {name: sum(each.get(name, 0) for each in counts) for name in counts[0].keys() | counts[1]}
+
+
+def actions(env):
+    spec = env.action_spec
+    return to_jax(torch.zeros(env.num_envs, *spec.shape, dtype=spec.dtype))
+
+
+def check_waits(name, env, policy, *, made_each_step, random_steps=7):
+    options = BlockOptions(made_each_step=made_each_step)
+    request = Request(length=100, random_steps=random_steps)
+    loop, text, donated = lowered(env, policy, request, options)
+    own = own_waits(name, 1 if made_each_step else SPARES)
+    found = waits(text)
+    assert found.pop("while") <= own.get("while", 0) + 1
+    assert all(count <= own.get(wait, 0) for wait, count in found.items())
+    assert len(re.findall(rf"cond {{\s*%\S+ = stablehlo.constant dense<{K}> : tensor<i32>", text)) == 1
+    assert len(re.findall(r"tf\.aliasing_output", text)) == len(donated)
+    return loop
+
+
+@pytest.mark.parametrize("made_each_step", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_suite_waits_for_the_host(name, made_each_step):
+    suite, policy = suite_and_policy(name)
+    loop = check_waits(name, suite.env, policy, made_each_step=made_each_step)
+    assert loop.has_spares is not made_each_step
+
+
+def test_no_policy_waits_for_the_host():
+    env = suite_and_policy("gymnax")[0].env
+    network = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    torch_policy = lower_policy(fc.torch_policy(network, head=fc.heads.categorical), env)
+    jax_policy = fc.jax_policy(lambda params, x: jnp.tanh(x) @ params, jnp.ones((4, 2)), head=fc.heads.categorical)
+    for policy in (torch_policy, jax_policy):
+        check_waits("gymnax", env, policy, made_each_step=True)
+
+
+@pytest.mark.parametrize("made_each_step", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_data_are_those_of_the_loop_with_branches(name, made_each_step, monkeypatch):
+    suite, policy = suite_and_policy(name)
+    cuts = (61, 64)
+    wanted = collect(suite.env, policy, *cuts, seed=3)
+    in_blocks(monkeypatch, made_each_step=made_each_step)
+    assert_same(wanted, collect(suite.env, policy, *cuts, seed=3))
+
+
+def in_blocks(monkeypatch, **options):
+    monkeypatch.setattr(fused, "waits_for_host", lambda place: True)
+    monkeypatch.setattr(fused.block_loop, "__defaults__", (BlockOptions(**options),))
+
+
+@pytest.mark.parametrize("starts", ["fresh", "cached"])
+def test_lanes_that_lack_spare_starts_run_again(starts, monkeypatch):
+    """Episodes have two to five steps, so every block lacks starts; cached starts never run out."""
+    env, policy = counting(3, starts=starts), counting_policy()
+    wanted = collect(env, policy, 64, 61, 64)
+    tried = []
+    call = fused.BlockLoop.__call__
+
+    def noted(self, *args, **kwargs):
+        done = call(self, *args, **kwargs)
+        tried.append(done is not None)
+        return done
+
+    in_blocks(monkeypatch, made_each_step=False)
+    monkeypatch.setattr(fused.BlockLoop, "__call__", noted)
+    assert_same(wanted, collect(env, policy, 64, 61, 64))
+    assert tried[0] is all(tried) is (starts == "cached")
+
+
+def test_a_start_made_at_each_step_has_few_operations_and_no_loop():
+    def env_of(reset):
+        return counting(2, reset=reset)
+
+    plain = counting(2)
+
+    def looping(key, params):
+        turned = jax.lax.fori_loop(0, 3, lambda _, x: x + 1, key)
+        return plain.reset(turned, params)
+
+    def long(key, params):
+        for _ in range(400):
+            key = key + 1
+        return plain.reset(key, params)
+
+    found = {reset: starts_are_cheap(env_of(reset), None) for reset in (plain.reset, looping, long)}
+    assert list(found.values()) == [True, False, False]
+
+
+@pytest.mark.usefixtures("blocks")
+def test_all_lengths_are_one_program():
+    traces = []
+
+    def act(params, x):
+        traces.append(x)
+        return x @ params
+
+    env = fc.envs.from_gymnax("CartPole-v1", num_envs=4)
+    policy = fc.jax_policy(act, jnp.ones((4, 2)), head=fc.heads.categorical)
+    state = fc.init(env, policy, seed=0)
+    fc.rollout(env, policy, state, 1)
+    once = len(traces)
+    for length in (2, K - 1, K, K + 1, 100, 500):
+        assert fc.rollout(env, policy, state, length)[1].batch_size == (4, length)
+    assert len(traces) == once
+
+
+@pytest.mark.usefixtures("blocks")
+def test_a_state_gives_the_same_answer_again_and_a_collector_uses_its_own_up():
+    with fc.SyncDataCollector("gymnax/CartPole-v1", frames_per_batch=400, create_env_kwargs={"num_envs": 4}) as one:
+        old, kept = one.state, fc.fork(one.env, one.state)
+        first, second = next(one), next(one)
+        with pytest.raises(ValueError, match=r"was donated or deleted.*take a funcollect.fork"):
+            fc.rollout(one.env, one.policy, old, 100)
+        for _ in range(2):
+            state, batch = fc.rollout(one.env, one.policy, kept, 100)
+            assert_same(batch, first)
+        assert_same(fc.rollout(one.env, one.policy, state, 100)[1], second)
+
+
+@pytest.mark.usefixtures("blocks")
+def test_an_interrupted_collector_goes_on_though_its_state_was_used_up(monkeypatch):
+    with fc.SyncDataCollector("gymnax/CartPole-v1", frames_per_batch=400, create_env_kwargs={"num_envs": 4}) as one:
+        ids = next(one)["collector", "traj_ids"]
+
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fused, "batch_of", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                next(one)
+        after = next(one)
+        assert (after["collector", "step"][:, 0] == 0).all()
+        assert (after["collector", "traj_ids"][:, 0] > ids[:, -1]).all()
