@@ -2,8 +2,8 @@
 
 Every contestant runs one Torch policy, which samples actions and computes their log-probabilities. The peers' loops
 store nothing. The limit is what the processors could do if none of them ever waited: their number, divided by the CPU
-time that one process needs for a frame (simulators and policy). For an environment that sleeps it is the number of
-workers, divided by the time of a step.
+time of a frame in a bare loop in one process, which steps the simulators, calls the policy and stores nothing. For an
+environment that sleeps it is the number of workers, divided by the time of a step.
 
 PufferLib is measured if it is installed; of what it requires, its module `vector` needs this:
 ``pip install --no-deps pufferlib==1.0.1 pettingzoo==1.24.1 gym==0.23 gym_notices rich_argparse``.
@@ -157,7 +157,7 @@ def limit_of(work: Work, options: Options) -> tuple[float, str]:
     if work.name.startswith("sleep/"):
         return work.workers / float(work.name.removeprefix("sleep/")), f"{work.workers} sleepers"
     one_thread()
-    alone = ours(work)
+    alone = Bare(work)
     alone.run()
     frames, cpu = 0, time.process_time()
     until = time.perf_counter() + 2 * options.scale
@@ -166,7 +166,7 @@ def limit_of(work: Work, options: Options) -> tuple[float, str]:
     cpu = time.process_time() - cpu
     alone.close()
     cores = len(os.sched_getaffinity(0))
-    return cores * frames / cpu, f"{cores} processors, {1e6 * cpu / frames:.1f} µs of CPU time per frame in one process"
+    return cores * frames / cpu, f"{cores} processors, {1e6 * cpu / frames:.1f} µs of CPU time per frame in a bare loop"
 
 
 def ours(work: Work, **spread: Any) -> Batches:
@@ -210,6 +210,30 @@ class Peer:
 
     def close(self) -> None:
         self._env.close()
+
+
+class Bare(Peer):
+    """Lanes that are stepped one after another."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        self._lanes = [make(work.name) for _ in range(work.num_envs)]
+        self._observation = np.stack([lane.reset(seed=place)[0] for place, lane in enumerate(self._lanes)])
+
+    @override
+    def _step(self, action: Any) -> Any:
+        return (np.stack([_stepped(lane, own) for lane, own in zip(self._lanes, action, strict=True)]),)
+
+    @override
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+
+
+def _stepped(lane: Any, action: Any) -> Any:
+    """The observation after a step, or at the start of the next episode."""
+    observation, _, terminated, truncated, _ = lane.step(action)
+    return lane.reset()[0] if terminated or truncated else observation
 
 
 class Vector(Peer):

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from dataclasses import dataclass, fields
+from functools import partial
+
+import numpy as np
+import torch
 
 from funcollect.core.api import check_pair
 from funcollect.core.exploration import head_of
 from funcollect.core.loops.blocks import BlockOptions
+from funcollect.core.request import Request, open_actor
 from funcollect.core.routes import Route, route_of
+from funcollect.core.state import first_state
 from funcollect.envs.host.host_env import SimulatedEnv, seeding_of, statistics_of
 from funcollect.envs.host.lane_workers.advice import spread
 from funcollect.faulty_fusions import avoid_faulty_fusions
 from funcollect.interop.jax_setup import dispatch_note, import_jax
+from funcollect.keys import key_from_seed
 from funcollect.policies.torch_backed import TorchBacked
 from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
 from funcollect.protocols import Env, Policy
+from funcollect.specs import assemble
 
 _NOT_BY_CUT = "data depend on every step and reset since, not on how a run is cut into batches"
 _SEEDING = {
@@ -40,6 +50,7 @@ _PLACES = {
     "torch": "the environment is written in Torch and steps all lanes at once",
     "jax": "the environment is a JAX function",
 }
+_CALLS = 20  # of a policy, that are timed
 _OWN_COLUMNS = "the loop writes the batch's own columns, which Torch takes over by DLPack"
 
 
@@ -79,7 +90,8 @@ class Plan:
 def explain(env: Env, policy: Policy) -> Plan:
     """Report which loop runs for this pair and why, what is copied, and how it is seeded.
 
-    For lanes in worker processes, a few steps of one lane are timed, to tell whether the workers pay.
+    For lanes in worker processes, a few steps of one lane are timed, to tell whether the workers pay; for ``overlap=2``
+    a few calls of the policy, too.
 
     Raises:
         TypeError: if `env` is no environment or `policy` no policy.
@@ -108,9 +120,26 @@ def explain(env: Env, policy: Policy) -> Plan:
         seeding=_seeding(env),
         noise=_NOISE.get(kind, f"{kind} noise, a function of the state's key, the lane and the step, {drawn}"),
         forking=_forking(env),
-        workers=spread(env) if isinstance(env, SimulatedEnv) and env.workers else "",
+        workers=spread(env, partial(_seconds, env, route)) if isinstance(env, SimulatedEnv) and env.workers else "",
         caution=avoid_faulty_fusions() if "jax" in (env.backend, route.policy.backend) else "",
     )
+
+
+def _seconds(env: SimulatedEnv, route: Route, lanes: int) -> float:
+    """The seconds of a call of the policy for so many lanes, the median of a few."""
+    rows = {leaf.path: np.zeros((lanes, *leaf.shape), leaf.dtype) for leaf in env.observation_leaves}
+    tensors = {path: torch.from_numpy(row) for path, row in rows.items()}
+    key, lane, request = key_from_seed(0), torch.arange(lanes), Request(length=_CALLS)
+    state = first_state(env, route.policy, key, lane, lanes, env_state=None, observation=tensors)
+    inputs = tensors if route.policy.backend == "torch" else rows
+    actor = open_actor(env, route.policy, state, request, assemble(env.observation_space, inputs))
+    times = []
+    with actor.running():
+        for t in range(_CALLS):
+            started = time.perf_counter()
+            actor.act(t)
+            times.append(time.perf_counter() - started)
+    return statistics.median(times)
 
 
 def _forking(env: Env) -> str:

@@ -198,7 +198,7 @@ def _record_data(simulation: Simulation, state: CollectorState) -> dict[str, Any
     record = record_of(simulation, "saved in mid-episode", _ADVICE)
     data = dict(vars(record))
     try:
-        if isinstance(simulation.simulators, SavableSnapshots):
+        if simulation.env.forking == "snapshot" and isinstance(simulation.simulators, SavableSnapshots):
             data["snapshot"] = simulation.simulators.snapshot_data(record.snapshot)
         to_data(data["snapshot"])
     except TypeError as error:

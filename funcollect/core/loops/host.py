@@ -66,8 +66,7 @@ def reset(env: HostEnv, state: CollectorState, lanes: Tensor, *, stale: bool = F
     simulation.show(state.observation)
     if stale:
         simulation.renew()
-    simulation.restart(lanes.nonzero()[:, 0].tolist())
-    simulation.check_whole()
+    lanes = simulation.restart_with_lost(lanes)
     simulation.action_log.ages = torch.where(lanes, 0, simulation.action_log.ages)
     return state.replace(
         env_state=simulation.release(),
@@ -257,11 +256,11 @@ class _Part:
                 reward[t] = numbers
                 over = any(terminated) or any(truncated) or t >= next_cut
             except (TypeError, ValueError) as error:
-                raise _bad(outcome, first) from error
+                raise _bad(outcome, lanes) from error
             if info:
                 recording.inform(info)
             if over:
-                ended = recording.end(t, outcome, limit, first)
+                ended = recording.end(t, outcome, limit, lanes)
                 if finished is not None:
                     finished.add(ended)
                     continue
@@ -270,7 +269,7 @@ class _Part:
                 if limit is not None:
                     limit.restart(t, ended)
                     next_cut = _next_cut(limit, request)
-        check_outcome(outcome, first)  # an environment that returns wrong values does so in the last step, too
+        check_outcome(outcome, lanes)  # an environment that returns wrong values does so in the last step, too
         self._replace_lost(simulation, request)
 
 
@@ -310,10 +309,10 @@ def _in_order(pieces: Sequence[tuple[Sequence[int], Outcome]]) -> Outcome:
     return reward, terminated, truncated, info
 
 
-def _bad(outcome: Outcome, first_lane: int) -> EnvError:
+def _bad(outcome: Outcome, lanes: Sequence[int]) -> EnvError:
     """Return the error for an outcome that could not be recorded."""
     try:
-        check_outcome(outcome, first_lane)
+        check_outcome(outcome, lanes)
     except EnvError as error:
         return error
     return EnvError(f"step returned {shown(outcome, 200)}, expected one reward and two flags per lane: correct that")
@@ -350,8 +349,8 @@ class _Recording:
             except (TypeError, ValueError) as error:
                 raise bad_info(key, value, error) from error
 
-    def end(self, t: int, outcome: Outcome, limit: TrajectoryLimit | None, first_lane: int) -> list[int]:
-        """Record the flags of a step at which some lane is done, and return which lanes are, counted from 0."""
+    def end(self, t: int, outcome: Outcome, limit: TrajectoryLimit | None, lanes: Sequence[int]) -> list[int]:
+        """Record the flags of a step of `lanes` in which some are done; return which, counted from the first."""
         _, terminated, truncated, _ = outcome
         try:
             if limit is not None:
@@ -361,7 +360,7 @@ class _Recording:
                 self._terminated[t, lane] = terminated[lane]
                 self._truncated[t, lane] = truncated[lane]
         except (TypeError, ValueError) as error:
-            raise _bad(outcome, first_lane) from error
+            raise _bad(outcome, lanes) from error
         return ended
 
 

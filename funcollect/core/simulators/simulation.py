@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funcollect.errors import ClosedError, EnvError, LanesLostError, StaleStateError
+from funcollect.errors import ClosedError, LanesLostError, StaleStateError
 from funcollect.keys import Key, Purpose, lane_keys
 from funcollect.protocols import (
     HostEnv,
@@ -172,11 +172,6 @@ class Simulation:
         """Those of the lanes that have no simulators, in ranges that are reset together."""
         return [lost for lost in self.replaced.lost_lanes if lost.start in lanes] if self.replaced is not None else []
 
-    def check_whole(self) -> None:
-        """Raise EnvError if lanes have no simulators."""
-        if self.replaced is not None and (lost := self.replaced.lost_lanes):
-            raise EnvError(f"the simulators of the lanes {lost} are lost: begin new episodes with funcollect.recover")
-
     def _next_seeds(self, lanes: Sequence[int]) -> list[int | None]:
         """The seeds of the next episodes of some lanes, None where the generator of an episode before goes on."""
         if self._each_episode:
@@ -213,6 +208,15 @@ class Simulation:
             self.episodes[lane] -= again
         self._unseeded.update(lanes)
         self.restart(lanes)
+
+    def restart_with_lost(self, mask: Tensor) -> Tensor:
+        """Begin the next episodes in the lanes of a mask [P], and in those of lost simulators; return which lanes."""
+        self.restart(mask.nonzero()[:, 0].tolist())
+        mask = mask.clone()
+        for lost in self.lost_in(range(len(self.lanes))):
+            self.begin_again(lost, mask[lost.start : lost.stop].tolist())
+            mask[lost.start : lost.stop] = True
+        return mask
 
     def record(self) -> SimulationRecord:
         """Describe the state of the simulators."""

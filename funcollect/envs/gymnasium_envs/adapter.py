@@ -86,8 +86,16 @@ def from_gymnasium(
     check_flags(one_hot=one_hot)
     workers, open_group = None, None
     if isinstance(env, VectorEnv):
-        spread = {"parallel": parallel, "num_workers": num_workers, "overlap": overlap > 1}
-        refuse("a VectorEnv", num_envs=num_envs, **{name: value or None for name, value in spread.items()}, **kwargs)
+        options = {"overlap": overlap, "timeout": timeout, "on_failure": on_failure}
+        spread = {name: value for name, value in options.items() if value != getattr(LaneWorkers, name)}
+        refuse(
+            "a VectorEnv",
+            num_envs=num_envs,
+            parallel=parallel or None,
+            num_workers=num_workers or None,
+            **spread,
+            **kwargs,
+        )
         first: Any = env
         num_envs, opener = env.num_envs, _open_vector(env)
         label = f"{type(env).__name__} of {env.spec.id}" if env.spec else type(env).__name__

@@ -40,21 +40,21 @@ _NUMBERS = {float, int, np.float64, np.float32}
 _FLAGS = {bool, np.bool_}
 
 
-def check_outcome(outcome: Outcome, first_lane: int = 0) -> None:
-    """Raise EnvError for the first lane whose reward is not a number, or whose flags are neither bools nor ints."""
+def check_outcome(outcome: Outcome, lanes: Sequence[int]) -> None:
+    """Raise EnvError for the first lane whose reward is no number, or whose flags are neither bools nor ints."""
     reward, terminated, truncated, _ = outcome
     flags = {*map(type, terminated), *map(type, truncated)}
     if flags <= _FLAGS and set(map(type, reward)) <= _NUMBERS:
         return
     flag = "a bool: return (observation, reward, terminated, truncated, info)"
-    _check_each("reward", reward, "biuf", "a number: return a float", first_lane)
-    _check_each("terminated", terminated, "biu", flag, first_lane)
-    _check_each("truncated", truncated, "biu", flag, first_lane)
+    _check_each("reward", reward, "biuf", "a number: return a float", lanes)
+    _check_each("terminated", terminated, "biu", flag, lanes)
+    _check_each("truncated", truncated, "biu", flag, lanes)
 
 
-def _check_each(name: str, values: Column, kinds: str, expected: str, first_lane: int) -> None:
+def _check_each(name: str, values: Column, kinds: str, expected: str, lanes: Sequence[int]) -> None:
     """Raise EnvError for the first lane whose value is not one number of these NumPy kinds, described by `expected`."""
-    for lane, value in enumerate(values, first_lane):
+    for lane, value in zip(lanes, values, strict=False):
         try:
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError):

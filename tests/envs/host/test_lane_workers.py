@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -23,8 +26,9 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.envs.host.lane_workers import advice
+from funcollect.envs.host.lane_workers.lane_processes import LaneProcesses
 from funcollect.envs.host.lane_workers.options import LaneWorkers
-from funcollect.errors import EnvError
+from funcollect.errors import EnvError, ReplayError
 from tests.support.compare import assert_close, assert_same, collect
 from tests.support.lane_workers import Doomed, check_lanes, pids_of, workers_of
 from tests.support.light_envs import Nested
@@ -439,6 +443,61 @@ def test_an_interrupted_rollout_is_followed_by_new_episodes(overlap: int) -> Non
     fc.close(state)
 
 
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_rollouts_that_are_interrupted_at_any_moment_are_followed_by_new_episodes(overlap: int) -> None:
+    env = fc.make_env(Nested, num_envs=4, num_workers=2, overlap=overlap)
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    moments = random.Random(overlap)
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for _ in range(scaled(15)):
+            batches = []
+            signal.setitimer(signal.ITIMER_REAL, moments.uniform(0.0005, 0.02))
+            with contextlib.suppress(KeyboardInterrupt):
+                while True:
+                    state, batch = fc.rollout(env, policy, state, 5)
+                    batches.append(batch)
+            if batches:
+                check_lanes(torch.cat(batches, 1))
+            state = fc.recover(env, state)
+            fork = fc.fork(env, state)
+            state, batch = fc.rollout(env, policy, state, 9)
+            assert batch["collector", "step"][:, 0].eq(0).all()
+            fork, other = fc.rollout(env, policy, fork, 9)
+            assert_same(batch, other)
+            fc.close(fork)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        fc.close(state)
+
+
+@pytest.mark.parametrize("moment", ["sent", "asked"])
+def test_a_run_goes_on_after_a_fork_that_was_interrupted(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = fc.make_env("ale/Pong", num_envs=2, num_workers=2)
+    policy = fc.random_policy(env)
+    batches = []
+    for interrupted in (False, True):
+        state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(LaneProcesses, *{"sent": ("order", ctrl_c), "asked": ("wait", ctrl_c)}[moment])
+            for _ in range(interrupted):
+                with pytest.raises(KeyboardInterrupt):
+                    fc.fork(env, state)
+        fork = fc.fork(env, state)
+        for each in (state, fork):
+            after, batch = fc.rollout(env, policy, each, 6)
+            batches.append(batch)
+            fc.close(after)
+    for batch in batches[1:]:
+        assert_same(batch, batches[0])
+
+
+def ctrl_c(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("num_envs", range(1, 14))
 @pytest.mark.parametrize("overlap", [1, 2])
 def test_groups_cover_the_lanes_in_order_and_spread_them_evenly(num_envs: int, overlap: int) -> None:
@@ -469,6 +528,14 @@ def test_explain_advises(monkeypatch: pytest.MonkeyPatch) -> None:
     for step, slower in ((5e-6, True), (1e-2, False)):
         monkeypatch.setattr(advice, "_time_of_a_step", lambda _, step=step: (step, 0.0))
         assert ("one process would be about as fast, or faster" in fc.explain(env, policy).workers) == slower
+    monkeypatch.undo()
+    halves = fc.make_env("CartPole-v1", num_envs=8, num_workers=1, overlap=2)
+    for cores, saves in ((1, False), (2, True)):
+        monkeypatch.setattr(advice.os, "sched_getaffinity", lambda _, cores=cores: range(cores))
+        monkeypatch.setattr(advice, "_time_of_a_step", lambda _: (1e-3, 1.0))
+        told = fc.explain(halves, fc.random_policy(halves)).workers
+        assert re.search(r"µs for all, [\d,]+ µs for each half, so this saves about [\d,]+ µs of a step", told)
+        assert ("leave overlap out" not in told) == saves
     monkeypatch.undo()
     for each in (env, fc.make_env(transformed, num_envs=2, num_workers=2, overlap=2)):
         assert re.search(r"a step of one lane takes [\d,]+ µs here", fc.explain(each, fc.random_policy(each)).workers)
@@ -515,6 +582,29 @@ def good() -> Any:
         lambda: fc.make_env(gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync"), num_workers=2),
         ValueError,
         ("num_workers cannot be given with a VectorEnv", "leave it out"),
+        good,
+    ),
+    Misuse(
+        "a failure of a vector environment",
+        lambda: fc.make_env(
+            gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync"), on_failure="restart", timeout=-3
+        ),
+        ValueError,
+        ("timeout, on_failure cannot be given with a VectorEnv", "leave"),
+        good,
+    ),
+    Misuse(
+        "a time for no workers",
+        lambda: fc.make_env("CartPole-v1", num_envs=4, timeout=5),
+        ValueError,
+        ("timeout=5 was given without workers", "pass num_workers"),
+        good,
+    ),
+    Misuse(
+        "two parts and a half",
+        lambda: fc.make_env("CartPole-v1", num_envs=4, num_workers=2, overlap=2.0),
+        ValueError,
+        ("overlap is 2.0, expected 1, or 2", "pass one of them"),
         good,
     ),
     Misuse(
@@ -649,6 +739,144 @@ def test_new_workers_of_games_get_seeds() -> None:
         batches.append(batch)
         fc.close(state)
     assert_same(*batches)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_reset_of_some_lanes_begins_those_of_a_lost_worker_anew(known: bool) -> None:
+    env = fc.make_env(Nested, num_envs=4, num_workers=2, on_failure="restart")
+    policy = fc.random_policy(env)
+    state, before = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+    os.kill(pids_of(state)[1], signal.SIGKILL)
+    wait_until(workers_of(state)[1].has_ended)
+    look = partial(state.env_state.simulation.simulators._processes._look, [], hung=False) if known else bool
+    mask = torch.tensor([True, False, True, False])
+    with pytest.warns(RuntimeWarning, match="lanes 2 to 3"):
+        _, state = look(), fc.reset(env, state, mask)
+    state, after = fc.rollout(env, policy, state, 5)
+    begun = after["collector", "traj_ids"][:, 0] != before["collector", "traj_ids"][:, -1]
+    ended = before["next", "done"][:, -1, 0]
+    assert (begun | ended).tolist() == [True, bool(ended[1]), True, True]
+    check_lanes(after)
+    fc.close(state)
+
+
+def test_a_reset_of_games_is_one_of_all_lanes_where_a_worker_is_known_to_be_lost() -> None:
+    env = fc.make_env("ale/Pong", num_envs=2, num_workers=2, on_failure="restart")
+    policy = fc.random_policy(env)
+    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
+    pids = pids_of(state)
+    os.kill(pids[1], signal.SIGKILL)
+    wait_until(workers_of(state)[1].has_ended)
+    with pytest.warns(RuntimeWarning, match="lane 1"):
+        state.env_state.simulation.simulators._processes._look([], hung=False)
+    with pytest.raises(EnvError, match=r"lane 1 \(worker 1\): its process was lost"):
+        fc.fork(env, state)
+    state, after = fc.rollout(env, policy, fc.reset(env, state), 1)
+    assert torch.equal(after["observation"], batch["observation"][:, :1])
+    assert pids_of(state)[0] == pids[0]
+    assert [os.sched_getaffinity(pid) for pid in pids_of(state)] == cpus_of(state)
+    fc.close(state)
+
+
+def cpus_of(state: Any) -> list[set[int]]:
+    """The processors for the workers of a state, as many different ones as there are."""
+    cpus = [worker.cpu for worker in workers_of(state)]
+    assert len({*cpus}) == min(len(cpus), len(os.sched_getaffinity(0)))
+    return [{cpu} for cpu in cpus]
+
+
+class Holds(gymnasium.Wrapper):
+    """Has an object that is no plain data, and cannot be filmed."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.stats = Stats()
+
+    def render(self) -> Any:
+        raise RuntimeError("no screen")
+
+
+class Stats:
+    pass
+
+
+def test_games_that_cannot_be_saved_can_be_forked_and_errors_leave_workers_alive(tmp_path: Path) -> None:
+    env = fc.make_env(
+        lambda: Holds(gymnasium.make("ale_py:ALE/Pong-v5", render_mode="rgb_array")),
+        num_envs=2,
+        num_workers=2,
+        on_failure="restart",
+    )
+    policy = fc.random_policy(env)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 140)  # from 128 on, there is a snapshot
+    pids, fork = pids_of(state), fc.fork(env, state)
+    with pytest.raises(ReplayError, match=r"'stats'\] is <.*Stats object"):
+        fc.save(tmp_path / "state", state)
+    camera = state.env_state.simulation.simulators.camera(0)
+    with pytest.raises(RuntimeError, match="no screen"):
+        camera.shoot()
+    batches = [fc.rollout(env, policy, each, 4) for each in (state, fork)]
+    assert_same(*(batch for _, batch in batches))
+    assert pids_of(batches[0][0]) == pids
+    for after, _ in batches:
+        fc.close(after)
+
+
+class Closed(Nested):
+    """Leaves a file when a worker closes it, slowly if that is wanted."""
+
+    def __init__(self, folder: str, parent: int, seconds: float = 0) -> None:
+        self.folder, self.parent, self.seconds = folder, parent, seconds
+
+    def close(self) -> None:
+        if os.getpid() == self.parent:
+            return
+        time.sleep(self.seconds)
+        (Path(self.folder) / f"{os.getpid()} {id(self)}").touch()
+
+
+def test_every_environment_is_closed_however_busy_the_processors_are(tmp_path: Path) -> None:
+    env = fc.make_env(partial(Closed, str(tmp_path), os.getpid()), num_envs=4, num_workers=4)
+    cpus = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cpus)})
+    try:
+        for number in range(1, scaled(5) + 1):
+            fc.close(fc.init(env, fc.random_policy(env), seed=0))
+            assert len([*tmp_path.iterdir()]) == 4 * number
+    finally:
+        os.sched_setaffinity(0, cpus)
+
+
+def test_a_close_that_takes_too_long_is_told(tmp_path: Path) -> None:
+    env = fc.make_env(partial(Closed, str(tmp_path), os.getpid(), 1.2), num_envs=2, num_workers=2)
+    fc.close(fc.init(env, fc.random_policy(env), seed=0))
+    assert len([*tmp_path.iterdir()]) == 2
+    hanging = fc.make_env(partial(Closed, str(tmp_path), os.getpid(), 1e3), num_envs=1, num_workers=1, timeout=0.5)
+    state = fc.init(hanging, fc.random_policy(hanging), seed=0)
+    with pytest.warns(RuntimeWarning, match=r"lane 0 \(worker 0\): close\(\) has not returned in 0.5 s"):
+        fc.close(state)
+
+
+class Wrong(Nested):
+    """Returns no number as its third reward."""
+
+    def __init__(self, wrong: bool) -> None:
+        self.wrong, self.steps = wrong, 0
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        observation, reward, _, _, info = super().step(action)
+        return observation, "bad" if self.wrong and self.steps == 3 else reward, not self.wrong, False, info
+
+
+def test_a_wrong_answer_names_its_lane_where_other_lanes_are_finished() -> None:
+    env = fc.make_env([partial(Wrong, lane == 3) for lane in range(4)], num_workers=2)
+    policy = fc.random_policy(env)
+    with (
+        pytest.raises(EnvError, match="lane 3: step returned the reward 'bad'"),
+        fc.SyncDataCollector(env, policy, frames_per_batch=16, total_frames=16, reset_when_done=False) as collector,
+    ):
+        next(collector)
 
 
 def test_a_worker_that_is_lost_in_a_reset_is_replaced_before_the_rollout_ends(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -21,8 +22,11 @@ _EXCHANGE = 200e-6  # seconds per step for waking workers that sleep and waiting
 _CLEARLY = 0.8  # the share of one process's time from which on workers are clearly faster
 
 
-def spread(env: SimulatedEnv) -> str:
-    """Describe how the lanes of an environment are spread over workers, and whether that pays."""
+def spread(env: SimulatedEnv, policy_seconds: Callable[[int], float]) -> str:
+    """Describe how the lanes of an environment are spread over workers, and whether that pays.
+
+    `policy_seconds` tells what a call of the policy takes for so many lanes.
+    """
     workers, lanes = env.workers, env.num_envs or 1
     assert workers is not None
     cores = len(os.sched_getaffinity(0))
@@ -32,10 +36,13 @@ def spread(env: SimulatedEnv) -> str:
     apart = most * step * max(1.0, busy * workers.num_workers / cores) + _EXCHANGE
     parts = [f"{lanes} lanes in {workers} on {cores} processors"]
     if workers.overlap > 1:
+        once, half = policy_seconds(lanes), policy_seconds(lanes // 2)
+        idle = max(cores - busy * workers.num_workers, 0.0)  # processors that the policy has to itself
+        saved = once + apart - max(2 * half, apart + 2 * half * max(1.0 - idle, 0.0))
         parts.append(
-            "one half of the lanes steps while the policy acts for the other, which saves at most the time of the "
-            "policy, and calls it twice as often"
-            + ("; with no processor left to the policy, that rarely pays" if workers.num_workers >= cores else "")
+            "one half of the lanes steps while the policy acts for the other: it takes "
+            f"{once * 1e6:,.0f} µs for all, {half * 1e6:,.0f} µs for each half, so this saves about "
+            f"{max(saved, 0.0) * 1e6:,.0f} µs of a step" + ("" if saved > 0 else ": leave overlap out")
         )
     parts.append(
         f"a step of one lane takes {step * 1e6:,.0f} µs here, so all take {alone * 1e6:,.0f} µs in one process, and "

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -17,14 +18,15 @@ from funcollect.envs.host.lane_workers.lane_worker import LaneWorker
 from funcollect.envs.host.lane_workers.worker_process import LaneJob
 from funcollect.errors import ClosedError, EnvError
 from funcollect.interop.main_module import send_main_by_value
+from funcollect.processes.failures import Failure
 from funcollect.processes.shared_memory import shared_memory
 
-_TO_CLOSE = 1.0  # seconds that workers have to close their environments: Ctrl-C should end a script within two
+_TO_CLOSE = 1.0  # seconds until a worker that is at work is no longer asked to close: Ctrl-C should end a script soon
 _TO_COME_BACK = 1.0  # seconds for what a worker was doing when the call that waited for it was broken off
 _SLICE = 0.5  # seconds; if this process was suspended, its workers may have been, too
 _PAUSE = 1e-3  # seconds between two looks at workers after one was lost
 _FAILURES_IN_A_ROW = 5  # of one worker, without a step in between
-_CPUS = itertools.count(os.getpid())  # so that the workers of several processes are spread
+_STARTED = itertools.count()  # workers of this process
 
 
 class LaneProcesses:
@@ -55,15 +57,19 @@ class LaneProcesses:
         self.block = self._layout.over(whole)
         self.block.next_seeds[:] = NO_RESTART
         self._heard = [0, 0]  # answers of each part that no call has taken yet
-        self._broken_off = False  # whether the last call raised
+        self._open = 0  # groups with an order whose answer no call has taken, more if a call was broken off
+        self._calling = False  # whether `call` has begun, and has not ended or was broken off
         self._closed = False
         self.lost: dict[int, Exception] = {}
         self.restarts = 0
         self._workers: list[LaneWorker] = []
         self._answers = Bell()
+        cpus = sorted(os.sched_getaffinity(0))
+        first = os.getpid() * self._options.num_workers  # so that the workers of several processes are spread
         try:
             for index in range(self._options.num_workers):
-                self._workers.append(LaneWorker(index, self.groups))
+                cpu = cpus[(first + next(_STARTED)) % len(cpus)]
+                self._workers.append(LaneWorker(index, self.groups, cpu))
             self._start(self._workers)
         except BaseException:
             self._free()
@@ -84,21 +90,24 @@ class LaneProcesses:
             raise ClosedError(
                 f"the workers of {self._env} belong to the process that forked this one: make a state of your own here"
             )
+        if self._calling and order not in (CALL, CLOSE):
+            self._take_answers(math.inf)
+        self._open += len(groups)  # first of all, since Ctrl-C may come at any moment
         self.block.order[groups] = order
         self.block.asked[groups] += 1
         for index in groups:
             group = self.groups[index]
             self._workers[group.worker].bell.ring(group.part)
 
-    def wait(self, groups: list[int], counts: tuple[int, int]) -> None:
+    def wait(self, groups: list[int], counts: tuple[int, int], timeout: float | None = None) -> None:
         """Wait until these groups, so many in each part, have answered.
 
         Raises what a group has raised, and EnvError if a worker is lost; with ``on_failure="restart"``, the groups of
-        that worker are in `lost` instead.
+        that worker are in `lost` instead. A worker counts as hung after `timeout` seconds, by default the option's.
         """
-        self._broken_off = True
+        timeout = self._options.timeout if timeout is None else timeout
         if self.lost and not self.lost.keys().isdisjoint(groups):
-            self._wait_for_others(groups, counts)
+            self._wait_for_others(groups, counts, timeout)
             return
         heard, (first, second) = self._heard, counts
         waited, last = 0.0, time.monotonic()
@@ -111,28 +120,28 @@ class LaneProcesses:
             now = time.monotonic()
             waited += min(now - last, _SLICE)
             last = now
-            if self._look(groups, hung=waited > self._options.timeout):
-                self._wait_for_others(groups, counts)
+            if self._look(groups, hung=waited > timeout):
+                self._wait_for_others(groups, counts, timeout)
                 return
         heard[0] -= first
         heard[1] -= second
         if self.block.failed[groups].any():
             self._fail(groups)
-        self._broken_off = False
+        self._open -= len(groups)
 
-    def _wait_for_others(self, groups: list[int], counts: tuple[int, int]) -> None:
+    def _wait_for_others(self, groups: list[int], counts: tuple[int, int], timeout: float) -> None:
         """Wait for the groups that are not lost. What a lost one may have counted in these parts is dropped."""
         waited = 0.0
         while (others := [index for index in groups if index not in self.lost]) and self._unanswered(others):
             time.sleep(_PAUSE)
             waited += _PAUSE
-            self._look(others, hung=waited > self._options.timeout)
+            self._look(others, hung=waited > timeout)
         rings = self._answers.heard() or (0, 0)
         for part, count in enumerate(counts):
             self._heard[part] = 0 if count else self._heard[part] + rings[part]
         if self.block.failed[others].any():
             self._fail(others)
-        self._broken_off = False
+        self._open -= len(groups)
 
     def _unanswered(self, groups: Iterable[int]) -> list[int]:
         """Those of the groups that have an order, and have not rung after it."""
@@ -199,54 +208,69 @@ class LaneProcesses:
         for index in groups:
             self.worker_of(index).failures = 0
 
-    def call(self, index: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function with the simulators of a group in its worker."""
-        self._raise_if_lost(index)
-        self.worker_of(index).send((function, args))
-        self.order(CALL, [index])
-        self.wait([index], self.counts([index]))
-        self._raise_if_lost(index)
-        return self.worker_of(index).message(index)
+    def call(self, function: Callable[..., Any], arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
+        """Call a function with the simulators of each of these groups, and their arguments, in all workers at once.
 
-    def _raise_if_lost(self, index: int) -> None:
-        if index in self.lost:
-            raise EnvError(f"{self.worker_of(index)}: its process was lost: {ONWARD}") from self.lost[index]
+        Raises what it has raised; the workers go on.
+        """
+        groups = [*arguments]
+        self._raise_if_lost(groups)
+        if self._calling:
+            self._take_answers(math.inf)
+        self._calling = True
+        for index in groups:
+            self.worker_of(index).send((int(self.block.asked[index]) + 1, function, arguments[index]))
+        self.order(CALL, groups)
+        self.wait(groups, self.counts(groups), math.inf)
+        self._raise_if_lost(groups)
+        answers = [self.worker_of(index).message(index) for index in groups]
+        self._calling = False
+        for index, answer in zip(groups, answers, strict=True):
+            if isinstance(answer, Failure):
+                raise self.worker_of(index).raised(answer)
+        return answers
 
-    def settle(self, *, pending: bool) -> bool:
-        """Bring all workers back to where they wait for orders, if a call is `pending` or was broken off.
+    def _raise_if_lost(self, groups: Iterable[int]) -> None:
+        for index in groups:
+            if index in self.lost:
+                raise EnvError(f"{self.worker_of(index)}: its process was lost: {ONWARD}") from self.lost[index]
+
+    def _take_answers(self, patience: float) -> None:
+        """Wait, so many seconds at most, until all workers that live have done what they were doing; drop answers."""
+        if not self._wait_until_answered(range(len(self.groups)), patience):
+            return
+        for worker in self._workers:
+            worker.forget_messages()
+        self._answers.heard()
+        self._heard[:] = 0, 0
+        self._open = 0
+        self._calling = False
+
+    def settle(self) -> bool:
+        """Bring all workers back to where they wait for orders, also after a call that was broken off.
 
         Returns whether there are new workers, which need seeds.
         """
-        if not (pending or self._broken_off or self.lost or any(worker.has_ended() for worker in self._workers)):
+        if not (self._open or self._calling or self.lost or any(worker.has_ended() for worker in self._workers)):
             return False
-        every = range(len(self.groups))
-        until = time.monotonic() + _TO_COME_BACK
-        while any(not self.worker_of(index).has_ended() for index in self._unanswered(every)):
-            if time.monotonic() > until:
-                break
-            time.sleep(_PAUSE)
-        stuck = {self.groups[index].worker for index in self._unanswered(every)}
+        self._take_answers(_TO_COME_BACK)
+        stuck = {self.groups[index].worker for index in self._unanswered(range(len(self.groups)))}
         gone = [worker for worker in self._workers if worker.index in stuck or worker.has_ended()]
         self._start(gone)
         self.lost.clear()
-        self._answers.heard()
-        self._heard[:] = 0, 0
         self.block.answered[:] = self.block.asked
         self.block.failed[:] = False
-        self._broken_off = False
-        for worker in self._workers:
-            worker.forget_messages()
+        self._take_answers(0)
         return bool(gone)
 
     def _start(self, workers: Sequence[LaneWorker]) -> None:
         """Start these workers, and wait until they have opened their simulators."""
-        cpus = sorted(os.sched_getaffinity(0))
         env = replace(self._env, opener=_not_here, open_group=None, workers=None)
         for worker in workers:
             groups = {
                 index: (group, self._open_group(group.first, group.end)) for index, group in worker.groups.items()
             }
-            job = LaneJob(env, self._layout, groups, cpus[next(_CPUS) % len(cpus)])
+            job = LaneJob(env, self._layout, groups, worker.cpu)
             worker.start(job, self._memory, self._answers)
         for worker in workers:
             worker.join(self._answers)
@@ -264,17 +288,33 @@ class LaneProcesses:
 
     def _say_close(self) -> list[Exception]:
         """Ask the workers to close; return what some have raised. Those that do not answer in time are left alone."""
+        self._take_answers(_TO_CLOSE)
         busy = {self.groups[index].worker for index in self._unanswered(range(len(self.groups)))}
         asked = [
             next(iter(worker.groups)) for worker in self._workers if worker.may_answer() and worker.index not in busy
         ]
         if asked:
             self.order(CLOSE, asked)
-        until = time.monotonic() + _TO_CLOSE
-        while self._unanswered(asked) and time.monotonic() < until:
-            self._answers.wait(_PAUSE)
+        self._wait_until_answered(asked, self._options.timeout)
+        for index in self._unanswered(asked):
+            if not self.worker_of(index).has_ended():
+                warnings.warn(
+                    f"{self.worker_of(index)}: close() has not returned in {self._options.timeout:g} s (timeout="
+                    f"{self._options.timeout:g}), and its process is ended: look at what it waits for",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         failed = [index for index in asked if self.block.failed[index]]
         return [self.worker_of(index).raised(self.worker_of(index).message(index)) for index in failed]
+
+    def _wait_until_answered(self, groups: Iterable[int], patience: float) -> bool:
+        """Wait, so many seconds at most, until those of these groups whose workers live have no order to do."""
+        until = time.monotonic() + patience
+        while any(not self.worker_of(index).has_ended() for index in self._unanswered(groups)):
+            if time.monotonic() > until:
+                return False
+            time.sleep(_PAUSE)
+        return True
 
     def _free(self) -> None:
         """End the processes at once, and free what they were given."""

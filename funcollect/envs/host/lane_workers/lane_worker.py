@@ -22,8 +22,8 @@ _TO_START = 300.0  # seconds
 class LaneWorker:
     """The handle on one worker process."""
 
-    def __init__(self, index: int, groups: Sequence[Group]) -> None:
-        self.index = index
+    def __init__(self, index: int, groups: Sequence[Group], cpu: int) -> None:
+        self.index, self.cpu = index, cpu
         self.groups = {place: group for place, group in enumerate(groups) if group.worker == index}
         self.bell = Bell()
         self.failures = 0  # in a row

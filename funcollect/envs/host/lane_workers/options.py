@@ -60,9 +60,11 @@ class LaneWorkers:
                 f"on_failure is {on_failure!r}, expected 'raise' (a lost worker ends the rollout) or 'restart' "
                 "(another takes its place): pass one of them"
             )
+        if timeout != cls.timeout and not count:
+            raise ValueError(f"timeout={timeout} was given without workers, which it is for: pass num_workers")
         if on_failure == "restart" and not count:
             raise ValueError("on_failure='restart' was given without workers, which it replaces: pass num_workers")
-        if overlap not in (1, 2) or isinstance(overlap, bool):
+        if type(overlap) is not int or overlap not in (1, 2):
             raise ValueError(
                 f"overlap is {overlap!r}, expected 1, or 2 (one half of the lanes steps while the policy acts for the "
                 "other): pass one of them"

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from funcollect.protocols import SavableSnapshots
 
 
-def snapshot(simulators: Any) -> list[Any]:
-    """A snapshot, one entry for each lane, as plain data where that is possible."""
+class Snapshot(NamedTuple):
+    """The snapshots of a group's lanes.
+
+    Attributes:
+        lanes: an entry for each, as plain data where that is possible.
+        refusal: why it is not; empty if the entries are plain data, or their simulators promise nothing else.
+    """
+
+    lanes: list[Any]
+    refusal: str = ""
+
+
+def snapshot(simulators: Any) -> Snapshot:
+    """A snapshot of all lanes."""
     taken = simulators.snapshot()
-    return list(simulators.snapshot_data(taken) if isinstance(simulators, SavableSnapshots) else taken)
+    if not isinstance(simulators, SavableSnapshots):
+        return Snapshot(list(taken))
+    try:
+        return Snapshot(list(simulators.snapshot_data(taken)))
+    except TypeError as error:
+        return Snapshot(list(taken), str(error))
 
 
-def restore(simulators: Any, data: list[Any]) -> None:
+def restore(simulators: Any, lanes: list[Any], refusal: str) -> None:
     """Restore what `snapshot` returned."""
-    simulators.restore(simulators.snapshot_from(data) if isinstance(simulators, SavableSnapshots) else data)
+    plain = isinstance(simulators, SavableSnapshots) and not refusal
+    simulators.restore(simulators.snapshot_from(lanes) if plain else lanes)
 
 
 def camera(simulators: Any, lane: int) -> tuple[str | None, float | None]:

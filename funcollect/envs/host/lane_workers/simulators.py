@@ -6,7 +6,7 @@ import itertools
 import operator
 import pickle
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -99,37 +99,24 @@ class WorkerLanes:
             for lane in begun:
                 del asked[lane]
         if self._processes.lost:
-            asked = self._with_new_simulators(asked)
-        if not asked:
-            return
-        target = self._some([*asked])
-        self._block.seeds[target.rows] = _numbers([*asked.values()])
-        self._processes.order(RESET, target.groups)
-        self._processes.wait(target.groups, target.counts)
-        self._raise_lost(self._wholly(asked, target.groups))
-
-    def _with_new_simulators(self, asked: dict[int, Any]) -> dict[int, Any]:
-        """Put simulators in the place of lost ones; return the lanes to reset, with their seeds."""
-        wanted = self._wholly(asked, self._processes.lost)
-        seeded = [index for index in wanted if all(asked[lane] is not None for lane in self._lanes_in(index))]
-        self._processes.begin_again(seeded)
-        self._raise_lost(index for index in wanted if index not in seeded)
-        return {lane: seed for lane, seed in asked.items() if int(self._group_of[lane]) not in self._processes.lost}
+            wanted = self._wholly(asked, self._processes.lost)
+            self._processes.begin_again([i for i in wanted if None not in (asked[lane] for lane in self._lanes_in(i))])
+        if lanes := [lane for lane in asked if self._group_of[lane] not in self._processes.lost]:
+            target = self._some(lanes)
+            self._block.seeds[target.rows] = _numbers([asked[lane] for lane in lanes])
+            self._processes.order(RESET, target.groups)
+            self._processes.wait(target.groups, target.counts)
+        if gone := self._wholly(asked, self._processes.lost):
+            error = self._processes.lost[gone[0]]
+            raise LanesLostError(str(error), [self._lanes_in(index) for index in gone]) from error
 
     def _wholly(self, asked: Collection[int], groups: Iterable[int]) -> list[int]:
         """Those of the groups all of whose lanes are asked for."""
         return [index for index in groups if all(lane in asked for lane in self._lanes_in(index))]
 
-    def _raise_lost(self, groups: Iterable[int]) -> None:
-        """Raise LanesLostError for those of the groups that are lost."""
-        gone = [index for index in groups if index in self._processes.lost]
-        if gone:
-            error = self._processes.lost[gone[0]]
-            raise LanesLostError(str(error), [self._lanes_in(index) for index in gone]) from error
-
     def renew(self) -> bool:
         """Make all workers ready for a reset of all lanes; return whether some are new, and need seeds."""
-        renewed = self._processes.settle(pending=bool(self._sent))
+        renewed = self._processes.settle()
         self._sent.clear()
         self._restarted.clear()
         return renewed
@@ -252,30 +239,35 @@ class WorkerLanes:
         places = np.argsort(np.argsort(target.rows))  # workers answer in the order of their lanes
         return [values[places] for values in infos]
 
-    def snapshot(self) -> list[Any]:
-        """The snapshots of all lanes, as plain data where their own simulators can tell them so."""
-        groups = range(len(self._processes.groups))
-        return [each for index in groups for each in self._processes.call(index, served.snapshot)]
+    def snapshot(self) -> list[served.Snapshot]:
+        """The snapshots of all groups."""
+        return self._processes.call(served.snapshot, dict.fromkeys(range(len(self._processes.groups)), ()))
 
-    def restore(self, snapshot: Sequence[Any]) -> None:
+    def restore(self, snapshot: Sequence[served.Snapshot]) -> None:
         """Restore a snapshot."""
-        for index, group in enumerate(self._processes.groups):
-            self._processes.call(index, served.restore, snapshot[group.first : group.end])
+        self._processes.call(served.restore, dict(enumerate(snapshot)))
 
-    def snapshot_data(self, snapshot: list[Any]) -> list[Any]:
-        """The snapshot itself."""
-        return snapshot
+    def snapshot_data(self, snapshot: Sequence[served.Snapshot]) -> list[Any]:
+        """The snapshots of all lanes as plain data; TypeError if their simulators cannot tell them so."""
+        for group in snapshot:
+            if group.refusal:
+                raise TypeError(group.refusal)
+        return [each for group in snapshot for each in group.lanes]
 
-    def snapshot_from(self, data: list[Any]) -> list[Any]:
-        """The snapshot itself."""
-        return data
+    def snapshot_from(self, data: list[Any]) -> list[served.Snapshot]:
+        """The snapshots from `snapshot_data`."""
+        return [served.Snapshot(data[group.first : group.end]) for group in self._processes.groups]
 
     def camera(self, lane: int) -> Camera:
         """The camera of one lane, which is asked for each picture."""
         index = int(self._group_of[lane])
         local = lane - self._processes.groups[index].first
-        mode, fps = self._processes.call(index, served.camera, local)
-        return Camera(mode, fps, partial(self._processes.call, index, served.picture, local))
+
+        def ask(function: Callable[..., Any]) -> Any:
+            return self._processes.call(function, {index: (local,)})[0]
+
+        mode, fps = ask(served.camera)
+        return Camera(mode, fps, partial(ask, served.picture))
 
     def close(self) -> None:
         """Close all environments and end the processes; then raise the first error of a lane that could not be."""

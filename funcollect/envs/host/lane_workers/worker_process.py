@@ -120,7 +120,7 @@ class ServedLanes:
             number, order, failed = self._block.asked[index], self._block.order[index], False
             try:
                 if order == CALL:
-                    self._call(index, simulators)
+                    self._call(index, number, simulators)
                 elif order == CLOSE:
                     self.close()
                 else:
@@ -141,7 +141,7 @@ class ServedLanes:
         if order == STEP:
             simulators.send(range(group.end - group.first), block.action[lanes])
             _, outcome = simulators.receive()
-            check_outcome(outcome, group.first)
+            check_outcome(outcome, range(group.first, group.end))
             block.reward[lanes], block.terminated[lanes], block.truncated[lanes], infos = outcome
             packed = self._packed(infos)  # before a restart, which may write over them
             over = block.terminated[lanes] | block.truncated[lanes]
@@ -156,7 +156,7 @@ class ServedLanes:
             return
         simulators.send(own, block.action[lanes][chosen])
         _, outcome = simulators.receive()
-        check_outcome(outcome, group.first)
+        check_outcome(outcome, [group.first + lane for lane in own])
         for column, values in zip((block.reward, block.terminated, block.truncated), outcome, strict=False):
             column[lanes][chosen] = values
         self._inform(index, self._packed(outcome[3]))
@@ -187,12 +187,17 @@ class ServedLanes:
             self._channel.send((index, packed))
         self._block.info_size[index] = len(packed) if small else -1
 
-    def _call(self, index: int, simulators: Simulators) -> None:
-        """Do what a message says, and answer it."""
-        message = self._channel.receive()
-        assert message is not None
-        function, args = message[0]
-        self._channel.send((index, function(simulators, *args)))
+    def _call(self, index: int, number: int, simulators: Simulators) -> None:
+        """Do what the message of this order says, and answer it; orders before it may have been broken off."""
+        sent = 0
+        while sent != number:
+            message = self._channel.receive()
+            assert message is not None
+            sent, function, args = message[0]
+        try:
+            self._channel.send((index, function(simulators, *args)))
+        except Exception as error:
+            self._channel.send((index, Failure.of(error)))
 
     def close(self) -> None:
         """Close all simulators; raise the first error at the end."""
