@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -111,6 +112,8 @@ class Checkpoint:
         for left in self.directory.glob(".step-*"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         fresh = self.directory / f".step-{step}"
+        memory = None if buffer is None else buffer.state.memory
+        dumped = None if memory is None else memory.dumped
         try:
             fresh.mkdir()
             parts = {"policy": _saved(policy), "optimizer": _saved(optimizer)}
@@ -118,16 +121,19 @@ class Checkpoint:
             if collector is not None:
                 collector.save(fresh / _COLLECTOR, episodes=episodes)
             if buffer is not None:
-                base = None if latest is None else self._path(latest) / _BUFFER
-                buffer.dumps(fresh / _BUFFER, base=base)
+                earlier = [self._path(each) / _BUFFER for each in reversed(self.steps())]
+                buffer.dumps(fresh / _BUFFER, base=next(filter(Path.exists, earlier), None))
             sync(fresh)
             fresh.rename(self._path(step))
         except BaseException:
+            if memory is not None:
+                memory.dumped = dumped  # the dump that it names by now is deleted
             shutil.rmtree(fresh, ignore_errors=True)
             raise
         sync(self.directory)
         for old in self.steps()[: -self.keep]:
-            shutil.rmtree(self._path(old), ignore_errors=True)
+            with contextlib.suppress(OSError):  # renamed first: half deleted, it must not count as a checkpoint
+                shutil.rmtree(self._path(old).rename(self.directory / f".step-{old}"))
 
     def restore(
         self,
@@ -148,7 +154,8 @@ class Checkpoint:
             buffer: a buffer that was built like the saved one.
             policy: as `save` takes it: the object to restore, or a pytree like the saved one.
             optimizer: likewise.
-            step: which checkpoint; by default the latest.
+            step: which checkpoint; by default the latest. A run that continues from an earlier one saves into another
+                directory: in this one its steps would not come after the latest.
             episodes: as `restore` of the collector takes it.
 
         Returns:

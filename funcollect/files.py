@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,10 +48,22 @@ def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
     """The arrays that `numpy.savez` has written: a zip file, which has a checksum for each.
 
     Raises:
-        OSError, EOFError, ValueError, zipfile.BadZipFile: for a file that is missing, damaged or another kind of file.
+        FileNotFoundError: if there is no such file.
+        ValueError: for a file that is damaged, or another kind of file.
     """
-    with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:  # opened here, so that it is closed
+    with _reading(path), open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:  # `open` closes it
         return dict(saved)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise ValueError for any error in the block but a missing file: damaged bytes lead to errors of many kinds."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read ({error!r}): it is damaged, or another kind of file") from error
 
 
 def write_data(path: Path, kind: str, value: Any) -> None:
@@ -75,15 +86,11 @@ def read_data(path: Path, kind: str) -> Any:
         FileNotFoundError: if there is no such file.
         ValueError: for a file that is damaged, or of another kind or format.
     """
-    try:
-        arrays = read_arrays(path)
+    arrays = read_arrays(path)
+    with _reading(path):
         header = json.loads(arrays.pop(_HEADER).tobytes())
         found = header["kind"], header["format"]
         value = from_data(header["data"], arrays) if found == (kind, _FORMAT) else None
-    except FileNotFoundError:
-        raise
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} cannot be read ({error!r}): it is damaged, or another kind of file") from error
     if found[0] != kind:
         raise ValueError(f"{path} holds {found[0]}, expected {kind}: pass the file that was saved as such")
     if found[1] != _FORMAT:

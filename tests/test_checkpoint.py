@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import nn
 
 import funcollect as fc
@@ -99,6 +100,49 @@ def test_a_list_of_frames_is_saved_without_code(tmp_path):
     assert_same(other[:], buffer[:])
 
 
+def rows_written(directory):
+    """The number of files of rows in a checkpoint that are not links, and of those that are."""
+    links = [path.stat().st_nlink > 1 for path in directory.glob("buffer/v*/rows-*.bin")]
+    return links.count(False), links.count(True)
+
+
+def test_a_buffer_is_saved_by_links_to_the_latest_checkpoint_that_has_it(tmp_path, monkeypatch):
+    buffer, checkpoint = fc.ReplayBuffer(storage=fc.LazyTensorStorage(16)), fc.Checkpoint(tmp_path)
+
+    def extend():
+        buffer.extend(TensorDict({"x": torch.arange(2)}, [2]))
+
+    def disk_full(path):
+        raise OSError("full")
+
+    extend()
+    checkpoint.save(1, buffer=buffer)
+    checkpoint.save(2, x=1)
+    extend()
+    with monkeypatch.context() as patched:
+        patched.setattr("funcollect.checkpoint.sync", disk_full)  # after the buffer was dumped
+        with pytest.raises(OSError, match="full"):
+            checkpoint.save(3, buffer=buffer)
+    checkpoint.save(3, buffer=buffer)
+    assert rows_written(tmp_path / "step-3") == (2, 2)
+    next((tmp_path / "step-3").glob("buffer/v0/rows-*.bin")).unlink()
+    checkpoint.save(4, buffer=buffer)
+    assert rows_written(tmp_path / "step-4") == (4, 0)
+    checkpoint.restore(buffer=buffer)
+    assert buffer[:]["x"].tolist() == [0, 1, 0, 1]
+
+
+def test_a_process_killed_while_it_deletes_a_checkpoint_leaves_whole_ones(tmp_path, monkeypatch):
+    checkpoint = fc.Checkpoint(tmp_path, keep=1)
+    checkpoint.save(1, x=1)
+    with monkeypatch.context() as patched:
+        patched.setattr("funcollect.checkpoint.shutil.rmtree", lambda path: (path / "values").unlink())  # a part of it
+        checkpoint.save(2, x=2)
+    assert checkpoint.steps() == [2]
+    checkpoint.save(3, x=3)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+
+
 def test_groups_and_trees_are_restored_as_they_were(tmp_path):
     checkpoint = fc.Checkpoint(tmp_path)
     actor, critic = nn.Linear(2, 2), nn.BatchNorm1d(3)
@@ -134,6 +178,8 @@ def test_a_damaged_buffer_is_reported_as_such(tmp_path):
     folder = tmp_path / "step-1" / "buffer"
     (meta,) = folder.glob("v*/meta.json")
     for path, damage in ((meta, b"{}"), (meta, meta.read_bytes().replace(b"frames", b"fremes")),
+                         (meta, meta.read_bytes().replace(b"int64", b"int&4")), (meta, b"3"),
+                         (meta, meta.read_bytes().replace(b"name", b"nome")),
                          (folder / "current", b"\xff\xfe"), (folder / "current", b"../elsewhere")):  # fmt: skip
         kept = path.read_bytes()
         path.write_bytes(damage)

@@ -13,7 +13,6 @@ import json
 import re
 import secrets
 import shutil
-import zipfile
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -38,17 +37,19 @@ def dump(
 ) -> None:
     """Write all state that determines the next samples, and make this dump the current one of the directory `root`.
 
-    Frames that the dump in `root`, or the one in `base`, has already are linked.
+    Frames that the dump in `root`, or the one in `base`, has already are linked. If that dump is damaged, or a file of
+    it is gone, all frames are written.
     """
     root.mkdir(parents=True, exist_ok=True)
     former = _current(root)
     fresh = root / f"v{int(former.name[1:]) + 1 if former else 0}"
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir()
     name = secrets.token_hex(16)
     try:
-        known = _earlier(memory, (former, None if base is None else _current(base)))
-        _write_files(fresh, memory, sampler, generator, name, known)
+        try:
+            known = _earlier(memory, (former, None if base is None else _current(base)))
+            _write_files(_emptied(fresh), memory, sampler, generator, name, known)
+        except (FileNotFoundError, ValueError):
+            _write_files(_emptied(fresh), memory, sampler, generator, name, None)
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
@@ -64,6 +65,13 @@ def dump(
     for other in root.glob("v*"):
         if other != fresh and other.name[1:].isdigit():  # an earlier dump, or what an interrupted one left behind
             shutil.rmtree(other, ignore_errors=True)
+
+
+def _emptied(directory: Path) -> Path:
+    """The directory, made anew: writing to a link that an interrupted dump left would change the linked file."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    return directory
 
 
 def _earlier(memory: RingMemory, directories: Iterable[Path | None]) -> Dumped | None:
@@ -100,9 +108,8 @@ def _write_files(
 def _read_meta(directory: Path) -> dict[str, Any]:
     """The JSON description of a dump; ValueError if it is damaged."""
     try:
-        meta: dict[str, Any] = json.loads((directory / _META).read_text())
-        return meta
-    except (OSError, ValueError) as error:
+        return dict(json.loads((directory / _META).read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{directory / _META} cannot be read ({error!r}): the dump is damaged") from error
 
 
@@ -136,19 +143,20 @@ def load(
                 "was dumped before loading"
             )
     try:
-        written = meta["written"]
-        frames = range(max(written - memory.capacity, 0), written)
+        memory.written, memory.dumped = meta["written"], meta["name"]
         arrays = read_arrays(found / _ARRAYS)
+        frames = range(memory.written - len(memory), memory.written)
         memory.storage.load(frames, Dumped(found, meta["frames"]), allow_pickle)
-    except (OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{found} cannot be read ({error!r}): the dump is damaged") from error
-    memory.written, memory.dumped = written, meta["name"]
-    memory.storage.announce(memory.written - len(memory), memory.written)
-    for name, part in _parts(memory, sampler).items():
-        prefix = f"{name}."
-        part.load({key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)})
-    if generator is not None and "generator" in arrays:
-        generator.set_state(torch.from_numpy(arrays["generator"]))
+        memory.storage.announce(frames.start, frames.stop)
+        for name, part in _parts(memory, sampler).items():
+            prefix = f"{name}."
+            part.load({key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)})
+        if generator is not None and "generator" in arrays:
+            generator.set_state(torch.from_numpy(arrays["generator"]))
+    except (OSError, EOFError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(
+            f"{found} cannot be read ({error!r}): the dump is damaged, or too large for this machine"
+        ) from error
 
 
 def _parts(memory: RingMemory, sampler: Sampler) -> dict[str, Sampler | TrajectoryIndex]:

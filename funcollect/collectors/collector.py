@@ -24,6 +24,7 @@ from funcollect.core.saving import Episodes, check_episodes
 from funcollect.errors import ClosedError
 from funcollect.files import read_data, write_data
 from funcollect.policies.normalized import Normalized
+from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
 from funcollect.running_statistics import RunningStatistics, merge, none_like, update
 from funcollect.specs import ExplorationType
 
@@ -49,6 +50,8 @@ def _plain(value: Any) -> Any:
         return {name: _A_FUNCTION if callable(each) else _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
+    if getattr(value, "ndim", None) == 0:  # a number of NumPy, Torch or JAX
+        value = value.item()
     return value if value is None or isinstance(value, (bool, int, float, str)) else _NOT_PLAIN
 
 
@@ -215,7 +218,7 @@ class CollectorBase(RunOptions, ABC):
         check_kind("path", path, (str, os.PathLike), "pass the name of a file")
         check_episodes(episodes)
         self._check_open()
-        run = {"class": type(self).__name__, "keywords": self._run_keywords(), "run": self.saved_run(episodes)}
+        run = {"class": type(self).__name__, "keywords": self._plain_keywords(), "run": self.saved_run(episodes)}
         write_data(Path(path), _KIND, run | {"moments": self._moments})
 
     def restore(self, path: str | os.PathLike[str], *, episodes: Episodes = "continue") -> None:
@@ -238,7 +241,7 @@ class CollectorBase(RunOptions, ABC):
         check_episodes(episodes)
         self._check_open()
         saved = read_data(Path(path), _KIND)
-        own = self._run_keywords()
+        own = self._plain_keywords()
         self._check_saved(saved, [(name, value) for name, value in own.items() if name != "seed"])
         self._restore(saved, episodes)
 
@@ -290,9 +293,13 @@ class CollectorBase(RunOptions, ABC):
         return made
 
     def _run_keywords(self) -> dict[str, Any]:
-        """The keywords that are saved, as plain values."""
+        """The keywords that are saved if they are plain."""
         names = {each.name for each in fields(self) if each.init} - _NOT_SAVED
-        values = {name: _plain(getattr(self, name)) for name in sorted(names)}
+        return {name: getattr(self, name) for name in sorted(names)}
+
+    def _plain_keywords(self) -> dict[str, Any]:
+        """The keywords that are saved, as plain values."""
+        values = {name: _plain(value) for name, value in self._run_keywords().items()}
         return {name: value for name, value in values.items() if value is not _NOT_PLAIN}
 
     @classmethod
@@ -352,11 +359,17 @@ class CollectorBase(RunOptions, ABC):
 
     def _check_statistics(self) -> None:
         """Raise TypeError if there are no statistics to update."""
-        if self.update_statistics and not isinstance(self.policy, Normalized):
-            raise TypeError(
-                f"update_statistics is True, but the policy is {type(self.policy).__name__}, which has no statistics: "
-                "pass the result of funcollect.normalized(policy, stats)"
-            )
+        if not self.update_statistics or isinstance(self.policy, Normalized):
+            return
+        found = f"the policy is {type(self.policy).__name__}, which has no statistics"
+        mend = "pass the result of funcollect.normalized(policy, stats)"
+        if isinstance(self.policy, LoweredPolicy):
+            found = "the policy is LoweredPolicy, which only reads statistics"
+            mend += " without lower_policy: collectors lower it by themselves"
+        if self.policy is None:
+            found = "policy is None, and the policies that policy_factory makes in the workers are not updated"
+            mend += " as policy"
+        raise TypeError(f"update_statistics is True, but {found}: {mend}")
 
     def _add_to_statistics(self, moments: RunningStatistics) -> None:
         """Add a batch's moments to the policy's statistics; it acts with them as another version of its parameters."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from numpy.lib import format as npy
 from torch import Tensor
 
 from funcollect.interop.jax_setup import import_jax
@@ -69,12 +70,10 @@ class _Writer:
             return ["dict", items]
         if kind is bytes:
             return ["bytes", self._store(np.frombuffer(value, np.uint8))]
-        if isinstance(value, np.generic) and value.dtype != object:
-            return ["scalar", self._store(np.array(value))]
-        if kind is np.ndarray and value.dtype != object:
-            return ["array", self._store(value)]
-        if isinstance(value, Tensor):
-            return ["tensor", *self._tensor(value.detach().cpu())]
+        if (isinstance(value, np.generic) or kind is np.ndarray) and (stored := self._array(np.asarray(value))):
+            return ["array" if kind is np.ndarray else "scalar", *stored]
+        if isinstance(value, Tensor) and _is_dense(value):
+            return ["tensor", *self._tensor(value.detach().resolve_conj().resolve_neg().cpu())]
         if kind is np.random.Generator and type(value.bit_generator).__name__ in _GENERATORS:
             return ["generator", self.encode(value.bit_generator.state, where)]
         if _is_jax(value):
@@ -86,9 +85,22 @@ class _Writer:
         self.arrays[name] = array
         return name
 
+    def _array(self, value: npt.NDArray[Any]) -> list[Any]:
+        """What `_numpy` takes: an array's name, or for dtypes that NumPy's files lack that of its bytes; else empty."""
+        if value.dtype.hasobject:
+            return []
+        if npy.descr_to_dtype(npy.dtype_to_descr(value.dtype)) == value.dtype:
+            return [self._store(value)]
+        return self._bytes(value) if value.dtype.names is None else []
+
+    def _bytes(self, value: npt.NDArray[Any]) -> list[Any]:
+        """The name of an array's bytes, its dtype and its shape."""
+        flat = np.ascontiguousarray(value).reshape(-1)
+        return [self._store(flat.view(np.uint8)), value.dtype.name, [*value.shape]]
+
     def _tensor(self, value: Tensor) -> tuple[str, str, list[int]]:
         """The name of the tensor's bytes, its dtype and its shape: NumPy lacks some of Torch's dtypes."""
-        flat = value.contiguous().reshape(-1)
+        flat = value.contiguous().as_strided((value.numel(),), (1,))  # a single element may have another stride
         return self._store(flat.view(torch.uint8).numpy()), str(value.dtype).removeprefix("torch."), list(value.shape)
 
     def _jax(self, value: Any) -> Any:
@@ -96,13 +108,12 @@ class _Writer:
         if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
             words = np.asarray(jax.random.key_data(value))
             return ["key", self._store(words), str(jax.random.key_impl(value))]
-        array = np.asarray(value)
-        return [
-            "jax",
-            self._store(np.ascontiguousarray(array).reshape(-1).view(np.uint8)),
-            array.dtype.name,
-            [*array.shape],
-        ]
+        return ["jax", *self._bytes(np.asarray(value))]
+
+
+def _is_dense(value: Tensor) -> bool:
+    """Whether a tensor's elements, as they are, are in memory."""
+    return value.layout == torch.strided and not (value.is_meta or value.is_quantized or value.is_nested)
 
 
 def _is_jax(value: Any) -> bool:
@@ -155,6 +166,13 @@ class _Reader:
         return _ARRAYS[kind](self._arrays[rest[0]], *rest[1:])
 
 
+def _numpy(array: npt.NDArray[Any], name: str | None = None, shape: Sequence[int] = ()) -> npt.NDArray[Any]:
+    """A copy of an array, or of one with this dtype and shape from its bytes."""
+    if name is None:
+        return np.array(array)
+    return np.frombuffer(array.tobytes(), import_jax().numpy.dtype(name)).reshape(shape).copy()
+
+
 def _tensor(array: npt.NDArray[Any], name: str, shape: list[int]) -> Tensor:
     if not isinstance(dtype := getattr(torch, name, None), torch.dtype):
         raise ValueError(f"the data has a tensor of the unknown dtype {name!r}")
@@ -164,8 +182,7 @@ def _tensor(array: npt.NDArray[Any], name: str, shape: list[int]) -> Tensor:
 
 
 def _jax_array(array: npt.NDArray[Any], name: str, shape: list[int]) -> Any:
-    jnp = import_jax().numpy
-    return jnp.array(np.frombuffer(array.tobytes(), jnp.dtype(name)).reshape(shape))
+    return import_jax().numpy.array(_numpy(array, name, shape))
 
 
 def _jax_key(words: npt.NDArray[Any], name: str) -> Any:
@@ -181,9 +198,9 @@ def _generator(state: Any) -> np.random.Generator:
 
 _MAKERS: dict[str, Callable[..., Any]] = {each.__name__: each for each in _SEQUENCES}
 _ARRAYS: dict[str, Callable[..., Any]] = {
-    "array": np.array,
+    "array": _numpy,
     "bytes": lambda array: array.tobytes(),
-    "scalar": lambda array: array[()],
+    "scalar": lambda *stored: _numpy(*stored)[()],
     "tensor": _tensor,
     "jax": _jax_array,
     "key": _jax_key,

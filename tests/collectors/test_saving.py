@@ -280,6 +280,22 @@ def test_exploration_is_saved_and_compared_and_a_schedule_has_to_be_passed_again
     assert epsilon(fc.SyncDataCollector.load(tmp_path / "schedule", env, policy, exploration=schedule)) == 0.5
 
 
+@pytest.mark.parametrize("kind", ["one", "in process"])
+@pytest.mark.parametrize("half", [np.float32(0.5), np.array(0.5), torch.tensor(0.5), jnp.float32(0.5)], ids=type)
+def test_keywords_of_numpy_torch_and_jax_are_saved_as_plain_numbers(half, kind, tmp_path):
+    policy = fc.torch_policy(nn.Linear(4, 2), head=fc.heads.epsilon_greedy(0.05))
+    frames = np.int64(20) if kind == "one" else (np.int64(20), 20)
+    given = {"frames_per_batch": frames, "max_frames_per_traj": np.int64(9), "reset_at_each_iter": np.bool_(True)}
+    with build(kind, policy, exploration={"epsilon": half}, **given) as run:
+        run.save(tmp_path / "run")
+    collector, make, others = SYNCHRONOUS[kind]
+    others = {name: value for name, value in others.items() if name == "in_process"}
+    for keywords in ({}, given | {"exploration": {"epsilon": 0.5}}, {"exploration": {"epsilon": half}}):
+        with collector.load(tmp_path / "run", make(), policy, **others, **keywords) as other:
+            assert (other.max_frames_per_traj, other.reset_at_each_iter) == (9, True)
+            assert next(other)["collector", "exploration", "epsilon"].unique().tolist() == [0.5]
+
+
 @pytest.mark.parametrize("kind", ["sync", "multi"])
 def test_a_loaded_state_does_not_count_the_batch_of_the_run_before(kind):
     stats = fc.running_statistics.init(fc.make_env("CartPole-v1").observation_space)

@@ -161,6 +161,11 @@ def test_damaged_and_foreign_files_are_refused(tmp_path):
         path.write_bytes(damaged)
         with refused(ValueError, ("cannot be read", "damaged")):
             fc.load(path, env, policy)
+    entry = whole.index(b"PK\1\2")  # in the zip file's directory, where these bytes name flags and a compression
+    for byte in (entry + 8, entry + 10):
+        path.write_bytes(whole[:byte] + b"\x41" + whole[byte + 1 :])
+        with refused(ValueError, ("cannot be read", "damaged")):
+            fc.load(path, env, policy)
     path.write_bytes(pickle.dumps(_Trap()))
     with refused(ValueError, ("cannot be read",)):
         fc.load(path, env, policy)
