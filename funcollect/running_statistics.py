@@ -71,14 +71,14 @@ def init(space: Space, *, backend: Literal["torch", "jax"] = "torch") -> Running
 
 
 def start(shapes: Mapping[str, tuple[int, ...]], backend: str) -> RunningStatistics:
-    """Statistics of nothing, for leaves of these shapes."""
+    """Statistics of nothing, for leaves of these shapes, with sorted names, as pytrees of JAX have them."""
     if backend == "torch":
-        zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+        zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in sorted(shapes.items())}
         return RunningStatistics(
             torch.zeros((), dtype=torch.int64), zeros, {name: torch.ones_like(zero) for name, zero in zeros.items()}
         )
     jnp = import_jax().numpy
-    mean, variance = ({name: make(shape) for name, shape in shapes.items()} for make in (jnp.zeros, jnp.ones))
+    mean, variance = ({name: make(shape) for name, shape in sorted(shapes.items())} for make in (jnp.zeros, jnp.ones))
     return RunningStatistics(jnp.zeros(2, jnp.uint32), mean, variance)
 
 
@@ -105,8 +105,8 @@ def update(stats: RunningStatistics, batch: Any, *, weights: Any = None) -> Runn
         stats: those before.
         batch: a batch [*B, T], of which the observations before each step count; or observations alone, an array
             [*B, *shape] or a dict of them.
-        weights: [*B], whether each observation counts: bools, or zeros and ones. By default padding and the repeated
-            frames of finished lanes do not count.
+        weights: [*B], an array or a list, whether each observation counts: bools, or zeros and ones. By default padding
+            and the repeated frames of finished lanes do not count.
 
     Raises:
         KeyError: if an observation is missing.
@@ -125,8 +125,8 @@ def update(stats: RunningStatistics, batch: Any, *, weights: Any = None) -> Runn
             raise ValueError(
                 f"{name!r} is {list(values[name].shape)}, expected {list(wanted)}: pass what the space has"
             )
-    if weights is not None and tuple(weights.shape) != lead:
-        raise ValueError(f"weights is {list(weights.shape)}, expected {list(lead)}: pass one for each observation")
+    if weights is not None and np.shape(weights) != lead:
+        raise ValueError(f"weights is {list(np.shape(weights))}, expected {list(lead)}: pass one for each observation")
     made = _moments_in_jax if in_jax else _moments_in_torch
     return merge(stats, made(stats, values, weights, math.prod(lead)))
 
@@ -193,12 +193,26 @@ def _moments_in_jax(stats: RunningStatistics, values: Mapping[str, Any], weights
 
 
 def merge(one: RunningStatistics, other: RunningStatistics) -> RunningStatistics:
-    """The statistics of the observations of both, such as those of two workers; ValueError if their keys differ."""
+    """The statistics of the observations of both, such as those of two workers.
+
+    Raises:
+        TypeError: if one is of Torch and the other of JAX.
+        ValueError: if their keys differ.
+    """
     _check("one", one)
     _check("other", other)
-    if (names := [*one.mean]) != [*other.mean]:
-        raise ValueError(f"the statistics have the keys {names} and {[*other.mean]}, expected the same: merge those")
-    if isinstance(one.count, Tensor):
+    names, in_torch = sorted(one.mean), isinstance(one.count, Tensor)
+    if names != sorted(other.mean):
+        raise ValueError(
+            f"the statistics have the keys {names} and {sorted(other.mean)}, expected the same: merge those"
+        )
+    if in_torch is not isinstance(other.count, Tensor):
+        first, second = ("Torch", "JAX") if in_torch else ("JAX", "Torch")
+        raise TypeError(
+            f"the statistics are of {first} and of {second}, expected one framework: start both with the same backend, "
+            f"running_statistics.init(space, backend={first.lower()!r})"
+        )
+    if in_torch:
         count = one.count + other.count
         share = other.count.double() / count.clamp(min=1)
     else:
@@ -229,8 +243,9 @@ def normalize(stats: RunningStatistics, observation: Any, *, clip: float | None 
 
     Args:
         stats: the statistics; as they are, nothing is updated.
-        observation: an array [..., *shape], a dict of them, or a batch, whose observations before and after each step
-            are normalised (the latter under ``next``). Other keys stay as they are.
+        observation: an array [..., *shape] of NumPy, Torch or JAX, whichever has the statistics; a dict of arrays; or
+            a batch, whose observations before and after each step are normalised (the latter under ``next``). Other
+            keys stay as they are.
         clip: the largest absolute value of the result.
     """
     _check("stats", stats)
@@ -250,15 +265,23 @@ def denormalize(stats: RunningStatistics, observation: Any) -> Any:
     return _applied(stats, observation, lambda value, mean, deviation: value * deviation + mean)
 
 
+def _like(moment: Any, value: Any) -> Any:
+    """A moment in the framework and the dtype of an observation."""
+    if isinstance(value, Tensor):
+        return (moment if isinstance(moment, Tensor) else torch.from_numpy(np.array(moment))).to(value)
+    if isinstance(moment, Tensor):
+        moment = moment.numpy(force=True)
+    elif isinstance(value, np.ndarray) and not isinstance(moment, import_jax().core.Tracer):
+        moment = np.asarray(moment)
+    return moment.astype(value.dtype)
+
+
 def _applied(stats: RunningStatistics, observation: Any, function: Callable[[Any, Any, Any], Any]) -> Any:
     """The result of a function of (value, mean, deviation) for each leaf that has statistics."""
 
     def leaf(name: str, value: Any) -> Any:
-        mean, variance = stats.mean[name], stats.variance[name]
-        deviation = (variance + EPSILON) ** 0.5
-        if isinstance(value, Tensor):
-            return function(value, mean.to(value), deviation.to(value))
-        return function(value, mean.astype(value.dtype), deviation.astype(value.dtype))
+        deviation = (stats.variance[name] + EPSILON) ** 0.5
+        return function(value, _like(stats.mean[name], value), _like(deviation, value))
 
     if isinstance(observation, TensorDictBase):
         result, known = observation.copy(), set(flatten(observation))

@@ -129,7 +129,9 @@ def test_weights_are_flags():
     stats = rs.init(BOX)
     with refused(ValueError, ("weights is", "expected bools, or zeros and ones")):
         rs.update(stats, torch.zeros(2, 3), weights=torch.tensor([0.5, 1.0]))
-    assert int(rs.update(stats, torch.zeros(2, 3), weights=torch.tensor([0, 1])).count) == 1
+    for weights in (torch.tensor([0, 1]), np.array([False, True]), [0, 1]):
+        assert int(rs.update(stats, torch.zeros(2, 3), weights=weights).count) == 1
+        assert rs.update(rs.init(BOX, backend="jax"), jnp.zeros((2, 3)), weights=weights).count.tolist() == [1, 0]
 
 
 def test_dicts_have_statistics_for_floats_alone():
@@ -150,6 +152,35 @@ def test_dicts_have_statistics_for_floats_alone():
     in_jax = rs.init(space, backend="jax")
     in_jax = rs.update(in_jax, jax.tree.map(lambda leaf: jnp.asarray(leaf.numpy()), observation))
     np.testing.assert_allclose(in_jax.mean["a"], stats.mean["a"], rtol=1e-5, atol=1e-6)
+
+
+KINDS = {"numpy": np.asarray, "torch": torch.from_numpy, "jax": jnp.asarray}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_normalised_observations_stay_in_their_framework(backend, kind):
+    rows = data(50)
+    stats, array = updated(backend, [rows]), KINDS[kind](rows)
+    for scaled in (rs.normalize(stats, array, clip=3.0), rs.normalize(stats, {"observation": array}, clip=3.0)):
+        scaled = scaled["observation"] if isinstance(scaled, dict) else scaled
+        assert isinstance(scaled, type(array))
+        assert scaled.dtype == array.dtype
+        np.testing.assert_allclose(scaled, rs.normalize(updated("torch", [rows]), rows, clip=3.0), rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(rs.denormalize(stats, rs.normalize(stats, array)), rows, rtol=1e-4, atol=1e-4)
+    if kind == "torch":
+        batch = rs.normalize(stats, TensorDict({"observation": array}, [50]), clip=3.0)
+        assert torch.equal(batch["observation"], scaled)
+
+
+def test_statistics_merge_whatever_the_order_of_their_keys():
+    space = spaces.Dict(velocity=BOX, agent=BOX)
+    stats = rs.update(rs.init(space), {"velocity": torch.ones(2, 3), "agent": torch.zeros(2, 3)})
+    assert [*stats.mean] == ["agent", "velocity"]  # as pytrees of JAX have them
+    other = stats._replace(**{part: dict(reversed(getattr(stats, part).items())) for part in ("mean", "variance")})
+    merged = rs.merge(stats, other)
+    assert int(merged.count) == 4
+    assert torch.equal(merged.mean["velocity"], torch.ones(3).double())
 
 
 def test_updates_run_inside_jit_and_vmap():
@@ -176,3 +207,5 @@ def test_bad_arguments_are_refused():
         rs.update(stats, torch.zeros(5, 2))
     with refused(ValueError, ("the keys ['observation'] and ['a']",)):
         rs.merge(stats, rs.init(spaces.Dict({"a": BOX})))
+    with refused(TypeError, ("of Torch and of JAX", "init(space, backend='torch')")):
+        rs.merge(stats, rs.init(BOX, backend="jax"))

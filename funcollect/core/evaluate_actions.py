@@ -26,6 +26,7 @@ from funcollect.core.traced_step.starts import where_lanes
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memo import memo_of
 from funcollect.keys import key_from_seed
+from funcollect.messages import shown
 from funcollect.policies.actors.actor import recurrent_names, split_answer
 from funcollect.policies.actors.checks import check_recurrent
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
@@ -39,6 +40,7 @@ from funcollect.specs import ActionSpec, Leaf, Space, assemble
 from funcollect.tree import NAMESPACE, Path, flatten, select, to_tensordict
 
 _ACTION: Path = ("action",)
+_LOG_PROB: Path = ("action_log_prob",)
 _LANE, _STEP, _TRAJECTORY = ("collector", "lane"), ("collector", "step"), ("collector", "traj_ids")
 _TIME_MAJOR = ("collector", "episode")  # a key that only batches of `funcollect.traced` have
 _ANY = key_from_seed(0)  # initial states do not depend on keys
@@ -57,6 +59,7 @@ class _Framework:
 
     xp: Any  # the functions that heads need
     map: Callable[..., Any]  # over the leaves of pytrees
+    cast: Callable[[Any, Any], Any]  # of an array to a dtype
     select: Callable[[Any, Any, Any], Any]  # the lanes of a mask [P] from one pytree, the rest from another
     scan: Callable[[Any, Any, Any], tuple[Any, Any]]  # `jax.lax.scan`
 
@@ -70,12 +73,12 @@ def _scan(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, rows: Any) ->
     return carry, optree.tree_map(lambda *leaves: torch.stack(leaves), *outputs, namespace=NAMESPACE)
 
 
-_TORCH = _Framework(TORCH, partial(optree.tree_map, namespace=NAMESPACE), select, _scan)
+_TORCH = _Framework(TORCH, partial(optree.tree_map, namespace=NAMESPACE), Tensor.to, select, _scan)
 
 
 def _in_jax() -> _Framework:
     jax = import_jax()
-    return _Framework(jax_numerics(), jax.tree.map, where_lanes, jax.lax.scan)
+    return _Framework(jax_numerics(), jax.tree.map, jax.numpy.astype, where_lanes, jax.lax.scan)
 
 
 def remember_spaces(policy: Policy, env: Env) -> None:
@@ -103,7 +106,9 @@ def evaluate_actions(
             [P, T] or any of its lanes, [T] of a single environment, or [T, P] of `funcollect.traced`.
         env: the environment, for its spaces; not needed if `init` or a collector in this process used it with `policy`,
             and only it.
-        policy_state: the policy's state before the batch, ``state.policy_state``, if the batch does not hold it.
+        policy_state: the policy's state before the rollout, ``state.policy_state``, if the batch does not hold it. The
+            batch must then be the whole rollout in its order: all lanes, and all steps from the first one. A missing
+            first step cannot be noticed.
 
     Returns:
         By name, each [...] in the shape of the batch: ``action_log_prob``, ``entropy`` in nats, if the head or the
@@ -111,7 +116,7 @@ def evaluate_actions(
 
     Raises:
         TypeError: for a policy that has no head or distribution, or whose function draws random numbers itself.
-        ValueError: for a batch without keys that are needed.
+        ValueError: for a batch without keys that are needed, or that does not fit `policy_state`.
 
     >>> import torch, funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
@@ -151,13 +156,22 @@ def evaluate_actions(
         parameters, outputs = _at_once(framework, call, inputs, action.shape[:dims])
     else:
         parameters, outputs = _in_order(framework, call, inputs, rows, dims, _recurrent(policy, rows, policy_state))
-    if not spec.categories and hasattr(parameters[0], "dtype"):
-        action = action.to(parameters[0].dtype) if in_torch else action.astype(parameters[0].dtype)
+    if spec.dtype.is_floating_point and _LOG_PROB in rows:
+        action, parameters = _as_recorded(framework, rows[_LOG_PROB].dtype, action, parameters)
     chosen = {name: rows.get((name,), value) for name, value in head.record(xp, action, spec).items()}
     chosen["action"] = action
     log_prob, entropy = head.log_prob(xp, parameters, chosen, spec), head.entropy(xp, parameters, spec)
     scores = {"action_log_prob": log_prob, "entropy": entropy}
     return {**outputs, **{name: score for name, score in scores.items() if score is not None}}
+
+
+def _as_recorded(framework: _Framework, dtype: Any, action: Any, parameters: Any) -> tuple[Any, Any]:
+    """The action in `dtype`, in which the rollout scored it, and parameters that are no narrower."""
+
+    def widen(leaf: Any) -> Any:
+        return framework.cast(leaf, dtype) if leaf.dtype.itemsize < dtype.itemsize else leaf
+
+    return framework.cast(action, dtype), framework.map(widen, parameters)
 
 
 def _spaces_of(policy: Policy, env: Env | None) -> _Spaces:
@@ -227,6 +241,8 @@ def _in_order(
     _check_rows(rows, [_LANE, _STEP, *recurrent.paths], Tensor if framework is _TORCH else None)
     turn, back = _turning(rows, dims)
     lane, step = turn(rows[_LANE]), turn(rows[_STEP])
+    if recurrent.given:
+        _check_whole(lane, step, len(recurrent.given[0]))
     apart = lane[1:] != lane[:-1]
     if recurrent.given is None:  # the batch has the state of each row, and may be a sample, such as slices in a row
         apart = apart | (step[1:] != step[:-1] + 1)
@@ -280,6 +296,24 @@ def _recurrent(policy: TorchPolicy | FunctionPolicy, rows: _Leaves, policy_state
             f"of this policy, {[('P', *leaf.shape[1:]) for leaf in leaves]}: pass state.policy_state"
         )
     return _Recurrent(initial, treedef, [], given)
+
+
+def _check_whole(lane: Any, step: Any, lanes: int) -> None:
+    """Raise ValueError unless rows [T, P] can be a whole rollout, for a state of so many lanes before it.
+
+    In traced code only the number of lanes is known.
+    """
+    mend = "pass the whole rollout in its order, or make the policy with record_state=True"
+    if lane.shape[1] != lanes:
+        raise ValueError(f"the batch has {lane.shape[1]} lanes, expected {lanes}, as policy_state has: {mend}")
+    if not isinstance(lane, Tensor) and isinstance(lane, import_jax().core.Tracer):
+        return
+    mixed = (lane != lane[:1]).any() | (lane[0, 1:] <= lane[0, :-1]).any()
+    if bool(mixed | (step[1:] - step[:-1] > 1).any()):
+        raise ValueError(
+            f"the batch has the lanes {shown(lane[0].tolist())} at first, expected increasing ones with consecutive "
+            f"steps, to go on from policy_state: {mend}"
+        )
 
 
 def _turning(rows: _Leaves, dims: int) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:

@@ -14,7 +14,7 @@ from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax, own_generator
 from funcollect.keys import Noise
 from funcollect.messages import shown
-from funcollect.policies.numerics import TORCH
+from funcollect.policies.numerics import TORCH, in_32_bits
 from funcollect.specs import ActionSpec
 
 __all__ = ["from_distribution"]
@@ -102,7 +102,7 @@ class FromDistribution:
                 f"the policy returned {shown(answer)}, the head {self.name} wants {list(self.names)}, an array each: "
                 "return these"
             )
-        return parts
+        return tuple(in_32_bits(xp, part) for part in parts)
 
     def sample(self, xp: Any, parameters: tuple[Any, ...], noise: Any, spec: ActionSpec) -> Mapping[str, Any]:
         if xp is TORCH:

@@ -29,7 +29,7 @@ from funcollect.errors import PolicyError
 from funcollect.keys import Noise
 from funcollect.messages import shown
 from funcollect.policies.distributions import from_distribution
-from funcollect.policies.numerics import encode_choices
+from funcollect.policies.numerics import encode_choices, in_32_bits
 from funcollect.specs import ActionSpec
 
 __all__ = [
@@ -130,7 +130,7 @@ class _Discrete(_Head):
                 f"the policy returned {_shape(answer)}, the head {self.name} wants [P, {wanted}]: "
                 f"one number for each choice of {spec.space}"
             )
-        return (answer,)
+        return (in_32_bits(xp, answer),)
 
     def _split(self, array: Any, spec: ActionSpec) -> list[Any]:
         """One array [..., choices] for each component of the action."""
@@ -178,8 +178,9 @@ class Categorical(_Discrete):
 
     def entropy(self, xp: Any, parameters: Parameters, spec: ActionSpec) -> Any:
         logs = map(xp.log_softmax, self._split(self._logits(parameters), spec))
-        lowest = float(np.finfo(np.float32).min)  # in place of minus infinity, the logit of a choice that is ruled out
-        return functools.reduce(operator.add, [-(xp.exp(log) * xp.clip(log, lowest, None)).sum(-1) for log in logs])
+        # The logit of a choice that is ruled out is minus infinity; it adds nothing.
+        parts = [-(xp.exp(log) * xp.where(log == -math.inf, 0.0, log)).sum(-1) for log in logs]
+        return functools.reduce(operator.add, parts)
 
     def _logits(self, parameters: Parameters) -> Any:
         return parameters[0]
@@ -307,11 +308,11 @@ class Normal(_Head):
     def parse(self, xp: Any, answer: Any, spec: ActionSpec) -> Parameters:
         dims = len(spec.shape)
         if isinstance(answer, (tuple, list)) and len(answer) == 2:
-            loc, scale = answer
-            if _tail(loc, dims) == spec.shape and _tail(scale, dims) == spec.shape:
+            if _tail(answer[0], dims) == spec.shape and _tail(answer[1], dims) == spec.shape:
+                loc, scale = in_32_bits(xp, answer[0]), in_32_bits(xp, answer[1])
                 return (loc, scale) if loc.shape == scale.shape else tuple(xp.broadcast(loc, scale))
         elif hasattr(answer, "shape") and spec.shape and _tail(answer, dims) == (*spec.shape[:-1], 2 * spec.shape[-1]):
-            size = spec.shape[-1]
+            answer, size = in_32_bits(xp, answer), spec.shape[-1]
             return answer[..., :size], xp.softplus(answer[..., size:])
         raise PolicyError(
             f"the policy returned {_shape(answer)}, the head {self.name} wants a pair (loc, scale), each "
@@ -356,7 +357,7 @@ class TanhNormal(Normal):
 
     def _bounds(self, xp: Any, spec: ActionSpec, like: Any) -> tuple[Any, Any]:
         space: Any = spec.space
-        return xp.constant(space.low, like), xp.constant(space.high, like)
+        return in_32_bits(xp, xp.constant(space.low, like)), in_32_bits(xp, xp.constant(space.high, like))
 
     def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Outputs:
         raw = super().sample(xp, parameters, noise, spec)["action"]
@@ -365,7 +366,7 @@ class TanhNormal(Normal):
 
     def record(self, xp: Any, action: Any, spec: ActionSpec) -> Outputs:
         low, high = self._bounds(xp, spec, action)
-        squashed = xp.clip(2 * (action - low) / (high - low) - 1, -_INSIDE, _INSIDE)
+        squashed = xp.clip(2 * (in_32_bits(xp, action) - low) / (high - low) - 1, -_INSIDE, _INSIDE)
         return {"action": action, _UNSQUASHED: 0.5 * (xp.log1p(squashed) - xp.log1p(-squashed))}
 
     def log_prob(self, xp: Any, parameters: Parameters, outputs: Outputs, spec: ActionSpec) -> Any:
@@ -400,7 +401,7 @@ def check_head(head: Any) -> None:
 
 def _surprise(xp: Any, probability: Any) -> Any:
     """What a choice adds to the entropy; nothing if its probability is 0."""
-    return -probability * xp.log(xp.clip(probability, float(np.finfo(np.float32).tiny), None))
+    return -probability * xp.log(xp.where(probability == 0, 1.0, probability))
 
 
 def _tail(array: Any, dims: int) -> tuple[int, ...] | None:

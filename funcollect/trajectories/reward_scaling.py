@@ -72,7 +72,7 @@ def scale_rewards(
     check_factor("gamma", gamma, in_jax)
     check_number("clip", clip, positive=True, example=10.0)
     check_kind("scaling", scaling, (tuple, type(None)), "pass what the last call returned")
-    before = None if scaling is None else RewardScaling(*scaling)
+    before = None if scaling is None else RewardScaling(scaling[0], RunningStatistics(*scaling[1]))
     if in_jax:
         return _in_jax(batch, before, gamma, clip)
     frames, _ = counted_frames(batch)
@@ -80,7 +80,7 @@ def scale_rewards(
     if before is None:
         before = RewardScaling({}, start({_NAME: shape}, "torch"))
     returns = _returns(frames, before.returns, gamma)
-    statistics = update(RunningStatistics(*before.statistics), {_NAME: returns.reshape(-1, *shape)})
+    statistics = update(before.statistics, {_NAME: returns.reshape(-1, *shape)})
     reward = require(batch, ("next", "reward"), tail=None)
     deviation = (statistics.variance[_NAME] + EPSILON).sqrt().to(reward)
     return (reward / deviation).clamp(-clip, clip), RewardScaling(_open(frames, returns, before.returns), statistics)

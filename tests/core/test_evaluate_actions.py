@@ -14,6 +14,7 @@ from torch import nn
 from torchrl.modules import LSTMModule, NormalParamExtractor, OneHotCategorical, ProbabilisticActor, TanhNormal
 
 import funcollect as fc
+from tests.policies.test_distributions import Logistic
 from tests.support import cases
 from tests.support.running import SCALE, in_soak, scaled
 
@@ -76,6 +77,55 @@ def test_recorded_log_probs_come_back(name: str, prefix: str) -> None:
     policy = in_jax(name)
     _, batch = collected(policy, env, scaled(40))
     assert_recorded(fc.evaluate_actions(policy, policy.params, fc.interop.to_jax(batch))["action_log_prob"], batch)
+
+
+def of_torch(loc: Any, scale: Any) -> Any:
+    return torch.distributions.Normal(loc.float(), scale.float())
+
+
+NARROW = {
+    "normal": (fc.heads.normal,) * 2,
+    "tanh_normal": (fc.heads.tanh_normal,) * 2,
+    "distribution": (fc.heads.from_distribution(of_torch), fc.heads.from_distribution(Logistic, "loc", "scale")),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("name", NARROW)
+def test_log_probs_of_networks_of_another_precision_come_back(name: str, dtype: str) -> None:
+    env, (head, jax_head) = fc.make_env("Pendulum-v1", num_envs=4), NARROW[name]
+    net = cases.mlp(3, 2).to(getattr(torch, dtype))
+
+    def network(x: torch.Tensor) -> Any:
+        loc, scale = net(x.to(net[0].weight.dtype)).chunk(2, -1)
+        return loc, 0.1 + scale.exp()
+
+    policy = fc.torch_policy(network, head=head)
+    _, batch = collected(policy, env, 20)
+    now = fc.evaluate_actions(policy, None, batch)["action_log_prob"]
+    assert_recorded(now, batch)
+    now.mean().backward()
+    assert all(each.grad.isfinite().all() for each in net.parameters())
+    if dtype == "float64":
+        return  # which JAX lacks
+
+    def apply(params: Any, x: Any) -> Any:
+        y = jnp.tanh(x.astype(dtype) @ params)
+        return y[..., :1], jnp.exp(y[..., 1:])
+
+    policy = fc.jax_policy(apply, jax.random.normal(jax.random.key(1), (3, 2), dtype), head=jax_head)
+    _, batch = collected(policy, env, 20)
+    assert_recorded(fc.evaluate_actions(policy, None, fc.interop.to_jax(batch))["action_log_prob"], batch)
+
+
+def test_entropies_are_finite_under_autocast() -> None:
+    policy = fc.torch_policy(cases.mlp(4, 2), head=fc.heads.categorical)
+    _, batch = collected(policy, fc.make_env("CartPole-v1", num_envs=2), 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        now = fc.evaluate_actions(policy, None, batch)
+    torch.testing.assert_close(
+        now["entropy"], fc.evaluate_actions(policy, None, batch)["entropy"], rtol=0.05, atol=0.05
+    )
 
 
 @heads
@@ -334,3 +384,23 @@ class TestMisuse:
         other = fc.torch_policy(policy.module, head=policy.head, initial_state=torch.zeros(3))
         with pytest.raises(ValueError, match=r"policy_state has leaves of the shapes .* pass state.policy_state"):
             fc.evaluate_actions(policy, None, batch, policy_state=other.init(np.zeros(2, np.uint32), 2))
+
+    @pytest.mark.parametrize("kind", ["torch", "jax"])
+    def test_a_part_of_a_rollout_with_the_state_before_the_whole(self, kind: str) -> None:
+        policy = recurrent(kind, record=False)
+        before, batch = collected(policy, fc.make_env("CartPole-v1", num_envs=4), 8)
+        for part, message in (
+            (batch[2:], "the batch has 2 lanes, expected 4"),
+            (batch[2], "the batch has 1 lanes, expected 4"),
+            (
+                batch[[1, 0, 2, 3]],
+                r"the lanes \[1, 0, 2, 3\] at first, expected increasing ones with consecutive steps",
+            ),
+            (batch[:, ::2], r"consecutive steps, to go on from policy_state: pass the whole rollout"),
+        ):
+            given = fc.interop.to_jax(part.contiguous()) if kind == "jax" else part
+            with pytest.raises(ValueError, match=message):
+                fc.evaluate_actions(policy, None, given, policy_state=before)
+        start = fc.interop.to_jax(batch[:, :5].contiguous()) if kind == "jax" else batch[:, :5]
+        now = fc.evaluate_actions(policy, None, start, policy_state=before)["action_log_prob"]
+        assert_recorded(now, batch[:, :5])

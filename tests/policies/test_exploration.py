@@ -45,14 +45,23 @@ def test_epsilon_acts_and_is_in_the_batch(framework: str, name: str) -> None:
     assert row[KEY].tolist() == [1.0] * 16
 
 
-def test_another_value_compiles_nothing() -> None:
+PARAMS = {
+    "small": jnp.ones(()),
+    "large": jnp.ones(1 << 17),  # too large to be packed into one vector
+    "integers": [jnp.ones(()), jnp.ones(2, jnp.uint32)],
+    "numpy": np.ones(1 << 17, np.float32),
+}
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+def test_another_value_compiles_nothing(kind: str) -> None:
     calls = []
 
     def apply(params: Any, x: Any) -> Any:
         calls.append(1)
-        return x[:, :2] * params
+        return x[:, :2] * jax.tree.leaves(params)[0].mean()
 
-    policy = fc.jax_policy(apply, jnp.ones(()), head=fc.heads.boltzmann(1.0))
+    policy = fc.jax_policy(apply, PARAMS[kind], head=fc.heads.boltzmann(1.0))
     for name in ("gymnax/CartPole-v1", "CartPole-v1"):
         env = fc.make_env(name, num_envs=2)
         state = fc.init(env, policy, seed=0)

@@ -281,13 +281,29 @@ def test_entropies_of_discrete_heads(backend: Backend, space: spaces.Space[Any],
     assert fc.heads.greedy.entropy(backend.xp, (answer,), spec) is None
 
 
-def test_a_choice_that_is_ruled_out_leaves_entropy_and_gradient_finite() -> None:
-    spec, logits = ActionSpec(spaces.Discrete(3)), torch.tensor([[0.5, -math.inf, 1.0]], requires_grad=True)
-    entropy = fc.heads.categorical.entropy(TORCH, (logits,), spec)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_choice_that_is_ruled_out_leaves_entropy_and_gradient_finite(dtype: torch.dtype) -> None:
+    spec, logits = ActionSpec(spaces.Discrete(3)), torch.tensor([[0.5, -math.inf, 1.0]], dtype=dtype)
+    entropy = fc.heads.categorical.entropy(TORCH, (logits.requires_grad_(),), spec)
     torch.testing.assert_close(entropy, distributions.Categorical(logits=logits[:, [0, 2]]).entropy())
     entropy.sum().backward()
     assert logits.grad is not None
     assert logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("framework", BACKENDS)
+def test_outputs_of_16_bits_are_scored_in_32(framework: str, dtype: torch.dtype) -> None:
+    xp, array = BACKENDS[framework].xp, fc.interop.to_jax if framework == "jax" else torch.clone
+    discrete = (ActionSpec(spaces.Discrete(6)), LOGITS[None].to(dtype))
+    box = (ActionSpec(spaces.Box(-2, 3, (2,))), torch.tensor([[0.3, -0.2, 0.5, 1.5]]).to(dtype))
+    heads = [fc.heads.categorical, fc.heads.boltzmann(0.5), fc.heads.epsilon_greedy(0.0), fc.heads.epsilon_greedy(0.3)]
+    cases = [*((head, *discrete) for head in heads), (fc.heads.normal, *box), (fc.heads.tanh_normal, *box)]
+    for head, spec, answer in cases:
+        wide, narrow = (head.parse(xp, array(each), spec) for each in (answer.float(), answer))
+        outputs = head.sample(xp, wide, None, spec)
+        assert head.entropy(xp, narrow, spec).tolist() == head.entropy(xp, wide, spec).tolist()
+        assert head.log_prob(xp, narrow, outputs, spec).tolist() == head.log_prob(xp, wide, outputs, spec).tolist()
 
 
 @boxes

@@ -189,3 +189,15 @@ def test_bad_arguments_are_refused():
         fc.normalized(torch_policy(), stats, clip=0)
     with refused(TypeError, ("update_statistics is True, but the policy is TorchPolicy",)):
         fc.SyncDataCollector("CartPole-v1", torch_policy(), frames_per_batch=5, update_statistics=True)
+    env, policy = fc.make_env("gymnax/CartPole-v1", num_envs=2), fc.normalized(torch_policy(), some_stats())
+    with refused(TypeError, ("the policy is LoweredPolicy", "normalized(policy, stats) without lower_policy")):
+        fc.SyncDataCollector(env, fc.lower_policy(policy, env), frames_per_batch=4, update_statistics=True)
+    with refused(TypeError, ("policy is None", "policy_factory", "normalized(policy, stats) as policy")):
+        fc.MultiSyncDataCollector(
+            ["CartPole-v1"] * 2, policy_factory=lambda: policy, frames_per_batch=4, update_statistics=True
+        )
+    with fc.SyncDataCollector(env, policy, frames_per_batch=4, update_statistics=True) as collector:
+        before = int(policy.statistics.count)
+        for _ in range(2):
+            next(collector)
+        assert int(policy.statistics.count) == before + 4

@@ -75,6 +75,8 @@ def test_jax_gives_the_same_inside_jit():
         got, theirs = scale({"next": {"reward": reward, "done": done}}, theirs)
         np.testing.assert_allclose(got, wanted[..., 0].T, rtol=1e-4)
     assert theirs.statistics.count.tolist() == [300, 0]
+    restored = (theirs.returns, tuple(theirs.statistics))  # as `Checkpoint.restore` returns it
+    assert scale({"next": {"reward": reward, "done": done}}, restored)[1].statistics.count.tolist() == [360, 0]
 
 
 def test_several_players_have_a_deviation_each():

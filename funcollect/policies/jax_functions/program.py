@@ -78,14 +78,14 @@ class StepProgram:
 
 
 def _as_vector(params: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Functions from a few small float32 parameters to one vector and back; other parameters stay as they are."""
+    """Functions from a few small float32 parameters to one vector and back; others stay a pytree of JAX arrays."""
     jax = import_jax()
     from jax.flatten_util import ravel_pytree
 
     leaves = jax.tree.leaves(params)
     small = len(leaves) > 1 and sum(math.prod(np.shape(leaf)) for leaf in leaves) <= _LARGEST_VECTOR
     if not small or any(getattr(leaf, "dtype", None) != np.float32 for leaf in leaves):
-        return (lambda tree: tree), (lambda tree: tree)
+        return partial(jax.tree.map, jax.numpy.asarray), (lambda tree: tree)  # exploration values are NumPy scalars
     return jax.jit(lambda tree: ravel_pytree(tree)[0]), ravel_pytree(params)[1]
 
 
