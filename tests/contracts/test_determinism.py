@@ -12,7 +12,7 @@ import torch
 import funcollect as fc
 from tests.support.cases import ENVS, KINDS, POLICIES, digests, make_env, pair, pairs
 from tests.support.compare import assert_same, bits, collect
-from tests.support.running import ROOT, SCALE, scaled
+from tests.support.running import ROOT, SCALE, in_soak, scaled
 
 TOTAL = 200 if SCALE == 1 else 400
 
@@ -21,7 +21,7 @@ def cut(length, total=TOTAL):
     return [length] * (total // length) + [total % length] * (total % length > 0)
 
 
-@pytest.mark.parametrize(("kind", "num_envs"), pairs(None, 1, 3, 8))
+@pytest.mark.parametrize(("kind", "num_envs"), pairs(None, 3, *in_soak([1, 8])))
 @pytest.mark.parametrize("name", ENVS)
 def test_how_a_run_is_cut_into_batches_never_changes_its_data(name, kind, num_envs):
     env, policy = pair(name, kind, num_envs)

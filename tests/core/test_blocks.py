@@ -23,7 +23,7 @@ from tests.support.jax_suites import SUITES, suite_and_policy
 from tests.support.running import in_soak
 
 K = BlockOptions().steps
-QUICK = ["gymnax", "pgx", "functions"]  # the others compile for many seconds
+QUICK = ["gymnax", "functions"]  # the others compile for many seconds
 NAMES = [*QUICK, *in_soak([name for name in SUITES if name not in QUICK])]
 
 

@@ -22,7 +22,7 @@ from tests.support.copies import by_file
 from tests.support.counting import Counting
 from tests.support.jax_suites import SUITES
 from tests.support.misuse import refused
-from tests.support.running import ROOT, SCALE
+from tests.support.running import ROOT, in_soak
 
 LATER = """
 import sys, torch, funcollect as fc
@@ -48,7 +48,7 @@ def test_another_process_continues_bit_for_bit(name, kind, tmp_path):
     assert_same(TensorDict(later, batch.batch_size), batch)
 
 
-@pytest.mark.parametrize("name", [name for name in SUITES if SCALE > 1 or name not in ("brax", "playground")])
+@pytest.mark.parametrize("name", ["gymnax", "pgx", *in_soak(name for name in SUITES if name not in ("gymnax", "pgx"))])
 def test_every_jax_suite_continues(name):
     env = SUITES[name]().env
     policy = fc.random_policy(env)

@@ -99,7 +99,7 @@ def run(suite, policy, lengths, seed):
     return state, joined(batches)
 
 
-SLOW = ("playground", "brax")  # to compile for the lengths of two buckets
+SLOW = ("playground", "brax", "jumanji", "navix")  # to compile for the lengths of two buckets
 
 
 @pytest.mark.parametrize("name", [name for name in FEW if name not in SLOW] + in_soak(SLOW))

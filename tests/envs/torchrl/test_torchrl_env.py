@@ -30,6 +30,7 @@ from funcollect.envs import from_torchrl
 from funcollect.keys import Purpose, fold, key_from_seed
 from funcollect.testing import ENV_CHECKS, check_env
 from tests.support.compare import assert_same, bits, collect, leaves
+from tests.support.running import in_soak
 
 LENGTH = 90
 
@@ -71,6 +72,8 @@ ENVS = {
     "noop": lambda: TransformedEnv(cartpole(), NoopResetEnv(noops=4, random=True)),
 }
 
+FEW = ["one_hot", "pendulum", "serial", "transformed", "transformed serial", "noop"]
+
 
 def own_loop(env, seed, actions):
     """TorchRL's loop: every step's TensorDict, stacked over time, the last batch dimension."""
@@ -101,7 +104,7 @@ def check_against_own_loop(make):
     return batch
 
 
-@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize("name", [*FEW, *in_soak(name for name in ENVS if name not in FEW)])
 def test_every_key_is_that_of_torchrls_own_loop(name):
     check_against_own_loop(ENVS[name])
 
@@ -311,7 +314,7 @@ def test_what_an_environment_raises_names_it_and_a_reset_goes_on():
     assert fc.recover(env, state).observation["agent", "place"].sum() == 0
 
 
-@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize("name", [*FEW, *in_soak(name for name in ENVS if name not in FEW)])
 def test_every_check_of_an_environment_passes(name):
     report = check_env(ENVS[name], steps=100)
     idle = {"fork", "save", "lanes_alone"} | (set() if "serial" in name else {"reset_mask"})
