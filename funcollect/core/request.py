@@ -139,6 +139,8 @@ def open_actor(
     if random_left > 0:
         actor = RandomStart(actor, actor_inputs, state.key, lanes, steps, random_left, head_of(policy))
     fresh = state.step == 0
-    if bool(fresh.any()):
+    if fresh.device.type != "cpu":
+        actor.restart(fresh)  # which is not read, since that would wait for the device
+    elif bool(fresh.any()):
         actor.restart(fresh.nonzero()[:, 0].tolist())
     return actor

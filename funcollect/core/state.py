@@ -14,6 +14,7 @@ import numpy.typing as npt
 import optree
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import TypeVar
 
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
@@ -29,6 +30,7 @@ Array = TypeVar("Array", default=Any)  # Tensor, or jax.Array over a JAX environ
 _STATIC = ("total_lanes", "origin")
 _PARTS = ("env_state", "env_params", "policy_state")  # in the structure that an environment or a policy chose
 _ORIGINS = itertools.count(1)
+_LANE_IDS: Any = WeakIdKeyDictionary()  # of tensors on devices
 
 
 class ReadOnlyDict(dict[Path, Any]):
@@ -103,10 +105,16 @@ class CollectorState(Generic[Array]):
 
     @property
     def lane_ids(self) -> npt.NDArray[np.int64]:
-        """[P], `lane` in NumPy, read without running a JAX program."""
+        """[P], `lane` in NumPy, read without running a JAX program, and from a device once."""
         lanes: Any = self.lane
-        on_host = lanes.cpu().numpy() if isinstance(lanes, Tensor) else np.asarray(lanes)
-        return on_host.astype(np.int64, copy=False)
+        if not isinstance(lanes, Tensor):
+            return np.asarray(lanes).astype(np.int64, copy=False)
+        if lanes.device.type == "cpu":
+            return lanes.numpy()
+        if lanes not in _LANE_IDS:
+            _LANE_IDS[lanes] = lanes.cpu().numpy()
+        known: npt.NDArray[np.int64] = _LANE_IDS[lanes]
+        return known
 
     @property
     def num_lanes(self) -> int:

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from funcollect.core.loops import device_delivery
 from funcollect.core.loops.delivery import OUTCOME_KEYS, TrajectoryLimit, deliver, new_columns, reset_counters
 from funcollect.core.request import Request, open_actor, step_limit
 from funcollect.core.state import CollectorState, all_lanes, first_state
@@ -117,8 +118,12 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
             if mask is not None:
                 actor.restart(mask)
         policy_state, outputs = actor.finish()
-    no_ages = torch.zeros(state.num_lanes, dtype=torch.int64)  # nothing is replayed
-    counters, batch, _ = deliver(env, state, request, loop.columns, outputs, no_ages)
+    if reads_wait(env.device):
+        counters, batch = device_delivery.deliver(env, state, request, loop.columns, outputs)
+        counters["returns"] = loop.returns
+    else:
+        no_ages = torch.zeros(state.num_lanes, dtype=torch.int64)  # nothing is replayed
+        counters, batch, _ = deliver(env, state, request, loop.columns, outputs, no_ages)
     after = state.replace(
         env_state=loop.env_state,
         observation={path: root.clone() for path, root in loop.root.items()},
@@ -129,10 +134,16 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
     return after, batch
 
 
+def reads_wait(device: torch.device) -> bool:
+    """Whether to read a tensor of this device is to wait for all work on it, so that the loop reads none."""
+    return device.type != "cpu"
+
+
 class _TensorLoop:
     """The columns of a rollout, and the current state of all lanes.
 
     Attributes:
+        returns: [P] float64, of the current episodes; only kept where reads wait.
         env_state: the environment's state.
         root: the observation by key, each [P, ...]: the same memory throughout, which the policy reads.
         columns: what has been recorded, each [T, P, ...], under the batch's keys.
@@ -151,6 +162,8 @@ class _TensorLoop:
         self._steps = state.steps_made
         self._keys = LaneKeys.of(state.key, Purpose.DYNAMICS, self._lane, 0).keys
         self._finished = (state.terminated | state.truncated).to(env.device)
+        self._reads_wait = reads_wait(env.device)
+        self.returns = state.returns.to(env.device)
         self.columns = new_columns(self.root, request)
         self._reward, self._terminated, self._truncated = (self.columns[path] for path in OUTCOME_KEYS)
         self._roots = [self.columns[path] for path in self.root]
@@ -180,14 +193,18 @@ class _TensorLoop:
                 truncated = truncated | self._limit.reached(t)
             observed = disassemble(self._env.observation_space, answer.observation)
             done: Tensor = terminated | truncated
+            over = self._finished
             if not self._request.reset_when_done:
                 kept = [column[t] for column in self._roots]
-                env_state, observed = select(self._finished, (self.env_state, kept), (env_state, observed))
-                self._finished = self._finished | done
+                env_state, observed = select(over, (self.env_state, kept), (env_state, observed))
+                self._finished = over | done
             for root, column, value in zip(self.root.values(), self._nexts, observed, strict=True):
                 column[t] = value
                 root.copy_(value)
             self._reward[t] = answer.reward
+            if self._reads_wait:
+                earned = self._reward[t]
+                self.returns = self.returns + (earned if self._request.reset_when_done else earned.masked_fill(over, 0))
             self._terminated[t] = terminated
             self._truncated[t] = truncated
             if answer.info:
@@ -206,9 +223,11 @@ class _TensorLoop:
     def _restart(self, t: int, done: Tensor) -> Tensor | None:
         """Begin another episode in the lanes of the mask `done` [P]; return the mask, or None if it has no lane.
 
-        On an accelerator the mask is not read, since that would wait for the device.
+        Where reads wait, the mask is not read.
         """
-        if self._env.device.type == "cpu" and not bool(done.any()):
+        if self._reads_wait:
+            self.returns = torch.where(done, 0.0, self.returns)
+        elif not bool(done.any()):
             return None
         self._episode = self._episode + done
         if self._limit is not None:

@@ -1,0 +1,77 @@
+"""The loop over Torch environments as on an accelerator, run on the CPU: the same data, and no tensor is read."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import funcollect as fc
+from funcollect.core.loops import device_delivery, tensor
+from tests.support.compare import assert_same
+
+CARTPOLE, PENDULUM = "torch/CartPole-v1", "torch/Pendulum-v1"
+READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")  # wait for an accelerator
+
+
+class NoReads(TorchDispatchMode):
+    """Raises where the result of an operation has to be known on the host."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        assert name not in READS, f"{name} waits for the device"
+        filling = name == "index_put_" and args[2].numel() == 1  # which Torch does by `masked_fill_`
+        if name in ("index", "index_put_") and not filling:
+            assert all(each is None or each.dtype != torch.bool for each in args[1]), "an index of bools waits"
+        return function(*args, **(kwargs or {}))
+
+
+def policies():
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    return {
+        (CARTPOLE, "random"): None,
+        (CARTPOLE, "network"): fc.torch_policy(network, head=fc.heads.categorical),
+        (PENDULUM, "random"): None,
+    }
+
+
+def batches(name, policy, num_envs, **kwargs):
+    env = fc.make_env(name, num_envs=num_envs)
+    policy = fc.random_policy(env) if policy is None else policy
+    with fc.SyncDataCollector(env, policy, frames_per_batch=60 * (num_envs or 1), total_frames=-1, **kwargs) as one:
+        return [next(one) for _ in range(3)], one.state
+
+
+@pytest.mark.parametrize("num_envs", [None, 3])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"max_frames_per_traj": 7}, {"reset_when_done": False}, {"init_random_frames": 90}],
+    ids=["plain", "limit", "finished", "random"],
+)
+@pytest.mark.parametrize(("name", "kind"), policies())
+def test_data_and_states_are_those_of_the_cpu(name, kind, kwargs, num_envs, monkeypatch):
+    policy = policies()[name, kind]
+    wanted, before = batches(name, policy, num_envs, seed=1, **kwargs)
+    monkeypatch.setattr(tensor, "reads_wait", lambda device: True)
+    got, after = batches(name, policy, num_envs, seed=1, **kwargs)
+    for one, two in zip(wanted, got, strict=True):
+        assert_same(one, two)
+    for field in ("episode", "step", "returns", "terminated", "truncated"):
+        one, two = getattr(before, field), getattr(after, field)
+        assert (one.dtype, one.tolist()) == (two.dtype, two.tolist()), field
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"max_frames_per_traj": 7}, {"reset_when_done": False}], ids=str)
+@pytest.mark.parametrize(("name", "kind"), policies())
+def test_nothing_is_read_before_the_batch_is_delivered(name, kind, kwargs, monkeypatch):
+    monkeypatch.setattr(tensor, "reads_wait", lambda device: True)
+    env = fc.make_env(name, num_envs=4)
+    policy = policies()[name, kind] or fc.random_policy(env)
+    request = fc.core.request.Request(length=30, **kwargs)
+    loop = tensor._TensorLoop(env, state := fc.init(env, policy, seed=0), request)
+    action = torch.zeros(4, *env.action_spec.shape, dtype=env.action_spec.dtype)
+    monkeypatch.setattr(device_delivery, "check_rewards", lambda rewards: None)  # which reads them
+    with NoReads():
+        for t in range(30):
+            loop.keep_root(t)
+            loop.step(t, action)
+        device_delivery.deliver(env, state, request, loop.columns, {("action",): action.expand(30, *action.shape)})
