@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from benchmarks.gpu import bridges, machine, timing, waits
+from benchmarks.gpu import arms, bridges, machine, timing, waits
 from benchmarks.gpu.pairs import GYMNAX_CARTPOLE, TORCH_CARTPOLE, Size, contestants
 from benchmarks.runner import Options, Result
 
@@ -23,6 +23,14 @@ SIZES = {
     "cartpole few": {"cuda": Size(GYMNAX_CARTPOLE, 2**11, 256), "cpu": Size(GYMNAX_CARTPOLE, 32, 16)},
     "cartpole many": {"cuda": Size(GYMNAX_CARTPOLE, 2**16, 64), "cpu": Size(GYMNAX_CARTPOLE, 256, 16)},
     "cartpole torch": {"cuda": Size(TORCH_CARTPOLE, 2**16, 64), "cpu": Size(TORCH_CARTPOLE, 256, 16)},
+    **{
+        f"cartpole 2^{power}": {
+            "cuda": Size(GYMNAX_CARTPOLE, 2**power, 64),
+            "cpu": Size(GYMNAX_CARTPOLE, 2 ** (power - 8), 16),
+        }
+        for power in (10, 14, 18)
+    },
+    "breakout": {"cuda": Size("gymnax/Breakout-MinAtar", 2**14, 64), "cpu": Size("gymnax/Breakout-MinAtar", 16, 8)},
     "brax": {"cuda": Size("brax/ant", 4096, 32), "cpu": Size("brax/inverted_pendulum", 4, 4)},
 }
 
@@ -41,12 +49,21 @@ def rates(name: str, options: Options, deadline: float) -> Result:
     return timing.result(name, f"{size.env_id}: {size.lanes:,} lanes, {size.length} steps per batch", timings)
 
 
+def arm_rates(name: str, options: Options, deadline: float) -> Result:
+    """Frames per second of every way to build the fused loop."""
+    return arms.rates(name, options, deadline, BLOCK[options.platform] * options.scale)
+
+
 PARTS: dict[str, tuple[float, Part]] = {  # each with its share of the time; the one that compiles slowest is last
     "bridges": (1, bridges.result),
     "cartpole few": (2, partial(rates, "cartpole few")),
     "cartpole torch": (2, partial(rates, "cartpole torch")),
+    "arms few": (2, partial(arm_rates, "arms few")),
+    "arms many": (2, partial(arm_rates, "arms many")),
     "waits": (3, waits.result),
     "cartpole many": (2, partial(rates, "cartpole many")),
+    **{f"cartpole 2^{power}": (1, partial(rates, f"cartpole 2^{power}")) for power in (10, 14, 18)},
+    "breakout": (2, partial(rates, "breakout")),
     "brax": (4, partial(rates, "brax")),
 }
 

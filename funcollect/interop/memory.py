@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,23 +40,36 @@ def naming_memory(what: str) -> Iterator[None]:
         torch_lacks = isinstance(error, torch.OutOfMemoryError)
         if not torch_lacks and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        lacking, other = ("Torch", _held_by_jax()) if torch_lacks else ("JAX", _held_by_torch())
-        raise MemoryError(f"{lacking} has no memory for {what}: collect fewer frames at once{other}") from error
+        lacking, mend = ("Torch", _free_jax()) if torch_lacks else ("JAX", _free_torch())
+        raise MemoryError(
+            f"{lacking} has no memory for {what}{_holders()}: collect fewer frames at once{mend}"
+        ) from error
 
 
-def _held_by_torch() -> str:
-    """The end of a message if JAX lacks memory: how much Torch reserves, and how to free it; empty without a GPU."""
+def _holders() -> str:
+    """How much of the GPU each framework holds, as far as they tell; empty without a GPU."""
+    held = {}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        held["Torch"] = torch.cuda.memory_reserved()
+    if "jax" in sys.modules and (stats := sys.modules["jax"].local_devices()[0].memory_stats()):
+        held["JAX"] = stats.get("pool_bytes", stats["bytes_in_use"])
+    parts = [f"{name} {size / 2**30:.1f} GiB" for name, size in held.items()]
+    return f" (of the GPU, {' and '.join(parts)} are held)" if parts else ""
+
+
+def _free_torch() -> str:
+    """The end of a message if JAX lacks memory: how Torch gives back what it keeps; empty without a GPU."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return ""
-    held = torch.cuda.memory_reserved() / 2**30
-    return f", or give back what Torch keeps of the GPU ({held:.1f} GiB): torch.cuda.empty_cache()"
+    return ", or give back what Torch keeps and does not use: torch.cuda.empty_cache()"
 
 
-def _held_by_jax() -> str:
+def _free_jax() -> str:
     """The end of a message if Torch lacks memory: the setting that makes JAX reserve less."""
-    share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
     if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0"):
         return ", or set XLA_PYTHON_CLIENT_ALLOCATOR=platform before JAX starts: it then gives back what it frees"
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second one is deprecated
+    share = next(filter(None, map(os.environ.get, names)), "0.75")
     return (
         f", or keep JAX from reserving {share} of the GPU: set XLA_PYTHON_CLIENT_PREALLOCATE=false before JAX starts "
         "(funcollect does where it is imported before JAX)"

@@ -1,6 +1,7 @@
 """`SyncDataCollector` over JAX environments: every keyword means what it means elsewhere."""
 
 import io
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -166,6 +167,13 @@ def test_without_memory_it_says_who_holds_it(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
     with (
         pytest.raises(MemoryError, match=r"Torch has no memory for it.*XLA_PYTHON_CLIENT_PREALLOCATE=false"),
+        naming_memory("it"),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    device = SimpleNamespace(memory_stats=lambda: {"bytes_in_use": 2**31, "pool_bytes": 3 * 2**30})
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    with (
+        pytest.raises(MemoryError, match=r"\(of the GPU, JAX 3.0 GiB are held\)"),
         naming_memory("it"),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -1,0 +1,73 @@
+"""The ways to build the fused loop on a GPU, side by side: what `BlockOptions` should be by default.
+
+``with branches`` is the loop of the CPU. Command buffers are CUDA graphs that XLA records: none, those that it makes by
+default, and those that hold whole loops.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from benchmarks.gpu import timing
+from benchmarks.gpu.pairs import BY_HAND, GYMNAX_CARTPOLE, Ours, Size, contestants, jax_pair
+from benchmarks.runner import Factory, Options, Result
+
+_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION"
+_LOOPS = f"{_GRAPHS},WHILE,CONDITIONAL"
+SIZES = {
+    "arms few": {"cuda": Size(GYMNAX_CARTPOLE, 2**11, 256), "cpu": Size(GYMNAX_CARTPOLE, 32, 40)},
+    "arms many": {"cuda": Size(GYMNAX_CARTPOLE, 2**16, 64), "cpu": Size(GYMNAX_CARTPOLE, 256, 40)},
+}
+ARMS: dict[str, dict[str, Any] | None] = {
+    "with branches": None,
+    "K = 32": {},
+    "K = 16": {"steps": 16},
+    "K = 64": {"steps": 64},
+    "K = 128": {"steps": 128},
+    "spare starts": {"made_each_step": False},
+    "unroll 4": {"unroll": 4},
+    "no command buffers": {"compiler_options": {"xla_gpu_enable_command_buffer": ""}},
+    "buffers of loops": {
+        "compiler_options": {"xla_gpu_enable_command_buffer": _LOOPS, "xla_gpu_graph_min_graph_size": 1}
+    },
+}
+
+
+class Arm(Ours):
+    """The fused loop of a JAX policy, built in one way; its state is its own."""
+
+    def __init__(self, size: Size, device: str, options: dict[str, Any] | None) -> None:
+        from funcollect.core.loops import fused
+        from funcollect.core.loops.blocks import BlockOptions
+        from funcollect.core.request import Request
+        from funcollect.protocols import traced_values
+
+        super().__init__(jax_pair, *size, device)
+        request = Request(length=size.length)
+        self._bound = self.policy.prepare(None), traced_values(request.exploration)
+        self._frames = size.lanes * size.length
+        self._owned = options is not None
+        if options is None:
+            self._loop: Any = fused.program(self.env, self.policy, self._state, request)
+        else:
+            self._loop = fused.block_loop(self.env, self.policy, self._state, request, BlockOptions(**options))
+
+    def run(self) -> int:
+        kept = {"owned": True} if self._owned else {}
+        done = self._loop(self._bound, self._state, self._length, **kept)
+        if done is None:
+            raise RuntimeError("lanes lacked starts, so the loop would have run again with branches")
+        self._state, columns = done
+        jax.block_until_ready(columns)
+        return self._frames
+
+
+def rates(name: str, options: Options, deadline: float, block_seconds: float) -> Result:
+    """Frames per second of each arm, and of the scan by hand."""
+    size = SIZES[name][options.platform]
+    arms: dict[str, Factory] = {BY_HAND: contestants(*size, options.platform)[BY_HAND]}
+    arms |= {arm: lambda given=given: Arm(size, options.platform, given) for arm, given in ARMS.items()}  # type: ignore[misc]
+    timings = timing.measure(arms, rounds=options.rounds, block_seconds=block_seconds, deadline=deadline)
+    return timing.result(name, f"{size.env_id}: {size.lanes:,} lanes, {size.length} steps per batch", timings)
