@@ -110,9 +110,9 @@ class CollectorState(Generic[Array]):
         if not isinstance(lanes, Tensor):
             return np.asarray(lanes).astype(np.int64, copy=False)
         if lanes.device.type == "cpu":
-            return lanes.numpy()
+            return lanes.numpy().astype(np.int64, copy=False)
         if lanes not in _LANE_IDS:
-            _LANE_IDS[lanes] = lanes.cpu().numpy()
+            _LANE_IDS[lanes] = lanes.cpu().numpy().astype(np.int64, copy=False)
         known: npt.NDArray[np.int64] = _LANE_IDS[lanes]
         return known
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import funcollect as fc
-from funcollect.core.loops import fused
+from funcollect.core.loops import crossing, fused
 from funcollect.core.loops.blocks import BlockOptions
 from funcollect.core.request import Request
 from funcollect.core.routes import lower_policy
@@ -206,3 +206,30 @@ def test_an_interrupted_collector_goes_on_though_its_state_was_used_up(monkeypat
         after = next(one)
         assert (after["collector", "step"][:, 0] == 0).all()
         assert (after["collector", "traj_ids"][:, 0] > ids[:, -1]).all()
+
+
+@pytest.mark.parametrize("starts", ["fresh", "cached"])
+def test_a_step_that_crosses_has_no_branch_and_gives_the_same_data(starts, monkeypatch):
+    env = counting(3, starts=starts)
+    policy = fc.torch_policy(
+        lambda x: x["count"].float().view(-1, 1) * torch.arange(3.0), head=fc.heads.categorical, compile="eager"
+    )
+    wanted = collect(env, policy, 20, 7, 3)
+    monkeypatch.setattr(crossing, "waits_for_host", lambda place: True)
+    texts, compile_ = [], crossing.compiled
+
+    def noting(owner, which, function, **options):
+        made = compile_(owner, which, function, **options)
+        return made if which[0] != "crossing" or "donate_argnums" not in options else noted(made)
+
+    def noted(made):
+        def call(*arguments):
+            if not texts:
+                texts.append(for_cuda(made, *arguments))
+            return made(*arguments)
+
+        return call
+
+    monkeypatch.setattr(crossing, "compiled", noting)
+    assert_same(wanted, collect(env, policy, 20, 7, 3))
+    assert waits(texts[0]) == {}

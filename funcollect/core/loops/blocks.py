@@ -22,7 +22,7 @@ from funcollect.core.state import CollectorState
 from funcollect.core.traced_step.batch import recorded_step
 from funcollect.core.traced_step.columns import constant_columns, empty_columns, recorded_row, write_row
 from funcollect.core.traced_step.keys import run_keys
-from funcollect.core.traced_step.starts import SPARES, SpareStarts, Traced, spare_starts, starts_are_cheap
+from funcollect.core.traced_step.starts import SPARES, SpareStarts, Traced, after_block, spare_starts, starts_are_cheap
 from funcollect.core.traced_step.step import Row, StepConfig
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop.jax_setup import compiled, import_jax
@@ -149,7 +149,7 @@ def _block(
 
     def body(t: Any, carry: tuple[Traced, Row]) -> tuple[Traced, Row]:
         state, rows = carry
-        lanes = SpareStarts(state.env_state, spares, since)
+        lanes = SpareStarts(state.env_state, spares, since)  # `spares` and `since` stay outside of what is carried
         after, row = recorded_step(config, bound, state.replace(env_state=lanes), keys)
         after = after.replace(env_state=after.env_state.current)
         kept = jax.tree.map(partial(jax.numpy.where, t < left), after, state)
@@ -157,10 +157,10 @@ def _block(
 
     state, rows = jax.lax.fori_loop(0, options.steps, body, (state, rows), unroll=options.unroll)
     begun = state.episode - since
-    if config.env.starts == "fresh":
-        before = before._replace(next_start_used=before.next_start_used | (begun > 0))
-        short = short | (not made_each_step and (begun > SPARES).any())
-    moved, rest = _apart(state.replace(env_state=before._replace(current=state.env_state)))
+    if spares and config.env.starts == "fresh":
+        short = short | (begun > SPARES).any()
+    lanes = after_block(config.env, before, state.env_state, begun > 0)
+    moved, rest = _apart(state.replace(env_state=lanes))
     return moved, rows, rest, left - options.steps, short
 
 

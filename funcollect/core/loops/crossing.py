@@ -4,8 +4,9 @@ The environment's state and the columns stay in JAX and are updated in place: th
 exported only after the last one. Each step returns the observation as a separate array, which is copied to the fixed
 memory that the policy reads.
 
-On an accelerator nothing here waits for the device: DLPack orders a reader after the writer. A step's observation and
-action are kept alive until the next step has been started, which is ordered after their last use.
+On an accelerator nothing here waits for the device, unless starts are too costly to be made at each step, so that the
+step has a branch. DLPack orders a reader after the writer. A step's observation and action are kept alive until the
+next step has been started, which is ordered after their last use.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from funcollect.core.loops.fused import bucket, fork, init, place_of, recover, reset, to_batch
+from funcollect.core.loops.fused import bucket, fork, init, place_of, recover, reset, to_batch, waits_for_host
 from funcollect.core.request import Request, open_actor, step_limit
 from funcollect.core.state import CollectorState
 from funcollect.core.traced_step.batch import cast, dtypes_of, recorded_step
 from funcollect.core.traced_step.columns import constant_columns, empty_columns, recorded_row, write_row
 from funcollect.core.traced_step.keys import RunKeys, run_keys
+from funcollect.core.traced_step.starts import SpareStarts, after_block, starts_are_cheap
 from funcollect.core.traced_step.step import Row, StepConfig
 from funcollect.interop.bridge import jax_view, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
@@ -51,7 +53,7 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
             if remembers:
                 loop.restart(actor)
         policy_state, outputs = actor.finish()
-    after = loop.state.replace(policy_state=policy_state)
+    after = loop.after().replace(policy_state=policy_state)
     check_apart(outputs, state.observation)
     recorded = loop.columns | loop.constants
     columns = {path: torch_view(column)[: request.length] for path, column in recorded.items()}
@@ -100,6 +102,7 @@ class _CrossingLoop:
     """
 
     def __init__(self, env: JaxEnv, state: CollectorState, request: Request) -> None:
+        place = place_of(state)
         config = StepConfig(
             env=env,
             policy=RandomPolicy(env.action_spec),  # any policy without a state
@@ -107,10 +110,11 @@ class _CrossingLoop:
             limit=step_limit(env, request),
             random_steps=0,  # the actor handles these
             reset_when_done=request.reset_when_done,
+            branches=not (waits_for_host(place) and starts_are_cheap(env, state.env_params)),
         )
-        which = (state.num_lanes, config.limit, request.reset_when_done)
+        self._config, self._before = config, state
+        which = (state.num_lanes, config.limit, request.reset_when_done, config.branches)
         capacity = bucket(request.length)
-        place = place_of(state)
         begin = compiled(env, ("crossing", capacity, *which), partial(_begin, config, capacity), place=place)
         self._advance = compiled(env, ("crossing", *which), partial(_advance, config), donate_argnums=(0, 1))
         self.state: CollectorState
@@ -135,6 +139,13 @@ class _CrossingLoop:
                 self._root[path].copy_(torch_view(value))
         self._held = (root, crossed)
 
+    def after(self) -> CollectorState:
+        """Return the state after the last step."""
+        if self._config.branches:
+            return self.state
+        begun, current = self.state.episode != self._before.episode, self.state.env_state.current
+        return self.state.replace(env_state=after_block(self._config.env, self._before.env_state, current, begun))
+
     def restart(self, actor: Actor) -> None:
         """Report to the actor the lanes that began another episode."""
         fresh = torch_view(self._fresh)
@@ -155,6 +166,8 @@ def _begin(config: StepConfig, capacity: int, state: CollectorState) -> tuple[Co
     row = recorded_row(config, action, state)
     del row["action",]  # the actor records the policy's outputs
     copied: CollectorState = jax.tree.map(jax.numpy.copy, state)
+    if not config.branches:  # starts are made at each step
+        copied = copied.replace(env_state=SpareStarts(copied.env_state.current, (), jax.numpy.copy(state.episode)))
     return copied, empty_columns(row, capacity), constant_columns(state, capacity), run_keys(state.key, state.lane)
 
 

@@ -9,6 +9,7 @@ from funcollect.core.traced_step.checks import check_starts
 from funcollect.core.traced_step.keys import RunKeys, start_keys
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, reset_lane
 from funcollect.interop.jax_setup import import_jax, without_weak_types
+from funcollect.interop.memo import memo_of
 from funcollect.protocols import JaxEnv
 
 Traced = Any  # a CollectorState of JAX arrays
@@ -76,13 +77,23 @@ def spare_starts(env: JaxEnv, state: Traced, keys: RunKeys) -> tuple[Start, ...]
     return tuple(begin(env, keys, state.lane, state.episode + 1 + i, state.env_params) for i in range(count))
 
 
+def after_block(env: JaxEnv, before: JaxEnvState, current: Any, begun: Any) -> JaxEnvState:
+    """Return the lanes' state after a block: the kept starts of lanes that have `begun` an episode [P] are used."""
+    return before._replace(current=current, next_start_used=before.next_start_used | (begun & (env.starts == "fresh")))
+
+
 def starts_are_cheap(env: JaxEnv, params: Any) -> bool:
-    """Whether a start costs about as little as a step: few operations, and no loop, branch or call among them."""
+    """Whether a start costs about as little as a step: few operations, and no loop, branch or call among them.
+
+    Cached for each environment.
+    """
     jax = import_jax()
-    key = jax.ShapeDtypeStruct((2,), jax.numpy.uint32)
-    program = jax.make_jaxpr(partial(reset_lane, env))(key, params)
-    names = list(_operations(program.jaxpr))
-    return len(names) <= _MOST_OPERATIONS and not _COSTLY.intersection(names)
+    memo = memo_of(env)
+    if "cheap starts" not in memo:
+        key = jax.ShapeDtypeStruct((2,), jax.numpy.uint32)
+        names = [*_operations(jax.make_jaxpr(partial(reset_lane, env))(key, params).jaxpr)]
+        memo["cheap starts"] = len(names) <= _MOST_OPERATIONS and not _COSTLY.intersection(names)
+    return bool(memo["cheap starts"])
 
 
 _COSTLY = {"while", "scan", "cond", "sort", "custom_call", "pure_callback", "io_callback", "ffi_call"}
