@@ -58,7 +58,7 @@ class RunnerSpec(SourceOptions):
         env = make_env(self.create_env_fn, **(self.create_env_kwargs or {}))
         # `device` may name an accelerator for the policy while simulators stay on the host; `env_device` may not.
         given = options.env_device if env.backend != "host" or options.env_device_given else None
-        own = env.device if env.backend == "torch" else torch.device("cpu")
+        own = env.device if env.backend in ("torch", "device") else torch.device("cpu")
         if given is not None and given != checked_device(own):
             raise ValueError(
                 f"env_device is {given}, but {env!r} runs on {own}: build the environment there, or leave env_device "

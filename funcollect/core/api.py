@@ -13,7 +13,7 @@ from torch import Tensor
 from funcollect.arguments import check_kind
 from funcollect.core.evaluate_actions import remember_spaces
 from funcollect.core.exploration import NO_VALUES, Value, exploration_values, with_values
-from funcollect.core.loops import Loop, crossing, fused, host, tensor
+from funcollect.core.loops import Loop, crossing, device, fused, host, tensor
 from funcollect.core.request import Request
 from funcollect.core.routes import enter_loop, leave_loop, route_of
 from funcollect.core.simulators.simulation import SimulatorHandle
@@ -29,7 +29,14 @@ from funcollect.protocols import Backend, Env, Policy, is_env
 from funcollect.specs import ExplorationType
 
 # By `Route.loop` for rollouts, and by the environment's backend for functions that need no policy's route.
-_LOOPS: dict[str, Loop] = {"host": host, "torch": tensor, "jax": fused, "fused": fused, "crossing": crossing}
+_LOOPS: dict[str, Loop] = {
+    "host": host,
+    "torch": tensor,
+    "jax": fused,
+    "fused": fused,
+    "crossing": crossing,
+    "device": device,
+}
 
 
 def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:

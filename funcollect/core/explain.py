@@ -49,6 +49,7 @@ _PLACES = {
     "host": "the environment lives in simulators on the host",
     "torch": "the environment is written in Torch and steps all lanes at once",
     "jax": "the environment is a JAX function",
+    "device": "the simulators hold all lanes as tensors on one device, and reset them themselves",
 }
 _CALLS = 20  # of a policy, that are timed
 _OWN_COLUMNS = "the loop writes the batch's own columns, which Torch takes over by DLPack"
@@ -143,7 +144,7 @@ def _seconds(env: SimulatedEnv, route: Route, lanes: int) -> float:
 
 
 def _forking(env: Env) -> str:
-    if env.backend != "host":
+    if env.backend not in ("host", "device"):
         return "states are values: a fork is the state itself"
     if kept := statistics_of(env):
         return f"impossible: {kept}, which are no part of a state"
@@ -206,7 +207,7 @@ def _why(env: Env, route: Route) -> str:
         case _, policy if policy.backend == "torch":
             return f"{where}; the policy is one call per step for all lanes"
     lowered = "; the policy's module is lowered to JAX" if isinstance(route.policy, LoweredPolicy) else ""
-    if env.backend == "torch" and env.device.type != "cpu":
+    if env.backend in ("torch", "device") and env.device.type != "cpu":
         return f"{where}{lowered}; the policy is one jitted call per step, DLPack each way"
     call = f"the policy is one jitted call per step, its outputs read back as one array; {dispatch_note()}"
     return f"{where}{lowered}; {call}"
@@ -224,7 +225,7 @@ def _copies(env: Env, route: Route) -> str:
         return f"nothing: {_OWN_COLUMNS}"
     crossing = "each observation into the columns, and to where the policy reads it; each action to the environment"
     parts = [crossing if route.loop == "crossing" else "each observation once, into the batch"]
-    place = env.device if env.backend == "torch" else "cpu"
+    place = env.device if env.backend in ("torch", "device") else "cpu"
     run_device, device = (policy.run_device, policy.device) if isinstance(policy, TorchBacked) else (None, None)
     if run_device is not None and str(run_device) != str(place):
         parts.append(f"each observation to {run_device} and each action back, at every step")

@@ -149,7 +149,7 @@ def state_from(data: Mapping[str, Any], env: Env, policy: Policy, *, episodes: E
         raise
 
 
-_KINDS = {"host": "simulators", "torch": "Torch", "jax": "JAX"}
+_KINDS = {"host": "simulators", "torch": "Torch", "jax": "JAX", "device": "simulators on a device"}
 
 
 def _description(state: CollectorState, env: Env | None = None) -> dict[str, Any]:

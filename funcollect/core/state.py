@@ -23,7 +23,7 @@ from funcollect.interop.memo import memo_of
 from funcollect.interop.words import number
 from funcollect.keys import Key, Purpose, fold, generator_state, seed_of
 from funcollect.policies.torch_backed import TorchPolicyState
-from funcollect.protocols import HostEnv, Policy, TorchEnv
+from funcollect.protocols import DeviceEnv, HostEnv, Policy, TorchEnv
 from funcollect.tree import NAMESPACE, Path
 
 Array = TypeVar("Array", default=Any)  # Tensor, or jax.Array over a JAX environment
@@ -180,7 +180,7 @@ def trajectory_ids(lane: Any, episode: Any, total_lanes: int) -> Any:
 
 
 def first_state(
-    env: HostEnv | TorchEnv,
+    env: HostEnv | TorchEnv | DeviceEnv,
     policy: Policy,
     key: Key,
     lane: Tensor,

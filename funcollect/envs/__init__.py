@@ -13,9 +13,11 @@ from funcollect.envs.jax_envs.navix_env import from_navix
 from funcollect.envs.jax_envs.pgx_env import from_pgx
 from funcollect.envs.torch_envs.classic_control import CartPole, Pendulum
 from funcollect.envs.torch_envs.torch_env import TorchEnvBase
+from funcollect.envs.torch_envs.vector_env import from_torch_vector_env
 from funcollect.envs.torchrl_envs.adapter import from_torchrl
 from funcollect.keys import LaneKeys
 from funcollect.protocols import (
+    DeviceEnv,
     HostEnv,
     JaxEnv,
     Outcome,
@@ -30,6 +32,7 @@ from funcollect.specs import ActionSpec, observation_leaves
 __all__ = [
     "ActionSpec",
     "CartPole",
+    "DeviceEnv",
     "HostEnv",
     "HostEnvBase",
     "JaxEnv",
@@ -55,6 +58,7 @@ __all__ = [
     "from_navix",
     "from_pgx",
     "from_playground",
+    "from_torch_vector_env",
     "from_torchrl",
     "observation_leaves",
     "observation_rows",

@@ -14,7 +14,7 @@ from funcollect.keys import LaneKeys
 from funcollect.specs import ActionSpec, Leaf, Space
 from funcollect.tree import Path
 
-Backend = Literal["host", "torch", "jax"]
+Backend = Literal["host", "torch", "jax", "device"]
 Seeding = Literal["episode", "lane", "run"]
 Forking = Literal["replay", "snapshot", "none"]
 Starts = Literal["fresh", "cached"]
@@ -245,7 +245,50 @@ class JaxEnv(FunctionalEnv, Protocol):
         """Make one step without a reset. Discrete actions are elements of the space, never one-hot rows."""
 
 
-Env = HostEnv | TorchEnv | JaxEnv
+@runtime_checkable
+class DeviceEnv(EnvDescription, Protocol):
+    """The description of simulators that hold all P lanes as tensors on one device, and reset lanes themselves."""
+
+    @property
+    def backend(self) -> Literal["device"]:
+        """The kind of environment."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its tensors."""
+
+    @property
+    def seeding(self) -> Literal["run"]:
+        """They are seeded once, together."""
+
+    @property
+    def forking(self) -> Literal["none"]:
+        """They cannot be copied."""
+
+    def open(self) -> DeviceSimulators:
+        """Make live simulators, which are not reset yet."""
+
+
+class DeviceSimulators(Protocol):
+    """P live simulators, whose observations, rewards and flags are tensors [P, ...] on one device."""
+
+    def reset(self, seed: int | None, /) -> Any:
+        """Begin an episode in each lane, and return the observations, in the structure of the space."""
+
+    def step(self, action: Tensor, /) -> tuple[Transition, Any]:
+        """Step all lanes, and begin an episode where one ends; return what `TorchEnv.step` does, and the observations.
+
+        The transition has the last observations of episodes that ended; lanes go on with the others.
+        """
+
+    def check(self) -> None:
+        """Raise EnvError for what went wrong since the last call; it may wait for the device."""
+
+    def close(self) -> None:
+        """Free the simulators."""
+
+
+Env = HostEnv | TorchEnv | JaxEnv | DeviceEnv
 _KNOWN: weakref.WeakSet[type] = weakref.WeakSet()
 
 

@@ -249,6 +249,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "envs.ActionSpec": lambda: {"space": host()[0].action_space},
     "envs.observation_leaves": lambda: {"space": host()[0].observation_space},
     "envs.observation_rows": lambda: {"env": host()[0]},
+    "envs.from_torch_vector_env": lambda: {"env": tensor_simulators()},
     "envs.from_torchrl": lambda: {"env": torchrl_env},
     "heads.boltzmann": lambda: {"temperature": 0.1},
     "heads.epsilon_greedy": lambda: {"epsilon": 0.1},
@@ -289,6 +290,7 @@ NOT_CALLED = {
     *("CollectorState", "EpisodeStats", "Plan", "ring.RingState", "jax_ring.JaxRing", "testing.Report"),  # results
     *("Policy", "heads.Head", "storages.Storage", "samplers.Sampler", "envs.SavableSnapshots"),  # protocols
     *("envs.HostEnv", "envs.JaxEnv", "envs.Simulators", "envs.SnapshotSimulators", "envs.TorchEnv"),  # protocols, too
+    "envs.DeviceEnv",  # as well
     *("PolicyBase", "envs.HostEnvBase", "envs.JaxEnvBase", "envs.SimulatorsBase", "envs.TorchEnvBase"),  # base classes
     *("Exploration", "Noise", "envs.LaneKeys", "envs.Transition"),  # plain values
     "running_statistics.RunningStatistics",  # a result
@@ -312,6 +314,11 @@ def torchrl_env() -> Any:
     from torchrl.envs import GymEnv
 
     return GymEnv("CartPole-v1")
+
+
+def tensor_simulators() -> Any:
+    spaces = {f"single_{name}": getattr(host()[0], name) for name in ("observation_space", "action_space")}
+    return types.SimpleNamespace(num_envs=2, device="cpu", step=None, **spaces)
 
 
 def public() -> Iterator[tuple[str, Any]]:

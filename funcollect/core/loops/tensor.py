@@ -19,7 +19,7 @@ from funcollect.errors import EnvError
 from funcollect.interop.memory import fixed
 from funcollect.keys import Key, LaneKeys, Purpose
 from funcollect.messages import shown
-from funcollect.protocols import Policy, TorchEnv, Transition
+from funcollect.protocols import DeviceEnv, Policy, TorchEnv, Transition
 from funcollect.specs import assemble, disassemble, torch_dtype
 from funcollect.tree import NAMESPACE, Path, select
 
@@ -28,7 +28,7 @@ def init(env: TorchEnv, policy: Policy, key: Key, first_lane: int, total_lanes: 
     """Implement `funcollect.init`."""
     lane = torch.arange(first_lane, first_lane + (env.num_envs or 1), device=env.device)
     env_state, observation = _begin(env, key, lane, torch.zeros_like(lane), env.params)
-    _check_root(env, observation, len(lane))
+    check_tensors(env, observation, len(lane))
     for leaf in optree.tree_leaves(env_state, namespace=NAMESPACE):
         if not isinstance(leaf, Tensor) or leaf.shape[:1] != lane.shape:
             got = tuple(leaf.shape) if isinstance(leaf, Tensor) else shown(leaf)
@@ -57,10 +57,11 @@ def _begin(env: TorchEnv, key: Key, lane: Tensor, episode: Tensor, params: Any) 
         raise EnvError(
             f"reset of {env} returned {type(begun).__name__}, expected the pair (env_state, observation): return both"
         )
-    return begun[0], _by_path(env, begun[1])
+    return begun[0], by_path(env, begun[1])
 
 
-def _by_path(env: TorchEnv, observation: Any) -> dict[Path, Tensor]:
+def by_path(env: TorchEnv | DeviceEnv, observation: Any) -> dict[Path, Tensor]:
+    """Return the leaves of an observation by their keys in a batch; EnvError if it lacks its space's structure."""
     try:
         leaves = disassemble(env.observation_space, observation)
         return {leaf.path: value for leaf, value in zip(env.observation_leaves, leaves, strict=True)}
@@ -71,14 +72,14 @@ def _by_path(env: TorchEnv, observation: Any) -> dict[Path, Tensor]:
         ) from error
 
 
-def _check_root(env: TorchEnv, root: dict[Path, Tensor], num_lanes: int) -> None:
+def check_tensors(env: TorchEnv | DeviceEnv, root: dict[Path, Tensor], num_lanes: int) -> None:
     """Raise EnvError unless every leaf is [P, *shape] of the space's dtype."""
     for leaf in env.observation_leaves:
         shape = (num_lanes, *leaf.shape)
         _check_tensor(env, f"observation {leaf.name!r}", root[leaf.path], shape, torch_dtype(leaf.dtype))
 
 
-def _check_step(env: TorchEnv, answer: Any, num_lanes: int) -> None:
+def check_step(env: TorchEnv | DeviceEnv, answer: Any, num_lanes: int) -> None:
     """Raise EnvError unless `step` returned reward and flags [P], the flags bool, and an observation of the space."""
     if not isinstance(answer, Transition):
         raise EnvError(
@@ -88,10 +89,10 @@ def _check_step(env: TorchEnv, answer: Any, num_lanes: int) -> None:
     _check_tensor(env, "reward", answer.reward, (num_lanes,), getattr(answer.reward, "dtype", torch.float32))
     _check_tensor(env, "terminated", answer.terminated, (num_lanes,), torch.bool)
     _check_tensor(env, "truncated", answer.truncated, (num_lanes,), torch.bool)
-    _check_root(env, _by_path(env, answer.observation), num_lanes)
+    check_tensors(env, by_path(env, answer.observation), num_lanes)
 
 
-def _check_tensor(env: TorchEnv, name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _check_tensor(env: TorchEnv | DeviceEnv, name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if not isinstance(value, Tensor) or (tuple(value.shape), value.dtype) != (shape, dtype):
         got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise EnvError(f"{name} of {env} is {got}, expected {dtype} {shape}: correct reset, step or the space")
@@ -110,11 +111,11 @@ def fork(env: TorchEnv, state: CollectorState) -> CollectorState:
 def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """Implement `funcollect.rollout`."""
     loop = _TensorLoop(env, state, request)
-    actor = open_actor(env, policy, state, request, loop.observation(policy.backend))
+    actor = open_actor(env, policy, state, request, as_read(env, policy, loop.root))
     with actor.running():
         for t in range(request.length):
             loop.keep_root(t)
-            mask = loop.step(t, _as_tensor(actor.act(t), env.device))
+            mask = loop.step(t, as_tensor(actor.act(t), env.device))
             if mask is not None:
                 actor.restart(mask)
         policy_state, outputs = actor.finish()
@@ -169,13 +170,6 @@ class _TensorLoop:
         self._roots = [self.columns[path] for path in self.root]
         self._nexts = [self.columns["next", *path] for path in self.root]
 
-    def observation(self, backend: str) -> Any:
-        """Return the memory that the policy reads, in the space's structure. On the CPU, JAX reads NumPy faster."""
-        leaves: dict[Path, Any] = self.root
-        if backend != "torch" and self._env.device.type == "cpu":
-            leaves = {path: value.numpy() for path, value in self.root.items()}
-        return assemble(self._env.observation_space, leaves)
-
     def keep_root(self, t: int) -> None:
         """Record the observation before the policy reads it, since a policy may write into it."""
         for column, root in zip(self._roots, self.root.values(), strict=True):
@@ -187,7 +181,7 @@ class _TensorLoop:
             key = LaneKeys(self._lane, self._keys, self._steps + t)
             answer = self._env.step(key, self.env_state, action, self._state.env_params)
             if t == 0:
-                _check_step(self._env, answer, self._state.num_lanes)
+                check_step(self._env, answer, self._state.num_lanes)
             terminated, truncated, env_state = answer.terminated, answer.truncated, answer.env_state
             if self._limit is not None:
                 truncated = truncated | self._limit.reached(t)
@@ -207,18 +201,9 @@ class _TensorLoop:
                 self.returns = self.returns + (earned if self._request.reset_when_done else earned.masked_fill(over, 0))
             self._terminated[t] = terminated
             self._truncated[t] = truncated
-            if answer.info:
-                self._record(t, answer.info)
+            keep_infos(self.columns, t, self._request.length, answer.info)
             self.env_state = env_state
             return self._restart(t, done) if self._request.reset_when_done else None
-
-    def _record(self, t: int, info: Mapping[str, Tensor]) -> None:
-        """Record a step's infos, in columns that are made at the first step."""
-        for name, value in info.items():
-            path = ("next", "info", name)
-            if t == 0:
-                self.columns[path] = value.new_empty(self._request.length, *value.shape)
-            self.columns[path][t] = value
 
     def _restart(self, t: int, done: Tensor) -> Tensor | None:
         """Begin another episode in the lanes of the mask `done` [P]; return the mask, or None if it has no lane.
@@ -240,7 +225,24 @@ class _TensorLoop:
         return done
 
 
-def _as_tensor(action: Any, device: torch.device) -> Tensor:
+def as_read(env: TorchEnv | DeviceEnv, policy: Policy, root: dict[Path, Tensor]) -> Any:
+    """Return the memory that a policy reads, in the space's structure. On the CPU, JAX reads NumPy faster."""
+    leaves: dict[Path, Any] = root
+    if policy.backend != "torch" and env.device.type == "cpu":
+        leaves = {path: value.numpy() for path, value in root.items()}
+    return assemble(env.observation_space, leaves)
+
+
+def keep_infos(columns: dict[Path, Tensor], t: int, length: int, info: Mapping[str, Tensor]) -> None:
+    """Record a step's infos, in columns that are made at the first step."""
+    for name, value in info.items():
+        path = ("next", "info", name)
+        if t == 0:
+            columns[path] = value.new_empty(length, *value.shape)
+        columns[path][t] = value
+
+
+def as_tensor(action: Any, device: torch.device) -> Tensor:
     """A copy of a policy's action as a tensor on `device`: an environment's state may keep it."""
     if isinstance(action, Tensor):
         return action.to(device, copy=True)

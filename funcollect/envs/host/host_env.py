@@ -171,7 +171,7 @@ class SimulatedEnv(AdaptedEnv):
 
 def seeding_of(env: Env) -> Seeding:
     """Whether each episode can be seeded, each lane once, or only the whole run."""
-    return env.seeding if env.backend == "host" else "episode"
+    return env.seeding if env.backend in ("host", "device") else "episode"
 
 
 def statistics_of(env: Env) -> str:

@@ -1,0 +1,177 @@
+"""The loop over simulators that hold all lanes as tensors on one device, and reset lanes themselves."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from funcollect.core.loops import device_delivery
+from funcollect.core.loops.delivery import OUTCOME_KEYS, new_columns, reset_counters
+from funcollect.core.loops.tensor import as_read, as_tensor, by_path, check_step, check_tensors, keep_infos
+from funcollect.core.request import Request, open_actor
+from funcollect.core.simulators.simulation import SimulatorHandle
+from funcollect.core.state import CollectorState, all_lanes, first_state
+from funcollect.errors import ReplayError
+from funcollect.interop.memory import fixed
+from funcollect.keys import Key, Purpose, fold
+from funcollect.protocols import DeviceEnv, Policy
+from funcollect.tree import Path, select
+
+_SEEDS = 1 << 31  # simulators take seeds of 31 bits
+
+
+class DeviceSimulation:
+    """Simulators and the version of the state that may use them; see `Simulation`, which has lanes on the host."""
+
+    def __init__(self, env: DeviceEnv, key: Key, first_lane: int) -> None:
+        self.env = env
+        self.simulators = env.open()
+        self.version = 0
+        self.busy = self.closed = False
+        self._first_lane = first_lane
+        self.rekey(key, [], 0)
+        self._finalizer = weakref.finalize(self, self.simulators.close)
+
+    def rekey(self, key: Key, episodes: list[int], steps: int) -> None:
+        """Seed the next reset from `key`, for a run that goes on after these episodes and steps."""
+        self._seed: int | None = int(fold(key, Purpose.RESET, self._first_lane, steps)[0]) % _SEEDS
+
+    def seed_again(self) -> None:
+        """Do nothing: simulators that go on from any point need no seed."""
+
+    def reset(self) -> dict[Path, Tensor]:
+        """Begin an episode in each lane; return the observations, checked."""
+        root = by_path(self.env, self.simulators.reset(self._seed))
+        self._seed = None
+        check_tensors(self.env, root, self.env.num_envs or 1)
+        return root
+
+    def release(self) -> SimulatorHandle:
+        """Return the handle of the next state."""
+        self.busy = False
+        return SimulatorHandle(self, self.version)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Free the simulators, once."""
+        self.closed = True
+        self._finalizer()
+
+
+def init(env: DeviceEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
+    """Implement `funcollect.init`."""
+    lane = torch.arange(first_lane, first_lane + (env.num_envs or 1), device=env.device)
+    simulation = DeviceSimulation(env, key, first_lane)
+    try:
+        root = {path: value.clone() for path, value in simulation.reset().items()}
+        return first_state(env, policy, key, lane, total_lanes, env_state=simulation.release(), observation=root)
+    except BaseException:
+        simulation.close()
+        raise
+
+
+def reset(env: DeviceEnv, state: CollectorState, lanes: Tensor, *, stale: bool = False) -> CollectorState:
+    """Implement `funcollect.reset`, of all lanes only."""
+    if not bool(lanes.all()):
+        raise ValueError(f"{env} resets its lanes itself, and otherwise all at once: leave the mask out")
+    simulation: Any = state.env_state.claim(stale=stale)
+    root = {path: value.clone() for path, value in simulation.reset().items()}
+    return state.replace(
+        env_state=simulation.release(), observation=root, **reset_counters(state, lanes, state.episode + 1)
+    )
+
+
+def recover(env: DeviceEnv, state: CollectorState) -> CollectorState:
+    """Implement `funcollect.recover`, also of a superseded state."""
+    return reset(env, state, all_lanes(state), stale=True)
+
+
+def fork(env: DeviceEnv, state: CollectorState) -> CollectorState:
+    """Implement `funcollect.fork`: impossible."""
+    state.env_state.check()
+    raise ReplayError(f"{env} is seeded by run and gives no snapshot, so it cannot be forked: make another state")
+
+
+def run(env: DeviceEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
+    """Implement `funcollect.rollout`."""
+    if request.max_frames_per_traj is not None:
+        raise ValueError(
+            f"max_frames_per_traj is {request.max_frames_per_traj}, but {env} resets its lanes itself: give the "
+            "simulators a limit of their own"
+        )
+    state.env_state.check()
+    root = {path: fixed(value) for path, value in state.observation.items()}
+    columns = new_columns(root, request)
+    actor = open_actor(env, policy, state, request, as_read(env, policy, root))
+    simulation: Any = state.env_state.claim()  # not before: bad arguments have raised, and the state is unused
+    lanes = _Lanes(env, state, request, root, columns)
+    with actor.running(), torch.no_grad():
+        for t in range(request.length):
+            lanes.keep_root(t)
+            done = lanes.step(t, simulation.simulators, as_tensor(actor.act(t), env.device))
+            if request.reset_when_done:
+                actor.restart(done)
+        policy_state, outputs = actor.finish()
+    counters, batch = device_delivery.deliver(env, state, request, columns, outputs)
+    simulation.simulators.check()
+    after = state.replace(
+        env_state=simulation.release(),
+        observation={path: value.clone() for path, value in root.items()},
+        policy_state=policy_state,
+        steps=state.steps_made + request.length,
+        returns=lanes.returns,
+        **counters,
+    )
+    return after, batch
+
+
+class _Lanes:
+    """The columns of a rollout, and what the lanes show."""
+
+    def __init__(
+        self,
+        env: DeviceEnv,
+        state: CollectorState,
+        request: Request,
+        root: dict[Path, Tensor],
+        columns: dict[Path, Tensor],
+    ) -> None:
+        self._env, self._request, self._root, self._columns = env, request, root, columns
+        self._reward, self._terminated, self._truncated = (columns[path] for path in OUTCOME_KEYS)
+        self._finished = (state.terminated | state.truncated).to(env.device)
+        self.returns = state.returns.to(env.device)
+
+    def keep_root(self, t: int) -> None:
+        """Record the observation before the policy reads it, since a policy may write into it."""
+        for path, value in self._root.items():
+            self._columns[path][t] = value
+
+    def step(self, t: int, simulators: Any, action: Tensor) -> Tensor:
+        """Step all lanes, and return the mask [P] of those whose episodes ended.
+
+        The simulators go on with lanes that stay finished, which repeat their last observation in the batch.
+        """
+        answer, after = simulators.step(action)
+        if t == 0:
+            check_step(self._env, answer, len(self._finished))
+        observed, following = by_path(self._env, answer.observation), by_path(self._env, after)
+        done: Tensor = answer.terminated | answer.truncated
+        earned = answer.reward.to(self._reward.dtype)
+        if not self._request.reset_when_done:
+            kept = {path: self._columns[path][t] for path in self._root}
+            observed = select(self._finished, kept, observed)
+            earned = earned.masked_fill(self._finished, 0.0)
+            self._finished = self._finished | done
+            following = observed
+        for path, value in observed.items():
+            self._columns["next", *path][t] = value
+            self._root[path].copy_(following[path])
+        self._reward[t], self._terminated[t], self._truncated[t] = answer.reward, answer.terminated, answer.truncated
+        self.returns = self.returns + earned
+        if self._request.reset_when_done:
+            self.returns = self.returns.masked_fill(done, 0.0)
+        keep_infos(self._columns, t, self._request.length, answer.info)
+        return done

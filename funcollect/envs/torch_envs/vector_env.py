@@ -1,0 +1,175 @@
+"""Simulators that hold all lanes as tensors on one device, behind Gymnasium's vector interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from gymnasium.vector import AutoresetMode
+from torch import Tensor
+
+from funcollect.arguments import check_keys, checked_device
+from funcollect.envs.base import AdaptedEnv
+from funcollect.envs.spaces import as_delivered
+from funcollect.errors import EnvError
+from funcollect.messages import shown
+from funcollect.protocols import Transition
+from funcollect.specs import ActionSpec, observation_leaves
+
+_FINAL = ("final_obs", "final_observation")  # in the infos: Gymnasium's name, and its older one
+_NEEDED = ("num_envs", "single_observation_space", "single_action_space")
+
+
+def from_torch_vector_env(
+    env: Any,
+    *,
+    info_keys: Sequence[str] = (),
+    one_hot: bool = False,
+    device: torch.device | str | None = None,
+) -> DeviceVectorEnv:
+    """An environment over simulators that hold all lanes as tensors and reset them themselves, such as ManiSkill's.
+
+    They have Gymnasium's vector interface over tensors: `num_envs`, `single_observation_space`, `single_action_space`,
+    ``reset(seed=)`` and ``step(action)``, which begins a new episode in the same step in which one ends. The infos of
+    such a step hold the last observations as ``"final_obs"`` or ``"final_observation"``, [P, ...], of which the rows of
+    lanes that ended are read. Tensors stay on their device, and nothing waits for it.
+
+    It is seeded by run: the simulators get one seed at the beginning, and go on. States can be used once, and can be
+    neither forked nor saved in mid-episode. Limits are the simulators' own.
+
+    Args:
+        env: the environment, or a function that builds one. What is built already can serve one state.
+        info_keys: the keys of the infos to record under ``next.info``, tensors [P, ...].
+        one_hot: whether discrete actions are one-hot rows in a batch.
+        device: that of the tensors; by default the environment's own `device`.
+
+    Raises:
+        TypeError: for an environment without these members.
+        ValueError: for one that does not reset its lanes, or resets them in the step after the last one.
+    """
+    check_keys("info_keys", info_keys, "success")
+    spare = [env] if hasattr(env, "step") and not isinstance(env, type) else []
+    build = _only_once if spare else env
+    if not spare:
+        if not callable(env):
+            raise TypeError(f"env is {type(env).__name__}, expected a vector environment, or a function: pass one")
+        spare.append(env())
+    made = spare[0]
+    facts = {name: _member(made, name) for name in _NEEDED}
+    if missing := [name for name, value in facts.items() if value is None]:
+        raise TypeError(
+            f"{type(made).__name__} lacks {missing}, expected Gymnasium's vector interface: wrap it so that it has them"
+        )
+    mode = (_member(made, "metadata") or {}).get("autoreset_mode")
+    if mode not in (None, AutoresetMode.SAME_STEP):
+        raise ValueError(
+            f"{type(made).__name__} has autoreset_mode={getattr(mode, 'name', mode)}, expected SAME_STEP: build it so"
+        )
+    place = checked_device(device if device is not None else _member(made, "device"))
+    if place is None:
+        raise TypeError(f"{type(made).__name__} has no device, expected where its tensors are: pass device=")
+    space = as_delivered(facts["single_observation_space"])
+    return DeviceVectorEnv(
+        label=type(made).__name__,
+        num_envs=facts["num_envs"],
+        observation_space=space,
+        action_spec=ActionSpec(facts["single_action_space"], one_hot),
+        observation_leaves=observation_leaves(space),
+        info_keys=tuple(info_keys),
+        device=place,
+        build=lambda: spare.pop() if spare else build(),
+    )
+
+
+def _only_once() -> Any:
+    raise EnvError("the vector environment is in use by another state: pass a function that builds one instead")
+
+
+def _member(env: Any, name: str) -> Any:
+    """An attribute of an environment, or of the one that it wraps."""
+    own = getattr(env, name, None)
+    return getattr(getattr(env, "unwrapped", env), name, None) if own is None else own
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class DeviceVectorEnv(AdaptedEnv):
+    """The environment that `from_torch_vector_env` returns."""
+
+    info_keys: tuple[str, ...]
+    device: torch.device
+    build: Callable[[], Any]
+    backend: Literal["device"] = "device"
+    seeding: Literal["run"] = "run"
+    forking: Literal["none"] = "none"
+
+    def open(self) -> VectorSimulators:
+        """Make live simulators, which are not reset yet."""
+        return VectorSimulators(self)
+
+
+class VectorSimulators:
+    """The simulators of one state."""
+
+    def __init__(self, env: DeviceVectorEnv) -> None:
+        self._env = env
+        self._simulators = env.build()
+        self.lacking = torch.zeros((), dtype=torch.bool, device=env.device)
+        """whether episodes have ended without a last observation; a tensor, so that nobody has to wait for it"""
+
+    def reset(self, seed: int | None) -> Any:
+        """Begin an episode in each lane; return the observations [P, ...]."""
+        answer = self._simulators.reset(seed=seed)
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise EnvError(f"reset of {self._env} returned {shown(answer)}, expected (observation, info): return both")
+        return answer[0]
+
+    def step(self, action: Tensor) -> tuple[Transition, Any]:
+        """Step all lanes; return the transition, and the observations with which the lanes go on."""
+        spec = self._env.action_spec
+        if spec.one_hot:
+            action = spec.from_one_hot(action, torch)
+        answer = self._simulators.step(action)
+        if not isinstance(answer, tuple) or len(answer) != 5:
+            raise EnvError(
+                f"step of {self._env} returned {shown(answer, 80)}, expected (observation, reward, terminated, "
+                "truncated, info): return these"
+            )
+        after, reward, terminated, truncated, info = answer
+        done = terminated | truncated
+        found = next((info[name] for name in _FINAL if name in info), None)
+        if found is None:
+            self.lacking = self.lacking | done.any()
+        observation = after if found is None else _chosen(done, found, after)
+        return Transition(None, observation, reward, terminated, truncated, self._infos(info)), after
+
+    def _infos(self, info: Mapping[str, Any]) -> dict[str, Tensor]:
+        if missing := [name for name in self._env.info_keys if name not in info]:
+            raise EnvError(
+                f"the infos of {self._env} are {sorted(info)}, expected {missing} among them: correct info_keys"
+            )
+        return {name: info[name] for name in self._env.info_keys}
+
+    def check(self) -> None:
+        """Raise EnvError if an episode has ended without a last observation; this waits for the device."""
+        if bool(self.lacking):
+            raise EnvError(
+                f"{self._env} resets its lanes and does not report the last observations of their episodes, expected "
+                f"them in the infos as {_FINAL[0]!r}, since the value of a truncated state depends on them: add a "
+                "wrapper that does"
+            )
+
+    def close(self) -> None:
+        """Free the simulators."""
+        if hasattr(self._simulators, "close"):
+            self._simulators.close()
+
+
+def _chosen(done: Tensor, final: Any, after: Any) -> Any:
+    """The last observations of the lanes that are done [P], and the current ones of the others."""
+    if isinstance(after, Mapping):
+        return {name: _chosen(done, final[name], value) for name, value in after.items()}
+    if isinstance(after, tuple):
+        return tuple(_chosen(done, one, other) for one, other in zip(final, after, strict=True))
+    return torch.where(done.view(-1, *[1] * (after.ndim - 1)), final, after)

@@ -1,0 +1,250 @@
+"""Simulators that hold all lanes as tensors and reset them themselves, behind interfaces such as ManiSkill's."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from torch import Tensor
+
+import funcollect as fc
+from funcollect.errors import EnvError, ReplayError
+from tests.support.compare import assert_same, bits, leaves
+
+P = 4
+
+
+class Walks:
+    """Random walks of P lanes: lost beyond 3, stopped after 9 steps. The generator goes on from episode to episode."""
+
+    device = torch.device("cpu")
+    single_action_space = spaces.Discrete(3)
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+        self.place, self.age = torch.zeros(P, 2), torch.zeros(P, dtype=torch.long)
+        self.closed = False
+
+    def start(self, lanes: Tensor) -> None:
+        fresh = torch.rand(P, 2, generator=self.generator) - 0.5
+        self.place = torch.where(lanes[:, None], fresh, self.place)
+        self.age = torch.where(lanes, 0, self.age)
+
+    def begin(self, seed: int | None) -> None:
+        if seed is not None:
+            self.generator.manual_seed(seed)
+        self.start(torch.ones(P, dtype=torch.bool))
+
+    def move(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        noise = torch.randn(P, 2, generator=self.generator)
+        self.place = self.place + (action - 1)[:, None] + noise
+        self.age = self.age + 1
+        return -self.place.abs().sum(-1), (self.place.abs() > 3).any(-1), self.age >= 9
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class LikeManiSkill(Walks):
+    """`ManiSkillVectorEnv`: a vector environment; last observations in the infos of steps in which lanes ended."""
+
+    num_envs = P
+    single_observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.begin(seed)
+        return self.place, {}
+
+    def step(self, action: Tensor) -> Any:
+        reward, terminated, truncated = self.move(action)
+        infos: dict[str, Any] = {"elapsed_steps": self.age, "success": terminated}
+        done = terminated | truncated
+        if done.any():
+            infos |= {"final_observation": self.place.clone(), "_final_observation": done}
+        self.start(done)
+        return self.place, reward, terminated, truncated, infos
+
+
+class LikeIsaacLab(gymnasium.Env[Any, Any]):
+    """`ManagerBasedRLEnv` in a wrapper that adds last observations: no vector environment, groups of observations."""
+
+    def __init__(self, *, reports: bool = True) -> None:
+        self.walks, self.num_envs, self.device, self.reports = Walks(), P, "cpu", reports
+        self.single_observation_space = spaces.Dict({"policy": spaces.Box(-np.inf, np.inf, (2,), np.float32)})
+        self.single_action_space = Walks.single_action_space
+
+    def reset(self, seed: int | None = None, env_ids: Any = None, options: Any = None) -> Any:
+        self.walks.begin(seed)
+        return {"policy": self.walks.place}, {"log": {}}
+
+    def step(self, action: Tensor) -> Any:
+        reward, terminated, truncated = self.walks.move(action)
+        extras: dict[str, Any] = {"success": terminated}
+        if self.reports:
+            extras["final_obs"] = {"policy": self.walks.place}
+        self.walks.start(terminated | truncated)
+        return {"policy": self.walks.place}, reward, terminated, truncated, extras
+
+    def close(self) -> None:
+        self.walks.closed = True
+
+
+KINDS: dict[str, Any] = {"ManiSkill": LikeManiSkill, "Isaac Lab": lambda: gymnasium.Wrapper(LikeIsaacLab())}
+
+
+def by_hand(batch: Any, seed: int) -> dict[str, Tensor]:
+    """The batch of a plain loop over equal simulators with the batch's actions."""
+    walks, rows = Walks(), []
+    walks.begin(seed)
+    for action in batch["action"].unbind(1):
+        before = walks.place
+        reward, terminated, truncated = walks.move(action)
+        rows.append((before, walks.place, reward, terminated, truncated))
+        walks.start(terminated | truncated)
+    return dict(
+        zip(
+            ("before", "after", "reward", "terminated", "truncated"),
+            map(torch.stack, zip(*rows, strict=True)),
+            strict=True,
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_is_that_of_a_loop_by_hand(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    begin = Walks.begin
+    monkeypatch.setattr(Walks, "begin", lambda self, seed: (seeds.append(seed), begin(self, seed)))
+    env = fc.envs.from_torch_vector_env(KINDS[kind], info_keys=["success"])
+    network = torch.nn.Linear(2, 3)
+    policy = fc.torch_policy(lambda x: network(x["policy"] if isinstance(x, dict) else x), head=fc.heads.categorical)
+    state = fc.init(env, policy, seed=3)
+    parts = []
+    for length in (1, 20, 39):
+        state, batch = fc.rollout(env, policy, state, length)
+        parts.append(batch)
+    batch = torch.cat(parts, 1)
+    monkeypatch.undo()
+    assert len(seeds) == 1
+    wanted = by_hand(batch, seeds[0])
+    path = ("policy",) if kind == "Isaac Lab" else ("observation",)
+    assert torch.equal(batch[path].swapaxes(0, 1), wanted["before"])
+    assert torch.equal(batch[("next", *path)].swapaxes(0, 1), wanted["after"])
+    for name in ("reward", "terminated", "truncated"):
+        assert torch.equal(batch["next", name][..., 0].T, wanted[name])
+    assert torch.equal(batch["next", "info", "success"].T, wanted["terminated"])
+    assert batch["next", "truncated"].any()
+    assert batch["next", "terminated"].any()
+    begun = batch["next", "done"][:, :-1, 0].long().cumsum(1)
+    ids = batch["collector", "traj_ids"]
+    assert torch.equal(ids[:, 1:], ids[:, :1] + P * begun)
+    now = fc.evaluate_actions(policy, None, batch)["action_log_prob"]
+    torch.testing.assert_close(now, batch["action_log_prob"])
+    fc.close(state)
+
+
+def test_cuts_and_seeds_decide_nothing_else() -> None:
+    env = fc.envs.from_torch_vector_env(LikeManiSkill)
+    policy = fc.random_policy(env)
+    runs = []
+    for lengths in ((40,), (1, 7, 32)):
+        state, parts = fc.init(env, policy, seed=5), []
+        for length in lengths:
+            state, batch = fc.rollout(env, policy, state, length)
+            parts.append(batch)
+        runs.append((torch.cat(parts, 1), state))
+    assert_same(runs[0][0], runs[1][0])
+    for field in ("episode", "step", "returns"):
+        assert torch.equal(getattr(runs[0][1], field), getattr(runs[1][1], field))
+    other = fc.rollout(env, policy, fc.init(env, policy, seed=6), 40)[1]
+    assert not torch.equal(other["observation"], runs[0][0]["observation"])
+
+
+def test_it_works_in_collectors_and_evaluations() -> None:
+    env = fc.envs.from_torch_vector_env(LikeManiSkill)
+    policy = fc.jax_policy(lambda params, x: x @ params, np.ones((2, 3), np.float32), head=fc.heads.categorical)
+    with fc.SyncDataCollector(env, policy, frames_per_batch=80, total_frames=240, seed=0) as collector:
+        batches = list(collector)
+        assert [batch.batch_size for batch in batches] == [(P, 20)] * 3
+        saved = collector.state_dict()
+        ids = batches[-1]["collector", "traj_ids"]
+    stats = fc.evaluate(env, policy, episodes=6, seed=0)
+    assert len(stats) == 6
+    with fc.SyncDataCollector(env, policy, frames_per_batch=80, total_frames=-1, seed=0) as collector:
+        collector.load_state_dict(saved)
+        assert (next(collector)["collector", "traj_ids"][:, 0] > ids[:, -1]).all()
+    kept = fc.SyncDataCollector(env, policy, frames_per_batch=80, total_frames=80, seed=0, reset_when_done=False)
+    (batch,) = kept
+    kept.shutdown()
+    done = batch["next", "done"][..., 0]
+    assert torch.equal(done, done.cummax(1).values)
+    for path, leaf in leaves(batch).items():
+        if path in {("observation",), ("next", "observation")}:
+            frozen = done[:, 10:, None].expand_as(leaf[:, 10:])
+            assert bits(leaf[:, 10:][frozen]) == bits(leaf[:, -1:].expand_as(leaf[:, 10:])[frozen])
+    assert "tensors on one device" in fc.explain(env, policy).why
+    assert fc.explain(env, policy).seeding.startswith("run")
+
+
+def test_what_cannot_be_done_is_said(tmp_path: Any) -> None:
+    env = fc.envs.from_torch_vector_env(LikeManiSkill)
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    with pytest.raises(ReplayError, match="cannot be forked"):
+        fc.fork(env, state)
+    with pytest.raises(ReplayError, match="cannot be saved in mid-episode"):
+        fc.save(tmp_path / "state", state)
+    with pytest.raises(ValueError, match="resets its lanes itself, and otherwise all at once"):
+        fc.reset(env, state, torch.tensor([True, False, True, True]))
+    state = fc.reset(env, fc.recover(env, state))
+    with pytest.raises(ValueError, match=r"max_frames_per_traj is 5, but .* resets its lanes itself"):
+        fc.rollout(env, policy, state, 4, max_frames_per_traj=5)
+    fc.save(tmp_path / "state", state, episodes="restart")
+    again = fc.load(tmp_path / "state", env, policy)
+    assert (again.episode == state.episode + 1).all()
+    after, _ = fc.rollout(env, policy, state, 4)
+    with pytest.raises(fc.StaleStateError):
+        fc.rollout(env, policy, state, 4)
+    fc.close(after)
+    one = LikeManiSkill()
+    env = fc.envs.from_torch_vector_env(one)
+    state = fc.init(env, policy, seed=0)
+    with pytest.raises(EnvError, match="in use by another state: pass a function"):
+        fc.init(env, policy, seed=0)
+    fc.close(state)
+    assert one.closed
+    silent = fc.envs.from_torch_vector_env(lambda: LikeIsaacLab(reports=False))
+    with pytest.raises(EnvError, match=r"does not report the last observations of their episodes.*'final_obs'"):
+        fc.rollout(silent, fc.random_policy(silent), fc.init(silent, fc.random_policy(silent), seed=0), 20)
+    fast = fc.envs.from_torch_vector_env(LikeManiSkill, info_keys=["speed"])
+    state = fc.init(fast, policy, seed=0)
+    with pytest.raises(EnvError, match=r"expected \['speed'\] among them"):
+        fc.rollout(fast, policy, state, 20)
+
+
+class NextStep(LikeManiSkill):
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+
+
+class Nowhere(LikeManiSkill):
+    device = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("env", "error", "says"),
+    [
+        (3, TypeError, "env is int, expected a vector environment, or a function"),
+        (lambda: gymnasium.make("CartPole-v1"), TypeError, r"lacks \['num_envs'.*Gymnasium's vector interface"),
+        (NextStep, ValueError, "has autoreset_mode=NEXT_STEP, expected SAME_STEP"),
+        (Nowhere, TypeError, "has no device, expected where its tensors are: pass device="),
+    ],
+)
+def test_an_environment_given_wrongly(env: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        fc.envs.from_torch_vector_env(env)
+    assert fc.envs.from_torch_vector_env(Nowhere, device="cpu").num_envs == P
