@@ -26,7 +26,8 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "K = 16": {"steps": 16},
     "K = 64": {"steps": 64},
     "K = 128": {"steps": 128},
-    "spare starts": {"made_each_step": False},
+    "K = 8": {"steps": 8},
+    "K = 8, spare starts": {"steps": 8, "made_each_step": False},  # with more steps, some lanes need a third start
     "unroll 4": {"unroll": 4},
     "no command buffers": {"compiler_options": {"xla_gpu_enable_command_buffer": ""}},
     "buffers of loops": {

@@ -117,17 +117,20 @@ class Runner:
         return batch.unlock_()
 
     def reset(self, mask: Tensor | None = None) -> None:
-        """Begin new episodes in the lanes of `mask` [P], or in all."""
+        """Begin new episodes in the lanes of `mask` [P], or in all; in all after an exception in a rollout, too."""
         self._check_open()
-        again = self._interrupted and mask is None
+        again = self._interrupted
         try:
-            self.state = api.recover(self.env, self.state) if again else api.reset(self.env, self.state, mask)
+            if again:  # all lanes: simulators may stand anywhere, and the state's memory may have been used
+                self.state = api.recover(self.env, self.state)
+                self._interrupted = False
+            if not again or mask is not None:
+                self.state = api.reset(self.env, self.state, mask)
         except (TypeError, ValueError):
             raise  # for a bad mask; the state has not been used
         except BaseException:
             self._interrupted = True
             raise
-        self._interrupted = self._interrupted and mask is not None
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Begin new episodes, seeded by `seed`: before the first batch, as if the collector had been built with it.

@@ -20,6 +20,7 @@ from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import Array, CollectorState, all_lanes, check_origin
 from funcollect.core.traced_step.checks import check_live, check_one_run, check_untraced
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
+from funcollect.interop.memory import memory_error
 from funcollect.keys import key_from_seed
 from funcollect.messages import shown
 from funcollect.policies.base import check_policy
@@ -139,13 +140,18 @@ def run(
         request = replace(request, exploration=values)
     route = route_of(env, policy, request.exploration_type)
     run_loop, inner = _LOOPS[route.loop].run, route.policy
-    if inner is policy or not isinstance(inner, EmbeddedPolicy):
-        after, batch = run_loop(env, inner, state, request)
-    else:
-        before, entered = enter_loop(inner, state)  # the state of the Torch policy, which `inner` runs in JAX
-        with inner.running(before):
-            after, batch = run_loop(env, inner, entered, request)
-        after, batch = leave_loop(inner, after, before), inner.as_torch(batch)
+    try:
+        if inner is policy or not isinstance(inner, EmbeddedPolicy):
+            after, batch = run_loop(env, inner, state, request)
+        else:
+            before, entered = enter_loop(inner, state)  # the state of the Torch policy, which `inner` runs in JAX
+            with inner.running(before):
+                after, batch = run_loop(env, inner, entered, request)
+            after, batch = leave_loop(inner, after, before), inner.as_torch(batch)
+    except RuntimeError as error:  # the base of both frameworks' errors
+        if lacking := memory_error(error, f"a rollout of {request.length:,} steps of {state.num_lanes:,} environments"):
+            raise lacking from error
+        raise
     return after, with_values(batch, values)
 
 

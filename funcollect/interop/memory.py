@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -31,19 +29,13 @@ def fixed(value: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(aligned(tuple(value.shape), value.numpy().dtype)).copy_(value)
 
 
-@contextlib.contextmanager
-def naming_memory(what: str) -> Iterator[None]:
-    """Raise a MemoryError that names `what` and the framework that holds memory, if JAX or Torch has too little."""
-    try:
-        yield
-    except RuntimeError as error:  # the base of both frameworks' errors
-        torch_lacks = isinstance(error, torch.OutOfMemoryError)
-        if not torch_lacks and "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        lacking, mend = ("Torch", _free_jax()) if torch_lacks else ("JAX", _free_torch())
-        raise MemoryError(
-            f"{lacking} has no memory for {what}{_holders()}: collect fewer frames at once{mend}"
-        ) from error
+def memory_error(error: RuntimeError, what: str) -> MemoryError | None:
+    """A MemoryError that names `what` and the framework that lacks memory, if that is what the error is about."""
+    torch_lacks = isinstance(error, torch.OutOfMemoryError)
+    if not torch_lacks and "RESOURCE_EXHAUSTED" not in str(error):
+        return None
+    lacking, mend = ("Torch", _free_jax()) if torch_lacks else ("JAX", _free_torch())
+    return MemoryError(f"{lacking} has no memory for {what}{_holders()}: collect fewer frames at once{mend}")
 
 
 def _holders() -> str:

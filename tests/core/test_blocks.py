@@ -3,6 +3,7 @@
 import functools
 import re
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import pytest
@@ -179,8 +180,10 @@ def test_all_lengths_are_one_program():
 
 
 @pytest.mark.usefixtures("blocks")
-def test_a_state_gives_the_same_answer_again_and_a_collector_uses_its_own_up():
-    with fc.SyncDataCollector("gymnax/CartPole-v1", frames_per_batch=400, create_env_kwargs={"num_envs": 4}) as one:
+@pytest.mark.parametrize("policy", [None, fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)], ids=repr)
+def test_a_state_gives_the_same_answer_again_and_a_collector_uses_its_own_up(policy):
+    kwargs = {"frames_per_batch": 400, "create_env_kwargs": {"num_envs": 4}}
+    with fc.SyncDataCollector("gymnax/CartPole-v1", policy, **kwargs) as one:
         old, kept = one.state, fc.fork(one.env, one.state)
         first, second = next(one), next(one)
         with pytest.raises(ValueError, match=r"was donated or deleted.*take a funcollect.fork"):
@@ -196,13 +199,11 @@ def test_an_interrupted_collector_goes_on_though_its_state_was_used_up(monkeypat
     with fc.SyncDataCollector("gymnax/CartPole-v1", frames_per_batch=400, create_env_kwargs={"num_envs": 4}) as one:
         ids = next(one)["collector", "traj_ids"]
 
-        def interrupted(*_):
-            raise KeyboardInterrupt
-
         with monkeypatch.context() as patch:
-            patch.setattr(fused, "batch_of", interrupted)
+            patch.setattr(fused, "batch_of", ctrl_c)
             with pytest.raises(KeyboardInterrupt):
                 next(one)
+        one.reset(torch.tensor([True, False, False, True]))
         after = next(one)
         assert (after["collector", "step"][:, 0] == 0).all()
         assert (after["collector", "traj_ids"][:, 0] > ids[:, -1]).all()
@@ -233,3 +234,32 @@ def test_a_step_that_crosses_has_no_branch_and_gives_the_same_data(starts, monke
     monkeypatch.setattr(crossing, "compiled", noting)
     assert_same(wanted, collect(env, policy, 20, 7, 3))
     assert waits(texts[0]) == {}
+
+
+@pytest.mark.usefixtures("blocks")
+def test_an_environment_without_a_state_is_recovered_too(monkeypatch):
+    spaces = gymnasium.spaces
+
+    def reset(key, params):
+        return (), jax.random.uniform(key, (2,))
+
+    def step(key, state, action, params):
+        return (), jax.random.uniform(key, (2,)), action * 1.0, action == 2, False
+
+    env = fc.envs.from_functions(
+        reset, step, observation_space=spaces.Box(0, 1, (2,)), action_space=spaces.Discrete(3), num_envs=3
+    )
+    with fc.SyncDataCollector(env, None, frames_per_batch=120, seed=0) as one:
+        old = one.state
+        next(one)
+        with pytest.raises(ValueError, match="was donated or deleted"):
+            fc.rollout(env, one.policy, old, 5)
+        with monkeypatch.context() as patch:
+            patch.setattr(fused, "batch_of", ctrl_c)
+            with pytest.raises(KeyboardInterrupt):
+                next(one)
+        assert (next(one)["collector", "step"][:, 0] == 0).all()
+
+
+def ctrl_c(*_):
+    raise KeyboardInterrupt

@@ -2,7 +2,8 @@
 
 There, a loop to a traced length copies its condition to the host and waits at every step, and so does every branch. So
 one program makes K steps, of which those beyond the rollout's length change nothing. It is called ``ceil(T / K)`` times
-on memory that it may use again, and compiled once for all lengths.
+on memory that it may use again, and compiled once for all lengths; only what copies a block's rows into the columns is
+compiled for each capacity.
 
 Instead of a branch that makes starts where they are needed, each block begins with spare starts for every lane. A lane
 that needs more than these sets a flag, which is read after the last block: the rollout then runs again, from its first
@@ -20,7 +21,7 @@ import numpy as np
 
 from funcollect.core.state import CollectorState
 from funcollect.core.traced_step.batch import recorded_step
-from funcollect.core.traced_step.columns import constant_columns, empty_columns, recorded_row, write_row
+from funcollect.core.traced_step.columns import bucket, constant_columns, empty_columns, recorded_row, write_row
 from funcollect.core.traced_step.keys import run_keys
 from funcollect.core.traced_step.starts import SPARES, SpareStarts, Traced, after_block, spare_starts, starts_are_cheap
 from funcollect.core.traced_step.step import Row, StepConfig
@@ -104,7 +105,8 @@ class BlockLoop:
         if self.has_spares or not owned:
             moved = self._copy(moved)
         rows = self._empty(bound, state)
-        capacity = -(-length // self._steps) * self._steps
+        blocks = -(-length // self._steps)
+        capacity = self._steps * (1 if blocks == 1 else bucket(blocks))
         constants, columns = self._compiled(("columns", self._which, capacity), partial(_columns, capacity))(rows, rest)
         left, short = np.int32(length), np.bool_(False)
         for first in range(0, length, self._steps):

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from funcollect.core.loops.fused import bucket, fork, init, place_of, recover, reset, to_batch, waits_for_host
+from funcollect.core.loops.fused import fork, init, place_of, recover, reset, to_batch, waits_for_host
 from funcollect.core.request import Request, open_actor, step_limit
 from funcollect.core.state import CollectorState
 from funcollect.core.traced_step.batch import cast, dtypes_of, recorded_step
-from funcollect.core.traced_step.columns import constant_columns, empty_columns, recorded_row, write_row
+from funcollect.core.traced_step.columns import bucket, constant_columns, empty_columns, recorded_row, write_row
 from funcollect.core.traced_step.keys import RunKeys, run_keys
 from funcollect.core.traced_step.starts import SpareStarts, after_block, starts_are_cheap
 from funcollect.core.traced_step.step import Row, StepConfig

@@ -32,12 +32,16 @@ class DeviceSimulation:
         self.simulators = env.open()
         self.version = 0
         self.busy = self.closed = False
+        self.steps = 0
+        self.episode: Tensor | None = None  # [P], the latest one of each lane, whichever state is given
+        self.has_finished = False  # whether lanes may have been kept finished
         self._first_lane = first_lane
         self.rekey(key, [], 0)
         self._finalizer = weakref.finalize(self, self.simulators.close)
 
     def rekey(self, key: Key, episodes: list[int], steps: int) -> None:
         """Seed the next reset from `key`, for a run that goes on after these episodes and steps."""
+        self.steps, self.episode = steps, None
         self._seed: int | None = int(fold(key, Purpose.RESET, self._first_lane, steps)[0]) % _SEEDS
 
     def seed_again(self) -> None:
@@ -46,7 +50,7 @@ class DeviceSimulation:
     def reset(self) -> dict[Path, Tensor]:
         """Begin an episode in each lane; return the observations, checked."""
         root = by_path(self.env, self.simulators.reset(self._seed))
-        self._seed = None
+        self._seed, self.has_finished = None, False
         check_tensors(self.env, root, self.env.num_envs or 1)
         return root
 
@@ -79,8 +83,13 @@ def reset(env: DeviceEnv, state: CollectorState, lanes: Tensor, *, stale: bool =
         raise ValueError(f"{env} resets its lanes itself, and otherwise all at once: leave the mask out")
     simulation: Any = state.env_state.claim(stale=stale)
     root = {path: value.clone() for path, value in simulation.reset().items()}
+    begun = state.episode if simulation.episode is None else torch.maximum(state.episode, simulation.episode)
+    simulation.episode = begun + 1
     return state.replace(
-        env_state=simulation.release(), observation=root, **reset_counters(state, lanes, state.episode + 1)
+        env_state=simulation.release(),
+        observation=root,
+        steps=max(simulation.steps, state.steps_made),
+        **reset_counters(state, lanes, simulation.episode),
     )
 
 
@@ -106,6 +115,11 @@ def run(env: DeviceEnv, policy: Policy, state: CollectorState, request: Request)
     root = {path: fixed(value) for path, value in state.observation.items()}
     columns = new_columns(root, request)
     actor = open_actor(env, policy, state, request, as_read(env, policy, root))
+    if state.env_state.simulation.has_finished and request.reset_when_done:
+        raise ValueError(
+            f"lanes of the state are finished, and {env} has begun other episodes in them: begin new ones with "
+            "funcollect.reset(env, state)"
+        )
     simulation: Any = state.env_state.claim()  # not before: bad arguments have raised, and the state is unused
     lanes = _Lanes(env, state, request, root, columns)
     with actor.running(), torch.no_grad():
@@ -117,11 +131,13 @@ def run(env: DeviceEnv, policy: Policy, state: CollectorState, request: Request)
         policy_state, outputs = actor.finish()
     counters, batch = device_delivery.deliver(env, state, request, columns, outputs)
     simulation.simulators.check()
+    simulation.episode, simulation.steps = counters["episode"], state.steps_made + request.length
+    simulation.has_finished = not request.reset_when_done
     after = state.replace(
         env_state=simulation.release(),
         observation={path: value.clone() for path, value in root.items()},
         policy_state=policy_state,
-        steps=state.steps_made + request.length,
+        steps=simulation.steps,
         returns=lanes.returns,
         **counters,
     )

@@ -18,14 +18,13 @@ from funcollect.core.request import Request
 from funcollect.core.state import CollectorState, all_lanes, origin_of, policy_start
 from funcollect.core.traced_step.batch import cast, dtypes_of, recorded_step
 from funcollect.core.traced_step.checks import is_live
-from funcollect.core.traced_step.columns import constant_columns, empty_columns, recorded_row, write_row
+from funcollect.core.traced_step.columns import bucket, constant_columns, empty_columns, recorded_row, write_row
 from funcollect.core.traced_step.keys import run_keys
 from funcollect.core.traced_step.step import Row, StepConfig, make_step_config
 from funcollect.envs.host.host_env import check_rewards
 from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memo import memo_of
-from funcollect.interop.memory import naming_memory
 from funcollect.keys import Key
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.protocols import BoundParams, JaxEnv, Policy, traced_values
@@ -64,39 +63,26 @@ def fork(env: JaxEnv, state: CollectorState) -> CollectorState:
     """Implement `funcollect.fork`: the state itself, which is a value, or a copy where a collector would use it up."""
     if not waits_for_host(place_of(state)):
         return state
-    copied: CollectorState = import_jax().tree.map(import_jax().numpy.copy, state)
-    return copied
+    env_state, observation = import_jax().tree.map(import_jax().numpy.copy, (state.env_state, dict(state.observation)))
+    return state.replace(env_state=env_state, observation=observation)  # the other parts are never used up
 
 
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """Implement `funcollect.rollout`."""
-    with naming_memory(f"a rollout of {request.length:,} steps of {state.num_lanes:,} environments"):
-        bound = policy.prepare(request.params), traced_values(request.exploration)
-        done = None
-        if waits_for_host(place_of(state)):
-            done = block_loop(env, policy, state, request)(bound, state, request.length, owned=request.owned)
-        after, columns = done or program(env, policy, state, request)(bound, state, request.length)
-        leaves = {path: torch_view(column) for path, column in columns.items()}
-        if len(leaves[REWARD]) > request.length:
-            leaves = {path: leaf[: request.length] for path, leaf in leaves.items()}
-        return after, batch_of(env, policy, state, cast(leaves, dtypes_of(env)))
+    bound = policy.prepare(request.params), traced_values(request.exploration)
+    done = None
+    if waits_for_host(place_of(state)):
+        done = block_loop(env, policy, state, request)(bound, state, request.length, owned=request.owned)
+    after, columns = done or program(env, policy, state, request)(bound, state, request.length)
+    leaves = {path: torch_view(column) for path, column in columns.items()}
+    if len(leaves[REWARD]) > request.length:
+        leaves = {path: leaf[: request.length] for path, leaf in leaves.items()}
+    return after, batch_of(env, policy, state, cast(leaves, dtypes_of(env)))
 
 
 def waits_for_host(place: Any) -> bool:
     """Whether branches, and loops to a traced length, wait for the host on the devices of this sharding."""
     return any(device.platform != "cpu" for device in place.device_set)
-
-
-def bucket(length: int) -> int:
-    """Return the number of rows to reserve for `length`. Lengths within an eighth share a compiled program.
-
-    It is at least two: XLA turns a write into a single row into a copy, and may then round the step differently.
-
-    >>> [bucket(length) for length in (1, 7, 64, 100, 2000)]
-    [2, 7, 64, 104, 2048]
-    """
-    grain = 1 << max(length.bit_length() - 4, 0)
-    return max(-(-length // grain) * grain, 2)
 
 
 def program(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> Callable[..., Any]:

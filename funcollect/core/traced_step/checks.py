@@ -47,7 +47,9 @@ def check_one_run(state: CollectorState) -> None:
 
 def is_live(state: CollectorState) -> bool:
     """Whether the state's memory was donated to no compiled function."""
-    return not any(leaf.is_deleted() for leaf in import_jax().tree.leaves(state.env_state.current))
+    jax = import_jax()
+    leaves = jax.tree.leaves((state.env_state, dict(state.observation)))  # what collectors use up
+    return not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
 
 
 def check_live(state: CollectorState) -> None:

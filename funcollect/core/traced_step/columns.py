@@ -15,6 +15,18 @@ from funcollect.interop.jax_setup import import_jax
 _CONSTANT = [("collector", "lane"), ("collector", "policy_version")]
 
 
+def bucket(length: int) -> int:
+    """Return the number of rows to reserve for `length`. Lengths within an eighth share a compiled program.
+
+    It is at least two: XLA turns a write into a single row into a copy, and may then round the step differently.
+
+    >>> [bucket(length) for length in (1, 7, 64, 100, 2000)]
+    [2, 7, 64, 104, 2048]
+    """
+    grain = 1 << max(length.bit_length() - 4, 0)
+    return max(-(-length // grain) * grain, 2)
+
+
 def recorded_row(config: StepConfig, bound: Any, state: Traced) -> Row:
     """Return the shapes and dtypes of what each step records anew."""
     keys = run_keys(state.key, state.lane)

@@ -40,8 +40,10 @@ def from_torch_vector_env(
     neither forked nor saved in mid-episode. Limits are the simulators' own.
 
     Args:
-        env: the environment, or a function that builds one. What is built already can serve one state.
-        info_keys: the keys of the infos to record under ``next.info``, tensors [P, ...].
+        env: the environment, or a function that builds one. What is built already can serve one state: evaluations,
+            and collectors that are restored from a file, want a function.
+        info_keys: the keys of the infos to record under ``next.info``, tensors [P, ...]. The rows of lanes that ended
+            are those of ``"final_info"`` if there is one.
         one_hot: whether discrete actions are one-hot rows in a batch.
         device: that of the tensors; by default the environment's own `device`.
 
@@ -137,19 +139,46 @@ class VectorSimulators:
                 "truncated, info): return these"
             )
         after, reward, terminated, truncated, info = answer
+        for name, flags in (("terminated", terminated), ("truncated", truncated)):
+            self._check(name, flags, torch.empty(self._env.num_envs or 1, dtype=torch.bool, device="meta"))
         done = terminated | truncated
         found = next((info[name] for name in _FINAL if name in info), None)
         if found is None:
             self.lacking = self.lacking | done.any()
-        observation = after if found is None else _chosen(done, found, after)
-        return Transition(None, observation, reward, terminated, truncated, self._infos(info)), after
+        observation = after if found is None else self._chosen("final observation", done, found, after)
+        return Transition(None, observation, reward, terminated, truncated, self._infos(done, info)), after
 
-    def _infos(self, info: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _infos(self, done: Tensor, info: Mapping[str, Any]) -> dict[str, Tensor]:
+        final = info.get("final_info", {})
+        chosen = {
+            name: self._chosen(f"info {name!r}", done, final[name], info.get(name, final[name]))
+            for name in self._env.info_keys
+            if name in final
+        }
+        info = {**info, **chosen}
         if missing := [name for name in self._env.info_keys if name not in info]:
             raise EnvError(
                 f"the infos of {self._env} are {sorted(info)}, expected {missing} among them: correct info_keys"
             )
         return {name: info[name] for name in self._env.info_keys}
+
+    def _chosen(self, name: str, done: Tensor, final: Any, after: Any) -> Any:
+        """The last values of the lanes that are done [P], and the current ones of the others."""
+        if isinstance(after, Mapping):
+            return {key: self._chosen(f"{name} {key!r}", done, final[key], value) for key, value in after.items()}
+        if isinstance(after, tuple):
+            return tuple(self._chosen(name, done, one, other) for one, other in zip(final, after, strict=True))
+        self._check(name, final, after)
+        return torch.where(done.view(-1, *[1] * (after.ndim - 1)), final, after)
+
+    def _check(self, name: str, value: Any, like: Tensor) -> None:
+        """Raise EnvError unless the value is a tensor of the same shape and dtype."""
+        if not isinstance(value, Tensor) or (value.shape, value.dtype) != (like.shape, like.dtype):
+            got = f"{value.dtype} {list(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
+            kind = "" if isinstance(value, Tensor) else f" of {type(value).__module__.partition('.')[0]}"
+            raise EnvError(
+                f"{name} of {self._env} is {got}{kind}, expected a tensor {like.dtype} {list(like.shape)}: return that"
+            )
 
     def check(self) -> None:
         """Raise EnvError if an episode has ended without a last observation; this waits for the device."""
@@ -164,12 +193,3 @@ class VectorSimulators:
         """Free the simulators."""
         if hasattr(self._simulators, "close"):
             self._simulators.close()
-
-
-def _chosen(done: Tensor, final: Any, after: Any) -> Any:
-    """The last observations of the lanes that are done [P], and the current ones of the others."""
-    if isinstance(after, Mapping):
-        return {name: _chosen(done, final[name], value) for name, value in after.items()}
-    if isinstance(after, tuple):
-        return tuple(_chosen(done, one, other) for one, other in zip(final, after, strict=True))
-    return torch.where(done.view(-1, *[1] * (after.ndim - 1)), final, after)

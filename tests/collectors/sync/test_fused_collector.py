@@ -1,6 +1,7 @@
 """`SyncDataCollector` over JAX environments: every keyword means what it means elsewhere."""
 
 import io
+import re
 from types import SimpleNamespace
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import funcollect as fc
-from funcollect.interop.memory import naming_memory
+from funcollect.interop.memory import memory_error
 from tests.support.compare import assert_same, collect, joined
 from tests.support.jax_counting import counting, counting_policy
 
@@ -165,17 +166,24 @@ def test_without_memory_it_says_who_holds_it(monkeypatch):
         next(make())
     monkeypatch.undo()
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
-    with (
-        pytest.raises(MemoryError, match=r"Torch has no memory for it.*XLA_PYTHON_CLIENT_PREALLOCATE=false"),
-        naming_memory("it"),
-    ):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    lacking = torch.OutOfMemoryError("CUDA out of memory")
+    assert re.search(
+        r"Torch has no memory for it.*XLA_PYTHON_CLIENT_PREALLOCATE=false", str(memory_error(lacking, "it"))
+    )
     device = SimpleNamespace(memory_stats=lambda: {"bytes_in_use": 2**31, "pool_bytes": 3 * 2**30})
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    with (
-        pytest.raises(MemoryError, match=r"\(of the GPU, JAX 3.0 GiB are held\)"),
-        naming_memory("it"),
-    ):
+    assert "no memory for it (of the GPU, JAX 3.0 GiB are held)" in str(memory_error(lacking, "it"))
+    assert memory_error(RuntimeError("other"), "it") is None
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"])
+def test_every_loop_says_who_lacks_memory(name, monkeypatch):
+    def without_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
-    with pytest.raises(RuntimeError, match="other"), naming_memory("it"):
-        raise RuntimeError("other")
+
+    env = fc.make_env(name, num_envs=2)
+    policy = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical, compile="eager")
+    state = fc.init(env, policy, seed=0)
+    monkeypatch.setattr(torch.nn.Linear, "forward", without_memory)
+    with pytest.raises(MemoryError, match="Torch has no memory for a rollout of 5 steps of 2 environments"):
+        fc.rollout(env, policy, state, 5)

@@ -64,8 +64,8 @@ class LikeManiSkill(Walks):
         reward, terminated, truncated = self.move(action)
         infos: dict[str, Any] = {"elapsed_steps": self.age, "success": terminated}
         done = terminated | truncated
-        if done.any():
-            infos |= {"final_observation": self.place.clone(), "_final_observation": done}
+        if done.any():  # those of the reset, which lack most keys
+            infos = {"final_info": infos, "final_observation": self.place.clone(), "_final_observation": done}
         self.start(done)
         return self.place, reward, terminated, truncated, infos
 
@@ -180,6 +180,10 @@ def test_it_works_in_collectors_and_evaluations() -> None:
         assert (next(collector)["collector", "traj_ids"][:, 0] > ids[:, -1]).all()
     kept = fc.SyncDataCollector(env, policy, frames_per_batch=80, total_frames=80, seed=0, reset_when_done=False)
     (batch,) = kept
+    with pytest.raises(ValueError, match="lanes of the state are finished"):
+        fc.rollout(env, policy, kept.state, 10)
+    kept.reset()
+    assert (fc.rollout(env, policy, kept.state, 10)[1]["collector", "step"][:, 0] == 0).all()
     kept.shutdown()
     done = batch["next", "done"][..., 0]
     assert torch.equal(done, done.cummax(1).values)
@@ -225,6 +229,58 @@ def test_what_cannot_be_done_is_said(tmp_path: Any) -> None:
     state = fc.init(fast, policy, seed=0)
     with pytest.raises(EnvError, match=r"expected \['speed'\] among them"):
         fc.rollout(fast, policy, state, 20)
+
+
+class Wrong(LikeManiSkill):
+    """Returns something else than a tensor, from the third step on."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.change, self.steps = change, 0
+
+    def step(self, action: Tensor) -> Any:
+        self.steps += 1
+        answer = super().step(action)
+        return answer if self.steps < 3 else self.change(*answer)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            lambda x, reward, end, cut, info: (x, reward, end.numpy(), cut, info),
+            r"terminated .* is bool \[4\] of numpy",
+        ),
+        (
+            lambda x, reward, end, cut, info: (x, reward, end, cut[:, None], info),
+            r"truncated .* is torch.bool \[4, 1\]",
+        ),
+        (lambda x, *answer: (x, *answer[:-1], {"final_obs": x[:1]}), r"final observation .* is torch.float32 \[1, 2\]"),
+        (lambda x, *answer: (x, *answer[:-1], {"final_obs": x.numpy()}), r"final observation .* of numpy, expected a"),
+    ],
+)
+def test_wrong_answers_are_named(change: Any, says: str) -> None:
+    env = fc.envs.from_torch_vector_env(lambda: Wrong(change))
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    with pytest.raises(EnvError, match=says):
+        fc.rollout(env, policy, state, 9)
+    fc.close(state)
+
+
+def test_a_recovery_from_an_old_state_uses_no_id_again() -> None:
+    env = fc.envs.from_torch_vector_env(LikeManiSkill)
+    policy = fc.random_policy(env)
+    old = fc.init(env, policy, seed=0)
+    _, before = fc.rollout(env, policy, old, 60)
+    state = fc.recover(env, old)
+    assert state.steps_made == 60
+    state, after = fc.rollout(env, policy, state, 60)
+    assert not {*before["collector", "traj_ids"].unique().tolist()} & {
+        *after["collector", "traj_ids"].unique().tolist()
+    }
+    assert not torch.equal(before["action"], after["action"])
+    fc.close(state)
 
 
 class NextStep(LikeManiSkill):
