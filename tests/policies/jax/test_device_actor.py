@@ -15,10 +15,7 @@ from tests.support.compare import assert_same, collect
 def over_tensors(monkeypatch):
     """The path that an accelerator takes, taken on the CPU."""
 
-    def observation(self, backend):
-        return assemble(self._env.observation_space, self.root)
-
-    monkeypatch.setattr(tensor._TensorLoop, "observation", observation)
+    monkeypatch.setattr(tensor, "as_read", lambda env, policy, root: assemble(env.observation_space, root))
 
 
 @pytest.mark.parametrize("make", [jax_mlp, jax_keyed, jax_recurrent])
