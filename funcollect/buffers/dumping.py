@@ -68,7 +68,7 @@ def dump(
 
 
 def _emptied(directory: Path) -> Path:
-    """The directory, made anew: writing to a link that an interrupted dump left would change the linked file."""
+    """The directory, emptied. An interrupted dump may have left links, and writing to one changes the linked file."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     return directory

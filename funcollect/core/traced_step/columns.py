@@ -28,7 +28,7 @@ def bucket(length: int) -> int:
 
 
 def recorded_row(config: StepConfig, bound: Any, state: Traced) -> Row:
-    """Return the shapes and dtypes of what each step records anew."""
+    """Return the shapes and dtypes of the row that a step records, without the constant columns."""
     keys = run_keys(state.key, state.lane)
     _, row = import_jax().eval_shape(partial(recorded_step, config), bound, state, keys)
     return {path: leaf for path, leaf in row.items() if path not in _CONSTANT}

@@ -36,7 +36,7 @@ def begin(env: JaxEnv, keys: RunKeys, lane: Any, episode: Any, params: Any) -> S
 
 
 def restarted(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> tuple[Any, Any]:
-    """Return the environment's state in which the lanes of `mask` [P] start anew, and the starts' observations."""
+    """Return the environment's state after a reset of the lanes of `mask` [P], and the observations of their starts."""
     lanes = state.env_state
     next_starts = _kept if isinstance(lanes, JaxEnvState) else _spare
     (starts, roots), lanes = next_starts(env, state, keys, mask)
@@ -44,7 +44,7 @@ def restarted(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> tuple[Any
 
 
 def _kept(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> tuple[Start, JaxEnvState]:
-    """Return the kept starts; all are made anew if one of them has been used."""
+    """Return the kept starts. If a lane needs one that has been used, make those of all lanes again."""
     jax = import_jax()
     lanes: JaxEnvState = state.env_state
     refill = (mask & lanes.next_start_used).any()

@@ -25,7 +25,7 @@ _CLEARLY = 0.8  # the share of one process's time from which on workers are clea
 def spread(env: SimulatedEnv, policy_seconds: Callable[[int], float]) -> str:
     """Describe how the lanes of an environment are spread over workers, and whether that pays.
 
-    `policy_seconds` tells what a call of the policy takes for so many lanes.
+    `policy_seconds` returns the seconds of a call of the policy for a number of lanes.
     """
     workers, lanes = env.workers, env.num_envs or 1
     assert workers is not None
