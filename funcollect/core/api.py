@@ -13,7 +13,7 @@ from torch import Tensor
 from funcollect.arguments import check_kind
 from funcollect.core.evaluate_actions import remember_spaces
 from funcollect.core.exploration import NO_VALUES, Value, exploration_values, with_values
-from funcollect.core.loops import Loop, crossing, device, fused, host, tensor
+from funcollect.core.loops import Loop, captured, crossing, device, fused, host, tensor
 from funcollect.core.request import Request
 from funcollect.core.routes import enter_loop, leave_loop, route_of
 from funcollect.core.simulators.simulation import SimulatorHandle
@@ -33,6 +33,7 @@ from funcollect.specs import ExplorationType
 _LOOPS: dict[str, Loop] = {
     "host": host,
     "torch": tensor,
+    "captured": captured,
     "jax": fused,
     "fused": fused,
     "crossing": crossing,

@@ -12,6 +12,7 @@ import torch
 
 from funcollect.core.api import check_pair
 from funcollect.core.exploration import head_of
+from funcollect.core.loops import captured
 from funcollect.core.loops.blocks import BlockOptions
 from funcollect.core.request import Request, open_actor
 from funcollect.core.routes import Route, route_of
@@ -189,6 +190,10 @@ def _why(env: Env, route: Route) -> str:
             return (
                 f"{where}, the policy runs in Torch; each step is one call of the policy and one compiled call of the "
                 f"environment, which writes its columns in place; {dispatch_note()}"
+            )
+        case "captured", _:
+            return (
+                f"{where}; policy, environment and recording are CUDA graphs of {captured.STEPS} steps, one launch each"
             )
         case "fused", LoweredPolicy():
             return (

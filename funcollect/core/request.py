@@ -104,25 +104,22 @@ def check_state_kind(policy_state: Any, wanted: type) -> None:
         )
 
 
-def open_actor(
+def inputs_of(
     env: Env,
     policy: Policy,
     state: CollectorState,
     request: Request,
     observation: Any,
     draw: Callable[..., Words] = random_words,
-) -> Actor:
-    """Return the policy bound to this rollout; it reads the same `observation` at each step.
-
-    Its noise is drawn ahead, from words that `draw` draws.
-    """
+) -> ActorInputs:
+    """Return a policy's inputs for this rollout; its noise is drawn ahead, from words that `draw` draws."""
     spec = env.action_spec
     lanes, steps = state.lane_ids, state.steps_made
     noise = policy.noise(spec)
     drawn = None if noise is None else draw_ahead(noise, state.key, lanes, steps, request.length, draw=draw)
     initial_state = policy.init(state.key, state.num_lanes)
     check_state_kind(state.policy_state, type(initial_state))
-    actor_inputs = ActorInputs(
+    return ActorInputs(
         observation=observation,
         params=policy.prepare(request.params),
         policy_state=state.policy_state,
@@ -134,10 +131,23 @@ def open_actor(
         length=request.length,
         single=env.num_envs is None,
     )
-    actor = policy.actor(actor_inputs)
+
+
+def open_actor(
+    env: Env,
+    policy: Policy,
+    state: CollectorState,
+    request: Request,
+    observation: Any,
+    draw: Callable[..., Words] = random_words,
+) -> Actor:
+    """Return the policy bound to this rollout; it reads the same `observation` at each step. See `inputs_of`."""
+    inputs = inputs_of(env, policy, state, request, observation, draw)
+    actor = policy.actor(inputs)
+    steps = state.steps_made
     random_left = min(request.random_steps - steps, request.length)
     if random_left > 0:
-        actor = RandomStart(actor, actor_inputs, state.key, lanes, steps, random_left, head_of(policy))
+        actor = RandomStart(actor, inputs, state.key, state.lane_ids, steps, random_left, head_of(policy))
     fresh = state.step == 0
     if fresh.device.type != "cpu":
         actor.restart(fresh)  # which is not read, since that would wait for the device

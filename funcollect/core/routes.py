@@ -9,6 +9,7 @@ import optree
 from torch import Tensor
 
 from funcollect.arguments import check_kind
+from funcollect.core.loops.captured import check_capture
 from funcollect.core.request import check_state_kind
 from funcollect.core.state import CollectorState
 from funcollect.errors import LoweringError
@@ -40,7 +41,7 @@ class Route:
     """A way to run a policy in an environment.
 
     Attributes:
-        loop: ``"host"``, ``"torch"``, ``"fused"`` or ``"crossing"``.
+        loop: ``"host"``, ``"torch"``, ``"captured"``, ``"device"``, ``"fused"`` or ``"crossing"``.
         policy: the policy that the loop runs: the user's, or a JAX policy over the same module.
         refusals: the routes that were rejected, each with the reason.
     """
@@ -57,6 +58,9 @@ def route_of(env: Env, policy: Policy, exploration_type: ExplorationType = Explo
         LoweringError: for a policy that demands a route (``compile=``) which is impossible.
     """
     asked = policy.compiler if isinstance(policy, TorchBacked) else None
+    if asked == "cudagraph":
+        check_capture(env, policy)
+        return Route("captured", policy)
     if env.backend != "jax":
         if asked == "callback":
             raise LoweringError(

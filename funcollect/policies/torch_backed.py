@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import optree
@@ -22,7 +22,7 @@ from funcollect.protocols import ActorInputs, Exploration
 from funcollect.specs import ActionSpec
 from funcollect.tree import flatten
 
-Compiler = Literal["xla", "callback", "eager", "inductor"]
+Compiler = Literal["xla", "callback", "eager", "inductor", "cudagraph"]
 
 _Slots = dict[str, tuple[dict[str, Any], dict[str, Any], str]]  # by name: the module's dict, the skeleton's, its key
 
@@ -35,9 +35,9 @@ class TorchPolicyState(NamedTuple):
     carried: Any = None  # by path, the keys that a TensorDict policy wrote and may read at its next step, each [P, ...]
 
 
-def check_compiler(compiler: str | None, without: str = "") -> None:
-    """Raise ValueError unless `compiler` is None, or names a way of running other than `without`."""
-    names = [name for name in get_args(Compiler) if name != without]
+def check_compiler(compiler: str | None, without: Sequence[str] = ()) -> None:
+    """Raise ValueError unless `compiler` is None, or names a way of running that is not among `without`."""
+    names = [name for name in get_args(Compiler) if name not in without]
     if compiler is not None and compiler not in names:
         raise ValueError(f"compile is {compiler!r}, expected one of {names}, or None: pass 'xla'")
 
@@ -198,7 +198,7 @@ class TorchBacked(PolicyBase):
     @override
     def init(self, key: Key, num_envs: int, /) -> TorchPolicyState:
         """The initial recurrent state for each lane, and a generator seeded from the key."""
-        recurrent = lanes_of(self.initial_state, num_envs, self.device)
+        recurrent = lanes_of(self.initial_state, num_envs, self.run_device)
         return TorchPolicyState(recurrent, generator_state(seed_of(fold(key, Purpose.GENERATOR))))
 
     def initial_carry(self, observation: Any) -> Any:
@@ -248,6 +248,10 @@ class TorchBacked(PolicyBase):
             buffer: Any = source[key] if prepared is None else prepared.get(name, source[key])
             target[key] = buffer.detach().to(self.device or buffer.device, copy=True)
         return self._skeleton.root
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The copies of the module's buffers that `bound` made, as the module has left them."""
+        return {name: target[key] for name, (_, target, key) in self._buffers.items()}
 
     def tensors(self, prepared: dict[str, Tensor] | None) -> dict[str, Tensor]:
         """The module's current parameters and buffers by name, replaced by those in `prepared`; none for a function."""

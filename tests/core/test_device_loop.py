@@ -1,5 +1,7 @@
 """The loop over Torch environments as on an accelerator, run on the CPU: the same data, and no tensor is read."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,11 +69,11 @@ def test_nothing_is_read_before_the_batch_is_delivered(name, kind, kwargs, monke
     env = fc.make_env(name, num_envs=4)
     policy = policies()[name, kind] or fc.random_policy(env)
     request = fc.core.request.Request(length=30, **kwargs)
-    loop = tensor._TensorLoop(env, state := fc.init(env, policy, seed=0), request)
+    state = fc.init(env, policy, seed=0)
+    loop = tensor.TensorLoop(env, request, tensor.TensorLanes.of(env, state))
     action = torch.zeros(4, *env.action_spec.shape, dtype=env.action_spec.dtype)
+    still = SimpleNamespace(act=lambda t: action, restart=lambda lanes: None)
     monkeypatch.setattr(device_delivery, "check_rewards", lambda rewards: None)  # which reads them
     with NoReads():
-        for t in range(30):
-            loop.keep_root(t)
-            loop.step(t, action)
+        loop.run(still)
         device_delivery.deliver(env, state, request, loop.columns, {("action",): action.expand(30, *action.shape)})

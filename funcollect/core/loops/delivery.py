@@ -46,6 +46,10 @@ class TrajectoryLimit:
         """Return the mask [P] of the lanes that step `t` brings to the limit."""
         return self.due <= t
 
+    def steps(self, t: int) -> Any:
+        """Return the steps [P] of each lane's trajectory before step `t`."""
+        return t + self._limit - 1 - self.due
+
     def restart(self, t: int, lanes: Any) -> None:
         """Count from zero, after step `t`, in these lanes: their indices, or a mask [P]."""
         self.due[lanes] = t + self._limit

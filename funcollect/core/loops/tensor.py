@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import optree
@@ -19,7 +19,7 @@ from funcollect.errors import EnvError
 from funcollect.interop.memory import fixed
 from funcollect.keys import Key, LaneKeys, Purpose
 from funcollect.messages import shown
-from funcollect.protocols import DeviceEnv, Policy, TorchEnv, Transition
+from funcollect.protocols import Actor, DeviceEnv, Policy, TorchEnv, Transition
 from funcollect.specs import assemble, disassemble, torch_dtype
 from funcollect.tree import NAMESPACE, Path, select
 
@@ -27,7 +27,7 @@ from funcollect.tree import NAMESPACE, Path, select
 def init(env: TorchEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
     """Implement `funcollect.init`."""
     lane = torch.arange(first_lane, first_lane + (env.num_envs or 1), device=env.device)
-    env_state, observation = _begin(env, key, lane, torch.zeros_like(lane), env.params)
+    env_state, observation = _begin(env, LaneKeys.of(key, Purpose.RESET, lane, torch.zeros_like(lane)), env.params)
     check_tensors(env, observation, len(lane))
     for leaf in optree.tree_leaves(env_state, namespace=NAMESPACE):
         if not isinstance(leaf, Tensor) or leaf.shape[:1] != lane.shape:
@@ -42,7 +42,7 @@ def init(env: TorchEnv, policy: Policy, key: Key, first_lane: int, total_lanes: 
 def reset(env: TorchEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
     """Implement `funcollect.reset` of the lanes of a mask [P]."""
     episode = state.episode + lanes
-    fresh, root = _begin(env, state.key, state.lane, episode, state.env_params)
+    fresh, root = _begin(env, LaneKeys.of(state.key, Purpose.RESET, state.lane, episode), state.env_params)
     return state.replace(
         env_state=select(lanes, fresh, state.env_state),
         observation=select(lanes, root, dict(state.observation)),
@@ -50,9 +50,9 @@ def reset(env: TorchEnv, state: CollectorState, lanes: Tensor) -> CollectorState
     )
 
 
-def _begin(env: TorchEnv, key: Key, lane: Tensor, episode: Tensor, params: Any) -> tuple[Any, dict[Path, Tensor]]:
-    """Return state and observation of all lanes at the start of their episodes [P]: a function of the arguments."""
-    begun = env.reset(LaneKeys.of(key, Purpose.RESET, lane, episode), params)
+def _begin(env: TorchEnv, keys: LaneKeys, params: Any) -> tuple[Any, dict[Path, Tensor]]:
+    """Return state and observation of all lanes at the start of their episodes: a function of the arguments."""
+    begun = env.reset(keys, params)
     if not isinstance(begun, tuple) or len(begun) != 2:
         raise EnvError(
             f"reset of {env} returned {type(begun).__name__}, expected the pair (env_state, observation): return both"
@@ -110,14 +110,10 @@ def fork(env: TorchEnv, state: CollectorState) -> CollectorState:
 
 def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """Implement `funcollect.rollout`."""
-    loop = _TensorLoop(env, state, request)
+    loop = TensorLoop(env, request, TensorLanes.of(env, state))
     actor = open_actor(env, policy, state, request, as_read(env, policy, loop.root))
     with actor.running():
-        for t in range(request.length):
-            loop.keep_root(t)
-            mask = loop.step(t, as_tensor(actor.act(t), env.device))
-            if mask is not None:
-                actor.restart(mask)
+        loop.run(actor)
         policy_state, outputs = actor.finish()
     if reads_wait(env.device):
         counters, batch = device_delivery.deliver(env, state, request, loop.columns, outputs)
@@ -140,7 +136,41 @@ def reads_wait(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-class _TensorLoop:
+class TensorLanes(NamedTuple):
+    """All lanes between two steps, everything that a loop goes on from: a pytree whose tensors are [P, ...]."""
+
+    env_state: Any
+    env_params: Any
+    observation: dict[Path, Tensor]
+    lane: Tensor
+    episode: Tensor
+    step: Tensor  # only kept up to date where trajectories are limited
+    returns: Tensor  # of the current episodes, float64; only kept up to date where reads wait
+    finished: Tensor  # lanes that stay finished, bool
+    steps: int | Tensor  # since the beginning of the run: an int, or int64 [1] on the device
+    start_keys: tuple[Any, Any]  # each lane's key to the starts of its episodes
+    step_keys: tuple[Any, Any]  # and to its steps
+
+    @classmethod
+    def of(cls, env: TorchEnv, state: CollectorState) -> TensorLanes:
+        """The lanes of a state."""
+        lane = state.lane.to(env.device)
+        return cls(
+            env_state=state.env_state,
+            env_params=state.env_params,
+            observation=dict(state.observation),
+            lane=lane,
+            episode=state.episode.to(env.device),
+            step=state.step.to(env.device),
+            returns=state.returns.to(env.device),
+            finished=(state.terminated | state.truncated).to(env.device),
+            steps=state.steps_made,
+            start_keys=LaneKeys.of(state.key, Purpose.RESET, lane, 0).keys,
+            step_keys=LaneKeys.of(state.key, Purpose.DYNAMICS, lane, 0).keys,
+        )
+
+
+class TensorLoop:
     """The columns of a rollout, and the current state of all lanes.
 
     Attributes:
@@ -150,38 +180,53 @@ class _TensorLoop:
         columns: what has been recorded, each [T, P, ...], under the batch's keys.
     """
 
-    def __init__(self, env: TorchEnv, state: CollectorState, request: Request) -> None:
+    def __init__(self, env: TorchEnv, request: Request, lanes: TensorLanes) -> None:
         self._env = env
-        self._state = state
         self._request = request
-        self.env_state: Any = state.env_state
-        self.root = {path: fixed(value) for path, value in state.observation.items()}
-        self._episode = state.episode.to(env.device)
-        self._lane = state.lane.to(env.device)
+        self._begun = lanes
+        self.env_state: Any = lanes.env_state
+        self.root = {path: fixed(value) for path, value in lanes.observation.items()}
+        self._episode = lanes.episode
         limit = step_limit(env, request)
-        self._limit = None if limit is None else TrajectoryLimit(state.step.to(env.device), limit)
-        self._steps = state.steps_made
-        self._keys = LaneKeys.of(state.key, Purpose.DYNAMICS, self._lane, 0).keys
-        self._finished = (state.terminated | state.truncated).to(env.device)
+        self._limit = None if limit is None else TrajectoryLimit(lanes.step, limit)
+        self._finished = lanes.finished
         self._reads_wait = reads_wait(env.device)
-        self.returns = state.returns.to(env.device)
+        self.returns = lanes.returns
         self.columns = new_columns(self.root, request)
         self._reward, self._terminated, self._truncated = (self.columns[path] for path in OUTCOME_KEYS)
         self._roots = [self.columns[path] for path in self.root]
         self._nexts = [self.columns["next", *path] for path in self.root]
 
-    def keep_root(self, t: int) -> None:
-        """Record the observation before the policy reads it, since a policy may write into it."""
-        for column, root in zip(self._roots, self.root.values(), strict=True):
-            column[t] = root
+    def run(self, actor: Actor) -> None:
+        """Make all steps with a policy that reads `root`. Observations are recorded first: it may write into them."""
+        for t in range(self._request.length):
+            for column, root in zip(self._roots, self.root.values(), strict=True):
+                column[t] = root
+            mask = self._step(t, as_tensor(actor.act(t), self._env.device))
+            if mask is not None:
+                actor.restart(mask)
 
-    def step(self, t: int, action: Tensor) -> Tensor | None:
+    def lanes(self) -> TensorLanes:
+        """The lanes after all steps."""
+        length = self._request.length
+        return self._begun._replace(
+            env_state=self.env_state,
+            observation=self.root,
+            episode=self._episode,
+            step=self._begun.step if self._limit is None else self._limit.steps(length),
+            returns=self.returns,
+            finished=self._finished,
+            steps=self._begun.steps + length,
+        )
+
+    def _step(self, t: int, action: Tensor) -> Tensor | None:
         """Step all lanes; return the mask [P] of those that began another episode, or None."""
+        lanes = self._begun
         with torch.no_grad():
-            key = LaneKeys(self._lane, self._keys, self._steps + t)
-            answer = self._env.step(key, self.env_state, action, self._state.env_params)
+            key = LaneKeys(lanes.lane, lanes.step_keys, lanes.steps + t)
+            answer = self._env.step(key, self.env_state, action, lanes.env_params)
             if t == 0:
-                check_step(self._env, answer, self._state.num_lanes)
+                check_step(self._env, answer, len(lanes.lane))
             terminated, truncated, env_state = answer.terminated, answer.truncated, answer.env_state
             if self._limit is not None:
                 truncated = truncated | self._limit.reached(t)
@@ -217,8 +262,8 @@ class _TensorLoop:
         self._episode = self._episode + done
         if self._limit is not None:
             self._limit.restart(t, done)
-        state = self._state
-        fresh, root = _begin(self._env, state.key, self._lane, self._episode, state.env_params)
+        lanes = self._begun
+        fresh, root = _begin(self._env, LaneKeys(lanes.lane, lanes.start_keys, self._episode), lanes.env_params)
         self.env_state = select(done, fresh, self.env_state)
         for path, value in root.items():
             self.root[path].copy_(select(done, value, self.root[path]))

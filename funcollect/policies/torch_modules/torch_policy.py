@@ -65,6 +65,9 @@ def torch_policy(
             ``"eager"``: Torch's own forward, called by Python at each step.
             ``"inductor"``: as ``"eager"``, by `torch.compile`, equal to the module itself within rounding. It takes
             seconds and a C++ compiler. A call costs about 15 microseconds, too much for a small MLP on a CPU.
+            ``"cudagraph"``: with an environment written in Torch, on a GPU: policy, environment and recording are
+            captured as CUDA graphs of 32 steps. Neither may read a tensor's value on the host. What the module is
+            (see below) may change between rollouts, which captures anew; what a plain function refers to may not.
         device: where the policy runs; by default where its parameters are.
         record_state: records the recurrent state before each step, as ``recurrent``, or ``recurrent_0``,
             ``recurrent_1``, … of its leaves: `evaluate_actions` can then begin anywhere in a batch.
@@ -266,10 +269,23 @@ class TorchActor(Actor):
             mask = lane_mask(lanes, self._inputs.num_envs).to(self._run_device)
             self._recurrent = select(mask, self._inputs.initial_state.recurrent, self._recurrent)
 
+    @property
+    def recurrent(self) -> Any:
+        """The current recurrent state of all lanes, or None."""
+        return self._recurrent
+
+    def recorded(self) -> list[Tensor]:
+        """Everything recorded so far, each [T, P, ...], in the order that `outputs_of` knows."""
+        return self._recorder.columns()
+
     @override
     def finish(self) -> tuple[TorchPolicyState, Columns]:
+        return TorchPolicyState(_copied(self._recurrent), self._generator), self.outputs_of(self.recorded())
+
+    def outputs_of(self, recorded: Sequence[Tensor]) -> Columns:
+        """The outputs for the batch, checked, from what was recorded."""
         spec, head, names, chosen = self._spec, self._head, self._names or (), (*self._chosen, *self._state_names)
-        recorded, few = self._recorder.columns(), len(chosen)
+        few = len(chosen)
         own = len(recorded) - len(names)
         outputs = dict(zip((*chosen, *names), (*recorded[:few], *recorded[own:]), strict=True))
         read: Columns = {}
@@ -279,14 +295,13 @@ class TorchActor(Actor):
             if (log_prob := head.log_prob(TORCH, parameters, outputs, spec)) is not None:
                 outputs["action_log_prob"] = log_prob
         by_path: Columns = {(name,): column for name, column in outputs.items()}
-        columns = finish_columns(by_path, spec, parameters=read, chosen=head is not None)
-        return TorchPolicyState(_copied(self._recurrent), self._generator), columns
+        return finish_columns(by_path, spec, parameters=read, chosen=head is not None)
 
 
 def head_in_torch(head: Head | None, inputs: ActorInputs) -> Head | None:
     """A policy's head with the values of this rollout."""
     values = inputs.exploration.values
-    return head.at({name: torch.tensor(value) for name, value in values.items()}) if head and values else head
+    return head.at({name: torch.as_tensor(value) for name, value in values.items()}) if head and values else head
 
 
 def _call_on_keys(module: Callable[..., Any], keys: Sequence[str], observation: Mapping[str, Any], *rest: Any) -> Any:

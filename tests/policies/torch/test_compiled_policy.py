@@ -63,7 +63,9 @@ def test_a_compiled_policy_is_pickled_without_its_code():
 
 def test_a_compiler_that_is_not_there_is_said(monkeypatch):
     for wrong in ("jit", "cuda", True):
-        with pytest.raises(ValueError, match=r"expected one of \['xla', 'callback', 'eager', 'inductor'\], or None"):
+        with pytest.raises(
+            ValueError, match=r"expected one of \['xla', 'callback', 'eager', 'inductor', 'cudagraph'\], or None"
+        ):
             fc.torch_policy(net(), compile=wrong)
     with pytest.raises(ValueError, match=r"expected one of \['xla', 'callback', 'eager'\], or None"):
         fc.tensordict_policy(net(), compile="inductor")

@@ -1,0 +1,158 @@
+"""The loop over Torch environments as CUDA graphs: policy, environment and columns, 32 steps by one launch.
+
+A graph repeats kernels, and nothing that Python did around them. All that changes from one launch to the next is
+therefore an argument of the graph: the lanes, noise, parameters, exploration. Which lanes begin another episode is
+decided by masks, as in the plain loop on a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from funcollect.core.loops import device_delivery, tensor
+from funcollect.core.loops.tensor import TensorLanes, TensorLoop, as_read
+from funcollect.core.request import NOWHERE, Request, inputs_of
+from funcollect.core.state import CollectorState, origin_of
+from funcollect.errors import FuncollectError, LoweringError
+from funcollect.interop.cuda_graph import CudaGraph, can_capture
+from funcollect.interop.memo import memo_of
+from funcollect.messages import shown
+from funcollect.policies.torch_modules.torch_policy import TorchActor, TorchPolicy
+from funcollect.protocols import ActorInputs, Exploration, Policy, TorchEnv
+from funcollect.tree import NAMESPACE, Path, select
+
+init, reset, recover, fork = tensor.init, tensor.reset, tensor.recover, tensor.fork
+
+STEPS = 32  # of one graph
+_MOST_GRAPHS = 8  # that a policy keeps
+
+
+class _Before(NamedTuple):
+    """What a graph reads: where its steps begin, and what holds for them."""
+
+    lanes: TensorLanes
+    recurrent: Any
+    tensors: dict[str, Tensor]  # the module's parameters and buffers
+    noise: Tensor | None  # [K, P, ...]
+    values: dict[str, Tensor]  # of the exploration
+
+
+class _After(NamedTuple):
+    """What a graph computes."""
+
+    lanes: TensorLanes
+    recurrent: Any
+    buffers: dict[str, Tensor]
+    columns: dict[Path, Tensor]  # [K, P, ...]
+    recorded: list[Tensor]  # of the policy
+
+
+def check_capture(env: Any, policy: Any) -> None:
+    """Raise LoweringError unless a policy's steps in an environment can be captured."""
+    if env.backend != "torch" or not can_capture(env.device):
+        place = f"runs on {env.device}" if env.backend == "torch" else "is not written in Torch"
+        raise LoweringError(
+            f"compile='cudagraph' captures the steps of a Torch environment on a CUDA device, and {env!r} {place}: "
+            "make it there (device='cuda'), or leave compile out"
+        )
+    if policy.run_device not in (None, env.device):
+        raise LoweringError(f"the policy runs on {policy.run_device}, the environment on {env.device}: move the module")
+
+
+def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
+    """Implement `funcollect.rollout`."""
+    assert isinstance(policy, TorchPolicy)
+    if request.random_steps > state.steps_made:
+        return tensor.run(env, policy, state, request)  # random actions are drawn on the host
+    inputs = inputs_of(env, policy, state, request, as_read(env, policy, dict(state.observation)))
+    noise = None if inputs.noise is None else inputs.noise.to(env.device)
+    before = _begin(env, policy, state, inputs)
+    columns: dict[Path, Tensor] = {}
+    recorded: list[Tensor] = []
+    for start in range(0, request.length, STEPS):
+        steps = slice(start, min(start + STEPS, request.length))
+        before = before._replace(noise=None if noise is None else noise[steps])
+        part = replace(request, length=steps.stop - start, columns=NOWHERE)
+        after, actor = _graph(env, policy, part, inputs, before)(before)
+        if start == 0:
+            columns = {path: request.column(path, column[0]) for path, column in after.columns.items()}
+            recorded = [column.new_empty(request.length, *column.shape[1:]) for column in after.recorded]
+        rows = [column[steps] for column in (*columns.values(), *recorded)]
+        torch._foreach_copy_(rows, [*after.columns.values(), *after.recorded])
+        before = before._replace(lanes=after.lanes, recurrent=after.recurrent, tensors=before.tensors | after.buffers)
+    counters, batch = device_delivery.deliver(env, state, request, columns, actor.outputs_of(recorded))
+    carried: Any = (after.lanes.env_state, after.recurrent)  # in the graph's memory
+    env_state, recurrent = optree.tree_map(torch.clone, carried, namespace=NAMESPACE)
+    after_state = state.replace(
+        env_state=env_state,
+        observation={path: root.clone() for path, root in after.lanes.observation.items()},
+        policy_state=inputs.policy_state._replace(recurrent=recurrent),
+        steps=state.steps_made + request.length,
+        returns=after.lanes.returns.clone(),
+        **counters,
+    )
+    return after_state, batch
+
+
+def _begin(env: TorchEnv, policy: TorchPolicy, state: CollectorState, inputs: ActorInputs) -> _Before:
+    """What the first graph reads, but for noise."""
+    lanes = TensorLanes.of(env, state)._replace(steps=torch.tensor([state.steps_made], device=env.device))
+    recurrent = inputs.policy_state.recurrent
+    if recurrent is not None:
+        recurrent = select(lanes.step == 0, inputs.initial_state.recurrent, recurrent)
+    values = {name: torch.tensor(value, device=env.device) for name, value in inputs.exploration.values.items()}
+    return _Before(lanes, recurrent, policy.tensors(inputs.params), None, values)
+
+
+def _graph(
+    env: TorchEnv, policy: TorchPolicy, request: Request, inputs: ActorInputs, before: _Before
+) -> CudaGraph[tuple[_After, TorchActor]]:
+    """The graph of these steps, of those that the policy keeps, or a new one."""
+    function = None if isinstance(policy.module, nn.Module) else policy.module
+    key = (origin_of(env), request.length, request.max_frames_per_traj, request.reset_when_done)
+    which = (*key, request.exploration_type, function, policy.settings)
+    graphs: list[tuple[Any, CudaGraph[tuple[_After, TorchActor]]]] = memo_of(policy).setdefault("graphs", [])
+    for kept, graph in graphs:
+        if kept == which and graph.fits(before):
+            return graph
+    try:
+        graph = CudaGraph(partial(_steps, env, policy, request, inputs), before, env.device)
+    except RuntimeError as error:
+        if isinstance(error, FuncollectError | torch.OutOfMemoryError):
+            raise
+        raise LoweringError(
+            f"compile='cudagraph' cannot capture the steps of {env!r} with this policy ({shown(error, 300)}): read no "
+            "value of a tensor on the host and make none there, in the environment and in the module, or leave compile "
+            "out"
+        ) from error
+    graphs[:] = [*graphs[1 - _MOST_GRAPHS :], (which, graph)]
+    return graph
+
+
+def _steps(
+    env: TorchEnv, policy: TorchPolicy, request: Request, inputs: ActorInputs, before: _Before
+) -> tuple[_After, TorchActor]:
+    """Make the steps of one graph; return what it computes, and the actor, which knows the outputs by name."""
+    loop = TensorLoop(env, request, before.lanes)
+    actor = policy.actor(
+        replace(
+            inputs,
+            observation=as_read(env, policy, loop.root),
+            params=before.tensors,
+            policy_state=inputs.policy_state._replace(recurrent=before.recurrent),
+            noise=before.noise,
+            exploration=Exploration(inputs.exploration.type, before.values),
+            length=request.length,
+        )
+    )
+    with actor.running():
+        loop.run(actor)
+        after = _After(loop.lanes(), actor.recurrent, policy.buffers(), loop.columns, actor.recorded())
+    return after, actor

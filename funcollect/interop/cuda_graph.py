@@ -1,0 +1,73 @@
+"""Functions of tensors as CUDA graphs: the same kernels over the same memory at each call, by one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import optree
+import torch
+from torch import Tensor
+
+from funcollect.tree import NAMESPACE
+
+Output = TypeVar("Output")
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether work on this device can be captured."""
+    return device.type == "cuda"
+
+
+class CudaGraph(Generic[Output]):
+    """A function, captured with some arguments, a pytree.
+
+    A call copies its tensors to where the graph reads them. Everything else is part of the graph: other leaves, all
+    that the function refers to, and the way that Python took. The result of a call is overwritten by the next one.
+
+    Raises:
+        RuntimeError: for a function that reads values of tensors, or copies from the host.
+    """
+
+    def __init__(self, function: Callable[[Any], Output], arguments: Any, device: torch.device) -> None:
+        leaves, self._treedef = optree.tree_flatten(arguments, namespace=NAMESPACE)
+        self._leaves = [leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._inputs = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        own = self._treedef.unflatten(self._leaves)
+        self._replay, self.result = capture(lambda: function(own), device)
+
+    def fits(self, arguments: Any) -> bool:
+        """Whether the graph serves these arguments: tensors like those that it was captured with, and equal others."""
+        leaves, treedef = optree.tree_flatten(arguments, namespace=NAMESPACE)
+        return treedef == self._treedef and all(map(_serves, self._leaves, leaves))
+
+    def __call__(self, arguments: Any) -> Output:
+        """The result for these arguments, which fit."""
+        given = [leaf for leaf in optree.tree_leaves(arguments, namespace=NAMESPACE) if isinstance(leaf, Tensor)]
+        with torch.no_grad():
+            torch._foreach_copy_(self._inputs, given)
+        self._replay()
+        return self.result
+
+
+def capture(function: Callable[[], Output], device: torch.device) -> tuple[Callable[[], None], Output]:
+    """Capture a call; return what makes it again, and its result, which lies in the graph's memory.
+
+    It is called once before, apart from other work, since libraries set themselves up at their first call.
+    """
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            function()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = function()
+    return graph.replay, result
+
+
+def _serves(own: Any, other: Any) -> bool:
+    if not isinstance(own, Tensor):
+        return own is other or (type(own) is type(other) and bool(own == other))
+    return isinstance(other, Tensor) and (own.shape, own.dtype) == (other.shape, other.dtype)

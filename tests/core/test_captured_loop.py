@@ -1,0 +1,234 @@
+"""`compile="cudagraph"`, with operations that are recorded and repeated in the place of CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+import funcollect as fc
+from funcollect.envs import Transition
+from funcollect.errors import LoweringError
+from funcollect.keys import LaneKeys
+from tests.support.captured_calls import capture_on_the_cpu
+from tests.support.compare import assert_same
+from tests.support.torch_parts import InParts
+
+CARTPOLE, PENDULUM = "torch/CartPole-v1", "torch/Pendulum-v1"
+
+
+class Counting(nn.Module):
+    """Keeps what it has seen in buffers, one written in place and one replaced, and acts by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(4, 2)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(0.1 * x.mean(0))
+        self.calls = self.calls + 1
+        out: Tensor = self.score(x - self.mean) + self.calls.sin()
+        return out
+
+
+class Extras(nn.Module):
+    """A Gaussian policy with a value beside its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        mean = self.mean(x)
+        return {"loc": mean, "scale": torch.ones_like(mean), "value": x.sum(-1)}
+
+
+class Recurrent(nn.Module):
+    """A GRU cell between the observation and the scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.GRUCell(4, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = self.cell(x, state)
+        return self.out(state), state
+
+
+def seeded(make: Callable[[], Any]) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make()
+
+
+def upright(x: Tensor) -> Tensor:
+    return (x[..., 2] > 0).long()
+
+
+MODULES: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
+    "network": (CARTPOLE, lambda: nn.Linear(4, 2), {"head": fc.heads.categorical}),
+    "epsilon": (CARTPOLE, lambda: nn.Linear(4, 2), {"head": fc.heads.epsilon_greedy(0.3)}),
+    "gaussian": (PENDULUM, Extras, {"head": fc.heads.normal}),
+    "recurrent": (
+        CARTPOLE,
+        Recurrent,
+        {"head": fc.heads.categorical, "initial_state": torch.ones(5), "record_state": True},
+    ),
+    "buffers": (CARTPOLE, Counting, {"head": fc.heads.categorical}),
+    "function": (CARTPOLE, lambda: upright, {}),
+}
+
+
+def pair(name: str, compiler: str | None, num_envs: int | None = 4) -> tuple[Any, Any]:
+    env_name, make, kwargs = MODULES[name]
+    return fc.make_env(env_name, num_envs=num_envs), fc.torch_policy(seeded(make), compile=compiler, **kwargs)
+
+
+def run(env: Any, policy: Any, lengths: tuple[int, ...], seed: int = 1, **kwargs: Any) -> tuple[list[Any], Any]:
+    state, batches = fc.init(env, policy, seed=seed), []
+    for length in lengths:
+        state, batch = fc.rollout(env, policy, state, length, **kwargs)
+        batches.append(batch)
+    return batches, state
+
+
+def check(
+    name: str, patch: pytest.MonkeyPatch, lengths: tuple[int, ...], num_envs: int | None = 4, **kwargs: Any
+) -> None:
+    wanted, before = run(*pair(name, "eager", num_envs), lengths, **kwargs)
+    captures = capture_on_the_cpu(patch)
+    got, after = run(*pair(name, "cudagraph", num_envs), lengths, **kwargs)
+    assert captures
+    for one, two in zip(wanted, got, strict=True):
+        assert_same(one, two)
+    for field in ("episode", "step", "returns", "terminated", "truncated", "steps"):
+        one, two = getattr(before, field), getattr(after, field)
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(two)), field
+    for path, root in before.observation.items():
+        assert torch.equal(root, after.observation[path]), path
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"max_frames_per_traj": 7}, {"exploration_type": fc.ExplorationType.DETERMINISTIC}],
+    ids=["plain", "limit", "deterministic"],
+)
+def test_data_are_those_of_the_eager_loop(name, kwargs, monkeypatch):
+    check(name, monkeypatch, (70, 5, 32), **kwargs)
+
+
+@pytest.mark.parametrize("name", ["network", "recurrent"])
+def test_one_environment(name, monkeypatch):
+    check(name, monkeypatch, (33, 1), num_envs=None)
+
+
+class Windy(InParts):
+    """Moves by the action, by a wind that blows anew at each step, and by its parameters."""
+
+    observation_space = spaces.Box(-torch.inf, torch.inf, (2,))
+    action_space = spaces.Discrete(2)
+    params = {"wind": torch.tensor(0.1)}  # noqa: RUF012
+    draws = 2
+    reads = False
+
+    def start(self, uniforms: Tensor) -> Tensor:
+        return uniforms.float()
+
+    def observe(self, place: Tensor) -> Tensor:
+        return place
+
+    def move(self, place: Tensor, action: Tensor) -> Any:
+        raise NotImplementedError
+
+    def step(self, key: LaneKeys, env_state: Tensor, action: Tensor, params: Any, /) -> Transition:
+        place = env_state + params["wind"] * key.uniform(2).float() * (1 + action[:, None])
+        if self.reads and bool((place > 1).any()):
+            place = place / 2
+        ended = place[:, 0] > 1.5
+        return Transition(place, place, place[:, 1], ended, torch.zeros_like(ended), {"far": place[:, 1] > 1})
+
+
+def windy(compiler: str | None) -> tuple[Any, Any]:
+    env = Windy(3)
+    return env, fc.torch_policy(seeded(lambda: nn.Linear(2, 2)), head=fc.heads.categorical, compile=compiler)
+
+
+def test_an_environments_own_noise_and_parameters(monkeypatch):
+    def batches(compiler):
+        env, policy = windy(compiler)
+        state, one = fc.rollout(env, policy, fc.init(env, policy, seed=0), 40)
+        other = fc.init(env, policy, seed=7)
+        state, two = fc.rollout(env, policy, state.replace(env_params={"wind": torch.tensor(0.4)}), 40)
+        return one, two, fc.rollout(env, policy, other, 40)[1]
+
+    wanted = batches("eager")
+    captures = capture_on_the_cpu(monkeypatch)
+    for one, two in zip(wanted, batches("cudagraph"), strict=True):
+        assert_same(one, two)
+    assert len(captures) == 2  # of 32 steps and of 8, for all seeds and parameters
+
+
+@pytest.mark.parametrize("name", ["network", "recurrent"])
+def test_lanes_that_stay_finished_and_random_steps(name, monkeypatch):
+    def batches(compiler):
+        env, policy = pair(name, compiler)
+        kwargs = {"frames_per_batch": 4 * 45, "total_frames": 4 * 90, "seed": 2}
+        with fc.SyncDataCollector(env, policy, reset_when_done=False, **kwargs) as finished:
+            yield from finished
+        with fc.SyncDataCollector(env, policy, init_random_frames=4 * 50, **kwargs) as random:
+            yield from random
+        yield fc.evaluate(env, policy, episodes=6, seed=1)
+
+    *wanted, report = batches("eager")
+    capture_on_the_cpu(monkeypatch)
+    *got, again = batches("cudagraph")
+    for one, two in zip(wanted, got, strict=True):
+        assert_same(one, two)
+    assert torch.equal(report.returns, again.returns)
+
+
+def test_what_changes_between_rollouts(monkeypatch):
+    captures = capture_on_the_cpu(monkeypatch)
+    env, policy = pair("epsilon", "cudagraph")
+    eager = fc.torch_policy(policy.module, head=policy.head)
+    state = fc.init(env, policy, seed=0)
+
+    def compare(added: int, **kwargs: Any) -> None:
+        before = len(captures)
+        with torch.no_grad():
+            one, two = (fc.rollout(env, each, state, 32, **kwargs)[1] for each in (policy, eager))
+        assert_same(one, two)
+        assert len(captures) - before == added
+
+    compare(1)
+    compare(0)
+    with torch.no_grad():
+        policy.module.bias += torch.tensor([0.0, 1.0])
+    compare(0)
+    compare(0, params={"weight": -policy.module.weight, "bias": policy.module.bias})
+    compare(0, exploration={"epsilon": 0.9})
+    compare(1, max_frames_per_traj=9)
+    policy.module.register_forward_hook(lambda module, inputs, out: -out)
+    compare(1)
+
+
+def test_what_cannot_be_captured(monkeypatch):
+    env, policy = pair("network", "cudagraph")
+    with pytest.raises(LoweringError, match=r"steps of a Torch environment on a CUDA device, and .* runs on cpu"):
+        fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
+    for other in ("CartPole-v1", "gymnax/CartPole-v1"):
+        with pytest.raises(LoweringError, match=r"is not written in Torch: make it there .* or leave compile out"):
+            fc.explain(fc.make_env(other, num_envs=2), policy)
+    capture_on_the_cpu(monkeypatch)
+    assert "CUDA graphs of 32 steps" in fc.explain(env, policy).why
+    env, policy = windy("cudagraph")
+    monkeypatch.setattr(Windy, "reads", True)
+    with pytest.raises(LoweringError, match=r"cannot capture the steps of .*: read no value of a tensor on the host"):
+        fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)

@@ -1,0 +1,85 @@
+"""What a CUDA graph does, without a GPU: operations recorded once, and made again over the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from funcollect.core.loops import captured, tensor
+from funcollect.interop import cuda_graph
+from funcollect.keys import LaneKeys, fold
+from funcollect.policies.torch_modules import torch_policy
+from funcollect.threefry import hashed
+
+READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")  # wait for an accelerator
+
+
+class Recording(TorchDispatchMode):
+    """Records operations; all their tensors are kept, so that no memory is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name in READS:
+            raise RuntimeError(f"operation not permitted when stream is capturing ({name})")
+        filling = name == "index_put_" and args[2].numel() == 1  # which Torch does by `masked_fill_`
+        if (
+            name in ("index", "index_put_")
+            and not filling
+            and any(each.dtype == torch.bool for each in args[1] if each is not None)
+        ):
+            raise RuntimeError(f"operation not permitted when stream is capturing ({name} by bools)")
+        result = function(*args, **(kwargs or {}))
+        self._calls.append((function, args, kwargs or {}, tree_leaves(result)))
+        return result
+
+    def replay(self) -> None:
+        """Make the operations again, and write their results to where the first ones lie."""
+        for function, args, kwargs, results in self._calls:
+            for before, after in zip(results, tree_leaves(function(*args, **kwargs)), strict=True):
+                if isinstance(before, torch.Tensor) and before.data_ptr() != after.data_ptr():
+                    before.copy_(after)
+
+
+def capture(function: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+    """Do what `cuda_graph.capture` does."""
+    function()
+    with (recording := Recording()):
+        result = function()
+
+    def replay() -> None:
+        with torch.no_grad():
+            recording.replay()
+
+    return replay, result
+
+
+def capture_on_the_cpu(patch: pytest.MonkeyPatch) -> list[torch.device]:
+    """Make the CPU a device on which work can be captured, and is not read; return the captures from now on."""
+    captures: list[torch.device] = []
+
+    def counted(function: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+        captures.append(device)
+        return capture(function, device)
+
+    def keys_of(key: Any, purpose: Any, lanes: torch.Tensor, numbers: Any) -> LaneKeys:
+        return LaneKeys(lanes, hashed(fold(key, purpose), 0, lanes), numbers)
+
+    def rows_of(noise: torch.Tensor | None, _: torch.device) -> Callable[[int], torch.Tensor | None]:
+        return (lambda t: None) if noise is None else noise.__getitem__
+
+    patch.setattr(cuda_graph, "capture", counted)
+    patch.setattr(captured, "can_capture", lambda device: True)
+    patch.setattr(tensor, "reads_wait", lambda device: True)
+    # What runs in NumPy on the CPU, and would not be recorded.
+    patch.setattr(tensor.LaneKeys, "of", keys_of)
+    patch.setattr(torch_policy, "noise_by_step", rows_of)
+    return captures
