@@ -114,11 +114,18 @@ def body(env: Any, apply: Any, num_envs: int, params: Any, carry: Any, _: None) 
 
 
 class Scan:
-    """The hand-written loop: one call of `length` steps per run."""
+    """The hand-written loop: one call of `length` steps per run.
 
-    def __init__(self, env_id: str, num_envs: int, length: int) -> None:
-        env = make_env(env_id, num_envs)
-        self._params, apply = network(env)
+    Args:
+        env: the id of an environment, or one that is made.
+        num_envs: its lanes.
+        length: T.
+        made: parameters and function of a network for it; by default those of `network`.
+    """
+
+    def __init__(self, env: Any, num_envs: int, length: int, made: tuple[Any, Any] | None = None) -> None:
+        env = make_env(env, num_envs) if isinstance(env, str) else env
+        self._params, apply = made or network(env)
         loop = partial(body, env, apply, num_envs)
 
         def go(params: Any, carry: Any) -> Any:

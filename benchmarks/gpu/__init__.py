@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from benchmarks.gpu import arms, bridges, machine, timing, waits
-from benchmarks.gpu.pairs import GYMNAX_CARTPOLE, TORCH_CARTPOLE, Size, contestants
+from benchmarks.gpu import arms, bridges, machine, timeline, timing, waits
+from benchmarks.gpu.pairs import GYMNAX_CARTPOLE, PIXELS, TORCH_CARTPOLE, TORCH_PENDULUM, Size, contestants
 from benchmarks.runner import Options, Result
 
 BLOCK = {"cuda": 0.5, "cpu": 0.1}  # seconds that a contestant has per round
@@ -23,6 +23,7 @@ SIZES = {
     "cartpole few": {"cuda": Size(GYMNAX_CARTPOLE, 2**11, 256), "cpu": Size(GYMNAX_CARTPOLE, 32, 16)},
     "cartpole many": {"cuda": Size(GYMNAX_CARTPOLE, 2**16, 64), "cpu": Size(GYMNAX_CARTPOLE, 256, 16)},
     "cartpole torch": {"cuda": Size(TORCH_CARTPOLE, 2**16, 64), "cpu": Size(TORCH_CARTPOLE, 256, 16)},
+    "pendulum torch": {"cuda": Size(TORCH_PENDULUM, 2**14, 64), "cpu": Size(TORCH_PENDULUM, 64, 16)},
     **{
         f"cartpole 2^{power}": {
             "cuda": Size(GYMNAX_CARTPOLE, 2**power, 64),
@@ -31,7 +32,9 @@ SIZES = {
         for power in (10, 14, 18)
     },
     "breakout": {"cuda": Size("gymnax/Breakout-MinAtar", 2**14, 64), "cpu": Size("gymnax/Breakout-MinAtar", 16, 8)},
+    "pixels": {"cuda": Size(PIXELS, 1024, 32), "cpu": Size(PIXELS, 2, 4)},
     "brax": {"cuda": Size("brax/ant", 4096, 32), "cpu": Size("brax/inverted_pendulum", 4, 4)},
+    "brax small": {"cuda": Size("brax/inverted_pendulum", 4096, 32), "cpu": Size("brax/inverted_pendulum", 4, 4)},
 }
 
 Part = Callable[[Options, float], Result]  # the argument is the deadline (monotonic)
@@ -58,12 +61,16 @@ PARTS: dict[str, tuple[float, Part]] = {  # each with its share of the time; the
     "bridges": (1, bridges.result),
     "cartpole few": (2, partial(rates, "cartpole few")),
     "cartpole torch": (2, partial(rates, "cartpole torch")),
+    "pendulum torch": (1, partial(rates, "pendulum torch")),
     "arms few": (2, partial(arm_rates, "arms few")),
     "arms many": (2, partial(arm_rates, "arms many")),
     "waits": (3, waits.result),
+    "timeline": (2, timeline.result),
     "cartpole many": (2, partial(rates, "cartpole many")),
     **{f"cartpole 2^{power}": (1, partial(rates, f"cartpole 2^{power}")) for power in (10, 14, 18)},
     "breakout": (2, partial(rates, "breakout")),
+    "pixels": (2, partial(rates, "pixels")),
+    "brax small": (2, partial(rates, "brax small")),
     "brax": (4, partial(rates, "brax")),
 }
 

@@ -103,7 +103,7 @@ def result(options: Options, deadline: float) -> Result:
     by_route = {
         f"{env_id}: {name}": route(Ours(make, env_id, LANES, LENGTH, device))
         for env_id in (GYMNAX_CARTPOLE, TORCH_CARTPOLE)
-        for name, make in routes(env_id).items()
+        for name, make in routes(env_id, device).items()
     }
     crossed = [each for one in by_route.values() for each in one["crossings"]]
     equal = all(all(ways.values()) for ways in by_dtype.values()) and all(each["shared"] for each in crossed)

@@ -1,4 +1,4 @@
-"""The pairs of environment and policy, ours and hand-written, all with the same 2x64 tanh network."""
+"""The pairs of environment and policy, ours and by hand, all with the same 2x64 tanh network; Nature-CNN on pixels."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks import scans
-from benchmarks.gpu.torch_loop import TorchLoop
+from benchmarks import policy_networks, scans
+from benchmarks.gpu.torch_loop import CapturedLoop, TorchLoop
+from benchmarks.pixels import jax_pixels
 from benchmarks.runner import Factory
 
 BY_HAND = "by hand"
 TORCH_CARTPOLE = "torch/CartPole-v1"
 GYMNAX_CARTPOLE = "gymnax/CartPole-v1"
+TORCH_PENDULUM = "torch/Pendulum-v1"
+TWINS = {TORCH_CARTPOLE: GYMNAX_CARTPOLE, TORCH_PENDULUM: "gymnax/Pendulum-v1"}  # of the same sizes, in JAX
+PIXELS = "pixels"
+CAPTURED = "Torch policy, CUDA graphs"
 
 Pair = tuple[Any, Any]  # an environment and a policy
 Make = Callable[[str, int, str], Pair]  # from an environment's id, its lanes and the device
@@ -58,6 +63,8 @@ def make_env(env_id: str, lanes: int, device: str) -> Any:
     """Return the environment; JAX environments are on JAX's default device."""
     import funcollect as fc
 
+    if env_id == PIXELS:
+        return jax_pixels(lanes)
     options = {"device": device} if env_id.startswith("torch/") else {}
     return fc.make_env(env_id, num_envs=lanes, **options)
 
@@ -67,7 +74,7 @@ def jax_pair(env_id: str, lanes: int, device: str) -> Pair:
     import funcollect as fc
 
     env = make_env(env_id, lanes, device)
-    params, apply = scans.network(_in_jax(env_id))
+    params, apply, _ = _networks(env_id)
     return env, fc.jax_policy(apply, params, head=_head(env))
 
 
@@ -76,7 +83,8 @@ def torch_pair(env_id: str, lanes: int, device: str, *, compile: str | None = No
     import funcollect as fc
 
     env = make_env(env_id, lanes, device)
-    return env, fc.torch_policy(_module(env_id, device), head=_head(env), compile=compile)  # type: ignore[arg-type]
+    _, _, module = _networks(env_id)
+    return env, fc.torch_policy(module.to(device), head=_head(env), compile=compile)  # type: ignore[arg-type]
 
 
 ROUTES: Mapping[str, Mapping[str, Make]] = {
@@ -87,23 +95,28 @@ ROUTES: Mapping[str, Mapping[str, Make]] = {
     },
     "torch": {
         "Torch policy": torch_pair,
+        CAPTURED: partial(torch_pair, compile="cudagraph"),
         "JAX policy": jax_pair,
         "Torch policy, one XLA call per step": partial(torch_pair, compile="xla"),
     },
 }
 
 
-def routes(env_id: str) -> Mapping[str, Make]:
+def routes(env_id: str, device: str) -> Mapping[str, Make]:
     """Return every route of this environment by name; for brax, which compiles slowly, only the fused ones."""
-    ways = ROUTES["torch" if env_id.startswith("torch/") else "jax"]
+    ways = dict(ROUTES["torch" if env_id.startswith("torch/") else "jax"])
+    if device == "cpu":
+        ways.pop(CAPTURED, None)
     return {name: make for name, make in ways.items() if not (env_id.startswith("brax/") and "crossing" in name)}
 
 
 def contestants(env_id: str, lanes: int, length: int, device: str) -> dict[str, Factory]:
     """Return the contestants, the hand-written loop first, because every ratio needs it."""
-    by_hand = partial(_by_hand, env_id, lanes, length, device)
-    ours = {name: partial(Ours, make, env_id, lanes, length, device) for name, make in routes(env_id).items()}
-    return {BY_HAND: by_hand, **ours}
+    by_hand: dict[str, Factory] = {BY_HAND: partial(_by_hand, env_id, lanes, length, device)}
+    if env_id in TWINS and device == "cuda":
+        by_hand[f"{BY_HAND}, one CUDA graph"] = partial(_by_hand, env_id, lanes, length, device, loop=CapturedLoop)
+    ours = {name: partial(Ours, make, env_id, lanes, length, device) for name, make in routes(env_id, device).items()}
+    return by_hand | ours
 
 
 class Ours:
@@ -133,21 +146,20 @@ class Ours:
         fc.close(self._state)
 
 
-def _by_hand(env_id: str, lanes: int, length: int, device: str) -> Any:
-    if env_id == TORCH_CARTPOLE:
-        return TorchLoop(make_env(env_id, lanes, device), _module(env_id, device), length)
-    return scans.Scan(env_id, lanes, length)
+def _by_hand(env_id: str, lanes: int, length: int, device: str, loop: type[TorchLoop] = TorchLoop) -> Any:
+    if env_id in TWINS:
+        return loop(make_env(env_id, lanes, device), _networks(env_id)[2].to(device), length)
+    return scans.Scan(make_env(env_id, lanes, device), lanes, length, _networks(env_id)[:2])
 
 
-def _module(env_id: str, device: str) -> Network:
-    env = _in_jax(env_id)
-    params, _ = scans.network(env)
-    return Network(params, gaussian=not scans.discrete(env)).to(device)
-
-
-def _in_jax(env_id: str) -> Any:
-    """The environment, or its twin in JAX, from which `scans.network` takes the sizes."""
-    return scans.make_env(GYMNAX_CARTPOLE if env_id == TORCH_CARTPOLE else env_id, 1)
+def _networks(env_id: str) -> tuple[Any, Any, nn.Module]:
+    """Parameters and function in JAX, and the module in Torch with the same weights."""
+    if env_id == PIXELS:
+        made = policy_networks.network("cnn")
+        return made.params, made.apply, made.module
+    env = scans.make_env(TWINS.get(env_id, env_id), 1)
+    params, apply = scans.network(env)
+    return params, apply, Network(params, gaussian=not scans.discrete(env))
 
 
 def _head(env: Any) -> Any:

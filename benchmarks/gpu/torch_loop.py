@@ -1,4 +1,4 @@
-"""The limit for Torch environments: a Torch loop over the same CartPole and network, with preallocated columns."""
+"""The limit for Torch environments: a Torch loop over the same dynamics and network, with preallocated columns."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class TorchLoop:
     """`length` steps of all lanes per run, with the columns of a batch.
 
     Args:
-        env: a `funcollect.envs` CartPole in Torch, whose dynamics are called directly.
-        module: from observations [P, 4] to logits [P, 2].
+        env: a `funcollect.envs` environment in Torch, whose dynamics are called directly.
+        module: from observations [P, n] to logits [P, actions], or to a pair (loc, scale) [P, actions].
         length: T.
     """
 
@@ -86,8 +86,42 @@ class TorchLoop:
         }
 
 
+class CapturedLoop(TorchLoop):
+    """The same, all steps of a batch captured as one CUDA graph. Its columns are overwritten by the next run."""
+
+    _graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> int:
+        if self._graph is None:
+            self._graph = self._captured()
+        self._graph.replay()
+        torch.cuda.synchronize()
+        return self._length * int(self._env.num_envs)
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            super().run()  # libraries set themselves up, and the columns are allocated
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        names = ("_env_state", "_observation", "_elapsed", "_episode")
+        begun = [getattr(self, name) for name in names]
+        with torch.no_grad(), torch.cuda.graph(graph):
+            for t in range(self._length):
+                for name, value in self._step().items():
+                    self._columns[name][t] = value
+            for name, first in zip(names, begun, strict=True):
+                first.copy_(getattr(self, name))
+        return graph
+
+
 def _act(module: nn.Module, observation: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample actions [P] by the Gumbel trick, which does not wait for the GPU as `multinomial` does."""
+    """Sample actions [P, ...]; choices by the Gumbel trick, which does not wait for the GPU as `multinomial` does."""
     logits = module(observation)
+    if isinstance(logits, tuple):
+        loc, scale = logits
+        noise = torch.randn_like(loc)
+        return loc + scale * noise, (-0.5 * noise**2 - scale.log() - 0.9189385).sum(-1)
     action = (logits - torch.empty_like(logits).exponential_().log()).argmax(-1)
     return action, torch.log_softmax(logits, -1).gather(-1, action[:, None])[:, 0]

@@ -97,18 +97,23 @@ def torch_waits(contestant: Contestant) -> Counts:
 
 def cuda_calls(contestant: Contestant) -> Counts:
     """How often each call of the CUDA driver was made in one run, and each kind of copy."""
+    counts: Counts = Counter()
+    for plane in profiled(contestant):
+        counts.update(event.name for line in plane.lines for event in line.events if CALL.fullmatch(event.name))
+    if not counts and jax.default_backend() == "gpu":
+        raise RuntimeError("the profiler recorded no call of the CUDA driver: CUPTI may be missing or in use")
+    return counts
+
+
+def profiled(contestant: Contestant) -> list[Any]:
+    """What JAX's profiler recorded of one run: a plane for each device, and for the host."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             contestant.run()
-        counts: Counts = Counter()
-        for path in Path(folder).rglob("*.xplane.pb"):
-            for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-                counts.update(event.name for line in plane.lines for event in line.events if CALL.fullmatch(event.name))
-    if not counts and jax.default_backend() == "gpu":
-        raise RuntimeError("the profiler recorded no call of the CUDA driver: CUPTI may be missing or in use")
-    return counts
+        files = [str(path) for path in Path(folder).rglob("*.xplane.pb")]
+        return [plane for path in files for plane in jax.profiler.ProfileData.from_file(path).planes]
 
 
 def _short(filename: str) -> str:

@@ -7,10 +7,14 @@ import torch
 
 import funcollect as fc
 from benchmarks.gpu.bridges import DTYPES, LANES, LENGTH, TO_JAX, TO_TORCH, dtypes, route
-from benchmarks.gpu.pairs import BY_HAND, GYMNAX_CARTPOLE, ROUTES, TORCH_CARTPOLE, Ours, contestants
+from benchmarks.gpu.pairs import BY_HAND, CAPTURED, GYMNAX_CARTPOLE, ROUTES, TORCH_CARTPOLE, Ours, contestants
 
 ENVS = {"jax": GYMNAX_CARTPOLE, "torch": TORCH_CARTPOLE}
-ROUTE_NAMES = [(backend, name) for backend, names in ROUTES.items() for name in names]
+ROUTE_NAMES = [
+    pytest.param(backend, name, marks=[pytest.mark.gpu] if name == CAPTURED else [])
+    for backend, names in ROUTES.items()
+    for name in names
+]
 each_route = pytest.mark.parametrize(("backend", "name"), ROUTE_NAMES)
 
 
@@ -75,7 +79,7 @@ def test_every_dtype_shares_its_memory(device, name):
     assert dtypes(device, [name]) == {name: {TO_TORCH: True, TO_JAX: True}}
 
 
-@pytest.mark.parametrize(("backend", "name"), [each for each in ROUTE_NAMES if each[1].startswith("Torch")])
+@pytest.mark.parametrize(("backend", "name"), [each for each in ROUTE_NAMES if str(each.values[1]).startswith("Torch")])
 def test_weights_written_in_place_reach_the_next_rollout_only(device, backend, name):
     pair = Ours(ROUTES[backend][name], ENVS[backend], LANES, LENGTH, device)
     before = pair.batch()
@@ -97,10 +101,27 @@ def test_a_collector_takes_the_pair(device, backend, name):
     assert batch["observation"].device.type == device
 
 
+@pytest.mark.gpu
+def test_cuda_graphs_give_the_data_of_the_plain_loop():
+    plain, captured = (
+        Ours(ROUTES["torch"][name], TORCH_CARTPOLE, LANES, 70, "cuda") for name in ("Torch policy", CAPTURED)
+    )
+    one, two = plain.batch(), captured.batch()
+    for path in ("observation", "action", "action_log_prob", ("next", "done"), ("collector", "traj_ids")):
+        torch.testing.assert_close(one[path][:, :8], two[path][:, :8])  # later ones may differ by rounding
+    again = captured.batch()
+    assert not torch.equal(two["action"], again["action"])
+    assert (
+        torch.equal(two["next", "observation"][:, -1], again["observation"][:, 0]) or two["next", "done"][:, -1].any()
+    )
+
+
 @pytest.mark.parametrize("backend", ENVS)
-def test_the_loop_by_hand_counts_its_frames(device, backend):
-    loop = contestants(ENVS[backend], LANES, LENGTH, device)[BY_HAND]()
-    assert loop.run() == loop.run() == LANES * LENGTH
+def test_the_loops_by_hand_count_their_frames(device, backend):
+    for name, make in contestants(ENVS[backend], LANES, LENGTH, device).items():
+        if name.startswith(BY_HAND):
+            loop = make()
+            assert loop.run() == loop.run() == LANES * LENGTH
 
 
 @pytest.mark.gpu
