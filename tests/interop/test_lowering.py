@@ -16,7 +16,7 @@ from funcollect.interop.lowering import lower_module
 from tests.support.lowered_libraries import LIBRARIES
 from tests.support.lowered_modules import POLICIES, NatureCNN, mlp
 from tests.support.lowering_checks import assert_equal, assert_gradients_equal, jax_inputs, torch_answer
-from tests.support.running import COMPILED_QUICKLY, SCALE, in_soak
+from tests.support.running import SCALE, in_soak
 
 BATCH_SIZES = (1, 2, 7, 64) if SCALE > 1 else (1, 7)  # a module may be exported anew for each
 CONVOLUTIONS = ("cnn", "impala", "ConvNet", "CNN", "Cnn", "image")
@@ -63,7 +63,7 @@ def lowered_with(name):
 )
 def test_outputs_equal_the_modules(name):
     module, inputs, lowered = lowered_with(name)
-    apply, params = jax.jit(lowered.apply, compiler_options=COMPILED_QUICKLY), lowered.prepare()
+    apply, params = jax.jit(lowered.apply), lowered.prepare()
     for batch_size in BATCH_SIZES:
         given = inputs(batch_size)
         with torch.no_grad():

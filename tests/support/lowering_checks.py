@@ -10,8 +10,6 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
-from tests.support.running import COMPILED_QUICKLY
-
 
 def plain(tree):
     """The tree with dicts for TensorDicts."""
@@ -85,7 +83,7 @@ def jax_gradients(lowered, inputs):
         outputs = lowered.apply(params, *jax.tree.unflatten(treedef, full))
         return weighted(jax.numpy, outputs), outputs
 
-    of_both = jax.jit(jax.grad(loss, (0, 1), has_aux=True), compiler_options=COMPILED_QUICKLY)
+    of_both = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
     (of_params, of_inputs), outputs = of_both(lowered.prepare(), [leaves[place] for place in at])
     return lowered.restore(of_params), of_inputs, outputs
 

@@ -28,7 +28,3 @@ def in_soak(cases):
 def scaled(count):
     """A count for CI times FUNCOLLECT_SCALE: 1 in CI, 10 for the full counts."""
     return count * SCALE
-
-
-# For `jax.jit` where a program's numbers are compared, not its speed or its last bits: XLA takes a third less time.
-COMPILED_QUICKLY = {} if SCALE > 1 else {"xla_backend_optimization_level": 0}

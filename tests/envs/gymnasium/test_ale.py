@@ -19,7 +19,7 @@ from tests.support.compare import assert_same, collect
 from tests.support.copies import COPIES
 from tests.support.misuse import Misuse, refused, refused_then_mended, runs, table
 from tests.support.plain import check_lane, plain_loop
-from tests.support.running import scaled
+from tests.support.running import in_soak, scaled
 
 gymnasium.register_envs(ale_py)
 LIMIT = 25
@@ -104,7 +104,9 @@ def walk(env: Any, lengths: list[int], copied: str = "fork") -> Any:
     return policy, state, parts, forks
 
 
-@pytest.mark.parametrize(("sticky", "copied"), [(0.0, "file"), (0.25, "fork"), (0.25, "file"), (0.75, "fork")])
+@pytest.mark.parametrize(
+    ("sticky", "copied"), [(0.0, "file"), (0.25, "fork"), *in_soak([(0.25, "file"), (0.75, "fork")])]
+)
 def test_a_copy_goes_on_as_its_source_does(monkeypatch: pytest.MonkeyPatch, sticky: float, copied: str) -> None:
     """For 500 steps and through the ends of episodes, whether it starts from a copy of the game or from the seed."""
     monkeypatch.setattr(atari_lanes, "_APART", 60)

@@ -11,7 +11,7 @@ from funcollect.specs import disassemble
 from tests.support.compare import assert_same, joined
 from tests.support.jax_counting import folded
 from tests.support.jax_suites import LANES, SUITES, suite_and_policy
-from tests.support.running import COMPILED_QUICKLY, SCALE, in_soak, scaled
+from tests.support.running import SCALE, in_soak, scaled
 
 # In CI of two buckets only: a suite compiles for many seconds, once for each.
 CUTS = (1, 2, 7, 64, 200) if SCALE > 1 else (1, 2, 61, 64)
@@ -67,7 +67,7 @@ FEW = [name for name in SUITES if name not in SHARED]
 @pytest.mark.parametrize("name", FEW + in_soak(SHARED))
 def test_a_rollout_is_the_raw_suites_own(name):
     suite, policy = suite_and_policy(name)
-    start, step = (jax.jit(each, compiler_options=COMPILED_QUICKLY) for each in (suite.start, suite.step))
+    start, step = (jax.jit(each) for each in (suite.start, suite.step))
     state = fc.init(suite.env, policy, seed=7)
     raws = [RawLane(suite, start, step, jnp.asarray(state.key), lane) for lane in range(LANES)]
     seen = {"terminated": 0, "truncated": 0}
