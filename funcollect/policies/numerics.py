@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,9 +33,21 @@ def _log_categorical(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 _SHARED = ("tanh", "log", "log1p", "exp", "where", "minimum", "maximum", "full", "broadcast_to")
 
 
+def _constant(value: Any, device: torch.device) -> torch.Tensor:
+    """NumPy's numbers as a tensor; on a GPU the same one at each call, since to copy it there is to wait."""
+    if device.type == "cpu" or not isinstance(value, np.ndarray):
+        return torch.as_tensor(value, device=device)
+    return _kept(value.tobytes(), value.dtype.str, value.shape, device)
+
+
+@lru_cache(256)
+def _kept(data: bytes, dtype: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(np.frombuffer(data, dtype).reshape(shape), device=device)
+
+
 def _integers_between(low: Any, high: Any, offset: torch.Tensor) -> torch.Tensor:
     """The integers ``low + floor(offset)``, at most `high`: int64 from NumPy's int64 and a float32 `offset`."""
-    bounds = [torch.as_tensor(each, device=offset.device) for each in (low, high)]
+    bounds = [_constant(each, offset.device) for each in (low, high)]
     return torch.minimum(bounds[0] + offset.to(torch.int64), bounds[1])
 
 
@@ -53,7 +65,7 @@ TORCH = SimpleNamespace(
     floor_int=lambda x: x.to(torch.int64),
     as_float=lambda x: x.float(),
     ndtri=lambda x: torch.special.ndtri(x.double()).float(),
-    constant=lambda value, like: torch.as_tensor(value, device=like.device),
+    constant=lambda value, like: _constant(value, like.device),
     integers=(-(2**62), 2**62),  # whose difference fits into 64 bits
     integers_between=_integers_between,
 )

@@ -75,6 +75,7 @@ MODULES: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
     "network": (CARTPOLE, lambda: nn.Linear(4, 2), {"head": fc.heads.categorical}),
     "epsilon": (CARTPOLE, lambda: nn.Linear(4, 2), {"head": fc.heads.epsilon_greedy(0.3)}),
     "gaussian": (PENDULUM, Extras, {"head": fc.heads.normal}),
+    "within bounds": (PENDULUM, Extras, {"head": fc.heads.tanh_normal}),
     "recurrent": (
         CARTPOLE,
         Recurrent,

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from funcollect.core.loops import captured, tensor
 from funcollect.interop import cuda_graph
 from funcollect.keys import LaneKeys, fold
+from funcollect.policies import numerics
 from funcollect.policies.torch_modules import torch_policy
 from funcollect.threefry import hashed
 
@@ -28,7 +29,7 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__
-        if name in READS:
+        if name in READS or name == "lift_fresh":  # of `torch.tensor(numbers, device=…)`, which copies from the host
             raise RuntimeError(f"operation not permitted when stream is capturing ({name})")
         filling = name == "index_put_" and args[2].numel() == 1  # which Torch does by `masked_fill_`
         if (
@@ -80,6 +81,12 @@ def capture_on_the_cpu(patch: pytest.MonkeyPatch) -> list[torch.device]:
     patch.setattr(captured, "can_capture", lambda device: True)
     patch.setattr(tensor, "reads_wait", lambda device: True)
     # What runs in NumPy on the CPU, and would not be recorded.
+    patch.setattr(tensor, "fixed", torch.Tensor.clone)
+    patch.setattr(
+        numerics,
+        "_constant",
+        lambda value, device: numerics._kept(value.tobytes(), value.dtype.str, value.shape, device),
+    )
     patch.setattr(tensor.LaneKeys, "of", keys_of)
     patch.setattr(torch_policy, "noise_by_step", rows_of)
     return captures

@@ -51,8 +51,11 @@ class TrajectoryLimit:
         return t + self._limit - 1 - self.due
 
     def restart(self, t: int, lanes: Any) -> None:
-        """Count from zero, after step `t`, in these lanes: their indices, or a mask [P]."""
-        self.due[lanes] = t + self._limit
+        """Count from zero, after step `t`, in these lanes: their indices, or for a tensor a mask [P]."""
+        if isinstance(self.due, Tensor):
+            self.due.masked_fill_(lanes, t + self._limit)
+        else:
+            self.due[lanes] = t + self._limit
 
 
 def new_columns(rows: Mapping[Path, Tensor], request: Request) -> dict[Path, Tensor]:

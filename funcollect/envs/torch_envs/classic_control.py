@@ -86,8 +86,8 @@ class Pendulum(TorchEnvBase):
 
     def reset(self, key: LaneKeys, params: Any, /) -> tuple[Tensor, Tensor]:
         """The angle uniform in (-pi, pi), the angular velocity in (-1, 1): [P, 2] float64."""
-        uniform = key.uniform(2)
-        swing = (2 * uniform - 1) * torch.tensor([math.pi, 1.0], dtype=uniform.dtype, device=uniform.device)
+        angle, speed = (2 * key.uniform(2) - 1).unbind(-1)
+        swing = torch.stack((angle * math.pi, speed), -1)
         return swing, self._observe(swing)
 
     def step(self, key: LaneKeys, env_state: Tensor, action: Tensor, params: Any, /) -> Transition:
