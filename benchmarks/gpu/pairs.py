@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import policy_networks, scans
+from benchmarks.gpu import peer
 from benchmarks.gpu.torch_loop import CapturedLoop, TorchLoop
 from benchmarks.pixels import jax_pixels
 from benchmarks.runner import Factory
@@ -116,7 +118,10 @@ def contestants(env_id: str, lanes: int, length: int, device: str) -> dict[str, 
     if env_id in TWINS and device == "cuda":
         by_hand[f"{BY_HAND}, one CUDA graph"] = partial(_by_hand, env_id, lanes, length, device, loop=CapturedLoop)
     ours = {name: partial(Ours, make, env_id, lanes, length, device) for name, make in routes(env_id, device).items()}
-    return by_hand | ours
+    peers: dict[str, Factory] = {}
+    if env_id == TORCH_CARTPOLE and find_spec("torchrl"):
+        peers = peer.contestants(make_env(env_id, lanes, device), _networks(env_id)[2].to(device), length, device)
+    return by_hand | ours | peers
 
 
 class Ours:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 Columns = dict[str, Tensor]  # each [T, P, ...]
 
 
-class _Draws:
+class Draws:
     """Uniform numbers from Torch's own generator, in place of the library's keys."""
 
     def __init__(self, lane: Tensor) -> None:
@@ -56,7 +56,7 @@ class TorchLoop:
         return self._columns
 
     def _start(self) -> tuple[Tensor, Tensor]:
-        started: tuple[Tensor, Tensor] = self._env.reset(_Draws(self._lane), None)
+        started: tuple[Tensor, Tensor] = self._env.reset(Draws(self._lane), None)
         return started
 
     def _step(self) -> Columns:
