@@ -130,7 +130,7 @@ class _Discrete(_Head):
                 f"the policy returned {_shape(answer)}, the head {self.name} wants [P, {wanted}]: "
                 f"one number for each choice of {spec.space}"
             )
-        return (in_32_bits(xp, answer),)
+        return (answer if answer.dtype.itemsize >= 4 else in_32_bits(xp, answer),)
 
     def _split(self, array: Any, spec: ActionSpec) -> list[Any]:
         """One array [..., choices] for each component of the action."""

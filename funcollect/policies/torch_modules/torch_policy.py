@@ -237,9 +237,10 @@ class TorchActor(Actor):
         else:
             parameters = self._head.parse(TORCH, answer, self._spec)
             outputs = self._head.sample(TORCH, parameters, self._noise(t), self._spec)
-            self._chosen = tuple(outputs) if t == 0 else self._chosen
             action = outputs["action"]
             recorded = (*outputs.values(), *before, *parameters, *extras)
+            if t == 0:
+                self._chosen = tuple(outputs)
         if t == 0 or action.shape != self._wanted:
             check_action(action, self._spec, self._inputs.num_envs)
             check_tensor(action)
