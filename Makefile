@@ -51,9 +51,11 @@ PYTEST = $(BIN)/python -m pytest
 NBMAKE := --nbmake --nbmake-timeout=1200
 IGNORE = $(addprefix --ignore=,$(1))
 
-# A third of the time of tests that compile much goes into LLVM's optimisations, without which programs are only slower. `make soak`, the
-# documents and the notebooks have them.
-tests-1 tests-2 tests-3: export XLA_FLAGS := $(XLA_FLAGS) $(if $(filter 1,$(FUNCOLLECT_SCALE)),--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true)
+# A third of the time of tests that compile much goes into LLVM's optimisations, without which programs are only slower.
+# `make soak`, the documents and the notebooks have them.
+ifeq ($(FUNCOLLECT_SCALE),1)
+tests-1 tests-2 tests-3: export XLA_FLAGS ?= --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
+endif
 
 test: $(VENV)/.test
 	$(IN_PARALLEL) lint test-notebooks test-ray tests-3 tests-2 tests-1 tests-docs

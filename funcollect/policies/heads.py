@@ -125,7 +125,7 @@ class _Discrete(_Head):
 
     def parse(self, xp: Any, answer: Any, spec: ActionSpec) -> Parameters:
         wanted = spec.choices
-        if not hasattr(answer, "shape") or answer.shape[-1:] != (wanted,):
+        if (getattr(answer, "shape", ()) or (None,))[-1] != wanted:
             raise PolicyError(
                 f"the policy returned {_shape(answer)}, the head {self.name} wants [P, {wanted}]: "
                 f"one number for each choice of {spec.space}"
