@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # On a GPU machine without a package index: installs .gpu-kit, runs the tests marked `gpu`, then `benchmarks gpu`.
-# Takes at most 9 minutes. What is known is in $OUT at every moment: gpu.json and three text files.
+# Takes at most 9 minutes. What is known is in $OUT at every moment: gpu.json and three text files; at the end a table for
+# the docs and a picture, too.
+# ONLY=cartpole leaves the tests out, and gives all the time to the parts of the benchmark whose names hold that.
 # PLATFORM=cpu runs the same on a CPU: the tests' twins there, the benchmark with fewer lanes.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} platform=${PLATFORM:-cuda} out=${OUT:-.cache/gpu}
-all=525 for_tests=200 # seconds; bash counts them in SECONDS
+only=${ONLY:-} part=${ONLY:+-$ONLY} all=525 for_tests=200 # seconds; bash counts them in SECONDS
 mkdir -p "$out"
 
 # Torch shares the GPU, and compile times are measured.
@@ -25,17 +27,21 @@ pip=(.gpu-kit/pip-*.whl)
 echo "installed after $SECONDS s"
 
 # Warnings are not errors here: the machine's packages are not those that CI pins.
-tests=$(grep --recursive --files-with-matches --include='test_*.py' 'mark\.gpu' tests)
-if [ "$platform" = cpu ]; then chosen=(-k gpu); else chosen=(-m gpu); fi
-timeout --kill-after=5 $for_tests "$python" -m pytest -v -W default --timeout=90 -p no:cacheprovider \
-    "${chosen[@]}" $tests 2>&1 | tee "$out/gpu-tests.txt"
-tested=$?
+tested=0
+if [ -z "$only" ]; then
+    tests=$(grep --recursive --files-with-matches --include='test_*.py' 'mark\.gpu' tests)
+    if [ "$platform" = cpu ]; then chosen=(-k gpu); else chosen=(-m gpu); fi
+    timeout --kill-after=5 $for_tests "$python" -m pytest -v -W default --timeout=90 -p no:cacheprovider \
+        "${chosen[@]}" $tests 2>&1 | tee "$out/gpu-tests.txt"
+    tested=$?
+fi
 echo "tested after $SECONDS s"
 
 left=$((all - SECONDS))
-timeout --kill-after=5 $left "$python" -m benchmarks gpu --platform "$platform" --rounds 5 --seconds $((left - 20)) \
-    --out "$out" 2>&1 | tee "$out/gpu-benchmark.txt"
+timeout --kill-after=5 $left "$python" -m benchmarks gpu --platform "$platform" --only "$only" --rounds 5 --seconds $((left - 20)) \
+    --out "$out" 2>&1 | tee "$out/gpu-benchmark$part.txt"
 measured=$?
+"$python" -m benchmarks.gpu.picture "$out/gpu$part.json" >"$out/gpu-table$part.md"
 echo "measured after $SECONDS s"
 
 truncate --size='<900K' "$out"/gpu-*.txt

@@ -1,8 +1,9 @@
 """How often the host waits for the GPU in a rollout of T steps, and how often per further step.
 
-Torch warns of its own waits (`torch.cuda.set_sync_debug_mode`), with the line of Python that caused each. JAX's
-profiler records calls of the CUDA driver, by both frameworks, and copies to the host, such as those of a loop's
-condition. Two lengths separate waits per step from waits per rollout, among which is the one that ends each run here.
+Torch warns of its own waits (`torch.cuda.set_sync_debug_mode`), with the line of Python that caused each. An implicit
+copy of JAX to the host is an error (`jax.transfer_guard_device_to_host`). JAX's profiler records calls of the CUDA
+driver, by both frameworks, and copies to the host, such as those of a loop's condition. Two lengths separate waits per
+step from waits per rollout, among which is the one that ends each run here.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ def waits(contestant: Contestant, device: str) -> dict[str, Counts]:
         for _ in range(2):
             contestant.run()
         warned = torch_waits(contestant) if device == "cuda" else Counter()
+        with jax.transfer_guard_device_to_host("disallow"):  # an implicit copy is an error, which is reported
+            contestant.run()
         calls = cuda_calls(contestant)
     finally:
         contestant.close()

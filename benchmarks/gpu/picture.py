@@ -1,0 +1,75 @@
+"""A picture and a table for the docs from what `benchmarks gpu` wrote.
+
+``python -m benchmarks.gpu.picture gpu.json`` prints the table in Markdown and writes ``gpu.png`` beside the file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.pairs import BY_HAND
+
+LANES = re.compile(r": ([\d,]+) lanes")  # in a cell's note
+
+
+def main(path: Path) -> None:
+    """Draw, and print the table."""
+    cells = {cell["name"]: cell for cell in json.loads(path.read_text())["results"] if cell.get("median")}
+    print(*table(cells), sep="\n")
+    draw(cells, path.with_suffix(".png"))
+
+
+def table(cells: Mapping[str, Any]) -> list[str]:
+    """The lines of a table of all cells: frames per second, and the ratio to the loop by hand."""
+    lines = ["| cell | what runs | frames/s | by hand = 1 |", "|---|---|---|---|"]
+    for cell in cells.values():
+        for name, rate in cell["median"].items():
+            ratio = cell["ratio_to_by_hand"].get(name)
+            lines.append(f"| {cell['note']} | {name} | {rate:,.0f} | {'' if ratio is None else f'{ratio:.2f}'} |")
+    return lines
+
+
+def draw(cells: Mapping[str, Any], path: Path) -> None:
+    """Ratios to the loops by hand, and frames per second over the number of lanes of gymnax's CartPole."""
+    from matplotlib.figure import Figure
+
+    shown = {name: cell for name, cell in cells.items() if not name.startswith(("arms", "cartpole 2^"))}
+    bars = [
+        (f"{cell_name}: {name}", ratio)
+        for cell_name, cell in shown.items()
+        for name, ratio in cell["ratio_to_by_hand"].items()
+        if name != BY_HAND
+    ]
+    figure = Figure(figsize=(13, 1.5 + 0.28 * len(bars)), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    left.barh([label for label, _ in reversed(bars)], [ratio for _, ratio in reversed(bars)], color="tab:blue")
+    left.axvline(1.0, color="black", linewidth=0.8)
+    left.set_xlabel("frames per second, loop by hand = 1")
+    for name, rates in over_lanes(cells).items():
+        right.loglog(*zip(*sorted(rates.items()), strict=True), marker="o", label=name)
+    right.set_xlabel("lanes of gymnax/CartPole-v1")
+    right.set_ylabel("frames per second")
+    if right.lines:
+        right.legend()
+    figure.savefig(path, dpi=120)
+
+
+def over_lanes(cells: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """Frames per second by contestant and lanes."""
+    rates: dict[str, dict[int, float]] = {}
+    for cell_name, cell in cells.items():
+        if cell["note"].startswith("gymnax/CartPole-v1") and not cell_name.startswith("arms"):
+            found = LANES.search(cell["note"])
+            assert found is not None
+            for name, rate in cell["median"].items():
+                rates.setdefault(name, {})[int(found[1].replace(",", ""))] = rate
+    return rates
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
