@@ -19,7 +19,7 @@ LANES = re.compile(r": ([\d,]+) lanes")  # in a cell's note
 
 def main(path: Path) -> None:
     """Draw, and print the table."""
-    cells = {cell["name"]: cell for cell in json.loads(path.read_text())["results"] if cell.get("median")}
+    cells = {name: cell for name, cell in json.loads(path.read_text())["results"].items() if cell.get("median")}
     print(*table(cells), sep="\n")
     draw(cells, path.with_suffix(".png"))
 

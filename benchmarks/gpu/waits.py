@@ -61,7 +61,10 @@ def result(options: Options, deadline: float) -> Result:
 
 def _both(short: Factory, long: Factory, device: str) -> dict[str, Any]:
     one, two = waits(short(), device), waits(long(), device)
-    totals = [{kind: counts.total() for kind, counts in each.items() if kind != "calls"} for each in (one, two)]
+    totals = [
+        {kind: counts.total() for kind, counts in each.items() if kind not in ("calls", "guarded")}
+        for each in (one, two)
+    ]
     per_step = {kind: (totals[1][kind] - totals[0][kind]) / LENGTH for kind in totals[0]}
     return {"per_rollout": totals[0], "per_step": per_step, "where": {kind: dict(each) for kind, each in one.items()}}
 
@@ -72,9 +75,8 @@ def waits(contestant: Contestant, device: str) -> dict[str, Counts]:
         for _ in range(2):
             contestant.run()
         warned = torch_waits(contestant) if device == "cuda" else Counter()
-        with jax.transfer_guard_device_to_host("disallow"):  # an implicit copy is an error, which is reported
-            contestant.run()
         calls = cuda_calls(contestant)
+        guarded = guard(contestant)
     finally:
         contestant.close()
     return {
@@ -82,7 +84,18 @@ def waits(contestant: Contestant, device: str) -> dict[str, Counts]:
         "waited": Counter({name: count for name, count in calls.items() if WAIT.fullmatch(name)}),
         "copied": Counter({name: count for name, count in calls.items() if COPY.fullmatch(name)}),
         "calls": calls,
+        "guarded": guarded,
     }
+
+
+def guard(contestant: Contestant) -> Counts:
+    """JAX's error for the first implicit copy to the host; empty if a run makes none."""
+    try:
+        with jax.transfer_guard_device_to_host("disallow"):
+            contestant.run()
+    except Exception as error:
+        return Counter([str(error).splitlines()[0]])
+    return Counter()
 
 
 def torch_waits(contestant: Contestant) -> Counts:

@@ -34,7 +34,7 @@ class CudaGraph(Generic[Output]):
         self._leaves = [leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._inputs = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         own = self._treedef.unflatten(self._leaves)
-        self._replay, self.result = capture(lambda: function(own), device)
+        self._replay, self._result = capture(lambda: function(own), device)
 
     def fits(self, arguments: Any) -> bool:
         """Whether the graph serves these arguments: tensors like those that it was captured with, and equal others."""
@@ -47,7 +47,7 @@ class CudaGraph(Generic[Output]):
         with torch.no_grad():
             torch._foreach_copy_(self._inputs, given)
         self._replay()
-        return self.result
+        return self._result
 
 
 def capture(function: Callable[[], Output], device: torch.device) -> tuple[Callable[[], None], Output]:

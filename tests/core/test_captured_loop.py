@@ -16,7 +16,6 @@ from funcollect.errors import LoweringError
 from funcollect.keys import LaneKeys
 from tests.support.captured_calls import capture_on_the_cpu
 from tests.support.compare import assert_same
-from tests.support.torch_parts import InParts
 
 CARTPOLE, PENDULUM = "torch/CartPole-v1", "torch/Pendulum-v1"
 
@@ -130,23 +129,17 @@ def test_one_environment(name, monkeypatch):
     check(name, monkeypatch, (33, 1), num_envs=None)
 
 
-class Windy(InParts):
-    """Moves by the action, by a wind that blows anew at each step, and by its parameters."""
+class Windy(fc.envs.TorchEnvBase):
+    """Each step moves a lane by random numbers times the parameter `wind`, twice as far for action 1."""
 
     observation_space = spaces.Box(-torch.inf, torch.inf, (2,))
     action_space = spaces.Discrete(2)
     params = {"wind": torch.tensor(0.1)}  # noqa: RUF012
-    draws = 2
     reads = False
 
-    def start(self, uniforms: Tensor) -> Tensor:
-        return uniforms.float()
-
-    def observe(self, place: Tensor) -> Tensor:
-        return place
-
-    def move(self, place: Tensor, action: Tensor) -> Any:
-        raise NotImplementedError
+    def reset(self, key: LaneKeys, params: Any, /) -> tuple[Tensor, Tensor]:
+        place = key.uniform(2).float()
+        return place, place
 
     def step(self, key: LaneKeys, env_state: Tensor, action: Tensor, params: Any, /) -> Transition:
         place = env_state + params["wind"] * key.uniform(2).float() * (1 + action[:, None])

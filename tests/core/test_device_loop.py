@@ -8,21 +8,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcollect as fc
 from funcollect.core.loops import device_delivery, tensor
+from tests.support.captured_calls import waits
 from tests.support.compare import assert_same
 
 CARTPOLE, PENDULUM = "torch/CartPole-v1", "torch/Pendulum-v1"
-READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")  # wait for an accelerator
 
 
 class NoReads(TorchDispatchMode):
     """Raises where the result of an operation has to be known on the host."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        assert name not in READS, f"{name} waits for the device"
-        filling = name == "index_put_" and args[2].numel() == 1  # which Torch does by `masked_fill_`
-        if name in ("index", "index_put_") and not filling:
-            assert all(each is None or each.dtype != torch.bool for each in args[1]), "an index of bools waits"
+        assert not waits(function, args), f"{function} waits for the device"
         return function(*args, **(kwargs or {}))
 
 

@@ -20,6 +20,15 @@ from funcollect.threefry import hashed
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")  # wait for an accelerator
 
 
+def waits(function: Any, args: Any) -> bool:
+    """Whether the host has to know the result of an operation on an accelerator."""
+    name = function.overloadpacket.__name__
+    filling = name == "index_put_" and args[2].numel() == 1  # which Torch does by `masked_fill_`
+    if name not in ("index", "index_put_") or filling:
+        return name in READS
+    return any(each is not None and each.dtype == torch.bool for each in args[1])
+
+
 class Recording(TorchDispatchMode):
     """Records operations; all their tensors are kept, so that no memory is used twice."""
 
@@ -29,15 +38,8 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__
-        if name in READS or name == "lift_fresh":  # of `torch.tensor(numbers, device=…)`, which copies from the host
+        if waits(function, args) or name == "lift_fresh":  # of `torch.tensor(…)`, which copies from the host
             raise RuntimeError(f"operation not permitted when stream is capturing ({name})")
-        filling = name == "index_put_" and args[2].numel() == 1  # which Torch does by `masked_fill_`
-        if (
-            name in ("index", "index_put_")
-            and not filling
-            and any(each.dtype == torch.bool for each in args[1] if each is not None)
-        ):
-            raise RuntimeError(f"operation not permitted when stream is capturing ({name} by bools)")
         result = function(*args, **(kwargs or {}))
         self._calls.append((function, args, kwargs or {}, tree_leaves(result)))
         return result

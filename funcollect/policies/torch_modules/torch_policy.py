@@ -66,8 +66,8 @@ def torch_policy(
             ``"inductor"``: as ``"eager"``, by `torch.compile`, equal to the module itself within rounding. It takes
             seconds and a C++ compiler. A call costs about 15 microseconds, too much for a small MLP on a CPU.
             ``"cudagraph"``: with an environment written in Torch, on a GPU: policy, environment and recording are
-            captured as CUDA graphs of 32 steps. Neither may read a tensor's value on the host. What the module is
-            (see below) may change between rollouts, which captures anew; what a plain function refers to may not.
+            captured as CUDA graphs of 32 steps. Neither may read a tensor's value on the host. A change of the module
+            between rollouts (see below) captures new graphs; a plain function must always refer to the same tensors.
         device: where the policy runs; by default where its parameters are.
         record_state: records the recurrent state before each step, as ``recurrent``, or ``recurrent_0``,
             ``recurrent_1``, … of its leaves: `evaluate_actions` can then begin anywhere in a batch.
