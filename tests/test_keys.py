@@ -22,6 +22,7 @@ from funcollect.keys import (
     seed_of,
     uniforms,
 )
+from funcollect.policies.jax_functions.noise import drawing
 from funcollect.threefry import Pair, Words, hashed, hashed_in_jax, hashed_in_numpy
 
 KEY = key_from_seed(12345)
@@ -119,7 +120,7 @@ def test_lane_uniforms_have_the_words_of_random_words() -> None:
     lanes = torch.tensor([0, 1, 5, 2**31])
     for number in (0, 7, 2**32 + 5, 2**47):
         words = words_of(KEY, Purpose.RESET, lanes.tolist(), number, 1, 6)[0].astype(np.uint64)
-        wanted = ((words[:, ::2] << np.uint64(21) | words[:, 1::2] >> np.uint64(11)) + 0.5) * 2.0**-53
+        wanted = ((words[:, ::2] << np.uint64(20) | words[:, 1::2] >> np.uint64(12)) + 0.5) * 2.0**-52
         for numbers in (number, torch.full((4,), number)):
             drawn = LaneKeys.of(KEY, Purpose.RESET, lanes, numbers)
             assert drawn.uniform(3).tolist() == wanted.tolist()
@@ -161,6 +162,24 @@ def test_words_depend_neither_on_how_a_run_is_cut_nor_on_how_lanes_are_grouped(w
 def test_words_far_into_a_run_are_words_of_their_own() -> None:
     near, *far = (words_of(KEY, Purpose.NOISE, [0], start, 3, 16).ravel().tolist() for start in (0, 2**32, 2**40))
     assert len({*near, *far[0], *far[1]}) >= 143
+
+
+@pytest.mark.parametrize("step", [3, 2**32 - 1, 2**32 + 5, 2**47 + 2**33])
+def test_compiled_code_draws_the_words_of_numpy_at_every_step(step: int) -> None:
+    lanes = [0, 5, 70_000, 2**31 - 1]
+    for width in (1, 7, 301):
+        one, two = lane_keys(KEY, Purpose.NOISE, np.array(lanes))
+        steps = np.array([step % 2**32, step >> 32], np.uint32)
+        drawn = jax.jit(lambda keys, steps, width=width: drawing(keys, steps)(width))((one, two), steps)
+        assert (words_of(KEY, Purpose.NOISE, lanes, step, 1, width)[0] == np.asarray(drawn).T).all()
+
+
+@pytest.mark.parametrize("word", [0, 2**32 - 1])
+def test_no_number_is_zero_or_one(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = np.full((1, 1, 2), word, np.uint32)
+    monkeypatch.setattr("funcollect.keys.random_words", lambda *_: words)
+    assert 0 < float(LaneKeys.of(KEY, Purpose.RESET, torch.tensor([0]), 0).uniform(1)) < 1
+    assert ((uniforms(words) > 0) & (uniforms(words) < 1)).all()
 
 
 def test_words_differ_between_keys_purposes_lanes_and_steps() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import override
 
 from funcollect.arguments import check_count, check_flags, check_kind, check_positive, checked_device
 from funcollect.core.exploration import NO_VALUES, Value, check_values
@@ -26,9 +27,10 @@ Device = torch.device | str | None
 
 @dataclass(frozen=True)
 class Shard:
-    """The lanes of one part of a larger run: part `index` of `count` has ``index * P`` to ``index * P + P - 1``.
+    """The lanes of one part of a larger run: part `index` of `count` has ``index * L`` to ``index * L + L - 1``.
 
-    Workers that are added to a run later have an index of `count` or more.
+    L is the number of lanes in each part, those of all its workers together. Workers that are added to a run later have
+    an index of `count` or more.
 
     >>> import funcollect as fc
     >>> with fc.SyncDataCollector("CartPole-v1", frames_per_batch=2, shard=fc.Shard(index=1, count=2)) as second:
@@ -46,7 +48,15 @@ class Shard:
 
     def within(self, worker: int, count: int) -> Shard:
         """The shard of one of `count` workers that a collector with this shard has."""
-        return Shard(worker, count) if self == ALONE else Shard(self.index + worker, self.count)
+        return Shard(self.index * count + worker, self.count * count)
+
+
+class WorkerShard(Shard):
+    """A part of a run whose parts have different numbers of workers: `index` is its first worker, `count` are all."""
+
+    @override
+    def within(self, worker: int, count: int) -> Shard:
+        return Shard(self.index + worker, self.count)
 
 
 ALONE = Shard()

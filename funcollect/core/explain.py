@@ -41,9 +41,10 @@ _FORKING = {
 }
 _NOISE = {
     "none": "the policy draws none",
+    "unknown": "the policy asks for none; numbers that it draws by itself follow no seed of the run",
     "own": "the policy draws none ahead; Torch's global generator is run from the state's key and first lane, and put "
     "back: the numbers of a lane depend on the lanes beside it",
-    "key": "one JAX key per step, a function of the state's key, the first lane and the step",
+    "key": "one JAX key per call of the policy, a function of the state's key, the call's first lane and the step",
     "keys": "one JAX key per lane and step, a function of the state's key, the lane and the step",
 }
 _PLACES = {
@@ -109,8 +110,10 @@ def explain(env: Env, policy: Policy) -> Plan:
     noise = policy.noise(env.action_spec)
     in_jax = route.policy.backend == "jax" and not isinstance(route.policy, CallbackPolicy)
     keyed = noise is not None and noise.kind in ("key", "keys")
-    own = not in_jax and (noise is None or (keyed and policy.backend == "torch"))  # distributions of Torch take no keys
-    kind: str = "own" if own else noise.kind if noise else "none"
+    by_module = isinstance(policy, TorchBacked) and not in_jax
+    kind: str = noise.kind if noise else "none" if in_jax else "unknown"
+    if by_module and (noise is None or keyed):  # distributions of Torch take no keys
+        kind = "own"
     drawn = "drawn inside the loop" if route.loop == "fused" else "drawn ahead for a whole rollout"
     lanes = "one environment without a batch dimension" if env.num_envs is None else f"a batch of {env.num_envs}"
     return Plan(

@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.interop.bridge import to_jax
+from funcollect.interop.jax_setup import own_generator
 from funcollect.keys import Key, Noise
 from funcollect.policies.actors.actor import Recorder, lane_mask, names_changed, split_answer
 from funcollect.policies.actors.checks import check_action, finish_columns
@@ -115,6 +116,7 @@ class ProtocolActor(Actor):
         if noise is not None and policy.backend == "jax":
             noise = noise.numpy() if noise.device.type == "cpu" else to_jax(noise)
         self._noise = [None] * inputs.length if noise is None else noise
+        self._generator = own_generator if policy.backend == "jax" else contextlib.nullcontext
         self._names: list[str] = []  # of the outputs in the order in which they are recorded, once they are known
         self._recorder = Recorder(inputs.observation, inputs.length)
 
@@ -125,9 +127,10 @@ class ProtocolActor(Actor):
     @override
     def act(self, t: int) -> Any:
         inputs = self._inputs
-        self._state, outputs = self._policy(
-            inputs.params, self._state, inputs.observation, self._noise[t], inputs.spec, inputs.exploration
-        )
+        with self._generator():
+            self._state, outputs = self._policy(
+                inputs.params, self._state, inputs.observation, self._noise[t], inputs.spec, inputs.exploration
+            )
         action, extras = split_answer(outputs, None)
         check_action(action, inputs.spec, inputs.num_envs)
         names = sorted(extras)
@@ -154,11 +157,10 @@ def check_policy(policy: Any) -> None:
     """Raise TypeError unless `policy` is a policy."""
     if not is_policy(policy):
         kind = f"the class {policy.__name__}" if isinstance(policy, type) else type(policy).__name__
-        public = [name for name in vars(PolicyBase) if not name.startswith("_")]
-        missing = [name for name in public if not hasattr(policy, name)]
+        missing = [name for name in vars(Policy) if not name.startswith("_") and not hasattr(policy, name)]
         begun = hasattr(policy, "prepare") or hasattr(policy, "backend")
         mend = (
-            f"it lacks {missing}, which funcollect.PolicyBase has: derive from that"
+            f"it lacks {missing}: derive from funcollect.PolicyBase, which has every member but backend and params"
             if begun and not isinstance(policy, type)
             else "wrap a module with funcollect.torch_policy, a JAX function with funcollect.jax_policy"
         )

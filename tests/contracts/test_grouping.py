@@ -98,6 +98,22 @@ def test_lanes_draw_the_same_in_one_worker_and_in_eight(name: str, kind: str) ->
     assert_same(whole, in_shards(name, kind, 2))
 
 
+def test_collectors_with_workers_are_joined_like_others() -> None:
+    whole = over_workers("CartPole-v1", "torch", 4, in_process=True)
+    part = {
+        **RUN,
+        "frames_per_batch": RUN["frames_per_batch"] // 2,
+        "init_random_frames": RUN["init_random_frames"] // 2,
+    }
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    batches = []
+    for index in range(2):
+        made = {"create_env_fn": [env] * 2, "policy": policy_of("torch", env), "shard": fc.Shard(index, 2)}
+        with fc.MultiSyncDataCollector(**made, **part, cat_results=0, in_process=True) as collector:
+            batches.append(next(collector))
+    assert_same(whole, by_lane(batches))
+
+
 @pytest.mark.parametrize(("name", "kind"), [("CartPole-v1", "torch"), *in_soak(EVERY)])
 def test_lanes_draw_the_same_over_processes(name: str, kind: str) -> None:
     whole = over_workers(name, kind, 1, in_process=True)

@@ -1,5 +1,7 @@
 """JAX's settings of random numbers change no data; settings that change numbers hold in workers, too."""
 
+from typing import ClassVar
+
 import gymnasium
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,8 @@ SETTINGS = {
     "not partitionable": lambda: jax.threefry_partitionable(False),
 }
 OTHERS = in_soak(["brax/inverted_pendulum", "navix/Navix-Empty-5x5-v0", "jumanji/Snake-v1"])
-SUITES = [GYMNAX, "pgx/tic_tac_toe", *OTHERS]
+DRAWS_AS_IT_IS_MADE = "gymnax/DeepSea-bsuite"
+SUITES = [GYMNAX, "pgx/tic_tac_toe", DRAWS_AS_IT_IS_MADE, *OTHERS]
 
 
 def drawn_by_keys(params, observation, keys):
@@ -31,11 +34,25 @@ def drawn_by_key(params, observation, key):
     return jax.random.randint(key, (len(observation),), 0, 2)
 
 
+class OwnPolicy(fc.PolicyBase):
+    """Draws an action from each lane's key, as a policy that a user derives from the base."""
+
+    backend: ClassVar = "jax"
+    params = None
+
+    def noise(self, spec):
+        return fc.Noise(kind="keys")
+
+    def __call__(self, params, state, observation, noise, spec, exploration):
+        return state, {"action": drawn_by_keys(None, observation, jnp.asarray(noise))}
+
+
 def policies(env):
     yield fc.random_policy(env)
     if env.observation_space.shape == (4,) and env.action_spec.categories:
         yield fc.jax_policy(drawn_by_keys, jnp.zeros(()))
         yield fc.jax_policy(drawn_by_key, jnp.zeros(()))
+        yield OwnPolicy()
         head = fc.heads.from_distribution(distrax_like, "logits")
         yield fc.jax_policy(lambda params, x: x @ params, jnp.ones((4, 2)), head=head)
 
@@ -58,11 +75,11 @@ def collected(name):
 
 @pytest.fixture(scope="module")
 def plain():
-    return {name: collected(name) for name in SUITES}
+    return {name: collected(name) for name in [*SUITES, "CartPole-v1"]}
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", SUITES)
+@pytest.mark.parametrize("name", [*SUITES, "CartPole-v1"])
 def test_settings_of_random_numbers_change_no_data(name, setting, plain):
     with SETTINGS[setting]():
         for one, other in zip(plain[name], collected(name), strict=True):

@@ -10,6 +10,7 @@ from tensordict.nn import TensorDictModule
 
 import funcollect as fc
 from funcollect.policies.as_policy import as_policy
+from tests.support.own_policies import Recording
 
 MODULE = torch.nn.Linear(4, 2)
 
@@ -52,6 +53,11 @@ def test_it_tells_how_a_state_is_forked() -> None:
     vector.close()
 
 
+class DrawsByKeys(Recording):
+    def noise(self, spec: Any) -> fc.Noise:
+        return fc.Noise(kind="keys")
+
+
 BY_TORCH = fc.heads.from_distribution(torch.distributions.Categorical, "logits")
 POLICIES = [
     (fc.torch_policy(MODULE, head=fc.heads.categorical), "categorical", "gumbel noise"),
@@ -59,10 +65,12 @@ POLICIES = [
     (fc.torch_policy(MODULE, head=fc.heads.greedy), "greedy", "global generator"),
     (fc.torch_policy(lambda x: x[:, 0].long()), "torch", "global generator"),
     (fc.jax_policy(lambda p, x: x @ p, torch.zeros(4, 2).numpy(), head=fc.heads.categorical), "jax", "gumbel noise"),
-    (fc.jax_policy(lambda p, x, key: x @ p, 0.0, head=fc.heads.categorical), "jax", "one JAX key per step"),
+    (fc.jax_policy(lambda p, x, key: x @ p, 0.0, head=fc.heads.categorical), "jax", "one JAX key per call"),
     (None, "Random", "uniform noise"),
     (fc.torch_policy(MODULE, head=BY_TORCH), "from_distribution", "global generator"),
     (fc.jax_policy(lambda p, x: x @ p, 0.0, head=BY_TORCH), "from_distribution", "one JAX key per lane and step"),
+    (Recording(), "Recording", "follow no seed"),
+    (DrawsByKeys(), "DrawsByKeys", "one JAX key per lane and step"),
 ]
 
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 from funcollect.arguments import check_not_given, check_positive
 from funcollect.collectors.collector import CollectorBase
 from funcollect.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector
-from funcollect.collectors.options import Shard
+from funcollect.collectors.options import Shard, WorkerShard
 from funcollect.collectors.runner import Runner
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
@@ -64,6 +64,8 @@ class RayJob(Job):
     def collector(self) -> CollectorBase:
         """Build the collector in the actor."""
         source, shard = self.source, self.options.shard
+        if issubclass(self.kind, WorkerCollector):
+            shard = WorkerShard(shard.index, shard.count)
         collector: CollectorBase = self.kind(
             source.create_env_fn, source.policy, seed=self.seed, shard=shard, **self.keywords
         )

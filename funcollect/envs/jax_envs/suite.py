@@ -24,9 +24,10 @@ class Suite:
         """The label and the suite's own environment, from an id with keyword arguments, or from an instance."""
         import_jax()
         if isinstance(env, str):
-            names, make = self.find(import_extra(self.module, self.name, "jax-envs"))
-            check_known(self.name, env, names)
-            return f"{self.name}/{env}", make(env, **kwargs)
+            with own_generator():  # some draw as they are made
+                names, make = self.find(import_extra(self.module, self.name, "jax-envs"))
+                check_known(self.name, env, names)
+                return f"{self.name}/{env}", make(env, **kwargs)
         if kwargs:
             raise TypeError(
                 f"from_{self.name} has no argument {', '.join(kwargs)} for an environment that is made already: pass "

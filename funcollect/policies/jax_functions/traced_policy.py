@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from funcollect.errors import PolicyError
-from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.jax_setup import import_jax, own_generator
 from funcollect.policies.actors.actor import split_answer
 from funcollect.policies.actors.checks import check_action, check_rows
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
@@ -48,7 +48,8 @@ def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_t
             policy_state, outputs = policy.answer(spec, stochastic, bound, policy_state, observation, drawn)
         else:
             exploration = Exploration(exploration_type, bound[1])
-            policy_state, given = policy(bound[0], policy_state, observation, drawn, spec, exploration)
+            with own_generator():
+                policy_state, given = policy(bound[0], policy_state, observation, drawn, spec, exploration)
             action, extras = split_answer(given, None)
             outputs = {"action": action, **extras}
         check_action(outputs["action"], spec, num_envs)
