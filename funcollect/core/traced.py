@@ -13,11 +13,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from funcollect.arguments import check_kind, check_optional_positive
+from funcollect.arguments import check_kind, check_optional_positive, check_positive
 from funcollect.core.exploration import EXPLORATION, NO_VALUES, exploration_values
 from funcollect.core.request import Request
 from funcollect.core.state import LEAVES, CollectorState, check_origin, origin_of
 from funcollect.core.traced_step.checks import check_one_run
+from funcollect.core.traced_step.episodes import (
+    TracedEpisodeStats,
+    after_frame,
+    episode_stats,
+    frame_of,
+    nothing_open,
+)
 from funcollect.core.traced_step.keys import RunKeys, run_keys
 from funcollect.core.traced_step.starts import begin, varying
 from funcollect.core.traced_step.step import StepConfig, by_path, make_step_config, restart
@@ -31,7 +38,7 @@ from funcollect.protocols import BoundParams, JaxEnv, Policy, traced_values
 from funcollect.specs import ExplorationType
 from funcollect.tree import Path, nest
 
-__all__ = ["init", "partition", "reset", "rollout", "step"]
+__all__ = ["TracedEpisodeStats", "episode_stats", "evaluate", "init", "partition", "reset", "rollout", "step"]
 
 Batch = dict[str, Any]  # nested, of JAX arrays
 
@@ -205,6 +212,74 @@ def rollout(
         lambda carry, _: _step(config, bound, carry, keys), state, None, length=length
     )
     return after
+
+
+def evaluate(
+    env: JaxEnv,
+    policy: Policy,
+    params: Any,
+    key: Any,
+    episodes: int,
+    *,
+    env_params: Any = None,
+    max_frames: int = 10_000_000,
+    exploration_type: ExplorationType = ExplorationType.DETERMINISTIC,
+) -> TracedEpisodeStats:
+    """Return the returns and lengths ``[episodes]`` of whole episodes, in a run of their own.
+
+    They are those of `funcollect.evaluate` with the same key: each lane contributes its first episodes, earlier lanes
+    one more if the number does not divide. Episodes are ordered by lane.
+
+    Args:
+        env: a JAX environment.
+        policy: a JAX policy, or `random_policy`.
+        params: the parameters to act with.
+        key: uint32[2], or a typed key, from which all randomness follows.
+        env_params: the parameters of the environment; its own `params` unless given.
+        episodes: their number, over all lanes.
+        max_frames: frames over all lanes after which the evaluation ends; `ended` is False for episodes that it lacks.
+        exploration_type: whether the policy samples or acts deterministically.
+
+    Raises:
+        TypeError, ValueError: for bad arguments.
+
+    >>> import jax, funcollect as fc
+    >>> env = fc.envs.from_gymnax("CartPole-v1", num_envs=4)
+    >>> policy = fc.random_policy(env)
+    >>> keys = jax.random.split(jax.random.PRNGKey(0), 3)
+    >>> stats = jax.jit(jax.vmap(lambda key: evaluate(env, policy, None, key, 10)))(keys)
+    >>> stats.returns.shape, bool(stats.ended.all())
+    ((3, 10), True)
+    """
+    check_positive("episodes", episodes)
+    check_positive("max_frames", max_frames)
+    jax = import_jax()
+    jnp = jax.numpy
+    first = init(env, policy, params, key=key, env_params=env_params)
+    config, bound = _checked_config(env, policy, params, first, Request(length=1, exploration_type=exploration_type))
+    keys, count = run_keys(first.key, first.lane), first.num_lanes
+    quota = episodes // count + (jnp.arange(count) < episodes % count)
+    place = jnp.cumsum(quota) - quota  # of each lane's first episode
+    most = min(-(-max_frames // count), 2**31 - 1)
+
+    def go_on(carry: Any) -> Any:
+        state, _, finished, _ = carry
+        return (finished < quota).any() & (state.steps[0] < most) & (state.steps[1] == 0)
+
+    def advance(carry: Any) -> Any:
+        state, open_, finished, whole = carry
+        state, row = _step(config, bound, state, keys)
+        open_, (returns, lengths, ended) = after_frame(open_, frame_of(row))
+        at = jnp.where(ended & (finished < quota), place + finished, episodes)  # beyond the last: dropped
+        found = TracedEpisodeStats(returns, lengths, ended)
+        whole = jax.tree.map(lambda all_, some: all_.at[at].set(some, mode="drop"), whole, found)
+        return state, open_, finished + ended, whole
+
+    returns = jnp.zeros((episodes, *first.returns.shape[1:]), first.returns.dtype)
+    whole = TracedEpisodeStats(returns, jnp.zeros(episodes, jnp.int32), jnp.zeros(episodes, bool))
+    start = first, nothing_open(first.episode, first.returns), quota * 0, whole
+    ended: TracedEpisodeStats = jax.lax.while_loop(go_on, advance, start)[-1]
+    return ended
 
 
 def partition(state: CollectorState, axis: str) -> CollectorState:

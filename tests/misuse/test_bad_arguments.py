@@ -149,6 +149,14 @@ def batch() -> Any:
 
 
 @cache
+def traced_batch() -> Any:
+    """What `traced.episode_stats` reads."""
+    zero, no = jax.numpy.zeros((2, 2), jax.numpy.int32), jax.numpy.zeros((2, 2), bool)
+    after = {"reward": jax.numpy.zeros((2, 2)), "done": no}
+    return {"collector": {"episode": zero, "step": zero}, "next": after, "done": no}
+
+
+@cache
 def saved() -> str:
     path = os.path.join(tempfile.mkdtemp(), "state")
     fc.save(path, start(), episodes="restart")
@@ -266,6 +274,10 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "jax_ring.init": lambda: {"example": {"x": WEIGHTS}, "steps": 8},
     "jax_ring.sample": lambda: {"ring": jax_ring(), "key": jax.random.key(0), "batch_size": 2},
     "jax_ring.sample_slices": lambda: {"ring": jax_ring(), "key": jax.random.key(0), "num_slices": 1, "slice_len": 2},
+    "traced.episode_stats": lambda: {"batch": traced_batch()},
+    "traced.evaluate": lambda: dict(
+        zip(("env", "policy"), fused(), strict=True), params=None, key=jax.random.PRNGKey(0), episodes=2
+    ),
     "traced.init": lambda: dict(zip(("env", "policy"), fused(), strict=True), params=None, key=jax.random.PRNGKey(0)),
     "traced.partition": lambda: {"state": start(fused), "axis": "devices"},
     "traced.reset": lambda: {"env": fused()[0], "state": start(fused)},
@@ -293,7 +305,7 @@ NOT_CALLED = {
     "envs.DeviceEnv",  # as well
     *("PolicyBase", "envs.HostEnvBase", "envs.JaxEnvBase", "envs.SimulatorsBase", "envs.TorchEnvBase"),  # base classes
     *("Exploration", "Noise", "envs.LaneKeys", "envs.Transition"),  # plain values
-    "running_statistics.RunningStatistics",  # a result
+    *("running_statistics.RunningStatistics", "traced.TracedEpisodeStats"),  # results
     "make_env",  # whatever describes an environment: its adapters are called by themselves
 }
 NO_LIMIT = ("max_frames_per_traj", "init_random_frames")

@@ -1,0 +1,157 @@
+"""Returns and lengths of episodes in traced code: in the batches of a rollout, and in an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from funcollect.arguments import check_kind
+from funcollect.interop.jax_setup import import_jax
+
+Batch = Mapping[str, Any]  # nested, of JAX arrays
+
+_MOST = 2**31 - 1  # where the step counter of a lane stays
+
+
+class OpenEpisodes(NamedTuple):
+    """The episodes of P lanes in which a batch ends."""
+
+    episode: Any  # [P] int32: the number of the lane's latest episode
+    length: Any  # [P] int32: its frames so far; -1 if some are missing
+    returns: Any  # [P] float32 ([P, players] for several): the sum of its rewards so far
+
+
+class TracedEpisodeStats(NamedTuple):
+    """Episodes that ended, a pytree of JAX arrays; the arrays are 0 where `ended` is False.
+
+    Attributes:
+        returns: undiscounted returns, in the dtype of rewards; a further dimension for several players.
+        lengths: frames, int32.
+        ended: whether an episode ends here.
+        open: what the next batch continues, an argument of `episode_stats`; None after `evaluate`.
+    """
+
+    returns: Any
+    lengths: Any
+    ended: Any
+    open: OpenEpisodes | None = None
+
+    @property
+    def count(self) -> Any:
+        """The number of episodes that ended, [] int32."""
+        return self.ended.sum()
+
+    @property
+    def mean_return(self) -> Any:
+        """Their mean return, [] or [players]; nan if none ended."""
+        dimensions = tuple(range(self.ended.ndim))
+        return self.returns.sum(dimensions) / self.count
+
+    @property
+    def mean_length(self) -> Any:
+        """Their mean length in frames, []; nan if none ended."""
+        return self.lengths.sum() / self.count
+
+
+def episode_stats(batch: Batch, previous: TracedEpisodeStats | None = None) -> TracedEpisodeStats:
+    """Return the returns and lengths of the episodes that end in a batch, including their frames in earlier batches.
+
+    They are arrays ``[T, P]`` beside the batch's frames, so that shapes do not depend on data: `ended` is True in the
+    last frame of each episode. Rewards are added in order, so that results do not depend on how a run is cut. Episodes
+    with missing frames are omitted, and so are frames that repeat a finished lane (``reset_when_done=False``).
+
+    Args:
+        batch: what `rollout` returned, with time first.
+        previous: the result for the batch before; None for the first one.
+
+    Raises:
+        TypeError: if `batch` is no dict, or `previous` no result of this function.
+        ValueError: if the batch lacks keys or the time dimension, or has other lanes than the batch before.
+
+    >>> import jax, funcollect as fc
+    >>> env = fc.envs.from_gymnax("CartPole-v1", num_envs=4)
+    >>> policy = fc.random_policy(env)
+    >>> @jax.jit
+    ... def run(key):
+    ...     state = fc.traced.init(env, policy, None, key=key)
+    ...     state, batch = fc.traced.rollout(env, policy, None, state, 50)
+    ...     stats = episode_stats(batch)
+    ...     state, batch = fc.traced.rollout(env, policy, None, state, 50)
+    ...     return episode_stats(batch, stats)
+    >>> stats = run(jax.random.PRNGKey(0))
+    >>> stats.returns.shape, bool(stats.count > 4), bool(stats.mean_return == stats.mean_length)
+    ((50, 4), True, True)
+    """
+    jax = import_jax()
+    rows = _rows(batch)
+    start = nothing_open(rows.episode[0], rows.reward[0]) if previous is None else _continued(rows, previous)
+    open_, (returns, lengths, ended) = jax.lax.scan(after_frame, start, rows)
+    return TracedEpisodeStats(returns, lengths, ended, open_)
+
+
+class Frame(NamedTuple):
+    """What is read of a batch, [T, P], or of one step, [P]."""
+
+    episode: Any
+    step: Any
+    reward: Any
+    done: Any
+    counted: Any  # False for a frame that repeats a finished lane
+
+
+def frame_of(batch: Batch) -> Frame:
+    """Return what `after_frame` reads."""
+    counters, after = batch["collector"], batch["next"]
+    return Frame(counters["episode"], counters["step"], after["reward"], after["done"], ~batch["done"])
+
+
+def nothing_open(episode: Any, reward: Any) -> OpenEpisodes:
+    """Return the open episodes [P] before a run's first frame: none is known."""
+    jnp = import_jax().numpy
+    return OpenEpisodes(episode, jnp.full_like(episode, -1), jnp.zeros_like(reward))
+
+
+def _rows(batch: Any) -> Frame:
+    check_kind("batch", batch, Mapping, "pass the dict that traced.rollout returned")
+    try:
+        rows = frame_of(batch)
+    except KeyError as error:
+        raise ValueError(f"the batch lacks {error}, expected what traced.rollout returned: pass all of it") from None
+    if rows.done.ndim != 2:
+        raise ValueError(
+            f"next.done has shape {list(rows.done.shape)}, expected [T, P]: call this inside vmap for batches of "
+            "several runs, and give what traced.step returned a time dimension"
+        )
+    return rows
+
+
+def _continued(rows: Frame, previous: Any) -> OpenEpisodes:
+    check_kind("previous", previous, TracedEpisodeStats, "pass what the last call returned")
+    check_kind("previous.open", previous.open, OpenEpisodes, "pass what traced.episode_stats returned")
+    open_: OpenEpisodes = previous.open
+    before, now = open_.returns.shape, rows.reward.shape[1:]
+    if before != now:
+        raise ValueError(
+            f"the batch before had rewards {list(before)}, this one has {list(now)}: give one run's batches"
+        )
+    return open_
+
+
+def after_frame(open_: OpenEpisodes, row: Frame) -> tuple[OpenEpisodes, tuple[Any, Any, Any]]:
+    """Return the open episodes after a frame, and returns, lengths and flags [P] of those that end in it."""
+    jnp = import_jax().numpy
+
+    def by_lane(mask: Any, value: Any, other: Any) -> Any:
+        return jnp.where(mask.reshape(mask.shape + (1,) * (row.reward.ndim - mask.ndim)), value, other)
+
+    begins = row.step == 0
+    whole = begins | ((row.episode == open_.episode) & (open_.length == row.step))
+    returns = by_lane(begins, 0, open_.returns) + row.reward
+    ends = row.counted & row.done & whole
+    length = jnp.minimum(row.step, _MOST - 1) + 1
+    after = OpenEpisodes(
+        episode=jnp.where(row.counted, row.episode, open_.episode),
+        length=jnp.where(row.counted, jnp.where(whole, length, -1), open_.length),
+        returns=by_lane(row.counted, returns, open_.returns),
+    )
+    return after, (by_lane(ends, returns, 0), jnp.where(ends, length, 0), ends)
