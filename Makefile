@@ -52,9 +52,9 @@ NBMAKE := --nbmake --nbmake-timeout=1200
 IGNORE = $(addprefix --ignore=,$(1))
 
 # A third of the time of tests that compile much goes into LLVM's optimisations, without which programs are only slower.
-# `make soak`, the documents and the notebooks have them.
+# `make soak`, the notebooks and what runs over Ray have them.
 ifeq ($(FUNCOLLECT_SCALE),1)
-tests-1 tests-2 tests-3: export XLA_FLAGS ?= --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
+tests-1 tests-2 tests-3 tests-docs: export XLA_FLAGS ?= --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 endif
 
 test: $(VENV)/.test

@@ -1,5 +1,6 @@
 """What every test runs under, and how much of it."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -35,6 +36,13 @@ def pytest_configure(config):
     if importlib.util.find_spec("ray") and tuple(map(int, version("ray").split(".")[:2])) < (2, 60):
         for message in (r"subprocess \d+ is still running", "unclosed file .*/dev/null"):
             config.addinivalue_line("filterwarnings", f"ignore:{message}:ResourceWarning")
+
+
+def pytest_collection_finish(session):
+    """What has been imported by now stays, and need not be looked through each time that garbage is collected."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 50)
 
 
 @pytest.fixture(scope="module")
