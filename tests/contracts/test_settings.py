@@ -20,6 +20,7 @@ SETTINGS = {
     "rbg": lambda: jax.default_prng_impl("rbg"),
     "unsafe_rbg": lambda: jax.default_prng_impl("unsafe_rbg"),
     "not partitionable": lambda: jax.threefry_partitionable(False),
+    "no raw keys": lambda: jax.legacy_prng_key("error"),
 }
 OTHERS = in_soak(["brax/inverted_pendulum", "navix/Navix-Empty-5x5-v0", "jumanji/Snake-v1"])
 DRAWS_AS_IT_IS_MADE = "gymnax/DeepSea-bsuite"

@@ -130,7 +130,9 @@ class Bare:
 
 def test_what_a_policy_lacks_is_named() -> None:
     env = fc.make_env("CartPole-v1")
-    with pytest.raises(TypeError, match=r"lacks .'exploration', .*'actor', 'finish'., which funcollect.PolicyBase"):
+    with pytest.raises(
+        TypeError, match=r"lacks .'exploration', .*'actor', 'finish'.: derive from funcollect.PolicyBase"
+    ):
         fc.init(env, Bare(), seed=0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the class Lean, expected a Policy: wrap a module with"):
         fc.init(env, Lean, seed=0)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from gymnasium import spaces
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv, jax_env
 from funcollect.envs.jax_envs.suite import Suite, first_observation
 from funcollect.envs.spaces import space_like
+from funcollect.interop.jax_setup import own_generator
 from funcollect.protocols import Transition
 from funcollect.specs import Space
 
@@ -53,5 +54,6 @@ def from_pgx(
     known: dict[str, Space] = {"current_player": spaces.Discrete(raw.num_players)}
     observed = {name: known.get(name) or space_like(part) for name, part in first_observation(reset).items()}
     space = spaces.Dict(observed)
-    actions: Space = spaces.Discrete(raw.num_actions)
+    with own_generator():  # pgx begins a game to find the number of its actions
+        actions: Space = spaces.Discrete(raw.num_actions)
     return jax_env(f"pgx/{raw.id}", reset, step, space, actions, num_envs, one_hot, max_episode_steps=max_episode_steps)

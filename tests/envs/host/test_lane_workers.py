@@ -178,6 +178,7 @@ def test_a_lane_is_filmed(tmp_path: Path) -> None:
 COLLECTORS: dict[str, Callable[..., Any]] = {
     "sync": lambda make, **kwargs: fc.SyncDataCollector(make, **kwargs),
     "workers": lambda make, **kwargs: fc.MultiSyncDataCollector([make], **kwargs),
+    "first come, first served": lambda make, **kwargs: fc.MultiaSyncDataCollector([make], **kwargs),
     "threads": lambda make, **kwargs: fc.MultiSyncDataCollector([make], in_process=True, **kwargs),
 }
 
