@@ -160,7 +160,7 @@ def check_policy(policy: Any) -> None:
         missing = [name for name in vars(Policy) if not name.startswith("_") and not hasattr(policy, name)]
         begun = hasattr(policy, "prepare") or hasattr(policy, "backend")
         mend = (
-            f"it lacks {missing}: derive from funcollect.PolicyBase, which has every member but backend and params"
+            f"it lacks {missing}: derive from funcollect.PolicyBase, which has all but backend, params and the call"
             if begun and not isinstance(policy, type)
             else "wrap a module with funcollect.torch_policy, a JAX function with funcollect.jax_policy"
         )
