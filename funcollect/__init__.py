@@ -56,6 +56,7 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.core.evaluate_actions import evaluate_actions as evaluate_actions
     from funcollect.core.explain import Plan as Plan
     from funcollect.core.explain import explain as explain
+    from funcollect.core.rollout_trajectories import rollout_trajectories as rollout_trajectories
     from funcollect.core.routes import lower_policy as lower_policy
     from funcollect.core.saving import load as load
     from funcollect.core.saving import save as save
@@ -92,10 +93,12 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.specs import ExplorationType as ExplorationType
     from funcollect.trajectories.advantages import gae as gae
     from funcollect.trajectories.multi_step import MultiStep as MultiStep
+    from funcollect.trajectories.next_observations import next_observations as next_observations
     from funcollect.trajectories.reward_scaling import scale_rewards as scale_rewards
     from funcollect.trajectories.split import split_trajectories as split_trajectories
     from funcollect.trajectories.stats import EpisodeStats as EpisodeStats
     from funcollect.trajectories.stats import episode_stats as episode_stats
+    from funcollect.trajectories.whole_trajectories import PendingTrajectories as PendingTrajectories
     from funcollect.tree import NAMESPACE as NAMESPACE
 
 _avoid_faulty_fusions()  # before the first computation, which may be the user's own

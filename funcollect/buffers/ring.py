@@ -32,6 +32,8 @@ from funcollect.errors import StaleStateError
 from funcollect.interrupts import Uninterrupted
 from funcollect.keys import Key
 from funcollect.messages import shown
+from funcollect.trajectories.final_observations import is_compact
+from funcollect.trajectories.next_observations import next_observations
 
 __all__ = ["Flat", "RingState", "Slices", "Trajectories", "extend", "init", "sample", "snapshot"]
 
@@ -184,7 +186,7 @@ def extend(state: RingState, batch: Any) -> tuple[RingState, Tensor]:
     """
     memory = check_current(state)
     with Uninterrupted():  # an interrupted write would leave frames that are partly old and partly new
-        slots = torch.from_numpy(memory.extend(batch))
+        slots = torch.from_numpy(memory.extend(next_observations(batch) if is_compact(batch) else batch))
         memory.version += 1
     return RingState(memory, memory.version), slots.movedim(0, -1)
 

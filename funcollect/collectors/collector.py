@@ -27,6 +27,7 @@ from funcollect.policies.normalized import Normalized
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
 from funcollect.running_statistics import RunningStatistics, merge, none_like, update
 from funcollect.specs import ExplorationType
+from funcollect.trajectories.whole_trajectories import PendingTrajectories
 
 _KIND = "the run of a collector"
 _NOT_PLAIN = object()
@@ -152,8 +153,10 @@ class CollectorBase(RunOptions, ABC):
     frames: int = field(init=False, default=0)
     params: Any = field(init=False, default=None)
     _moments: RunningStatistics | None = field(init=False, default=None)  # of the last batch, not acted with yet
+    _pending: dict[int, PendingTrajectories] = field(init=False, default_factory=dict)  # by `_source`
 
     _closed = False
+    _lends: ClassVar[bool] = False  # whether the memory of a batch is written again once no view of it lives
     _elsewhere: ClassVar[Mapping[str, str]] = {
         "backend": "the class decides it: SyncDataCollector, MultiSyncDataCollector, MultiaSyncDataCollector or "
         "RayCollector",
@@ -174,6 +177,15 @@ class CollectorBase(RunOptions, ABC):
     @abstractmethod
     def _gather(self) -> TensorDictBase:
         """The next batch, not yet split or post-processed; its frames are counted."""
+
+    @property
+    def _source(self) -> int:
+        """Where the last batch is from: the worker if each has batches of its own, else 0."""
+        return 0
+
+    def _forget(self) -> None:
+        """Drop what batches have left behind: they belong to the run before."""
+        self._moments, self._pending = None, {}
 
     @abstractmethod
     def shutdown(self, timeout: float | None = None) -> None:
@@ -219,7 +231,8 @@ class CollectorBase(RunOptions, ABC):
         check_episodes(episodes)
         self._check_open()
         run = {"class": type(self).__name__, "keywords": self._plain_keywords(), "run": self.saved_run(episodes)}
-        write_data(Path(path), _KIND, run | {"moments": self._moments})
+        pending = {source: each.plain for source, each in self._pending.items()}
+        write_data(Path(path), _KIND, run | {"moments": self._moments, "pending": pending})
 
     def restore(self, path: str | os.PathLike[str], *, episodes: Episodes = "continue") -> None:
         """Continue the run in a file that `save` of such a collector has written.
@@ -249,6 +262,8 @@ class CollectorBase(RunOptions, ABC):
         self.continue_run(saved["run"], episodes)
         moments = saved.get("moments")
         self._moments = None if moments is None else RunningStatistics(*moments)
+        pending = saved.get("pending", {}).items()
+        self._pending = {source: PendingTrajectories.from_plain(data) for source, data in pending}
 
     @classmethod
     def load(
@@ -338,8 +353,10 @@ class CollectorBase(RunOptions, ABC):
         """Batches in the whole run.
 
         Raises:
-            TypeError: for an endless run.
+            TypeError: for an endless run, and with `trajs_per_batch`.
         """
+        if self.trajs_per_batch is not None:
+            raise TypeError("a collector of whole trajectories has no length: their lengths decide it")
         if self.total_frames < 0:
             raise TypeError("an endless collector (total_frames=-1) has no length: give total_frames")
         return -(-self.total_frames // self.frames_of_batch)
@@ -350,12 +367,25 @@ class CollectorBase(RunOptions, ABC):
     def __next__(self) -> TensorDictBase:
         if self._moments is not None and not self._closed:
             self._add_to_statistics(self._moments)
-        if 0 <= self.total_frames <= self.frames:
-            raise StopIteration
-        batch = self._gather()
+        batch = self._next_frames() if self.trajs_per_batch is None else self._next_trajectories(self.trajs_per_batch)
         if self.update_statistics:
             self._moments = update(none_like(self.policy.statistics), batch)
         return self.options.finish(batch)
+
+    def _next_frames(self) -> TensorDictBase:
+        if 0 <= self.total_frames <= self.frames:
+            raise StopIteration
+        return self._gather()
+
+    def _next_trajectories(self, count: int) -> TensorDictBase:
+        while True:
+            for source, pending in self._pending.items():
+                if (taken := pending.take(count)) is not None:
+                    batch, self._pending[source] = taken
+                    return batch
+            batch = self._next_frames()
+            batch = batch.clone() if self._lends else batch
+            self._pending[self._source] = self._pending.get(self._source, PendingTrajectories()).add(batch)
 
     def _check_statistics(self) -> None:
         """Raise TypeError if there are no statistics to update."""

@@ -170,6 +170,11 @@ class MultiaSyncDataCollector(ProcessCollector):
     def frames_of_batch(self) -> int:
         return self.run.frames[0]
 
+    @property
+    @override
+    def _source(self) -> int:
+        return self.run.gathering.workers[0]
+
 
 # Their names in TorchRL since 0.14.
 MultiSyncCollector = MultiSyncDataCollector

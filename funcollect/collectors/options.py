@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -13,12 +13,21 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.arguments import check_count, check_flags, check_kind, check_positive, checked_device
+from funcollect.arguments import (
+    check_choice,
+    check_count,
+    check_flags,
+    check_kind,
+    check_optional_positive,
+    check_positive,
+    checked_device,
+)
 from funcollect.core.exploration import NO_VALUES, Value, check_values
 from funcollect.core.request import OwnColumns, Request, check_ends, check_exploration
 from funcollect.messages import shown
 from funcollect.specs import ExplorationType
 from funcollect.trajectories.split import split_trajectories
+from funcollect.trajectories.whole_trajectories import TrajectoryFormat
 from funcollect.tree import Path
 
 Postproc = Callable[[TensorDictBase], TensorDictBase]
@@ -90,6 +99,15 @@ class RunOptions:
     set_truncated: bool = False
     """mark the last frame of each lane in a batch as truncated, so that nothing is bootstrapped across batches. The
     episode continues; ``("collector", "cut")`` is True at these frames, which `episode_stats` and `track` read."""
+    trajs_per_batch: int | None = None
+    """deliver this many whole trajectories in each batch, as `rollout_trajectories` does: those that began first, of
+    all lanes, or of one worker's where each worker has batches of its own. `frames_per_batch` are collected at a time;
+    `frames` and `total_frames` count them, also those that wait for the next batch. None for batches of frames."""
+    traj_format: TrajectoryFormat = "cat"
+    """how `trajs_per_batch` delivers them: ``"cat"`` for one after another, ``[F]``; ``"padded"`` for ``[N, Tmax]``
+    with zeros where ``("collector", "mask")`` is False."""
+    compact_obs: bool = False
+    """leave out the next observations that the following frames have; `next_observations` restores them."""
     update_statistics: bool = False
     """add each batch to the running statistics of a policy that `normalized` has made, once the next one is asked for.
     Until then ``policy.statistics`` are those that acted in the batch, and those that `state_dict` holds."""
@@ -149,6 +167,7 @@ class Options(RunnerOptions):
             reset_when_done=self.reset_when_done,
             update_at_each_batch=self.update_at_each_batch,
             set_truncated=self.set_truncated,
+            compact_obs=self.compact_obs,
             update_statistics=self.update_statistics,
         )
         for name in ("max_frames_per_traj", "init_random_frames"):
@@ -160,11 +179,33 @@ class Options(RunnerOptions):
         if self.postproc is not None and not callable(self.postproc):
             raise TypeError(f"postproc is {shown(self.postproc)}, expected a function from batch to batch: pass one")
         check_ends(self.max_frames_per_traj, self.reset_when_done)
+        self._check_trajectories()
         self.env_device_given = self.env_device is not None
         for name in ("storing_device", "env_device", "policy_device"):
             given = getattr(self, name)
             device = checked_device(self.device) if given is None else checked_device(given, name)
             setattr(self, name, device)
+
+    def _check_trajectories(self) -> None:
+        """Raise for a keyword that does not go together with whole trajectories."""
+        check_optional_positive("trajs_per_batch", self.trajs_per_batch)
+        check_choice("traj_format", self.traj_format, get_args(TrajectoryFormat))
+        if self.trajs_per_batch is None:
+            if self.traj_format != "cat":
+                raise ValueError(f"traj_format is {self.traj_format!r}, but trajs_per_batch is None: pass that, too")
+            return
+        reasons = {
+            "reset_at_each_iter": "a reset would interrupt them",
+            "split_trajs": "they are split already, or for traj_format='padded' padded",
+            "set_truncated": "it would cut them",
+        }
+        wrong = [name for name in reasons if getattr(self, name)]
+        if wrong or not self.reset_when_done:
+            name, reason = (wrong[0], reasons[wrong[0]]) if wrong else ("reset_when_done", "lanes have to go on")
+            raise ValueError(
+                f"{name} is {getattr(self, name)}, which does not go together with trajs_per_batch, since {reason}: "
+                "leave one of them out"
+            )
 
     def request(self, length: int, params: Any, lanes: int, columns: OwnColumns) -> Request:
         """The request for one batch: a rollout of `length` steps. `lanes` counts the lanes of the whole run."""
@@ -179,13 +220,14 @@ class Options(RunnerOptions):
             reset_when_done=self.reset_when_done,
             columns=columns,
             owned=True,
+            compact_obs=self.compact_obs,
         )
 
     def finish(self, batch: TensorDictBase) -> TensorDictBase:
         """The batch for the caller: moved, split, post-processed, without keys that begin with an underscore."""
         if self.storing_device is not None and batch.device != self.storing_device:
             batch = batch.to(self.storing_device)
-        if self.split_trajs:
+        if self.split_trajs or self.traj_format == "padded":
             batch = split_trajectories(batch)
         if self.postproc is not None:
             batch = self.postproc(batch)

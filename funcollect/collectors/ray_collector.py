@@ -166,6 +166,11 @@ class RayCollector(WorkerCollector):
     def frames_of_batch(self) -> int:
         return sum(self.run.frames) if self.sync else self.run.info.frames
 
+    @property
+    @override
+    def _source(self) -> int:
+        return 0 if self.sync else self.run.gathering.workers[0]
+
     @override
     def _gather(self) -> TensorDictBase:
         if self.update_after_each_batch or self.max_weight_update_interval >= 0:

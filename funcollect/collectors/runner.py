@@ -16,6 +16,7 @@ from funcollect.collectors.source import RunnerSpec
 from funcollect.core import api
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.restore import SAVED, counts_of, go_on, next_seed, reseed, resume, saved_state
+from funcollect.core.rollout_trajectories import check_limited
 from funcollect.core.saving import Episodes, state_data, state_from
 from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import CollectorState
@@ -23,6 +24,8 @@ from funcollect.errors import ClosedError
 from funcollect.interop.plain_data import from_data, to_data
 from funcollect.policies.torch_backed import TorchBacked, replaced
 from funcollect.protocols import ReplacedSimulators
+from funcollect.trajectories.final_observations import attach, is_compact
+from funcollect.trajectories.next_observations import compact
 from funcollect.trajectories.split import CUT
 
 _SAVED = ("policy_state_dict", "own_weights", *SAVED, "frames", "iter")
@@ -70,6 +73,8 @@ class Runner:
         shard, lanes = options.shard, self.env.num_envs or 1
         self.lanes = shard.count * lanes
         api.check_pair(self.env, self.policy)
+        if options.trajs_per_batch is not None:
+            check_limited(self.env, options.max_frames_per_traj)
         self.state = api.init_lanes(
             self.env, self.policy, seed=seed, first_lane=shard.index * lanes, total_lanes=self.lanes
         )
@@ -114,7 +119,10 @@ class Runner:
             batch.unlock_().set(CUT, (last & ~batch["next", "done"])[..., 0])
             for name in ("truncated", "done"):
                 batch["next", name][last] = True
-        return batch.unlock_()
+        batch.unlock_()
+        if self.options.compact_obs and not is_compact(batch):  # the loop has recorded everything
+            attach(batch, compact(batch, [*self.state.observation]))
+        return batch
 
     def reset(self, mask: Tensor | None = None) -> None:
         """Begin new episodes in the lanes of `mask` [P], or in all; in all after an exception in a rollout, too."""

@@ -55,7 +55,7 @@ class SyncDataCollector(Runner, CollectorBase, SourceOptions, RunnerOptions):
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._moments = None
+        self._forget()
 
     @override
     def _gather(self) -> TensorDictBase:

@@ -73,6 +73,8 @@ class WorkerCollector(CollectorBase):
     """``"raise"`` ends the run when a worker fails, ``"restart"`` replaces the worker."""
     run: WorkerRun = field(init=False)
 
+    _lends = True
+
     def _check(self, options: Options) -> None:
         """Store the checked options, and check the keywords that are not among them."""
         check_positive("num_threads", self.num_threads)
@@ -239,7 +241,7 @@ class WorkerCollector(CollectorBase):
         self._check_at_rest()
         self.run.load_state_dict(state_dict)
         self._go_on_from(state_dict)
-        self._moments = None
+        self._forget()
 
     @override
     def saved_run(self, episodes: Episodes) -> dict[str, Any]:

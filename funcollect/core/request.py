@@ -38,6 +38,7 @@ class Request:
         columns: memory by path, each [T, P, ...], into which observations of that shape and dtype are recorded. All
             other leaves of a batch get new memory.
         owned: whether the state's memory may be used again: nobody else holds the state.
+        compact_obs: whether next observations may be left out that following frames have; see `next_observations`.
     """
 
     length: int
@@ -49,6 +50,7 @@ class Request:
     reset_when_done: bool = True
     columns: OwnColumns = field(default_factory=lambda: NOWHERE)
     owned: bool = False
+    compact_obs: bool = False
 
     def __post_init__(self) -> None:
         """Check every field, here and nowhere else."""

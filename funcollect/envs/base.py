@@ -18,11 +18,16 @@ else:
 
 
 class EnvBase:
-    """Base class of `HostEnvBase`, `TorchEnvBase` and `JaxEnvBase`: the members that follow from the two spaces."""
+    """Base class of `HostEnvBase`, `TorchEnvBase` and `JaxEnvBase`: the members that follow from the two spaces.
+
+    Attributes:
+        truncates: True if every episode ends after some number of steps, without a limit that the loop sets.
+    """
 
     observation_space: Space
     action_space: Space
     num_envs: int | None = None
+    truncates: bool = False
 
     def __init__(self, num_envs: int | None = None) -> None:
         """Set `num_envs`; TypeError if the subclass lacks a space."""
@@ -57,6 +62,7 @@ class AdaptedEnv:
     action_spec: ActionSpec
     observation_leaves: tuple[Leaf, ...]
     backend: Backend
+    truncates: bool = False  # whether every episode ends after some number of steps
 
     @property
     def action_space(self) -> Space:

@@ -14,6 +14,7 @@ from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_coll
 from torch import Tensor
 
 from funcollect.arguments import check_key
+from funcollect.trajectories.final_observations import attach, detach
 from funcollect.tree import Path, as_path
 
 __all__ = ["split_trajectories"]
@@ -24,7 +25,7 @@ STEP = ("collector", "step")
 CUT = ("collector", "cut")  # True where `set_truncated=True` truncated a trajectory that continues
 
 # Indexed assignment does not support wide unsigned integers. It only moves bits, so signed ones of the same width do.
-_ASSIGNABLE = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+ASSIGNABLE = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 _Nested = dict[str, "Tensor | _Nested"]
 
@@ -88,6 +89,8 @@ def split_trajectories(
         raise TypeError(f"as_nested is {as_nested!r}, expected a bool or a torch.layout: pass True for nested tensors")
     if batch.get(mask_key, None) is not None:
         raise ValueError(f"the batch has {readable(mask_key)}, so it is split already: pass the one it was split from")
+    batch = batch.clone(recurse=False).unlock_()
+    final = detach(batch)
     ids = _ids(batch, ids_key, None if trajectory_key else done_path)
     begins = _begins(batch, ids, done_path)
     layout = _PaddedLayout(begins)
@@ -100,6 +103,7 @@ def split_trajectories(
         result.set(ids_key, place(layout.run))
     if not as_nested:
         result.set(mask_key, place(torch.ones_like(begins)))
+    attach(result, final)
     return result
 
 
@@ -128,7 +132,7 @@ class _PaddedLayout:
     def place(self, leaf: Tensor) -> Tensor:
         """A leaf ``[*B, T, ...]`` as a table ``[N, Tmax, ...]``."""
         table = torch.zeros(self.shape + leaf.shape[self.run.ndim :], dtype=leaf.dtype, device=leaf.device)
-        dtype = _ASSIGNABLE.get(leaf.dtype)
+        dtype = ASSIGNABLE.get(leaf.dtype)
         target, source = (table, leaf) if dtype is None else (table.view(dtype), leaf.view(dtype))
         target[self.run, self.position] = source
         return table

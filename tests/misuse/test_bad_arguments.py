@@ -223,11 +223,13 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "lower_policy": lambda: {"policy": fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL), "env": fused()[0]},
     "make_policy": lambda: {"name": "mlp", "env": host()[0]},
     "normalized": lambda: {"policy": fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL), "stats": statistics()},
+    "next_observations": lambda: {"batch": batch()},
     "random_policy": lambda: {"env": host()[0]},
     "record": lambda: dict(zip(("env", "policy"), host(), strict=True), path="/nowhere/x.gif"),
     "recover": lambda: {"env": host()[0], "state": start()},
     "reset": lambda: {"env": host()[0], "state": start()},
     "rollout": lambda: dict(zip(("env", "policy"), host(), strict=True), state=start(), length=2),
+    "rollout_trajectories": lambda: dict(zip(("env", "policy"), host(), strict=True), state=start(), count=2),
     "save": lambda: {"path": saved(), "state": start()},
     "scale_rewards": lambda: {"batch": batch()},
     "split_trajectories": lambda: {"batch": batch()},
@@ -299,7 +301,15 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "interop.to_torch": lambda: {"tree": WEIGHTS},
 }
 NOT_CALLED = {
-    *("CollectorState", "EpisodeStats", "Plan", "ring.RingState", "jax_ring.JaxRing", "testing.Report"),  # results
+    *(
+        "CollectorState",
+        "EpisodeStats",
+        "PendingTrajectories",
+        "Plan",
+        "ring.RingState",
+        "jax_ring.JaxRing",
+        "testing.Report",
+    ),  # results
     *("Policy", "heads.Head", "storages.Storage", "samplers.Sampler", "envs.SavableSnapshots"),  # protocols
     *("envs.HostEnv", "envs.JaxEnv", "envs.Simulators", "envs.SnapshotSimulators", "envs.TorchEnv"),  # protocols, too
     "envs.DeviceEnv",  # as well

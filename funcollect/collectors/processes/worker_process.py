@@ -69,7 +69,7 @@ class ServedWorker:
             for fd in fds:
                 os.close(fd)
         match value:
-            case (None, RolloutReport() as report):
+            case (None, RolloutReport(final=None) as report):
                 self._channel.send((number, None, report.packed()), plain=True)
             case _:
                 self._channel.send((number, value))

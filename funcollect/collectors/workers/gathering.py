@@ -14,6 +14,8 @@ from funcollect.collectors.workers.batch_layout import Join
 from funcollect.collectors.workers.pool import WorkerPool
 from funcollect.collectors.workers.transport import BatchAssembler, Call, PendingBatch
 from funcollect.collectors.workers.weights import Weights
+from funcollect.collectors.workers.worker import RolloutReport
+from funcollect.trajectories.final_observations import FinalObservations, attach
 
 _AHEAD = 2  # batches that an asynchronous worker may have begun, or have ready, beyond the one the reader holds
 
@@ -26,6 +28,7 @@ class ReadyBatch(NamedTuple):
     batch: TensorDict
     version: int  # of the oldest weights in it
     workers: Sequence[int]  # whose rollouts it holds
+    final: FinalObservations | None  # of a compact batch
 
 
 class Gathering(ABC):
@@ -78,6 +81,7 @@ class Gathering(ABC):
     def _hand_over(self, ready: ReadyBatch) -> TensorDict:
         """The batch, for the reader."""
         self.version, self.workers = ready.version, ready.workers
+        attach(ready.batch, ready.final)
         return ready.batch
 
     def _complete(self, assembler: BatchAssembler, pending: PendingBatch) -> None:
@@ -216,5 +220,11 @@ class AsyncGathering(Gathering):
 
 def ready_batch(batch: TensorDict, pending: PendingBatch) -> ReadyBatch:
     """A delivered batch, with the version of the oldest weights in it."""
-    version = min(call.value[-1].version for call in pending.calls)
-    return ReadyBatch(batch, version, [call.worker for call in pending.calls])
+    reports: list[RolloutReport] = [call.value[-1] for call in pending.calls]
+    final = [report.final for report in reports if report.final is not None]
+    return ReadyBatch(
+        batch,
+        min(report.version for report in reports),
+        [call.worker for call in pending.calls],
+        FinalObservations.joined(final) if final else None,
+    )

@@ -16,6 +16,7 @@ from funcollect.collectors.workers.weights import Weights, share_weights
 from funcollect.collectors.workers.worker import Job, Progress, WorkerInfo, progress_of, runners_of, saved_workers
 from funcollect.core.saving import Episodes
 from funcollect.keys import seed_of
+from funcollect.trajectories.final_observations import FinalObservations
 from funcollect.tree import flatten, to_tensordict
 
 
@@ -182,7 +183,10 @@ class WorkerRun:
             **self._with_weights(saved),
             "lanes_of_workers": self.lanes,
             "frames_of_workers": self.frames,
-            "ready": [[flatten(batch), [*batch.shape], *which] for batch, *which in gathering.ready],
+            "ready": [
+                [flatten(batch), [*batch.shape], *which, final and final.plain]
+                for batch, *which, final in gathering.ready
+            ],
             "gathered": [gathering.version, list(gathering.workers)],
         }
 
@@ -198,8 +202,10 @@ class WorkerRun:
         self.gathering.discard()
         self._call_each("continue_run", saved, episodes)
         self._go_on_from(data, saved)
-        batches = [(to_tensordict(leaves, tuple(shape)), *which) for leaves, shape, *which in data["ready"]]
-        self.gathering.ready.extend(ReadyBatch(*each) for each in batches)
+        for leaves, shape, version, workers, final in data["ready"]:
+            batch = to_tensordict(leaves, tuple(shape))
+            ready = ReadyBatch(batch, version, workers, final and FinalObservations(*final))
+            self.gathering.ready.append(ready)
         self.gathering.version, self.gathering.workers = data["gathered"]
 
     def _with_weights(self, saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

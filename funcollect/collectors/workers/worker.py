@@ -22,6 +22,7 @@ from funcollect.messages import shown
 from funcollect.policies.torch_modules.sending import dumps, unpack
 from funcollect.processes.failures import Failure
 from funcollect.specs import ActionSpec, Leaf
+from funcollect.trajectories.final_observations import FinalObservations, detach
 
 
 class Progress(NamedTuple):
@@ -109,10 +110,11 @@ class RolloutReport(NamedTuple):
     idle: float  # seconds between the last rollout and this one
     restarts: int = 0  # of its own workers, or of its environment's, since then
     lost: int = 0  # frames with them
+    final: FinalObservations | None = None  # of a compact batch, which is sent without them
 
     def packed(self) -> tuple[Any, ...]:
-        """As plain tuples: a class by name costs the reader more to unpickle than all numbers."""
-        return (tuple(self.progress), *self[1:])
+        """As plain tuples, without `final`: a class by name costs the reader more to unpickle than all numbers."""
+        return (tuple(self.progress), *self[1:-1])
 
     @classmethod
     def unpacked(cls, figures: Sequence[Any]) -> RolloutReport:
@@ -148,7 +150,8 @@ class WorkerBase(ABC):
         self._ended = time.monotonic()
         self._batches += 1
         self._frames += batch.numel()
-        return batch, self._report(self._ended - began, idle)
+        final = detach(batch)
+        return batch, self._report(self._ended - began, idle)._replace(final=final)
 
     @abstractmethod
     def _rollout(self, columns: OwnColumns) -> TensorDictBase:

@@ -58,10 +58,11 @@ class TrajectoryLimit:
             self.due[lanes] = t + self._limit
 
 
-def new_columns(rows: Mapping[Path, Tensor], request: Request) -> dict[Path, Tensor]:
-    """Return memory [T, P, ...] for the observations, rewards and flags of a rollout with root rows [P, ...]."""
+def new_columns(rows: Mapping[Path, Tensor], request: Request, *, compact: bool = False) -> dict[Path, Tensor]:
+    """Return memory [T, P, ...] for a rollout with root rows [P, ...]; with `compact`, none for next observations."""
     columns = {path: request.column(path, row) for path, row in rows.items()}
-    columns |= {("next", *path): request.column(("next", *path), row) for path, row in rows.items()}
+    if not compact:
+        columns |= {("next", *path): request.column(("next", *path), row) for path, row in rows.items()}
     row = next(iter(rows.values()))
     for path in OUTCOME_KEYS:
         dtype = torch.float32 if path == REWARD else torch.bool

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,6 +37,8 @@ from funcollect.protocols import (
     SnapshotSimulators,
 )
 from funcollect.specs import assemble
+from funcollect.trajectories.final_observations import FinalObservations, attach
+from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
 from funcollect.tree import Path
 
 Array = npt.NDArray[Any]
@@ -93,7 +95,8 @@ def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -
     handle: SimulatorHandle = state.env_state
     handle.check()
     rows = handle.simulation.simulators.observation
-    columns = new_columns({path: torch.from_numpy(row) for path, row in rows.items()}, request)
+    views = {path: torch.from_numpy(row) for path, row in rows.items()}
+    columns = new_columns(views, request, compact=request.compact_obs)
     if handle.simulation.replaced is not None and handle.simulation.replaced.replaces:
         lanes_of_state(state, slice(0, 1))  # a loss should find no policy whose state cannot be taken apart
     every = handle.simulation.parts if request.reset_when_done else [range(state.num_lanes)]
@@ -111,6 +114,9 @@ def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -
     acted = _side_by_side(outputs)
     before, ages = _restarted(state, [lane for part in parts for lane in part.replaced_at_once], simulation)
     counters, batch, ages = deliver(env, before, request, columns, acted, ages)
+    if request.compact_obs:
+        attach(batch.unlock_(), _final_observations(batch, rows, [part.recording for part in parts]))
+        batch.lock_()
     simulation.action_log.extend(acted[("action",)], ages)
     after = state.replace(
         env_state=simulation.release(),
@@ -162,7 +168,7 @@ class _Part:
         self._state = state if len(lanes) == state.num_lanes else lanes_of_state(state, own)
         self.actor: Actor = self._open(self._state, request)
         by_path = {path: column[:, own] for path, column in columns.items()}
-        self.recording = _Recording(rows, by_path, env.info_keys)
+        self.recording = _Recording(rows, by_path, env.info_keys, lanes.start)
         self.replaced_at_once: list[int] = []
         self._lanes = lanes
 
@@ -270,6 +276,7 @@ class _Part:
                     limit.restart(t, ended)
                     next_cut = _next_cut(limit, request)
         check_outcome(outcome, lanes)  # an environment that returns wrong values does so in the last step, too
+        recording.finish()
         self._replace_lost(simulation, request)
 
 
@@ -325,11 +332,17 @@ class _Recording:
         roots, nexts: pairs of a column [T, P, ...] and the row [P, ...] that goes into it, before and after each step.
         reward: [T, P] float32.
         info: the values of each info key, [P, ...] for each step.
+        final: if there are no `nexts`, those that no root has: the step, the lanes, and a row of each for each path.
     """
 
-    def __init__(self, rows: Mapping[Path, Array], columns: Mapping[Path, Tensor], info_keys: Sequence[str]) -> None:
+    def __init__(
+        self, rows: Mapping[Path, Array], columns: Mapping[Path, Tensor], info_keys: Sequence[str], first_lane: int
+    ) -> None:
         self.roots = [(columns[path].numpy(), row) for path, row in rows.items()]
-        self.nexts = [(columns["next", *path].numpy(), row) for path, row in rows.items()]
+        self._compact = ("next", *next(iter(rows))) not in columns
+        self.nexts = [] if self._compact else [(columns["next", *path].numpy(), row) for path, row in rows.items()]
+        self.final: list[tuple[int, Array, list[Array]]] = []
+        self._first_lane = first_lane
         self.reward, self._terminated, self._truncated = (columns[path].numpy() for path in OUTCOME_KEYS)
         self._lanes = range(self.reward.shape[1])
         self.info: dict[str, list[Any]] = {key: [] for key in info_keys}
@@ -337,9 +350,21 @@ class _Recording:
     def cut(self, t: int, lanes: slice) -> list[bool]:
         """Truncate the trajectories of these lanes with step `t`; return which of them had ended anyway."""
         ended = self._terminated[t, lanes] | self._truncated[t, lanes]
+        if self._compact and t + 1 < len(self.reward):
+            self._keep(t, np.arange(len(self._lanes))[lanes][~ended], [store[t + 1] for store, _ in self.roots])
         self._truncated[t, lanes] |= ~ended
         over: list[bool] = ended.tolist()
         return over
+
+    def _keep(self, t: int, lanes: Any, rows: Sequence[Array]) -> None:
+        """Keep the next observations of step `t` in these lanes of `rows`."""
+        self.final.append((t, np.asarray(lanes, np.int64) + self._first_lane, [row[lanes] for row in rows]))
+
+    def finish(self) -> None:
+        """Keep the next observations of the last step, before lost lanes are replaced."""
+        if self._compact:
+            lanes = (~(self._terminated[-1] | self._truncated[-1])).nonzero()[0]
+            self._keep(len(self.reward) - 1, lanes, [row for _, row in self.roots])
 
     def inform(self, info: Sequence[Column]) -> None:
         """Record copies of a step's infos: an environment may write the next ones into the same arrays."""
@@ -361,7 +386,21 @@ class _Recording:
                 self._truncated[t, lane] = truncated[lane]
         except (TypeError, ValueError) as error:
             raise _bad(outcome, lanes) from error
+        if self._compact:
+            self._keep(t, ended, [row for _, row in self.roots])
         return ended
+
+
+def _final_observations(
+    batch: TensorDict, paths: Iterable[Path], recordings: Sequence[_Recording]
+) -> FinalObservations:
+    """Return the next observations that no frame of a batch has at its root."""
+    final = [each for recording in recordings for each in recording.final]
+    time = np.concatenate([np.full(len(lanes), t) for t, lanes, _ in final])
+    at = (np.concatenate([lanes for _, lanes, _ in final]), time)[2 - batch.batch_dims :]
+    columns = zip(*(rows for _, _, rows in final), strict=True)
+    leaves = {path: torch.from_numpy(np.concatenate(column)) for path, column in zip(paths, columns, strict=True)}
+    return FinalObservations(batch[TRAJECTORY_IDS][at], batch[STEP][at], leaves)
 
 
 def _side_by_side(parts: Sequence[Columns]) -> Columns:

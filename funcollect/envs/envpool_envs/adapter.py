@@ -88,6 +88,7 @@ def from_envpool(
         info_keys=tuple(info_keys),
         seeding="run",
         forking="none",
+        truncates=True,  # its `max_episode_steps` always has a value
     )
 
 

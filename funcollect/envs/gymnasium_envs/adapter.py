@@ -17,6 +17,7 @@ from funcollect.envs.gymnasium_envs.making import (
     Made,
     check_lane,
     factory_of,
+    has_time_limit,
     open_lanes,
     rebuild,
     refuse,
@@ -138,6 +139,7 @@ def from_gymnasium(
         forking="none" if statistics else copying,
         running_statistics=statistics,
         workers=workers,
+        truncates=atari or has_time_limit(first),
         open_group=open_group,
     )
 

@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.wrappers import TimeLimit
 
 from funcollect.arguments import check_num_envs
 from funcollect.envs.gymnasium_envs.atari_lanes import AtariLanes, is_atari
@@ -42,6 +43,18 @@ def taken(env: Any) -> Any:
     """Record that `env` backs a state from now on, and return it."""
     _TAKEN[id(env)] = env
     return env
+
+
+def has_time_limit(env: Any) -> bool:
+    """Whether an environment, or one of Gymnasium's vectors, truncates episodes after some number of steps."""
+    spec = getattr(env, "spec", None)
+    if spec is not None and spec.max_episode_steps:
+        return True
+    while isinstance(env, gymnasium.Wrapper):
+        if isinstance(env, TimeLimit):
+            return True
+        env = env.env
+    return False
 
 
 def open_lanes(factories: Sequence[LaneFactory], atari: bool, env: SimulatedEnv) -> Lanes:

@@ -70,7 +70,8 @@ def from_gymnax(
 
     observed = _space(raw.observation_space(params), first_observation(reset))
     actions = _space(raw.action_space(params))
-    return jax_env(f"gymnax/{raw.name}", reset, step, observed, actions, num_envs, one_hot, info_keys, starts)
+    options = (num_envs, one_hot, info_keys, starts)
+    return jax_env(f"gymnax/{raw.name}", reset, step, observed, actions, *options, truncates=True)
 
 
 def _space(given: Any, delivered: Any = None) -> Space:

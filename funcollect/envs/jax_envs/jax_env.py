@@ -84,6 +84,7 @@ def jax_env(
     starts: Starts = "fresh",
     max_episode_steps: int | None = None,
     params: Any = None,
+    truncates: bool = False,
 ) -> FunctionsEnv:
     """Make the environment of two functions of one lane; `from_functions` documents the arguments.
 
@@ -107,6 +108,7 @@ def jax_env(
         starts=starts,
         max_episode_steps=max_episode_steps,
         params=params,
+        truncates=truncates,
     )
 
 

@@ -63,7 +63,9 @@ def from_jumanji(
         observation = _plain(observed, timestep.observation)
         return Transition(state, observation, timestep.reward, over & ended, over & ~ended, timestep.extras)
 
-    return jax_env(label, reset, step, observed, _space(raw.action_spec), num_envs, one_hot, info_keys, starts)
+    options = (num_envs, one_hot, info_keys, starts)
+    limited = getattr(raw.unwrapped, "time_limit", None) is not None
+    return jax_env(label, reset, step, observed, _space(raw.action_spec), *options, truncates=limited)
 
 
 def _plain(space: Space, observation: Any) -> Any:

@@ -52,4 +52,5 @@ def from_navix(
 
     observed = space_like(first_observation(reset))
     actions = int(raw.action_space.maximum) + 1
-    return jax_env(label, reset, step, observed, spaces.Discrete(actions), num_envs, one_hot, info_keys, starts)
+    options = (num_envs, one_hot, info_keys, starts)
+    return jax_env(label, reset, step, observed, spaces.Discrete(actions), *options, truncates=True)

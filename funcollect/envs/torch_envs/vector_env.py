@@ -82,6 +82,7 @@ def from_torch_vector_env(
         info_keys=tuple(info_keys),
         device=place,
         build=lambda: spare.pop() if spare else build(),
+        truncates=True,  # or else nobody can: such simulators reset their lanes themselves
     )
 
 

@@ -115,6 +115,7 @@ def from_torchrl(
         opener=opener,
         seeding="lane" if apart else "run",
         forking="none",
+        truncates=layout.truncates,
         running_statistics=statistics,
         primers=layout.primers,  # of `TensorDictPrimer`s around it; a policy carries its state itself
         workers=workers,

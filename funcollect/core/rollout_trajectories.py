@@ -1,0 +1,104 @@
+"""`rollout_trajectories`: rollouts until a number of trajectories are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from tensordict import TensorDictBase
+
+from funcollect.arguments import check_choice, check_kind, check_optional_positive, check_positive
+from funcollect.core.api import check_state, rollout
+from funcollect.core.exploration import NO_VALUES, Value
+from funcollect.core.state import Array, CollectorState
+from funcollect.protocols import Env, Policy
+from funcollect.specs import ExplorationType
+from funcollect.trajectories.split import split_trajectories
+from funcollect.trajectories.whole_trajectories import PendingTrajectories, TrajectoryFormat
+
+
+def rollout_trajectories(
+    env: Env,
+    policy: Policy,
+    state: CollectorState[Array],
+    count: int,
+    pending: PendingTrajectories | None = None,
+    *,
+    params: Any = None,
+    exploration_type: ExplorationType = ExplorationType.RANDOM,
+    exploration: Mapping[str, Value] = NO_VALUES,
+    max_frames_per_traj: int | None = None,
+    traj_format: TrajectoryFormat = "cat",
+    length: int = 64,
+) -> tuple[CollectorState[Array], TensorDictBase, PendingTrajectories]:
+    """Run all lanes until `count` trajectories are whole, and return these.
+
+    They are the ones that began first, by the step of their first frame, then by lane; those that merely end first
+    would be short ones. Frames of other trajectories are kept as `pending`, so that two calls with a count of 2 return
+    the trajectories of one call with 4.
+
+    Args:
+        env: as for `rollout`, as are `policy`, `params`, `exploration_type` and `exploration`.
+        policy: see there.
+        state: see there. Trajectories that had begun before the first call are left out.
+        count: N, the number of trajectories.
+        pending: what the last call returned; None for the first one.
+        params: see there.
+        exploration_type: see there.
+        exploration: see there.
+        max_frames_per_traj: steps after which a trajectory is truncated; it may be None if the environment truncates.
+        traj_format: ``"cat"`` for one trajectory after another, ``[F]``; ``"padded"`` for ``[N, Tmax]``, padded with
+            zeros, with ``("collector", "mask")`` as `split_trajectories` has it.
+        length: steps of one rollout. Afterwards it is known which trajectories are whole.
+
+    Returns:
+        The next state, the trajectories with the keys of `rollout`, and the other frames.
+
+    Raises:
+        TypeError, ValueError: for a bad argument; also if neither the environment nor `max_frames_per_traj` truncates
+            trajectories, since one that never ends would be waited for.
+        StaleStateError, EnvError, PolicyError: as `rollout` does. Frames since the call are lost then.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=2)
+    >>> policy = fc.random_policy(env)
+    >>> state = fc.init(env, policy, seed=0)
+    >>> state, batch, pending = fc.rollout_trajectories(env, policy, state, 3)
+    >>> int(batch["next", "done"].sum()), batch["collector", "traj_ids"].unique().tolist()
+    (3, [0, 1, 2])
+    >>> state, batch, pending = fc.rollout_trajectories(env, policy, state, 1, pending)
+    >>> batch["collector", "traj_ids"].unique().tolist()
+    [3]
+    """
+    check_state(env, state, "rollout_trajectories", live=False)
+    check_positive("count", count, 16)
+    check_positive("length", length, 64)
+    check_optional_positive("max_frames_per_traj", max_frames_per_traj)
+    check_kind("pending", pending, (PendingTrajectories, type(None)), "pass what the last call returned")
+    check_choice("traj_format", traj_format, get_args(TrajectoryFormat))
+    check_limited(env, max_frames_per_traj)
+    pending = PendingTrajectories() if pending is None else pending
+    while (taken := pending.take(count)) is None:
+        state, batch = rollout(
+            env,
+            policy,
+            state,
+            length,
+            params=params,
+            exploration_type=exploration_type,
+            exploration=exploration,
+            max_frames_per_traj=max_frames_per_traj,
+        )
+        pending = pending.add(batch)
+    frames, pending = taken
+    return state, (split_trajectories(frames) if traj_format == "padded" else frames).lock_(), pending
+
+
+def check_limited(env: Env, max_frames_per_traj: int | None) -> None:
+    """Raise ValueError if trajectories may never end."""
+    limited = max_frames_per_traj is not None and max_frames_per_traj > 0
+    if not (limited or getattr(env, "truncates", False) or getattr(env, "max_episode_steps", None)):
+        raise ValueError(
+            f"{env!r} is not known to truncate episodes, so a whole trajectory might be waited for without end: pass "
+            "max_frames_per_traj, or give the environment an attribute truncates=True if it ends them by itself"
+        )

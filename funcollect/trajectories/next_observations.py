@@ -1,0 +1,88 @@
+"""Restores the next observations that collectors leave out (``compact_obs=True``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from funcollect.trajectories.final_observations import FinalObservations, detach, is_compact
+from funcollect.trajectories.split import ASSIGNABLE, MASK, STEP, TRAJECTORY_IDS, check_batch, require
+from funcollect.tree import Path
+
+__all__ = ["next_observations"]
+
+
+def compact(batch: TensorDictBase, paths: Sequence[Path]) -> FinalObservations:
+    """Remove the next observations from an unlocked batch, and return those that no following frame has."""
+    alone = ~_followed(batch)
+    leaves = {path: batch.pop(("next", *path))[alone] for path in paths}
+    return FinalObservations(batch[TRAJECTORY_IDS][alone], batch[STEP][alone], leaves)
+
+
+def next_observations(batch: TensorDictBase) -> TensorDictBase:
+    """Return a batch with the next observations that a collector has left out (``compact_obs=True``).
+
+    They are the observations of the following frames. For the last frame of each trajectory in the batch, the collector
+    has recorded them, as ``("collector", "final_observations")``. So the result has, bit for bit, what the collector
+    delivers with ``compact_obs=False``. Lanes and whole trajectories may be selected, split and joined before; frames
+    must not be shuffled, or cut along time.
+
+    Args:
+        batch: ``[*B, T]``, time last, from a collector.
+
+    Returns:
+        A TensorDict with copies of the next observations, and the other leaves of `batch`, unlocked; `batch` itself if
+        no next observations were left out.
+
+    Raises:
+        TypeError: if the batch is no TensorDict.
+        ValueError: if it lacks the frame that follows one of its frames.
+
+    >>> import funcollect as fc
+    >>> with fc.SyncDataCollector("CartPole-v1", frames_per_batch=50, compact_obs=True, seed=0) as collector:
+    ...     batch = next(collector)
+    >>> ("next", "observation") in batch.keys(True), next_observations(batch)["next", "observation"].shape
+    (False, torch.Size([50, 4]))
+    """
+    check_batch(batch)
+    if not is_compact(batch):
+        return batch
+    result = batch.clone(recurse=False).unlock_()
+    final = detach(result)
+    assert final is not None
+    ids, step, mask = require(batch, TRAJECTORY_IDS, tail=()), require(batch, STEP, tail=()), batch.get(MASK, None)
+    alone = ~_followed(batch) if mask is None else ~_followed(batch) & mask
+    device = final.step.device
+    row = final.find(ids[alone].to(device), step[alone].to(device))
+    if bool((row < 0).any()):
+        first = int((row < 0).nonzero()[0])
+        raise ValueError(
+            f"the batch lacks the frame after step {step[alone][first]} of trajectory {ids[alone][first]}, which has "
+            "its next observation: call next_observations before frames are shuffled or cut along time"
+        )
+    for path, leaf in final.leaves.items():
+        following = batch[path].roll(-1, batch.batch_dims - 1)
+        _assign(following, alone, leaf[row].to(following.device))
+        if mask is not None:
+            _assign(following, ~mask, leaf.new_zeros((), device=following.device))
+        result.set(("next", *path), following)
+    return result
+
+
+def _assign(leaf: Tensor, mask: Tensor, values: Tensor) -> None:
+    signed = ASSIGNABLE.get(leaf.dtype, leaf.dtype)
+    leaf.view(signed)[mask] = values.view(signed)
+
+
+def _followed(batch: TensorDictBase) -> Tensor:
+    """Whether the frame after each one, in its row, is the next one of its trajectory: ``[*B, T]`` bool."""
+    ids, step = require(batch, TRAJECTORY_IDS, tail=()), require(batch, STEP, tail=())
+    forward = step[..., 1:] == step[..., :-1] + 1
+    if batch.get("done", None) is not None:  # a finished lane repeats its last frame
+        forward = forward | require(batch, "done", tail=(1,))[..., 1:, 0]
+    followed = torch.zeros_like(ids, dtype=torch.bool)
+    followed[..., :-1] = (ids[..., 1:] == ids[..., :-1]) & forward
+    return followed

@@ -1,0 +1,163 @@
+"""Gathers whole trajectories from batches, in the order in which they began."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from funcollect.trajectories.final_observations import FinalObservations, attach, detach
+from funcollect.trajectories.split import STEP, TRAJECTORY_IDS, check_batch, require
+from funcollect.tree import flatten, to_tensordict
+
+__all__ = ["PendingTrajectories"]
+
+TrajectoryFormat = Literal["cat", "padded"]
+
+_Table = npt.NDArray[Any]  # structured
+_Ints = npt.NDArray[np.int64]
+
+_ORDER = ("began", "lane", "traj_id")  # `began`: the step of the lane, since the first batch, with the first frame
+# `row` is the frame's place in its piece, as if that were flat. `done` is 0 or 1: Torch reads aligned columns only.
+_FRAME = np.dtype([(name, np.int64) for name in (*_ORDER, "step", "done", "piece", "row")])
+
+
+class _Runs:
+    """The trajectories in a table of frames: adjacent rows, at `start` [N], of `length` [N]."""
+
+    def __init__(self, table: _Table) -> None:
+        order = table[list(_ORDER)]
+        begins = np.ones(len(table), bool)
+        begins[1:] = order[1:] != order[:-1]
+        self.start = begins.nonzero()[0]
+        self.length = np.diff(self.start, append=len(table))
+        first, last = table[self.start], table[self.start + self.length - 1]
+        unbroken = (first["step"] == 0) & (last["step"] == self.length - 1)
+        done = last["done"] > 0
+        self.whole = unbroken & done
+        lanes, lane = np.unique(first["lane"], return_inverse=True)
+        latest = np.full(len(lanes), -1)
+        np.maximum.at(latest, lane, first["began"])
+        self.lost = ~unbroken | (~done & (first["began"] < latest[lane]))  # they will never be whole
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PendingTrajectories:
+    """Frames of trajectories that have not been delivered: a value, which `rollout_trajectories` takes and returns.
+
+    Trajectories of which frames are missing are left out: those that had begun before the first batch, and those that
+    `reset` interrupted.
+    """
+
+    _pieces: tuple[TensorDictBase, ...] = ()  # batches that have the frames
+    _table: _Table = field(default_factory=lambda: np.zeros(0, _FRAME))  # the frames in order
+    _steps: Mapping[int, int] = field(default_factory=dict)  # by lane: the steps so far
+    _final: FinalObservations | None = None  # of ends in compact batches
+
+    def __len__(self) -> int:
+        """The number of frames."""
+        return len(self._table)
+
+    def __repr__(self) -> str:
+        return f"PendingTrajectories({len(_Runs(self._table).start)} trajectories, {len(self)} frames)"
+
+    def add(self, batch: TensorDictBase) -> PendingTrajectories:
+        """Return these frames and those of the next batch ``[*B, T]`` of the same lanes, or of some of them."""
+        check_batch(batch)
+        batch = batch.clone(recurse=False).unlock_()
+        final = detach(batch)
+        lane, ids, step = (
+            require(batch, path, tail=()).reshape(-1).cpu().numpy()
+            for path in (("collector", "lane"), TRAJECTORY_IDS, STEP)
+        )
+        by_lane = np.argsort(lane, kind="stable")
+        lanes, first, count = np.unique(lane[by_lane], return_index=True, return_counts=True)
+        before = np.array([self._steps.get(each, 0) for each in lanes.tolist()], np.int64)
+        new = np.zeros(len(lane), _FRAME)
+        new["began"][by_lane] = np.arange(len(lane)) + (before - first).repeat(count)
+        new["began"] -= step
+        new["lane"], new["traj_id"], new["step"] = lane, ids, step
+        new["done"] = require(batch, ("next", "done"), tail=(1,)).reshape(-1).cpu().numpy()
+        new["piece"], new["row"] = len(self._pieces), np.arange(len(lane))
+        table = np.concatenate([self._table, new])
+        table = table[np.lexsort([table[name] for name in ("step", *reversed(_ORDER))])]
+        runs = _Runs(table)
+        return replace(
+            self,
+            _pieces=(*self._pieces, batch),
+            _table=table[~runs.lost.repeat(runs.length)],
+            _steps={**self._steps, **dict(zip(lanes.tolist(), (before + count).tolist(), strict=True))},
+            _final=_joined(self._final, final),
+        )
+
+    def take(self, count: int) -> tuple[TensorDictBase, PendingTrajectories] | None:
+        """Return the first `count` trajectories, and the rest; None if they are not whole yet.
+
+        The frames ``[F]`` lie one trajectory after another, in the order of their first steps, then lanes.
+        """
+        runs = _Runs(self._table)
+        if len(runs.start) < count or not runs.whole[:count].all():
+            return None
+        stop = int(runs.start[count - 1] + runs.length[count - 1])
+        taken, rest = self._table[:stop], self._table[stop:]
+        frames = self._gather(taken)
+        attach(frames, self._ends(taken))
+        return frames, self._only(rest)
+
+    def _gather(self, table: _Table) -> TensorDictBase:
+        """The frames of a table, copied."""
+        pieces = np.unique(table["piece"])
+        places = [(table["piece"] == piece).nonzero()[0] for piece in pieces]
+        parts = [self._rows(piece, table["row"][place]) for piece, place in zip(pieces, places, strict=True)]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts)[torch.from_numpy(np.concatenate(places).argsort())]
+
+    def _rows(self, piece: int, rows: _Ints) -> TensorDictBase:
+        """Frames of one piece, by their places in it."""
+        batch = self._pieces[piece]
+        return batch[tuple(map(torch.from_numpy, np.unravel_index(rows, tuple(batch.batch_size))))]
+
+    def _ends(self, table: _Table) -> FinalObservations | None:
+        """The final observations of the ends in a table."""
+        if self._final is None:
+            return None
+        ends = table[table["done"] > 0]
+        ids, step = (torch.from_numpy(ends[name]).to(self._final.step.device) for name in ("traj_id", "step"))
+        return self._final[self._final.find(ids, step)]
+
+    def _only(self, table: _Table) -> PendingTrajectories:
+        """These frames alone. A batch of which less than half is left is copied, so that its memory is free."""
+        table = table.copy()
+        pieces: list[TensorDictBase] = []
+        for piece in np.unique(table["piece"]):
+            here = table["piece"] == piece
+            rows, batch = table["row"][here], self._pieces[piece]
+            if 2 * len(rows) < batch.numel():
+                batch, table["row"][here] = self._rows(piece, rows), np.arange(len(rows))
+            table["piece"][here] = len(pieces)
+            pieces.append(batch)
+        return replace(self, _pieces=tuple(pieces), _table=table, _final=self._ends(table))
+
+    @property
+    def plain(self) -> tuple[Any, ...]:
+        """Plain data, from which `from_plain` makes the value again."""
+        pieces = [(flatten(piece), tuple(piece.batch_size)) for piece in self._pieces]
+        return pieces, self._table, dict(self._steps), self._final and self._final.plain
+
+    @classmethod
+    def from_plain(cls, data: tuple[Any, ...]) -> PendingTrajectories:
+        """The inverse of `plain`."""
+        pieces, table, steps, final = data
+        batches: list[TensorDict] = [to_tensordict(leaves, shape) for leaves, shape in pieces]
+        return cls(tuple(batches), table, steps, final and FinalObservations(*final))
+
+
+def _joined(one: FinalObservations | None, two: FinalObservations | None) -> FinalObservations | None:
+    parts = [each for each in (one, two) if each is not None]
+    return FinalObservations.joined(parts) if parts else None

@@ -1,0 +1,203 @@
+"""Compact batches: what a collector leaves out comes back bit for bit, wherever the lanes live."""
+
+import itertools
+import pickle
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.objectives.value import GAE
+
+import funcollect as fc
+from tests.support.compare import assert_same
+from tests.support.counting import always, make_counting
+from tests.support.light_envs import Nested
+from tests.support.running import FORKS_OF_RAY, in_soak
+from tests.support.workers import TRANSPORTS, multi, ray_collector
+
+KEY = ("collector", "final_observations")
+LANES = {"lengths": (3, 1, 2)}, {"lengths": (2,), "truncated": (1,)}, {"lengths": (9,)}
+
+
+class Wide(gymnasium.Env):
+    """Observations of a dtype into which Torch cannot assign by index."""
+
+    observation_space = spaces.Box(0, 60_000, (2,), np.uint16)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.np_random.integers(0, 60_000, 2, np.uint16), {}
+
+    def step(self, action):
+        return self.np_random.integers(0, 60_000, 2, np.uint16), 1.0, bool(self.np_random.random() < 0.2), False, {}
+
+
+ENVS = {
+    "one": lambda: fc.make_env("CartPole-v1"),
+    "several": lambda: fc.make_env("CartPole-v1", num_envs=3),
+    "overlapping": lambda: fc.make_env("CartPole-v1", num_envs=4, num_workers=2, overlap=2),
+    "dict": lambda: fc.make_env(Nested, num_envs=2),
+    "wide": lambda: fc.make_env(Wide, num_envs=2),
+    "torch": lambda: fc.make_env("torch/CartPole-v1", num_envs=3),
+    "jax": lambda: fc.make_env("gymnax/CartPole-v1", num_envs=3),
+    "counting": lambda: make_counting("host", *LANES),
+}
+
+
+def both(env, batches=3, **keywords):
+    """The batches of two collectors of the same run, the second one compact."""
+    made = []
+    for compact in (False, True):
+        policy = always(0) if env is ENVS["counting"] else None
+        given = {"frames_per_batch": 30, "seed": 0, "compact_obs": compact, **keywords}
+        with fc.SyncDataCollector(env(), policy, **given) as collector:
+            made.append([next(collector) for _ in range(batches)])
+    return zip(*made, strict=True)
+
+
+def check(whole, compact):
+    """That a compact batch lacks next observations, and gets them back."""
+    lacking = {path for path in whole.keys(True, True) if path not in compact.keys(True, True)}
+    assert lacking
+    assert all(path[0] == "next" and path[1:] in {("observation",), ("pixels",), ("mode",)} for path in lacking)
+    assert_same(fc.next_observations(compact), whole)
+
+
+@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize(
+    "keywords",
+    [{}, {"max_frames_per_traj": 4}, {"set_truncated": True}, {"reset_when_done": False}, {"reset_at_each_iter": True}],
+    ids=lambda keywords: next(iter(keywords), "plain"),
+)
+def test_next_observations_come_back(name, keywords):
+    for whole, compact in both(ENVS[name], **keywords):
+        check(whole, compact)
+
+
+def test_only_ends_are_stored():
+    for whole, compact in both(ENVS["counting"]):
+        ends = int(whole["next", "done"].sum()) + int((~whole["next", "done"][:, -1]).sum())
+        assert len(compact[KEY].step) == ends
+        assert repr(compact[KEY]) == f"FinalObservations of {ends} frames"
+
+
+def test_batches_may_be_taken_apart_and_joined():
+    pairs = [*both(ENVS["several"])]
+    whole, compact = pairs[0]
+    assert_same(fc.next_observations(compact[1:]), whole[1:])
+    assert_same(fc.next_observations(compact[1]), whole[1])
+    assert_same(fc.next_observations(compact.reshape(-1)), whole.reshape(-1))
+    assert_same(fc.next_observations(compact.clone().lock_()), whole)
+    assert_same(fc.next_observations(pickle.loads(pickle.dumps(compact))), whole)
+    for join, dim in ((torch.cat, 0), (torch.cat, 1), (torch.stack, 0)):
+        one, two = (join([each[which] for each in pairs], dim) for which in (0, 1))
+        assert_same(fc.next_observations(two), one)
+
+
+def test_split_trajectories_keep_them():
+    for whole, compact in both(ENVS["dict"], max_frames_per_traj=5):
+        assert_same(fc.next_observations(fc.split_trajectories(compact)), fc.split_trajectories(whole))
+    for whole, compact in both(ENVS["several"], split_trajs=True):
+        check(whole, compact)
+
+
+def test_a_batch_that_has_them_is_returned_as_it_is():
+    whole, compact = next(both(ENVS["several"]))
+    assert fc.next_observations(whole) is whole
+    again = fc.next_observations(compact)
+    assert fc.next_observations(again) is again
+    assert ("next", "observation") not in compact.keys(True)
+
+
+def test_frames_that_were_cut_or_shuffled_are_refused():
+    _, compact = next(both(ENVS["counting"]))
+    with pytest.raises(ValueError, match=r"lacks the frame after step 1 of trajectory 9, .* call next_observations"):
+        fc.next_observations(compact[:, :8])
+    with pytest.raises(ValueError, match="before frames are shuffled or cut"):
+        fc.next_observations(compact.reshape(-1)[torch.arange(29, -1, -1)])
+    with pytest.raises(TypeError, match="expected a TensorDict"):
+        fc.next_observations({"observation": 1})
+
+
+def test_the_losses_of_torchrl_run_on_the_result():
+    whole, compact = next(both(ENVS["several"]))
+    torch.manual_seed(0)
+    value = TensorDictModule(nn.Linear(4, 1), in_keys=["observation"], out_keys=["state_value"])
+    gae = GAE(gamma=0.99, lmbda=0.95, value_network=value)
+    one, two = gae(whole.clone()), gae(fc.next_observations(compact))
+    assert_same(one.select("advantage", "value_target"), two.select("advantage", "value_target"))
+
+
+@pytest.mark.parametrize("compact_storage", [False, True])
+def test_buffers_take_compact_batches(compact_storage):
+    stored = []
+    for batches in zip(*both(ENVS["several"]), strict=True):
+        buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(200, ndim=2, compact_obs=compact_storage))
+        for batch in batches:
+            buffer.extend(batch)
+        stored.append(buffer[torch.arange(90)])
+    assert_same(*stored)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("kind", [fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector])
+def test_workers(transport, kind):
+    made = []
+    for compact in (False, True):
+        keywords = {"create_env_fn": [Nested] * 2, "frames_per_batch": 20, "create_env_kwargs": {"num_envs": 2}}
+        with multi(kind, transport, policy=None, seed=0, compact_obs=compact, **keywords) as collector:
+            batches = [batch.clone() for batch in itertools.islice(collector, 6)]
+            made.append(sorted(batches, key=lambda batch: int(batch["collector", "lane"].min())))
+    if kind is fc.MultiSyncDataCollector:
+        for whole, compact in zip(*made, strict=True):
+            check(whole, compact)
+    else:  # each worker's first batches, whatever order they came in
+        for lane in (0, 2):
+            own = ([each for each in batches if int(each["collector", "lane"].min()) == lane] for batches in made)
+            for whole, compact in zip(*own, strict=False):
+                check(whole, compact)
+
+
+@pytest.mark.parametrize("join", [0, -1])
+def test_joined_rollouts_of_workers(join):
+    made = []
+    for compact in (False, True):
+        with fc.MultiSyncDataCollector(
+            ["CartPole-v1"] * 2, None, frames_per_batch=60, seed=0, cat_results=join, in_process=True,
+            create_env_kwargs={"num_envs": 2}, compact_obs=compact,
+        ) as collector:  # fmt: skip
+            made.append([next(collector).clone() for _ in range(2)])
+    for whole, compact in zip(*made, strict=True):
+        check(whole, compact)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@FORKS_OF_RAY
+@pytest.mark.parametrize("workers", [1, *in_soak([2])])
+def test_ray(workers):
+    kind = fc.MultiSyncDataCollector if workers > 1 else fc.SyncDataCollector
+    own = {"num_collectors": 2, "collector_class": kind, "num_workers_per_collector": workers, "sync": True}
+    keywords = {"frames_per_batch": 48, "seed": 0}
+    with ray_collector("CartPole-v1", compact_obs=True, **own, **keywords) as collector:
+        made = [next(collector).clone() for _ in range(2)]
+    with multi(transport="serial", create_env_fn=["CartPole-v1"] * 2 * workers, **keywords) as collector:
+        for batch in made:
+            check(next(collector), batch.flatten(0, 1) if workers > 1 else batch)
+
+
+def test_batches_that_wait_are_saved(tmp_path):
+    keywords = {"frames_per_batch": 40, "compact_obs": True, "prefetch": True, "seed": 0, "in_process": True}
+    with fc.MultiSyncDataCollector(["CartPole-v1"] * 2, None, **keywords) as collector:
+        next(collector)
+        collector.save(tmp_path / "run")
+        wanted = [next(collector).clone() for _ in range(3)]
+    envs = ["CartPole-v1"] * 2
+    with fc.MultiSyncDataCollector.load(tmp_path / "run", envs, in_process=True) as collector:
+        for batch in wanted:
+            again = next(collector)
+            assert_same(fc.next_observations(again), fc.next_observations(batch))

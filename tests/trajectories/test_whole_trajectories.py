@@ -1,0 +1,268 @@
+"""Whole trajectories: which ones, in which order, and that no frame is lost or repeated."""
+
+import itertools
+import re
+
+import pytest
+import torch
+
+import funcollect as fc
+from tests.support.cases import pair, torch_mlp
+from tests.support.compare import assert_same, leaves
+from tests.support.counting import always, make_counting
+from tests.support.light_envs import Nested
+from tests.support.running import FORKS_OF_RAY, SCALE
+from tests.support.workers import TRANSPORTS, multi, ray_collector
+
+LANES = {"lengths": (3, 1, 2)}, {"lengths": (2,), "truncated": (1,)}, {"lengths": (9,)}
+ORDER = [0, 1, 2, 4, 3, 6, 7, 9, 10, 13, 12, 5]  # by the step and the lane in which they begin
+RANDOM = {"frames_per_batch": 24, "trajs_per_batch": 3, "max_frames_per_traj": 12, "seed": 0}
+
+
+def ids_of(batch):
+    """The ids of the trajectories in a batch of whole ones, in order; each has all its frames."""
+    ids, step = batch["collector", "traj_ids"], batch["collector", "step"]
+    ends = batch["next", "done"][:, 0].nonzero()[:, 0].tolist()
+    assert ends[-1] == len(ids) - 1
+    rows = [range(first + 1, last + 1) for first, last in itertools.pairwise([-1, *ends])]
+    for row in rows:
+        assert len(ids[row.start : row.stop].unique()) == 1
+        assert step[row.start : row.stop].tolist() == [*range(len(row))]
+    return [int(ids[row.start]) for row in rows]
+
+
+def collected(env, policy, counts, **keywords):
+    """The batches of successive calls."""
+    state, pending, batches = fc.init(env, policy, seed=0), None, []
+    for count in counts:
+        state, batch, pending = fc.rollout_trajectories(
+            env, policy, state, count, pending, **{"max_frames_per_traj": 20, **keywords}
+        )
+        batches.append(batch)
+    fc.close(state)
+    return batches
+
+
+@pytest.mark.parametrize("backend", ["host", "vector", "torch"])
+@pytest.mark.parametrize("length", [1, 4, 50])
+def test_the_order_is_that_of_the_beginnings(backend, length):
+    batches = collected(make_counting(backend, *LANES), always(0), (2, 5, 1, 4), length=length)
+    assert [ids_of(batch) for batch in batches] == [ORDER[:2], ORDER[2:7], ORDER[7:8], ORDER[8:]]
+    assert all(batch.is_locked for batch in batches)
+
+
+def test_one_environment():
+    batches = collected(make_counting("host", LANES[0], batched=False), always(0), (2, 3), length=5)
+    assert [ids_of(batch) for batch in batches] == [[0, 1], [2, 3, 4]]
+
+
+@pytest.mark.parametrize("kind", ["torch_mlp", "jax_mlp", "torch_recurrent"])
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/Pendulum-v1", "gymnax/CartPole-v1"])
+def test_calls_may_be_divided(name, kind):
+    env, policy = pair(name, kind, 3)
+    whole = torch.cat(collected(env, policy, (8,)))
+    for counts, length in (((4, 4), 64), ((1, 2, 5), 7)):
+        assert_same(torch.cat(collected(env, policy, counts, length=length)), whole)
+
+
+def test_no_frame_is_lost_or_repeated():
+    env, policy = pair("CartPole-v1", "torch_mlp", 3)
+    state, pending, batches = fc.init(env, policy, seed=0), None, []
+    for _ in range(10):
+        state, batch, pending = fc.rollout_trajectories(env, policy, state, 4, pending, max_frames_per_traj=30)
+        batches.append(batch)
+    steps = state.steps_made
+    delivered = torch.cat(batches)
+    assert delivered.numel() + len(pending) == 3 * steps
+    assert re.fullmatch(rf"PendingTrajectories\(\d+ trajectories, {len(pending)} frames\)", repr(pending))
+    _, run = fc.rollout(env, policy, fc.init(env, policy, seed=0), steps, max_frames_per_traj=30)
+    found = {}
+    for where, frames in (("run", run.reshape(-1)), ("delivered", delivered)):
+        key = torch.stack([frames["collector", "traj_ids"], frames["collector", "step"]], 1).tolist()
+        found[where] = {tuple(name): frames[place] for place, name in enumerate(key)}
+    assert len(found["delivered"]) == delivered.numel()
+    for name, frame in found["delivered"].items():
+        assert_same(frame, found["run"][name])
+
+
+def test_an_earlier_value_gives_the_same_again():
+    env, policy = pair("torch/CartPole-v1", "torch_mlp", 3)
+    state, _, pending = fc.rollout_trajectories(env, policy, fc.init(env, policy, seed=0), 2)
+    answers = [fc.rollout_trajectories(env, policy, state, 5, pending) for _ in range(2)]
+    assert_same(answers[0][1], answers[1][1])
+
+
+def test_padded():
+    flat, padded = (
+        collected(make_counting("host", *LANES), always(0), (5,), traj_format=form)[0] for form in ("cat", "padded")
+    )
+    assert padded.batch_size == (5, 9)
+    assert_same(padded, fc.split_trajectories(flat).lock_())
+    assert padded["collector", "mask"].sum(1).tolist() == [3, 2, 9, 2, 1]
+
+
+def test_trajectories_that_had_begun_or_were_interrupted_are_left_out():
+    env = make_counting("host", *LANES)
+    policy, limit = always(0), {"max_frames_per_traj": 20}
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 1)
+    state, batch, pending = fc.rollout_trajectories(env, policy, state, 2, length=3, **limit)
+    assert ids_of(batch) == [4, 3]  # not 0, 1 and 2
+    state = fc.reset(env, state)
+    _, batch, pending = fc.rollout_trajectories(env, policy, state, 6, pending, **limit)
+    assert ids_of(batch) == [9, 10, 5, 13, 12, 15]  # 6 and 7 were interrupted
+
+
+@pytest.mark.parametrize(
+    ("name", "truncates"),
+    [
+        ("CartPole-v1", True), ("torch/CartPole-v1", True), ("gymnax/CartPole-v1", True),
+        ("brax/inverted_pendulum", True), ("jumanji/Snake-v1", True), ("navix/Navix-Empty-5x5-v0", True),
+        ("pgx/tic_tac_toe", False), ("ale/Pong", True), ("envpool/CartPole-v1", True), (Nested, False),
+    ],
+)  # fmt: skip
+def test_a_limit_is_needed_unless_the_environment_truncates(name, truncates):
+    env = fc.make_env(name, num_envs=2)
+    assert env.truncates or getattr(env, "max_episode_steps", None) if truncates else not env.truncates
+    if not truncates:
+        policy = fc.random_policy(env)
+        with pytest.raises(ValueError, match=r"not known to truncate episodes, .*: pass max_frames_per_traj"):
+            fc.rollout_trajectories(env, policy, fc.init(env, policy, seed=0), 2)
+        with pytest.raises(ValueError, match="not known to truncate episodes"):
+            fc.SyncDataCollector(env, frames_per_batch=10, trajs_per_batch=2)
+
+
+def test_environments_of_ones_own_may_say_that_they_truncate():
+    env = make_counting("torch", *LANES)
+    env.truncates = True
+    _, batch, _ = fc.rollout_trajectories(env, always(0), fc.init(env, always(0), seed=0), 3)
+    assert ids_of(batch) == ORDER[:3]
+
+
+@pytest.mark.parametrize("form", ["cat", "padded"])
+@pytest.mark.parametrize("frames", [6, 100])
+def test_collectors_deliver_what_the_function_does(form, frames):
+    env, policy = pair("CartPole-v1", "torch_mlp", 3)
+    wanted = collected(env, policy, (3, 3, 3, 3), traj_format=form)
+    keywords = RANDOM | {"max_frames_per_traj": 20, "frames_per_batch": frames, "traj_format": form}
+    with fc.SyncDataCollector(env, policy, **keywords) as collector:
+        for batch, one in zip(collector, wanted, strict=False):
+            assert_same(batch, one)
+            assert not batch.is_locked
+        with pytest.raises(TypeError, match="no length"):
+            len(collector)
+
+
+def test_the_run_ends_with_its_frames():
+    with fc.SyncDataCollector("CartPole-v1", **RANDOM, total_frames=240) as collector:
+        batches = [*collector]
+        assert collector.frames == 240
+    assert 6 <= len(batches) <= 7  # of 20 trajectories or a few more
+    assert all(len(ids_of(batch)) == 3 for batch in batches)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_workers_in_step_make_one_run(transport):
+    with fc.SyncDataCollector("CartPole-v1", create_env_kwargs={"num_envs": 4}, **RANDOM) as alone:
+        wanted = list(itertools.islice(alone, 4))
+    keywords = {"create_env_fn": ["CartPole-v1"] * 2, "policy": None, "create_env_kwargs": {"num_envs": 2}}
+    for join in ("stack", -1):
+        with multi(transport=transport, cat_results=join, **keywords, **RANDOM) as collector:
+            for batch, one in zip(collector, wanted, strict=False):
+                assert_same(batch, one)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_asynchronous_workers_have_their_own_order(transport):
+    keywords = {"create_env_fn": ["CartPole-v1"] * 2, "policy": None, "create_env_kwargs": {"num_envs": 2}}
+    own = {worker: [] for worker in range(2)}
+    with multi(fc.MultiaSyncDataCollector, transport, **keywords, **RANDOM) as collector:
+        for batch in itertools.islice(collector, 10):
+            (worker,) = (batch["collector", "lane"] // 2).unique().tolist()
+            own[worker].append(batch.clone())
+    assert all(own.values())
+    for worker, batches in own.items():
+        shard = fc.Shard(worker, 2)
+        with fc.SyncDataCollector("CartPole-v1", create_env_kwargs={"num_envs": 2}, **RANDOM, shard=shard) as alone:
+            for batch, one in zip(batches, alone, strict=False):
+                assert_same(batch, one)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@FORKS_OF_RAY
+@pytest.mark.parametrize("sync", [True, False] if SCALE > 1 else [False])
+def test_ray(sync):
+    with ray_collector("CartPole-v1", num_collectors=2, sync=sync, **RANDOM) as collector:
+        for batch in itertools.islice(collector, 4):
+            assert len(ids_of(batch)) == 3
+            assert sync or len(batch["collector", "lane"].unique()) == 1
+
+
+@pytest.mark.parametrize("kind", [fc.SyncDataCollector, fc.MultiSyncDataCollector])
+def test_a_saved_run_goes_on(kind, tmp_path):
+    several = kind is fc.MultiSyncDataCollector
+    env = ["CartPole-v1"] * 2 if several else "CartPole-v1"
+    more = {"in_process": True} if several else {}
+    with kind(env, **RANDOM, **more, compact_obs=True) as collector:
+        next(collector)
+        collector.save(tmp_path / "run")
+        wanted = [next(collector) for _ in range(4)]
+    with kind.load(tmp_path / "run", env, **more) as collector:
+        assert collector.trajs_per_batch == 3
+        for batch in wanted:
+            assert_same(fc.next_observations(next(collector)), fc.next_observations(batch))
+
+
+@pytest.mark.parametrize("form", ["cat", "padded"])
+def test_with_compact_observations(form):
+    made = []
+    for compact in (False, True):
+        keywords = RANDOM | {"frames_per_batch": 14, "traj_format": form, "compact_obs": compact}
+        with fc.SyncDataCollector(Nested, create_env_kwargs={"num_envs": 2}, **keywords) as collector:
+            made.append([next(collector) for _ in range(5)])
+    for whole, compact in zip(*made, strict=True):
+        assert ("next", "pixels") not in leaves(compact)
+        assert_same(fc.next_observations(compact), whole)
+
+
+@pytest.mark.parametrize("form", ["cat", "padded"])
+def test_statistics_are_those_of_the_frames_delivered(form):
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    policy = fc.normalized(torch_mlp(env), fc.running_statistics.init(env.observation_space))
+    with fc.SyncDataCollector(env, policy, **RANDOM, traj_format=form, update_statistics=True) as collector:
+        first = next(collector)
+        next(collector)
+    frames = first.numel() if form == "cat" else int(first["collector", "mask"].sum())
+    assert float(policy.statistics.count) == frames
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"reset_at_each_iter": True}, "reset_at_each_iter is True, .* a reset would interrupt them"),
+        ({"split_trajs": True}, "split_trajs is True, .* split already"),
+        ({"set_truncated": True}, "set_truncated is True, .* it would cut them"),
+        ({"reset_when_done": False, "max_frames_per_traj": None}, "reset_when_done is False, .* have to go on"),
+        ({"trajs_per_batch": 0}, "trajs_per_batch is 0"),
+        ({"traj_format": "nested"}, "traj_format is 'nested'"),
+        ({"trajs_per_batch": None, "traj_format": "padded"}, "but trajs_per_batch is None"),
+    ],
+)
+def test_keywords_that_do_not_go_together(keywords, message):
+    with pytest.raises(ValueError, match=message):
+        fc.SyncDataCollector("CartPole-v1", **(RANDOM | keywords))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"count": 0}, "count is 0, expected"),
+        ({"length": 0}, "length is 0, expected"),
+        ({"pending": []}, "pending is .*, expected PendingTrajectories"),
+        ({"traj_format": "flat"}, "traj_format is 'flat', expected"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    env, policy = pair("CartPole-v1", "torch_mlp", 3)
+    given = {"count": 2, "pending": None} | arguments
+    with pytest.raises((TypeError, ValueError), match=message):
+        fc.rollout_trajectories(env, policy, fc.init(env, policy, seed=0), **given)
