@@ -325,6 +325,23 @@ def test_collectors_count_what_was_lost(tmp_path: Path) -> None:
         assert sum(batch.numel() for batch in batches) == 120
 
 
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_compact_batches_keep_the_last_observations_of_lost_lanes(overlap: int, tmp_path: Path) -> None:
+    made = []
+    for compact in (False, True):
+        arranged(tmp_path, "die", 3, 4)  # in the middle of a batch
+        arranged(tmp_path, "die", 0, 21)  # at the first step of one
+        arranged(tmp_path, "die", 5, 40)  # at the last step of one
+        env = doomed(tmp_path, on_failure="restart", overlap=overlap)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with COLLECTORS["sync"](env, policy=None, frames_per_batch=60, seed=0, compact_obs=compact) as collector:
+                made.append([next(collector) for _ in range(5)])
+                assert collector.stats()["restarts"] == 3
+    for whole, compacted in zip(*made, strict=True):
+        assert_same(fc.next_observations(compacted), whole)
+
+
 def held() -> tuple[int, int]:
     """File descriptors and threads of this process."""
     gc.collect()
