@@ -68,7 +68,7 @@ def collect(arguments: argparse.Namespace) -> None:
         }
         (folder / "stats.json").write_text(json.dumps(about | run.statistics(), indent=2) + "\n")
         try:
-            plots.returns(run.episodes, path=folder / "returns.png")
+            plots.returns(run.episodes, title=arguments.env, path=folder / "returns.png")
         except ImportError as error:
             print(f"no returns.png: {error}", file=sys.stderr)
     print(run.table(), f"saved in {arguments.out}", sep="\n\n")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.progress import EpisodeWindow, TrackableCollector, track
+from funcollect.progress import EpisodeWindow, track
 from funcollect.trajectories.stats import EpisodeStats
 from funcollect.tree import flatten
 
@@ -23,7 +23,7 @@ class RunSummary:
         self._parts: list[EpisodeStats] = []
         self._seconds = 0.0
 
-    def follow(self, collector: TrackableCollector) -> Iterator[TensorDict]:
+    def follow(self, collector: Iterable[TensorDict]) -> Iterator[TensorDict]:
         """Iterate over the batches with a progress bar."""
         began = time.perf_counter()
         for batch in track(collector, window=self._window):

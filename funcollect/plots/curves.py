@@ -10,18 +10,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from funcollect.arguments import check_positive
-from funcollect.plots.figures import new_figure, saved
+from funcollect.arguments import check_kind, check_positive
+from funcollect.plots.figures import checked_axes, new_axes, saved
 from funcollect.trajectories.stats import EpisodeStats
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Floats = npt.NDArray[np.float64]
 
 
 def returns(
-    stats: EpisodeStats | Sequence[EpisodeStats], *, window: int = 100, path: str | PathLike[str] | None = None
+    stats: EpisodeStats | Sequence[EpisodeStats],
+    *,
+    window: int = 100,
+    title: str = "",
+    label: str = "",
+    ax: Axes | None = None,
+    path: str | PathLike[str] | None = None,
 ) -> Figure:
     """Plot episode returns over the frames of a run, with a rolling mean.
 
@@ -30,6 +37,9 @@ def returns(
     Args:
         stats: a run's episodes, or a list of those of its batches in order; with several players each has a curve.
         window: the number of last episodes that the rolling mean covers.
+        title: the title, such as the environment's id; the number of episodes follows it.
+        label: the run's name in the legend, to tell several runs apart.
+        ax: Matplotlib's axes to draw in, for several runs in one figure; None for a new figure.
         path: the file to save the figure in; its suffix names the format.
 
     Returns:
@@ -37,23 +47,32 @@ def returns(
 
     Raises:
         ImportError: if Matplotlib is not installed.
-        TypeError: if `stats` is something else, such as a batch, or `window` is not an int.
+        TypeError: if `stats` is something else, such as a batch, or another argument has another type.
         ValueError: if `window` is below 1, or `stats` is an empty list.
 
     >>> import torch
     >>> from funcollect import EpisodeStats
     >>> ended = dict(traj_ids=torch.arange(3), lanes=torch.zeros(3).long(), terminated=torch.ones(3).bool())
     >>> stats = EpisodeStats(returns=torch.tensor([1.0, 3.0, 8.0]), lengths=torch.tensor([10, 10, 30]), **ended)
-    >>> returns(stats, window=2).axes[0].lines[-1].get_xydata().tolist()
+    >>> figure = returns(stats, window=2, label="seed 0")
+    >>> figure.axes[0].lines[-1].get_xydata().tolist()
     [[10.0, 1.0], [20.0, 2.0], [50.0, 5.5]]
+    >>> figure is returns(stats, window=2, label="seed 1", ax=figure.axes[0])
+    True
     """
     whole = _joined(stats, window)
     values = whole.returns.double().numpy().reshape(len(whole), -1) if len(whole) else np.empty((0, 1))
-    return _curves(whole, values, "episode return", window, path)
+    return saved(_curves(whole, values, "episode return", window, title, label, ax), path)
 
 
 def lengths(
-    stats: EpisodeStats | Sequence[EpisodeStats], *, window: int = 100, path: str | PathLike[str] | None = None
+    stats: EpisodeStats | Sequence[EpisodeStats],
+    *,
+    window: int = 100,
+    title: str = "",
+    label: str = "",
+    ax: Axes | None = None,
+    path: str | PathLike[str] | None = None,
 ) -> Figure:
     """Plot episode lengths over the frames of a run, with a rolling mean; the arguments are those of `returns`.
 
@@ -65,7 +84,8 @@ def lengths(
     [[10.0, 10.0], [40.0, 20.0]]
     """
     whole = _joined(stats, window)
-    return _curves(whole, whole.lengths.double().numpy()[:, None], "episode length in frames", window, path)
+    values = whole.lengths.double().numpy()[:, None]
+    return saved(_curves(whole, values, "episode length in frames", window, title, label, ax), path)
 
 
 def _joined(stats: EpisodeStats | Sequence[EpisodeStats], window: int) -> EpisodeStats:
@@ -81,19 +101,35 @@ def _joined(stats: EpisodeStats | Sequence[EpisodeStats], window: int) -> Episod
     return EpisodeStats.concatenate(parts)
 
 
-def _curves(stats: EpisodeStats, values: Floats, label: str, window: int, path: str | PathLike[str] | None) -> Figure:
+def _curves(
+    stats: EpisodeStats, values: Floats, quantity: str, window: int, title: str, label: str, ax: Axes | None
+) -> Figure:
     """Draw the values [E, players] as points over frames, and their rolling mean as a line."""
+    for name, text in (("title", title), ("label", label)):
+        check_kind(name, text, str, "pass for example 'CartPole-v1'")
+    axes = new_axes(8, 4.5) if ax is None else checked_axes(ax)
+    if ax is None or title:
+        count = f"{len(stats):,} episode{'' if len(stats) == 1 else 's'}"
+        axes.set_title(f"{title}: {count}" if title else count)
+    axes.set(xlabel="frames", ylabel=quantity)
+    axes.xaxis.set_major_formatter(_readable)
+    axes.yaxis.set_major_formatter(_readable)
     frames = _frames(stats)
-    figure = new_figure(8, 4.5)
-    axes = figure.add_subplot(xlabel="frames", ylabel=label, title=f"{len(stats)} episodes")
     for player, value in enumerate(values.T):
-        who = f"player {player}, " if values.shape[1] > 1 else ""
-        color = f"C{player}"
-        axes.plot(frames, value, ".", markersize=5, alpha=0.5, color=color, markeredgewidth=0)
-        axes.plot(frames, _rolling_mean(value, window), color=color, label=f"{who}mean of the last {window}")
-    axes.grid(alpha=0.3)
+        who = [*([label] if label else []), *([f"player {player}"] if values.shape[1] > 1 else [])]
+        entry = ", ".join([*who, f"mean of the last {window:,}"])
+        (points,) = axes.plot(frames, value, ".", markersize=5, alpha=0.5, markeredgewidth=0)
+        axes.plot(frames, _rolling_mean(value, window), color=points.get_color(), label=entry)
+    axes.grid(visible=True, alpha=0.3)
     axes.legend(loc="best")
-    return saved(figure, path)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    return figure
+
+
+def _readable(value: float, _: Any) -> str:
+    """A number on an axis, with thousands separators."""
+    return f"{value:,.10g}"
 
 
 def _frames(stats: EpisodeStats) -> npt.NDArray[Any]:

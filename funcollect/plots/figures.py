@@ -15,6 +15,7 @@ import numpy.typing as npt
 from funcollect.arguments import check_kind, check_number
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -25,6 +26,20 @@ def new_figure(width: float, height: float) -> Figure:
     except ImportError as error:
         raise ImportError("plots need Matplotlib, which is not installed: pip install funcollect[viz]") from error
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
+
+
+def new_axes(width: float, height: float) -> Axes:
+    """The axes of a new figure; its width and height are in inches."""
+    return new_figure(width, height).add_subplot()
+
+
+def checked_axes(ax: Any) -> Axes:
+    """`ax` itself; TypeError unless it is axes of Matplotlib's."""
+    from matplotlib.axes import Axes
+
+    check_kind("ax", ax, Axes, "pass for example matplotlib.pyplot.subplots()[1]")
+    axes: Axes = ax
+    return axes
 
 
 def saved(figure: Figure, path: str | PathLike[str] | None) -> Figure:

@@ -1,6 +1,7 @@
-"""Progress of a running collector: a progress bar, and scalars for TensorBoard."""
+"""Progress of a run: a progress bar, and loggers of its numbers."""
 
-from funcollect.progress.bar import TrackableCollector, Tracked, track
+from funcollect.progress.bar import Tracked, track
+from funcollect.progress.loggers import Logger, TensorBoard
 from funcollect.progress.window import EpisodeWindow
 
-__all__ = ["EpisodeWindow", "TrackableCollector", "Tracked", "track"]
+__all__ = ["EpisodeWindow", "Logger", "TensorBoard", "Tracked", "track"]

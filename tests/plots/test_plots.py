@@ -83,6 +83,28 @@ def test_few_episodes_are_no_error(count: int, tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_several_runs_share_axes() -> None:
+    axes = plots.returns(make_stats([1.0, 2.0], [4, 5], [0, 0]), label="one").axes[0]
+    figure = plots.returns(make_stats([3.0], [2_000], [0]), label="other", window=1_000, ax=axes)
+    assert figure.axes == [axes]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "one, mean of the last 100",
+        "other, mean of the last 1,000",
+    ]
+    colors = [line.get_color() for line in axes.lines]
+    assert colors[0] == colors[1] != colors[2] == colors[3]
+    assert axes.get_title() == "2 episodes"  # of the run that the axes were made for
+    assert axes.xaxis.get_major_formatter()(2_000) == "2,000"
+    assert axes.yaxis.get_major_formatter()(0.1 + 0.2) == "0.3"
+
+
+def test_the_title_names_the_environment_and_counts_the_episodes() -> None:
+    (axes,) = plots.returns(make_stats([1.0], [4], [0]), title="CartPole-v1").axes
+    assert axes.get_title() == "CartPole-v1: 1 episode"
+    plots.lengths(make_stats([1.0] * 1_234, [4] * 1_234, [0] * 1_234), title="Pong", ax=axes)
+    assert axes.get_title() == "Pong: 1,234 episodes"
+
+
 def test_it_leaves_pyplot_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
     plots.returns(make_stats([1.0], [4], [0]), path=tmp_path / "returns.png")
@@ -94,6 +116,9 @@ def test_bad_arguments() -> None:
         plots.returns(make_stats([1.0], [4], [0]), window=0)
     with pytest.raises(ValueError, match="nothing to concatenate"):
         plots.returns([])
+    for name in ("ax", "title", "label"):
+        with pytest.raises(TypeError, match=f"{name} is 3, expected"):
+            plots.returns(make_stats([1.0], [4], [0]), **{name: 3})  # type: ignore[arg-type]
 
 
 BATCH = TensorDict({"observation": torch.zeros(3)}, [3])

@@ -1,5 +1,6 @@
 """TensorBoard's scalars, read back from the event files."""
 
+import io
 import sys
 from collections import defaultdict
 
@@ -175,3 +176,65 @@ def test_a_folder_that_cannot_be_is_refused_where_it_is_given(tmp_path):
             track(FakeCollector([]), log_dir=folder)
     track(FakeCollector([]), log_dir=tmp_path / "new" / "runs")
     assert (tmp_path / "new" / "runs").is_dir()
+
+
+class Listed:
+    """A logger that keeps what it gets."""
+
+    def __init__(self):
+        self.calls = []
+
+    def begin(self, frames):
+        self.calls.append(("begin", frames))
+
+    def __call__(self, frames, values):
+        self.calls.append((frames, *values))
+
+    def close(self):
+        self.calls.append("close")
+
+
+def test_a_logger_of_ones_own_begins_and_closes_with_each_loop():
+    logger = Listed()
+    batches = track(iter(seven_frames_each(3)), logger=logger, disable=True)
+    for _ in batches:
+        batches.log({"loss": 1})
+        break
+    (_, _) = batches
+    speed, episodes = "speed/frames_per_second", ("episode/return", "episode/length")
+    first = [("begin", 0), (14, speed, *episodes), (14, "loss"), "close"]
+    assert logger.calls == [*first, ("begin", 14), (28, speed, *episodes), (42, speed, *episodes), "close"]
+
+
+def test_a_function_is_a_logger_and_both_may_be_given(tmp_path):
+    seen = []
+    logger = lambda frames, values: seen.append((frames, values["episode/return"]))  # noqa: E731
+    list(track(FakeCollector(seven_frames_each(2)), logger=logger, log_dir=tmp_path, disable=True))
+    assert seen == read(tmp_path)["episode/return"] == [(14, 10), (28, 10)]
+
+
+def test_a_loop_over_the_functions_has_a_bar_and_a_log(tmp_path):
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    policy = fc.random_policy(env)
+
+    def rollouts():
+        state = fc.init(env, policy, seed=0)
+        for _ in range(3):
+            state, batch = fc.rollout(env, policy, state, 50)
+            yield batch
+
+    file = io.StringIO()
+    with fc.SyncDataCollector(env, policy, frames_per_batch=100, total_frames=300, seed=0) as collector:
+        wanted = list(track(collector, log_dir=tmp_path / "collector", disable=True))
+    made = list(track(rollouts(), total=300, log_dir=tmp_path / "loop", disable=False, file=file))
+    for batch, one in zip(made, wanted, strict=True):
+        assert torch.equal(batch["observation"], one["observation"])
+    assert "300/300" in file.getvalue()
+    both = [read(tmp_path / each)["episode/return"] for each in ("collector", "loop")]
+    assert both[0] == both[1]
+
+
+@pytest.mark.parametrize("batches", [3, "CartPole-v1", make_batch(0, 3)])
+def test_what_is_no_iterable_of_batches(batches):
+    with pytest.raises(TypeError, match=r"batches is .*, expected a collector, or an iterable over batches"):
+        track(batches)
