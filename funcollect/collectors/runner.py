@@ -14,6 +14,7 @@ from torch import Tensor
 from funcollect.collectors.options import Options
 from funcollect.collectors.source import RunnerSpec
 from funcollect.core import api
+from funcollect.core.apply import apply
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.restore import SAVED, counts_of, go_on, next_seed, reseed, resume, saved_state
 from funcollect.core.rollout_trajectories import check_limited
@@ -139,6 +140,24 @@ class Runner:
         except BaseException:
             self._interrupted = True
             raise
+
+    def apply(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call a function with the environment of every lane between two rollouts, as `funcollect.apply` does.
+
+        Returns:
+            The results in the order of lanes.
+        """
+        self._check_open()
+        if self._interrupted:
+            self.reset()
+        try:
+            self.state, results = apply(self.env, self.state, function, *args)
+        except TypeError:
+            raise  # for what cannot be called or sent; the state has not been used
+        except BaseException:
+            self._interrupted = True
+            raise
+        return results
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Begin new episodes, seeded by `seed`: before the first batch, as if the collector had been built with it.

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.arguments import check_positive
+from funcollect.arguments import check_function, check_positive
 from funcollect.collectors.buffer_filler import BufferFiller
 from funcollect.collectors.collector import CollectorBase, collector
 from funcollect.collectors.options import Device, Options
@@ -185,6 +185,23 @@ class WorkerCollector(CollectorBase):
         """
         self._check_at_rest()
         self.run.reset(mask)
+
+    def apply(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call a function with the environment of every lane, as `funcollect.apply` does, wherever it lives.
+
+        Each worker calls it between two of its rollouts. Batches that were begun before are delivered first. A process
+        that replaces a lost worker calls it again; workers that are added later do not.
+
+        Returns:
+            The results in the order of workers, then lanes.
+
+        Raises:
+            TypeError: for environments without an object for each lane, and what cannot be sent.
+            EnvError: if the function raises; the worker's lanes begin new episodes then.
+        """
+        self._check_at_rest()
+        check_function("function", function, "a function of one lane's environment")
+        return self.run.apply(function, args)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Begin new episodes, seeded by `seed`: before the first batch, as if the collector had been built with it.

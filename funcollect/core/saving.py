@@ -196,7 +196,12 @@ def _counts(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _record_data(simulation: Simulation, state: CollectorState) -> dict[str, Any]:
     """The record of simulators as plain data."""
     record = record_of(simulation, "saved in mid-episode", _ADVICE)
-    data = dict(vars(record))
+    if record.calls:
+        raise ReplayError(
+            f"{simulation.env} cannot be saved in mid-episode: functions were applied to its environments, which are "
+            f"not saved: {_ADVICE}, and apply them again after loading"
+        )
+    data = {name: value for name, value in vars(record).items() if name != "calls"}
     try:
         if simulation.env.forking == "snapshot" and isinstance(simulation.simulators, SavableSnapshots):
             data["snapshot"] = simulation.simulators.snapshot_data(record.snapshot)

@@ -14,6 +14,7 @@ from funcollect.protocols.environments import SavableSnapshots as SavableSnapsho
 from funcollect.protocols.environments import Seeding as Seeding
 from funcollect.protocols.environments import Simulators as Simulators
 from funcollect.protocols.environments import SimulatorsInParts as SimulatorsInParts
+from funcollect.protocols.environments import SimulatorsOfLanes as SimulatorsOfLanes
 from funcollect.protocols.environments import SnapshotSimulators as SnapshotSimulators
 from funcollect.protocols.environments import Starts as Starts
 from funcollect.protocols.environments import TorchEnv as TorchEnv

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import numpy.typing as npt
@@ -168,6 +168,14 @@ class ReplacedSimulators(Simulators, Protocol):
 
     def step(self, lanes: Sequence[int], action: Any, /) -> Outcome:
         """Step these lanes at once, before what was sent is received; raises as `receive` does."""
+
+
+@runtime_checkable
+class SimulatorsOfLanes(Simulators, Protocol):
+    """Simulators with an object for each lane, for `funcollect.apply`."""
+
+    def apply(self, lanes: Sequence[int], function: Callable[..., Any], args: tuple[Any, ...], /) -> list[Any]:
+        """Call a function with the object of each of these k lanes and `args`; return the k results."""
 
 
 @runtime_checkable

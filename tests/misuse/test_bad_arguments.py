@@ -209,6 +209,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "SamplerWithoutReplacement": dict,
     "SliceSampler": lambda: {"num_slices": 2},
     "Checkpoint": lambda: {"directory": "/nowhere"},
+    "apply": lambda: {"env": host()[0], "state": start(), "function": repr},
     "close": lambda: {"state": start()},
     "deliver": lambda: {"arrays": {"x": WEIGHTS}},
     "differentiable_rollout": lambda: dict(zip(("env", "policy"), fused(), strict=True), state=start(fused), length=2),

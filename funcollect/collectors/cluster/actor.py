@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -56,10 +56,10 @@ class ClassWorker(Worker):
 class NestedWorker(WorkerBase):
     """A worker of a larger run that is itself a collector with workers, whose lanes are a shard of that run."""
 
-    def __init__(self, progress: Progress, collector: WorkerCollector) -> None:
+    def __init__(self, progress: Progress, collector: WorkerCollector, applied: Sequence[bytes]) -> None:
         self._run = collector.run
         self._counted = (0, 0)  # restarts and lost frames, as last reported
-        super().__init__(progress, collector)
+        super().__init__(progress, collector, applied)
 
     @override
     def describe(self) -> WorkerInfo:
@@ -92,6 +92,10 @@ class NestedWorker(WorkerBase):
     def failure(self, error: BaseException) -> Failure:
         failure = Failure.of(error)
         return failure._replace(lane=error.lane) if isinstance(error, WorkerError) else failure
+
+
+def _nested(job: Any) -> NestedWorker:
+    return NestedWorker(job.progress, job.collector(), job.applied)
 
 
 class RayWorker:
@@ -136,7 +140,7 @@ class RayWorker:
             try:
                 job = cloudpickle.loads(args[0])
                 nested = issubclass(job.kind, WorkerCollector)
-                self._worker = NestedWorker(job.progress, job.collector()) if nested else ClassWorker(job)
+                self._worker = _nested(job) if nested else ClassWorker(job)
             finally:
                 self._built.set()
             info = self._worker.describe()

@@ -11,7 +11,7 @@ from typing import Any
 
 from funcollect.collectors.workers.transport import Call, Transport, WorkerExited, WorkerHandle
 from funcollect.collectors.workers.worker import START, Job, Progress, RolloutReport
-from funcollect.errors import ReplayError, WorkerError
+from funcollect.errors import EnvError, ReplayError, WorkerError
 from funcollect.interop.main_module import send_main_by_value
 from funcollect.processes.child import OnFailure
 from funcollect.processes.failures import Failure
@@ -194,8 +194,10 @@ class WorkerPool:
         call = next(call for call in record.calls if call.number == answer.number)
         if not isinstance(failure := answer.value, Failure):
             self._count(record, answer.value)
+            if call.name == "apply":
+                record.job = replace(record.job, applied=(*record.job.applied, *call.args))
             call.resolve(answer.value)
-        elif call.name in _CHECKED and isinstance(refusal := failure.error(), _REFUSALS):
+        elif isinstance(refusal := failure.error(), _REFUSALS.get(call.name, ())):
             call.resolve(error=refusal)
         else:
             self._fail(worker, f"raised {failure.message}", failure.lane, failure.traceback, failure.error())
@@ -288,5 +290,11 @@ class WorkerPool:
                 self._transport.leave()
 
 
-_CHECKED = ("reset", "set_seed", "load_state_dict", "take_params", "saved_run", "continue_run")
-_REFUSALS = (TypeError, ValueError, ReplayError)  # of these calls: the worker is as it was before
+# The errors by which a worker refuses a call: it is as it was before, or begins new episodes by itself.
+_REFUSALS: dict[str, tuple[type[Exception], ...]] = {
+    **dict.fromkeys(
+        ("reset", "set_seed", "load_state_dict", "take_params", "saved_run", "continue_run"),
+        (TypeError, ValueError, ReplayError),
+    ),
+    "apply": (TypeError, EnvError),
+}

@@ -16,6 +16,8 @@ from funcollect.collectors.workers.weights import Weights, share_weights
 from funcollect.collectors.workers.worker import Job, Progress, WorkerInfo, progress_of, runners_of, saved_workers
 from funcollect.core.saving import Episodes
 from funcollect.keys import seed_of
+from funcollect.messages import shown
+from funcollect.policies.torch_modules.sending import dumps
 from funcollect.trajectories.final_observations import FinalObservations
 from funcollect.tree import flatten, to_tensordict
 
@@ -105,6 +107,17 @@ class WorkerRun:
     def reset(self, mask: Tensor | None) -> None:
         """Begin new episodes in the lanes of `mask` [L], or in all."""
         self._call_each("reset", masks_of(mask, self.lanes))
+
+    def apply(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        """Call a function with every lane's environment, after the rollouts that have been begun."""
+        try:
+            packed = dumps((function, args))
+        except Exception as error:
+            raise TypeError(
+                f"function or its arguments cannot be sent to the workers ({shown(error, 200)}): pass a function of a "
+                "module, and plain arguments"
+            ) from error
+        return [result for results in self.pool.call_all("apply", packed) for result in results]
 
     def set_seed(self, seed: int) -> None:
         """Begin new episodes, seeded by `seed`."""

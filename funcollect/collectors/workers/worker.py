@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import cloudpickle
 import numpy as np
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -69,6 +70,7 @@ class Job:
     options: Options  # with the shard whose lanes the worker owns
     seed: int  # of the run, the same for all workers
     progress: Progress = START  # where the worker continues from
+    applied: tuple[bytes, ...] = ()  # functions that the environments were called with, packed; see `apply`
 
     def runner(self) -> Runner:
         """Build the runner."""
@@ -129,10 +131,13 @@ class WorkerBase(ABC):
     Args:
         progress: where the worker continues from.
         collector: makes the rollouts: a `Runner`, or a collector that has workers itself.
+        applied: functions that lost environments were called with, packed, and these have to be.
     """
 
-    def __init__(self, progress: Progress, collector: Any) -> None:
+    def __init__(self, progress: Progress, collector: Any, applied: Sequence[bytes]) -> None:
         self._collector = collector
+        for packed in applied:
+            self.apply(packed)
         self._batches, self._frames = progress.batches, progress.frames
         if progress.batches:
             self.go_on(progress)
@@ -184,6 +189,12 @@ class WorkerBase(ABC):
         """Begin new episodes, seeded by `seed`."""
         self._collector.set_seed(seed)
 
+    def apply(self, packed: bytes) -> list[Any]:
+        """Call a function with every lane's environment."""
+        function, args = cloudpickle.loads(packed)
+        results: list[Any] = self._collector.apply(function, *args)
+        return results
+
     def state_dict(self) -> dict[str, Any]:
         """The state that `load_state_dict` takes."""
         saved: dict[str, Any] = self._collector.state_dict()
@@ -221,7 +232,7 @@ class Worker(WorkerBase):
         self._policy: bytes | None = None  # packed, if another one than the job's was sent
         self._runner = job.runner()
         self._counted = (0, 0)  # restarts and lost frames, as last reported
-        super().__init__(job.progress, self._runner)
+        super().__init__(job.progress, self._runner, job.applied)
 
     @override
     def describe(self) -> WorkerInfo:

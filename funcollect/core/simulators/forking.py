@@ -13,7 +13,7 @@ from funcollect.core.simulators.simulation import FinishedLanes, Simulation, Sim
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import statistics_of
 from funcollect.errors import ReplayError
-from funcollect.protocols import HostEnv, SavableSnapshots, SnapshotSimulators
+from funcollect.protocols import HostEnv, SavableSnapshots, SimulatorsOfLanes, SnapshotSimulators
 
 
 def fork_simulation(source: Simulation, state: CollectorState) -> SimulatorHandle:
@@ -54,6 +54,7 @@ def rebuild(env: HostEnv, record: SimulationRecord, state: CollectorState, *, sa
     """
     copy = Simulation(env, record.key, state.lane)
     try:
+        _repeat_calls_before(copy, record, state)
         if env.forking == "replay":
             returns = _replay(copy, record, state)
             _compare(copy, state)
@@ -85,6 +86,7 @@ def _replay(copy: Simulation, record: SimulationRecord, state: CollectorState) -
     for t in range(length):
         if late := [lane for lane in lanes if t and ages[lane] == length - t]:
             _restart(copy, late, state)
+        _repeat_calls(copy, record, record.steps - length + t)
         live = [lane for lane in lanes if ages[lane] >= length - t and lane not in finished.lanes]
         reward, terminated, truncated, _ = finished.step(actions[t])
         returns[live] += np.array(reward, np.float32)[live]
@@ -95,7 +97,26 @@ def _replay(copy: Simulation, record: SimulationRecord, state: CollectorState) -
             _restart(copy, early, state)
     if begun := [lane for lane in lanes if ages[lane] == 0 and length]:
         _restart(copy, begun, state)
+    _repeat_calls(copy, record, record.steps)
     return returns
+
+
+def _repeat_calls_before(copy: Simulation, record: SimulationRecord, state: CollectorState) -> None:
+    """Repeat the calls of functions that were made before each lane's current episode, in some other episode."""
+    if not record.calls:
+        return
+    _restart(copy, range(len(record.episodes)), state)
+    replayed = copy.env.forking == "replay"
+    for call in record.calls:
+        lanes = call.lanes(record.episodes, during=False) if replayed else range(len(record.episodes))
+        cast(SimulatorsOfLanes, copy.simulators).apply(lanes, call.function, call.args)
+
+
+def _repeat_calls(copy: Simulation, record: SimulationRecord, steps: int) -> None:
+    """Repeat the calls of functions that were made after so many steps, in lanes whose current episode had begun."""
+    for call in record.calls:
+        if call.steps == steps and (lanes := call.lanes(record.episodes, during=True)):
+            cast(SimulatorsOfLanes, copy.simulators).apply(lanes, call.function, call.args)
 
 
 def _restart(copy: Simulation, lanes: Sequence[int], state: CollectorState) -> None:

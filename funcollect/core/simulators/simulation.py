@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from funcollect.protocols import (
     RestartingSimulators,
     Simulators,
     SimulatorsInParts,
+    SimulatorsOfLanes,
     SnapshotSimulators,
 )
 from funcollect.threefry import hashed_in_numpy
@@ -70,6 +71,19 @@ class ActionLog:
             self._length = len(actions)
 
 
+class AppliedCall(NamedTuple):
+    """A function that was called with the environments of all lanes."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    steps: int  # of every lane before the call
+    episodes: list[int]  # [P], the episode that each lane was in; -1 for none that can come again
+
+    def lanes(self, episodes: Sequence[int], *, during: bool) -> list[int]:
+        """The lanes in which the call was made during these episodes [P], or those in which it was made before."""
+        return [lane for lane, own in enumerate(self.episodes) if (own == episodes[lane]) == during]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SimulationRecord:
     """What brings new simulators to the state of these: for `fork` in memory, for `save` in a file.
@@ -82,6 +96,7 @@ class SimulationRecord:
         actions: [max(ages), P, ...], the latest actions, for simulators that are replayed.
         snapshot: that of simulators which give one.
         last_outcome: that of the last step, which finished lanes repeat.
+        calls: of functions, in order.
     """
 
     key: Key
@@ -92,6 +107,7 @@ class SimulationRecord:
     actions: Tensor | None
     snapshot: Any
     last_outcome: Outcome
+    calls: list[AppliedCall] = field(default_factory=list)
 
 
 class Simulation:
@@ -111,6 +127,7 @@ class Simulation:
         self.version = 0
         self.busy = False
         self.closed = False
+        self.calls: list[AppliedCall] = []
         self.rekey(key, [-1] * len(self.lanes), 0)
         self.action_log = ActionLog(len(self.lanes), _LONGEST_LOG if env.forking == "replay" else 0)
         self.last_outcome: Outcome = ((), (), (), ())  # read by `FinishedLanes`
@@ -126,6 +143,7 @@ class Simulation:
     def rekey(self, key: Key, episodes: list[int], steps: int) -> None:
         """Take further seeds from `key`, after the episodes with the numbers `episodes` [P] and so many steps."""
         self.key = key
+        self.calls = [call._replace(episodes=[-1] * len(self.lanes)) for call in self.calls]
         self.episodes = episodes
         self.steps = steps
         self._seeds: list[tuple[int, list[int]]] = [(0, [])] * len(self.lanes)  # with the episode of the first one
@@ -218,6 +236,12 @@ class Simulation:
             mask[lost.start : lost.stop] = True
         return mask
 
+    def apply(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        """Call a function with the environment of each lane, and note that for copies."""
+        results = cast(SimulatorsOfLanes, self.simulators).apply(range(len(self.lanes)), function, args)
+        self.calls.append(AppliedCall(function, args, self.steps, list(self.episodes)))
+        return results
+
     def record(self) -> SimulationRecord:
         """Describe the state of the simulators."""
         return SimulationRecord(
@@ -229,6 +253,7 @@ class Simulation:
             actions=self.action_log.since_reset() if self.env.forking == "replay" else None,
             snapshot=cast(SnapshotSimulators, self.simulators).snapshot() if self.env.forking == "snapshot" else None,
             last_outcome=self.last_outcome,
+            calls=list(self.calls),
         )
 
     def go_on_as(self, record: SimulationRecord) -> None:
@@ -237,6 +262,7 @@ class Simulation:
         self._unseeded = set(record.unseeded)
         self.action_log.resume(record.actions, record.ages)
         self.last_outcome = record.last_outcome
+        self.calls = list(record.calls)
 
     def observation(self) -> dict[Path, Tensor]:
         """Return a copy of the current root observation."""

@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium
 from typing_extensions import override
 
-from funcollect.envs.host.host_env import ONWARD, Camera, SimulatedEnv, SimulatorsBase, decoder
+from funcollect.envs.host.host_env import ONWARD, Camera, SimulatedEnv, SimulatorsBase, call_of, decoder
 from funcollect.envs.host.rows import Rows
 from funcollect.errors import EnvError
 from funcollect.messages import shown
@@ -106,6 +106,10 @@ class Lanes(SimulatorsBase):
         lane, action = lanes[len(answers)], actions[len(answers)]
         outside = "" if self._space.contains(action) else f" (the action is not in {self._space}: look at the policy)"
         return EnvError(f"lane {lane}: step({action!r}) raised {error!r}{outside}: {ONWARD}")
+
+    def apply(self, lanes: Sequence[int], function: Callable[..., Any], args: tuple[Any, ...], /) -> list[Any]:
+        """Call a function with the environments of these lanes."""
+        return [call_of(self._first_lane + lane, function, self._envs[lane], args) for lane in lanes]
 
     def camera(self, lane: int) -> Camera:
         """The camera of one lane, for `funcollect.record`."""

@@ -114,6 +114,15 @@ def observation_rows(env: Env) -> dict[Path, npt.NDArray[Any]]:
     return {leaf.path: aligned((env.num_envs or 1, *leaf.shape), leaf.dtype) for leaf in env.observation_leaves}
 
 
+def call_of(lane: int, function: Callable[..., Any], env: Any, args: tuple[Any, ...]) -> Any:
+    """Call a user's function with the environment of a lane; EnvError, which names the lane, if it raises."""
+    try:
+        return function(env, *args)
+    except Exception as error:
+        name = getattr(function, "__name__", repr(function))
+        raise EnvError(f"lane {lane}: {name} raised {error!r}: {ONWARD}") from error
+
+
 class SimulatorsBase(ABC):
     """Subclass this with `reset` and `step` for simulators that work in this process.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_num_envs
-from funcollect.envs.host.host_env import ONWARD, SimulatedEnv, SimulatorsBase
+from funcollect.envs.host.host_env import ONWARD, SimulatedEnv, SimulatorsBase, call_of
 from funcollect.envs.host.lane_workers.options import LaneWorkers
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
 from funcollect.envs.host.rows import Rows
@@ -163,7 +163,7 @@ class TorchRLLanes(SimulatorsBase):
 
     def __init__(self, env: Any, layout: TorchRLLayout, adapted: SimulatedEnv) -> None:
         """Prepare TorchRL's `env`, which `adapted` describes; it is reset later."""
-        self._env = env
+        self._env = self.simulator = env
         self._layout = layout
         self._action_path = as_path(layout.action_key)
         self._batched = bool(env.batch_size)
@@ -334,6 +334,10 @@ class SeparateLanes(SimulatorsBase):
         outcomes = [self._call(lane, self._lanes[lane].step, [0], action[row : row + 1]) for row, lane in steps]
         reward, terminated, truncated = ([each[column][0] for each in outcomes] for column in range(3))
         return reward, terminated, truncated, ()
+
+    def apply(self, lanes: Sequence[int], function: Callable[..., Any], args: tuple[Any, ...], /) -> list[Any]:
+        """Call a function with the environments of these lanes."""
+        return [call_of(self._first_lane + lane, function, self._lanes[lane].simulator, args) for lane in lanes]
 
     @override
     def close(self) -> None:

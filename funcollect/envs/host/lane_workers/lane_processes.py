@@ -15,6 +15,7 @@ from funcollect.envs.host.host_env import ONWARD, SimulatedEnv
 from funcollect.envs.host.lane_workers.bells import Bell
 from funcollect.envs.host.lane_workers.block import CALL, CLOSE, NO_RESTART, BlockLayout
 from funcollect.envs.host.lane_workers.lane_worker import LaneWorker
+from funcollect.envs.host.lane_workers.served import Applied
 from funcollect.envs.host.lane_workers.worker_process import LaneJob
 from funcollect.errors import ClosedError, EnvError
 from funcollect.interop.main_module import send_main_by_value
@@ -39,6 +40,7 @@ class LaneProcesses:
         block: the shared memory.
         lost: the reason by group, for groups whose simulators are gone, until `begin_again`.
         restarts: the number of workers that were lost so that others take their places.
+        applied: by group, the functions that its lanes were called with (the arguments of `served.apply`).
     """
 
     def __init__(self, env: SimulatedEnv) -> None:
@@ -62,6 +64,7 @@ class LaneProcesses:
         self._closed = False
         self.lost: dict[int, Exception] = {}
         self.restarts = 0
+        self.applied: list[list[Applied]] = [[] for _ in self.groups]
         self._workers: list[LaneWorker] = []
         self._answers = Bell()
         cpus = sorted(os.sched_getaffinity(0))
@@ -270,7 +273,8 @@ class LaneProcesses:
             groups = {
                 index: (group, self._open_group(group.first, group.end)) for index, group in worker.groups.items()
             }
-            job = LaneJob(env, self._layout, groups, worker.cpu)
+            applied = {index: list(self.applied[index]) for index in groups}
+            job = LaneJob(env, self._layout, groups, worker.cpu, applied)
             worker.start(job, self._memory, self._answers)
         for worker in workers:
             worker.join(self._answers)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from funcollect.protocols import SavableSnapshots
+import cloudpickle
+
+from funcollect.protocols import SavableSnapshots, SimulatorsOfLanes
+
+Applied = tuple[list[int], bytes]  # lanes, counted from the group's first, and a function with its arguments, packed
 
 
 class Snapshot(NamedTuple):
@@ -34,6 +38,14 @@ def restore(simulators: Any, lanes: list[Any], refusal: str) -> None:
     """Restore what `snapshot` returned."""
     plain = isinstance(simulators, SavableSnapshots) and not refusal
     simulators.restore(simulators.snapshot_from(lanes) if plain else lanes)
+
+
+def apply(simulators: Any, lanes: list[int], packed: bytes) -> list[Any]:
+    """Call a function with the environments of some lanes."""
+    if not isinstance(simulators, SimulatorsOfLanes):
+        raise TypeError("the lanes have no objects that a function could be called with")
+    function, args = cloudpickle.loads(packed)
+    return simulators.apply(lanes, function, args)
 
 
 def camera(simulators: Any, lane: int) -> tuple[str | None, float | None]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import cloudpickle
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
@@ -19,6 +20,7 @@ from funcollect.envs.host.lane_workers import served
 from funcollect.envs.host.lane_workers.block import NO_RESTART, NO_SEED, RESET, STEP, STEP_CHOSEN
 from funcollect.envs.host.lane_workers.lane_processes import LaneProcesses
 from funcollect.errors import LanesLostError
+from funcollect.messages import shown
 from funcollect.protocols import Outcome
 from funcollect.tree import Path
 
@@ -238,6 +240,30 @@ class WorkerLanes:
             return infos
         places = np.argsort(np.argsort(target.rows))  # workers answer in the order of their lanes
         return [values[places] for values in infos]
+
+    def apply(self, lanes: Sequence[int], function: Callable[..., Any], args: tuple[Any, ...], /) -> list[Any]:
+        """Call a function with the environments of these lanes."""
+        try:
+            packed = cloudpickle.dumps((function, args))
+        except Exception as error:
+            raise TypeError(
+                f"function or its arguments cannot be sent to the worker processes ({shown(error, 200)}): pass a "
+                "function of a module, and plain arguments"
+            ) from error
+        by_group: dict[int, list[int]] = {}
+        for lane in lanes:
+            by_group.setdefault(int(self._group_of[lane]), []).append(lane)
+        first = {index: self._lanes_in(index).start for index in by_group}
+        orders = {index: ([lane - first[index] for lane in own], packed) for index, own in by_group.items()}
+        answers = self._processes.call(served.apply, orders)
+        for index, order in orders.items():
+            self._processes.applied[index].append(order)
+        results = {
+            lane: result
+            for own, answer in zip(by_group.values(), answers, strict=True)
+            for lane, result in zip(own, answer, strict=True)
+        }
+        return [results[lane] for lane in lanes]
 
     def snapshot(self) -> list[served.Snapshot]:
         """The snapshots of all groups."""

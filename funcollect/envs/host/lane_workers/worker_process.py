@@ -28,6 +28,7 @@ from funcollect.envs.host.lane_workers.block import (
     LaneBlock,
 )
 from funcollect.envs.host.lane_workers.options import Group
+from funcollect.envs.host.lane_workers.served import Applied, apply
 from funcollect.messages import shown
 from funcollect.processes.channel import Channel
 from funcollect.processes.child import enter_child
@@ -47,12 +48,14 @@ class LaneJob:
         layout: where the arrays lie in the shared memory.
         groups: the worker's own groups by index, with what opens their simulators.
         cpu: the processor to run on.
+        applied: by group, the functions that lost simulators were called with, and these have to be.
     """
 
     env: SimulatedEnv
     layout: BlockLayout
     groups: dict[int, tuple[Group, Opener]]
     cpu: int
+    applied: dict[int, list[Applied]]
 
     def pack(self, worker: str) -> bytes:
         """The job as bytes, functions of a script or a notebook by value; TypeError if it cannot be sent."""
@@ -106,7 +109,12 @@ class ServedLanes:
                 memory = {path: array[group.first : group.end] for path, array in block.observation.items()}
                 lanes = group.end - group.first
                 env = replace(job.env, num_envs=lanes, first_lane=group.first, memory=memory)
-                self._served.append((index, group, opener(env)))
+                simulators = opener(env)
+                self._served.append((index, group, simulators))
+                if job.applied[index]:
+                    simulators.reset(range(lanes), [0] * lanes)  # as they were when the functions were called
+                    for order in job.applied[index]:
+                        apply(simulators, *order)
         except BaseException:
             with contextlib.suppress(Exception):
                 self.close()

@@ -1,0 +1,58 @@
+"""`apply`: calls a function on every lane's environment between two rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from funcollect.arguments import check_function
+from funcollect.core.api import check_state
+from funcollect.core.simulators.simulation import SimulatorHandle
+from funcollect.core.state import Array, CollectorState
+from funcollect.protocols import Env, SimulatorsOfLanes
+
+
+def apply(
+    env: Env, state: CollectorState[Array], function: Callable[..., Any], *args: Any
+) -> tuple[CollectorState[Array], list[Any]]:
+    """Call a function on the environment of every lane, wherever it lives, and return what it returned.
+
+    It acts from the next step on, in all later episodes, too: to make a task harder, to move an object, to read a
+    counter. The observation at the root of the next frame remains the one that was there. `fork` repeats the calls on
+    its copies, and so do processes that replace lost ones, before their lanes' episodes begin. Functions are not saved:
+    `save` refuses to save episodes after a call, unless ``episodes="restart"``; call it again after `load`. `evaluate`
+    runs environments as they were made.
+
+    Args:
+        env: an environment over Gymnasium's or TorchRL's single environments, one for each lane.
+        state: the state to continue from; afterwards it is stale.
+        function: called as ``function(lane_env, *args)``, with the environment as the factory returned it.
+        args: further arguments. With `num_workers` function, arguments and results are sent by cloudpickle.
+
+    Returns:
+        The next state, and the results in the order of lanes.
+
+    Raises:
+        TypeError: for an environment without an object for each lane, and what cannot be sent.
+        StaleStateError: if the state has been superseded by a later one.
+        EnvError: if the function raises; the message names the lane, and `recover` begins new episodes.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=2)
+    >>> state = fc.init(env, fc.random_policy(env), seed=0)
+    >>> state, forces = fc.apply(env, state, lambda lane: lane.unwrapped.force_mag)
+    >>> forces
+    [10.0, 10.0]
+    """
+    check_state(env, state, "apply")
+    check_function("function", function, "a function of one lane's environment")
+    handle = state.env_state
+    if not isinstance(handle, SimulatorHandle) or not isinstance(handle.simulation.simulators, SimulatorsOfLanes):
+        raise TypeError(
+            f"{env} has no object for each lane that a function could be called with, expected an environment over "
+            "Gymnasium's single environments: over JAX and Torch, change the parameters, "
+            "state.replace(env_params=...)"
+        )
+    simulation = handle.claim()
+    results = simulation.apply(function, args)
+    return state.replace(env_state=simulation.release()), results

@@ -1,0 +1,261 @@
+"""`apply`: functions of lanes' environments, wherever they live, and what repeats them."""
+
+import itertools
+import os
+import signal
+import warnings
+
+import gymnasium
+import pytest
+import torch
+
+import funcollect as fc
+from tests.support.compare import assert_same
+from tests.support.lane_workers import pids_of
+from tests.support.running import FORKS_OF_RAY, in_soak
+from tests.support.workers import TRANSPORTS, multi, ray_collector
+
+
+class Weighted(gymnasium.Wrapper):
+    """CartPole whose pole has a length that a function may set, and that counts what is done to it."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.done_to_it = 0
+
+
+def make():
+    return Weighted(gymnasium.make("CartPole-v1"))
+
+
+def set_force(lane, force):
+    lane.unwrapped.force_mag = force
+    lane.done_to_it += 1
+    return lane.done_to_it
+
+
+def force_of(lane):
+    return lane.unwrapped.force_mag
+
+
+def push(lane, x):
+    """Move the cart: of the next observation, not of the last one."""
+    lane.unwrapped.state = (x, *lane.unwrapped.state[1:])
+
+
+def stumble(lane):
+    raise KeyError("no such thing")
+
+
+ENVS = {
+    "one": lambda: fc.make_env(make),
+    "several": lambda: fc.make_env(make, num_envs=3),
+    "workers": lambda: fc.make_env(make, num_envs=4, num_workers=2),
+    "overlapping": lambda: fc.make_env(make, num_envs=4, num_workers=2, overlap=2),
+}
+
+
+@pytest.mark.parametrize("name", ENVS)
+def test_a_function_acts_from_the_next_step_on(name):
+    env = ENVS[name]()
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    state, _ = fc.rollout(env, policy, state, 5)
+    state, counts = fc.apply(env, state, set_force, 100.0)
+    lanes = env.num_envs or 1
+    assert counts == [1] * lanes
+    state, forces = fc.apply(env, state, force_of)
+    assert forces == [100.0] * lanes
+    seen = state.observation["observation",].clone()
+    state, batch = fc.rollout(env, policy, state, 1)
+    root, after = batch["observation"].reshape(lanes, 4), batch["next", "observation"].reshape(lanes, 4)
+    assert torch.equal(root, seen)
+    assert ((after - root)[:, 1].abs() > 1).all()  # a push of 100 N, in place of 10
+    fc.close(state)
+
+
+@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize("moment", ["before the episode", "during it", "at its beginning", "several times"])
+def test_copies_repeat_it(name, moment):
+    env = ENVS[name]()
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    if moment in ("before the episode", "several times"):
+        state, _ = fc.apply(env, state, set_force, 15.0)
+        state, _ = fc.rollout(env, policy, state, 70)  # episodes of some 20 steps
+    if moment == "at its beginning":
+        state, _ = fc.rollout(env, policy, state, 30)
+        state, _ = fc.apply(env, state, set_force, 12.0)
+        state = fc.reset(env, state)
+        state, _ = fc.apply(env, state, push, 0.5)
+    if moment in ("during it", "several times"):
+        state, _ = fc.apply(env, state, set_force, 20.0)
+        state, _ = fc.rollout(env, policy, state, 3)
+        state, _ = fc.apply(env, state, push, 0.1)
+        state, _ = fc.apply(env, state, set_force, 5.0)
+        state, _ = fc.rollout(env, policy, state, 2)
+        state, _ = fc.apply(env, state, set_force, 8.0)
+    fork = fc.fork(env, state)
+    again = fc.fork(env, fork)
+    made = [fc.rollout(env, policy, each, 40) for each in (state, fork, again)]
+    for _, batch in made[1:]:
+        assert_same(batch, made[0][1])
+    forces = [fc.apply(env, after, force_of)[1] for after, _ in made]
+    assert forces[0] == forces[1] == forces[2]
+    for after, _ in made:
+        fc.close(after)
+
+
+def test_games_are_copied_with_it():
+    env = fc.make_env("ale/Pong", num_envs=2)
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    state, _ = fc.rollout(env, policy, state, 5)
+    state, lives = fc.apply(env, state, lambda lane: lane.unwrapped.ale.lives())
+    assert lives == [0, 0]
+    fork = fc.fork(env, state)
+    assert_same(fc.rollout(env, policy, fork, 9)[1], fc.rollout(env, policy, state, 9)[1])
+
+
+def test_states_are_used_once_and_reseeding_forgets_no_call():
+    env = ENVS["several"]()
+    policy = fc.random_policy(env)
+    old = fc.init(env, policy, seed=0)
+    state, _ = fc.apply(env, old, set_force, 20.0)
+    with pytest.raises(fc.StaleStateError):
+        fc.apply(env, old, force_of)
+    with fc.SyncDataCollector(env, policy, frames_per_batch=30, seed=0) as collector:
+        next(collector)
+        assert collector.apply(set_force, 20.0) == [1] * 3
+        collector.set_seed(5)
+        next(collector)
+        fork = fc.fork(env, collector.state)
+        assert fc.apply(env, fork, force_of)[1] == [20.0] * 3
+    fc.close(state)
+
+
+def test_a_function_that_raises_names_the_lane_and_a_recovery_goes_on():
+    for name in ("several", "workers"):
+        env = ENVS[name]()
+        policy = fc.random_policy(env)
+        state = fc.init(env, policy, seed=0)
+        with pytest.raises(fc.EnvError, match=r"lane \d: stumble raised KeyError\('no such thing'\)"):
+            fc.apply(env, state, stumble)
+        with pytest.raises(fc.StaleStateError):
+            fc.rollout(env, policy, state, 3)
+        state, batch = fc.rollout(env, policy, fc.recover(env, state), 3)
+        assert batch["collector", "step"][:, 0].eq(0).all()
+        fc.close(state)
+
+
+@pytest.mark.parametrize("name", ["torch/CartPole-v1", "gymnax/CartPole-v1", "envpool/CartPole-v1", "vector"])
+def test_environments_without_an_object_for_each_lane_are_refused(name):
+    if name == "vector":
+        mode = gymnasium.vector.AutoresetMode.DISABLED
+        env = fc.make_env(gymnasium.make_vec("CartPole-v1", 2, "sync", vector_kwargs={"autoreset_mode": mode}))
+    else:
+        env = fc.make_env(name, num_envs=2)
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    with pytest.raises(TypeError, match="has no object for each lane"):
+        fc.apply(env, state, force_of)
+    fc.rollout(env, policy, state, 2)  # the state has not been used
+
+
+def test_what_cannot_be_called_or_sent():
+    env = ENVS["workers"]()
+    state = fc.init(env, fc.random_policy(env), seed=0)
+    with pytest.raises(TypeError, match="function is 3, expected"):
+        fc.apply(env, state, 3)
+    with pytest.raises(TypeError, match="cannot be sent to the worker processes"):
+        fc.apply(env, state, force_of, (each for each in ()))
+    fc.close(state)
+
+
+def test_files_refuse_it_unless_episodes_begin_anew(tmp_path):
+    env = ENVS["several"]()
+    policy = fc.random_policy(env)
+    state, _ = fc.apply(env, fc.init(env, policy, seed=0), set_force, 20.0)
+    with pytest.raises(fc.ReplayError, match="functions were applied to its environments, which are not saved"):
+        fc.save(tmp_path / "state", state)
+    fc.save(tmp_path / "state", state, episodes="restart")
+    loaded = fc.load(tmp_path / "state", env, policy, episodes="restart")
+    assert fc.apply(env, loaded, force_of)[1] == [10.0] * 3
+    fc.close(state)
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_lanes_of_a_lost_worker_are_called_again(overlap):
+    env = fc.make_env(make, num_envs=4, num_workers=2, overlap=overlap, on_failure="restart")
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    state, _ = fc.apply(env, state, set_force, 20.0)
+    state, _ = fc.apply(env, state, set_force, 30.0)
+    os.kill(pids_of(state)[1], signal.SIGKILL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state, _ = fc.rollout(env, policy, state, 10)
+    state, forces = fc.apply(env, state, force_of)
+    assert forces == [30.0] * 4
+    assert fc.apply(env, state, set_force, 10.0)[1] == [3] * 4
+    fc.close(state)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("kind", [fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector])
+def test_workers_of_collectors(kind, transport):
+    with multi(
+        kind, transport, create_env_fn=[make] * 2, policy=None, create_env_kwargs={}, frames_per_batch=20
+    ) as collector:
+        next(collector)
+        assert collector.apply(set_force, 50.0) == [1, 1]
+        assert collector.apply(force_of) == [50.0, 50.0]
+        with pytest.raises(fc.EnvError, match="stumble raised KeyError"):
+            collector.apply(stumble)
+        next(collector)
+        assert collector.apply(set_force, 60.0) == [2, 2]
+
+
+def test_a_collector_with_a_curriculum_is_the_run_of_the_functions():
+    env, policy = ENVS["several"](), fc.random_policy(ENVS["several"]())
+    state, wanted = fc.init(env, policy, seed=0), []
+    for force in (10.0, 12.0, 14.0):
+        state, _ = fc.apply(env, state, set_force, force)
+        state, batch = fc.rollout(env, policy, state, 20)
+        wanted.append(batch)
+    fc.close(state)
+    keywords = {"frames_per_batch": 60, "seed": 0}
+    with (
+        fc.SyncDataCollector(make, None, create_env_kwargs={"num_envs": 3}, **keywords) as alone,
+        multi(transport="serial", create_env_fn=[make] * 3, policy=None, **keywords) as workers,
+    ):
+        for force, batch in zip((10.0, 12.0, 14.0), wanted, strict=True):
+            for collector in (alone, workers):
+                collector.apply(set_force, force)
+                assert_same(next(collector), batch.clone())
+
+
+def test_a_replaced_worker_calls_it_again():
+    keywords = {"create_env_fn": [make] * 2, "policy": None, "frames_per_batch": 20, "on_failure": "restart"}
+    with multi(**keywords) as collector:
+        next(collector)
+        collector.apply(set_force, 50.0)
+        collector.apply(set_force, 70.0)
+        os.kill(collector.run.pool.records[1].handle.pid, signal.SIGKILL)
+        for _ in itertools.islice(collector, 3):
+            pass
+        assert collector.stats()["restarts"] == 1
+        assert collector.apply(force_of) == [70.0, 70.0]
+        assert collector.apply(set_force, 1.0) == [3, 3]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@FORKS_OF_RAY
+@pytest.mark.parametrize("workers", [1, *in_soak([2])])
+def test_ray(workers):
+    kind = fc.MultiSyncDataCollector if workers > 1 else fc.SyncDataCollector
+    own = {"num_collectors": 2, "collector_class": kind, "num_workers_per_collector": workers, "sync": True}
+    with ray_collector(make, frames_per_batch=40, **own) as collector:
+        next(collector)
+        assert collector.apply(set_force, 50.0) == [1] * 2 * workers
+        assert collector.apply(force_of) == [50.0] * 2 * workers
