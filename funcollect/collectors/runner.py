@@ -17,7 +17,7 @@ from funcollect.core import api
 from funcollect.core.apply import apply
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.restore import SAVED, counts_of, go_on, next_seed, reseed, resume, saved_state
-from funcollect.core.rollout_trajectories import check_limited
+from funcollect.core.rollout_trajectories import check_limited, is_limited
 from funcollect.core.saving import Episodes, state_data, state_from
 from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import CollectorState
@@ -75,7 +75,7 @@ class Runner:
         self.lanes = shard.count * lanes
         api.check_pair(self.env, self.policy)
         if options.trajs_per_batch is not None:
-            check_limited(self.env, options.max_frames_per_traj)
+            check_limited(is_limited(self.env, options.max_frames_per_traj), repr(self.env))
         self.state = api.init_lanes(
             self.env, self.policy, seed=seed, first_lane=shard.index * lanes, total_lanes=self.lanes
         )

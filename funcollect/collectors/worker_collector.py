@@ -24,6 +24,7 @@ from funcollect.collectors.workers.run import WorkerRun
 from funcollect.collectors.workers.transport import Transport
 from funcollect.collectors.workers.worker import Job, runners_of
 from funcollect.core.restore import next_seed
+from funcollect.core.rollout_trajectories import check_limited
 from funcollect.core.saving import Episodes
 from funcollect.errors import WorkerError
 from funcollect.keys import key_from_seed
@@ -98,6 +99,9 @@ class WorkerCollector(CollectorBase):
         failure_policy = FailurePolicy(self.timeout + grace, self.start_timeout + grace, self.on_failure)
         self.run = WorkerRun(jobs, transport, failure_policy, self.policy, join, prefetch=prefetch)
         self._finalizer = weakref.finalize(self, self.run.close)
+        if self.trajs_per_batch is not None and not self.run.info.limited:
+            self.shutdown()
+            check_limited(self.run.info.limited, self.run.info.label)
 
     @property
     def num_envs(self) -> int | None:

@@ -76,7 +76,7 @@ def rollout_trajectories(
     check_optional_positive("max_frames_per_traj", max_frames_per_traj)
     check_kind("pending", pending, (PendingTrajectories, type(None)), "pass what the last call returned")
     check_choice("traj_format", traj_format, get_args(TrajectoryFormat))
-    check_limited(env, max_frames_per_traj)
+    check_limited(is_limited(env, max_frames_per_traj), repr(env))
     pending = PendingTrajectories() if pending is None else pending
     while (taken := pending.take(count)) is None:
         state, batch = rollout(
@@ -94,11 +94,17 @@ def rollout_trajectories(
     return state, (split_trajectories(frames) if traj_format == "padded" else frames).lock_(), pending
 
 
-def check_limited(env: Env, max_frames_per_traj: int | None) -> None:
-    """Raise ValueError if trajectories may never end."""
-    limited = max_frames_per_traj is not None and max_frames_per_traj > 0
-    if not (limited or getattr(env, "truncates", False) or getattr(env, "max_episode_steps", None)):
+def is_limited(env: Env, max_frames_per_traj: int | None) -> bool:
+    """Whether every trajectory ends after some number of steps."""
+    if max_frames_per_traj is not None and max_frames_per_traj > 0:
+        return True
+    return bool(getattr(env, "truncates", False) or getattr(env, "max_episode_steps", None))
+
+
+def check_limited(limited: bool, env: str) -> None:
+    """Raise ValueError if trajectories of the environment with this name may never end."""
+    if not limited:
         raise ValueError(
-            f"{env!r} is not known to truncate episodes, so a whole trajectory might be waited for without end: pass "
+            f"{env} is not known to truncate episodes, so a whole trajectory might be waited for without end: pass "
             "max_frames_per_traj, or give the environment an attribute truncates=True if it ends them by itself"
         )

@@ -11,7 +11,7 @@ from tests.support.cases import pair, torch_mlp
 from tests.support.compare import assert_same, leaves
 from tests.support.counting import always, make_counting
 from tests.support.light_envs import Nested
-from tests.support.running import FORKS_OF_RAY, SCALE
+from tests.support.running import FORKS_OF_RAY, in_soak
 from tests.support.workers import TRANSPORTS, multi, ray_collector
 
 LANES = {"lengths": (3, 1, 2)}, {"lengths": (2,), "truncated": (1,)}, {"lengths": (9,)}
@@ -129,6 +129,8 @@ def test_a_limit_is_needed_unless_the_environment_truncates(name, truncates):
             fc.rollout_trajectories(env, policy, fc.init(env, policy, seed=0), 2)
         with pytest.raises(ValueError, match="not known to truncate episodes"):
             fc.SyncDataCollector(env, frames_per_batch=10, trajs_per_batch=2)
+        with pytest.raises(ValueError, match="not known to truncate episodes"):
+            fc.MultiSyncDataCollector([name], frames_per_batch=10, trajs_per_batch=2, in_process=True)
 
 
 def test_environments_of_ones_own_may_say_that_they_truncate():
@@ -189,12 +191,14 @@ def test_asynchronous_workers_have_their_own_order(transport):
 
 @pytest.mark.usefixtures("ray_cluster")
 @FORKS_OF_RAY
-@pytest.mark.parametrize("sync", [True, False] if SCALE > 1 else [False])
-def test_ray(sync):
-    with ray_collector("CartPole-v1", num_collectors=2, sync=sync, **RANDOM) as collector:
+@pytest.mark.parametrize(("sync", "workers"), [(False, 1), *in_soak([(True, 1), (True, 2), (False, 2)])])
+def test_ray(sync, workers):
+    kind = fc.MultiSyncDataCollector if workers > 1 else fc.SyncDataCollector
+    own = {"num_collectors": 2, "collector_class": kind, "num_workers_per_collector": workers, "sync": sync}
+    with ray_collector("CartPole-v1", **own, **RANDOM) as collector:
         for batch in itertools.islice(collector, 4):
             assert len(ids_of(batch)) == 3
-            assert sync or len(batch["collector", "lane"].unique()) == 1
+            assert sync or len(batch["collector", "lane"].unique()) <= workers
 
 
 @pytest.mark.parametrize("kind", [fc.SyncDataCollector, fc.MultiSyncDataCollector])

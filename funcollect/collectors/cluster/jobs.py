@@ -26,7 +26,7 @@ _NOT_FOR_ACTORS = dict.fromkeys(
     (
         "create_env_fn", "policy", "policy_factory", "frames_per_batch", "total_frames", "max_frames_per_traj",
         "init_random_frames", "reset_at_each_iter", "split_trajs", "postproc", "exploration_type", "exploration",
-        "seed", "update_at_each_batch", "update_statistics",
+        "seed", "update_at_each_batch", "update_statistics", "trajs_per_batch", "traj_format", "compact_obs",
     ),
     _OF_ALL,
 ) | {

@@ -25,6 +25,7 @@ from funcollect.messages import clipped, shown
 
 _OF_THE_READER = {
     "total_frames", "storing_device", "split_trajs", "postproc", "update_at_each_batch", "update_statistics", "shard",
+    "trajs_per_batch", "traj_format",
 }  # fmt: skip
 _OF_OPTIONS = {each.name for each in fields(Options) if each.init} - _OF_THE_READER
 DEVICES = ("device", "env_device", "policy_device")  # each may be a list

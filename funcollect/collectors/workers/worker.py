@@ -18,6 +18,7 @@ from funcollect.collectors.options import Options
 from funcollect.collectors.runner import Runner, check_saved
 from funcollect.collectors.source import RunnerSpec
 from funcollect.core.request import NOWHERE, OwnColumns
+from funcollect.core.rollout_trajectories import is_limited
 from funcollect.core.saving import Episodes
 from funcollect.messages import shown
 from funcollect.policies.torch_modules.sending import dumps, unpack
@@ -101,6 +102,7 @@ class WorkerInfo(NamedTuple):
     label: str
     lanes: int  # of the worker: P, or those of all its own workers
     frames: int  # of each of its batches
+    limited: bool  # whether every trajectory ends after some number of steps
 
 
 class RolloutReport(NamedTuple):
@@ -240,7 +242,14 @@ class Worker(WorkerBase):
         lanes = env.num_envs or 1
         frames = self._runner.length * lanes
         return WorkerInfo(
-            env.num_envs, self._runner.length, env.observation_leaves, env.action_spec, repr(env), lanes, frames
+            env.num_envs,
+            self._runner.length,
+            env.observation_leaves,
+            env.action_spec,
+            repr(env),
+            lanes,
+            frames,
+            is_limited(env, self._job.options.max_frames_per_traj),
         )
 
     @override
