@@ -76,6 +76,8 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.errors import ReplayError as ReplayError
     from funcollect.errors import StaleStateError as StaleStateError
     from funcollect.errors import WorkerError as WorkerError
+    from funcollect.evaluation import Evaluation as Evaluation
+    from funcollect.evaluation import Evaluator as Evaluator
     from funcollect.interop.lowering import lower as lower
     from funcollect.keys import Noise as Noise
     from funcollect.plots.recording import record as record

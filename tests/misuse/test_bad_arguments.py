@@ -214,6 +214,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "deliver": lambda: {"arrays": {"x": WEIGHTS}},
     "differentiable_rollout": lambda: dict(zip(("env", "policy"), fused(), strict=True), state=start(fused), length=2),
     "episode_stats": lambda: {"batch": batch()},
+    "Evaluator": lambda: {"create_env_fn": "CartPole-v1", "policy": None, "episodes": 1, "seed": 0},
     "evaluate": lambda: dict(zip(("env", "policy"), host(), strict=True), episodes=1, seed=0),
     "evaluate_actions": lambda: {"policy": CARTPOLE, "params": None, "batch": batch(), "env": host()[0]},
     "explain": lambda: dict(zip(("env", "policy"), host(), strict=True)),
@@ -307,6 +308,7 @@ NOT_CALLED = {
     *(
         "CollectorState",
         "EpisodeStats",
+        "Evaluation",
         "PendingTrajectories",
         "Plan",
         "ring.RingState",

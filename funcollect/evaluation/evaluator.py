@@ -1,0 +1,254 @@
+"""`Evaluator`: whole episodes in a process of its own, while the run goes on."""
+
+from __future__ import annotations
+
+import select
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor
+
+from funcollect.arguments import check_count, check_kind, check_positive
+from funcollect.collectors.source import RunnerSpec
+from funcollect.core.request import check_exploration
+from funcollect.errors import ClosedError, EvaluationError
+from funcollect.evaluation.evaluator_process import EvaluatorJob
+from funcollect.messages import shown
+from funcollect.plots.figures import check_film
+from funcollect.policies.torch_modules.sending import dumps
+from funcollect.policies.torch_modules.torch_policy import TorchPolicy
+from funcollect.processes.child import ChildProcess, ChildSetup, check_platform
+from funcollect.processes.failures import Failure
+from funcollect.protocols import Policy, is_policy
+from funcollect.specs import ExplorationType
+from funcollect.trajectories.stats import EpisodeStats
+
+_WHILE = 1.0  # seconds between two looks at whether the process lives
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of one `submit`."""
+
+    step: int  # as submitted
+    stats: EpisodeStats
+    film: Path | None = None
+
+
+class Evaluator:
+    """Evaluates weights in a process of its own, as `evaluate` does, while the run goes on.
+
+    Weights are copied when they are submitted. If the process falls behind, the newest weights are evaluated first, and
+    of those that wait only the newest `waiting` are kept. The process runs on one thread, on the CPU, and only while
+    a core has nothing else to do (Linux's idle priority). It ends with `close`, with this object, and with the process
+    that made it.
+
+    Args:
+        create_env_fn: the environment, as a collector takes it; a function or an id, since it is built over there.
+        policy: the policy, as a collector takes it; it is copied once, and later only weights are sent.
+        episodes: whole episodes in each evaluation.
+        seed: an int; all evaluations then have the same episodes but for the policy. None draws one for each.
+        max_frames: frames after which an evaluation gives up.
+        exploration_type: by default deterministic.
+        create_env_kwargs: keyword arguments for `make_env` or for the function.
+        policy_factory: makes the policy over there, in place of `policy`.
+        film: where to save a film of the first episode, with ``{step}`` in its name: ``"films/{step}.mp4"``. This needs
+            a single environment that renders arrays (see `record`). None for no film.
+        waiting: how many submitted weights may wait.
+
+    Attributes:
+        dropped: how many weights were dropped because later ones came.
+
+    Raises:
+        TypeError, ValueError: for a bad argument.
+        EvaluationError: if the environment or the policy cannot be built over there.
+        OSError: on another system than Linux.
+
+    >>> import torch, funcollect as fc
+    >>> policy = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
+    >>> with fc.Evaluator("CartPole-v1", policy, episodes=5, seed=0) as evaluator:
+    ...     evaluator.submit(step=100)
+    ...     [evaluation] = evaluator.wait()
+    >>> evaluation.step, len(evaluation.stats)
+    (100, 5)
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        episodes: int,
+        seed: int | None,
+        max_frames: int = 10_000_000,
+        exploration_type: ExplorationType = ExplorationType.DETERMINISTIC,
+        create_env_kwargs: Mapping[str, Any] | None = None,
+        policy_factory: Callable[[], Any] | None = None,
+        film: str | None = None,
+        waiting: int = 8,
+    ) -> None:
+        check_positive("episodes", episodes, 20)
+        check_positive("max_frames", max_frames, 10_000_000)
+        check_positive("waiting", waiting, 8)
+        check_exploration(exploration_type)
+        if seed is not None:
+            check_count("seed", seed)
+        if film is not None:
+            check_kind("film", film, str, "pass for example 'films/{step}.mp4'")
+            if "{step" not in film:
+                raise ValueError(f"film is {film!r}, expected {{step}} in it, so that films have names of their own")
+            check_film(film.format(step=0), None)
+        source = RunnerSpec(
+            create_env_fn=create_env_fn,
+            create_env_kwargs=create_env_kwargs,
+            policy=policy,
+            policy_factory=policy_factory,
+        )
+        check_platform("call evaluate in the loop instead")
+        job = EvaluatorJob(
+            source=source,
+            episodes=episodes,
+            seed=seed,
+            max_frames=max_frames,
+            exploration_type=exploration_type,
+            film=film,
+        )
+        own = policy is None or is_policy(policy)
+        self._policy: Policy | None = policy if own else TorchPolicy(policy, None, None, None)
+        self._size = waiting
+        self._waiting: list[tuple[int, Mapping[str, Tensor], Any]] = []  # the newest last
+        self._busy: int | None = None  # the step that is being evaluated
+        self._ready: list[tuple[int, Any]] = []  # answers that were read: a result, or a failure
+        self.dropped = 0
+        try:
+            packed = dumps(job)
+        except Exception as error:
+            raise TypeError(
+                f"the environment or the policy cannot be sent to another process ({shown(error, 200)}): pass "
+                "functions that build them, create_env_fn and policy_factory"
+            ) from error
+        self._child = ChildProcess("funcollect.evaluation.evaluator_process")
+        self._finalizer = weakref.finalize(self, self._child.kill)
+        self._child.send((ChildSetup.like_this(), packed))
+        answer = self._receive(wait=True)
+        if isinstance(answer, Failure):
+            self.close()
+            raise _error_of(answer, "the environment or the policy could not be built")
+
+    def submit(self, params: Any = None, step: int = 0) -> None:
+        """Evaluate weights as they are now, once the process is free.
+
+        Args:
+            params: the policy's parameters; None for its own.
+            step: a number of your choice that comes back with the result.
+
+        Raises:
+            ValueError: for parameters that do not fit the policy.
+            EvaluationError: if the process has ended.
+        """
+        self._check_open()
+        check_count("step", step)
+        weights: Mapping[str, Tensor] = {}
+        if self._policy is not None:
+            if params is not None:
+                self._policy.prepare(params)
+            named = self._policy.state_dict(params)
+            weights = {name: torch.as_tensor(each).detach().to("cpu", copy=True) for name, each in named.items()}
+        self._waiting.append((step, weights, None if weights else params))
+        if len(self._waiting) > self._size:
+            del self._waiting[0]
+            self.dropped += 1
+        self._send()
+
+    def results(self) -> list[Evaluation]:
+        """The evaluations that have ended since the last call, in the order of their ends; does not wait.
+
+        Raises:
+            EvaluationError: if an evaluation raised, or the process has ended. The next call returns the others.
+        """
+        self._check_open()
+        self._read(wait=False)
+        return self._taken()
+
+    def wait(self) -> list[Evaluation]:
+        """Wait until nothing is left to evaluate; return the evaluations that have ended since the last call.
+
+        Raises:
+            EvaluationError: as `results` does.
+        """
+        self._check_open()
+        self._read(wait=True)
+        return self._taken()
+
+    def _read(self, *, wait: bool) -> None:
+        """Read the answers that have arrived, or wait for all."""
+        while self._busy is not None and (answer := self._receive(wait=wait)) is not None:
+            self._ready.append(answer)
+            self._busy = None
+            self._send()
+
+    def _taken(self) -> list[Evaluation]:
+        """The results that were read; the first that is an exception is raised instead."""
+        for place, (step, answer) in enumerate(self._ready):
+            if isinstance(answer, Failure):
+                del self._ready[place]
+                raise _error_of(answer, f"the evaluation of step {step} raised an exception")
+        taken, self._ready = self._ready, []
+        return [Evaluation(step, stats, None if film is None else Path(film)) for step, (stats, film) in taken]
+
+    def _send(self) -> None:
+        """Send the newest weights that wait, if the process is free."""
+        if self._busy is None and self._waiting:
+            newest = self._waiting.pop()
+            self._busy = newest[0]
+            self._child.send(newest)
+
+    def _receive(self, *, wait: bool) -> Any:
+        """The next answer; None if there is none yet. EvaluationError if the process has ended."""
+        while True:
+            try:
+                message = self._child.channel.receive(wait=False)
+            except (EOFError, OSError):
+                self._child.ended_by(time.monotonic() + _WHILE)
+                self._fail()
+            if message is not None:
+                return message[0]
+            if self._child.ended_by(0):
+                self._fail()
+            if not wait:
+                return None
+            readable = select.poll()
+            for fd in self._child.filenos():
+                readable.register(fd, select.POLLIN)
+            readable.poll(_WHILE * 1000)
+
+    def _fail(self) -> NoReturn:
+        self.close()
+        raise EvaluationError(f"the process of the evaluator {self._child.how()}: make another Evaluator")
+
+    def _check_open(self) -> None:
+        if not self._child.open:
+            raise ClosedError("the evaluator was closed: make another one")
+
+    def close(self) -> None:
+        """End the process at once. Does nothing the second time."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _error_of(failure: Failure, what: str) -> EvaluationError:
+    """The error for an exception in the process, with its traceback as a note."""
+    error = EvaluationError(f"{what}: {failure.message}")
+    error.__cause__ = failure.error()
+    error.add_note(f"The traceback in the evaluator's process:\n{failure.traceback}")
+    return error

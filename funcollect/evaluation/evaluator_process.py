@@ -1,0 +1,80 @@
+"""The process of an `Evaluator`: it evaluates weights, one after another."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+from torch import Tensor
+
+from funcollect.collectors.options import Options
+from funcollect.collectors.source import RunnerSpec
+from funcollect.core.api import check_pair
+from funcollect.core.evaluate import evaluate
+from funcollect.plots.recording import record
+from funcollect.processes.child import enter_child
+from funcollect.processes.failures import Failure
+from funcollect.specs import ExplorationType
+from funcollect.trajectories.stats import EpisodeStats
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatorJob:
+    """What is evaluated, and how; see `Evaluator`."""
+
+    source: RunnerSpec
+    episodes: int
+    seed: int | None
+    max_frames: int
+    exploration_type: ExplorationType
+    film: str | None
+
+
+def main(fds: Sequence[int]) -> None:
+    """Serve the process that has started this one, until that ends or closes the connection."""
+    channel = enter_child(fds)
+    with contextlib.suppress(OSError):  # it may not be allowed
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    with contextlib.suppress(EOFError, OSError):  # that process has ended
+        message = channel.receive()
+        assert message is not None
+        setup, packed = message[0]
+        setup.apply()
+        try:
+            served = _Served(cloudpickle.loads(packed))
+        except BaseException as error:
+            channel.send(Failure.of(error))
+            return
+        channel.send(None)
+        while (message := channel.receive()) is not None:
+            step, weights, params = message[0]
+            try:
+                channel.send((step, served.evaluate(step, weights, params)))
+            except Exception as error:
+                channel.send((step, Failure.of(error)))
+
+
+class _Served:
+    """The environment and the policy."""
+
+    def __init__(self, job: EvaluatorJob) -> None:
+        self._job = job
+        self._env, self._policy = job.source.build(Options(frames_per_batch=1))
+        check_pair(self._env, self._policy)
+
+    def evaluate(self, step: int, weights: Mapping[str, Tensor], params: Any) -> tuple[EpisodeStats, str | None]:
+        """The statistics of the episodes, and the path of the film if there is one."""
+        job = self._job
+        if weights:
+            self._policy.load(dict(weights))
+        given: dict[str, Any] = {"seed": job.seed, "params": params, "exploration_type": job.exploration_type}
+        stats = evaluate(self._env, self._policy, episodes=job.episodes, max_frames=job.max_frames, **given)
+        if job.film is None:
+            return stats, None
+        path = job.film.format(step=step)
+        record(self._env, self._policy, path, **given)
+        return stats, path

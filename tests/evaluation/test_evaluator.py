@@ -1,0 +1,191 @@
+"""`Evaluator`: its results are those of `evaluate`, the newest weights come first, and nothing is left behind."""
+
+import os
+import signal
+import time
+
+import gymnasium
+import pytest
+import torch
+from torch import nn
+
+import funcollect as fc
+from tests.support.cases import jax_mlp, make_env, torch_mlp
+
+GIVEN = {"episodes": 5, "seed": 3}
+
+
+class Waiting(gymnasium.Wrapper):
+    """CartPole whose first episode begins only once a file is there."""
+
+    def __init__(self, file):
+        super().__init__(gymnasium.make("CartPole-v1"))
+        self.file = file
+
+    def reset(self, **kwargs):
+        while not os.path.exists(self.file):
+            time.sleep(0.01)
+        return self.env.reset(**kwargs)
+
+
+class Odd(gymnasium.Wrapper):
+    """CartPole that cannot be stepped once a file is there."""
+
+    def __init__(self, file):
+        super().__init__(gymnasium.make("CartPole-v1"))
+        self.file = file
+
+    def step(self, action):
+        if os.path.exists(self.file):
+            raise RuntimeError("out of petrol")
+        return self.env.step(action)
+
+
+def same(one, two):
+    assert torch.equal(one.returns, two.returns)
+    assert torch.equal(one.lengths, two.lengths)
+
+
+def linear(seed):
+    torch.manual_seed(seed)
+    return nn.Linear(4, 2)
+
+
+@pytest.mark.parametrize("kind", [torch_mlp, jax_mlp])
+@pytest.mark.parametrize("name", ["CartPole-v1", "gymnax/CartPole-v1"])
+def test_the_results_are_those_of_evaluate(kind, name):
+    env = make_env(name, 2)
+    policy = kind(env)
+    with fc.Evaluator(name, policy, create_env_kwargs={"num_envs": 2}, **GIVEN) as evaluator:
+        evaluator.submit(step=10)
+        (found,) = evaluator.wait()
+        assert (found.step, found.film) == (10, None)
+        same(found.stats, fc.evaluate(env, policy, **GIVEN))
+        params = {name: torch.zeros_like(each) for name, each in policy.state_dict(None).items()}
+        evaluator.submit(params, step=11)
+        (found,) = evaluator.wait()
+        same(found.stats, fc.evaluate(env, policy, params=params, **GIVEN))
+        evaluator.submit(step=12)  # its own again
+        (found,) = evaluator.wait()
+        same(found.stats, fc.evaluate(env, policy, **GIVEN))
+        assert evaluator.wait() == evaluator.results() == []
+
+
+def test_modules_statistics_and_random_policies():
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    module = linear(0)
+    policy = fc.torch_policy(module, head=fc.heads.categorical)
+    normalised = fc.normalized(policy, fc.running_statistics.init(env.observation_space))
+    normalised.statistics = fc.running_statistics.update(normalised.statistics, torch.randn(50, 4) * 3 + 1)
+    for each in (policy, normalised, None):
+        with fc.Evaluator(lambda: fc.make_env("CartPole-v1", num_envs=2), each, **GIVEN) as evaluator:
+            evaluator.submit()
+            (found,) = evaluator.wait()
+        same(found.stats, fc.evaluate(env, fc.random_policy(env) if each is None else each, **GIVEN))
+    with fc.Evaluator("CartPole-v1", module, **GIVEN, policy_factory=None) as evaluator:
+        with torch.no_grad():
+            module.weight.zero_()
+        evaluator.submit()
+        with pytest.raises(fc.EvaluationError):  # a module without a head answers with two numbers, not an action
+            evaluator.wait()
+
+
+def test_the_newest_weights_go_first_and_only_some_wait(tmp_path):
+    file = tmp_path / "go"
+    policy = fc.torch_policy(linear(0), head=fc.heads.categorical)
+    with fc.Evaluator(lambda: Waiting(str(file)), policy, episodes=1, seed=0, waiting=3) as evaluator:
+        for step in range(6):
+            evaluator.submit(step=step)
+            assert evaluator.results() == []
+        assert evaluator.dropped == 2  # 1 and 2; 0 has begun
+        file.touch()
+        assert [each.step for each in evaluator.wait()] == [0, 5, 4, 3]
+
+
+def test_weights_are_those_of_the_moment(tmp_path):
+    file = tmp_path / "go"
+    module = linear(0)
+    policy = fc.torch_policy(module, head=fc.heads.categorical)
+    wanted = fc.evaluate(fc.make_env("CartPole-v1"), policy, **GIVEN)
+    with fc.Evaluator(lambda: Waiting(str(file)), policy, **GIVEN) as evaluator:
+        evaluator.submit(step=1)
+        evaluator.submit(step=2)
+        with torch.no_grad():
+            module.weight.mul_(-1)
+        file.touch()
+        for found in evaluator.wait():
+            same(found.stats, wanted)
+
+
+def test_an_exception_is_raised_once_and_the_next_weights_are_evaluated(tmp_path):
+    file = tmp_path / "odd"
+    policy = fc.torch_policy(linear(0), head=fc.heads.categorical)
+    with fc.Evaluator(lambda: Odd(str(file)), policy, **GIVEN) as evaluator:
+        evaluator.submit(step=1)
+        evaluator._read(wait=True)
+        file.touch()
+        evaluator.submit(step=2)
+        with pytest.raises(fc.EvaluationError, match=r"the evaluation of step 2 raised .*out of petrol") as caught:
+            evaluator.wait()
+        assert "The traceback in the evaluator's process" in caught.value.__notes__[0]
+        file.unlink()
+        evaluator.submit(step=3)
+        assert [each.step for each in evaluator.wait()] == [1, 3]
+
+
+def test_a_process_that_dies_is_reported_and_one_that_is_closed_stays_closed():
+    evaluator = fc.Evaluator("CartPole-v1", None, **GIVEN)
+    assert os.sched_getscheduler(evaluator._child.pid) == os.SCHED_IDLE
+    os.kill(evaluator._child.pid, signal.SIGKILL)
+    evaluator.submit()
+    with pytest.raises(fc.EvaluationError, match="was killed by SIGKILL"):
+        evaluator.wait()
+    for call in (evaluator.submit, evaluator.results, evaluator.wait):
+        with pytest.raises(fc.ClosedError, match="make another one"):
+            call()
+    evaluator.close()
+    evaluator = fc.Evaluator("CartPole-v1", None, **GIVEN)
+    pid = evaluator._child.pid
+    del evaluator
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_films(tmp_path):
+    policy = fc.torch_policy(linear(0), head=fc.heads.categorical)
+    film = str(tmp_path / "after {step:05}.gif")
+    with fc.Evaluator(
+        "CartPole-v1", policy, create_env_kwargs={"render_mode": "rgb_array"}, film=film, episodes=1, seed=0
+    ) as evaluator:
+        evaluator.submit(step=7)
+        (found,) = evaluator.wait()
+    assert found.film == tmp_path / "after 00007.gif"
+    assert found.film.read_bytes().startswith(b"GIF")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"episodes": 0}, ValueError, "episodes is 0"),
+        ({"seed": -1}, ValueError, "seed is -1"),
+        ({"waiting": 0}, ValueError, "waiting is 0"),
+        ({"film": 3}, TypeError, "film is 3"),
+        ({"film": "run.gif"}, ValueError, r"expected \{step\} in it"),
+        ({"film": "{step}.png"}, ValueError, "expected a name that ends in"),
+        ({"create_env_fn": "NoSuchEnv-v0"}, fc.EvaluationError, "could not be built: .*NoSuchEnv"),
+        ({"create_env_fn": (each for each in ())}, TypeError, "cannot be sent to another process"),
+        ({"policy_factory": 3}, TypeError, "policy_factory is int"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        fc.Evaluator(**({"create_env_fn": "CartPole-v1"} | GIVEN | arguments))
+
+
+def test_weights_that_do_not_fit_are_refused_where_they_are_given():
+    policy = fc.torch_policy(linear(0), head=fc.heads.categorical)
+    with fc.Evaluator("CartPole-v1", policy, **GIVEN) as evaluator:
+        with pytest.raises(ValueError, match="weight"):
+            evaluator.submit({"weight": torch.zeros(3, 4), "bias": torch.zeros(2)})
+        with pytest.raises(ValueError, match="step is -1"):
+            evaluator.submit(step=-1)
+        assert evaluator.wait() == []
