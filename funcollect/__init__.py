@@ -53,6 +53,7 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.core.api import step as step
     from funcollect.core.apply import apply as apply
     from funcollect.core.differentiable import differentiable_rollout as differentiable_rollout
+    from funcollect.core.env_params import set_env_params as set_env_params
     from funcollect.core.evaluate import evaluate as evaluate
     from funcollect.core.evaluate_actions import evaluate_actions as evaluate_actions
     from funcollect.core.explain import Plan as Plan

@@ -31,6 +31,7 @@ RESERVED = frozenset(
         "action_unsquashed",
         "collector",
         "done",
+        "env_params",
         "next",
         "reward",
         "terminated",

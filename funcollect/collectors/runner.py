@@ -15,6 +15,7 @@ from funcollect.collectors.options import Options
 from funcollect.collectors.source import RunnerSpec
 from funcollect.core import api
 from funcollect.core.apply import apply
+from funcollect.core.env_params import set_env_params
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.restore import SAVED, counts_of, go_on, next_seed, reseed, resume, saved_state
 from funcollect.core.rollout_trajectories import check_limited, is_limited
@@ -158,6 +159,11 @@ class Runner:
             self._interrupted = True
             raise
         return results
+
+    def set_env_params(self, params: Any, *, at_once: bool = False) -> None:
+        """Change the parameters of a JAX environment, as `funcollect.set_env_params` does, from the next rollout on."""
+        self._check_open()
+        self.state = set_env_params(self.env, self.state, params, at_once=at_once)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Begin new episodes, seeded by `seed`: before the first batch, as if the collector had been built with it.

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.arguments import check_function, check_positive
+from funcollect.arguments import check_flags, check_function, check_positive
 from funcollect.collectors.buffer_filler import BufferFiller
 from funcollect.collectors.collector import CollectorBase, collector
 from funcollect.collectors.options import Device, Options
@@ -206,6 +206,19 @@ class WorkerCollector(CollectorBase):
         self._check_at_rest()
         check_function("function", function, "a function of one lane's environment")
         return self.run.apply(function, args)
+
+    def set_env_params(self, params: Any, *, at_once: bool = False) -> None:
+        """Change the parameters of JAX environments, as `funcollect.set_env_params` does, in all workers.
+
+        Leaves with a first dimension L more have a value for each lane, in the order of workers, then lanes. Each
+        worker acts with them from the next rollout that it begins; one that replaces it gets them again.
+
+        Raises:
+            TypeError, ValueError: as `funcollect.set_env_params` does.
+        """
+        self._check_at_rest()
+        check_flags(at_once=at_once)
+        self.run.set_env_params(params, at_once=at_once)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Begin new episodes, seeded by `seed`: before the first batch, as if the collector had been built with it.

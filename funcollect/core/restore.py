@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from funcollect.core.api import recover
+from funcollect.core.env_params import described, like_described
 from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import CollectorState, flatten_part, policy_start
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
@@ -51,7 +52,8 @@ def go_on(env: Env, policy: Policy, state: CollectorState, *, steps: int, episod
 
 def saved_state(state: CollectorState) -> dict[str, Any]:
     """Return copies of a state's key, counts, policy state and `env_params`, as tensors and numbers, for `resume`."""
-    return counts_of(state) | {name: [*map(_copied, _flattened(getattr(state, name))[0])] for name in _PARTS}
+    parts = {name: [*map(_copied, _flattened(getattr(state, name))[0])] for name in _PARTS}
+    return counts_of(state) | parts | {"varying_params": described(state.env_params)}
 
 
 def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> CollectorState:
@@ -61,6 +63,8 @@ def resume(env: Env, state: CollectorState, saved: Mapping[str, Any]) -> Collect
             f"the saved state has {len(saved['episode'])} lanes, this one {state.num_lanes}: "
             "build the collector with the same number of environments"
         )
+    if "varying_params" in saved:
+        state = like_described(env, state, saved["varying_params"])
     parts = {name: restored(name, getattr(state, name), saved[name]) for name in _PARTS if name in saved}
     return _restarted(env, state.replace(**parts), saved)
 

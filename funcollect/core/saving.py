@@ -13,6 +13,7 @@ from torch import Tensor
 
 from funcollect.arguments import check_choice, check_kind
 from funcollect.core.api import check_pair, close, init_lanes
+from funcollect.core.env_params import described, like_described
 from funcollect.core.restore import restored, resume
 from funcollect.core.simulators.forking import rebuild, record_of
 from funcollect.core.simulators.simulation import Simulation, SimulationRecord, SimulatorHandle
@@ -110,6 +111,7 @@ def state_data(state: CollectorState, episodes: Episodes = "continue") -> dict[s
         "lanes": state.lane_ids.tolist(),
         "total_lanes": state.total_lanes,
         "fields": {name: _leaves(getattr(state, name)) for name in _FIELDS},
+        "varying_params": described(state.env_params),
         "carried": policy_state.carried if isinstance(policy_state, TorchPolicyState) else None,
         "env_state": env_state,
     }
@@ -137,8 +139,9 @@ def state_from(data: Mapping[str, Any], env: Env, policy: Policy, *, episodes: E
         state = init_lanes(env, policy, seed=seed, first_lane=lanes[0], total_lanes=data["total_lanes"])
     try:
         _check_description(data["description"], _description(state, env), env)
+        state = like_described(env, state, data["varying_params"])
         if not goes_on:
-            return resume(env, state, _counts(fields))
+            return resume(env, state, _counts(data))
         whole = _with_fields(state, data)
         if env.backend != "host":
             return whole.replace(env_state=restored("env_state", state.env_state, data["env_state"]))
@@ -180,8 +183,9 @@ def _leaves(part: Any) -> list[Any]:
     return flatten_part(part._replace(carried=None) if isinstance(part, TorchPolicyState) else part)[0]
 
 
-def _counts(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _counts(data: Mapping[str, Any]) -> dict[str, Any]:
     """The saved fields that `resume` needs, in the form of `saved_state`."""
+    fields = data["fields"]
     (key,), (episode,), (steps,), (version,) = (fields[each] for each in ("key", "episode", "steps", "policy_version"))
     return {
         "key": torch.from_numpy(np.asarray(key).astype(np.int64)),
@@ -190,6 +194,7 @@ def _counts(fields: Mapping[str, Any]) -> dict[str, Any]:
         "policy_version": int(version),
         "policy_state": fields["policy_state"],
         "env_params": fields["env_params"],
+        "varying_params": data["varying_params"],
     }
 
 

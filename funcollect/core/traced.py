@@ -26,6 +26,7 @@ from funcollect.core.traced_step.episodes import (
     nothing_open,
 )
 from funcollect.core.traced_step.keys import RunKeys, run_keys
+from funcollect.core.traced_step.lane_params import LaneParams, of_begun, of_one_lane
 from funcollect.core.traced_step.starts import begin, varying
 from funcollect.core.traced_step.step import StepConfig, by_path, make_step_config, restart
 from funcollect.core.traced_step.step import step as fused_step
@@ -83,8 +84,9 @@ def init(
     check_jax_env(env)
     check_traceable(policy)
     check_optional_positive("total_lanes", total_lanes)
-    env_params = without_weak_types(jax.tree.map(jnp.asarray, env.params if env_params is None else env_params))
-    players = check_functions(env, env_params)
+    given = env.params if env_params is None else env_params
+    env_params = of_begun(without_weak_types(jax.tree.map(jnp.asarray, given)))
+    players = check_functions(env, of_one_lane(env_params))
     key, count = _raw(key), env.num_envs or 1
     lane = jnp.arange(count, dtype=jnp.int32) + first_lane
     zero, no = lane * 0, lane != lane  # constants would not vary over a mesh, as these do
@@ -297,7 +299,10 @@ def partition(state: CollectorState, axis: str) -> CollectorState:
     check_kind("axis", axis, str, "pass the name of the mesh's axis")
     spec = import_jax().sharding.PartitionSpec
     shared = ("env_params", "key", "steps", "policy_version")
-    return state.replace(**{name: spec() if name in shared else spec(axis) for name in LEAVES})
+    parts = {name: spec() if name in shared else spec(axis) for name in LEAVES}
+    if isinstance(state.env_params, LaneParams):
+        parts["env_params"] = LaneParams(spec(), spec(axis), spec(axis))
+    return state.replace(**parts)
 
 
 def _step(config: StepConfig, bound: BoundParams, state: CollectorState, keys: RunKeys) -> tuple[CollectorState, Batch]:

@@ -236,6 +236,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "rollout_trajectories": lambda: dict(zip(("env", "policy"), host(), strict=True), state=start(), count=2),
     "save": lambda: {"path": saved(), "state": start()},
     "scale_rewards": lambda: {"batch": batch()},
+    "set_env_params": lambda: {"env": fused()[0], "state": start(fused), "params": fused()[0].default_params},
     "split_trajectories": lambda: {"batch": batch()},
     "step": lambda: dict(zip(("env", "policy"), host(), strict=True), state=start()),
     "tensordict_policy": lambda: {"module": nn.Linear(4, 2)},

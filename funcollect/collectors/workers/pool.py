@@ -194,8 +194,8 @@ class WorkerPool:
         call = next(call for call in record.calls if call.number == answer.number)
         if not isinstance(failure := answer.value, Failure):
             self._count(record, answer.value)
-            if call.name == "apply":
-                record.job = replace(record.job, applied=(*record.job.applied, *call.args))
+            if call.name in ("apply", "set_env_params"):
+                record.job = replace(record.job, applied=(*record.job.applied, (call.name, *call.args)))
             call.resolve(answer.value)
         elif isinstance(refusal := failure.error(), _REFUSALS.get(call.name, ())):
             call.resolve(error=refusal)
@@ -293,7 +293,7 @@ class WorkerPool:
 # The errors by which a worker refuses a call: it is as it was before, or begins new episodes by itself.
 _REFUSALS: dict[str, tuple[type[Exception], ...]] = {
     **dict.fromkeys(
-        ("reset", "set_seed", "load_state_dict", "take_params", "saved_run", "continue_run"),
+        ("reset", "set_seed", "set_env_params", "load_state_dict", "take_params", "saved_run", "continue_run"),
         (TypeError, ValueError, ReplayError),
     ),
     "apply": (TypeError, EnvError),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from funcollect.collectors.workers.pool import FailurePolicy, WorkerPool
 from funcollect.collectors.workers.transport import BatchAssembler, Transport, WorkerGroup
 from funcollect.collectors.workers.weights import Weights, share_weights
 from funcollect.collectors.workers.worker import Job, Progress, WorkerInfo, progress_of, runners_of, saved_workers
+from funcollect.core.env_params import part_of_lanes
 from funcollect.core.saving import Episodes
 from funcollect.keys import seed_of
 from funcollect.messages import shown
@@ -118,6 +120,15 @@ class WorkerRun:
                 "module, and plain arguments"
             ) from error
         return [result for results in self.pool.call_all("apply", packed) for result in results]
+
+    def set_env_params(self, params: Any, *, at_once: bool) -> None:
+        """Change the parameters of every lane's environment, after the rollouts that have been begun."""
+        shapes = self.info.param_shapes
+        if shapes is None:
+            raise TypeError(f"{self.info.label} has no parameters that can be set, expected an environment in JAX")
+        ends = [0, *itertools.accumulate(self.lanes)]
+        parts = [part_of_lanes(params, shapes, ends[-1], slice(*both)) for both in itertools.pairwise(ends)]
+        self._call_each("set_env_params", [dumps((part, at_once)) for part in parts])
 
     def set_seed(self, seed: int) -> None:
         """Begin new episodes, seeded by `seed`."""

@@ -17,6 +17,7 @@ from typing_extensions import override
 from funcollect.collectors.options import Options
 from funcollect.collectors.runner import Runner, check_saved
 from funcollect.collectors.source import RunnerSpec
+from funcollect.core.env_params import param_shapes
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.rollout_trajectories import is_limited
 from funcollect.core.saving import Episodes
@@ -71,7 +72,7 @@ class Job:
     options: Options  # with the shard whose lanes the worker owns
     seed: int  # of the run, the same for all workers
     progress: Progress = START  # where the worker continues from
-    applied: tuple[bytes, ...] = ()  # functions that the environments were called with, packed; see `apply`
+    applied: tuple[tuple[str, bytes], ...] = ()  # calls that changed the environments: a name of `WorkerBase`, packed
 
     def runner(self) -> Runner:
         """Build the runner."""
@@ -103,6 +104,7 @@ class WorkerInfo(NamedTuple):
     lanes: int  # of the worker: P, or those of all its own workers
     frames: int  # of each of its batches
     limited: bool  # whether every trajectory ends after some number of steps
+    param_shapes: list[tuple[int, ...]] | None  # of the environment's parameters, if it has some that can be set
 
 
 class RolloutReport(NamedTuple):
@@ -133,13 +135,13 @@ class WorkerBase(ABC):
     Args:
         progress: where the worker continues from.
         collector: makes the rollouts: a `Runner`, or a collector that has workers itself.
-        applied: functions that lost environments were called with, packed, and these have to be.
+        applied: calls that have changed the environments of the lost worker, as in `Job`.
     """
 
-    def __init__(self, progress: Progress, collector: Any, applied: Sequence[bytes]) -> None:
+    def __init__(self, progress: Progress, collector: Any, applied: Sequence[tuple[str, bytes]]) -> None:
         self._collector = collector
-        for packed in applied:
-            self.apply(packed)
+        for name, packed in applied:
+            getattr(self, name)(packed)
         self._batches, self._frames = progress.batches, progress.frames
         if progress.batches:
             self.go_on(progress)
@@ -197,6 +199,11 @@ class WorkerBase(ABC):
         results: list[Any] = self._collector.apply(function, *args)
         return results
 
+    def set_env_params(self, packed: bytes) -> None:
+        """Change the parameters of every lane's environment."""
+        params, at_once = cloudpickle.loads(packed)
+        self._collector.set_env_params(params, at_once=at_once)
+
     def state_dict(self) -> dict[str, Any]:
         """The state that `load_state_dict` takes."""
         saved: dict[str, Any] = self._collector.state_dict()
@@ -250,6 +257,7 @@ class Worker(WorkerBase):
             lanes,
             frames,
             is_limited(env, self._job.options.max_frames_per_traj),
+            param_shapes(env),
         )
 
     @override

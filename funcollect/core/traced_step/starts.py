@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from funcollect.core.traced_step.checks import check_starts
 from funcollect.core.traced_step.keys import RunKeys, start_keys
+from funcollect.core.traced_step.lane_params import call_in_lanes, of_one_lane
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, reset_lane
 from funcollect.interop.jax_setup import import_jax, without_weak_types
 from funcollect.interop.memo import memo_of
@@ -30,7 +31,7 @@ class SpareStarts(NamedTuple):
 def begin(env: JaxEnv, keys: RunKeys, lane: Any, episode: Any, params: Any) -> Start:
     """Return state and observation [P, ...] at the start of the episodes: a function of key, lane and episode."""
     which = episode if env.starts == "fresh" else episode * 0
-    env_state, observation = import_jax().vmap(partial(reset_lane, env), (0, None))(start_keys(keys, which), params)
+    env_state, observation = call_in_lanes(partial(reset_lane, env), params, "coming", start_keys(keys, which))
     begun: Start = varying(lane, (without_weak_types(env_state), observation))
     return begun
 
@@ -91,7 +92,7 @@ def starts_are_cheap(env: JaxEnv, params: Any) -> bool:
     memo = memo_of(env)
     if "cheap starts" not in memo:
         key = jax.ShapeDtypeStruct((2,), jax.numpy.uint32)
-        names = [*_operations(jax.make_jaxpr(partial(reset_lane, env))(key, params).jaxpr)]
+        names = [*_operations(jax.make_jaxpr(partial(reset_lane, env))(key, of_one_lane(params)).jaxpr)]
         memo["cheap starts"] = len(names) <= _MOST_OPERATIONS and not _COSTLY.intersection(names)
     return bool(memo["cheap starts"])
 

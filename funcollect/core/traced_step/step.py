@@ -10,6 +10,7 @@ from funcollect.core.exploration import head_of
 from funcollect.core.request import Request, step_limit
 from funcollect.core.traced_step.checks import check_next_state, check_policy_state
 from funcollect.core.traced_step.keys import RunKeys, dynamics_keys
+from funcollect.core.traced_step.lane_params import call_in_lanes, of_restarted, recorded_params
 from funcollect.core.traced_step.starts import Traced, restarted, varying, where_lanes
 from funcollect.envs.jax_envs.jax_env import step_lane
 from funcollect.interop import words
@@ -77,6 +78,7 @@ def step(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -
         **_flags(("next",), moved),
         **_flags((), state),
         **{("collector", name): getattr(state, name) for name in ("episode", "step", "lane")},
+        **recorded_params(env, state.env_params, state.num_lanes),
         ("collector", "policy_version"): import_jax().numpy.broadcast_to(state.policy_version, state.lane.shape),
     }
     after = state.replace(
@@ -135,8 +137,8 @@ def _random_start(
 
 def _move(config: StepConfig, state: Traced, action: Any, keys: RunKeys) -> Transition:
     """Step the environment in all lanes, and truncate those that reach the limit."""
-    move = import_jax().vmap(partial(step_lane, config.env), (0, 0, 0, None))
-    moved: Transition = move(dynamics_keys(keys, state.steps), state.env_state.current, action, state.env_params)
+    own = dynamics_keys(keys, state.steps), state.env_state.current, action
+    moved: Transition = call_in_lanes(partial(step_lane, config.env), state.env_params, "current", *own)
     truncated = moved.truncated
     if config.limit is not None:
         truncated = truncated | (state.step >= min(config.limit, _MOST_STEPS) - 1)
@@ -163,6 +165,7 @@ def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
     env_state, roots = restarted(env, state, keys, mask)
     return state.replace(
         env_state=env_state,
+        env_params=of_restarted(state.env_params, mask),
         observation=where_lanes(mask, by_path(env, roots), dict(state.observation)),
         episode=state.episode + mask,
         step=jnp.where(mask, 0, state.step),

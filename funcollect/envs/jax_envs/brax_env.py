@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ def from_brax(
     episode_length: int = 1000,
     info_keys: Sequence[str] = (),
     starts: Starts = "fresh",
+    param_keys: Sequence[str] = (),
     **kwargs: Any,
 ) -> FunctionsEnv:
     """A JAX environment over a raw brax one, without its training wrappers.
@@ -40,7 +42,8 @@ def from_brax(
         episode_length: steps after which an episode is truncated.
         info_keys: the keys of the state's `metrics` that a batch records under ``next.info``.
         **kwargs: for `brax.envs.get_environment`, such as `backend`.
-        num_envs, starts: see `from_functions`. ``"cached"`` starts are those of brax's own autoreset.
+        num_envs, starts, param_keys: see `from_functions`; the parameters are brax's system. ``"cached"`` starts are
+            those of brax's own autoreset.
 
     The errors are those of `from_gymnax`, and ValueError for a training wrapper.
 
@@ -49,7 +52,7 @@ def from_brax(
     """
     check_positive("episode_length", episode_length, 1000)
     label, raw = _BRAX.make(env, kwargs)
-    return _over_states(label, raw, episode_length, num_envs, info_keys, starts)
+    return _over_states(label, raw, "sys", episode_length, num_envs, info_keys, starts, param_keys)
 
 
 def from_playground(
@@ -59,6 +62,7 @@ def from_playground(
     episode_length: int | None = None,
     info_keys: Sequence[str] = (),
     starts: Starts = "fresh",
+    param_keys: Sequence[str] = (),
     **kwargs: Any,
 ) -> FunctionsEnv:
     """A JAX environment over a raw one of MuJoCo Playground, without its training wrappers.
@@ -70,7 +74,8 @@ def from_playground(
         env: an id such as ``"CartpoleBalance"``, or an instance without wrappers that batch, count or reset.
         episode_length: steps after which an episode is truncated; the config's unless given.
         **kwargs: for `mujoco_playground.registry.load`: `config`, `config_overrides`.
-        num_envs, info_keys, starts: see `from_brax`. Resets are slow here, so ``"cached"`` starts save much time.
+        num_envs, info_keys, starts, param_keys: see `from_brax`; the parameters are MJX's model. Resets are slow here,
+            so ``"cached"`` starts save much time.
 
     The errors are those of `from_brax`.
 
@@ -80,7 +85,7 @@ def from_playground(
     check_optional_positive("episode_length", episode_length)
     label, raw = _PLAYGROUND.make(env, kwargs)
     length = raw.unwrapped._config.episode_length if episode_length is None else episode_length
-    return _over_states(label, raw, length, num_envs, info_keys, starts)
+    return _over_states(label, raw, "_mjx_model", length, num_envs, info_keys, starts, param_keys)
 
 
 def _load_playground(registry: Any, name: str, **kwargs: Any) -> Any:
@@ -91,9 +96,19 @@ def _load_playground(registry: Any, name: str, **kwargs: Any) -> Any:
 
 
 def _over_states(
-    label: str, raw: Any, episode_length: int, num_envs: int | None, info_keys: Sequence[str], starts: Starts
+    label: str,
+    raw: Any,
+    physics: str,
+    episode_length: int,
+    num_envs: int | None,
+    info_keys: Sequence[str],
+    starts: Starts,
+    param_keys: Sequence[str],
 ) -> FunctionsEnv:
-    """Adapt an environment with ``reset(key)`` and ``step(state, action)``: states have `obs`, `reward` and `done`."""
+    """Adapt an environment with ``reset(key)`` and ``step(state, action)``: states have `obs`, `reward` and `done`.
+
+    Its attribute `physics` holds the parameters of the simulation.
+    """
     inner = raw
     while inner is not None:
         if type(inner).__name__.endswith(_TRAINING):
@@ -103,14 +118,28 @@ def _over_states(
             )
         inner = vars(inner).get("env")  # the environment that a wrapper wraps
 
-    def reset(key: Any, _: Any) -> tuple[Any, Any]:
-        state = raw.reset(key)
+    def reset(key: Any, params: Any) -> tuple[Any, Any]:
+        state = _with(raw, physics, params).reset(key)
         return state, state.obs
 
-    def step(_: Any, env_state: Any, action: Any, __: Any) -> Transition:
-        state = raw.step(env_state, action)
+    def step(_: Any, env_state: Any, action: Any, params: Any) -> Transition:
+        state = _with(raw, physics, params).step(env_state, action)
         return Transition(state, state.obs, state.reward, state.done > 0, False, state.metrics)
 
     observed = space_like(first_observation(reset))
     actions = box((raw.action_size,), "float32", -1.0, 1.0)
-    return jax_env(label, reset, step, observed, actions, num_envs, False, info_keys, starts, episode_length)
+    options = (num_envs, False, info_keys, starts, episode_length)
+    own = getattr(raw.unwrapped, physics, None)
+    return jax_env(label, reset, step, observed, actions, *options, default_params=own, param_keys=param_keys)
+
+
+def _with(env: Any, physics: str, params: Any) -> Any:
+    """The environment itself, or a copy with other parameters of the simulation under its wrappers, for one trace."""
+    if params is None:
+        return env
+    copied = copy.copy(env)
+    if "env" in vars(env):
+        copied.env = _with(env.env, physics, params)
+    else:
+        setattr(copied, physics, params)
+    return copied

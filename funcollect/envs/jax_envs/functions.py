@@ -25,6 +25,7 @@ def from_functions(
     info_keys: Sequence[str] = (),
     starts: Starts = "fresh",
     params: Any = None,
+    param_keys: Sequence[str] = (),
     name: str = "functions",
 ) -> FunctionsEnv:
     """A JAX environment from two pure functions of one lane, which the library batches, compiles and resets.
@@ -40,7 +41,9 @@ def from_functions(
         one_hot: in a batch, discrete actions are one-hot rows, TorchRL's encoding; `step` gets them as in the space.
         info_keys: the keys of `info` that a batch records under ``next.info``.
         starts: ``"cached"`` starts every episode of a lane as its first one: less work, and less variety.
-        params: the last argument of both functions, a pytree of arrays, or None.
+        params: the last argument of both functions, a pytree of arrays, or None. `set_env_params` changes them during
+            a run.
+        param_keys: the names of parameters that a batch records under ``env_params``, with dots between those of nodes.
         name: its name in messages.
 
     Raises:
@@ -64,7 +67,7 @@ def from_functions(
     check_function("reset", reset, "a function of a key and the parameters")
     check_function("step", step, "a function of a key, the state, an action and the parameters")
     options = (num_envs, one_hot, info_keys, starts, max_episode_steps, params)
-    env = jax_env(name, reset, step, observation_space, action_space, *options)
+    env = jax_env(name, reset, step, observation_space, action_space, *options, param_keys=param_keys)
     check_functions(env, env.params)
     return env
 

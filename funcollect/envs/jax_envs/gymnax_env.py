@@ -30,16 +30,17 @@ def from_gymnax(
     one_hot: bool = False,
     info_keys: Sequence[str] = (),
     starts: Starts = "fresh",
+    param_keys: Sequence[str] = (),
     **kwargs: Any,
 ) -> FunctionsEnv:
     """A JAX environment over gymnax's, without its autoreset; its time limit truncates.
 
     Args:
         env: an id such as ``"CartPole-v1"``, or an instance.
-        params: the environment's parameters; its defaults unless given.
+        params: the environment's parameters; its defaults unless given. `set_env_params` changes them during a run.
         info_keys: the keys of gymnax's `info`, such as ``"discount"``, that a batch records under ``next.info``.
         **kwargs: for `gymnax.make`.
-        num_envs, one_hot, starts: see `from_functions`.
+        num_envs, one_hot, starts, param_keys: see `from_functions`.
 
     Raises:
         ImportError: if the suite's package is not installed.
@@ -50,13 +51,14 @@ def from_gymnax(
     JaxEnv('gymnax/CartPole-v1', num_envs=64)
     """
     _, raw = _SUITE.make(env, kwargs)
-    params = raw.default_params if params is None else params
+    own = raw.default_params if params is None else params
 
-    def reset(key: Any, _: Any) -> tuple[Any, Any]:
-        observation, env_state = raw.reset_env(key, params)
+    def reset(key: Any, given: Any) -> tuple[Any, Any]:
+        observation, env_state = raw.reset_env(key, own if given is None else given)
         return env_state, observation
 
-    def step(key: Any, env_state: Any, action: Any, _: Any) -> Transition:
+    def step(key: Any, env_state: Any, action: Any, given: Any) -> Transition:
+        params = own if given is None else given
         observation, after, reward, terminated, info = raw.step_env(key, env_state, action, params)
         if hasattr(raw, "is_truncated"):
             truncated = raw.is_truncated(after, params)
@@ -68,10 +70,11 @@ def from_gymnax(
             truncated = after.time >= params.max_steps_in_episode
         return Transition(after, observation, reward, terminated, truncated, info)
 
-    observed = _space(raw.observation_space(params), first_observation(reset))
-    actions = _space(raw.action_space(params))
+    observed = _space(raw.observation_space(own), first_observation(reset))
+    actions = _space(raw.action_space(own))
     options = (num_envs, one_hot, info_keys, starts)
-    return jax_env(f"gymnax/{raw.name}", reset, step, observed, actions, *options, truncates=True)
+    more = {"truncates": True, "default_params": own, "param_keys": param_keys}
+    return jax_env(f"gymnax/{raw.name}", reset, step, observed, actions, *options, **more)
 
 
 def _space(given: Any, delivered: Any = None) -> Space:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -14,6 +14,7 @@ from funcollect.envs.base import AdaptedEnv, EnvBase
 from funcollect.envs.spaces import as_delivered
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax, own_generator
+from funcollect.messages import shown
 from funcollect.protocols import JaxEnv, Starts, Transition
 from funcollect.specs import ActionSpec, Space, observation_leaves
 
@@ -53,6 +54,8 @@ class FunctionsEnv(AdaptedEnv):
     starts: Starts = "fresh"
     max_episode_steps: int | None = None
     params: Any = None
+    default_params: Any = None  # what the functions use where they get None: a pytree, or None without any
+    param_keys: tuple[str, ...] = ()  # those that batches record under ``env_params``
     backend: Literal["jax"] = "jax"
 
 
@@ -85,6 +88,8 @@ def jax_env(
     max_episode_steps: int | None = None,
     params: Any = None,
     truncates: bool = False,
+    default_params: Any = None,
+    param_keys: Sequence[str] = (),
 ) -> FunctionsEnv:
     """Make the environment of two functions of one lane; `from_functions` documents the arguments.
 
@@ -95,6 +100,10 @@ def jax_env(
     check_num_envs(num_envs)
     check_optional_positive("max_episode_steps", max_episode_steps)
     check_keys("info_keys", info_keys, "discount")
+    default_params = params if default_params is None else default_params
+    check_keys("param_keys", param_keys, "gravity")
+    for name in param_keys:
+        param_of(default_params, name)
     check_choice("starts", starts, get_args(Starts))
     observed = as_delivered(observation_space)
     return FunctionsEnv(
@@ -109,7 +118,28 @@ def jax_env(
         max_episode_steps=max_episode_steps,
         params=params,
         truncates=truncates,
+        default_params=default_params,
+        param_keys=tuple(param_keys),
     )
+
+
+def default_params(env: Any) -> Any:
+    """The parameters of a JAX environment that `set_env_params` changes; None without any."""
+    own = getattr(env, "default_params", None)
+    return env.params if own is None else own
+
+
+def param_of(params: Any, name: str) -> Any:
+    """A parameter by its name, with dots between the names of nodes; ValueError if there is none."""
+    node = params
+    for part in name.split("."):
+        try:
+            node = node[part] if isinstance(node, Mapping) else getattr(node, part)
+        except (KeyError, AttributeError) as error:
+            raise ValueError(
+                f"param_keys has {name!r}, which the parameters {shown(params, 200)} lack: correct the name"
+            ) from error
+    return node
 
 
 def _with_infos(label: str, step: Callable[..., Any], info_keys: tuple[str, ...]) -> Step:

@@ -1,0 +1,295 @@
+"""`set_env_params`: parameters of JAX environments that change, by lane, at once or from the next episode on."""
+
+import itertools
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+import funcollect as fc
+from tests.support.cases import jax_mlp, torch_mlp
+from tests.support.compare import assert_same, compilations
+from tests.support.running import FORKS_OF_RAY, in_soak
+from tests.support.workers import TRANSPORTS, multi, ray_collector
+
+LENGTH = 4
+
+
+def reset(key, params):
+    """An episode of four steps, which sees its parameters."""
+    return jnp.zeros((), jnp.int32), seen(jnp.zeros((), jnp.int32), params)
+
+
+def step(key, time, action, params):
+    return time + 1, seen(time + 1, params), params["gain"] * 1.0, time + 1 >= LENGTH, False
+
+
+def seen(time, params):
+    return jnp.stack([time.astype(jnp.float32), params["gain"], params["wind"][0], params["wind"][1]])
+
+
+PARAMS = {"gain": np.float32(1.0), "wind": np.array([0.0, 0.5], np.float32)}
+OBSERVED = spaces.Box(-100, 100, (4,))
+
+
+def make(num_envs=3):
+    return fc.envs.from_functions(
+        reset, step, observation_space=OBSERVED, action_space=spaces.Discrete(2), num_envs=num_envs, params=PARAMS,
+        param_keys=["gain"], name="blow",
+    )  # fmt: skip
+
+
+def start(env, kind="random"):
+    policy = {"random": fc.random_policy, "jax": jax_mlp, "torch": torch_mlp}[kind](env)
+    return policy, fc.init(env, policy, seed=0)
+
+
+def gains(batch):
+    """The gain that lanes see: at the root of each frame, and after it."""
+    return batch["observation"][..., 1], batch["next", "observation"][..., 1]
+
+
+@pytest.mark.parametrize("kind", ["random", "jax", "torch"])
+def test_at_once_it_acts_in_the_current_episode_and_in_the_next_start(kind):
+    env = make()
+    policy, state = start(env, kind)
+    state, _ = fc.rollout(env, policy, state, 2)
+    state = fc.set_env_params(env, state, PARAMS | {"gain": 3.0}, at_once=True)
+    state, batch = fc.rollout(env, policy, state, 6)
+    roots, after = gains(batch)
+    assert roots[:, 0].eq(1).all()  # the observation that was there
+    assert roots[:, 1:].eq(3).all()
+    assert after.eq(3).all()
+    assert batch["next", "reward"].eq(3).all()
+    assert batch["env_params", "gain"].eq(3).all()
+    state = fc.set_env_params(env, state, PARAMS | {"gain": jnp.array([5.0, 6.0, 7.0])}, at_once=True)
+    _, batch = fc.rollout(env, policy, state, 9)
+    assert batch["next", "reward"][..., 0].eq(torch.tensor([[5.0], [6.0], [7.0]])).all()
+    assert gains(batch)[0][:, 1:].eq(torch.tensor([[5.0], [6.0], [7.0]])).all()
+
+
+@pytest.mark.parametrize("kind", ["random", "jax", "torch"])
+@pytest.mark.parametrize("new", [3.0, [3.0, 4.0, 5.0]])
+def test_from_the_next_episode_on(kind, new):
+    env = make()
+    policy, state = start(env, kind)
+    state, _ = fc.rollout(env, policy, state, 2)
+    state = fc.reset(env, state, torch.tensor([False, True, False]))
+    state = fc.set_env_params(env, state, PARAMS | {"gain": jnp.array(new)})
+    for length in (1, 5):
+        state, batch = fc.rollout(env, policy, state, length)
+        begun = batch["collector", "traj_ids"] > torch.tensor([[0], [4], [2]])
+        want = torch.where(begun, torch.tensor(new).reshape(-1, 1), 1.0)
+        assert torch.equal(batch["next", "reward"][..., 0], want)
+        assert torch.equal(batch["env_params", "gain"], want)
+        assert torch.equal(gains(batch)[0], want)
+
+
+def test_later_changes_compile_nothing():
+    env = make()
+    policy, state = start(env, "jax")
+    for at_once in (False, True):
+        for gain in (1.5, jnp.array([1.0, 2.0, 3.0])):
+            state = fc.set_env_params(env, state, PARAMS | {"gain": gain}, at_once=at_once)
+            state, _ = fc.rollout(env, policy, state, 3)
+    with compilations() as seen_now:
+        for gain in (9.0, jnp.array([4.0, 5.0, 6.0]), np.float64(7)):
+            for at_once in (False, True):
+                state = fc.set_env_params(env, state, PARAMS | {"gain": gain}, at_once=at_once)
+                state, batch = fc.rollout(env, policy, state, 3)
+    loops = [each for each in seen_now if "broadcast" not in str(each)]
+    assert len(loops) <= 1, loops
+    assert batch["next", "reward"].eq(7).all()
+
+
+def test_runs_are_the_same_however_they_are_cut_and_old_states_stay():
+    env = make()
+    policy, state = start(env, "jax")
+    state = fc.set_env_params(env, state, PARAMS | {"wind": jnp.arange(6.0).reshape(3, 2)})
+    _, whole = fc.rollout(env, policy, state, 12)
+    after, batches = state, []
+    for length in (1, 5, 6):
+        after, batch = fc.rollout(env, policy, after, length)
+        batches.append(batch.clone())
+    assert_same(torch.cat(batches, 1), whole.clone())
+    forked = fc.recover(env, fc.fork(env, after))
+    _, batch = fc.rollout(env, policy, forked, 2)
+    assert torch.equal(batch["observation"][:, 0, 2:], torch.arange(6.0).reshape(3, 2))
+
+
+@pytest.mark.parametrize("change", ["never", "shared", "by lane"])
+@pytest.mark.parametrize("episodes", ["continue", "restart"])
+def test_states_are_saved_with_them(change, episodes, tmp_path):
+    env = make()
+    policy, state = start(env, "jax")
+    if change == "shared":
+        state = fc.set_env_params(env, state, PARAMS | {"gain": 3.0}, at_once=True)
+    if change == "by lane":
+        state = fc.set_env_params(env, state, PARAMS | {"gain": jnp.array([2.0, 3.0, 4.0])})
+    state, _ = fc.rollout(env, policy, state, 2)
+    fc.save(tmp_path / "state", state)
+    loaded = fc.load(tmp_path / "state", make(), policy, episodes=episodes)
+    _, one = fc.rollout(env, policy, state, 9)
+    _, two = fc.rollout(env, policy, loaded.replace(origin=state.origin), 9)
+    if episodes == "continue":
+        assert_same(one, two)
+    else:
+        assert torch.equal(two["next", "reward"][:, -1], one["next", "reward"][:, -1])
+
+
+def test_collectors_pass_them_on_and_save_them(tmp_path):
+    env = make()
+    policy = jax_mlp(env)
+    keywords = {"frames_per_batch": 15, "seed": 0}
+    with fc.SyncDataCollector(env, policy, **keywords) as collector:
+        next(collector)
+        collector.set_env_params(PARAMS | {"gain": jnp.array([2.0, 3.0, 4.0])}, at_once=True)
+        batch = next(collector)
+        assert batch["next", "reward"][..., 0].eq(torch.tensor([[2.0], [3.0], [4.0]])).all()
+        collector.save(tmp_path / "run")
+        saved = collector.state_dict()
+        wanted = next(collector)
+    with fc.SyncDataCollector.load(tmp_path / "run", make(), policy) as collector:
+        assert_same(next(collector), wanted)
+    with fc.SyncDataCollector(make(), policy, **keywords) as collector:
+        collector.load_state_dict(saved)
+        assert next(collector)["next", "reward"][:, -1, 0].tolist() == [2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_workers_get_those_of_their_lanes(transport):
+    with multi(transport=transport, create_env_fn=[make] * 2, policy=None, frames_per_batch=30) as collector:
+        next(collector)
+        collector.set_env_params(PARAMS | {"gain": jnp.arange(6.0)}, at_once=True)
+        batch = next(collector)
+        assert batch["next", "reward"][..., 0].flatten(0, 1).eq(torch.arange(6.0)[:, None]).all()
+        collector.set_env_params(PARAMS | {"gain": 9.0}, at_once=True)
+        assert next(collector)["next", "reward"].eq(9).all()
+        with pytest.raises(ValueError, match=r"params\['gain'\] has the shape \[4\], expected \[\], or \[6\] for one"):
+            collector.set_env_params(PARAMS | {"gain": jnp.arange(4.0)})
+        next(collector)
+
+
+def test_a_replaced_worker_gets_them_again():
+    keywords = {"create_env_fn": [make] * 2, "policy": None, "frames_per_batch": 30, "on_failure": "restart"}
+    with multi(**keywords) as collector:
+        next(collector)
+        collector.set_env_params(PARAMS | {"gain": jnp.arange(6.0)}, at_once=True)
+        os.kill(collector.run.pool.records[1].handle.pid, signal.SIGKILL)
+        for batch in itertools.islice(collector, 3):
+            last = batch["next", "reward"][..., 0].flatten(0, 1).clone()
+        assert collector.stats()["restarts"] == 1
+        assert last.eq(torch.arange(6.0)[:, None]).all()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@FORKS_OF_RAY
+@pytest.mark.parametrize("workers", [1, *in_soak([2])])
+def test_ray(workers):
+    kind = fc.MultiSyncDataCollector if workers > 1 else fc.SyncDataCollector
+    own = {"num_collectors": 2, "collector_class": kind, "num_workers_per_collector": workers, "sync": True}
+    with ray_collector(make, frames_per_batch=60, **own) as collector:
+        next(collector)
+        lanes = 6 * workers
+        collector.set_env_params(PARAMS | {"gain": jnp.arange(lanes * 1.0)}, at_once=True)
+        batch = next(collector)
+        assert batch["next", "reward"][..., 0].reshape(lanes, -1).eq(torch.arange(lanes * 1.0)[:, None]).all()
+
+
+def test_gymnax_on_other_planets():
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=4, param_keys=["gravity", "force_mag"])
+    policy, state = start(env)
+    gravity = jnp.array([1.6, 3.7, 9.8, 24.8])
+    state = fc.set_env_params(env, state, env.default_params.replace(gravity=gravity), at_once=True)
+    _, batch = fc.rollout(env, policy, state, 30)
+    assert torch.equal(batch["env_params", "gravity"][:, 0], torch.tensor(np.array(gravity)))
+    assert batch["env_params", "force_mag"].eq(10).all()
+    for lane, value in enumerate(gravity):
+        alone = fc.make_env("gymnax/CartPole-v1", num_envs=4, params=env.default_params.replace(gravity=float(value)))
+        _, wanted = fc.rollout(alone, policy, fc.init(alone, policy, seed=0), 30)
+        torch.testing.assert_close(batch["observation"][lane], wanted["observation"][lane], atol=1e-5, rtol=1e-5)
+
+
+def test_the_time_limit_is_a_parameter_too():
+    env = fc.make_env("gymnax/Pendulum-v1", num_envs=2)
+    policy, state = start(env)
+    short = env.default_params.replace(max_steps_in_episode=5)
+    state = fc.set_env_params(env, state, short, at_once=True)
+    _, batch = fc.rollout(env, policy, state, 10)
+    assert batch["next", "truncated"][..., 0].nonzero()[:, 1].tolist() == [4, 9, 4, 9]
+
+
+def randomized(system, keys):
+    """Domain randomisation as brax has it: a system whose masses have a first dimension, and which leaves do."""
+
+    @jax.vmap
+    def draw(key):
+        return system.link.inertia.mass * jax.random.uniform(key, minval=0.5, maxval=2.0)
+
+    axes = jax.tree.map(lambda leaf: None, system).tree_replace({"link.inertia.mass": 0})
+    return system.tree_replace({"link.inertia.mass": draw(keys)}), axes
+
+
+def test_brax_systems_with_its_own_way_of_randomising():
+    env = fc.make_env("brax/inverted_pendulum", num_envs=3, param_keys=["link.inertia.mass"])
+    policy, state = start(env)
+    system, _ = randomized(env.default_params, jax.random.split(jax.random.key(0), 3))
+    state = fc.set_env_params(env, state, system)
+    state = fc.reset(env, state)
+    _, batch = fc.rollout(env, policy, state, 5)
+    mass = batch["env_params", "link", "inertia", "mass"]
+    assert mass.shape == (3, 5, 2)
+    assert torch.equal(mass[:, 0], torch.tensor(np.array(system.link.inertia.mass)))
+    other = fc.make_env("brax/inverted_pendulum", num_envs=3)
+    _, plain = fc.rollout(other, policy, fc.reset(other, fc.init(other, policy, seed=0)), 5)
+    assert torch.equal(batch["observation"][:, 0], plain["observation"][:, 0])  # equal starts
+    assert (batch["observation"][:, -1] != plain["observation"][:, -1]).any(-1).all()  # other masses
+
+
+def test_partitions_split_what_lanes_have_of_their_own():
+    env = make()
+    _, state = start(env)
+    state = fc.set_env_params(env, state, PARAMS | {"gain": jnp.arange(3.0)})
+    parts = fc.traced.partition(state, "devices")
+    spec = jax.sharding.PartitionSpec
+    assert parts.env_params.shared == spec()
+    assert parts.env_params.current == parts.env_params.coming == spec("devices")
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"gain": 1.0}, "params is .*, expected .*: change leaves of env.default_params"),
+        (
+            PARAMS | {"gain": jnp.ones(2)},
+            r"params\['gain'\] has the shape \[2\], expected \[\], or \[3\] for one in each",
+        ),
+        (PARAMS | {"wind": jnp.ones((2, 2))}, r"params\['wind'\] has the shape \[2, 2\], expected \[2\], or \[3, 2\]"),
+    ],
+)
+def test_params_that_do_not_fit(params, message):
+    env = make()
+    with pytest.raises(ValueError, match=message):
+        fc.set_env_params(env, start(env)[1], params)
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1", "pgx/tic_tac_toe"])
+def test_environments_without_parameters(name):
+    env = fc.make_env(name, num_envs=2)
+    with pytest.raises(TypeError, match="has no parameters that can be set here"):
+        fc.set_env_params(env, start(env)[1], None)
+    with (
+        fc.MultiSyncDataCollector([name], frames_per_batch=4, in_process=True) as collector,
+        pytest.raises(TypeError, match="has no parameters that can be set"),
+    ):
+        collector.set_env_params(None)
+
+
+def test_a_key_that_is_no_parameter():
+    with pytest.raises(ValueError, match=r"param_keys has 'gravitas', which the parameters .* lack"):
+        fc.make_env("gymnax/CartPole-v1", param_keys=["gravitas"])
