@@ -240,7 +240,7 @@ def _check(name: str, part: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _layout(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The shapes of a saved part by name; of an optimizer, whose state is empty at first, those of its parameters."""
+    """The shapes and dtypes of a saved part by name; of an optimizer, whose state begins empty, its parameters'."""
     if "group" in saved:
         parts = {name: _layout(each) for name, each in saved["group"].items()}
         return {f"{name}.{key}": shape for name, part in parts.items() for key, shape in part.items()}
@@ -251,7 +251,10 @@ def _layout(saved: Mapping[str, Any]) -> dict[str, Any]:
     if "param_groups" in state:
         groups = {f"the parameters of group {number}": shapes for number, shapes in enumerate(saved["shapes"])}
         return {"the class": saved["kind"], **groups}
-    return {name: tuple(value.shape) if hasattr(value, "shape") else None for name, value in state.items()}
+    return {
+        name: (str(value.dtype).removeprefix("torch."), *value.shape) if hasattr(value, "shape") else None
+        for name, value in state.items()
+    }
 
 
 def _restored(part: Any, saved: Mapping[str, Any]) -> Any:

@@ -24,6 +24,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
     Until then, and after a crash, `path` is what it was before.
     """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder, expected a file: pass another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
@@ -63,7 +65,8 @@ def _reading(path: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except Exception as error:
-        raise ValueError(f"{path} cannot be read ({error!r}): it is damaged, or another kind of file") from error
+        name = type(error).__name__  # its message may advise to unpickle the file
+        raise ValueError(f"{path} cannot be read ({name}): it is damaged, or another kind of file") from error
 
 
 def write_data(path: Path, kind: str, value: Any) -> None:

@@ -18,7 +18,9 @@ torch.Size([4, 100, 4])
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -31,7 +33,7 @@ from torch import Tensor
 from funcollect.arguments import check_choice, check_kind, check_number
 from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import shown
-from funcollect.specs import Space
+from funcollect.specs import FINAL, Space
 from funcollect.tree import flatten, key_of, nest
 
 __all__ = ["RunningStatistics", "denormalize", "init", "merge", "normalize", "update"]
@@ -91,6 +93,8 @@ def none_like(stats: RunningStatistics) -> RunningStatistics:
 def _shapes(space: Any, name: str) -> dict[str, tuple[int, ...]]:
     """The shapes of the leaves of floats, by name."""
     if isinstance(space, spaces.Dict):
+        if dotted := [key for key in space.spaces if "." in key]:
+            raise ValueError(f"the key {dotted[0]!r} of the space holds a dot, which joins keys here: rename it")
         parts = [_shapes(each, f"{name}.{key}" if name else key) for key, each in space.spaces.items()]
         return {key: shape for part in parts for key, shape in part.items()}
     if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
@@ -116,7 +120,7 @@ def update(stats: RunningStatistics, batch: Any, *, weights: Any = None) -> Runn
     values = _observations(stats, batch)
     names = list(stats.mean)
     lead = tuple(values[names[0]].shape)[: values[names[0]].ndim - stats.mean[names[0]].ndim]
-    if weights is None and isinstance(batch, TensorDictBase):
+    if weights is None and isinstance(batch, (TensorDictBase, Mapping)):
         weights = _counting(batch)
     in_jax = not isinstance(stats.count, Tensor)
     for name in names:
@@ -132,15 +136,16 @@ def update(stats: RunningStatistics, batch: Any, *, weights: Any = None) -> Runn
 
 
 def _check(name: str, stats: Any) -> None:
-    check_kind(name, stats, RunningStatistics, "pass the result of init, update or merge")
+    check_kind(name, stats, RunningStatistics, "pass the result of init, update or merge, or RunningStatistics(*saved)")
 
 
-def _counting(batch: TensorDictBase) -> Tensor | None:
-    """Which frames of a batch count: neither padding nor repeated ones; None for all."""
-    flags = [~batch[key][..., 0] for key in (("done",),) if key in batch.keys(True)]
-    if ("collector", "mask") in batch.keys(True):
-        flags.append(batch["collector", "mask"])
-    return torch.stack(flags).all(0) if flags else None
+def _counting(batch: Any) -> Any:
+    """Which frames of a batch, or of a dict of its leaves, count: neither padding nor repeated ones; None for all."""
+    flat = flatten(batch)
+    flags = [~flat["done",][..., 0]] if ("done",) in flat else []
+    if (mask := flat.get(("collector", "mask"))) is not None:
+        flags.append(mask)
+    return functools.reduce(operator.and_, flags) if flags else None
 
 
 def _observations(stats: RunningStatistics, batch: Any) -> dict[str, Any]:
@@ -178,14 +183,17 @@ def _moments_in_jax(stats: RunningStatistics, values: Mapping[str, Any], weights
     """The statistics of one batch of `size` observations."""
     jnp = import_jax().numpy
     weights = weights.numpy(force=True) if isinstance(weights, Tensor) else weights
+    if weights is not None and not isinstance(weights, import_jax().core.Tracer):
+        given = np.asarray(weights)
+        if given.dtype != bool and ((given != 0) & (given != 1)).any():
+            raise ValueError(f"weights is {shown(weights)}, expected bools, or zeros and ones: pass what counts")
     chosen = jnp.ones(size, bool) if weights is None else jnp.asarray(weights).reshape(-1) != 0
     count = chosen.sum(dtype=jnp.uint32)
     total = jnp.maximum(count, 1)
     mean, variance = {}, {}
     for name, value in values.items():
-        rows = jnp.asarray(value.numpy(force=True) if isinstance(value, Tensor) else value).reshape(
-            size, *stats.mean[name].shape
-        )
+        given = jnp.asarray(value.numpy(force=True) if isinstance(value, Tensor) else value)
+        rows = given.astype(stats.mean[name].dtype).reshape(size, *stats.mean[name].shape)
         kept = chosen.reshape(size, *[1] * (rows.ndim - 1))
         mean[name] = jnp.where(kept, rows, 0).sum(0) / total
         variance[name] = jnp.where(kept, rows - mean[name], 0).__pow__(2).sum(0) / total
@@ -202,16 +210,7 @@ def merge(one: RunningStatistics, other: RunningStatistics) -> RunningStatistics
     _check("one", one)
     _check("other", other)
     names, in_torch = sorted(one.mean), isinstance(one.count, Tensor)
-    if names != sorted(other.mean):
-        raise ValueError(
-            f"the statistics have the keys {names} and {sorted(other.mean)}, expected the same: merge those"
-        )
-    if in_torch is not isinstance(other.count, Tensor):
-        first, second = ("Torch", "JAX") if in_torch else ("JAX", "Torch")
-        raise TypeError(
-            f"the statistics are of {first} and of {second}, expected one framework: start both with the same backend, "
-            f"running_statistics.init(space, backend={first.lower()!r})"
-        )
+    check_alike(one, other)
     if in_torch:
         count = one.count + other.count
         share = other.count.double() / count.clamp(min=1)
@@ -228,6 +227,23 @@ def merge(one: RunningStatistics, other: RunningStatistics) -> RunningStatistics
     return RunningStatistics(count, mean, variance)
 
 
+def check_alike(one: RunningStatistics, other: Any) -> None:
+    """Raise TypeError for other statistics in another framework, and ValueError for other keys or shapes."""
+    _check("the other", other)
+    in_torch = isinstance(one.count, Tensor)
+    if in_torch is not isinstance(other.count, Tensor):
+        first, second = ("Torch", "JAX") if in_torch else ("JAX", "Torch")
+        raise TypeError(
+            f"the statistics are of {first} and of {second}, expected one framework: start both with the same backend, "
+            f"running_statistics.init(space, backend={first.lower()!r})"
+        )
+    shapes = [{name: tuple(np.shape(each)) for name, each in sorted(stats.mean.items())} for stats in (one, other)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"the statistics have the keys and shapes {shapes[0]} and {shapes[1]}, expected the same: pass those"
+        )
+
+
 def _sum_of_words(one: Any, other: Any) -> Any:
     """The sum of two counts of 64 bits, each uint32 [2]."""
     low = one[0] + other[0]
@@ -241,12 +257,18 @@ def _float_of(words: Any) -> Any:
 def normalize(stats: RunningStatistics, observation: Any, *, clip: float | None = None) -> Any:
     """The observation with mean 0 and variance 1, in its own dtype: ``(x - mean) / sqrt(variance + 1e-8)``.
 
+    Integers are normalised in the dtype of the statistics.
+
     Args:
         stats: the statistics; as they are, nothing is updated.
         observation: an array [..., *shape] of NumPy, Torch or JAX, whichever has the statistics; a dict of arrays; or
             a batch, whose observations before and after each step are normalised (the latter under ``next``). Other
             keys stay as they are.
         clip: the largest absolute value of the result.
+
+    Raises:
+        KeyError: if an observation is missing.
+        ValueError: for an observation of another shape, and a batch without its next observations (``compact_obs``).
     """
     _check("stats", stats)
     if clip is not None:
@@ -266,24 +288,34 @@ def denormalize(stats: RunningStatistics, observation: Any) -> Any:
 
 
 def _like(moment: Any, value: Any) -> Any:
-    """A moment in the framework and the dtype of an observation."""
+    """A moment in the framework of an observation, and in its dtype if that is one of floats."""
     if isinstance(value, Tensor):
-        return (moment if isinstance(moment, Tensor) else torch.from_numpy(np.array(moment))).to(value)
+        own = moment if isinstance(moment, Tensor) else torch.from_numpy(np.array(moment))
+        return own.to(value) if value.is_floating_point() else own.to(value.device)
     if isinstance(moment, Tensor):
         moment = moment.numpy(force=True)
     elif isinstance(value, np.ndarray) and not isinstance(moment, import_jax().core.Tracer):
         moment = np.asarray(moment)
-    return moment.astype(value.dtype)
+    floats = np.issubdtype(value.dtype, np.floating) or value.dtype.name in ("bfloat16", "float16")
+    return moment.astype(value.dtype) if floats else moment
 
 
 def _applied(stats: RunningStatistics, observation: Any, function: Callable[[Any, Any, Any], Any]) -> Any:
     """The result of a function of (value, mean, deviation) for each leaf that has statistics."""
 
     def leaf(name: str, value: Any) -> Any:
+        value = value if hasattr(value, "dtype") else np.asarray(value)
+        own = tuple(stats.mean[name].shape)
+        if tuple(value.shape[value.ndim - len(own) :]) != own:
+            raise ValueError(f"{name!r} is {list(value.shape)}, expected [..., *{list(own)}]: pass what the space has")
         deviation = (stats.variance[name] + EPSILON) ** 0.5
         return function(value, _like(stats.mean[name], value), _like(deviation, value))
 
     if isinstance(observation, TensorDictBase):
+        if observation.get(FINAL, None) is not None:
+            raise ValueError(
+                "the batch lacks next observations (compact_obs=True): pass funcollect.next_observations(batch)"
+            )
         result, known = observation.copy(), set(flatten(observation))
         for name in stats.mean:
             path = tuple(name.split("."))
@@ -294,7 +326,11 @@ def _applied(stats: RunningStatistics, observation: Any, function: Callable[[Any
     if isinstance(observation, Mapping):
         flat = flatten(observation)
         names = {path: ".".join(path[1:] if path[0] == "next" else path) for path in flat}
+        if missing := sorted(stats.mean.keys() - {*names.values()}):
+            raise KeyError(f"the observation lacks {missing}, of which there are statistics: pass all of it")
         return nest(
             {path: leaf(names[path], each) if names[path] in stats.mean else each for path, each in flat.items()}
         )
+    if len(stats.mean) > 1:
+        raise ValueError(f"there are statistics of {sorted(stats.mean)}, but one array is given: pass a dict of these")
     return leaf(next(iter(stats.mean)), observation)

@@ -40,6 +40,10 @@ RESERVED = frozenset(
 )
 
 
+# Where a batch without next observations has those that no following frame has; see `funcollect.next_observations`.
+FINAL = ("collector", "final_observations")
+
+
 @cache
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     """The dtype of a Torch tensor over a NumPy array of this dtype."""

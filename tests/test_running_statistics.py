@@ -205,7 +205,68 @@ def test_bad_arguments_are_refused():
         rs.update(stats, torch.zeros(5, 3), weights=torch.ones(4))
     with refused(ValueError, ("'observation' is [5, 2]", "expected [5, 3]")):
         rs.update(stats, torch.zeros(5, 2))
-    with refused(ValueError, ("the keys ['observation'] and ['a']",)):
+    with refused(ValueError, ("the keys and shapes {'observation': (3,)} and {'a': (3,)}",)):
         rs.merge(stats, rs.init(spaces.Dict({"a": BOX})))
     with refused(TypeError, ("of Torch and of JAX", "init(space, backend='torch')")):
         rs.merge(stats, rs.init(BOX, backend="jax"))
+
+
+def test_what_does_not_fit_the_statistics_is_refused():
+    box = spaces.Box(-1, 1, (2,))
+    stats = rs.init(box)
+    both = rs.init(spaces.Dict({"a": box, "b": box}))
+    narrow = rs.init(spaces.Box(-1, 1, (1,)))
+    for error, message, call in (
+        (
+            ValueError,
+            "'observation' is .3, 1., expected",
+            lambda: rs.normalize(stats, torch.ones(3, 1)),
+        ),
+        (ValueError, "expected the same", lambda: rs.merge(stats, narrow)),
+        (KeyError, "lacks .'b'.", lambda: rs.normalize(both, {"a": torch.ones(3, 2)})),
+        (ValueError, "pass a dict of these", lambda: rs.normalize(both, torch.ones(3, 2))),
+        (ValueError, "holds a dot", lambda: rs.init(spaces.Dict({"a.b": box}))),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_integers_and_half_precision():
+    box = spaces.Box(-1, 1, (2,))
+    stats = rs.update(rs.init(box), torch.tensor([[0.0, 0.0], [4.0, 8.0]]))
+    for given in (torch.tensor([[4, 8]]), np.array([[4, 8]]), [[4, 8]]):
+        assert np.asarray(rs.normalize(stats, given)) == pytest.approx(np.ones((1, 2)))
+    in_jax = rs.init(box, backend="jax")
+    rows = jnp.full((4000, 2), 50.0, jnp.float16)  # whose sum float16 does not have
+    updated = rs.update(in_jax, rows)
+    assert np.asarray(updated.mean["observation"]) == pytest.approx([50, 50])
+    with pytest.raises(ValueError, match=r"weights is .*, expected bools"):
+        rs.update(in_jax, rows, weights=jnp.full(4000, 0.5))
+
+
+def test_padding_counts_for_nothing_in_either_framework():
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
+    given = {"frames_per_batch": 40, "seed": 0, "trajs_per_batch": 3, "traj_format": "padded"}
+    with fc.SyncDataCollector(env, fc.random_policy(env), **given) as collector:
+        batch = next(collector)
+    stats = rs.init(env.observation_space, backend="jax")
+    for each in (batch, fc.interop.to_jax(batch)):
+        count = rs.update(stats, each).count
+        assert int(count[0]) == int(batch["collector", "mask"].sum())
+
+
+def test_a_batch_without_next_observations_is_refused_and_statistics_that_do_not_fit_the_policy():
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    with fc.SyncDataCollector(env, None, frames_per_batch=40, compact_obs=True) as collector:
+        batch = next(collector)
+    stats = rs.init(env.observation_space)
+    with pytest.raises(ValueError, match="next_observations"):
+        rs.normalize(stats, batch)
+    policy = fc.normalized(fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical), stats)
+    for wrong in (
+        rs.init(spaces.Box(-1, 1, (3,))),
+        rs.init(env.observation_space, backend="jax"),
+        3,
+    ):
+        with pytest.raises((TypeError, ValueError), match="expected"):
+            policy.statistics = wrong

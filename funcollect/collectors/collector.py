@@ -262,6 +262,8 @@ class CollectorBase(RunOptions, ABC):
         self.continue_run(saved["run"], episodes)
         moments = saved.get("moments")
         self._moments = None if moments is None else RunningStatistics(*moments)
+        if isinstance(self.policy, Normalized) and self.params is not None:
+            self.policy.statistics = self.policy.pair(self.params)[1]
         pending = saved.get("pending", {}).items()
         self._pending = {source: PendingTrajectories.from_plain(data) for source, data in pending}
 

@@ -16,6 +16,7 @@ from funcollect.collectors.source import RunnerSpec
 from funcollect.core import api
 from funcollect.core.apply import apply
 from funcollect.core.env_params import set_env_params
+from funcollect.core.exploration import check_given
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.restore import SAVED, counts_of, go_on, next_seed, reseed, resume, saved_state
 from funcollect.core.rollout_trajectories import check_limited, is_limited
@@ -75,6 +76,7 @@ class Runner:
         shard, lanes = options.shard, self.env.num_envs or 1
         self.lanes = shard.count * lanes
         api.check_pair(self.env, self.policy)
+        check_given(self.policy, options.exploration)
         if options.trajs_per_batch is not None:
             check_limited(is_limited(self.env, options.max_frames_per_traj), repr(self.env))
         self.state = api.init_lanes(

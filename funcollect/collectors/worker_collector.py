@@ -23,12 +23,15 @@ from funcollect.collectors.workers.pool import FailurePolicy
 from funcollect.collectors.workers.run import WorkerRun
 from funcollect.collectors.workers.transport import Transport
 from funcollect.collectors.workers.worker import Job, runners_of
+from funcollect.core.evaluate_actions import remember_spaces
+from funcollect.core.exploration import check_given
 from funcollect.core.restore import next_seed
 from funcollect.core.rollout_trajectories import check_limited
 from funcollect.core.saving import Episodes
 from funcollect.errors import WorkerError
 from funcollect.keys import key_from_seed
 from funcollect.processes.child import OnFailure
+from funcollect.protocols import is_policy
 
 
 @collector
@@ -88,6 +91,8 @@ class WorkerCollector(CollectorBase):
                 "(a new worker replaces it): pass one of them"
             )
         self.options = options
+        if is_policy(self.policy):
+            check_given(self.policy, options.exploration)
         self._check_statistics()
 
     def _launch(
@@ -99,9 +104,12 @@ class WorkerCollector(CollectorBase):
         failure_policy = FailurePolicy(self.timeout + grace, self.start_timeout + grace, self.on_failure)
         self.run = WorkerRun(jobs, transport, failure_policy, self.policy, join, prefetch=prefetch)
         self._finalizer = weakref.finalize(self, self.run.close)
-        if self.trajs_per_batch is not None and not self.run.info.limited:
+        info = self.run.info
+        if is_policy(self.policy):
+            remember_spaces(self.policy, info.space, info.leaves, info.action)
+        if self.trajs_per_batch is not None and not info.limited:
             self.shutdown()
-            check_limited(self.run.info.limited, self.run.info.label)
+            check_limited(info.limited, info.label)
 
     @property
     def num_envs(self) -> int | None:

@@ -81,7 +81,7 @@ def check_pair(env: Any, policy: Any) -> None:
     if env.backend not in (backends := get_args(Backend)):
         raise TypeError(f"env has the backend {env.backend!r}, expected one of {sorted(backends)}")
     policy.check(env.action_spec)
-    remember_spaces(policy, env)
+    remember_spaces(policy, env.observation_space, env.observation_leaves, env.action_spec)
     if isinstance(policy, TorchBacked) and policy.compiler is not None:
         route_of(env, policy)  # raises now if the route that `compile` demands is impossible
 

@@ -81,12 +81,12 @@ def _in_jax() -> _Framework:
     return _Framework(jax_numerics(), jax.tree.map, jax.numpy.astype, where_lanes, jax.lax.scan)
 
 
-def remember_spaces(policy: Policy, env: Env) -> None:
+def remember_spaces(policy: Policy, space: Space, leaves: Sequence[Leaf], spec: ActionSpec) -> None:
     """Keep the spaces of an environment that a policy acts in, for `evaluate_actions`."""
     known: list[_Spaces] = memo_of(policy).setdefault("spaces", [])
-    paths = [leaf.path for leaf in env.observation_leaves]
-    if not any(spec == env.action_spec and [leaf.path for leaf in leaves] == paths for _, leaves, spec in known):
-        known.append((env.observation_space, env.observation_leaves, env.action_spec))
+    paths = [leaf.path for leaf in leaves]
+    if not any(spec == other and [leaf.path for leaf in own] == paths for _, own, other in known):
+        known.append((space, tuple(leaves), spec))
 
 
 def evaluate_actions(

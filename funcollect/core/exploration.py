@@ -31,6 +31,13 @@ def check_values(exploration: Any) -> None:
         )
 
 
+def check_given(policy: Policy, given: Mapping[str, Any]) -> None:
+    """Raise what `exploration_values` would raise, without calling the functions among the values."""
+    own = policy.exploration
+    constants = {name: own.get(name, 0.0) if callable(value) else value for name, value in given.items()}
+    exploration_values(policy, constants, 0)
+
+
 def exploration_values(policy: Policy, given: Mapping[str, Any], frames: int | None = None) -> Mapping[str, Any]:
     """Return all values of `Policy.exploration`, those `given` in place of the policy's own.
 

@@ -18,7 +18,7 @@ from funcollect.policies.jax_functions.jax_policy import JaxPolicy
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.policies.weights import matched
 from funcollect.protocols import Policy
-from funcollect.running_statistics import EPSILON, RunningStatistics
+from funcollect.running_statistics import EPSILON, RunningStatistics, check_alike
 from funcollect.tree import flatten, nest
 
 
@@ -137,6 +137,7 @@ class NormalizedTorch(TorchPolicy):
 
     @statistics.setter
     def statistics(self, stats: RunningStatistics) -> None:
+        check_alike(self.statistics, stats)
         own = dict(self._module.statistics.named_buffers())
         with torch.no_grad():
             for name, tensor in _buffers(stats).items():
@@ -224,6 +225,7 @@ class NormalizedJax(JaxPolicy):
 
     @statistics.setter
     def statistics(self, stats: RunningStatistics) -> None:
+        check_alike(self.statistics, stats)
         self.params = (self.params[0], stats)
 
 

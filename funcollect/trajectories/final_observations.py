@@ -11,9 +11,8 @@ from tensordict import TensorDictBase, is_non_tensor
 from torch import Tensor
 from typing_extensions import override
 
+from funcollect.specs import FINAL
 from funcollect.tree import Path
-
-FINAL = ("collector", "final_observations")
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -24,7 +24,7 @@ from funcollect.core.saving import Episodes
 from funcollect.messages import shown
 from funcollect.policies.torch_modules.sending import dumps, unpack
 from funcollect.processes.failures import Failure
-from funcollect.specs import ActionSpec, Leaf
+from funcollect.specs import ActionSpec, Leaf, Space
 from funcollect.trajectories.final_observations import FinalObservations, detach
 
 
@@ -98,6 +98,7 @@ class WorkerInfo(NamedTuple):
 
     num_envs: int | None
     length: int  # T
+    space: Space
     leaves: tuple[Leaf, ...]
     action: ActionSpec
     label: str
@@ -251,6 +252,7 @@ class Worker(WorkerBase):
         return WorkerInfo(
             env.num_envs,
             self._runner.length,
+            env.observation_space,
             env.observation_leaves,
             env.action_spec,
             repr(env),
