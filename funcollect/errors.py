@@ -30,6 +30,10 @@ class EnvError(FuncollectError, RuntimeError):
     """An environment raised, or returned something outside of its own spaces. The message names the lane."""
 
 
+class NotCalledError(EnvError):
+    """The process of some lanes had ended before a function was called, so it was called in none."""
+
+
 class LanesLostError(EnvError):
     """The simulators of some lanes are gone, and others can take their place.
 

@@ -35,7 +35,8 @@ def apply(
     Raises:
         TypeError: for an environment without an object for each lane, and what cannot be sent.
         StaleStateError: if the state has been superseded by a later one.
-        EnvError: if the function raises; the message names the lane, and `recover` begins new episodes.
+        EnvError: if the function raises, or a process is lost. `recover` begins new episodes; lanes in which the
+            function had returned have been changed, so let it set values rather than add to them, and call it again.
 
     >>> import funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)

@@ -3,15 +3,17 @@
 import itertools
 import os
 import signal
+import time
 import warnings
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 
 import funcollect as fc
 from tests.support.compare import assert_same
-from tests.support.lane_workers import pids_of
+from tests.support.lane_workers import pids_of, workers_of
 from tests.support.running import FORKS_OF_RAY, in_soak
 from tests.support.workers import TRANSPORTS, multi, ray_collector
 
@@ -259,3 +261,86 @@ def test_ray(workers):
         next(collector)
         assert collector.apply(set_force, 50.0) == [1] * 2 * workers
         assert collector.apply(force_of) == [50.0] * 2 * workers
+
+
+class Moved(gymnasium.Env):
+    """Its position is 0 at a reset, and otherwise what functions make it."""
+
+    observation_space = gymnasium.spaces.Box(-9, 9, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.position = 0.0
+        return self._seen(), {}
+
+    def step(self, action):
+        return self._seen(), 0.0, False, False, {}
+
+    def _seen(self):
+        return np.array([self.position], np.float32)
+
+
+def move(lane, by):
+    lane.position += by
+
+
+def test_an_episode_that_a_lost_worker_begins_again_had_the_call_before_it():
+    env = fc.make_env(Moved, num_envs=2, num_workers=2, on_failure="restart")
+    policy = fc.random_policy(env)
+    state, _ = fc.apply(env, fc.init(env, policy, seed=0), move, 1.0)
+    os.kill(pids_of(state)[1], signal.SIGKILL)
+    with pytest.warns(RuntimeWarning, match="another takes its place"):
+        state, batch = fc.rollout(env, policy, state, 3)
+    assert batch["next", "observation"][:, -1, 0].tolist() == [1, 0]
+    fork = fc.fork(env, state)
+    assert_same(fc.rollout(env, policy, fork, 2)[1], fc.rollout(env, policy, state, 2)[1])
+    for each in (fork, state):
+        fc.close(each)
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_nothing_is_called_where_a_process_has_ended(on_failure):
+    env = fc.make_env(Moved, num_envs=4, num_workers=2, on_failure=on_failure)
+    policy = fc.random_policy(env)
+    with fc.SyncDataCollector(env, policy, frames_per_batch=8, seed=0) as collector:
+        next(collector)
+        worker = workers_of(collector.state)[1]
+        os.kill(worker._child.pid, signal.SIGKILL)
+        while not worker.has_ended():
+            time.sleep(0.01)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(fc.EnvError, match=r"lanes 2 to 3 \(worker 1\): its process was"):
+                collector.apply(move, 1.0)
+        assert next(collector)["next", "observation"].eq(0).all()
+        collector.apply(move, 1.0)
+        assert next(collector)["next", "observation"].eq(1).all()
+        fc.close(fc.fork(env, collector.state))
+
+
+def test_a_function_that_raised_in_some_lanes_leaves_a_state_that_is_not_copied(tmp_path):
+    env = fc.make_env([make, make])
+    policy = fc.random_policy(env)
+    state = fc.init(env, policy, seed=0)
+    with pytest.raises(fc.EnvError, match="lane 1"):
+        fc.apply(env, state, once, str(tmp_path / "first"))
+    state = fc.recover(env, state)
+    for call in (lambda: fc.fork(env, state), lambda: fc.save(tmp_path / "state", state)):
+        with pytest.raises(fc.ReplayError, match="a function was applied and raised in one lane"):
+            call()
+    fc.rollout(env, policy, state, 3)
+
+
+def once(lane, file):
+    with open(file, "x"):
+        set_force(lane, 20.0)
+
+
+def test_a_process_that_hangs_in_a_call_is_reported():
+    env = fc.make_env(make, num_envs=2, num_workers=2, timeout=1.0)
+    state = fc.init(env, fc.random_policy(env), seed=0)
+    os.kill(pids_of(state)[1], signal.SIGSTOP)
+    with pytest.raises(fc.EnvError, match=r"lane 1 \(worker 1\): its process has not answered for 1 s"):
+        fc.apply(env, state, force_of)
+    fc.close(state)

@@ -109,6 +109,9 @@ def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -
         for part in parts:
             running.enter_context(part.actor.running())
         _take_turns([part.steps(simulation, state, request) for part in parts])
+        while simulation.lost_in(range(state.num_lanes)):  # a part that waited longer may have lost another's lanes
+            for part in parts:
+                part.replace_lost(simulation, request)
         policy_states, outputs = zip(*(part.finish() for part in parts), strict=True)
     columns |= _joined_infos([part.recording for part in parts])
     acted = _side_by_side(outputs)
@@ -217,7 +220,7 @@ class _Part:
         simulation.begin_again(lanes, self._cut(t, own))
         return own
 
-    def _replace_lost(self, simulation: Simulation, request: Request) -> None:
+    def replace_lost(self, simulation: Simulation, request: Request) -> None:
         """Begin other episodes after the last step in lanes that are lost by then."""
         for lost in simulation.lost_in(self._lanes):
             own = self._begin_again(request.length, lost, simulation)
@@ -277,7 +280,6 @@ class _Part:
                     next_cut = _next_cut(limit, request)
         check_outcome(outcome, lanes)  # an environment that returns wrong values does so in the last step, too
         recording.finish()
-        self._replace_lost(simulation, request)
 
 
 def _next_cut(limit: TrajectoryLimit | None, request: Request) -> int:

@@ -38,6 +38,11 @@ def record_of(source: Simulation, aim: str, advice: str) -> SimulationRecord:
         )
     if env.forking == "none":
         raise ReplayError(f"{env} is seeded by {env.seeding} and gives no snapshot, so it cannot be {aim}: {advice}")
+    if source.changed_in_part:
+        raise ReplayError(
+            f"{env} cannot be {aim}: a function was applied and raised in one lane, so that others may have been "
+            "changed alone: make a new state with funcollect.init"
+        )
     record = source.record()
     if env.forking == "replay" and record.actions is None:
         raise ReplayError(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funcollect.errors import ClosedError, LanesLostError, StaleStateError
+from funcollect.errors import ClosedError, EnvError, LanesLostError, NotCalledError, StaleStateError
 from funcollect.keys import Key, Purpose, lane_keys
 from funcollect.protocols import (
     HostEnv,
@@ -79,6 +79,11 @@ class AppliedCall(NamedTuple):
     steps: int  # of every lane before the call
     episodes: list[int]  # [P], the episode that each lane was in; -1 for none that can come again
 
+    def moved_before(self, episodes: Mapping[int, int]) -> AppliedCall:
+        """The call as if it had been made before these episodes, by lane, in which it was made."""
+        own = [-1 if episodes.get(lane) == episode else episode for lane, episode in enumerate(self.episodes)]
+        return self._replace(episodes=own) if episodes else self
+
     def lanes(self, episodes: Sequence[int], *, during: bool) -> list[int]:
         """The lanes in which the call was made during these episodes [P], or those in which it was made before."""
         return [lane for lane, own in enumerate(self.episodes) if (own == episodes[lane]) == during]
@@ -128,6 +133,7 @@ class Simulation:
         self.busy = False
         self.closed = False
         self.calls: list[AppliedCall] = []
+        self.changed_in_part = False  # whether a function raised, so that only some lanes' environments have changed
         self.rekey(key, [-1] * len(self.lanes), 0)
         self.action_log = ActionLog(len(self.lanes), _LONGEST_LOG if env.forking == "replay" else 0)
         self.last_outcome: Outcome = ((), (), (), ())  # read by `FinishedLanes`
@@ -221,9 +227,14 @@ class Simulation:
             self._restarting.announce(lanes, self._next_seeds(lanes))
 
     def begin_again(self, lanes: Sequence[int], begun: Sequence[bool]) -> None:
-        """Begin another episode in lanes whose simulators were lost; where one has just `begun`, that one again."""
-        for lane, again in zip(lanes, begun, strict=True):
-            self.episodes[lane] -= again
+        """Begin another episode in lanes whose simulators were lost; where one has just `begun`, that one again.
+
+        New simulators repeat the calls of functions before that, also those that were made in an episode begun again.
+        """
+        again = {lane: self.episodes[lane] for lane, repeated in zip(lanes, begun, strict=True) if repeated}
+        self.calls = [call.moved_before(again) for call in self.calls]
+        for lane in again:
+            self.episodes[lane] -= 1
         self._unseeded.update(lanes)
         self.restart(lanes)
 
@@ -238,7 +249,11 @@ class Simulation:
 
     def apply(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         """Call a function with the environment of each lane, and note that for copies."""
-        results = cast(SimulatorsOfLanes, self.simulators).apply(range(len(self.lanes)), function, args)
+        try:
+            results = cast(SimulatorsOfLanes, self.simulators).apply(range(len(self.lanes)), function, args)
+        except EnvError as error:
+            self.changed_in_part = self.changed_in_part or not isinstance(error, NotCalledError)
+            raise
         self.calls.append(AppliedCall(function, args, self.steps, list(self.episodes)))
         return results
 

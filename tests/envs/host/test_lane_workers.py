@@ -325,6 +325,26 @@ def test_collectors_count_what_was_lost(tmp_path: Path) -> None:
         assert sum(batch.numel() for batch in batches) == 120
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_with_lanes_in_both_halves_is_replaced_in_both(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))  # then each worker has lanes in both
+    factories = [partial(Doomed, str(tmp_path), lane) for lane in range(6)]
+    env = fc.make_env(factories, num_workers=workers, info_keys=INFOS, on_failure="restart", overlap=2)
+    policy = fc.random_policy(env)
+    arranged(tmp_path, "die", 5, 4)  # in the second half, in the last step
+    state = fc.init(env, policy, seed=0)
+    with pytest.warns(RuntimeWarning, match="another takes its place"):
+        state, batch = fc.rollout(env, policy, state, 4)
+    assert state.env_state.simulation.simulators.lost_lanes == []
+    check_lanes(batch, cut={3})
+    fork = fc.fork(env, state)
+    assert_same(fc.rollout(env, policy, fork, 9)[1], fc.rollout(env, policy, state, 9)[1])
+    for each in (fork, state):
+        fc.close(each)
+
+
 @pytest.mark.parametrize("overlap", [1, 2])
 def test_compact_batches_keep_the_last_observations_of_lost_lanes(overlap: int, tmp_path: Path) -> None:
     made = []

@@ -17,7 +17,7 @@ from funcollect.envs.host.lane_workers.block import CALL, CLOSE, NO_RESTART, Blo
 from funcollect.envs.host.lane_workers.lane_worker import LaneWorker
 from funcollect.envs.host.lane_workers.served import Applied
 from funcollect.envs.host.lane_workers.worker_process import LaneJob
-from funcollect.errors import ClosedError, EnvError
+from funcollect.errors import ClosedError, EnvError, NotCalledError
 from funcollect.interop.main_module import send_main_by_value
 from funcollect.processes.failures import Failure
 from funcollect.processes.shared_memory import shared_memory
@@ -214,17 +214,21 @@ class LaneProcesses:
     def call(self, function: Callable[..., Any], arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
         """Call a function with the simulators of each of these groups, and their arguments, in all workers at once.
 
-        Raises what it has raised; the workers go on.
+        Raises what it has raised; the workers go on. If one of them has ended, the function is called in none.
         """
         groups = [*arguments]
-        self._raise_if_lost(groups)
+        try:
+            self._look([], hung=False)
+            self._raise_if_lost(groups)
+        except EnvError as error:
+            raise NotCalledError(str(error)) from error
         if self._calling:
             self._take_answers(math.inf)
         self._calling = True
         for index in groups:
             self.worker_of(index).send((int(self.block.asked[index]) + 1, function, arguments[index]))
         self.order(CALL, groups)
-        self.wait(groups, self.counts(groups), math.inf)
+        self.wait(groups, self.counts(groups))
         self._raise_if_lost(groups)
         answers = [self.worker_of(index).message(index) for index in groups]
         self._calling = False
