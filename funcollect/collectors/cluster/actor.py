@@ -56,7 +56,7 @@ class ClassWorker(Worker):
 class NestedWorker(WorkerBase):
     """A worker of a larger run that is itself a collector with workers, whose lanes are a shard of that run."""
 
-    def __init__(self, progress: Progress, collector: WorkerCollector, applied: Sequence[tuple[str, bytes]]) -> None:
+    def __init__(self, progress: Progress, collector: WorkerCollector, applied: Sequence[tuple[str, bytes]] = ()) -> None:
         self._run = collector.run
         self._counted = (0, 0)  # restarts and lost frames, as last reported
         super().__init__(progress, collector, applied)

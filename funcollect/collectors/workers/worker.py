@@ -139,7 +139,7 @@ class WorkerBase(ABC):
         applied: calls that have changed the environments of the lost worker, as in `Job`.
     """
 
-    def __init__(self, progress: Progress, collector: Any, applied: Sequence[tuple[str, bytes]]) -> None:
+    def __init__(self, progress: Progress, collector: Any, applied: Sequence[tuple[str, bytes]] = ()) -> None:
         self._collector = collector
         for name, packed in applied:
             getattr(self, name)(packed)
