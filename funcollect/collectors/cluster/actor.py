@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -20,6 +20,7 @@ from funcollect.collectors.cluster.resources import ray
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.worker import (
+    EnvCalls,
     Progress,
     RolloutReport,
     Worker,
@@ -56,7 +57,7 @@ class ClassWorker(Worker):
 class NestedWorker(WorkerBase):
     """A worker of a larger run that is itself a collector with workers, whose lanes are a shard of that run."""
 
-    def __init__(self, progress: Progress, collector: WorkerCollector, applied: Sequence[tuple[str, bytes]] = ()) -> None:
+    def __init__(self, progress: Progress, collector: WorkerCollector, applied: EnvCalls = ()) -> None:
         self._run = collector.run
         self._counted = (0, 0)  # restarts and lost frames, as last reported
         super().__init__(progress, collector, applied)

@@ -27,6 +27,9 @@ from funcollect.processes.failures import Failure
 from funcollect.specs import ActionSpec, Leaf, Space
 from funcollect.trajectories.final_observations import FinalObservations, detach
 
+# Calls that have changed the environments of a worker: the names of methods of `WorkerBase`, and packed arguments.
+EnvCalls = tuple[tuple[str, bytes], ...]
+
 
 class Progress(NamedTuple):
     """How far a worker has come; its replacement continues from there."""
@@ -72,7 +75,7 @@ class Job:
     options: Options  # with the shard whose lanes the worker owns
     seed: int  # of the run, the same for all workers
     progress: Progress = START  # where the worker continues from
-    applied: tuple[tuple[str, bytes], ...] = ()  # calls that changed the environments: a name of `WorkerBase`, packed
+    applied: EnvCalls = ()  # those so far
 
     def runner(self) -> Runner:
         """Build the runner."""
@@ -139,7 +142,7 @@ class WorkerBase(ABC):
         applied: calls that have changed the environments of the lost worker, as in `Job`.
     """
 
-    def __init__(self, progress: Progress, collector: Any, applied: Sequence[tuple[str, bytes]] = ()) -> None:
+    def __init__(self, progress: Progress, collector: Any, applied: EnvCalls = ()) -> None:
         self._collector = collector
         for name, packed in applied:
             getattr(self, name)(packed)
