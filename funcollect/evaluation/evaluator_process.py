@@ -37,8 +37,6 @@ class EvaluatorJob:
 def main(fds: Sequence[int]) -> None:
     """Serve the process that has started this one, until that ends or closes the connection."""
     channel = enter_child(fds)
-    with contextlib.suppress(OSError):  # it may not be allowed
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with contextlib.suppress(EOFError, OSError):  # that process has ended
         message = channel.receive()
         assert message is not None
@@ -49,6 +47,8 @@ def main(fds: Sequence[int]) -> None:
         except BaseException as error:
             channel.send(Failure.of(error))
             return
+        with contextlib.suppress(OSError):  # it may not be allowed
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         channel.send(None)
         while (message := channel.receive()) is not None:
             step, weights, params = message[0]
