@@ -232,7 +232,7 @@ def test_files_that_were_changed(tmp_path):
             plain().loads(tmp_path)
     with open(tmp_path / "v0" / "arrays.npz", "wb") as file:
         pickle.dump(Harmful(), file)
-    with pytest.raises(ValueError, match="pickle"):
+    with pytest.raises(ValueError, match=r"cannot be read .*damaged, or another kind of file"):
         plain().loads(tmp_path)
     (tmp_path / "v0" / "meta.json").write_text('{"format": 2}')
     with pytest.raises(ValueError, match="has format 2, this version of funcollect reads format 3"):
