@@ -67,8 +67,8 @@ def rollout_trajectories(
     >>> int(batch["next", "done"].sum()), batch["collector", "traj_ids"].unique().tolist()
     (3, [0, 1, 2])
     >>> state, batch, pending = fc.rollout_trajectories(env, policy, state, 1, pending)
-    >>> batch["collector", "traj_ids"].unique().tolist()
-    [3]
+    >>> batch["collector", "traj_ids"].unique().tolist()  # it began before 3, in the other lane
+    [4]
     """
     check_state(env, state, "rollout_trajectories", live=False)
     check_positive("count", count, 16)
