@@ -95,10 +95,6 @@ class NestedWorker(WorkerBase):
         return failure._replace(lane=error.lane) if isinstance(error, WorkerError) else failure
 
 
-def _nested(job: Any) -> NestedWorker:
-    return NestedWorker(job.progress, job.collector(), job.applied)
-
-
 class RayWorker:
     """The actor. Ray runs `do` in the order of the calls, and the other methods in threads of their own."""
 
@@ -141,7 +137,7 @@ class RayWorker:
             try:
                 job = cloudpickle.loads(args[0])
                 nested = issubclass(job.kind, WorkerCollector)
-                self._worker = _nested(job) if nested else ClassWorker(job)
+                self._worker = NestedWorker(job.progress, job.collector(), job.applied) if nested else ClassWorker(job)
             finally:
                 self._built.set()
             info = self._worker.describe()

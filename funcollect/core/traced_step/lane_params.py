@@ -29,19 +29,14 @@ class LaneParams(NamedTuple):
     coming: tuple[Any, ...]
 
     def filled(self, leaves: Sequence[Any]) -> Any:
-        """The whole pytree, with these leaves."""
-        return filled(self.shared, leaves)
+        """The whole pytree, with these leaves in place of `Varying`."""
+        rest, mapped = iter(leaves), import_jax().tree.map
+        return mapped(lambda node: next(rest) if is_varying(node) else node, self.shared, is_leaf=is_varying)
 
 
 def is_varying(node: Any) -> bool:
     """Whether a node stands for a leaf."""
     return isinstance(node, Varying)
-
-
-def filled(shared: Any, leaves: Sequence[Any]) -> Any:
-    """A pytree with leaves in place of `Varying`."""
-    rest = iter(leaves)
-    return import_jax().tree.map(lambda node: next(rest) if is_varying(node) else node, shared, is_leaf=is_varying)
 
 
 def call_in_lanes(function: Callable[..., Any], params: Any, moment: str, *arguments: Any) -> Any:
