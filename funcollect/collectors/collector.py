@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import os
-import re
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache, wraps
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import field, fields
 from pathlib import Path
-from textwrap import fill
-from typing import Any, ClassVar, Self, TypeVar, dataclass_transform, get_type_hints
+from typing import Any, ClassVar, Self
 
 from tensordict import TensorDictBase
 
 from funcollect.arguments import check_kind
+from funcollect.collectors.keywords import collector
 from funcollect.collectors.options import Options, RunOptions, Shard
 from funcollect.core.saving import Episodes, check_episodes
 from funcollect.errors import ClosedError
@@ -61,75 +55,6 @@ def _as_given(name: str, value: Any) -> Any:
     if name == "exploration_type":
         return ExplorationType[value]
     return Shard(*value) if name == "shard" else value
-
-
-_Collector = TypeVar("_Collector", bound="CollectorBase")
-
-_SECTIONS = re.compile(r"^(?:Attributes:|Raises:|>>> )", re.M)  # what follows the prose of a docstring
-
-
-@dataclass_transform(kw_only_default=True, eq_default=False, field_specifiers=(field,))
-def collector(cls: type[_Collector]) -> type[_Collector]:
-    """Make the fields of a class, its own and those of its bases, the keywords of its constructor.
-
-    Each field has its meaning in a string below it, where editors look for it. The docstring gets all of them, for
-    ``help``. The constructor refuses an unknown keyword with TypeError, and explains those in the class's `_elsewhere`.
-    """
-    dataclass(kw_only=True, eq=False, repr=False)(cls)
-    plain = cls.__init__
-    known = inspect.signature(plain).parameters.keys() - {"self"}
-    plain.__annotations__ |= {name: hint for name, hint in get_type_hints(cls).items() if name in known}
-
-    @wraps(plain)
-    def init(self: Any, *args: Any, **keywords: Any) -> None:
-        check_known(keywords, known, cls._elsewhere)
-        plain(self, *args, **keywords)
-
-    cls.__init__ = init  # type: ignore[method-assign]
-    cls.__doc__ = _with_keywords(cls, inspect.signature(plain).parameters)
-    return cls
-
-
-def check_known(keywords: Mapping[str, Any], known: set[str], elsewhere: Mapping[str, str]) -> None:
-    """Raise TypeError for a keyword that is not among those `known`, with the explanation in `elsewhere` if any."""
-    if not (unknown := sorted(keywords.keys() - known)):
-        return
-    if here := [f"{name} ({elsewhere[name]})" for name in unknown if name in elsewhere]:
-        raise TypeError(f"this collector has no argument {', '.join(here)}: leave it out")
-    raise TypeError(
-        f"the keywords {unknown} are unknown, expected some of {', '.join(sorted(known))}: check the spelling"
-    )
-
-
-def _with_keywords(cls: type, keywords: Iterable[str]) -> str:
-    """The docstring of a class with a section on all its keywords, before its other sections and the example."""
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        found |= _attribute_docstrings(base.__module__).get(base.__name__, {}) if is_dataclass(base) else {}
-    entries = [f"{name}: {found[name]}" for name in keywords if name in found]
-    section = "\n".join(fill(entry, 116, initial_indent=" " * 4, subsequent_indent=" " * 8) for entry in entries)
-    text = inspect.cleandoc(cls.__doc__ or "")
-    head = _SECTIONS.split(text, maxsplit=1)[0].rstrip()
-    return f"{head}\n\nArgs:\n{section}\n\n{text[len(head) :].lstrip()}".rstrip() + "\n"
-
-
-@cache
-def _attribute_docstrings(module: str) -> dict[str, dict[str, str]]:
-    """By class and attribute, the strings below attributes in the source of a module; none if there is no source."""
-    try:
-        source = inspect.getsource(sys.modules[module])
-    except (OSError, TypeError):
-        return {}
-    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-    return {each.name: dict(_documented(each.body)) for each in classes}
-
-
-def _documented(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
-    """The annotated attributes in the body of a class that have a string below them, and these strings."""
-    for statement, below in pairwise(body):
-        match statement, below:
-            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                yield name, inspect.cleandoc(text)
 
 
 @collector

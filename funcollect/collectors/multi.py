@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from typing_extensions import override
 
 from funcollect.arguments import check_flags
-from funcollect.collectors.collector import collector
+from funcollect.collectors.keywords import collector
 from funcollect.collectors.options import LocalOptions, options_of
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.batch_layout import Join

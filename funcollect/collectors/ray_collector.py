@@ -10,7 +10,8 @@ from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_kind, check_positive, checked_device
 from funcollect.collectors.cluster.jobs import NOT_HERE, RayJob, actor_jobs, check_class, number_of_collectors
-from funcollect.collectors.collector import CollectorBase, collector
+from funcollect.collectors.collector import CollectorBase
+from funcollect.collectors.keywords import collector
 from funcollect.collectors.options import Device, Shard, options_of
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector

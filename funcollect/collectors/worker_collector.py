@@ -15,7 +15,8 @@ from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_function, check_positive
 from funcollect.collectors.buffer_filler import BufferFiller
-from funcollect.collectors.collector import CollectorBase, collector
+from funcollect.collectors.collector import CollectorBase
+from funcollect.collectors.keywords import collector
 from funcollect.collectors.options import Device, Options
 from funcollect.collectors.runner import given_weights
 from funcollect.collectors.workers.batch_layout import Join

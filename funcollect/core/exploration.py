@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from funcollect.messages import shown
-from funcollect.policies.heads import Head
+from funcollect.policies.heads.head import Head
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
 from funcollect.policies.torch_backed import TorchBacked
 from funcollect.protocols import Policy

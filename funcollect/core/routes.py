@@ -16,7 +16,7 @@ from funcollect.errors import LoweringError
 from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memo import memo_of
-from funcollect.policies.distributions import FromDistribution
+from funcollect.policies.heads.distributions import FromDistribution
 from funcollect.policies.jax_functions.traced_policy import is_traceable
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_backed import TorchBacked, TorchPolicyState

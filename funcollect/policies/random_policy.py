@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from funcollect.keys import Key, Noise, Purpose, draw_ahead
 from funcollect.policies.base import PolicyBase
-from funcollect.policies.heads import Head
+from funcollect.policies.heads.head import Head
 from funcollect.policies.numerics import TORCH, encode_choices
 from funcollect.protocols import Actor, ActorInputs, Columns, Env, Exploration, is_env
 from funcollect.specs import ActionSpec

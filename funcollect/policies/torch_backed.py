@@ -14,7 +14,7 @@ from typing_extensions import override
 from funcollect.keys import Key, Noise, Purpose, fold, generator_state, seed_of
 from funcollect.messages import shown
 from funcollect.policies.base import PolicyBase
-from funcollect.policies.heads import Head
+from funcollect.policies.heads.head import Head
 from funcollect.policies.torch_modules.settings import Settings, SettingsCache
 from funcollect.policies.torch_modules.skeleton import Skeleton
 from funcollect.policies.weights import check_shapes

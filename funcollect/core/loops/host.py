@@ -6,30 +6,28 @@ import collections
 import contextlib
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.core.loops.delivery import OUTCOME_KEYS, TrajectoryLimit, deliver, new_columns, reset_counters
+from funcollect.core.loops.delivery import TrajectoryLimit, deliver, new_columns, reset_counters
+from funcollect.core.loops.recording import Recording, bad_outcome, final_observations, joined_infos, side_by_side
 from funcollect.core.loops.replaced_lanes import ReplacedLanes, shifted
 from funcollect.core.request import Request, open_actor
 from funcollect.core.simulators.forking import fork_simulation
 from funcollect.core.simulators.simulation import FinishedLanes, Simulation, SimulatorHandle
 from funcollect.core.state import CollectorState, all_lanes, first_state, joined_policy_states, lanes_of_state
-from funcollect.envs.host.host_env import bad_info, check_outcome
-from funcollect.errors import EnvError, LanesLostError, PolicyError
+from funcollect.envs.host.host_env import check_outcome
+from funcollect.errors import LanesLostError, PolicyError
 from funcollect.keys import Key
-from funcollect.messages import shown
 from funcollect.protocols import (
     Actor,
-    Column,
     Columns,
     HostEnv,
     Outcome,
@@ -37,8 +35,7 @@ from funcollect.protocols import (
     SnapshotSimulators,
 )
 from funcollect.specs import assemble
-from funcollect.trajectories.final_observations import FinalObservations, attach
-from funcollect.trajectories.split import STEP, TRAJECTORY_IDS
+from funcollect.trajectories.final_observations import attach
 from funcollect.tree import Path
 
 Array = npt.NDArray[Any]
@@ -113,12 +110,12 @@ def run(env: HostEnv, policy: Policy, state: CollectorState, request: Request) -
             for part in parts:
                 part.replace_lost(simulation, request)
         policy_states, outputs = zip(*(part.finish() for part in parts), strict=True)
-    columns |= _joined_infos([part.recording for part in parts])
-    acted = _side_by_side(outputs)
+    columns |= joined_infos([part.recording for part in parts])
+    acted = side_by_side(outputs)
     before, ages = _restarted(state, [lane for part in parts for lane in part.replaced_at_once], simulation)
     counters, batch, ages = deliver(env, before, request, columns, acted, ages)
     if request.compact_obs:
-        attach(batch.unlock_(), _final_observations(batch, rows, [part.recording for part in parts]))
+        attach(batch.unlock_(), final_observations(batch, rows, [part.recording for part in parts]))
         batch.lock_()
     simulation.action_log.extend(acted[("action",)], ages)
     after = state.replace(
@@ -171,7 +168,7 @@ class _Part:
         self._state = state if len(lanes) == state.num_lanes else lanes_of_state(state, own)
         self.actor: Actor = self._open(self._state, request)
         by_path = {path: column[:, own] for path, column in columns.items()}
-        self.recording = _Recording(rows, by_path, env.info_keys, lanes.start)
+        self.recording = Recording(rows, by_path, env.info_keys, lanes.start)
         self.replaced_at_once: list[int] = []
         self._lanes = lanes
 
@@ -265,7 +262,7 @@ class _Part:
                 reward[t] = numbers
                 over = any(terminated) or any(truncated) or t >= next_cut
             except (TypeError, ValueError) as error:
-                raise _bad(outcome, lanes) from error
+                raise bad_outcome(outcome, lanes) from error
             if info:
                 recording.inform(info)
             if over:
@@ -316,111 +313,3 @@ def _in_order(pieces: Sequence[tuple[Sequence[int], Outcome]]) -> Outcome:
     columns = [reward, terminated, truncated, *([value for part in key for value in part] for key in infos)]
     reward, terminated, truncated, *info = ([column[place] for place in order] for column in columns)
     return reward, terminated, truncated, info
-
-
-def _bad(outcome: Outcome, lanes: Sequence[int]) -> EnvError:
-    """Return the error for an outcome that could not be recorded."""
-    try:
-        check_outcome(outcome, lanes)
-    except EnvError as error:
-        return error
-    return EnvError(f"step returned {shown(outcome, 200)}, expected one reward and two flags per lane: correct that")
-
-
-class _Recording:
-    """The columns of a rollout, written step by step.
-
-    Attributes:
-        roots, nexts: pairs of a column [T, P, ...] and the row [P, ...] that goes into it, before and after each step.
-        reward: [T, P] float32.
-        info: the values of each info key, [P, ...] for each step.
-        final: if there are no `nexts`, those that no root has: the step, the lanes, and a row of each for each path.
-    """
-
-    def __init__(
-        self, rows: Mapping[Path, Array], columns: Mapping[Path, Tensor], info_keys: Sequence[str], first_lane: int
-    ) -> None:
-        self.roots = [(columns[path].numpy(), row) for path, row in rows.items()]
-        self._compact = ("next", *next(iter(rows))) not in columns
-        self.nexts = [] if self._compact else [(columns["next", *path].numpy(), row) for path, row in rows.items()]
-        self.final: list[tuple[int, Array, list[Array]]] = []
-        self._first_lane = first_lane
-        self.reward, self._terminated, self._truncated = (columns[path].numpy() for path in OUTCOME_KEYS)
-        self._lanes = range(self.reward.shape[1])
-        self.info: dict[str, list[Any]] = {key: [] for key in info_keys}
-
-    def cut(self, t: int, lanes: slice) -> list[bool]:
-        """Truncate the trajectories of these lanes with step `t`; return which of them had ended anyway."""
-        ended = self._terminated[t, lanes] | self._truncated[t, lanes]
-        if self._compact and t + 1 < len(self.reward):
-            self._keep(t, np.arange(len(self._lanes))[lanes][~ended], [store[t + 1] for store, _ in self.roots])
-        self._truncated[t, lanes] |= ~ended
-        over: list[bool] = ended.tolist()
-        return over
-
-    def _keep(self, t: int, lanes: Any, rows: Sequence[Array]) -> None:
-        """Keep the next observations of step `t` in these lanes of `rows`."""
-        self.final.append((t, np.asarray(lanes, np.int64) + self._first_lane, [row[lanes] for row in rows]))
-
-    def finish(self) -> None:
-        """Keep the next observations of the last step, before lost lanes are replaced."""
-        if self._compact:
-            lanes = (~(self._terminated[-1] | self._truncated[-1])).nonzero()[0]
-            self._keep(len(self.reward) - 1, lanes, [row for _, row in self.roots])
-
-    def inform(self, info: Sequence[Column]) -> None:
-        """Record copies of a step's infos: an environment may write the next ones into the same arrays."""
-        for (key, values), value in zip(self.info.items(), info, strict=True):
-            try:
-                values.append(np.array(value))
-            except (TypeError, ValueError) as error:
-                raise bad_info(key, value, error) from error
-
-    def end(self, t: int, outcome: Outcome, limit: TrajectoryLimit | None, lanes: Sequence[int]) -> list[int]:
-        """Record the flags of a step of `lanes` in which some are done; return which, counted from the first."""
-        _, terminated, truncated, _ = outcome
-        try:
-            if limit is not None:
-                truncated = list(map(operator.or_, truncated, limit.reached(t).tolist()))
-            ended = list(itertools.compress(self._lanes, map(operator.or_, terminated, truncated)))
-            for lane in ended:
-                self._terminated[t, lane] = terminated[lane]
-                self._truncated[t, lane] = truncated[lane]
-        except (TypeError, ValueError) as error:
-            raise _bad(outcome, lanes) from error
-        if self._compact:
-            self._keep(t, ended, [row for _, row in self.roots])
-        return ended
-
-
-def _final_observations(
-    batch: TensorDict, paths: Iterable[Path], recordings: Sequence[_Recording]
-) -> FinalObservations:
-    """Return the next observations that no frame of a batch has at its root."""
-    final = [each for recording in recordings for each in recording.final]
-    time = np.concatenate([np.full(len(lanes), t) for t, lanes, _ in final])
-    at = (np.concatenate([lanes for _, lanes, _ in final]), time)[2 - batch.batch_dims :]
-    columns = zip(*(rows for _, _, rows in final), strict=True)
-    leaves = {path: torch.from_numpy(np.concatenate(column)) for path, column in zip(paths, columns, strict=True)}
-    return FinalObservations(batch[TRAJECTORY_IDS][at], batch[STEP][at], leaves)
-
-
-def _side_by_side(parts: Sequence[Columns]) -> Columns:
-    """Return the columns of all lanes from those of each part."""
-    return parts[0] if len(parts) == 1 else {path: torch.cat([part[path] for part in parts], 1) for path in parts[0]}
-
-
-def _joined_infos(recordings: Sequence[_Recording]) -> dict[Path, Tensor]:
-    """Return the columns of the infos of all parts."""
-    infos: list[Columns] = [
-        {("next", "info", key): _info_column(key, values) for key, values in each.info.items()} for each in recordings
-    ]
-    return _side_by_side(infos)
-
-
-def _info_column(key: str, values: list[Any]) -> Tensor:
-    try:
-        column = np.array(values)
-        return torch.from_numpy(column.astype(np.float32) if column.dtype == np.float64 else column)
-    except (TypeError, ValueError) as error:
-        raise bad_info(key, values[0], error) from error

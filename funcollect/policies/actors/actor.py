@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from funcollect.errors import PolicyError
-from funcollect.policies.heads import Head
+from funcollect.policies.heads.head import Head
 from funcollect.specs import RESERVED
 from funcollect.tree import NAMESPACE
 

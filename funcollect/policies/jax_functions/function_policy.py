@@ -19,7 +19,7 @@ from funcollect.keys import Key, Noise
 from funcollect.policies.actors.actor import lane_mask, recurrent_names, split_answer
 from funcollect.policies.actors.checks import check_action, check_recurrent, finish_columns
 from funcollect.policies.base import PolicyBase, ProtocolActor
-from funcollect.policies.heads import Head
+from funcollect.policies.heads.head import Head
 from funcollect.policies.jax_functions.noise import draw_noise, split_key
 from funcollect.policies.jax_functions.program import PROBE, StepProgram, select_program
 from funcollect.policies.numerics import jax_numerics

@@ -13,7 +13,7 @@ from funcollect.arguments import check_arrays, check_flags
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import shown
-from funcollect.policies.heads import Head, check_head
+from funcollect.policies.heads.head import Head, check_head
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
 from funcollect.policies.weights import jax_arrays, matched
 

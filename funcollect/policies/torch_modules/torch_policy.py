@@ -28,7 +28,7 @@ from funcollect.policies.actors.actor import (
     split_answer,
 )
 from funcollect.policies.actors.checks import check_action, check_recurrent, check_rows, check_tensor, finish_columns
-from funcollect.policies.heads import Head, check_head
+from funcollect.policies.heads.head import Head, check_head
 from funcollect.policies.numerics import TORCH
 from funcollect.policies.torch_backed import Compiler, TorchBacked, TorchPolicyState, check_callable, check_compiler
 from funcollect.protocols import Actor, ActorInputs, Columns

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax, own_generator
 from funcollect.keys import Noise
 from funcollect.messages import shown
+from funcollect.policies.heads.head import HeadBase, Outputs, Parameters
 from funcollect.policies.numerics import TORCH, in_32_bits
 from funcollect.specs import ActionSpec
 
@@ -72,22 +73,13 @@ def _required(distribution: Callable[..., Any]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class FromDistribution:
+class FromDistribution(HeadBase):
     """Samples from a distribution of another library; see `from_distribution`.
 
     The network returns the distribution's parameters, in the order of `names`.
     """
 
-    name: str
-    names: tuple[str, ...]
     distribution: Callable[..., Any]
-
-    @property
-    def values(self) -> Mapping[str, Any]:
-        return {}
-
-    def at(self, values: Mapping[str, Any]) -> FromDistribution:
-        return self
 
     def check(self, spec: ActionSpec) -> None:
         """Every space may suit; what is sampled is checked."""
@@ -95,7 +87,7 @@ class FromDistribution:
     def noise(self, spec: ActionSpec) -> Noise | None:
         return Noise(kind="keys")  # Torch draws its own numbers instead
 
-    def parse(self, xp: Any, answer: Any, spec: ActionSpec) -> tuple[Any, ...]:
+    def parse(self, xp: Any, answer: Any, spec: ActionSpec) -> Parameters:
         parts = tuple(answer) if isinstance(answer, (tuple, list)) else (answer,)
         if len(parts) != len(self.names) or not all(hasattr(part, "shape") for part in parts):
             raise PolicyError(
@@ -104,7 +96,7 @@ class FromDistribution:
             )
         return tuple(in_32_bits(xp, part) for part in parts)
 
-    def sample(self, xp: Any, parameters: tuple[Any, ...], noise: Any, spec: ActionSpec) -> Mapping[str, Any]:
+    def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Outputs:
         if xp is TORCH:
             made = self._in_torch(parameters)
             action = made.sample() if noise is not None else _mode(made, self.name)
@@ -115,20 +107,15 @@ class FromDistribution:
         with own_generator():
             return {"action": draw(noise, *parameters)}
 
-    def record(self, xp: Any, action: Any, spec: ActionSpec) -> Mapping[str, Any]:
-        return {"action": action}
-
-    def log_prob(self, xp: Any, parameters: tuple[Any, ...], outputs: Mapping[str, Any], spec: ActionSpec) -> Any:
-        action = outputs["action"]
-        value = action
-        if (
-            xp is TORCH and not action.is_floating_point()
-        ):  # its Bernoulli takes floats; 16 bits would not hold an index
+    def log_prob(self, xp: Any, parameters: Parameters, outputs: Outputs, spec: ActionSpec) -> Any:
+        value = action = outputs["action"]
+        if xp is TORCH and not action.is_floating_point():
+            # Torch's Bernoulli takes floats; 16 bits would not hold an index.
             value = action.to(torch.promote_types(parameters[0].dtype, torch.float32))
         score = self._made(parameters).log_prob(value)
         return _summed(score, action.ndim - len(spec.shape))
 
-    def entropy(self, xp: Any, parameters: tuple[Any, ...], spec: ActionSpec) -> Any:
+    def entropy(self, xp: Any, parameters: Parameters, spec: ActionSpec) -> Any:
         made = self._made(parameters)
         try:
             entropy = made.entropy()
@@ -137,10 +124,10 @@ class FromDistribution:
         whole = made.batch_shape + made.event_shape if hasattr(made, "batch_shape") else made.mode().shape
         return _summed(entropy, len(whole) - len(spec.shape))
 
-    def _made(self, parameters: tuple[Any, ...]) -> Any:
+    def _made(self, parameters: Parameters) -> Any:
         return self.distribution(**dict(zip(self.names, parameters, strict=True)))
 
-    def _in_torch(self, parameters: tuple[Any, ...]) -> distributions.Distribution:
+    def _in_torch(self, parameters: Parameters) -> distributions.Distribution:
         made = self._made(parameters)
         if not isinstance(made, distributions.Distribution):
             raise PolicyError(

@@ -1,0 +1,28 @@
+"""Heads turn what a network returns into an action and its log-probability.
+
+A head is pure and serves Torch and JAX alike. The noise with which it samples is an argument, drawn ahead for a whole
+rollout. `categorical`, `greedy`, `normal` and `tanh_normal` are heads; `epsilon_greedy(epsilon)`,
+`boltzmann(temperature)` and `from_distribution(class, *names)` make one.
+
+A head's `values` are numbers that may change during a run, such as epsilon: `rollout` and collectors take them as
+``exploration={"epsilon": 0.1}``, and batches hold them.
+
+A network returns the distribution's parameters for P environments. It may also return them in a dict, under the names
+that each head's docstring lists, together with further outputs to record. Actions have the dtype of the space.
+"""
+
+from funcollect.policies.heads.boxes import normal, tanh_normal
+from funcollect.policies.heads.choices import boltzmann, categorical, epsilon_greedy, greedy
+from funcollect.policies.heads.distributions import from_distribution
+from funcollect.policies.heads.head import Head
+
+__all__ = [
+    "Head",
+    "boltzmann",
+    "categorical",
+    "epsilon_greedy",
+    "from_distribution",
+    "greedy",
+    "normal",
+    "tanh_normal",
+]
