@@ -15,7 +15,7 @@ from funcollect.core.evaluate_actions import remember_spaces
 from funcollect.core.exploration import NO_VALUES, Value, exploration_values, with_values
 from funcollect.core.loops import Loop, captured, crossing, device, fused, host, tensor
 from funcollect.core.request import Request
-from funcollect.core.routes import enter_loop, leave_loop, route_of
+from funcollect.core.routes import enter_loop, leave_loop, of_lanes, route_of
 from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import Array, CollectorState, all_lanes, check_origin
 from funcollect.core.traced_step.checks import check_live, check_one_run, check_untraced
@@ -24,6 +24,7 @@ from funcollect.interop.memory import memory_error
 from funcollect.keys import key_from_seed
 from funcollect.messages import shown
 from funcollect.policies.base import check_policy
+from funcollect.policies.population import Population
 from funcollect.policies.torch_backed import TorchBacked
 from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
 from funcollect.protocols import Backend, Env, Policy, is_env
@@ -69,6 +70,8 @@ def init(env: Env, policy: Policy, *, seed: int | None) -> CollectorState:
 def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, total_lanes: int) -> CollectorState:
     """Do what `init` does for a checked pair, for the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`."""
     check_untraced("init", seed)
+    if isinstance(policy, Population):
+        policy = policy.of_lanes(range(first_lane, first_lane + (env.num_envs or 1)), total_lanes)
     return _LOOPS[env.backend].init(env, policy, key_from_seed(seed), first_lane, total_lanes)
 
 
@@ -136,6 +139,7 @@ def run(
     check_policy(policy)
     check_state(env, state, function)
     check_untraced(function, policy.params if policy.backend == "jax" and request.params is None else request.params)
+    policy = of_lanes(env, policy, state)
     values = exploration_values(policy, request.exploration, state.steps_made * state.total_lanes)
     if values is not request.exploration:
         request = replace(request, exploration=values)

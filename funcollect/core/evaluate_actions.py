@@ -31,6 +31,7 @@ from funcollect.policies.actors.actor import recurrent_names, split_answer
 from funcollect.policies.actors.checks import check_recurrent
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
 from funcollect.policies.numerics import TORCH, jax_numerics
+from funcollect.policies.population import Population
 from funcollect.policies.tensordict_modules.calling import paths_of
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_backed import TorchPolicyState
@@ -130,6 +131,11 @@ def evaluate_actions(
     if env is not None and not is_env(env):
         raise TypeError(f"env is {type(env).__name__}, expected an Env or None: pass the environment of the batch")
     rows = flatten(batch)
+    if isinstance(policy, Population):
+        raise TypeError(
+            "policy is a population, expected one member: pass that with its own parameters and lanes of the batch, "
+            "for all members under jax.vmap or torch.func.vmap"
+        )
     if isinstance(policy, TensorDictPolicy):
         return _by_distribution(policy, params, rows)
     if not isinstance(policy, TorchPolicy | FunctionPolicy) or policy.head is None:

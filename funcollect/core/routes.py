@@ -18,6 +18,7 @@ from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memo import memo_of
 from funcollect.policies.heads.distributions import FromDistribution
 from funcollect.policies.jax_functions.traced_policy import is_traceable
+from funcollect.policies.population import Population, TorchPopulation
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_backed import TorchBacked, TorchPolicyState
 from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
@@ -30,6 +31,7 @@ from funcollect.specs import ExplorationType, assemble
 
 # A module whose attributes take more values than this is called back, since each value would compile again.
 _MOST_SETTINGS = 4
+_MOST_ROWS = 3  # of an example; a module treats all batch sizes other than 1 alike
 _TOO_MANY_SETTINGS = LoweringError(
     f"its attributes were seen with {_MOST_SETTINGS} different values, and each would compile again: keep what changes "
     "in buffers"
@@ -74,6 +76,19 @@ def route_of(env: Env, policy: Policy, exploration_type: ExplorationType = Explo
     if asked in ("eager", "inductor") or not isinstance(policy, TorchPolicy | TensorDictPolicy):
         return Route("crossing", policy)
     return _found(env, policy, asked, exploration_type)
+
+
+def of_lanes(env: Env, policy: Policy, state: CollectorState) -> Policy:
+    """Return the policy for the lanes of a state: for a population its members that act for these, else itself.
+
+    PolicyError if the run's lanes do not divide among the members.
+    """
+    source = policy.source if isinstance(policy, EmbeddedPolicy) else policy
+    if not isinstance(source, Population):
+        return policy
+    every, total = state.num_lanes, state.total_lanes
+    own = source.of_lanes(range(total) if every == total else state.lane_ids, total)  # reading ids waits for a device
+    return own if source is policy else route_of(env, own).policy
 
 
 def lower_policy(policy: Policy, env: Env) -> LoweredPolicy:
@@ -158,7 +173,8 @@ def _made(env: Env, source: Source, way: str, exploration_type: ExplorationType)
     single = env.num_envs is None and isinstance(source, TensorDictPolicy)
     try:
         _check_place(source, way)
-        given = example(env.observation_space, env.observation_leaves, env.num_envs or 1)
+        rows = source.lanes if isinstance(source, TorchPopulation) else min(env.num_envs or 1, _MOST_ROWS)
+        given = example(env.observation_space, env.observation_leaves, rows)
         return kind(source, given, exploration_type, single=single)
     except LoweringError as error:
         return error.with_traceback(None)

@@ -15,6 +15,7 @@ from funcollect import running_statistics
 from funcollect.arguments import check_kind, check_number
 from funcollect.messages import shown
 from funcollect.policies.jax_functions.jax_policy import JaxPolicy
+from funcollect.policies.population import Population
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.policies.weights import matched
 from funcollect.protocols import Policy
@@ -49,6 +50,8 @@ def normalized(policy: Policy, stats: RunningStatistics, *, clip: float = 10.0) 
     """
     check_kind("stats", stats, RunningStatistics, "pass funcollect.running_statistics.init(env.observation_space)")
     check_number("clip", clip, positive=True, example=10.0)
+    if isinstance(policy, Population):
+        raise TypeError("policy is a population, expected one member: normalise that, and make a population of it")
     if isinstance(policy, (NormalizedTorch, NormalizedJax)):
         raise TypeError("the policy is normalised already: set its statistics, or pass the policy below")
     in_torch = isinstance(stats.count, Tensor)

@@ -226,6 +226,10 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "lower": lambda: {"module": nn.Linear(4, 2), "example": torch.zeros(1, 4)},
     "lower_policy": lambda: {"policy": fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL), "env": fused()[0]},
     "make_policy": lambda: {"name": "mlp", "env": host()[0]},
+    "population": lambda: {
+        "policy": fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL),
+        "params": {"weight": torch.zeros(3, 2, 4), "bias": torch.zeros(3, 2)},
+    },
     "normalized": lambda: {"policy": fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL), "stats": statistics()},
     "next_observations": lambda: {"batch": batch()},
     "random_policy": lambda: {"env": host()[0]},

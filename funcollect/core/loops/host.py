@@ -20,6 +20,7 @@ from funcollect.core.loops.delivery import TrajectoryLimit, deliver, new_columns
 from funcollect.core.loops.recording import Recording, bad_outcome, final_observations, joined_infos, side_by_side
 from funcollect.core.loops.replaced_lanes import ReplacedLanes, shifted
 from funcollect.core.request import Request, open_actor
+from funcollect.core.routes import of_lanes
 from funcollect.core.simulators.forking import fork_simulation
 from funcollect.core.simulators.simulation import FinishedLanes, Simulation, SimulatorHandle
 from funcollect.core.state import CollectorState, all_lanes, first_state, joined_policy_states, lanes_of_state
@@ -299,6 +300,7 @@ def _open_actor(
     lanes: slice = slice(None),
 ) -> Actor:
     """Return the policy bound to a rollout of some of the lanes whose observations are in `rows`."""
+    policy = of_lanes(env, policy, state)
     rows = {path: row[lanes] for path, row in rows.items()}
     views = {path: torch.from_numpy(row) for path, row in rows.items()} if policy.backend == "torch" else rows
     return open_actor(env, policy, state, request, assemble(env.observation_space, views))

@@ -42,7 +42,6 @@ from funcollect.specs import RESERVED, ExplorationType, Leaf, Space, assemble, d
 from funcollect.tree import NAMESPACE, Path, flatten, select
 
 _ANY = key_from_seed(0)  # initial states do not depend on keys
-_MOST_ROWS = 3  # of an example; a module treats all batch sizes other than 1 alike
 
 Source = TorchPolicy | TensorDictPolicy
 
@@ -161,23 +160,23 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
         return contextlib.nullcontext()
 
 
-def example(space: Space, leaves: Sequence[Leaf], num_envs: int) -> Any:
-    """A few rows of observations [P, ...], one for a single environment, to try a policy with.
+def example(space: Space, leaves: Sequence[Leaf], rows: int) -> Any:
+    """Observations [rows, ...] to try a policy with.
 
     Integers are drawn from the space, floating numbers are normal.
 
     >>> from gymnasium import spaces
     >>> from funcollect.specs import observation_leaves
     >>> space = spaces.Box(0, 1, (4,))
-    >>> example(space, observation_leaves(space), 64).shape
+    >>> example(space, observation_leaves(space), 3).shape
     torch.Size([3, 4])
     """
     space = copy.deepcopy(space)
     space.seed(0)
     drawn = np.random.default_rng(0)
-    rows = [disassemble(space, space.sample()) for _ in range(min(num_envs, _MOST_ROWS))]
+    samples = [disassemble(space, space.sample()) for _ in range(rows)]
     flat = {}
-    for leaf, column in zip(leaves, map(np.stack, zip(*rows, strict=True)), strict=True):
+    for leaf, column in zip(leaves, map(np.stack, zip(*samples, strict=True)), strict=True):
         values = drawn.standard_normal(column.shape) if leaf.dtype.kind == "f" else column
         flat[leaf.path] = torch.from_numpy(values.astype(leaf.dtype))
     return assemble(space, flat)

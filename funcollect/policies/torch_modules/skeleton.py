@@ -47,6 +47,10 @@ class Skeleton:
         self._look: Look | None = None
         self.follow()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the look, which the first call of `follow` takes again."""
+        return {**vars(self), "_look": None}
+
     def follow(self) -> bool:
         """Apply the changes of the module since the last call. Return whether there were any."""
         if self._look is not None and self._look.holds():

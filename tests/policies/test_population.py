@@ -1,0 +1,313 @@
+"""Populations: each member does in its lanes what it does alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import funcollect as fc
+from funcollect.errors import PolicyError
+from tests.support.running import in_soak
+from tests.support.workers import multi
+
+SIZE, LANES, STEPS = 2, 4, 24
+HEAD = fc.heads.categorical
+HOST, TORCH, JAX = "CartPole-v1", "torch/CartPole-v1", "gymnax/CartPole-v1"
+
+
+class Memory(nn.Module):
+    """A recurrent network; the operator of its cell has no rule for `vmap`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.last = nn.GRUCell(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Any, state: Any) -> Any:
+        state = self.cell(x, state)
+        return {"logits": self.last(state), "memory": state}, state
+
+
+class Branching(nn.Module):
+    """Control flow that depends on data: neither `vmap` nor lowering takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(x) if bool(x.abs().max() < 1e6) else self.last(0 * x)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).eval()
+
+
+def apply(params: Any, x: Any) -> Any:
+    return jnp.tanh(x @ params["first"]) @ params["last"]
+
+
+def recurrent(params: Any, x: Any, state: Any) -> Any:
+    state = jnp.tanh(x @ params["first"] + state)
+    return {"logits": state @ params["last"], "memory": state}, state
+
+
+def arrays(seed: int) -> dict[str, Any]:
+    first, last = jax.random.split(jax.random.PRNGKey(seed))
+    return {"first": jax.random.normal(first, (4, 8)), "last": jax.random.normal(last, (8, 2))}
+
+
+def in_torch(make: Any, **keywords: Any) -> tuple[Any, list[Any]]:
+    """A population, and its members."""
+    torch.manual_seed(0)
+    modules = [make() for _ in range(SIZE)]
+    members = [fc.torch_policy(module, head=HEAD, **keywords) for module in modules]
+    params, buffers = torch.func.stack_module_state(modules)
+    return fc.population(members[0], {**params, **buffers}), members
+
+
+def in_jax(function: Any, **keywords: Any) -> tuple[Any, list[Any]]:
+    members = [fc.jax_policy(function, arrays(seed), head=HEAD, **keywords) for seed in range(SIZE)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(member.params for member in members))
+    return fc.population(members[0], stacked), members
+
+
+def normalised() -> tuple[Any, list[Any]]:
+    members = []
+    for seed in range(SIZE):
+        stats = fc.running_statistics.init(fc.make_env(JAX).observation_space, backend="jax")
+        rows = {"observation": jax.random.normal(jax.random.PRNGKey(seed), (9, 4)) * (1 + seed)}
+        stats = fc.running_statistics.update(stats, rows)
+        members.append(fc.normalized(fc.jax_policy(apply, arrays(seed), head=HEAD), stats))
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(member.params for member in members))
+    return fc.population(members[0], stacked), members
+
+
+def normalised_torch() -> tuple[Any, list[Any]]:
+    torch.manual_seed(0)
+    members = []
+    for seed in range(SIZE):
+        stats = fc.running_statistics.init(fc.make_env(HOST).observation_space)
+        stats = fc.running_statistics.update(stats, {"observation": torch.randn(9, 4) * (1 + seed)})
+        members.append(fc.normalized(fc.torch_policy(network(), head=HEAD), stats))
+    saved = [member.state_dict() for member in members]
+    return fc.population(members[0], {name: torch.stack([each[name] for each in saved]) for name in saved[0]}), members
+
+
+POPULATIONS = {
+    "torch": partial(in_torch, network, compile="eager"),
+    "lowered": partial(in_torch, network, compile="xla"),
+    "branching": partial(in_torch, Branching),
+    "recurrent": partial(in_torch, Memory, initial_state=torch.zeros(8)),
+    "jax": partial(in_jax, apply),
+    "recurrent jax": partial(in_jax, recurrent, initial_state=np.zeros(8, np.float32)),
+    "normalised": normalised,
+    "normalised torch": normalised_torch,
+}
+PAIRS = [
+    *[(HOST, name) for name in ("torch", "branching", "recurrent", "jax", "normalised torch")],
+    *[(TORCH, name) for name in ("torch",)],
+    *[(JAX, name) for name in ("torch", "lowered", "recurrent", "normalised")],
+]
+PAIRS += in_soak([(env, name) for env in (HOST, TORCH, JAX) for name in POPULATIONS if (env, name) not in PAIRS])
+
+
+def environment(name: str, **keywords: Any) -> Any:
+    return fc.make_env(name, num_envs=LANES, **keywords)
+
+
+def collected(env: Any, policy: Any, **keywords: Any) -> Any:
+    """Two rollouts in a row."""
+    state, batches = fc.init(env, policy, seed=0), []
+    for _ in range(2):
+        state, batch = fc.rollout(env, policy, state, STEPS, **keywords)
+        batches.append(batch)
+    fc.close(state)
+    return torch.cat(batches, 1)
+
+
+def assert_members(batch: Any, alone: list[Any]) -> None:
+    """The batch of a population has in each group of lanes what the members did `alone`."""
+    groups = batch.unflatten(0, (SIZE, -1))
+    for group, member in zip(groups, alone, strict=True):
+        own = member.unflatten(0, (SIZE, -1))
+        index = next(i for i in range(SIZE) if alone[i] is member)
+        assert torch.equal(group["action"], own[index]["action"])
+        for key, leaf in group.items(include_nested=True, leaves_only=True):
+            torch.testing.assert_close(leaf, own[index][key], rtol=1e-4, atol=1e-5)
+    assert not torch.equal(alone[0]["action"], alone[1]["action"])
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
+def test_members_do_what_they_do_alone(name: str, kind: str) -> None:
+    policy, members = POPULATIONS[kind]()
+    env = environment(name)
+    assert_members(collected(env, policy), [collected(env, member) for member in members])
+
+
+@pytest.mark.parametrize("kind", ["torch", "lowered", *in_soak(["recurrent", "jax"])])
+def test_halves_of_lanes(kind: str) -> None:
+    """The policy acts for one half of the lanes at a time: in the first, for another part of the members."""
+    policy, members = POPULATIONS[kind]()
+    env = environment(HOST, num_workers=2, overlap=2)
+    assert_members(collected(env, policy), [collected(environment(HOST), member) for member in members])
+
+
+@pytest.mark.parametrize("lanes", [1, 2, *in_soak([4])])
+def test_workers_hold_parts_of_the_population(lanes: int) -> None:
+    """Members are counted over the lanes of all workers: with one lane each, one of two or four does."""
+    policy, members = POPULATIONS["torch"]()
+    frames = {"frames_per_batch": LANES * STEPS, "total_frames": 2 * LANES * STEPS}
+    envs = [fc.make_env(HOST, num_envs=lanes)] * (LANES // lanes)
+
+    def run(policy: Any) -> Any:
+        with multi(create_env_fn=envs, policy=policy, **frames) as collector:
+            return torch.cat([batch.clone() for batch in collector], -1)
+
+    assert_members(run(policy), [run(member) for member in members])
+
+
+def test_parameters_that_are_given_act() -> None:
+    policy, members = POPULATIONS["torch"]()
+    swapped = {name: leaf.flip(0) for name, leaf in policy.state_dict().items()}
+    env = environment(HOST)
+    alone = [collected(env, member) for member in reversed(members)]
+    assert_members(collected(env, policy, params=swapped), alone)
+    policy.load(swapped)
+    assert_members(collected(env, policy), alone)
+
+
+def test_changes_of_the_module_act() -> None:
+    """Its mode: batch statistics in place of running ones."""
+    policy, _ = POPULATIONS["torch"]()
+    env = environment(HOST)
+    before = collected(env, policy)
+    policy.module.train()
+    assert not torch.equal(collected(env, policy)["action_log_prob"], before["action_log_prob"])
+    policy.module.eval()
+    assert torch.equal(collected(env, policy)["action_log_prob"], before["action_log_prob"])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda policy: pickle.loads(pickle.dumps(policy))])
+def test_copies_are_populations(copied: Any) -> None:
+    policy, _ = POPULATIONS["torch"]()
+    env = environment(HOST)
+    assert torch.equal(collected(env, copied(policy))["action"], collected(env, policy)["action"])
+
+
+def test_tied_parameters_stay_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.two.weight = self.one.weight
+
+        def forward(self, x: Any) -> Any:
+            return self.two(self.one(x))[:, :2]
+
+    policy, members = in_torch(Tied)
+    assert policy.module.one.weight is policy.module.two.weight
+    env = environment(HOST)
+    assert_members(collected(env, policy), [collected(env, member) for member in members])
+
+
+def test_gradients_reach_all_members() -> None:
+    policy, _ = POPULATIONS["torch"]()
+    policy.module(torch.ones(LANES, 4)).sum().backward()
+    gradients = [parameter.grad for parameter in policy.module.parameters()]
+    assert all(gradient is not None and gradient.reshape(SIZE, -1).any(-1).all() for gradient in gradients[-2:])
+
+
+def test_evaluation_gives_each_lane_of_each_member_as_many_episodes() -> None:
+    policy, members = POPULATIONS["torch"]()
+    env = environment(HOST)
+    found = fc.evaluate(env, policy, episodes=2 * LANES, seed=0).returns.reshape(SIZE, -1)
+    for index, member in enumerate(members):
+        alone = fc.evaluate(env, member, episodes=2 * LANES, seed=0).returns.reshape(SIZE, -1)
+        assert torch.equal(found[index], alone[index])
+
+
+def test_traced() -> None:
+    policy, members = POPULATIONS["jax"]()
+    env = environment(JAX)
+
+    def run(policy: Any) -> Any:
+        state = fc.traced.init(env, policy, policy.params, key=jax.random.PRNGKey(0))
+        return jax.jit(partial(fc.traced.rollout, env, policy, length=STEPS))(policy.params, state)[1]
+
+    together, alone = run(policy), [run(member) for member in members]
+    for index in range(SIZE):
+        lanes = slice(index * LANES // SIZE, (index + 1) * LANES // SIZE)
+        assert jnp.array_equal(together["action"][:, lanes], alone[index]["action"][:, lanes])
+
+
+@pytest.mark.parametrize("name", ["key", "keys"])
+def test_members_that_draw_random_numbers(name: str) -> None:
+    def noisy(params: Any, x: Any, *, key: Any = None, keys: Any = None) -> Any:
+        drawn = jax.random.uniform(key, (len(x),)) if keys is None else jax.vmap(jax.random.uniform)(keys)
+        return {"action": (drawn > params).astype(jnp.int32), "drawn": drawn}
+
+    def called(params: Any, x: Any, key: Any) -> Any:
+        return noisy(params, x, key=key)
+
+    def called_with_all(params: Any, x: Any, keys: Any) -> Any:
+        return noisy(params, x, keys=keys)
+
+    member = fc.jax_policy(called if name == "key" else called_with_all, jnp.array(0.5))
+    env = environment(JAX)
+    drawn = collected(env, fc.population(member, jnp.array([0.2, 0.8])))["drawn"]
+    assert len(drawn.unique()) > 0.9 * drawn.numel()
+    if name == "keys":
+        assert torch.equal(drawn, collected(env, member)["drawn"])
+
+
+def test_lanes_that_do_not_divide() -> None:
+    policy, _ = POPULATIONS["torch"]()
+    with pytest.raises(PolicyError, match=r"a population of 2 acts in 3 lanes, expected a multiple of 2"):
+        fc.init(fc.make_env(HOST, num_envs=3), policy, seed=0)
+    with pytest.raises(PolicyError, match=r"2 members of a population were given 3 rows"):
+        policy.module(torch.zeros(3, 4))
+
+
+def test_what_cannot_be_a_population() -> None:
+    policy, members = POPULATIONS["torch"]()
+    with pytest.raises(TypeError, match="is a population already"):
+        fc.population(policy, policy.params)
+    with pytest.raises(TypeError, match=r"expected one of funcollect\.torch_policy"):
+        fc.population(fc.random_policy(environment(HOST)), {})
+    with pytest.raises(TypeError, match="over a module"):
+        fc.population(fc.torch_policy(lambda x: x), {})
+    with pytest.raises(TypeError, match="params is "):
+        fc.population(members[0], [member.params for member in members])
+    with pytest.raises(ValueError, match="first axes"):
+        fc.population(members[0], {})
+    whole = policy.state_dict()
+    with pytest.raises(ValueError, match="first axes"):
+        fc.population(members[0], whole | {"0.bias": whole["0.bias"][:1]})
+    with pytest.raises(ValueError, match="params differ"):
+        fc.population(members[0], {name: leaf for name, leaf in whole.items() if name != "0.bias"})
+    with pytest.raises(ValueError, match="params differ"):
+        fc.population(members[0], whole | {"other": whole["0.bias"]})
+    with pytest.raises(ValueError, match="params differ"):
+        fc.population(POPULATIONS["jax"]()[1][0], {"first": jnp.zeros((2, 4, 8)), "last": jnp.zeros((2, 8, 3))})
+    with pytest.raises(TypeError, match="expected one member"):
+        fc.evaluate_actions(policy, None, collected(environment(HOST), policy))
+    stats = fc.running_statistics.init(environment(HOST).observation_space)
+    with pytest.raises(TypeError, match="a population"):
+        fc.normalized(policy, stats)
+
+
+def test_buffers_may_be_left_out() -> None:
+    _, members = POPULATIONS["torch"]()
+    params, _ = torch.func.stack_module_state([member.module for member in members])
+    policy = fc.population(members[0], params)
+    assert policy.module[1].running_mean.shape == (SIZE, 8)
+    collected(environment(HOST), policy)
