@@ -7,11 +7,12 @@ PYTHON312 ?= python3.12
 VENV := .venv
 BIN := $(VENV)/bin
 FUNCOLLECT_SCALE ?= 1
+FAST := tests-core tests-policies tests-envs tests-docs tests-others
 export FUNCOLLECT_SCALE
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.1
 
-.PHONY: demo test test-newest test-oldest test-gpu-machine tests-ray tests-1 tests-2 tests-3 tests-docs test-ray test-notebooks soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
+.PHONY: demo test test-newest test-oldest test-gpu-machine $(FAST) tests-contracts tests-ray test-ray test-notebooks soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -40,25 +41,26 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# What CI runs on two cores, five parts at once. Notebooks and Ray leave a core idle at times, so they do not come last;
-# mypy's cache serves the documents' tests.
+# What CI runs on two cores, five parts at once, the longest first. Notebooks and Ray leave a core idle at times, so they do
+# not come last; mypy's cache serves the documents' tests.
 RAY_TESTS := tests/collectors/ray tests/docs funcollect/collectors/ray_collector.py
 RAY_NOTEBOOK := notebooks/06_ray.ipynb
-FIRST_TESTS := tests/collectors tests/contracts tests/policies
-SECOND_TESTS := tests/envs tests/contracts/test_check_env.py tests/interop tests/buffers
+POLICY_TESTS := tests/policies tests/interop tests/trajectories
+ENV_TESTS := tests/envs tests/buffers
+ELSEWHERE := $(RAY_TESTS) $(POLICY_TESTS) $(ENV_TESTS) tests/core tests/contracts
 IN_PARALLEL = $(MAKE) --no-print-directory --jobs=5 --output-sync=target
 PYTEST = $(BIN)/python -m pytest
 NBMAKE := --nbmake --nbmake-timeout=1200
 IGNORE = $(addprefix --ignore=,$(1))
 
-# A third of the time of tests that compile much goes into LLVM's optimisations, without which programs are only slower.
-# `make soak`, the notebooks and what runs over Ray have them.
+# Half of the time of tests that compile much goes into optimising programs that run for milliseconds. What holds for every
+# pair (`tests/contracts`), the notebooks, what runs over Ray, and `make soak` have programs as users have them.
 ifeq ($(FUNCOLLECT_SCALE),1)
-tests-1 tests-2 tests-3 tests-docs: export XLA_FLAGS ?= --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
+$(FAST): export XLA_FLAGS ?= --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false
 endif
 
 test: $(VENV)/.test
-	$(IN_PARALLEL) lint test-notebooks test-ray tests-3 tests-2 tests-1 tests-docs
+	$(IN_PARALLEL) lint test-notebooks tests-core test-ray tests-policies tests-envs tests-docs tests-contracts tests-others
 
 test-ray: tests-ray
 	$(PYTEST) $(NBMAKE) $(RAY_NOTEBOOK)
@@ -72,14 +74,20 @@ tests-ray: $(VENV)/.test
 tests-docs: $(VENV)/.test
 	$(PYTEST) -k "not ray" tests/docs
 
-tests-1: $(VENV)/.test
-	$(PYTEST) $(call IGNORE,$(RAY_TESTS) $(SECOND_TESTS)) $(FIRST_TESTS)
+tests-core: $(VENV)/.test
+	$(PYTEST) tests/core
 
-tests-2: $(VENV)/.test
-	$(PYTEST) $(SECOND_TESTS)
+tests-policies: $(VENV)/.test
+	$(PYTEST) $(POLICY_TESTS)
 
-tests-3: $(VENV)/.test
-	$(PYTEST) $(call IGNORE,$(RAY_TESTS) $(FIRST_TESTS) $(SECOND_TESTS)) tests funcollect
+tests-envs: $(VENV)/.test
+	$(PYTEST) $(ENV_TESTS)
+
+tests-contracts: $(VENV)/.test
+	$(PYTEST) tests/contracts
+
+tests-others: $(VENV)/.test
+	$(PYTEST) $(call IGNORE,$(ELSEWHERE)) tests funcollect
 
 # The same suite with other versions, each set in an environment of its own. What needs a package that a set lacks is
 # left out. TorchRL wants tensordict below 0.15, so the newest versions are two sets: with TorchRL and without it.
@@ -138,7 +146,7 @@ notebooks: $(VENV)/.test
 # The issues' full counts; the output is kept beside the benchmarks' results.
 soak: FUNCOLLECT_SCALE = 10
 soak: $(VENV)/.test
-	set -o pipefail; PYTEST_ADDOPTS=-q $(IN_PARALLEL) tests-3 tests-2 tests-1 tests-ray tests-docs 2>&1 | tee benchmarks/results/soak.txt
+	set -o pipefail; PYTEST_ADDOPTS=-q $(IN_PARALLEL) tests-core tests-ray tests-policies tests-envs tests-docs tests-contracts tests-others 2>&1 | tee benchmarks/results/soak.txt
 
 bench: $(VENV)/.test
 	for name in imports memory overhead collect suites vector torchrl fused policies replay workers ray; do $(BIN)/python -m benchmarks $$name || exit 1; done

@@ -300,7 +300,8 @@ def _open_actor(
     lanes: slice = slice(None),
 ) -> Actor:
     """Return the policy bound to a rollout of some of the lanes whose observations are in `rows`."""
-    policy = of_lanes(env, policy, state)
+    if state.num_lanes != (env.num_envs or 1):
+        policy = of_lanes(env, policy, state)
     rows = {path: row[lanes] for path, row in rows.items()}
     views = {path: torch.from_numpy(row) for path, row in rows.items()} if policy.backend == "torch" else rows
     return open_actor(env, policy, state, request, assemble(env.observation_space, views))
