@@ -226,7 +226,7 @@ def test_the_time_limit_is_a_parameter_too():
 
 
 def heavier(system):
-    """Domain randomisation as brax has it: a system whose masses have a first dimension, one for each of three lanes."""
+    """Domain randomisation as brax has it: a system whose masses have a first dimension, of three lanes."""
 
     @jax.vmap
     def draw(key):
