@@ -91,6 +91,8 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
     from funcollect.policies.random_policy import random_policy as random_policy
     from funcollect.policies.tensordict_modules.tensordict_policy import tensordict_policy as tensordict_policy
     from funcollect.policies.torch_modules.torch_policy import torch_policy as torch_policy
+    from funcollect.profiling import Profile as Profile
+    from funcollect.profiling import profile as profile
     from funcollect.progress import track as track
     from funcollect.protocols import Env as Env
     from funcollect.protocols import Exploration as Exploration

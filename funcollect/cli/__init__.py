@@ -1,4 +1,4 @@
-"""Arguments and exit codes of ``funcollect demo``, ``collect``, ``check``, ``explain`` and ``policies``.
+"""Arguments and exit codes of ``funcollect demo``, ``collect``, ``check``, ``explain``, ``profile`` and ``policies``.
 
 The commands themselves are imported after the arguments are parsed, so that help does not wait for Torch.
 """
@@ -86,6 +86,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_env(explain, num_envs=1)
     _add_policy(explain)
 
+    profile = commands.add_parser("profile", help="measure where the time of a frame goes")
+    _add_env(profile, num_envs=8)
+    _add_policy(profile, default="random")
+    add = profile.add_argument
+    add("--frames", type=_count, default=10_000, metavar="N", help="frames to time, in whole batches; default: 10000")
+    add("--out", type=Path, metavar="FILE", help="also draw the parts in this picture, such as profile.png")
+
     policies = commands.add_parser("policies", help="list the policies that packages offer by name")
     policies.add_argument("env", nargs="?", metavar="ENV", help="also make each of them for this environment")
     return parser
@@ -99,10 +106,14 @@ def _add_env(parser: argparse.ArgumentParser, num_envs: int) -> None:
     add("--num-envs", type=_count, default=num_envs, metavar="N", help=what)
 
 
-def _add_policy(parser: argparse.ArgumentParser, *, required: bool = True, what: str = _POLICY) -> None:
+def _add_policy(
+    parser: argparse.ArgumentParser, *, required: bool = True, what: str = _POLICY, default: str | None = None
+) -> None:
     """Add the arguments that name a policy and the options of its factory; `what` is the help of ``--policy``."""
     add = parser.add_argument
-    add("--policy", required=required, metavar="NAME", help=what)
+    if default is not None:
+        required, what = False, f"{what}; default: {default}"
+    add("--policy", required=required, default=default, metavar="NAME", help=what)
     options = "argument of its factory (its seed is the run's by default); VALUE is JSON or text; repeat for more"
     add("--option", "-o", type=_option, action="append", default=[], metavar="NAME=VALUE", help=options)
 

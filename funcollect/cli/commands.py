@@ -15,6 +15,7 @@ import funcollect as fc
 from funcollect import plots
 from funcollect.cli.output import output_folder, save
 from funcollect.cli.report import RunSummary, layout
+from funcollect.plots.figures import check_figure
 from funcollect.policies.mlp import mlp
 from funcollect.policies.plugins import PolicyPlugin, find_policy, offered_policies
 
@@ -97,6 +98,23 @@ def explain(arguments: argparse.Namespace) -> None:
     """Print how the environment and the policy would run together."""
     env = _make_env(arguments.env, arguments.num_envs)
     print(fc.explain(env, _make_policy(arguments, env, seed=0)))
+
+
+@_one_thread()
+def profile(arguments: argparse.Namespace) -> None:
+    """Print where the time of a frame goes, and draw it if a file is named."""
+    out = arguments.out
+    if out is not None:
+        try:
+            check_figure(out)
+        except ImportError as error:
+            print(f"no {out}: {error}", file=sys.stderr)
+            out = None
+    env = _make_env(arguments.env, arguments.num_envs)
+    measured = fc.profile(env, _make_policy(arguments, env, seed=0), frames=arguments.frames)
+    print(measured)
+    if out is not None:
+        plots.profile(measured, title=arguments.env, path=out)
 
 
 def policies(arguments: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ from funcollect.core import api
 from funcollect.core.apply import apply
 from funcollect.core.env_params import set_env_params
 from funcollect.core.exploration import check_given
+from funcollect.core.loops import RunsRollouts
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.restore import SAVED, counts_of, go_on, next_seed, reseed, resume, saved_state
 from funcollect.core.rollout_trajectories import check_limited, is_limited
@@ -84,6 +85,8 @@ class Runner:
         )
         self.seed = self.state.seed
         self.length = math.ceil(options.frames_per_batch / lanes)
+        self.loops: Mapping[str, RunsRollouts] = api.LOOPS
+        """what runs the rollouts, by `Route.loop`."""
         self.frames = 0  # collected so far
         self._batches = 0
         self._seconds = 0.0
@@ -112,7 +115,7 @@ class Runner:
         started = time.perf_counter()
         self._interrupted = True
         request = self.options.request(self.length, self.params, self.lanes, columns)
-        self.state, batch = api.run(self.env, self.policy, self.state, request)
+        self.state, batch = api.run(self.env, self.policy, self.state, request, loops=self.loops)
         self._interrupted = False
         self._seconds += time.perf_counter() - started
         self._batches += 1

@@ -13,7 +13,7 @@ from torch import Tensor
 from funcollect.arguments import check_kind
 from funcollect.core.evaluate_actions import remember_spaces
 from funcollect.core.exploration import NO_VALUES, Value, exploration_values, with_values
-from funcollect.core.loops import Loop, captured, crossing, device, fused, host, tensor
+from funcollect.core.loops import Loop, RunsRollouts, captured, crossing, device, fused, host, tensor
 from funcollect.core.request import Request
 from funcollect.core.routes import enter_loop, leave_loop, of_lanes, route_of
 from funcollect.core.simulators.simulation import SimulatorHandle
@@ -31,7 +31,7 @@ from funcollect.protocols import Backend, Env, Policy, is_env
 from funcollect.specs import ExplorationType
 
 # By `Route.loop` for rollouts, and by the environment's backend for functions that need no policy's route.
-_LOOPS: dict[str, Loop] = {
+LOOPS: dict[str, Loop] = {
     "host": host,
     "torch": tensor,
     "captured": captured,
@@ -72,7 +72,7 @@ def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, t
     check_untraced("init", seed)
     if isinstance(policy, Population):
         policy = policy.of_lanes(range(first_lane, first_lane + (env.num_envs or 1)), total_lanes)
-    return _LOOPS[env.backend].init(env, policy, key_from_seed(seed), first_lane, total_lanes)
+    return LOOPS[env.backend].init(env, policy, key_from_seed(seed), first_lane, total_lanes)
 
 
 def check_pair(env: Any, policy: Any) -> None:
@@ -133,9 +133,17 @@ def rollout(
 
 
 def run(
-    env: Env, policy: Policy, state: CollectorState[Array], request: Request, function: str = "rollout"
+    env: Env,
+    policy: Policy,
+    state: CollectorState[Array],
+    request: Request,
+    function: str = "rollout",
+    loops: Mapping[str, RunsRollouts] = LOOPS,
 ) -> tuple[CollectorState[Array], TensorDict]:
-    """Do what `rollout` does, with every option. `function` is the name of the function that the user called."""
+    """Do what `rollout` does, with every option, by one of `loops`.
+
+    `function` is the name of the function that the user called.
+    """
     check_policy(policy)
     check_state(env, state, function)
     check_untraced(function, policy.params if policy.backend == "jax" and request.params is None else request.params)
@@ -144,7 +152,7 @@ def run(
     if values is not request.exploration:
         request = replace(request, exploration=values)
     route = route_of(env, policy, request.exploration_type)
-    run_loop, inner = _LOOPS[route.loop].run, route.policy
+    run_loop, inner = loops[route.loop].run, route.policy
     try:
         if inner is policy or not isinstance(inner, EmbeddedPolicy):
             after, batch = run_loop(env, inner, state, request)
@@ -189,7 +197,7 @@ def reset(env: Env, state: CollectorState[Array], mask: Tensor | None = None) ->
     """
     check_state(env, state, "reset")
     check_untraced("reset", mask)
-    return _LOOPS[env.backend].reset(env, state, _checked_mask(mask, state))
+    return LOOPS[env.backend].reset(env, state, _checked_mask(mask, state))
 
 
 def recover(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
@@ -212,7 +220,7 @@ def recover(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
     ([2], [3])
     """
     check_state(env, state, "reset", live=False)
-    return _LOOPS[env.backend].recover(env, state)
+    return LOOPS[env.backend].recover(env, state)
 
 
 def _checked_mask(mask: Tensor | None, state: CollectorState) -> Tensor:
@@ -242,7 +250,7 @@ def fork(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
         ValueError: for an environment instance that cannot be rebuilt.
     """
     check_state(env, state, "fork")
-    return _LOOPS[env.backend].fork(env, state)
+    return LOOPS[env.backend].fork(env, state)
 
 
 def close(state: CollectorState) -> None:

@@ -18,14 +18,14 @@ from funcollect.core.request import Request, open_actor
 from funcollect.core.routes import Route, route_of
 from funcollect.core.state import first_state
 from funcollect.envs.host.host_env import SimulatedEnv, seeding_of, statistics_of
-from funcollect.envs.host.lane_workers.advice import spread
+from funcollect.envs.host.lane_workers.advice import lane_costs
 from funcollect.faulty_fusions import avoid_faulty_fusions
 from funcollect.interop.jax_setup import dispatch_note, import_jax
 from funcollect.keys import key_from_seed
 from funcollect.policies.torch_backed import TorchBacked
 from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
-from funcollect.protocols import Env, Policy
+from funcollect.protocols import Env, HostEnv, Policy
 from funcollect.specs import assemble
 
 _NOT_BY_CUT = "data depend on every step and reset since, not on how a run is cut into batches"
@@ -125,12 +125,14 @@ def explain(env: Env, policy: Policy) -> Plan:
         seeding=_seeding(env),
         noise=_NOISE.get(kind, f"{kind} noise, a function of the state's key, the lane and the step, {drawn}"),
         forking=_forking(env),
-        workers=spread(env, partial(_seconds, env, route)) if isinstance(env, SimulatedEnv) and env.workers else "",
+        workers=str(lane_costs(env, partial(policy_seconds, env, route)))
+        if isinstance(env, SimulatedEnv) and env.workers
+        else "",
         caution=avoid_faulty_fusions() if "jax" in (env.backend, route.policy.backend) else "",
     )
 
 
-def _seconds(env: SimulatedEnv, route: Route, lanes: int) -> float:
+def policy_seconds(env: HostEnv, route: Route, lanes: int) -> float:
     """The seconds of a call of the policy for so many lanes, the median of a few."""
     rows = {leaf.path: np.zeros((lanes, *leaf.shape), leaf.dtype) for leaf in env.observation_leaves}
     tensors = {path: torch.from_numpy(row) for path, row in rows.items()}

@@ -1,4 +1,4 @@
-"""Figures of episode statistics and of single episodes, and films.
+"""Figures of episode statistics, of single episodes and of profiles, and films.
 
 Matplotlib, and imageio for films, are imported on first use: ``pip install funcollect[viz]``. Figures are not
 registered with pyplot, so you need not close them.
@@ -7,5 +7,6 @@ registered with pyplot, so you need not close them.
 from funcollect.plots.curves import lengths, returns
 from funcollect.plots.episodes import episode
 from funcollect.plots.pictures import frames, video
+from funcollect.plots.profiles import profile
 
-__all__ = ["episode", "frames", "lengths", "returns", "video"]
+__all__ = ["episode", "frames", "lengths", "profile", "returns", "video"]

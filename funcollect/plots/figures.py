@@ -49,6 +49,15 @@ def saved(figure: Figure, path: str | PathLike[str] | None) -> Figure:
     return figure
 
 
+def check_figure(path: Path) -> None:
+    """Raise ValueError for a suffix that names no format, OSError unless the folder exists; ImportError as above."""
+    formats = sorted(new_figure(1, 1).canvas.get_supported_filetypes())
+    if path.suffix.lower()[1:] not in formats:
+        raise ValueError(f"{path} has the suffix {path.suffix!r}, expected that of a picture, such as .png: change it")
+    if not path.parent.is_dir():
+        raise OSError(f"{path.parent} is no folder, expected one for {path.name}: make it")
+
+
 Picture = npt.NDArray[np.uint8]
 
 _SUFFIXES = (".gif", ".mp4")

@@ -38,6 +38,7 @@ NOT_NONE: dict[str, list[Any]] = {
     "Device": ["nowhere", 2.5, {}],
     "torch.device | str": ["nowhere", 2.5, {}],
     "ExplorationType": ["random", 0, True],
+    "CollectorBase | Env": [0, "CartPole-v1", nn.Linear(4, 2)],
     "Env": [0, "CartPole-v1", nn.Linear(4, 2)],
     "JaxEnv": [0, "CartPole-v1", nn.Linear(4, 2)],
     "Policy": [0, "x", nn.Linear(4, 2)],
@@ -82,6 +83,7 @@ NOT_NONE: dict[str, list[Any]] = {
 POSITIVE = {
     *(
         "length",
+        "frames",
         "episodes",
         "max_frames",
         "frames_per_batch",
@@ -233,6 +235,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "normalized": lambda: {"policy": fc.torch_policy(nn.Linear(4, 2), head=CATEGORICAL), "stats": statistics()},
     "next_observations": lambda: {"batch": batch()},
     "random_policy": lambda: {"env": host()[0]},
+    "profile": lambda: {"target": host()[0], "policy": None, "frames": 20, "length": 10},
     "record": lambda: dict(zip(("env", "policy"), host(), strict=True), path="/nowhere/x.gif"),
     "recover": lambda: {"env": host()[0], "state": start()},
     "reset": lambda: {"env": host()[0], "state": start()},
@@ -316,6 +319,7 @@ NOT_CALLED = {
         "Evaluation",
         "PendingTrajectories",
         "Plan",
+        "Profile",
         "ring.RingState",
         "jax_ring.JaxRing",
         "testing.Report",

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from funcollect.collectors.cluster.packed_batch import PackedBatch, Packer
 from funcollect.collectors.cluster.resources import ray
+from funcollect.collectors.runner_timer import RolloutTimes
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.worker import (
@@ -88,6 +89,14 @@ class NestedWorker(WorkerBase):
     @override
     def go_on(self, progress: Progress) -> None:
         self._run.go_on(progress)
+
+    @override
+    def start_timer(self) -> None:
+        self._run.start_timers()
+
+    @override
+    def stop_timer(self) -> list[RolloutTimes]:
+        return self._run.stop_timers()
 
     @override
     def failure(self, error: BaseException) -> Failure:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from funcollect.collectors.runner_timer import RolloutTimes
 from funcollect.collectors.workers.batch_layout import Join
 from funcollect.collectors.workers.gathering import AsyncGathering, Gathering, ReadyBatch, SyncGathering
 from funcollect.collectors.workers.jobs import check_alike, masks_of
@@ -253,6 +254,14 @@ class WorkerRun:
             self.pool.call(worker, name, each, *others) for worker, each in zip(self.workers, arguments, strict=True)
         ]
         self.pool.finish(calls)
+
+    def start_timers(self) -> None:
+        """Let every worker time its rollouts, after those that have been begun."""
+        self.pool.call_all("start_timer")
+
+    def stop_timers(self) -> list[RolloutTimes]:
+        """Return the times of the workers since `start_timers`; one that was replaced meanwhile has none."""
+        return [times for answer in self.pool.call_all("stop_timer") for times in answer]
 
     def stats(self) -> dict[str, float]:
         """Counts over all workers."""

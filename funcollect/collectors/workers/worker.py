@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from funcollect.collectors.options import Options
 from funcollect.collectors.runner import Runner, check_saved
+from funcollect.collectors.runner_timer import RolloutTimes, RunnerTimer
 from funcollect.collectors.source import RunnerSpec
 from funcollect.core.env_params import param_shapes
 from funcollect.core.request import NOWHERE, OwnColumns
@@ -228,6 +229,14 @@ class WorkerBase(ABC):
         self._collector.continue_run(saved, episodes)
         self._batches, self._frames = saved["iter"], saved["frames"]
 
+    @abstractmethod
+    def start_timer(self) -> None:
+        """Time the rollouts from now on."""
+
+    @abstractmethod
+    def stop_timer(self) -> list[RolloutTimes]:
+        """Stop timing, and return the times of each runner; empty unless a timer was started."""
+
     def close(self) -> None:
         """Free the simulators."""
         self._collector.shutdown()
@@ -245,6 +254,7 @@ class Worker(WorkerBase):
         self._policy: bytes | None = None  # packed, if another one than the job's was sent
         self._runner = job.runner()
         self._counted = (0, 0)  # restarts and lost frames, as last reported
+        self._timer: RunnerTimer | None = None
         super().__init__(job.progress, self._runner, job.applied)
 
     @override
@@ -299,6 +309,15 @@ class Worker(WorkerBase):
         if policy is not None and policy != self._policy:
             self._runner.replace_policy(unpack(policy))
             self._policy = policy
+
+    @override
+    def start_timer(self) -> None:
+        self._timer = RunnerTimer(self._runner)
+
+    @override
+    def stop_timer(self) -> list[RolloutTimes]:
+        timer, self._timer = self._timer, None
+        return [] if timer is None else [timer.stop()]
 
     @override
     def failure(self, error: BaseException) -> Failure:

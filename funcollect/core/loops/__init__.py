@@ -13,8 +13,17 @@ from funcollect.keys import Key
 from funcollect.protocols import Policy
 
 
-class Loop(Protocol):
-    """The five functions of each of these modules; `env` is of the kind that the loop drives."""
+class RunsRollouts(Protocol):
+    """What `funcollect.rollout` calls."""
+
+    def run(
+        self, env: Any, policy: Policy, state: CollectorState, request: Request
+    ) -> tuple[CollectorState, TensorDict]:
+        """Return the next state and the batch of a rollout."""
+
+
+class Loop(RunsRollouts, Protocol):
+    """The five functions of each of these modules, with `run`; `env` is of the kind that the loop drives."""
 
     def init(self, env: Any, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
         """Return the first state of the lanes ``first_lane … first_lane + P - 1`` of `total_lanes`."""
@@ -27,8 +36,3 @@ class Loop(Protocol):
 
     def fork(self, env: Any, state: CollectorState) -> CollectorState:
         """Return an independent copy of the state."""
-
-    def run(
-        self, env: Any, policy: Policy, state: CollectorState, request: Request
-    ) -> tuple[CollectorState, TensorDict]:
-        """Return the next state and the batch of a rollout."""

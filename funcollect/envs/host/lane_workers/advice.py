@@ -8,49 +8,117 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from funcollect.envs.host.host_env import SimulatedEnv
+from funcollect.envs.host.lane_workers.options import LaneWorkers
 from funcollect.specs import ActionSpec
 
 _STEPS = 200  # that are timed, at most
 _SECONDS = 0.2  # that they may take
 _EXCHANGE = 200e-6  # seconds per step for waking workers that sleep and waiting for the last one (`benchmarks vector`)
 _CLEARLY = 0.8  # the share of one process's time from which on workers are clearly faster
+WITHOUT_WORKERS = "leave the workers out"
+WITHOUT_OVERLAP = "leave overlap out"
 
 
-def spread(env: SimulatedEnv, policy_seconds: Callable[[int], float]) -> str:
-    """Describe how the lanes of an environment are spread over workers, and whether that pays.
+@dataclass(frozen=True, kw_only=True)
+class LaneCosts:
+    """What a step of all lanes costs, in seconds; `str` describes it.
+
+    Attributes:
+        lanes: their number.
+        workers: the processes that they are spread over.
+        cores: processors that this process may use.
+        step: of one lane, the median of a few random ones in this process.
+        busy: the share of a step in which it uses a processor.
+        alone: all lanes in one process.
+        apart: all lanes in the workers, with the exchange.
+        once, half: a call of the policy for all lanes, and for each half, measured for ``overlap=2``, else 0.
+    """
+
+    lanes: int
+    workers: LaneWorkers
+    cores: int
+    step: float
+    busy: float
+    alone: float
+    apart: float
+    once: float = 0.0
+    half: float = 0.0
+
+    @property
+    def steps(self) -> float:
+        """The steps of the lanes of one worker."""
+        return self.apart - _EXCHANGE
+
+    @property
+    def pays(self) -> bool:
+        """Whether the workers are clearly faster than one process."""
+        return self.apart <= _CLEARLY * self.alone
+
+    @property
+    def saved(self) -> float:
+        """What it saves that one half of the lanes steps while the policy acts for the other; negative for a loss."""
+        idle = max(self.cores - self.busy * self.workers.num_workers, 0.0)  # processors that the policy has to itself
+        one_by_one = self.once + self.apart
+        return one_by_one - max(2 * self.half, self.apart + 2 * self.half * max(1.0 - idle, 0.0))
+
+    def __str__(self) -> str:
+        parts = [f"{self.lanes} lanes in {self.workers} on {self.cores} processors"]
+        if self.workers.overlap > 1:
+            parts.append(
+                "one half of the lanes steps while the policy acts for the other: it takes "
+                f"{self.once * 1e6:,.0f} µs for all, {self.half * 1e6:,.0f} µs for each half, so this saves about "
+                f"{max(self.saved, 0.0) * 1e6:,.0f} µs of a step" + ("" if self.saved > 0 else f": {WITHOUT_OVERLAP}")
+            )
+        parts.append(
+            f"a step of one lane takes {self.step * 1e6:,.0f} µs here, so all take {self.alone * 1e6:,.0f} µs in one "
+            f"process, and about {self.apart * 1e6:,.0f} µs in these, with {_EXCHANGE * 1e6:.0f} µs for the exchange"
+        )
+        if not self.pays:
+            parts.append(f"one process would be about as fast, or faster: {WITHOUT_WORKERS}")
+        return "; ".join(parts)
+
+
+def lane_costs(env: SimulatedEnv, policy_seconds: Callable[[int], float]) -> LaneCosts:
+    """Time a few steps of one lane, for ``overlap=2`` the policy too, and estimate a step of all lanes.
 
     `policy_seconds` returns the seconds of a call of the policy for a number of lanes.
     """
     workers, lanes = env.workers, env.num_envs or 1
     assert workers is not None
-    cores = len(os.sched_getaffinity(0))
     step, busy = _time_of_a_step(env)
-    alone = lanes * step
+    costs = estimated_costs(lanes, workers, step, busy)
+    return with_policy(costs, policy_seconds) if workers.overlap > 1 else costs
+
+
+def estimated_costs(lanes: int, workers: LaneWorkers, step: float, busy: float) -> LaneCosts:
+    """Estimate a step of all lanes from that of one: its seconds, and the share in which it uses a processor."""
+    cores = cores_here()
     most = math.ceil(lanes / workers.num_workers)  # lanes of one worker
-    apart = most * step * max(1.0, busy * workers.num_workers / cores) + _EXCHANGE
-    parts = [f"{lanes} lanes in {workers} on {cores} processors"]
-    if workers.overlap > 1:
-        once, half = policy_seconds(lanes), policy_seconds(lanes // 2)
-        idle = max(cores - busy * workers.num_workers, 0.0)  # processors that the policy has to itself
-        saved = once + apart - max(2 * half, apart + 2 * half * max(1.0 - idle, 0.0))
-        parts.append(
-            "one half of the lanes steps while the policy acts for the other: it takes "
-            f"{once * 1e6:,.0f} µs for all, {half * 1e6:,.0f} µs for each half, so this saves about "
-            f"{max(saved, 0.0) * 1e6:,.0f} µs of a step" + ("" if saved > 0 else ": leave overlap out")
-        )
-    parts.append(
-        f"a step of one lane takes {step * 1e6:,.0f} µs here, so all take {alone * 1e6:,.0f} µs in one process, and "
-        f"about {apart * 1e6:,.0f} µs in these, with {_EXCHANGE * 1e6:.0f} µs for the exchange"
+    return LaneCosts(
+        lanes=lanes,
+        workers=workers,
+        cores=cores,
+        step=step,
+        busy=busy,
+        alone=lanes * step,
+        apart=most * step * max(1.0, busy * workers.num_workers / cores) + _EXCHANGE,
     )
-    if apart > _CLEARLY * alone:
-        parts.append("one process would be about as fast, or faster: leave the workers out")
-    return "; ".join(parts)
+
+
+def with_policy(costs: LaneCosts, policy_seconds: Callable[[int], float]) -> LaneCosts:
+    """Time the policy for all lanes and for each half."""
+    return replace(costs, once=policy_seconds(costs.lanes), half=policy_seconds(costs.lanes // 2))
+
+
+def cores_here() -> int:
+    """The processors that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def _time_of_a_step(env: SimulatedEnv) -> tuple[float, float]:
