@@ -56,8 +56,9 @@ class LocalRun:
         """The parts of a rollout that is one program."""
         if self.env.backend != "jax":
             return {"environment and policy": rollout}
-        seconds = environment_alone(self.env, self.collector.length, self.collector.lanes)
-        alone = min(1e6 * seconds / (self.collector.length * self.lanes), rollout)
+        length, most = self.collector.length, self.collector.max_frames_per_traj
+        seconds = environment_alone(self.env, length, self.collector.lanes, most if most and most > 0 else None)
+        alone = min(1e6 * seconds / (length * self.lanes), rollout)
         return {"environment": alone, "policy": rollout - alone}
 
     @cached_property
@@ -71,20 +72,18 @@ class LocalRun:
     def limits(self) -> Iterator[Limit]:
         """What this machine can do."""
         environment, policy = (self.parts.get(part, 0.0) for part in ("environment", "policy"))
-        both = environment + policy + self.parts.get("environment and policy", 0.0)
         if self.times.loop == "fused":
-            yield Limit(frames_per_second=1e6 / environment, what="the environment alone, with random actions")
-        elif self.costs is not None:
-            busy = 1e6 * self.costs.step * self.costs.busy + policy
-            what = f"processor time of one simulator and of the policy, on {self.cores} processors that never wait"
-            yield Limit(frames_per_second=1e6 * self.cores / busy, what=what)
-        else:
-            yield Limit(
-                frames_per_second=1e6 / both, what="environment and policy without anything else, in one process"
-            )
-            if self.env.backend == "host" and self.cores > 1:
-                what = f"the same in {self.cores} processes, one for each processor"
-                yield Limit(frames_per_second=1e6 * self.cores / both, what=what)
+            yield Limit.of(environment, "the environment alone, with random actions")
+            return
+        if self.costs is not None:
+            used = 1e6 * self.costs.step * self.costs.busy + policy
+            what = "processor time of one lane's step and of the policy"
+            yield Limit.of(used, f"{what}, on {self.cores} processors that never wait", self.cores)
+            return
+        both = environment + policy + self.parts.get("environment and policy", 0.0)
+        yield Limit.of(both, "environment and policy without anything else, in one process")
+        if self.env.backend == "host" and self.cores > 1:
+            yield Limit.of(both, f"the same in {self.cores} processes, one for each processor", self.cores)
 
     def notes(self) -> Iterator[str]:
         """How parts were measured, where that is not plain."""

@@ -11,6 +11,7 @@ PARTS = [
     *("reader", "waiting"),
 ]
 _WIDTH = 100  # of text
+_LEAST = 1e-3  # microseconds of a frame: less is not measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,11 @@ class Limit:
 
     frames_per_second: float
     what: str
+
+    @classmethod
+    def of(cls, microseconds: float, what: str, processes: int = 1) -> Limit:
+        """The limit of processes that each take so long for a frame."""
+        return cls(frames_per_second=1e6 * processes / max(microseconds, _LEAST), what=what)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,8 @@ def profile_workers(collector: WorkerCollector, frames: int, reader: Reader | No
     after = collector.stats()
     times = [each for each in run.stop_timers() if each.frames]
     check_read(done, collector)
+    if not times:
+        raise ValueError(f"{collector!r} has lost every worker meanwhile, expected one to stay: see its stats")
     counts = {name: after[name] - before[name] for name in ("reader_waited", "copies")}
     measured = _WorkerTimes(collector, times, done, counts)
     return Profile(
@@ -114,7 +116,7 @@ class _WorkerTimes:
         both = sum(sums.get(part, 0.0) for part in ("environment", "policy", "environment and policy"))
         number = max(self._workers, self._cores)
         what = f"environment and policy without anything else, in {number} processes that never wait"
-        return Limit(frames_per_second=1e6 * number / both, what=what)
+        return Limit.of(both, what, number)
 
     def notes(self) -> Iterator[str]:
         """How parts were measured, where that is not plain."""

@@ -5,10 +5,7 @@ import torch
 
 import funcollect as fc
 from funcollect.core import api
-from funcollect.envs.host.lane_workers.advice import estimated_costs
-from funcollect.envs.host.lane_workers.options import LaneWorkers
 from funcollect.profiling import local_run
-from funcollect.profiling.advice import Finding, advise
 from tests.envs.torch.test_torch_vector_env import LikeManiSkill
 from tests.profiling.cases import Slow, check, largest, network, slow_env, slow_reader
 from tests.support.compare import assert_same
@@ -142,31 +139,6 @@ def test_functions_close_what_they_opened():
 
     check(fc.profile(Env(), frames=20, length=5))
     assert len(closed) == 1
-
-
-def test_threads_stay_as_they_are():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        fc.profile(fc.make_env("CartPole-v1", num_envs=2), network(), frames=20, length=5)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_the_finding_that_saves_most_is_the_advice():
-    findings = [Finding(3.0, "three"), Finding(5.0, "five"), Finding(-1.0, "a loss")]
-    assert advise(findings, 20.0, "nothing") == "five"
-    assert advise(findings, 200.0, "nothing") == "nothing"
-    assert advise([], 1.0, "nothing") == "nothing"
-
-
-def test_estimated_costs_are_those_that_explain_describes():
-    quick = estimated_costs(4, LaneWorkers(num_workers=4), 6e-6, 1.0)
-    slow = estimated_costs(4, LaneWorkers(num_workers=2), 1e-3, 0.0)
-    assert "leave the workers out" in str(quick)
-    assert not quick.pays
-    assert slow.pays
 
 
 @pytest.mark.parametrize(

@@ -572,7 +572,7 @@ def test_explain_advises(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, saves in ((1, False), (2, True)):
         monkeypatch.setattr(advice.os, "sched_getaffinity", lambda _, cores=cores: range(cores))
         monkeypatch.setattr(advice, "_time_of_a_step", lambda _: (1e-3, 1.0))
-        monkeypatch.setattr(explain, "_seconds", lambda env, route, lanes: lanes * 1e-5)
+        monkeypatch.setattr(explain, "policy_seconds", lambda env, route, lanes: lanes * 1e-5)
         told = fc.explain(halves, fc.random_policy(halves)).workers
         assert re.search(r"µs for all, [\d,]+ µs for each half, so this saves about [\d,]+ µs of a step", told)
         assert ("leave overlap out" not in told) == saves
