@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 
-from funcollect.core.explain import policy_seconds
 from funcollect.core.timing.timed_loops import COMPILED
 from funcollect.envs.host.host_env import SimulatedEnv
 from funcollect.envs.host.lane_workers.advice import (
@@ -106,7 +105,7 @@ def _about_lane_workers(run: LocalRun, costs: LaneCosts) -> Iterator[Finding]:
     elif costs.workers.overlap == 1 and lanes > 1:
         env = run.env
         assert isinstance(env, SimulatedEnv)
-        call = partial(policy_seconds, env, run.route)
+        call = partial(run.policy_seconds, env)
         halves = with_policy(replace(costs, workers=replace(costs.workers, overlap=2)), call)
         yield Finding(
             1e6 * halves.saved / lanes,
@@ -130,11 +129,11 @@ def _about_calls(run: LocalRun) -> Iterator[Finding]:
 
 
 def _about_torch_calls(run: LocalRun, env: HostEnv) -> Iterator[Finding]:
-    now, in_run = policy_seconds(env, run.route, run.lanes), run.parts["policy"] * run.lanes
+    now, in_run = run.policy_seconds(env, run.lanes), run.parts["policy"] * run.lanes
     if (threads := torch.get_num_threads()) > 1:
         torch.set_num_threads(1)
         try:
-            one = 1e6 * policy_seconds(env, run.route, run.lanes)
+            one = 1e6 * run.policy_seconds(env, run.lanes)
         finally:
             torch.set_num_threads(threads)
         yield Finding(
@@ -142,7 +141,7 @@ def _about_torch_calls(run: LocalRun, env: HostEnv) -> Iterator[Finding]:
             f"Torch divides each product of the policy over {threads} threads: with torch.set_num_threads(1) a "
             f"call takes {one:,.0f} µs, and in this run it took {in_run:,.0f} µs",
         )
-    more = policy_seconds(env, run.route, _MORE * run.lanes)
+    more = run.policy_seconds(env, _MORE * run.lanes)
     yield Finding(
         run.parts["policy"] * (1 - more / (_MORE * now)),
         f"a call of the policy takes {1e6 * now:,.0f} µs for {run.lanes} environments and {1e6 * more:,.0f} µs "

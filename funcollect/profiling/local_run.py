@@ -15,6 +15,7 @@ from funcollect.envs.host.lane_workers.advice import LaneCosts, cores_here, lane
 from funcollect.profiling.alone import environment_alone
 from funcollect.profiling.reading import Reading
 from funcollect.profiling.report import Limit
+from funcollect.protocols import HostEnv
 
 
 class LocalRun:
@@ -67,7 +68,11 @@ class LocalRun:
         env = self.env
         if not isinstance(env, SimulatedEnv) or env.workers is None:
             return None
-        return lane_costs(env, partial(policy_seconds, env, self.route))
+        return lane_costs(env, partial(self.policy_seconds, env))
+
+    def policy_seconds(self, env: HostEnv, lanes: int) -> float:
+        """The seconds of a call of the policy for so many lanes, with the observations of the last step."""
+        return policy_seconds(env, self.route, lanes, self.collector.state.observation)
 
     def limits(self) -> Iterator[Limit]:
         """What this machine can do."""

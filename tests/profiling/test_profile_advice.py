@@ -6,7 +6,7 @@ import funcollect as fc
 from funcollect.envs.host.lane_workers import advice as lane_advice
 from funcollect.envs.host.lane_workers.advice import estimated_costs
 from funcollect.envs.host.lane_workers.options import LaneWorkers
-from funcollect.profiling import local_advice, local_run, workers
+from funcollect.profiling import local_run, workers
 from funcollect.profiling.advice import Finding, advise
 from tests.profiling.cases import Slow, network, slow_env
 from tests.support.workers import multi
@@ -32,8 +32,7 @@ def advice_on_lanes(monkeypatch, *, step, calls, cores, **options):
     monkeypatch.setattr(lane_advice, "_time_of_a_step", lambda _: (step, 1.0))
     for module in (lane_advice, local_run):
         monkeypatch.setattr(module, "cores_here", lambda: cores)
-    for module in (local_advice, local_run):
-        monkeypatch.setattr(module, "policy_seconds", lambda env, route, lanes: calls(lanes))
+    monkeypatch.setattr(local_run, "policy_seconds", lambda env, route, lanes, seen: calls(lanes))
     env = fc.make_env("CartPole-v1", num_envs=8, num_workers=2, **options)
     return fc.profile(env, frames=1_024).advice
 
@@ -72,9 +71,7 @@ def test_threads_that_do_not_help(monkeypatch):
     before = torch.get_num_threads()
     threads = []
     monkeypatch.setattr(local_run, "cores_here", lambda: 1)
-    monkeypatch.setattr(
-        local_advice, "policy_seconds", lambda env, route, lanes: (threads.append(torch.get_num_threads()), 1e-9)[1]
-    )
+    monkeypatch.setattr(local_run, "policy_seconds", lambda *_: threads.append(torch.get_num_threads()) or 1e-9)
     torch.set_num_threads(2)
     try:
         env = fc.make_env("CartPole-v1", num_envs=2)
