@@ -9,7 +9,6 @@ from funcollect.collectors.runner_timer import RolloutTimes
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.core.explain import policy_seconds
 from funcollect.core.routes import route_of
-from funcollect.core.timing.timed_loops import COMPILED
 from funcollect.envs.host.host_env import SimulatedEnv
 from funcollect.envs.host.lane_workers.advice import LaneCosts, cores_here, lane_costs
 from funcollect.profiling.alone import environment_alone
@@ -45,8 +44,8 @@ class LocalRun:
         reader = min(self._done.reader, times.between)
         parts["delivery"] = parts.get("delivery", 0.0) + self._per_frame(times.between - reader)
         parts |= {"reader": self._per_frame(reader)} if reader else {}
-        if times.loop in COMPILED:
-            parts |= self._compiled(parts.pop("rollout"))
+        for part, value in self._compiled(parts.pop("rollout", 0.0)).items():
+            parts[part] = parts.get(part, 0.0) + value  # of rollouts that another loop ran, too
         if self.costs is not None:
             environment = parts["environment"]
             parts["environment"] = min(environment, 1e6 * self.costs.steps / self.lanes)
@@ -55,6 +54,8 @@ class LocalRun:
 
     def _compiled(self, rollout: float) -> dict[str, float]:
         """The parts of a rollout that is one program."""
+        if not rollout:
+            return {}
         if self.env.backend != "jax":
             return {"environment and policy": rollout}
         length, most = self.collector.length, self.collector.max_frames_per_traj

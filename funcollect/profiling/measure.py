@@ -32,17 +32,18 @@ def profile(
 ) -> Profile:
     """Measure where the time of a frame goes, against what the same machine can do, with one sentence of advice.
 
-    Collects one batch, which is not counted since it may compile programs (of asynchronous workers, one of each), and
-    then at least `frames` frames, with an environment and a policy whose calls are timed. What timing costs is measured
-    and subtracted. The parts of a frame's time:
+    Collects one batch, or one of each asynchronous worker, which is not counted since it may compile programs. Then
+    collects at least `frames` frames with an environment and a policy whose calls are timed. What timing costs is
+    measured and subtracted. The parts of a frame's time:
 
     - environment: steps and resets. Where its lanes live in workers, those of the slowest worker.
     - policy: its calls, and the log-probabilities and checks of their outputs.
-    - recording: what a step takes besides both: copies into the batch, flags, the loop.
+    - recording: the rest of each step: copies into the batch, flags, the loop itself.
     - preparation: at the start of a rollout, memory, parameters and random numbers.
-    - delivery: at its end, ids, counters and the batch.
+    - delivery: at its end, ids, counters and the batch; and the rest of the collector's work between rollouts.
     - hand-over: between processes, copies into and out of shared memory, and messages.
-    - reader: your function. waiting: for the reader, or for workers.
+    - reader: your function.
+    - waiting: workers for the reader or for each other, the reader for workers.
 
     Over JAX environments in a compiled loop, the environment is measured with random actions in a loop of the same
     kind, and the policy is the rest.

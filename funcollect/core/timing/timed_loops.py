@@ -15,6 +15,7 @@ from typing_extensions import override
 from funcollect.core.api import LOOPS
 from funcollect.core.loops import RunsRollouts
 from funcollect.core.request import Request
+from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import CollectorState
 from funcollect.core.timing.stopwatch import Delegate, Stopwatch, overhead
 from funcollect.interop.jax_setup import import_jax
@@ -112,10 +113,10 @@ class _TimedRollout:
     @contextlib.contextmanager
     def simulators(self, state: CollectorState) -> Iterator[None]:
         """Let the state's simulators, if it has some, be timed in the block."""
-        simulation = getattr(state.env_state, "simulation", None)
-        if simulation is None:
+        if not isinstance(state.env_state, SimulatorHandle):
             yield
             return
+        simulation: Any = state.env_state.simulation
         own = simulation.simulators
         timed = self._timed("environment", own, "reset", "send", "receive", "step")
         simulation.simulators = Delegate(own, **timed)
