@@ -172,6 +172,7 @@ def _kind(memory: RingMemory, sampler: Sampler) -> dict[str, Any]:
         "max_size": memory.capacity,
         "ndim": memory.storage.ndim,
         "compact_obs": memory.storage.compact_obs,
+        "frame_stack": memory.storage.frame_stack,
         "sampler": type(sampler).__name__,
         "trajectories": None if memory.trajectories is None else asdict(memory.trajectories),
     }

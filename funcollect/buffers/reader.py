@@ -16,7 +16,7 @@ from funcollect.buffers.arrays import Bools, Ints
 from funcollect.buffers.samplers.indices import SampleIndices
 from funcollect.buffers.samplers.randomness import GeneratorSource
 from funcollect.buffers.samplers.uniform import RandomSampler, SliceSampler, wanted_size
-from funcollect.buffers.storages.memmap_storage import RowsFile, attach
+from funcollect.buffers.storages.memmap_storage import RowsFile, attach, open_stacks
 from funcollect.buffers.storages.packed_rows import RowLayout
 from funcollect.buffers.trajectory_index.segments import Frames, Segments
 from funcollect.buffers.trajectory_index.trajectory_index import TrajectoryIndex
@@ -75,6 +75,7 @@ class ReplayReader:
         self.directory, self.batch_size = Path(directory), batch_size
         self._file = attach(self.directory)
         self._layout = _layout(self._file.header)
+        self._stacks = open_stacks(self._file.header, self.directory)
         self._view = FileView(self._file, self._layout, self.sampler.trajectories)
         self._random_source = GeneratorSource(generator)
 
@@ -86,14 +87,19 @@ class ReplayReader:
         """A random batch of frames, copied; see `ReplayBuffer.sample`."""
         wanted = wanted_size(batch_size, self.batch_size)
         drawn, numbers = self._draw(wanted)
-        gathered = self._layout.gather(self._file.rows, drawn.slots)
+        batch = self._read(drawn)
         while (gone := np.any(numbers < self._file.oldest, axis=1)).any():
             other, others = self._draw(wanted)
             drawn, numbers = _redrawn(drawn, other, gone), np.where(gone[:, None], others, numbers)
-            gathered = self._layout.gather(self._file.rows, drawn.slots)
+            batch = self._read(drawn)
+        return drawn.finish(batch)
+
+    def _read(self, drawn: SampleIndices) -> Any:
+        """The drawn frames, of which some may be overwritten while they are read."""
+        gathered = self._layout.gather(self._file.rows, drawn.slots)
         if drawn.mask is not None:
             gathered[torch.from_numpy(~drawn.mask)] = 0
-        return drawn.finish(self._layout.unpack(gathered))
+        return self._layout.unpack(gathered) if self._stacks is None else self._stacks.unpack(self._layout, gathered)
 
     def _draw(self, batch_size: int) -> tuple[SampleIndices, Ints]:
         """A sample, and the numbers of its frames [slices, slice_len]; single frames are slices of length 1."""

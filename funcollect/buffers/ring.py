@@ -74,7 +74,7 @@ class RingMemory:
         if self.trajectories is not None and count:
             check_linked(data)
             frames = self.trajectories.frames(batch.leaves, batch.lead, self.written)
-        self.storage.allocate(batch)
+        batch = self.storage.allocate(batch)
         self.storage.announce(oldest, self.written)
         self._write(batch, skipped, count - skipped)
         self.written = numbers.stop

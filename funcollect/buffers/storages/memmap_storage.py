@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import tempfile
 import weakref
@@ -23,7 +24,9 @@ from typing_extensions import override
 
 from funcollect.arguments import check_flags, check_kind
 from funcollect.buffers.arrays import Ints
+from funcollect.buffers.storages.frame_stacks import FrameStacks, StoredStacks, plane_layouts
 from funcollect.buffers.storages.packed_rows import RowLayout
+from funcollect.buffers.storages.plane_file import PLANES, OpenedPlaneFile, PlaneFile
 from funcollect.buffers.storages.tensor_storage import LazyTensorStorage
 
 _NAME = "rows.bin"  # of the file
@@ -43,6 +46,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         ndim: see `LazyTensorStorage`.
         device: the device of samples; by default the CPU. The rows are in the file in any case.
         compact_obs: see `LazyTensorStorage`. Separately stored observations are in memory, so readers are not possible.
+        frame_stack: see `LazyTensorStorage`. The frames of stacks are in further files, which readers use, too.
         existsok: overwrite the file of an earlier storage.
 
     Raises:
@@ -58,9 +62,10 @@ class LazyMemmapStorage(LazyTensorStorage):
         ndim: int = 1,
         device: torch.device | str | None = None,
         compact_obs: bool = False,
+        frame_stack: int | None = None,
         existsok: bool = False,
     ) -> None:
-        super().__init__(max_size, ndim=ndim, device=device, compact_obs=compact_obs)
+        super().__init__(max_size, ndim=ndim, device=device, compact_obs=compact_obs, frame_stack=frame_stack)
         check_flags(existsok=existsok)
         check_kind("scratch_dir", scratch_dir, (str, os.PathLike, type(None)), "pass a directory, or None")
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
@@ -69,7 +74,9 @@ class LazyMemmapStorage(LazyTensorStorage):
         self._base = 0  # the number of the first frame after `empty`: for readers, numbers only increase
 
     @override
-    def _allocate(self, layout: RowLayout, existsok: bool = False) -> Tensor:
+    def _allocate(
+        self, layout: RowLayout, stacks: RowLayout | None, existsok: bool = False
+    ) -> tuple[Tensor, FrameStacks | None]:
         directory = self.scratch_dir
         if directory is None:
             directory = Path(tempfile.mkdtemp(prefix="funcollect-"))
@@ -78,18 +85,35 @@ class LazyMemmapStorage(LazyTensorStorage):
         if path.exists() and not (existsok or self._existsok):
             raise FileExistsError(f"{path} exists: give another scratch_dir, or existsok=True to write over it")
         directory.mkdir(parents=True, exist_ok=True)
-        header = {"rows": layout.to_json() if layout.structure is None else None, "compact_obs": self.compact_obs}
+        former = list(directory.glob(PLANES.format("*")))
+        header: dict[str, Any] = {
+            "rows": layout.to_json() if layout.structure is None else None,
+            "compact_obs": self.compact_obs,
+        }
+        planes = [] if stacks is None else plane_layouts(stacks)
+        shared = None
         try:
+            if stacks is not None:
+                names = [PLANES.format(secrets.token_hex(8)) for _ in planes]
+                header |= {"stacks": stacks.to_json(), "planes": names}
+                files = [
+                    PlaneFile(directory / name, plane.words) for name, (plane, _) in zip(names, planes, strict=True)
+                ]
+                shared = FrameStacks(stacks, files, self.max_size)
             self._file, rows = _create(path, header, self.max_size, layout.words)
         except OSError as error:
-            size = self.max_size * layout.nbytes
+            for file in {*directory.glob(PLANES.format("*"))} - {*former}:
+                file.unlink()
+            nbytes = layout.nbytes + sum(plane.nbytes for plane, _ in planes)
             raise OSError(
                 error.errno,
-                f"{directory} has no room for {self.max_size} frames of {layout.nbytes} bytes, {size} in all "
-                f"({error.strerror}): give a smaller max_size, or another scratch_dir",
+                f"{directory} has no room for {self.max_size} frames of {nbytes} bytes, {self.max_size * nbytes} in "
+                f"all ({error.strerror}): give a smaller max_size, or another scratch_dir",
             ) from error
+        for file in former:
+            file.unlink()
         self._base = 0
-        return rows
+        return rows, shared
 
     @override
     def announce(self, oldest: int, written: int) -> None:
@@ -163,3 +187,12 @@ def attach(directory: Path) -> RowsFile:
     if words[0] != _MAGIC:
         raise ValueError(f"{path} was not written by a LazyMemmapStorage: give the scratch_dir of one")
     return RowsFile(words.view(np.ndarray))
+
+
+def open_stacks(header: Mapping[str, Any], directory: Path) -> StoredStacks | None:
+    """The stacks of the file with this header; None if it has none."""
+    if "stacks" not in header:
+        return None
+    layout = RowLayout.from_json(header["stacks"])
+    planes = zip(header["planes"], plane_layouts(layout), strict=True)
+    return StoredStacks(layout, [OpenedPlaneFile(directory / name, plane.words) for name, (plane, _) in planes])

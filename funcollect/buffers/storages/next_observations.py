@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from funcollect.buffers.arrays import Arrays, Bools, Ints
+from funcollect.buffers.storages.frame_stacks import FrameStacks
 from funcollect.buffers.storages.packed_rows import RowLayout
+from funcollect.buffers.storages.plane_records import PlaneRecords
 from funcollect.specs import RESERVED
 from funcollect.tree import Path
 
@@ -40,13 +42,13 @@ class NextObservations:
     """The next observations of the frames in a storage.
 
     `layout` is the layout of the `rows` [capacity, words], which contain the observations at the root. `aside` is the
-    layout of the next observations that are stored aside.
+    layout of the next observations that are stored aside. With `stacks`, both have the numbers of planes for stacks.
     """
 
-    def __init__(self, layout: RowLayout, aside: RowLayout, rows: Tensor) -> None:
+    def __init__(self, layout: RowLayout, aside: RowLayout, rows: Tensor, stacks: FrameStacks | None) -> None:
         self.layout, self.aside = layout, aside
         self.place = np.full(len(rows), -1)  # by slot: the index of its next observation aside; -1 if it is not there
-        self._rows = rows
+        self._rows, self._stacks = rows, stacks
         self._aside = torch.zeros(0, aside.words, dtype=torch.int64)
         self._free = np.zeros(0, np.int64)
         # The fields of a next observation in `aside`, and of the observation at the root in `rows`.
@@ -82,7 +84,10 @@ class NextObservations:
     def _release(self, slots: Ints) -> None:
         """Free the places aside of the frames in `slots`."""
         place = self.place.take(slots)
-        self._free = np.concatenate([self._free, place[place >= 0]])
+        place = place[place >= 0]
+        if self._stacks is not None:
+            self._stacks.release(self.aside, self._aside[torch.from_numpy(place)])
+        self._free = np.concatenate([self._free, place])
         self.place[slots] = -1
 
     def _take(self, count: int) -> Ints:
@@ -108,16 +113,27 @@ class NextObservations:
         packed[laid] = self._aside.numpy()[place[laid]]
         if mask is not None:
             packed[~mask] = 0
-        return dict(zip([c.path for c in self.aside.columns], self.aside.leaves(torch.from_numpy(packed)), strict=True))
+        leaves = zip(self.aside.columns, self.aside.leaves(torch.from_numpy(packed)), strict=True)
+        restore = (lambda _, leaf: leaf) if self._stacks is None else self._stacks.restore
+        return {column.path: restore(column.path, leaf) for column, leaf in leaves}
 
     def state(self) -> Arrays:
         """The stored next observations, as arrays by name."""
-        return {"place": self.place, "aside": self._aside.numpy(), "free": self._free}
+        arrays = {"place": self.place, "aside": self._aside.numpy(), "free": self._free}
+        if self._stacks is not None:
+            records = PlaneRecords(self._stacks, self.aside, self._aside)
+            used = enumerate(records.used(self.place[self.place >= 0]))
+            arrays |= {f"planes{pool}": records.read(pool, numbers) for pool, numbers in used}
+        return arrays
 
     def load(self, state: Arrays) -> None:
         """Restore what `state` returned."""
         self.place, self._free = state["place"], state["free"]
         self._aside = torch.from_numpy(state["aside"])
+        if self._stacks is not None:
+            pools = range(len(self._stacks.pools))
+            records = PlaneRecords(self._stacks, self.aside, self._aside)
+            records.load(self.place[self.place >= 0], ((pool, state[f"planes{pool}"]) for pool in pools))
 
 
 def _bytes(elements: npt.NDArray[np.void]) -> npt.NDArray[np.uint8]:

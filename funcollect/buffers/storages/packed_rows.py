@@ -221,11 +221,14 @@ class RowLayout:
 
     def unpack(self, rows: Tensor) -> Any:
         """The batch in `rows` [N, words] int64, contiguous; its leaves are views of them."""
-        leaves = self.leaves(rows)
+        return self.build(self.leaves(rows), len(rows))
+
+    def build(self, leaves: list[Tensor], number: int) -> Any:
+        """The batch of `number` frames with these leaves, by column."""
         if self.structure is not None:
             return optree.tree_unflatten(self.structure, leaves)
         device = leaves[0].device if self._placed else None
-        return _build(self._nested, leaves, torch.Size((rows.shape[0], *self.item_dims)), device)
+        return _build(self._nested, leaves, torch.Size((number, *self.item_dims)), device)
 
     def leaves(self, rows: Tensor) -> list[Tensor]:
         """Views of the leaves in `rows`, by column."""

@@ -27,6 +27,7 @@ class Incoming(NamedTuple):
     content: Any  # the items of a `ListStorage`; otherwise the leaves that are stored in rows
     layout: RowLayout | None = None
     beside: Mapping[KeyPath, Tensor] = MappingProxyType({})  # leaves stored outside of the rows
+    stacks: Mapping[KeyPath, Tensor] = MappingProxyType({})  # leaves whose planes are stored
 
 
 class Dumped(NamedTuple):
@@ -39,20 +40,24 @@ class Dumped(NamedTuple):
 class Storage(Protocol):
     """The interface of storages for a `ReplayBuffer`.
 
-    The methods `allocate`, `announce`, `settle` and `empty` have defaults that do nothing.
+    The methods `allocate`, `announce`, `settle` and `empty` have defaults that change nothing.
     """
 
     max_size: int  # the capacity in frames
     ndim: int  # the number of batch dimensions, time last: 1 for [T], 2 for [P, T], 3 for [W, P, T]
     device: torch.device  # of samples
     compact_obs: bool  # whether next observations are read from the following frames
+    frame_stack: int | None = None  # the number of frames in the stacks of which each frame is stored once
 
     def admit(self, data: Any) -> Incoming:
         """Check a batch and prepare it for `write`; TypeError or ValueError if it does not match the storage."""
 
-    def allocate(self, batch: Incoming) -> None:
-        """Allocate memory for `max_size` frames, before the first batch is written."""
-        return
+    def allocate(self, batch: Incoming) -> Incoming:
+        """Allocate memory, before the first batch that of `max_size` frames; return the batch as `write` takes it.
+
+        If this raises, the stored frames are unchanged.
+        """
+        return batch
 
     def write(self, start: int, batch: Incoming, first: int, count: int) -> None:
         """Write `count` frames of a batch, beginning with its frame `first`, to the slots from `start` on.

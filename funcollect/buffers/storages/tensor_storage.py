@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,13 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.arguments import check_flags, check_positive, checked_device
+from funcollect.arguments import check_flags, check_optional_positive, check_positive, checked_device
 from funcollect.buffers.arrays import Bools, Ints
+from funcollect.buffers.storages.frame_stacks import FrameStacks, numbers_leaf, plane_layouts, stack_paths
 from funcollect.buffers.storages.next_observations import NextObservations, next_paths
 from funcollect.buffers.storages.packed_rows import RowLayout, leaves_of
+from funcollect.buffers.storages.plane_pool import PlaneMemory
+from funcollect.buffers.storages.plane_records import records_of
 from funcollect.buffers.storages.segment_files import link_segments, read_segments, write_segments
 from funcollect.buffers.storages.storage import Dumped, Incoming, Storage, check_size
 from funcollect.files import read_arrays
@@ -34,9 +39,13 @@ class LazyTensorStorage(Storage):
         compact_obs: store each observation once. The next observation of a frame is then read from its successor. It is
             stored only if the successor is missing or differs, in memory that has room for those of the largest batch.
             Samples have both observations in any case. Only on the CPU.
+        frame_stack: the number of stacked frames in an observation, its first dimension. Each distinct frame is then
+            stored once, for observations and next observations, in memory that grows if stacks share few frames.
+            Samples have whole stacks. Only on the CPU.
 
     Raises:
-        TypeError, ValueError: if `max_size` or `ndim` is below 1, or for `compact_obs` on another device.
+        TypeError, ValueError: if `max_size`, `ndim` or `frame_stack` is below 1, or for `compact_obs` or `frame_stack`
+            on another device.
 
     >>> import torch
     >>> from funcollect import LazyTensorStorage, ReplayBuffer
@@ -47,47 +56,90 @@ class LazyTensorStorage(Storage):
     """
 
     def __init__(
-        self, max_size: int, *, ndim: int = 1, device: torch.device | str | None = None, compact_obs: bool = False
+        self,
+        max_size: int,
+        *,
+        ndim: int = 1,
+        device: torch.device | str | None = None,
+        compact_obs: bool = False,
+        frame_stack: int | None = None,
     ) -> None:
         check_size(max_size)
         check_flags(compact_obs=compact_obs)
-        if compact_obs and torch.device(device or "cpu").type != "cpu":
-            raise ValueError(f"compact_obs is for storages on the host, device is {device}: leave one of them out")
+        check_optional_positive("frame_stack", frame_stack)
+        for name, given in {"compact_obs": compact_obs, "frame_stack": frame_stack}.items():
+            if given and torch.device(device or "cpu").type != "cpu":
+                raise ValueError(f"{name} is for storages on the host, device is {device}: leave one of them out")
         check_positive("ndim", ndim)
         self.max_size, self.ndim = int(max_size), int(ndim)
         self.device = checked_device(device) or torch.device("cpu")
-        self.compact_obs = compact_obs
+        self.compact_obs, self.frame_stack = compact_obs, frame_stack
         self.layout: RowLayout | None = None
         self._rows: Tensor | None = None
         self._next: NextObservations | None = None
+        self._stacks: FrameStacks | None = None
 
     @override
     def admit(self, data: Any) -> Incoming:
         leaves = leaves_of(data)
         lead = _lead(data, leaves, self.ndim)
-        content, beside = leaves, dict[KeyPath, Tensor]()
+        stacks = self._stacks_of(leaves)
+        content = leaves | {path: numbers_leaf(leaf, self.ndim) for path, leaf in stacks.items()}
+        beside = dict[KeyPath, Tensor]()
         if self.compact_obs:
             aside = next_paths(leaves) if self._next is None else [column.path for column in self._next.aside.columns]
-            beside = {path: leaves[path] for path in aside if path in leaves}
-            content = {path: leaf for path, leaf in leaves.items() if path not in beside}
+            beside = {path: content.pop(path) for path in aside if path in leaves}
             if self._next is not None:
                 self._next.aside.check(beside, self.ndim)
         layout = RowLayout.of(data, self.ndim, content) if self.layout is None else self.layout
         layout.check(content, self.ndim)
-        return Incoming(lead, leaves, content, layout, beside)
+        return Incoming(lead, leaves, content, layout, beside, stacks)
+
+    def _stacks_of(self, leaves: Mapping[KeyPath, Tensor]) -> dict[KeyPath, Tensor]:
+        """The leaves that are stacks; ValueError if they differ from those that are stored, or if there are none."""
+        if self.frame_stack is None:
+            return {}
+        if self._stacks is None:
+            return {path: leaves[path] for path in stack_paths(leaves, self.ndim, self.frame_stack)}
+        layout = self._stacks.layout
+        stacks = {column.path: leaves[column.path] for column in layout.columns if column.path in leaves}
+        layout.check(stacks, self.ndim)
+        return stacks
 
     @override
-    def allocate(self, batch: Incoming) -> None:
+    def allocate(self, batch: Incoming) -> Incoming:
         if self.layout is None and batch.layout is not None:
-            self._rows = self._allocate(batch.layout)
-            self.layout = batch.layout
-            if self.compact_obs:
-                aside = RowLayout.of(TensorDict({}), self.ndim, batch.beside)
-                self._next = NextObservations(self.layout, aside, self._rows)
+            stacks, aside = (
+                RowLayout.of(TensorDict({}), self.ndim, leaves) if leaves else None
+                for leaves in (batch.stacks, batch.beside)
+            )
+            self._use(batch.layout, aside, *self._allocate(batch.layout, stacks))
+        if self._stacks is None:
+            return batch
+        skipped = max(math.prod(batch.lead) - self.max_size, 0)
+        numbers = self._stacks.add(batch.stacks, self.ndim, skipped)
+        content, beside = (
+            {path: numbers.get(path, leaf) for path, leaf in leaves.items()} for leaves in (batch.content, batch.beside)
+        )
+        return batch._replace(content=content, beside=beside)
 
-    def _allocate(self, layout: RowLayout, existsok: bool = False) -> Tensor:
-        """Memory for the rows [max_size, words] int64; `existsok` allows a subclass to replace an existing file."""
-        return torch.empty(self.max_size, layout.words, dtype=torch.int64, device=self.device)
+    def _allocate(
+        self, layout: RowLayout, stacks: RowLayout | None, existsok: bool = False
+    ) -> tuple[Tensor, FrameStacks | None]:
+        """Memory for the rows [max_size, words] int64, and for the planes of `stacks`.
+
+        `existsok` allows a subclass to replace an existing file.
+        """
+        if stacks is None:
+            return torch.empty(self.max_size, layout.words, dtype=torch.int64, device=self.device), None
+        memories = [PlaneMemory(plane.words) for plane, _ in plane_layouts(stacks)]
+        rows = torch.zeros(self.max_size, layout.words, dtype=torch.int64)  # no numbers of planes yet
+        return rows, FrameStacks(stacks, memories, self.max_size)
+
+    def _use(self, layout: RowLayout, aside: RowLayout | None, rows: Tensor, stacks: FrameStacks | None) -> None:
+        """Store frames in these rows from now on."""
+        self.layout, self._rows, self._stacks = layout, rows, stacks
+        self._next = None if aside is None else NextObservations(layout, aside, rows, stacks)
 
     def _open(self) -> tuple[RowLayout, Tensor]:
         """The layout, and the rows [max_size, words] int64; ValueError before the first batch."""
@@ -101,6 +153,8 @@ class LazyTensorStorage(Storage):
         if self._next is not None:
             self._next.write(np.arange(start, start + count), batch.beside, self.ndim, first)
         target = rows[start : start + count]
+        if self._stacks is not None:
+            self._stacks.release(layout, target)
         source = next(iter(batch.content.values())).device
         if source == rows.device or rows.is_cpu:
             layout.pack(target, batch.content, self.ndim, first)
@@ -125,7 +179,7 @@ class LazyTensorStorage(Storage):
             gathered[torch.from_numpy(~mask).to(gathered.device)] = 0
         if gathered.device != self.device:
             gathered = gathered.pin_memory().to(self.device, non_blocking=True)
-        batch = layout.unpack(gathered)
+        batch = layout.unpack(gathered) if self._stacks is None else self._stacks.unpack(layout, gathered)
         if self._next is not None and following is not None:
             for path, leaf in self._next.read(slots, following, mask).items():
                 batch.set(path, leaf)
@@ -133,9 +187,16 @@ class LazyTensorStorage(Storage):
 
     @override
     def copy(self) -> LazyTensorStorage:
-        twin = LazyTensorStorage(self.max_size, ndim=self.ndim, device=self.device, compact_obs=self.compact_obs)
+        twin = LazyTensorStorage(
+            self.max_size,
+            ndim=self.ndim,
+            device=self.device,
+            compact_obs=self.compact_obs,
+            frame_stack=self.frame_stack,
+        )
         twin.layout = self.layout
-        twin._rows, twin._next = copy.deepcopy((self._rows, self._next))  # together, since `_next` refers to the rows
+        # Together, since `_next` refers to the others.
+        twin._rows, twin._stacks, twin._next = copy.deepcopy((self._rows, self._stacks, self._next))
         return twin
 
     @override
@@ -146,9 +207,13 @@ class LazyTensorStorage(Storage):
         if self._next is not None:
             header["aside"] = self._next.aside.to_json()
             np.savez(directory / _ASIDE, allow_pickle=False, **self._next.state())
+        if self._stacks is not None:
+            header["stacks"] = self._stacks.layout.to_json()
         linked = link_segments(directory, frames, earlier) if earlier is not None and earlier.frames else []
         start = linked[-1].stop if linked else frames.start
-        written = write_segments(directory, self._rows, range(start, frames.stop))
+        written = write_segments(
+            directory, self._rows, range(start, frames.stop), records_of(self._stacks, self.layout, self._rows)
+        )
         return {**header, "segments": [*linked, *written]}
 
     @override
@@ -156,19 +221,20 @@ class LazyTensorStorage(Storage):
         directory, header = dumped
         if header is None:
             return
-        layout = RowLayout.from_json(header["rows"])
-        rows = self._allocate(layout, existsok=True)
-        read_segments(directory, rows, frames, header["segments"])
-        self._rows, self.layout = rows, layout
-        if "aside" in header:
-            self._next = NextObservations(layout, RowLayout.from_json(header["aside"]), rows)
+        layout, stacks, aside = (
+            RowLayout.from_json(header[name]) if name in header else None for name in ("rows", "stacks", "aside")
+        )
+        assert layout is not None
+        rows, shared = self._allocate(layout, stacks, existsok=True)
+        read_segments(directory, rows, frames, header["segments"], records_of(shared, layout, rows))
+        self._use(layout, aside, rows, shared)
+        if self._next is not None:
             self._next.load(read_arrays(directory / _ASIDE))
 
     @property
     def nbytes(self) -> int:
         """The number of bytes allocated for frames."""
-        aside = 0 if self._next is None else self._next.nbytes
-        return aside + (0 if self._rows is None else self._rows.nbytes)
+        return sum(part.nbytes for part in (self._rows, self._next, self._stacks) if part is not None)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_size={self.max_size}, ndim={self.ndim}, device={self.device})"
