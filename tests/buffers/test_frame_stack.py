@@ -1,18 +1,23 @@
 """Frames of stacks stored once: the same frames come out as of a storage that holds whole stacks."""
 
+import errno
+import os
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import funcollect as fc
+from funcollect.buffers.storages.plane_pool import PlanePool
 from funcollect.keys import key_from_seed
 from tests.support.compare import assert_same
-from tests.support.running import scaled
-from tests.support.streams_of_frames import batch_of, streams
+from tests.support.running import in_soak, scaled
+from tests.support.streams_of_frames import batch_of, frames_of, streams
 
 STACK = 3
+CAPACITY = 50
 
 
 def screens(lane, trajectory, step):
@@ -30,8 +35,9 @@ def stacked(lanes, generator, odd=0.1):
         pixels = screens(lane[..., None], trajectory[..., None], step[..., None] + ahead + back)
         pixels[torch.rand(batch.shape, generator=generator) < odd, 1] ^= 1
         batch[(*path, "camera", "pixels")] = pixels
-        batch[(*path, "sensors")] = pixels[..., 0, :2].float().movedim(-1, -1) / 3 - 1
+        batch[(*path, "sensors")] = pixels[..., 0, :2].float() / 3 - 1
         batch[(*path, "far")] = pixels.clone()
+    batch["next", "reward"] = step[..., None].float()
     return batch
 
 
@@ -81,3 +87,192 @@ def test_the_same_frames_come_out(batches, capacity, seed, compact_obs, in_file)
     check_uses(copied.memory.storage)
     fc.ring.extend(shared, batch)
     assert_same(everything(copied), everything(plain))
+
+
+def batches(count=8, odd=0.1):
+    """Batches [3, 6] of three lanes, with a trajectory that is cut."""
+    lanes = [frames_of(lane, [5, 3, 7, 4, 6, 9] * 3, cut={1}) for lane in range(3)]
+    generator = torch.Generator().manual_seed(0)
+    return [stacked([lane[6 * n : 6 * n + 6] for lane in lanes], generator, odd) for n in range(count)]
+
+
+def noisy(batch, generator):
+    """The batch with stacks that share nothing."""
+    noise = {path: torch.rand(batch[path].shape, generator=generator) for path in PATHS}
+    return batch.clone().update({path: (leaf * 256).to(batch[path].dtype) for path, leaf in noise.items()})
+
+
+def made(stack, sampler="random", kind=fc.LazyTensorStorage, compact_obs=False, prefetch=None, **options):
+    return fc.ReplayBuffer(
+        storage=kind(CAPACITY, ndim=2, compact_obs=compact_obs, frame_stack=stack, **options), batch_size=12,
+        sampler=SAMPLERS[sampler](), prefetch=prefetch, generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+
+
+def both(*args, **kwargs):
+    """A buffer with whole stacks, and one that stores frames once, which draw the same samples."""
+    return made(None, *args, **kwargs), made(STACK, *args, **kwargs)
+
+
+def extend(buffers, batch):
+    for buffer in buffers:
+        buffer.extend(batch)
+
+
+def check_alike(plain, shared):
+    assert_same(shared[:].clone(), plain[:].clone())
+    assert_same(shared.sample().clone(), plain.sample().clone())
+    check_uses(shared.storage)
+
+
+PATHS = [("camera", "pixels"), ("next", "camera", "pixels"), ("far",), ("next", "far"), ("next", "sensors")]
+SAMPLERS = {
+    "random": fc.RandomSampler,
+    "without replacement": fc.SamplerWithoutReplacement,
+    "slices": lambda: fc.SliceSampler(slice_len=4, strict_length=False),
+    "windows": lambda: fc.SliceSampler(num_slices=4, over="windows", strict_length=False),
+    "priorities": lambda: fc.PrioritizedSampler(CAPACITY, 0.8, 0.6),
+    "slices by priority": lambda: fc.PrioritizedSliceSampler(CAPACITY, 0.8, 0.6, slice_len=3),
+    "n steps": lambda: fc.MultiStepSampler(gamma=0.9, n_steps=3),
+}
+CASES = [("slices", None, True), ("n steps", 2, False), ("slices by priority", None, False), ("windows", 2, True)]
+CASES += in_soak((name, prefetch, compact) for name in SAMPLERS for prefetch in (None, 2) for compact in (False, True))
+KINDS = pytest.mark.parametrize("kind", [fc.LazyTensorStorage, fc.LazyMemmapStorage])
+
+
+@KINDS
+@pytest.mark.parametrize(("sampler", "prefetch", "compact_obs"), CASES)
+def test_samplers_and_dumps(sampler, prefetch, compact_obs, kind, tmp_path):
+    """The same samples through several turns, before and after dumps, also in a buffer that has loaded one."""
+    options = {"sampler": sampler, "kind": kind, "compact_obs": compact_obs, "prefetch": prefetch}
+    plain, shared = both(**options)
+    for number, batch in enumerate(batches()):
+        extend([plain, shared], batch)
+        check_alike(plain, shared)
+        if number % 2:
+            for name, buffer in (("plain", plain), ("shared", shared)):
+                if "priorit" in sampler:
+                    buffer.update_priority(torch.arange(12), torch.arange(12.0))
+                buffer.dumps(
+                    tmp_path / f"{name}{number}", base=tmp_path / f"{name}{number - 2}" if number > 2 else None
+                )
+            loaded = made(STACK, **options)
+            loaded.loads(tmp_path / f"shared{number}")
+            check_uses(loaded.storage)
+            if number > 2:  # goes on in another process, which has loaded the dump
+                shared = loaded
+            check_alike(plain, shared)
+    for buffer in (plain, shared):
+        buffer.empty()
+    for batch in batches(4):
+        extend([plain, shared], batch)
+        check_alike(plain, shared)
+
+
+@KINDS
+@pytest.mark.parametrize("compact_obs", [False, True])
+def test_frames_that_share_nothing(kind, compact_obs):
+    """The memory grows; frame by frame, too."""
+    plain, shared = both(kind=kind, compact_obs=compact_obs)
+    generator = torch.Generator().manual_seed(0)
+    for batch in batches(4):
+        for frames in noisy(batch, generator).unbind(1):
+            for buffer in (plain, shared):
+                buffer.add(frames)
+        check_alike(plain, shared)
+
+
+@pytest.mark.parametrize("distinct", [1, 4])
+def test_hashes_need_not_differ(distinct, monkeypatch):
+    """The bytes decide, though the hashes of all planes are among a few."""
+    whole = PlanePool._hash
+    monkeypatch.setattr(PlanePool, "_hash", lambda pool, planes: whole(pool, planes) % np.uint64(distinct))
+    plain, shared = both()
+    for batch in batches(4):
+        extend([plain, shared], batch)
+        check_alike(plain, shared)
+
+
+@pytest.mark.parametrize("ndim", [1, 3])
+def test_other_batches(ndim):
+    """``[T]`` and ``[W, P, T]``; views with other strides; more frames than the buffer holds, and none."""
+    plain, shared = (
+        fc.ReplayBuffer(storage=fc.LazyTensorStorage(CAPACITY, ndim=ndim, frame_stack=stack), batch_size=9)
+        for stack in (None, STACK)
+    )
+    whole = torch.cat(batches(4, odd=0), 1)
+    whole = whole[0] if ndim == 1 else torch.stack([whole, whole.flip(0)])
+    for steps in (slice(0, 7), slice(1, 24, 3), slice(3, 3), slice(0, 24), slice(9, 10)):
+        extend([plain, shared], whole[(..., steps)])
+        assert_same(shared[:].clone(), plain[:].clone())
+        check_uses(shared.storage)
+
+
+def test_trees_of_tensors():
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(9, frame_stack=2), batch_size=5)
+    screens = torch.randn(6, 3, 3)
+    stacks = torch.stack([screens[:-1], screens[1:]], 1)
+    buffer.extend({"pixels": stacks, "reward": torch.arange(5.0)})
+    assert torch.equal(buffer[:]["pixels"], stacks)
+    assert torch.equal(buffer[1:3]["reward"], torch.tensor([1.0, 2.0]))
+    buffer.add({"pixels": stacks[0], "reward": torch.tensor(7.0)})
+    assert torch.equal(buffer[5]["pixels"], stacks[0])
+    assert buffer.storage._stacks.pools[0]._end == 7  # six screens, and zeros
+
+
+def test_no_room_for_further_planes(monkeypatch, tmp_path):
+    """The buffer is as before, and goes on once there is room."""
+    plain, shared = both(kind=fc.LazyMemmapStorage)
+    for batch in batches(4):
+        extend([plain, shared], batch)
+    generator, fallocate = torch.Generator().manual_seed(0), os.posix_fallocate
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    other = noisy(batches(1)[0], generator)
+    with pytest.raises(OSError, match=r"no room for \d+ distinct frames of 40 bytes .*: give a smaller max_size, or"):
+        shared.extend(other)
+    check_alike(plain, shared)
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    extend([plain, shared], other)
+    check_alike(plain, shared)
+
+
+def test_damaged_dumps(tmp_path):
+    _, buffer = both(compact_obs=True)
+    for batch in batches(2):
+        buffer.extend(batch)
+    buffer.dumps(tmp_path)
+    for path in (tmp_path / "v0").glob("*.bin"):
+        whole = path.read_bytes()
+        for changed in (whole[:-8], whole[:-16] + bytes(16), whole + bytes(8)):
+            path.write_bytes(changed)
+            with pytest.raises(ValueError, match="the dump is damaged"):
+                made(STACK, compact_obs=True).loads(tmp_path)
+        path.write_bytes(whole)
+    with pytest.raises(ValueError, match="frame_stack of the dump is 3, of this buffer None: build the buffer like"):
+        made(None, compact_obs=True).loads(tmp_path)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="frame_stack is for storages on the host, device is cuda"):
+        fc.LazyTensorStorage(9, device="cuda", frame_stack=4)
+    with pytest.raises(ValueError, match="frame_stack is 0, expected at least 1: pass for example frame_stack=4"):
+        fc.LazyMemmapStorage(9, frame_stack=0)
+    batch = batches(1)[0]
+    with pytest.raises(ValueError, match=r"frame_stack is 7, and no observation .* \[7, ...\] .*'far': \[3, 5, 7\]"):
+        fc.ReplayBuffer(storage=fc.LazyTensorStorage(9, ndim=2, frame_stack=7)).extend(batch)
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(99, ndim=2, frame_stack=STACK))
+    buffer.extend(batch)
+    with pytest.raises(
+        ValueError, match=r"far is \[2, 5, 7\] torch.uint8 in each frame, the storage holds \[3, 5, 7\]"
+    ):
+        buffer.extend(batch.clone().set("far", batch["far"][:, :, 1:]))
+    with pytest.raises(ValueError, match=r"lacks \['next.far'\]"):
+        buffer.extend(batch.exclude(("next", "far")))
+    with pytest.raises(ValueError, match=r"lacks \[\] and has \['more'\] besides"):
+        buffer.extend(batch.clone().set("more", batch["far"]))
+    check_uses(buffer.storage)
+    assert len(buffer) == 18

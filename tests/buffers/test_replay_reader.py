@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 import funcollect as fc
 from tests.support.running import ROOT, scaled
-from tests.support.shared_writer import CAPACITY, LANES, STEPS, batch_of
+from tests.support.shared_writer import BEHIND, CAPACITY, LANES, STEPS, WIDTH, batch_of
 
 SLICE = 6
 
@@ -35,10 +35,16 @@ def start():
         process.kill()
 
 
+def early(frames):
+    """The numbers ``[N, WIDTH]``, all alike in a whole frame, that a writer wrote first."""
+    numbers = frames["early"]
+    return (numbers + BEHIND).flatten(1) if numbers.ndim == 3 else numbers
+
+
 def torn(frames):
     """Whether numbers of different frames stand in one: [N]."""
-    name, late = frames["early"][:, :1], frames["late"]
-    return ((frames["early"] != name) | (late != -name)).any(1) | (frames["collector", "step"] != name[:, 0] // 3 % 25)
+    name, late = early(frames)[:, :1], frames["late"]
+    return ((early(frames) != name) | (late != -name)).any(1) | (frames["collector", "step"] != name[:, 0] // 3 % 25)
 
 
 def readers(directory):
@@ -52,10 +58,10 @@ def check(single, strict, padded):
     assert not torn(single.sample()).any()
     frames = strict.sample()
     assert not torn(frames).any()
-    assert (frames["early"][:, 0].view(-1, SLICE).diff() == LANES).all()  # the next step of the same lane
+    assert (early(frames)[:, 0].view(-1, SLICE).diff() == LANES).all()  # the next step of the same lane
     frames = padded.sample()
     mask = frames["collector", "mask"].view(-1, 30)
-    assert (frames["early"][:, 0].view(-1, 30).diff()[mask[:, 1:]] == LANES).all()
+    assert (early(frames)[:, 0].view(-1, 30).diff()[mask[:, 1:]] == LANES).all()
     assert not torn(frames[mask.view(-1)]).any()
     assert not frames["early"][~mask.view(-1)].any()
 
@@ -67,11 +73,11 @@ def stop(pid):
         time.sleep(0)
 
 
-@pytest.mark.parametrize("in_the_midst", [True, False])
-def test_a_writer_is_killed_in_the_midst_of_an_extend_or_between_two(start, tmp_path, in_the_midst):
+@pytest.mark.parametrize(("in_the_midst", "kind"), [(True, "careful"), (False, "careful"), (True, "stacked")])
+def test_a_writer_is_killed_in_the_midst_of_an_extend_or_between_two(start, tmp_path, in_the_midst, kind):
     chance = random.Random(0)
     for kill in range(scaled(5)):
-        pid = start(tmp_path / str(kill))
+        pid = start(tmp_path / str(kill), kind)
         shared = readers(tmp_path / str(kill))
         for _ in range(chance.randrange(12)):
             check(*shared)
@@ -90,7 +96,7 @@ def test_a_writer_is_killed_in_the_midst_of_an_extend_or_between_two(start, tmp_
         for _ in range(50):  # all of it, but for a chance of 1e-8
             some = shared[0].sample(CAPACITY // 2)
             assert not torn(some).any()
-            held |= set(some["early"][:, 0].tolist())
+            held |= set(early(some)[:, 0].tolist())
         assert held == set(range(max(held) + 1 - len(held), max(held) + 1))  # the newest ones
         assert len(held) == len(shared[0]) == CAPACITY - in_the_midst * LANES * STEPS
 
@@ -103,9 +109,11 @@ def test_it_would_be_seen_if_frames_were_torn(start, tmp_path):
     os.kill(pid, signal.SIGKILL)
 
 
-def buffer_and_reader(path, sampler=None, **kwargs):
-    buffer = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(CAPACITY, scratch_dir=path, ndim=2, **kwargs))
-    buffer.extend(batch_of(0))
+def buffer_and_reader(path, sampler=None, stacked=False, **kwargs):
+    frame_stack = 4 if stacked else None
+    storage = fc.LazyMemmapStorage(CAPACITY, scratch_dir=path, ndim=2, frame_stack=frame_stack, **kwargs)
+    buffer = fc.ReplayBuffer(storage=storage)
+    buffer.extend(batch_of(0, stacked))
     return buffer, fc.ReplayReader(path, sampler=sampler, batch_size=60)
 
 
@@ -126,12 +134,13 @@ def test_a_reader_keeps_up_however_far_it_falls_behind(tmp_path):
         assert len(reader) == len(buffer)
 
 
-def test_frames_retired_while_they_are_gathered_are_drawn_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("stacked", [False, True])
+def test_frames_retired_while_they_are_gathered_are_drawn_again(tmp_path, monkeypatch, stacked):
     for sampler in (None, fc.SliceSampler(slice_len=SLICE), fc.SliceSampler(slice_len=30, strict_length=False)):
-        buffer, reader = buffer_and_reader(tmp_path, sampler, existsok=True)
+        buffer, reader = buffer_and_reader(tmp_path, sampler, stacked, existsok=True)
         for first in range(STEPS, 20 * STEPS, STEPS):
-            buffer.extend(batch_of(first))
-        batches = iter([batch_of(first) for first in range(20 * STEPS, 40 * STEPS, STEPS)])
+            buffer.extend(batch_of(first, stacked))
+        batches = iter([batch_of(first, stacked) for first in range(20 * STEPS, 40 * STEPS, STEPS)])
         gather, passes = type(reader._layout).gather, []
 
         def late(layout, rows, slots, *, buffer=buffer, batches=batches, gather=gather, passes=passes):
@@ -146,7 +155,7 @@ def test_frames_retired_while_they_are_gathered_are_drawn_again(tmp_path, monkey
         assert len(passes) > 1
         held = frames[frames.get(("collector", "mask"), torch.ones(60, dtype=torch.bool))]
         assert not torn(held).any()
-        assert held["early"].min() >= LANES * 40 * STEPS - CAPACITY
+        assert early(held).min() >= LANES * 40 * STEPS - CAPACITY
 
 
 @pytest.mark.parametrize("sampler", [None, fc.SliceSampler(slice_len=SLICE)])
@@ -177,6 +186,24 @@ def test_an_emptied_or_loaded_buffer(tmp_path):
     assert reader.sample()["early"].min() >= 3000
     buffer.loads(tmp_path / "dump")
     assert fc.ReplayReader(tmp_path / "rows").sample(50)["early"].max() < LANES * STEPS
+
+
+def test_the_file_of_a_readers_planes_grows(tmp_path):
+    """Also after a restarted writer has replaced it, which the reader does not follow."""
+    buffer, reader = buffer_and_reader(tmp_path, stacked=True)
+    for first in range(STEPS, 20 * STEPS, STEPS):
+        batch = batch_of(first, stacked=True)
+        batch["early"] = torch.randint(2**62, (LANES, STEPS, 4, 1)) + torch.arange(WIDTH // 4)
+        buffer.extend(batch)
+        sample = reader.sample(200)
+        frames, numbers = buffer[:], -sample["late"][:, 0]
+        order = (-frames["late"][:, 0]).argsort()
+        place = order[torch.searchsorted(-frames["late"][order, 0], numbers)]
+        assert torch.equal(sample["early"], frames["early"][place])
+        if first == 10 * STEPS:
+            (planes,) = tmp_path.glob("planes-*")
+            buffer_and_reader(tmp_path, stacked=True, existsok=True)
+            assert not planes.exists()
 
 
 def test_samples_repeat_with_a_generator(tmp_path):

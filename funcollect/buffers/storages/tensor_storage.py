@@ -14,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.arguments import check_flags, check_optional_positive, check_positive, checked_device
+from funcollect.arguments import check_flags, check_positive, checked_device
 from funcollect.buffers.arrays import Bools, Ints
 from funcollect.buffers.storages.frame_stacks import FrameStacks, numbers_leaf, plane_layouts, stack_paths
 from funcollect.buffers.storages.next_observations import NextObservations, next_paths
@@ -66,7 +66,8 @@ class LazyTensorStorage(Storage):
     ) -> None:
         check_size(max_size)
         check_flags(compact_obs=compact_obs)
-        check_optional_positive("frame_stack", frame_stack)
+        if frame_stack is not None:
+            check_positive("frame_stack", frame_stack, example=4)
         for name, given in {"compact_obs": compact_obs, "frame_stack": frame_stack}.items():
             if given and torch.device(device or "cpu").type != "cpu":
                 raise ValueError(f"{name} is for storages on the host, device is {device}: leave one of them out")
