@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ BATCH, SLICES, EXTEND = 256, 32, 1_000
 IDS = ("collector", "traj_ids")
 SLICED: dict[str, Any] = {"num_slices": SLICES, "traj_key": IDS}
 LIBRARIES = {OURS: "funcollect", "torchrl": "torchrl.data"}
+STACK = 4  # screens in an observation of the cells `stacks`
 SIZES = {"cartpole": (10_000, 100_000, 1_000_000), "pixels": (10_000,)}
 JAX_LANES, JAX_CALLS = 64, 100
 
@@ -52,6 +54,7 @@ def results(options: Options) -> Iterator[Result]:
 
 def cells() -> Iterator[Cell]:
     yield from torch_cells()
+    yield from stack_cells()
     yield from jax_cells()
 
 
@@ -84,6 +87,17 @@ def torch_cells() -> Iterator[Cell]:
     yield by_size("cartpole", *SIZES["cartpole"][::2])
 
 
+def stack_cells() -> Iterator[Cell]:
+    """Stacks of screens of which each is new, stored whole and with `frame_stack`."""
+    size = 4 * EXTEND
+    for name, make in (("sample", sampling), ("extend", partial(extending, kind="stacks"))):
+        makers: Mapping[str, Callable[[], Callable[[], int]]] = {
+            who: partial(make, partial(filled, OURS, "stacks", size, storage=storage))
+            for who, storage in ((OURS, {"frame_stack": STACK}), ("whole", {}), ("compact_obs", {"compact_obs": True}))
+        }
+        yield cell(f"{name} stacks {size}", f"stacks of {STACK} screens, {size:,} frames held", makers)
+
+
 def by_size(kind: str, small: int, large: int) -> Cell:
     makers: Mapping[str, Callable[[], Callable[[], int]]] = {
         OURS: partial(sampling, partial(filled, OURS, kind, large)),
@@ -108,6 +122,8 @@ def frames(kind: str, count: int, start: int = 0) -> TensorDict:
     index = torch.arange(start, start + count)
     seen = torch.randn(count + 1, 4) if kind == "cartpole" else torch.randint(256, (1, 84, 84, 4)).byte()
     seen = seen.expand(count + 1, *seen.shape[1:])
+    if kind == "stacks":
+        seen = torch.randint(256, (count + STACK, 84, 84)).byte().unfold(0, STACK, 1).movedim(-1, 1)
     done, never = (index % 200 == 199)[:, None], torch.zeros(count, 1, dtype=torch.bool)
     following = {"observation": seen[1:], "reward": torch.ones(count, 1), "done": done, "terminated": done}
     return TensorDict(
@@ -127,7 +143,14 @@ def nbytes(batch: TensorDict) -> int:
     return sum(leaf.nbytes for leaf in batch.values(True, True))
 
 
-def filled(library: str, kind: str, size: int, sampler: str = "SliceSampler", **options: Any) -> Any:
+def filled(
+    library: str,
+    kind: str,
+    size: int,
+    sampler: str = "SliceSampler",
+    storage: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> Any:
     """Return a full buffer of one of the libraries; with options for a slice sampler, one that samples slices."""
     import importlib
     import logging
@@ -135,7 +158,7 @@ def filled(library: str, kind: str, size: int, sampler: str = "SliceSampler", **
     data = importlib.import_module(library)
     logging.getLogger("torchrl").setLevel(logging.WARNING)  # otherwise it reports every storage between the tables
     chosen = {"sampler": getattr(data, sampler)(**options)} if options else {}
-    buffer = data.ReplayBuffer(storage=data.LazyTensorStorage(size), batch_size=BATCH, **chosen)
+    buffer = data.ReplayBuffer(storage=data.LazyTensorStorage(size, **storage), batch_size=BATCH, **chosen)
     for start in range(0, size, EXTEND):
         buffer.extend(frames(kind, EXTEND, start))
     return buffer

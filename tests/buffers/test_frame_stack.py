@@ -276,3 +276,51 @@ def test_bad_input():
         buffer.extend(batch.clone().set("more", batch["far"]))
     check_uses(buffer.storage)
     assert len(buffer) == 18
+
+
+@pytest.fixture(scope="module")
+def pong():
+    """Whole and compact batches ``[2, 250]`` of the same run, with the end of an episode."""
+    found = []
+    for compact_obs in (False, True):
+        env = fc.make_env("ale/Pong", num_envs=2, max_episode_steps=700)
+        with fc.SyncDataCollector(
+            env, frames_per_batch=500, total_frames=2_000, seed=0, compact_obs=compact_obs
+        ) as collector:
+            found.append(list(collector))
+    return found
+
+
+@pytest.mark.parametrize("compact_obs", [False, True])
+def test_pong_takes_one_screen_per_frame(pong, compact_obs, tmp_path):
+    whole, compact = pong
+    shared = fc.ReplayBuffer(storage=fc.LazyTensorStorage(2_000, ndim=2, compact_obs=compact_obs, frame_stack=4))
+    for batch in compact if compact_obs else whole:
+        shared.extend(batch)
+    assert shared.storage.nbytes < 1.05 * 2_000 * 84 * 84
+    (pool,) = shared.storage._stacks.pools
+    assert pool._end <= 2_000 + 5  # at most one screen per frame and per start of an episode; and zeros
+    joined = torch.cat(whole, 1).transpose(0, 1).reshape(-1)
+    assert_same(shared[:].clone(), joined.clone())
+    for batch in whole:  # once more, over the same frames: most screens are found again
+        shared.extend(batch)
+    assert_same(shared[:].clone(), joined.clone())
+    assert shared.storage.nbytes < 1.15 * 2_000 * 84 * 84
+    check_uses(shared.storage)
+    shared.dumps(tmp_path)
+    files = sum(path.stat().st_size for path in tmp_path.glob("v0/*"))
+    assert files < 1.15 * 2_000 * 84 * 84
+
+
+def test_a_checkpoint_links_and_restores_stacks(tmp_path):
+    plain, shared = both("slices")
+    checkpoint = fc.Checkpoint(tmp_path, keep=2)
+    for step, batch in enumerate(batches()):
+        extend([plain, shared], batch)
+        checkpoint.save(step, buffer=shared)
+        other = made(STACK, "slices")
+        checkpoint.restore(buffer=other)
+        check_uses(other.storage)
+        assert_same(other[:].clone(), plain[:].clone())
+    files = [path.stat().st_nlink for path in tmp_path.glob("step-7/buffer/v*/rows-*.bin")]
+    assert (files.count(1), files.count(2) > 6) == (6, True)

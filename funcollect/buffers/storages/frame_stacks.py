@@ -21,7 +21,7 @@ from funcollect.specs import RESERVED
 from funcollect.tree import Path
 
 _AT_ONCE = 64  # frames whose planes are compared at once
-_SPARE = 32  # memory for one plane more per this number of frames: the first stack of an episode has a plane of its own
+_SPARE = 64  # room for one plane more per this number of frames: each episode has one more plane than frames
 _PLANE = ("plane",)
 
 _Numbers = npt.NDArray[np.int32]  # of planes
@@ -88,7 +88,7 @@ class FrameStacks(StoredStacks):
         for (plane, paths), memory in zip(plane_layouts(layout), memories, strict=True):
             following = sum(path[0] == "next" for path in paths)
             count = max(following, len(paths) - following) * max_size
-            self.pools.append(PlanePool(plane, memory, count + count // _SPARE + _SPARE))
+            self.pools.append(PlanePool(plane, memory, count + count // _SPARE + _SPARE // 4))
             self._pool |= dict.fromkeys(paths, self.pools[-1])
 
     @property

@@ -116,7 +116,7 @@ class PlanePool:
         reused = min(count, len(self._free))
         end = self._end + count - reused
         if end > len(self._uses):
-            self._grow(max(end, len(self._uses) * 9 // 8))
+            self._grow(max(end, len(self._uses) * 17 // 16))
         cut = len(self._free) - reused
         taken = np.concatenate([self._free[cut:], np.arange(self._end, end)])
         self._free, self._end = self._free[:cut], end

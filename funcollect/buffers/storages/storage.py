@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.arguments import check_positive
@@ -104,3 +105,22 @@ def check_size(max_size: Any) -> None:
     check_positive("max_size", max_size, example=100_000)
     if max_size >= 2**31:
         raise ValueError(f"max_size is {max_size}, expected less than 2**31 frames: pass for example max_size=100000")
+
+
+def lead_of(data: Any, leaves: Any, ndim: int) -> tuple[int, ...]:
+    """The sizes of the first `ndim` dimensions; ValueError unless all leaves share as many."""
+    if not leaves:
+        raise ValueError("the batch has no leaves, expected at least one tensor: nothing would be stored")
+    if isinstance(data, TensorDictBase):
+        shape = tuple(data.batch_size)
+    else:
+        shapes = {tuple(leaf.shape[:ndim]) for leaf in leaves.values()}
+        shape = shapes.pop() if len(shapes) == 1 else ()
+    if len(shape) < ndim:
+        mend = "stack single frames, or give them to add"
+        if shape:
+            mend = f"build it with ndim={len(shape)}, or reshape the batch"
+        raise ValueError(
+            f"the batch has batch dimensions {list(shape)}, the storage takes {ndim} (ndim={ndim}), time last: {mend}"
+        )
+    return shape[:ndim]

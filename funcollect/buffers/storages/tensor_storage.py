@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torch import Tensor
 from typing_extensions import override
 
@@ -22,7 +22,7 @@ from funcollect.buffers.storages.packed_rows import RowLayout, leaves_of
 from funcollect.buffers.storages.plane_pool import PlaneMemory
 from funcollect.buffers.storages.plane_records import records_of
 from funcollect.buffers.storages.segment_files import link_segments, read_segments, write_segments
-from funcollect.buffers.storages.storage import Dumped, Incoming, Storage, check_size
+from funcollect.buffers.storages.storage import Dumped, Incoming, Storage, check_size, lead_of
 from funcollect.files import read_arrays
 from funcollect.tree import Path as KeyPath
 
@@ -83,7 +83,7 @@ class LazyTensorStorage(Storage):
     @override
     def admit(self, data: Any) -> Incoming:
         leaves = leaves_of(data)
-        lead = _lead(data, leaves, self.ndim)
+        lead = lead_of(data, leaves, self.ndim)
         stacks = self._stacks_of(leaves)
         content = leaves | {path: numbers_leaf(leaf, self.ndim) for path, leaf in stacks.items()}
         beside = dict[KeyPath, Tensor]()
@@ -239,22 +239,3 @@ class LazyTensorStorage(Storage):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_size={self.max_size}, ndim={self.ndim}, device={self.device})"
-
-
-def _lead(data: Any, leaves: Any, ndim: int) -> tuple[int, ...]:
-    """The sizes of the first `ndim` dimensions; ValueError unless all leaves share as many."""
-    if not leaves:
-        raise ValueError("the batch has no leaves, expected at least one tensor: nothing would be stored")
-    if isinstance(data, TensorDictBase):
-        shape = tuple(data.batch_size)
-    else:
-        shapes = {tuple(leaf.shape[:ndim]) for leaf in leaves.values()}
-        shape = shapes.pop() if len(shapes) == 1 else ()
-    if len(shape) < ndim:
-        mend = "stack single frames, or give them to add"
-        if shape:
-            mend = f"build it with ndim={len(shape)}, or reshape the batch"
-        raise ValueError(
-            f"the batch has batch dimensions {list(shape)}, the storage takes {ndim} (ndim={ndim}), time last: {mend}"
-        )
-    return shape[:ndim]
