@@ -4,7 +4,9 @@
 `funcollect` in the cells of `extend` does not follow trajectories, as TorchRL's does not when it is extended; `linked`
 notes them, for slices, and `turns` counts all of that work: a batch goes in, then slices come out. `sizes` has a large
 ring beside a small one: `nearby` takes from the large one only rows that lie as close together as in the small one, so
-that what it is faster by is cache misses. Frames are CartPole's (13 leaves, episodes of 200) or 84x84x4 pixels.
+that what it is faster by is cache misses. Frames are CartPole's (13 leaves, episodes of 200) or 84x84x4 pixels;
+in the cells of `stacks`, observations are stacks of four screens, `whole` stores them without `frame_stack`, and the
+same batch is added again and again.
 In JAX, 100 calls run in one `jit`; flashbax's slices may cross the ends of episodes, ours do not.
 """
 

@@ -59,7 +59,7 @@ def check_uses(storage):
         used = expected[id(pool)]
         assert (used[1:] == pool._uses[1:]).all()
         assert not pool.memory.rows[0].any()
-        known = [0, *np.flatnonzero(used[1:]) + 1, *pool._free, *range(pool._end, len(used))]
+        known = [0, *np.flatnonzero(used[1:]) + 1, *pool._free[: pool._idle], *range(pool._end, len(used))]
         assert sorted(known) == list(range(len(used)))
 
 
@@ -220,7 +220,7 @@ def test_trees_of_tensors():
     assert buffer.storage._stacks.pools[0]._end == 7  # six screens, and zeros
 
 
-def test_no_room_for_further_planes(monkeypatch, tmp_path):
+def test_no_room_for_further_planes(monkeypatch):
     """The buffer is as before, and goes on once there is room."""
     plain, shared = both(kind=fc.LazyMemmapStorage)
     for batch in batches(4):
@@ -238,6 +238,23 @@ def test_no_room_for_further_planes(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
     extend([plain, shared], other)
     check_alike(plain, shared)
+
+
+@pytest.mark.parametrize("room", [0, 1, 2])  # for the files of two shapes of planes
+def test_no_room_at_first(monkeypatch, tmp_path, room):
+    """No file stays behind."""
+    given, fallocate = iter(range(room)), os.posix_fallocate
+
+    def full(*args):
+        if next(given, None) is None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fallocate(*args)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    buffer = made(STACK, kind=fc.LazyMemmapStorage, scratch_dir=tmp_path)
+    with pytest.raises(OSError, match=r"50 frames of \d+ bytes, \d+ in all \(No space left on device\): give a small"):
+        buffer.extend(batches(1)[0])
+    assert not list(tmp_path.iterdir())
 
 
 def test_damaged_dumps(tmp_path):

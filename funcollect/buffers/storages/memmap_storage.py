@@ -13,7 +13,7 @@ import secrets
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,33 +85,25 @@ class LazyMemmapStorage(LazyTensorStorage):
         if path.exists() and not (existsok or self._existsok):
             raise FileExistsError(f"{path} exists: give another scratch_dir, or existsok=True to write over it")
         directory.mkdir(parents=True, exist_ok=True)
-        former = list(directory.glob(PLANES.format("*")))
-        header: dict[str, Any] = {
-            "rows": layout.to_json() if layout.structure is None else None,
-            "compact_obs": self.compact_obs,
-        }
+        saved = layout.to_json() if layout.structure is None else None
+        header: dict[str, Any] = {"rows": saved, "compact_obs": self.compact_obs}
         planes = [] if stacks is None else plane_layouts(stacks)
-        shared = None
+        shared, former = None, set(directory.glob(PLANES.format("*")))
         try:
             if stacks is not None:
-                names = [PLANES.format(secrets.token_hex(8)) for _ in planes]
-                header |= {"stacks": stacks.to_json(), "planes": names}
-                files = [
-                    PlaneFile(directory / name, plane.words) for name, (plane, _) in zip(names, planes, strict=True)
-                ]
+                files = [PlaneFile(directory / PLANES.format(secrets.token_hex(8)), plane.words) for plane, _ in planes]
                 shared = FrameStacks(stacks, files, self.max_size)
+                header |= {"stacks": stacks.to_json(), "planes": [file.path.name for file in files]}
             self._file, rows = _create(path, header, self.max_size, layout.words)
         except OSError as error:
-            for file in {*directory.glob(PLANES.format("*"))} - {*former}:
-                file.unlink()
+            _remove({*directory.glob(PLANES.format("*"))} - former)
             nbytes = layout.nbytes + sum(plane.nbytes for plane, _ in planes)
             raise OSError(
                 error.errno,
                 f"{directory} has no room for {self.max_size} frames of {nbytes} bytes, {self.max_size * nbytes} in "
-                f"all ({error.strerror}): give a smaller max_size, or another scratch_dir",
+                f"all ({os.strerror(error.errno or 0)}): give a smaller max_size, or another scratch_dir",
             ) from error
-        for file in former:
-            file.unlink()
+        _remove(former)
         self._base = 0
         return rows, shared
 
@@ -174,6 +166,11 @@ def _create(path: Path, header: Mapping[str, Any], rows: int, words: int) -> tup
     mapped = torch.from_file(str(fresh), shared=True, size=size, dtype=torch.int64)
     fresh.replace(path)
     return RowsFile(mapped.numpy()), mapped[offset:].view(rows, words)
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink()
 
 
 def attach(directory: Path) -> RowsFile:

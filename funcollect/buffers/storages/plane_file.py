@@ -22,7 +22,7 @@ class PlaneFile(PlaneMemory):
 
     def __init__(self, path: Path, words: int) -> None:
         super().__init__(words)
-        self._path = path
+        self.path = path
         self._file = _opened(self, path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
     @override
@@ -33,7 +33,7 @@ class PlaneFile(PlaneMemory):
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"{self._path} has no room for {count} distinct frames of {words * _WORD} bytes ({error.strerror}): "
+                f"{self.path} has no room for {count} distinct frames of {words * _WORD} bytes ({error.strerror}): "
                 "give a smaller max_size, or another scratch_dir",
             ) from error
         mapped = mmap.mmap(self._file, count * words * _WORD)

@@ -50,7 +50,8 @@ class PlanePool:
         self._hashes: _Words = np.zeros(0, np.uint64)  # by plane
         self._uses = np.zeros(0, np.int64)  # by plane: how often stored frames contain it
         self._recent = np.zeros(0, np.int64)  # by the first bits of a hash: the newest plane with them
-        self._free = np.zeros(0, np.int64)  # numbers of freed planes
+        self._free = np.zeros(0, np.int64)  # numbers of freed planes, the first `_idle` entries
+        self._idle = 0
         self._end = 0  # numbers from here on were never used
         self._grow(count)
         memory.rows[self._take(1)] = 0
@@ -59,7 +60,8 @@ class PlanePool:
     @property
     def nbytes(self) -> int:
         """The number of bytes allocated, those of the look-up tables included."""
-        return self.memory.rows.nbytes + self._hashes.nbytes + self._uses.nbytes + self._recent.nbytes
+        tables = (self._hashes, self._uses, self._recent, self._free)
+        return self.memory.rows.nbytes + sum(table.nbytes for table in tables)
 
     def add(self, planes: Ints) -> Ints:
         """The numbers [N] of `planes` [N, words], which are stored if they are new; each counts as one use."""
@@ -89,9 +91,12 @@ class PlanePool:
         numbers = numbers[numbers > 0]
         np.subtract.at(self._uses, numbers, 1)
         unused = np.unique(numbers[self._uses[numbers] == 0])
-        self._free = np.concatenate([self._free, unused])
+        end = self._idle + len(unused)
+        self._free[self._idle : end] = unused
+        self._idle = end
 
     def _hash(self, planes: Ints) -> _Words:
+        """A hash of each of the `planes` [N, words]: [N]. Its first bits depend on all bits of a plane."""
         sums: _Words = np.einsum("ij,j->i", planes.view(np.uint64), self._factors)
         mixed: _Words = (sums ^ (sums >> np.uint64(32))) * self._factors[0]
         return mixed
@@ -113,13 +118,13 @@ class PlanePool:
 
     def _take(self, count: int) -> Ints:
         """The numbers of `count` free planes."""
-        reused = min(count, len(self._free))
+        reused = min(count, self._idle)
         end = self._end + count - reused
         if end > len(self._uses):
             self._grow(max(end, len(self._uses) * 17 // 16))
-        cut = len(self._free) - reused
-        taken = np.concatenate([self._free[cut:], np.arange(self._end, end)])
-        self._free, self._end = self._free[:cut], end
+        cut = self._idle - reused
+        taken = np.concatenate([self._free[cut : self._idle], np.arange(self._end, end)])
+        self._idle, self._end = cut, end
         return taken
 
     def _grow(self, count: int) -> None:
@@ -128,6 +133,7 @@ class PlanePool:
         more = count - len(self._uses)
         self._hashes = np.concatenate([self._hashes, np.zeros(more, np.uint64)])
         self._uses = np.concatenate([self._uses, np.zeros(more, np.int64)])
+        self._free = np.concatenate([self._free, np.zeros(more, np.int64)])
         size = 1 << (2 * count - 1).bit_length()
         if size > len(self._recent):
             self._recent = np.zeros(size, np.int64)

@@ -53,6 +53,12 @@ class LazyTensorStorage(Storage):
     >>> indices = buffer.extend({"reward": torch.arange(3.0)})
     >>> buffer[1:]["reward"]
     tensor([1., 2.])
+    >>> screens = torch.rand(103, 84, 84)
+    >>> stacks = screens.unfold(0, 4, 1).movedim(-1, 1)  # [100, 4, 84, 84]
+    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(100, frame_stack=4))
+    >>> indices = buffer.extend({"pixels": stacks})
+    >>> torch.equal(buffer[:]["pixels"], stacks), f"{buffer.storage.nbytes / screens.nbytes:.1f}"
+    (True, '1.1')
     """
 
     def __init__(
