@@ -77,7 +77,7 @@ class NextObservations:
             some, after = slots[start : start + _AT_ONCE], following[start : start + _AT_ONCE]
             same = np.ones(len(some), np.bool_)
             for name, field in self._pairs:
-                one, two = aside[name].take(self.place.take(some)), rows[field].take(after)
+                one, two = aside[name][self.place.take(some)], rows[field][after]
                 same &= (_bytes(one) == _bytes(two)).all(axis=1)
             self._release(some[same])
 
@@ -109,7 +109,7 @@ class NextObservations:
         packed = np.zeros((len(slots), self.aside.words), np.int64)
         records, rows = self.aside.records(torch.from_numpy(packed)), self.layout.records(self._rows)
         for name, field in self._pairs:
-            records[name] = rows[field].take(np.where(laid, 0, following))
+            records[name] = rows[field][np.where(laid, 0, following)]  # `take` would copy all rows
         packed[laid] = self._aside.numpy()[place[laid]]
         if mask is not None:
             packed[~mask] = 0

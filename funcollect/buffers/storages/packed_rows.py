@@ -214,7 +214,7 @@ class RowLayout:
         """The leaves with one number per frame, of the frames in `slots` [N]; on the CPU."""
         records = rows.view(self._typed)[:, 0]
         return {
-            column.path: torch.from_numpy(records[name].take(slots, axis=0))
+            column.path: torch.from_numpy(records[name][slots])  # `take` would copy all rows
             for name, column in zip(self._names, self.columns, strict=True)
             if column.count == 1 and column.dtype not in _CARRIERS
         }
