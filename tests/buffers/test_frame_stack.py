@@ -2,7 +2,9 @@
 
 import errno
 import os
+import threading
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -341,3 +343,40 @@ def test_a_checkpoint_links_and_restores_stacks(tmp_path):
         assert_same(other[:].clone(), plain[:].clone())
     files = [path.stat().st_nlink for path in tmp_path.glob("step-7/buffer/v*/rows-*.bin")]
     assert (files.count(1), files.count(2) > 6) == (6, True)
+
+
+class Both:
+    """Extends two buffers with each batch, until both have been filled several times over."""
+
+    def __init__(self, plain, shared):
+        self.buffers, self.turned = (plain, shared), threading.Event()
+        self.left = 4 * CAPACITY
+
+    def extend(self, batch):
+        if not self.turned.is_set():
+            extend(self.buffers, batch)
+            self.left -= batch.numel()
+            if self.left <= 0:
+                self.turned.set()
+
+
+def cart_poles():
+    return gymnasium.wrappers.FrameStackObservation(gymnasium.make("CartPole-v1"), STACK)
+
+
+def test_asynchronous_workers_fill_a_buffer_in_a_thread():
+    """Their batches interleave, and are compact; the stacks are of numbers."""
+    plain, shared = (
+        fc.ReplayBuffer(
+            storage=fc.LazyTensorStorage(CAPACITY, compact_obs=True, frame_stack=stack), batch_size=12,
+            sampler=fc.SliceSampler(slice_len=3), generator=torch.Generator().manual_seed(0),
+        )
+        for stack in (None, STACK)
+    )  # fmt: skip
+    filled = Both(plain, shared)
+    with fc.MultiaSyncDataCollector([cart_poles] * 2, frames_per_batch=7, seed=0, compact_obs=True) as collector:
+        collector.start(filled)
+        filled.turned.wait()
+    check_alike(plain, shared)
+    (pool,) = shared.storage._stacks.pools
+    assert np.count_nonzero(pool._uses) < 2 * CAPACITY  # of 6 * CAPACITY

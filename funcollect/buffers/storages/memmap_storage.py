@@ -50,7 +50,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         existsok: overwrite the file of an earlier storage.
 
     Raises:
-        OSError: if the disk has no room for `max_size` frames; raised at the first batch rather than in mid-run.
+        OSError: if the disk has no room for `max_size` frames; raised at the first batch rather than in mid-run. Later
+            only with `frame_stack`, if stacks share so few frames that a file has to grow; no frame is lost then.
         FileExistsError: if the directory already has a storage.
     """
 
