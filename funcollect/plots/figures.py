@@ -1,4 +1,4 @@
-"""Makes figures and films, and writes them to files. No other module imports Matplotlib or imageio."""
+"""Makes figures and films, and writes them to files. No other module of `plots` imports Matplotlib or imageio."""
 
 from __future__ import annotations
 

@@ -1,34 +1,24 @@
-"""`record`: films episodes of an environment that renders."""
+"""`record`: films episodes of an environment that can be drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from os import PathLike
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import numpy as np
 from tensordict import TensorDict
 
 from funcollect.arguments import check_positive
 from funcollect.core.api import close, init, reset, run
 from funcollect.core.request import Request
-from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import CollectorState
-from funcollect.envs.host.host_env import Camera
-from funcollect.errors import EnvError
-from funcollect.plots.figures import Picture, check_film, film
-from funcollect.protocols import Env, Policy, Simulators
+from funcollect.plots.cameras import opened_camera
+from funcollect.plots.figures import check_film, film
+from funcollect.protocols import Env, Policy
 from funcollect.specs import ExplorationType
 from funcollect.trajectories.stats import EpisodeStats, episode_stats
 
 _FPS = 30  # if neither the user nor the environment names it
-
-
-@runtime_checkable
-class _Filmable(Simulators, Protocol):
-    """Simulators that can be filmed."""
-
-    def camera(self, lane: int) -> Camera: ...
 
 
 def record(
@@ -49,7 +39,9 @@ def record(
     episode has one picture more than it has steps. The file is written only if all goes well.
 
     Args:
-        env: a single Gymnasium environment that renders arrays: ``make_env(id, render_mode="rgb_array")``.
+        env: a single environment. Gymnasium's have to render arrays: ``make_env(id, render_mode="rgb_array")``. Those
+            of gymnax, brax, MuJoCo Playground, jumanji and navix are drawn by the renderers of these suites; a JAX
+            environment of your own has a method ``renderer()``, a context manager that yields an `envs.Renderer`.
         policy: the policy.
         path: the file; its suffix names the format. Save long films as MP4: a GIF is held in memory until its end.
         episodes: the number of episodes.
@@ -63,11 +55,12 @@ def record(
         Statistics of the episodes that ended.
 
     Raises:
-        ImportError: if imageio is not installed.
-        TypeError: if the environment is not Gymnasium's.
+        ImportError: if imageio, or a package that the suite draws with, is not installed.
+        TypeError: if the environment cannot be filmed.
         ValueError: if there are several environments, the render mode is another, the suffix is unknown, or `fps` is
             not positive.
-        EnvError: if the environment raises, for example because MuJoCo cannot render without OpenGL.
+        EnvError: if the environment or its renderer raises, for example because MuJoCo cannot render without OpenGL, or
+            if its suite has no renderer for it.
 
     >>> import funcollect as fc, tempfile
     >>> env = fc.make_env("CartPole-v1", render_mode="rgb_array")
@@ -81,11 +74,10 @@ def record(
     request = Request(length=1, params=params, exploration_type=exploration_type, reset_when_done=False)
     state = init(env, policy, seed=seed)
     try:
-        camera = _camera(env, state)
         parts: list[EpisodeStats] = []
-        with film(path, fps or camera.fps or _FPS) as add:
-            for batch in _batches(env, policy, state, request, episodes):
-                add(_picture(camera))
+        with opened_camera(env, state) as camera, film(path, fps or camera.fps or _FPS) as add:
+            for after, batch in _steps(env, policy, state, request, episodes):
+                add(camera.shoot(after))
                 if batch is not None:
                     parts.append(episode_stats(batch, parts[-1] if parts else None))
                 if len(parts) >= max_frames:
@@ -95,49 +87,13 @@ def record(
         close(state)
 
 
-def _batches(
+def _steps(
     env: Env, policy: Policy, state: CollectorState, request: Request, episodes: int
-) -> Iterator[TensorDict | None]:
-    """Run the episodes; yield None after each reset, and the batch [1], or [1, 1], after each step."""
+) -> Iterator[tuple[CollectorState, TensorDict | None]]:
+    """Run the episodes; yield the state after each reset, and after each step, whose batch is [1] or [1, 1]."""
     for episode in range(episodes):
         state = reset(env, state) if episode else state
-        yield None
+        yield state, None
         while not bool(state.terminated | state.truncated):
             state, batch = run(env, policy, state, request)
-            yield batch
-
-
-def _camera(env: Env, state: CollectorState) -> Camera:
-    """The camera of a single environment that renders arrays; TypeError or ValueError for any other."""
-    if (env.num_envs or 1) > 1:
-        raise ValueError(f"{env} has {env.num_envs} environments, expected a single one: leave num_envs out")
-    simulators = state.env_state.simulation.simulators if isinstance(state.env_state, SimulatorHandle) else None
-    if not isinstance(simulators, _Filmable):
-        raise TypeError(
-            f"{env} cannot be filmed, expected a Gymnasium environment that renders: make one with "
-            "funcollect.make_env(id, render_mode='rgb_array'), or save pixel observations with plots.video"
-        )
-    camera = simulators.camera(0)
-    if camera.mode != "rgb_array":
-        raise ValueError(
-            f"{env} has the render mode {camera.mode!r}, expected 'rgb_array': make it with "
-            "funcollect.make_env(id, render_mode='rgb_array')"
-        )
-    return camera
-
-
-def _picture(camera: Camera) -> Picture:
-    """Render the environment: [H, W, 3] uint8; EnvError if it raises or returns anything else."""
-    try:
-        picture = camera.shoot()
-    except Exception as error:
-        raise EnvError(
-            f"render() raised {error!r}: without a display, MuJoCo needs OpenGL by EGL or OSMesa (install it, and set "
-            "MUJOCO_GL=egl or osmesa before Python starts)"
-        ) from error
-    array = np.asarray(picture)
-    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[-1] != 3:
-        raise EnvError(
-            f"render() gave {array.dtype} {list(array.shape)}, expected uint8 [H, W, 3]: return RGB pictures"
-        )
-    return array
+            yield state, batch

@@ -8,6 +8,8 @@ from funcollect.protocols.environments import Forking as Forking
 from funcollect.protocols.environments import HostEnv as HostEnv
 from funcollect.protocols.environments import JaxEnv as JaxEnv
 from funcollect.protocols.environments import Outcome as Outcome
+from funcollect.protocols.environments import RenderedEnv as RenderedEnv
+from funcollect.protocols.environments import Renderer as Renderer
 from funcollect.protocols.environments import ReplacedSimulators as ReplacedSimulators
 from funcollect.protocols.environments import RestartingSimulators as RestartingSimulators
 from funcollect.protocols.environments import SavableSnapshots as SavableSnapshots

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import numpy.typing as npt
@@ -251,6 +252,21 @@ class JaxEnv(FunctionalEnv, Protocol):
 
     def step(self, key: Any, env_state: Any, action: Any, params: Any, /) -> Transition:
         """Make one step without a reset. Discrete actions are elements of the space, never one-hot rows."""
+
+
+class Renderer(NamedTuple):
+    """Draws the states of a JAX environment, for `funcollect.record`."""
+
+    fps: float | None  # the frames per second of a film in real time; None for 30
+    draw: Callable[[Any, Any], Any]  # (env_state, params) of one lane -> a picture [H, W, 3] uint8
+
+
+@runtime_checkable
+class RenderedEnv(Protocol):
+    """A JAX environment that `funcollect.record` can film."""
+
+    def renderer(self) -> AbstractContextManager[Renderer]:
+        """Open what draws, which is freed when the context ends. `params` are None unless a state has some."""
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ from tests.support.running import FORKS_OF_RAY, ROOT
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 NEEDS = {"from_purejaxrl": "gymnax>=1", "from_sb3": "torchrl", "from_torchrl": "torchrl"}
-NEEDS |= {"randomness": "gymnax>=1 brax"}
+NEEDS |= {"randomness": "gymnax>=1 brax", "evaluation": "gymnax>=1"}
 PROGRAMS = [page for page in PAGES if page.name != "README.md"]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
 A_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

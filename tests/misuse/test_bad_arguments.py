@@ -328,7 +328,7 @@ NOT_CALLED = {
     *("envs.HostEnv", "envs.JaxEnv", "envs.Simulators", "envs.SnapshotSimulators", "envs.TorchEnv"),  # protocols, too
     "envs.DeviceEnv",  # as well
     *("PolicyBase", "envs.HostEnvBase", "envs.JaxEnvBase", "envs.SimulatorsBase", "envs.TorchEnvBase"),  # base classes
-    *("Exploration", "Noise", "envs.LaneKeys", "envs.Transition"),  # plain values
+    *("Exploration", "Noise", "envs.LaneKeys", "envs.Renderer", "envs.Transition"),  # plain values
     *("running_statistics.RunningStatistics", "traced.TracedEpisodeStats"),  # results
     "make_env",  # whatever describes an environment: its adapters are called by themselves
 }

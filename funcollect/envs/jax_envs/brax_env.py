@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from funcollect.arguments import check_optional_positive, check_positive
-from funcollect.envs.jax_envs.jax_env import FunctionsEnv, jax_env
+from funcollect.envs.jax_envs.jax_env import FunctionsEnv, Open, jax_env
+from funcollect.envs.jax_envs.renderers.mujoco_renderer import brax_renderer, playground_renderer
 from funcollect.envs.jax_envs.suite import Suite, first_observation
 from funcollect.envs.spaces import box, space_like
 from funcollect.protocols import Starts, Transition
@@ -52,7 +53,8 @@ def from_brax(
     """
     check_positive("episode_length", episode_length, 1000)
     label, raw = _BRAX.make(env, kwargs)
-    return _over_states(label, raw, "sys", episode_length, num_envs, info_keys, starts, param_keys)
+    renderer = partial(brax_renderer, raw)
+    return _over_states(label, raw, "sys", renderer, episode_length, num_envs, info_keys, starts, param_keys)
 
 
 def from_playground(
@@ -85,7 +87,8 @@ def from_playground(
     check_optional_positive("episode_length", episode_length)
     label, raw = _PLAYGROUND.make(env, kwargs)
     length = raw.unwrapped._config.episode_length if episode_length is None else episode_length
-    return _over_states(label, raw, "_mjx_model", length, num_envs, info_keys, starts, param_keys)
+    renderer = partial(playground_renderer, raw)
+    return _over_states(label, raw, "_mjx_model", renderer, length, num_envs, info_keys, starts, param_keys)
 
 
 def _load_playground(registry: Any, name: str, **kwargs: Any) -> Any:
@@ -99,6 +102,7 @@ def _over_states(
     label: str,
     raw: Any,
     physics: str,
+    renderer: Open,
     episode_length: int,
     num_envs: int | None,
     info_keys: Sequence[str],
@@ -130,7 +134,8 @@ def _over_states(
     actions = box((raw.action_size,), "float32", -1.0, 1.0)
     options = (num_envs, False, info_keys, starts, episode_length)
     own = getattr(raw.unwrapped, physics, None)
-    return jax_env(label, reset, step, observed, actions, *options, default_params=own, param_keys=param_keys)
+    more: dict[str, Any] = {"default_params": own, "param_keys": param_keys, "renderer": renderer}
+    return jax_env(label, reset, step, observed, actions, *options, **more)
 
 
 def _with(env: Any, physics: str, params: Any) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv, jax_env
+from funcollect.envs.jax_envs.renderers.gymnax_renderer import gymnax_renderer
 from funcollect.envs.jax_envs.suite import Suite, first_observation
 from funcollect.envs.spaces import box
 from funcollect.protocols import Starts, Transition
@@ -73,7 +75,8 @@ def from_gymnax(
     observed = _space(raw.observation_space(own), first_observation(reset))
     actions = _space(raw.action_space(own))
     options = (num_envs, one_hot, info_keys, starts)
-    more = {"truncates": True, "default_params": own, "param_keys": param_keys}
+    more: dict[str, Any] = {"truncates": True, "default_params": own, "param_keys": param_keys}
+    more["renderer"] = partial(gymnax_renderer, raw, own)
     return jax_env(f"gymnax/{raw.name}", reset, step, observed, actions, *options, **more)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -15,10 +16,11 @@ from funcollect.envs.spaces import as_delivered
 from funcollect.errors import EnvError
 from funcollect.interop.jax_setup import import_jax, own_generator
 from funcollect.messages import shown
-from funcollect.protocols import JaxEnv, Starts, Transition
+from funcollect.protocols import JaxEnv, Renderer, Starts, Transition
 from funcollect.specs import ActionSpec, Space, observation_leaves
 
 Reset = Callable[[Any, Any], tuple[Any, Any]]  # (uint32[2] key, params) -> (env_state, observation)
+Open = Callable[[], AbstractContextManager[Renderer]]
 Step = Callable[[Any, Any, Any, Any], Transition]  # (uint32[2] key, env_state, action, params) -> Transition
 
 
@@ -56,6 +58,7 @@ class FunctionsEnv(AdaptedEnv):
     params: Any = None
     default_params: Any = None  # what the functions use where they get None: a pytree, or None without any
     param_keys: tuple[str, ...] = ()  # those that batches record under ``env_params``
+    renderer: Open | None = None  # None if it cannot be filmed
     backend: Literal["jax"] = "jax"
 
 
@@ -90,6 +93,7 @@ def jax_env(
     truncates: bool = False,
     default_params: Any = None,
     param_keys: Sequence[str] = (),
+    renderer: Open | None = None,
 ) -> FunctionsEnv:
     """Make the environment of two functions of one lane; `from_functions` documents the arguments.
 
@@ -120,6 +124,7 @@ def jax_env(
         truncates=truncates,
         default_params=default_params,
         param_keys=tuple(param_keys),
+        renderer=renderer,
     )
 
 

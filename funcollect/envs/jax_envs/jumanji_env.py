@@ -10,6 +10,7 @@ import numpy as np
 from gymnasium import spaces
 
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv, jax_env
+from funcollect.envs.jax_envs.renderers.jumanji_renderer import jumanji_renderer
 from funcollect.envs.jax_envs.suite import Suite
 from funcollect.envs.spaces import box
 from funcollect.messages import shown
@@ -65,7 +66,8 @@ def from_jumanji(
 
     options = (num_envs, one_hot, info_keys, starts)
     limited = getattr(raw.unwrapped, "time_limit", None) is not None
-    return jax_env(label, reset, step, observed, _space(raw.action_spec), *options, truncates=limited)
+    more: dict[str, Any] = {"truncates": limited, "renderer": partial(jumanji_renderer, raw)}
+    return jax_env(label, reset, step, observed, _space(raw.action_spec), *options, **more)
 
 
 def _plain(space: Space, observation: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 from gymnasium import spaces
 
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv, jax_env
+from funcollect.envs.jax_envs.renderers.navix_renderer import navix_renderer
 from funcollect.envs.jax_envs.suite import Suite, first_observation
 from funcollect.envs.spaces import space_like
 from funcollect.protocols import Starts, Transition
@@ -53,4 +54,5 @@ def from_navix(
     observed = space_like(first_observation(reset))
     actions = int(raw.action_space.maximum) + 1
     options = (num_envs, one_hot, info_keys, starts)
-    return jax_env(label, reset, step, observed, spaces.Discrete(actions), *options, truncates=True)
+    more: dict[str, Any] = {"truncates": True, "renderer": navix_renderer}
+    return jax_env(label, reset, step, observed, spaces.Discrete(actions), *options, **more)
