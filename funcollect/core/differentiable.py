@@ -20,8 +20,8 @@ from funcollect.core.loops.fused import batch_of
 from funcollect.core.request import Request
 from funcollect.core.routes import enter_loop, leave_loop, lowered_for
 from funcollect.core.state import CollectorState, origin_of
-from funcollect.core.traced import check_jax_env
 from funcollect.core.traced_step.batch import cast, dtypes_of, recorded_step
+from funcollect.core.traced_step.checks import check_jax_env
 from funcollect.core.traced_step.keys import run_keys
 from funcollect.core.traced_step.step import Row, StepConfig, make_step_config
 from funcollect.interop.bridge import argument, torch_view

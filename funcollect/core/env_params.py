@@ -9,9 +9,16 @@ import numpy as np
 from funcollect.arguments import check_flags
 from funcollect.core.api import check_state
 from funcollect.core.state import Array, CollectorState
-from funcollect.core.traced_step.lane_params import LaneParams, Varying, is_varying
+from funcollect.core.traced_step.given_params import (
+    GivenParams,
+    as_leaf,
+    combined,
+    given_params,
+    is_by_lane,
+    taken_apart,
+)
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, default_params
-from funcollect.interop.jax_setup import import_jax, without_weak_types
+from funcollect.interop.jax_setup import import_jax
 from funcollect.protocols import Env
 
 
@@ -52,41 +59,16 @@ def set_env_params(
     """
     check_state(env, state, "set_env_params")
     check_flags(at_once=at_once)
-    if not isinstance(state.env_state, JaxEnvState) or (own := default_params(env)) is None:
-        raise TypeError(
-            f"{env!r} has no parameters that can be set here, expected an environment in JAX that has some: over Torch "
-            "pass state.replace(env_params=...), over simulators use funcollect.apply"
-        )
-    jax = import_jax()
-    wanted, treedef = jax.tree.flatten(own)
-    given, structure = jax.tree.flatten(params)
-    if structure != treedef:
-        raise ValueError(f"params is {structure}, expected {treedef}: change leaves of env.default_params")
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(own)]
-    lanes = state.num_lanes
-    varies = [_varies(name, leaf, like, lanes) for name, leaf, like in zip(names, given, wanted, strict=True)]
-    leaves = [_array(leaf, like) for leaf, like in zip(given, wanted, strict=True)]
-    before = own if state.env_params is None else state.env_params
-    old, varied = _taken_apart(before)
-    old = [_array(leaf, like) for leaf, like in zip(old, wanted, strict=True)]
-    changed = [not at_once and not _equal(*both) for both in zip(leaves, old, strict=True)]
-    varies = [any(each) for each in zip(varies, varied, changed, strict=True)]
-    shapes = [(lanes, *np.shape(like)) for like in wanted]
-    return state.replace(env_params=_combined(treedef, varies, shapes, leaves if at_once else old, leaves))
-
-
-def _combined(treedef: Any, varies: list[bool], shapes: list[tuple[int, ...]], current: Any, coming: Any) -> Any:
-    """Parameters from the leaves of current and of coming episodes; those that vary get the `shapes` [P, ...]."""
+    new = given_params(env, state, params)
+    arrays = new.arrays
+    old, varied = taken_apart(default_params(env) if state.env_params is None else state.env_params)
+    old = [as_leaf(leaf, like) for leaf, like in zip(old, new.own, strict=True)]
+    changed = [not at_once and not _equal(*both) for both in zip(arrays, old, strict=True)]
+    varies = [any(each) for each in zip(new.by_lane, varied, changed, strict=True)]
     if not any(varies):
-        return treedef.unflatten(coming)
-
-    def of_lanes(leaves: Any) -> tuple[Any, ...]:
-        broadcast_to = import_jax().numpy.broadcast_to
-        each = zip(leaves, shapes, varies, strict=True)
-        return tuple(broadcast_to(leaf, shape) for leaf, shape, own in each if own)
-
-    shared = treedef.unflatten([Varying() if own else leaf for leaf, own in zip(coming, varies, strict=True)])
-    return without_weak_types(LaneParams(shared, of_lanes(current), of_lanes(coming)))
+        return state.replace(env_params=new.treedef.unflatten(arrays))
+    current = arrays if at_once else old
+    return state.replace(env_params=combined(new, varies, state.num_lanes, arrays, current, arrays))
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -94,35 +76,9 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(np.array_equal(one, other, equal_nan=one.dtype.kind == "f"))
 
 
-def _array(leaf: Any, like: Any) -> Any:
-    jnp = import_jax().numpy
-    return jnp.asarray(leaf, jnp.asarray(like).dtype)
-
-
-def _varies(name: str, leaf: Any, like: Any, lanes: int) -> bool:
-    """Whether a leaf has a value for each lane; ValueError for another shape than these two."""
-    shape, own = tuple(np.shape(leaf)), tuple(np.shape(like))
-    if shape not in (own, (lanes, *own)):
-        raise ValueError(
-            f"params{name} has the shape {list(shape)}, expected {list(own)}, or {[lanes, *own]} for one in each lane: "
-            "change it"
-        )
-    return shape != own
-
-
-def _taken_apart(params: Any) -> tuple[list[Any], list[bool]]:
-    """The leaves of a state's parameters, those of current episodes, and which lanes have of their own."""
-    jax = import_jax()
-    if not isinstance(params, LaneParams):
-        leaves = jax.tree.leaves(params)
-        return leaves, [False] * len(leaves)
-    nodes = jax.tree.leaves(params.shared, is_leaf=is_varying)
-    return jax.tree.leaves(params.filled(params.current)), [is_varying(node) for node in nodes]
-
-
 def described(params: Any) -> list[bool] | None:
     """Which leaves of a state's parameters lanes have of their own, as plain data; None for parameters never set."""
-    return None if params is None else _taken_apart(params)[1]
+    return None if params is None else taken_apart(params)[1]
 
 
 def like_described(env: Env, state: CollectorState, varies: list[bool] | None) -> CollectorState:
@@ -138,9 +94,11 @@ def like_described(env: Env, state: CollectorState, varies: list[bool] | None) -
             f"the saved environment has {len(varies)} parameters, {env!r} has {len(leaves)}: build it with the same "
             "environment"
         )
-    arrays = [_array(leaf, leaf) for leaf in leaves]
-    shapes = [(state.num_lanes, *leaf.shape) for leaf in arrays]
-    return state.replace(env_params=_combined(treedef, varies, shapes, arrays, arrays))
+    arrays = [as_leaf(leaf, leaf) for leaf in leaves]
+    if not any(varies):
+        return state.replace(env_params=treedef.unflatten(arrays))
+    own = GivenParams(treedef, leaves, leaves, varies)
+    return state.replace(env_params=combined(own, varies, state.num_lanes, arrays, arrays, arrays))
 
 
 def param_shapes(env: Env) -> list[tuple[int, ...]] | None:
@@ -159,5 +117,5 @@ def part_of_lanes(params: Any, shapes: list[tuple[int, ...]], lanes: int, part: 
     own = []
     for name, leaf, shape in zip(names, leaves, shapes, strict=True):
         array = np.asarray(leaf)
-        own.append(array[part] if _varies(name, array, np.broadcast_to(0, shape), lanes) else array)
+        own.append(array[part] if is_by_lane(name, array, shape, lanes) else array)
     return treedef.unflatten(own)

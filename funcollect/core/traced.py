@@ -16,8 +16,9 @@ from typing import Any
 from funcollect.arguments import check_kind, check_optional_positive, check_positive
 from funcollect.core.exploration import EXPLORATION, NO_VALUES, exploration_values
 from funcollect.core.request import Request
-from funcollect.core.state import LEAVES, CollectorState, check_origin, origin_of
-from funcollect.core.traced_step.checks import check_one_run
+from funcollect.core.state import LEAVES, CollectorState, origin_of
+from funcollect.core.traced_env_params import set_env_params
+from funcollect.core.traced_step.checks import check_jax_env, check_traced_state
 from funcollect.core.traced_step.episodes import (
     TracedEpisodeStats,
     after_frame,
@@ -39,7 +40,17 @@ from funcollect.protocols import BoundParams, JaxEnv, Policy, traced_values
 from funcollect.specs import ExplorationType
 from funcollect.tree import Path, nest
 
-__all__ = ["TracedEpisodeStats", "episode_stats", "evaluate", "init", "partition", "reset", "rollout", "step"]
+__all__ = [
+    "TracedEpisodeStats",
+    "episode_stats",
+    "evaluate",
+    "init",
+    "partition",
+    "reset",
+    "rollout",
+    "set_env_params",
+    "step",
+]
 
 Batch = dict[str, Any]  # nested, of JAX arrays
 
@@ -119,7 +130,7 @@ def reset(env: JaxEnv, state: CollectorState, mask: Any = None) -> CollectorStat
         TypeError: if `env` is no JAX environment or `state` no state.
         ValueError: for a mask of another shape or dtype.
     """
-    _check_state(env, state)
+    check_traced_state(env, state)
     lanes = state.lane == state.lane if mask is None else import_jax().numpy.asarray(mask)
     if (lanes.shape, lanes.dtype) != (state.lane.shape, bool):
         raise ValueError(
@@ -317,7 +328,7 @@ def _step(config: StepConfig, bound: BoundParams, state: CollectorState, keys: R
 def _checked_config(
     env: JaxEnv, policy: Policy, params: Any, state: CollectorState, request: Request
 ) -> tuple[StepConfig, BoundParams]:
-    _check_state(env, state)
+    check_traced_state(env, state)
     config = make_step_config(env, policy, state.num_lanes, request)
     if params is None and import_jax().tree.leaves(policy.params):
         raise TypeError(
@@ -325,19 +336,6 @@ def _checked_config(
             "you compile (a value closed over would be baked into it)"
         )
     return config, (params, traced_values(exploration_values(policy, request.exploration)))
-
-
-def _check_state(env: Any, state: Any) -> None:
-    check_jax_env(env)
-    check_kind("state", state, CollectorState, "pass what init or rollout returned, after env, policy and params")
-    check_one_run(state)
-    check_origin(env, state)
-
-
-def check_jax_env(env: Any) -> None:
-    """Raise TypeError unless `env` is an environment written in JAX."""
-    mend = "make one with for example funcollect.make_env('gymnax/CartPole-v1'), or use funcollect.rollout for this one"
-    check_kind("env", env, JaxEnv, mend)
 
 
 def _raw(key: Any) -> Any:

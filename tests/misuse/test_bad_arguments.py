@@ -298,6 +298,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "traced.rollout": lambda: dict(
         zip(("env", "policy"), fused(), strict=True), params=None, state=start(fused), length=2
     ),
+    "traced.set_env_params": lambda: {"env": fused()[0], "state": start(fused), "params": fused()[0].default_params},
     "traced.step": lambda: dict(zip(("env", "policy"), fused(), strict=True), params=None, state=start(fused)),
     "testing.check_env": lambda: {"env": "CartPole-v1"},
     "testing.check_policy": lambda: {

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from funcollect.core.state import CollectorState
+from funcollect.arguments import check_kind
+from funcollect.core.state import CollectorState, check_origin
 from funcollect.envs.jax_envs.checks import differing
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
+from funcollect.protocols import JaxEnv
 
 
 def check_untraced(function: str, values: Any) -> None:
@@ -43,6 +45,20 @@ def check_one_run(state: CollectorState) -> None:
             f"the state is of {list(state.key.shape[:-1])} runs, expected one: call funcollect.traced.rollout inside "
             "the jax.vmap over the runs"
         )
+
+
+def check_traced_state(env: Any, state: Any) -> None:
+    """Raise unless `state` is the state of one run of `env`, which is written in JAX."""
+    check_jax_env(env)
+    check_kind("state", state, CollectorState, "pass what init or rollout returned, after env, policy and params")
+    check_one_run(state)
+    check_origin(env, state)
+
+
+def check_jax_env(env: Any) -> None:
+    """Raise TypeError unless `env` is an environment written in JAX."""
+    mend = "make one with for example funcollect.make_env('gymnax/CartPole-v1'), or use funcollect.rollout for this one"
+    check_kind("env", env, JaxEnv, mend)
 
 
 def is_live(state: CollectorState) -> bool:

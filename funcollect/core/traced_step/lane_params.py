@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from funcollect.envs.jax_envs.jax_env import default_params, param_of
@@ -15,11 +15,17 @@ class Varying(NamedTuple):
     """Stands for a leaf that lanes have of their own; a node without leaves."""
 
 
+class Unchanged(NamedTuple):
+    """Holds a leaf that is the environment's own: traced code cannot compare values, but sees this."""
+
+    leaf: Any
+
+
 class LaneParams(NamedTuple):
     """The parameters of P lanes.
 
     Attributes:
-        shared: the pytree that the environment takes, with `Varying` in place of some leaves.
+        shared: the pytree that the environment takes, with `Varying` or `Unchanged` in place of some leaves.
         current: those leaves, each [P, ...], of the episodes that the lanes are in.
         coming: the same for the episodes after these.
     """
@@ -30,8 +36,25 @@ class LaneParams(NamedTuple):
 
     def filled(self, leaves: Sequence[Any]) -> Any:
         """The whole pytree, with these leaves in place of `Varying`."""
-        rest, mapped = iter(leaves), import_jax().tree.map
-        return mapped(lambda node: next(rest) if is_varying(node) else node, self.shared, is_leaf=is_varying)
+        rest, treedef = iter(leaves), import_jax().tree.structure(self.shared, is_leaf=_is_node)
+        return treedef.unflatten([_leaf_of(node, rest) for node in self.nodes])
+
+    @property
+    def nodes(self) -> list[Any]:
+        """What `shared` has in the place of each leaf: the leaf itself, `Varying` or `Unchanged`."""
+        nodes: list[Any] = import_jax().tree.leaves(self.shared, is_leaf=_is_node)
+        return nodes
+
+
+def _is_node(node: Any) -> bool:
+    return isinstance(node, Varying | Unchanged)
+
+
+def _leaf_of(node: Any, rest: Iterator[Any]) -> Any:
+    """The leaf that a node stands for; one that lanes have of their own is the next of the `rest`."""
+    if is_varying(node):
+        return next(rest)
+    return node.leaf if isinstance(node, Unchanged) else node
 
 
 def is_varying(node: Any) -> bool:

@@ -1,0 +1,142 @@
+"""`traced.set_env_params`: parameters that change inside the user's own `jit`, `scan` and `vmap`."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+import funcollect as fc
+from tests.core.test_env_params import PARAMS, make
+from tests.support.compare import assert_same, compilations
+
+KEY = jnp.array([0, 7], jnp.uint32)  # what seed=7 gives
+GAINS = jnp.array([[2.0, 3.0, 4.0], [5.0, 5.0, 6.0], [7.0, 8.0, 9.0]])  # of three updates and three lanes
+GRAVITIES = jnp.array([3.7, 9.8, 24.8])
+
+
+def begun(env, policy, key=KEY):
+    return fc.traced.init(env, policy, policy.params, key=key)
+
+
+def gain(env, level):
+    return PARAMS | {"gain": level}
+
+
+def gravity(env, level):
+    return env.default_params.replace(gravity=level)
+
+
+def train(env, policy, params, levels, *, length=3, at_once=False, key=KEY):
+    """A loop of updates, each with parameters of another level: the last state, and the batch [N * T, P] of all."""
+
+    def update(state, level):
+        state = fc.traced.set_env_params(env, state, params(env, level), at_once=at_once)
+        return fc.traced.rollout(env, policy, policy.params, state, length)
+
+    state = fc.traced.set_env_params(env, begun(env, policy, key), params(env, levels[0]), at_once=at_once)
+    after, batches = jax.lax.scan(update, state, levels)
+    return after, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batches)
+
+
+def eager(env, policy, params, levels, *, length=3, at_once=False, seed=7):
+    """The batch of the same run by the functions outside `jit`."""
+    state, batches = fc.init(env, policy, seed=seed), []
+    state = fc.set_env_params(env, state, params(env, levels[0]), at_once=at_once)
+    for level in levels:
+        state = fc.set_env_params(env, state, params(env, level), at_once=at_once)
+        state, batch = fc.rollout(env, policy, state, length)
+        batches.append(batch.clone())
+    return torch.cat(batches, 1)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("levels", [GAINS, GAINS[:, 0]], ids=["by lane", "shared"])
+def test_a_scan_of_updates_gives_what_the_eager_function_gives(at_once, levels):
+    env = make()
+    policy = fc.random_policy(env)
+    _, arrays = jax.jit(lambda levels: train(env, policy, gain, levels, at_once=at_once))(levels)
+    assert_same(fc.deliver(arrays, env).clone(), eager(env, policy, gain, levels, at_once=at_once))
+
+
+def test_vmap_over_seeds_each_with_levels_of_its_own_compiles_once():
+    env = make()
+    policy = fc.random_policy(env)
+    keys, levels = jnp.stack([KEY, KEY.at[1].set(8)]), jnp.stack([GAINS, GAINS + 10])
+    run = jax.jit(jax.vmap(lambda key, levels: train(env, policy, gain, levels, key=key)[1]))
+    many = fc.deliver(run(keys, levels), env)
+    for own, seed, each in zip(many, (7, 8), levels, strict=True):
+        assert_same(own.clone(), eager(env, policy, gain, each, seed=seed))
+    others = levels * 2
+    with compilations() as seen:
+        jax.block_until_ready(run(keys, others))
+    assert not seen
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_gymnax_holds_for_each_lane_only_what_changes(at_once):
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=3, param_keys=["gravity", "length"])
+    policy = fc.random_policy(env)
+    run = jax.jit(lambda levels: train(env, policy, gravity, levels, length=20, at_once=at_once))
+    after, arrays = run(GRAVITIES)
+    assert [leaf.shape for leaf in after.env_params.current] == ([] if at_once else [(3,)])
+    batch = fc.deliver(arrays, env).clone()
+    assert_same(batch, eager(env, policy, gravity, GRAVITIES, length=20, at_once=at_once))
+    assert len(batch["env_params", "gravity"].unique()) >= 2
+    assert batch["env_params", "length"].eq(env.default_params.length).all()
+
+
+def test_eager_calls_and_files_take_its_states(tmp_path):
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=3, param_keys=["gravity"])
+    policy = fc.random_policy(env)
+    state, _ = jax.jit(lambda levels: train(env, policy, gravity, levels))(GRAVITIES)
+    fc.save(tmp_path / "state", state)
+    _, wanted = fc.rollout(env, policy, state, 120)
+    _, batch = fc.rollout(env, policy, fc.load(tmp_path / "state", env, policy), 120)
+    assert_same(batch, wanted)
+    assert batch["env_params", "gravity"][:, -1].tolist() == pytest.approx([24.8] * 3)
+    state = fc.set_env_params(env, state, gravity(env, jnp.array([1.0, 2.0, 3.0])), at_once=True)
+    _, batch = fc.rollout(env, policy, state, 2)
+    assert batch["env_params", "gravity"][:, 0].tolist() == [1, 2, 3]
+
+
+def test_states_of_the_eager_function_go_on_inside():
+    env = make()
+    policy = fc.random_policy(env)
+    state = fc.set_env_params(env, fc.init(env, policy, seed=7), gain(env, 2.0), at_once=True)
+
+    @jax.jit
+    def twice(state):
+        state = fc.traced.set_env_params(env, state, gain(env, 5.0))
+        return fc.traced.rollout(env, policy, None, fc.traced.set_env_params(env, state, gain(env, 6.0)), 6)[1]
+
+    rewards = twice(state)["next"]["reward"]
+    assert rewards[:, 0].tolist() == [2, 2, 2, 2, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda env, state: (env, state, {"gain": 1.0}), ValueError, "params is .*, expected .*: change leaves of env"),
+        (
+            lambda env, state: (env, state, gain(env, jnp.ones(2))),
+            ValueError,
+            r"params\['gain'\] has the shape \[2\]",
+        ),
+        (lambda env, state: (env, None, PARAMS), TypeError, "state is None, expected CollectorState"),
+        (lambda env, state: (fc.make_env("CartPole-v1"), state, PARAMS), TypeError, "env is .*, expected JaxEnv"),
+        (lambda env, state: (make(4), state, PARAMS), ValueError, "the state belongs to another environment"),
+    ],
+)
+def test_what_does_not_fit_is_named_as_it_is_traced(call, error, message):
+    env = make()
+    policy = fc.random_policy(env)
+    with pytest.raises(error, match=message):
+        jax.jit(lambda key: fc.traced.set_env_params(*call(env, begun(env, policy, key))))(KEY)
+
+
+def test_environments_without_parameters_and_the_eager_function_inside():
+    env, ball = make(), fc.make_env("pgx/tic_tac_toe", num_envs=2)
+    with pytest.raises(TypeError, match="has no parameters that can be set here"):
+        fc.traced.set_env_params(ball, begun(ball, fc.random_policy(ball)), None)
+    with pytest.raises(TypeError, match=r"call funcollect.traced.set_env_params over a JAX environment"):
+        jax.jit(lambda key: fc.set_env_params(env, begun(env, fc.random_policy(env), key), PARAMS))(KEY)
