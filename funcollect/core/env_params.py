@@ -33,7 +33,7 @@ def set_env_params(
 
     Args:
         env: the environment with which `state` was made: gymnax's, brax's (its system), MuJoCo Playground's (its
-            model), or functions of your own with `params`.
+            model), jumanji's with `params`, or functions of your own with `params`.
         state: the state to continue from.
         params: a pytree like ``env.default_params``. Each leaf has the same shape as there, or a first dimension P
             more: then each lane has its own.

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from funcollect.arguments import check_keys
 from funcollect.envs.jax_envs.jax_env import FunctionsEnv, jax_env
+from funcollect.envs.jax_envs.jumanji_params import NumberParams
 from funcollect.envs.jax_envs.renderers.jumanji_renderer import jumanji_renderer
 from funcollect.envs.jax_envs.suite import Suite
 from funcollect.envs.spaces import box
@@ -32,6 +34,8 @@ def from_jumanji(
     one_hot: bool = False,
     info_keys: Sequence[str] = (),
     starts: Starts = "fresh",
+    params: Sequence[str] = (),
+    param_keys: Sequence[str] = (),
     **kwargs: Any,
 ) -> FunctionsEnv:
     """A JAX environment over jumanji's; a last step whose discount is not zero is a truncation.
@@ -42,24 +46,30 @@ def from_jumanji(
     Args:
         env: an id such as ``"Snake-v1"``, or an instance without autoreset.
         info_keys: the keys of the time step's `extras` that a batch records under ``next.info``.
+        params: the names of numbers that `set_env_params` changes during a run: attributes of the environment, of its
+            generator, or of both, such as ``["total_budget"]`` of Knapsack or ``["time_limit"]`` of many. Whatever else
+            jumanji computed from these numbers as it made the environment stays, its bounds of observations too.
         **kwargs: for `jumanji.make`.
-        num_envs, one_hot, starts: see `from_functions`. The state holds the key, so with ``"cached"`` starts everything
-            random in a lane's episode repeats, too.
+        num_envs, one_hot, starts, param_keys: see `from_functions`. The state holds the key, so with ``"cached"``
+            starts everything random in a lane's episode repeats, too.
 
-    The errors are those of `from_gymnax`, and TypeError for a spec without a Gymnasium counterpart.
+    The errors are those of `from_gymnax`, TypeError for a spec without a Gymnasium counterpart, and ValueError for a
+    name in `params` that is no number, or whose value has to be known as JAX traces, such as the size of a grid.
 
     >>> from_jumanji("Snake-v1", num_envs=64)
     JaxEnv('jumanji/Snake-v1', num_envs=64)
     """
     label, raw = _SUITE.make(env, kwargs)
     observed = _space(raw.observation_spec)
+    check_keys("params", params, "time_limit")
+    numbers = NumberParams(raw, params)
 
-    def reset(key: Any, _: Any) -> tuple[Any, Any]:
-        state, timestep = raw.reset(key)
+    def reset(key: Any, given: Any) -> tuple[Any, Any]:
+        state, timestep = numbers.env(given).reset(key)
         return state, _plain(observed, timestep.observation)
 
-    def step(_: Any, env_state: Any, action: Any, __: Any) -> Transition:
-        state, timestep = raw.step(env_state, action)
+    def step(_: Any, env_state: Any, action: Any, given: Any) -> Transition:
+        state, timestep = numbers.env(given).step(env_state, action)
         over, ended = timestep.last(), (timestep.discount == 0).all()
         observation = _plain(observed, timestep.observation)
         return Transition(state, observation, timestep.reward, over & ended, over & ~ended, timestep.extras)
@@ -67,6 +77,7 @@ def from_jumanji(
     options = (num_envs, one_hot, info_keys, starts)
     limited = getattr(raw.unwrapped, "time_limit", None) is not None
     more: dict[str, Any] = {"truncates": limited, "renderer": partial(jumanji_renderer, raw)}
+    more |= {"default_params": numbers.defaults or None, "param_keys": param_keys}
     return jax_env(label, reset, step, observed, _space(raw.action_spec), *options, **more)
 
 
