@@ -54,7 +54,7 @@ def from_jumanji(
             starts everything random in a lane's episode repeats, too.
 
     The errors are those of `from_gymnax`, TypeError for a spec without a Gymnasium counterpart, and ValueError for a
-    name in `params` that is no number, or whose value has to be known as JAX traces, such as the size of a grid.
+    name in `params` that is no number, or whose value is needed earlier, such as the size of a grid.
 
     >>> from_jumanji("Snake-v1", num_envs=64)
     JaxEnv('jumanji/Snake-v1', num_envs=64)

@@ -45,15 +45,22 @@ class NumberParams:
         with own_generator():
             wanted = jax.eval_shape(lambda key: first_step(key, None), key)
             try:
-                why = differing(wanted, jax.eval_shape(first_step, key, value))
+                traced, shapes = jax.make_jaxpr(first_step, return_shape=True)(key, value)
+                why = differing(wanted, shapes) or _unused(traced.jaxpr)
             except Exception as error:
                 why = str(error).partition("\n")[0]
         if why:
             raise ValueError(
-                f"params has {name!r}, which cannot change during a run of {_name(self._raw.unwrapped)}, since reset "
-                f"and step need its value as JAX traces them, for example for a shape ({why}): leave it out, and make "
-                "an environment for each value"
+                f"params has {name!r}, which cannot change during a run of {_name(self._raw.unwrapped)}, since its "
+                f"value is needed earlier, for example for a shape ({why}): leave it out, and make an environment for "
+                "each value"
             )
+
+
+def _unused(program: Any) -> str:
+    """Why the last argument of a traced program has no effect; empty if it has one."""
+    used = any(variable is program.invars[-1] for step in program.eqns for variable in step.invars)
+    return "" if used else "neither reset nor step reads it"
 
 
 def _holders(env: Any) -> list[Any]:

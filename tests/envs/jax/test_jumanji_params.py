@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from jumanji import wrappers
-from jumanji.environments import CVRP, Cleaner, GraphColoring, JobShop, Knapsack, Snake
+from jumanji.environments import CVRP, Cleaner, GraphColoring, JobShop, Knapsack, LevelBasedForaging, Snake
 from jumanji.environments.logic.graph_coloring.generator import RandomGenerator as Graphs
 from jumanji.environments.packing.job_shop.generator import RandomGenerator as Jobs
 from jumanji.environments.packing.knapsack.generator import RandomGenerator as Items
@@ -120,6 +120,7 @@ def test_a_shorter_time_limit_under_a_wrapper():
             "total_bugdet",
             r"params has 'total_bugdet', expected numbers .* such as \['num_items', 'total_bu",
         ),
+        (LevelBasedForaging(), "fov", r"params has 'fov', which cannot .* \(neither reset nor step reads it\)"),
         (knapsack(), "generator", "params has 'generator', expected numbers"),
     ],
 )
