@@ -34,11 +34,16 @@ def graph(edge_probability=0.8):
 
 CASES = [
     (knapsack, {"total_budget": 1.5}),
-    (cvrp, {"max_capacity": 8, "max_demand": 7}),
-    (job_shop, {"max_op_duration": 9}),
     (lambda time_limit=400: Snake(5, 5, time_limit=time_limit), {"time_limit": 1}),
-    *in_soak([(graph, {"edge_probability": 0.3}), (lambda **own: Cleaner(**own), {"penalty_per_timestep": 0.25})]),
 ]
+CASES += in_soak(
+    [
+        (cvrp, {"max_capacity": 8, "max_demand": 7}),
+        (job_shop, {"max_op_duration": 9}),
+        (graph, {"edge_probability": 0.3}),
+        (lambda **own: Cleaner(**own), {"penalty_per_timestep": 0.25}),
+    ]
+)
 
 
 @pytest.mark.parametrize(("make", "other"), CASES)
