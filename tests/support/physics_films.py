@@ -1,7 +1,7 @@
 """A program that compares pictures of physics with those that brax makes; start it with MUJOCO_GL=egl or osmesa.
 
-It exits with 77 if there is no such OpenGL, and prints what a user is told. Arguments are ids of environments of which it
-also makes films.
+It exits with 77 if there is no such OpenGL, and prints what a user is told. Arguments are ids of environments that it
+also films.
 """
 
 import sys
