@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from funcollect.envs.extras import import_extra
+from funcollect.errors import EnvError
 from funcollect.protocols import Renderer
 
 _CAMERA = "track"  # follows the body in most models; without it, the camera is free
@@ -31,6 +34,7 @@ def playground_renderer(raw: Any) -> AbstractContextManager[Renderer]:
 def _mujoco_renderer(model: Any, dt: float, place: Callable[[Any, Any], None]) -> Iterator[Renderer]:
     """Draw states of a `MjModel`, whose steps take `dt` seconds; `place` copies a state into a `MjData`."""
     mujoco = import_extra("mujoco", "MuJoCo", "jax-envs")
+    _check_display()
     data = mujoco.MjData(model)
     camera = mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_CAMERA, _CAMERA)  # -1, the free one, if there is none
     with closing(mujoco.Renderer(model, height=_HEIGHT, width=_WIDTH)) as renderer:
@@ -42,6 +46,16 @@ def _mujoco_renderer(model: Any, dt: float, place: Callable[[Any, Any], None]) -
             return np.array(renderer.render())
 
         yield Renderer(1 / dt, draw)
+
+
+def _check_display() -> None:
+    """Raise EnvError where MuJoCo would open a window without a display, by which the process may end."""
+    windowed = os.environ.get("MUJOCO_GL", "").lower() in ("", "glfw")
+    if sys.platform == "linux" and windowed and not ({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()):
+        raise EnvError(
+            "MuJoCo draws in a window unless MUJOCO_GL is set, and there is no display, expected OpenGL by EGL or "
+            "OSMesa: install one, and set MUJOCO_GL=egl or osmesa before Python starts"
+        )
 
 
 def _place_brax(state: Any, data: Any) -> None:
