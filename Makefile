@@ -47,6 +47,7 @@ RAY_TESTS := tests/collectors/ray tests/docs funcollect/collectors/ray_collector
 RAY_NOTEBOOK := notebooks/06_ray.ipynb
 POLICY_TESTS := tests/policies tests/interop tests/trajectories
 ENV_TESTS := tests/envs tests/buffers
+CONTRACT_TESTS := tests/contracts tests/core/test_blocks.py tests/interop/test_one_gpu.py
 ELSEWHERE := $(RAY_TESTS) $(POLICY_TESTS) $(ENV_TESTS) tests/core tests/contracts
 IN_PARALLEL = $(MAKE) --no-print-directory --jobs=5 --output-sync=target
 PYTEST = $(BIN)/python -m pytest
@@ -54,7 +55,7 @@ NBMAKE := --nbmake --nbmake-timeout=1200
 IGNORE = $(addprefix --ignore=,$(1))
 
 # Half of the time of tests that compile much goes into optimising programs that run for milliseconds. What holds for every
-# pair (`tests/contracts`), the notebooks, what runs over Ray, and `make soak` have programs as users have them.
+# pair, bits that two programs share, the notebooks, what runs over Ray, and `make soak` have programs as users have them.
 ifeq ($(FUNCOLLECT_SCALE),1)
 $(FAST): export XLA_FLAGS ?= --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false
 endif
@@ -75,16 +76,16 @@ tests-docs: $(VENV)/.test
 	$(PYTEST) -k "not ray" tests/docs
 
 tests-core: $(VENV)/.test
-	$(PYTEST) tests/core
+	$(PYTEST) $(call IGNORE,$(CONTRACT_TESTS)) tests/core
 
 tests-policies: $(VENV)/.test
-	$(PYTEST) $(POLICY_TESTS)
+	$(PYTEST) $(call IGNORE,$(CONTRACT_TESTS)) $(POLICY_TESTS)
 
 tests-envs: $(VENV)/.test
 	$(PYTEST) $(ENV_TESTS)
 
 tests-contracts: $(VENV)/.test
-	$(PYTEST) tests/contracts
+	$(PYTEST) $(CONTRACT_TESTS)
 
 tests-others: $(VENV)/.test
 	$(PYTEST) $(call IGNORE,$(ELSEWHERE)) tests funcollect
