@@ -17,7 +17,7 @@ from funcollect.core.exploration import head_of
 from funcollect.core.loops import captured
 from funcollect.core.loops.blocks import BlockOptions
 from funcollect.core.request import Request, open_actor
-from funcollect.core.routes import Route, route_of
+from funcollect.core.routes import Route, of_lanes, route_of
 from funcollect.core.state import first_state
 from funcollect.envs.host.host_env import SimulatedEnv, seeding_of, statistics_of
 from funcollect.envs.host.lane_workers.advice import lane_costs
@@ -145,9 +145,11 @@ def policy_seconds(env: HostEnv, route: Route, lanes: int, seen: Mapping[Path, T
         rows[path][...] = np.resize(row.numpy(), rows[path].shape)
     tensors = {path: torch.from_numpy(row) for path, row in rows.items()}
     key, lane, request = key_from_seed(0), torch.arange(lanes), Request(length=_CALLS)
-    state = first_state(env, route.policy, key, lane, lanes, env_state=None, observation=tensors)
-    inputs = tensors if route.policy.backend == "torch" else rows
-    actor = open_actor(env, route.policy, state, request, assemble(env.observation_space, inputs))
+    total = max(lanes, env.num_envs or 1)
+    state = first_state(env, route.policy, key, lane, total, env_state=None, observation=tensors)
+    policy = of_lanes(env, route.policy, state)
+    inputs = tensors if policy.backend == "torch" else rows
+    actor = open_actor(env, policy, state, request, assemble(env.observation_space, inputs))
     times = []
     with actor.running():
         for t in range(_CALLS):

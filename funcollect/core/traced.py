@@ -33,9 +33,12 @@ from funcollect.core.traced_step.step import StepConfig, by_path, make_step_conf
 from funcollect.core.traced_step.step import step as fused_step
 from funcollect.envs.jax_envs.checks import check_functions
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
+from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax, without_weak_types
 from funcollect.policies.jax_functions.program import PROBE
 from funcollect.policies.jax_functions.traced_policy import check_traceable
+from funcollect.policies.population import Population
+from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
 from funcollect.protocols import BoundParams, JaxEnv, Policy, traced_values
 from funcollect.specs import ExplorationType
 from funcollect.tree import Path, nest
@@ -329,6 +332,12 @@ def _checked_config(
     env: JaxEnv, policy: Policy, params: Any, state: CollectorState, request: Request
 ) -> tuple[StepConfig, BoundParams]:
     check_traced_state(env, state)
+    source = policy.source if isinstance(policy, EmbeddedPolicy) else policy
+    if isinstance(source, Population) and state.num_lanes != state.total_lanes:
+        raise PolicyError(
+            f"a population acts in {state.num_lanes} of {state.total_lanes} lanes, expected all of them in traced "
+            "code: use funcollect.rollout for a part of them, or no shard_map"
+        )
     config = make_step_config(env, policy, state.num_lanes, request)
     if params is None and import_jax().tree.leaves(policy.params):
         raise TypeError(

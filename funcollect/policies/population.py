@@ -51,6 +51,9 @@ def population(policy: Policy, params: Any) -> TorchPopulation | JaxPopulation:
     In JAX the members are one call under `jax.vmap`; in Torch one under `torch.func.vmap` where the module allows it,
     else a call for each.
 
+    A module keeps what it writes into buffers in place, not a buffer that its `forward` assigns. Random numbers that a
+    module or a function draws by itself are others than in a run of its own.
+
     Raises:
         TypeError: for another kind of policy.
         ValueError: for parameters unlike the policy's own behind the leading axis.
@@ -174,6 +177,8 @@ class JaxPopulation(JaxPolicy):
     def of_lanes(self, lanes: LaneIds, total: int) -> JaxPopulation:
         """This policy for some lanes out of `total`, made once; PolicyError if they do not divide."""
         group = _MemberLanes.of_lanes(self.size, lanes, total)
+        if (size := _size([np.shape(leaf) for leaf in import_jax().tree.leaves(self.params)])) != self.size:
+            raise ValueError(f"params have {size} members, expected {self.size}: make another population for that many")
         known: dict[Any, JaxPopulation] = memo_of(self)
         if group not in known:
             known[group] = copy.copy(self)
@@ -204,11 +209,15 @@ class _Members:
             return functional_call(one, own, rows)
 
         if module not in _TOOLS:
+            drawn, before = torch.get_rng_state(), {name: leaf.clone() for name, leaf in module.named_buffers()}
             try:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("error", "There is a performance drop")  # slower than a call for each
                     answer = _answers(_MAPPED, self._group, call, tensors, inputs)
             except (RuntimeError, ValueError, UserWarning):  # such as a branch that depends on data
+                torch.set_rng_state(drawn)
+                for name, leaf in module.named_buffers():
+                    leaf.copy_(before[name])
                 answer = _answers(_CALLED, self._group, call, tensors, inputs)
                 _TOOLS[module] = _CALLED
             else:
@@ -234,11 +243,15 @@ class TorchPopulation(TorchPolicy):
 
     def __init__(self, policy: TorchPolicy, params: Any) -> None:
         module: Any = policy.module
-        check_kind("params", params, (Mapping, TensorDictBase), "pass what torch.func.stack_module_state returns")
+        check_kind(
+            "params", params, (Mapping, TensorDictBase), "pass {**params, **buffers} of torch.func.stack_module_state"
+        )
         given = {".".join(path): torch.as_tensor(leaf) for path, leaf in flatten(params).items()}
         self.size = _size([tuple(leaf.shape) for leaf in given.values()])
         buffers = {name: leaf.expand(self.size, *leaf.shape) for name, leaf in module.named_buffers()}
-        every, stacked = policy.tensors(None), buffers | given
+        every = policy.tensors(None)
+        cast = {name: leaf.to(every[name].dtype) if name in every else leaf for name, leaf in given.items()}
+        stacked = buffers | cast
         once = {name for name, _ in module.named_parameters()} | buffers.keys()  # a parameter may have two names
         check_shapes(
             {name: (self.size, *every[name].shape) for name in every if name in once | given.keys()},

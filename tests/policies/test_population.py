@@ -269,6 +269,48 @@ def test_members_that_draw_random_numbers(name: str) -> None:
         assert torch.equal(drawn, collected(env, member)["drawn"])
 
 
+def test_a_module_that_vmap_refuses_draws_and_writes_as_often_as_its_members_do() -> None:
+    class Noisy(Branching):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Any) -> Any:
+            self.calls += 1
+            return {"logits": super().forward(x) + torch.rand(len(x), 2), "calls": self.calls.expand(len(x))}
+
+    policy, _ = in_torch(Noisy)
+    env = environment(HOST)
+    first = collected(env, policy)
+    assert first["calls"][0, :STEPS].tolist() == [*range(1, STEPS + 1)]
+    assert torch.equal(first["action_log_prob"], collected(env, policy)["action_log_prob"])
+
+
+def test_parameters_have_the_dtypes_and_the_number_of_the_members() -> None:
+    policy, members = POPULATIONS["torch"]()
+    doubles = fc.population(members[0], {name: leaf.double() for name, leaf in policy.state_dict().items()})
+    assert torch.equal(collected(environment(HOST), doubles)["action"], collected(environment(HOST), policy)["action"])
+    policy, _ = POPULATIONS["jax"]()
+    policy.params = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]), policy.params)
+    with pytest.raises(ValueError, match="params have 4 members, expected 2"):
+        fc.init(environment(HOST), policy, seed=0)
+
+
+def test_traced_parts_of_a_run_are_refused() -> None:
+    policy, _ = POPULATIONS["jax"]()
+    env = environment(JAX)
+    state = fc.traced.init(env, policy, policy.params, key=jax.random.PRNGKey(0), total_lanes=2 * LANES)
+    with pytest.raises(PolicyError, match="acts in 4 of 8 lanes, expected all of them in traced code"):
+        fc.traced.rollout(env, policy, policy.params, state, 2)
+
+
+def test_halves_are_explained_and_profiled() -> None:
+    policy, _ = POPULATIONS["torch"]()
+    env = fc.make_env(HOST, num_envs=2, num_workers=2, overlap=2)
+    assert "overlap" in fc.explain(env, policy).workers
+    assert fc.profile(env, policy, frames=100, length=10).share("policy") > 0
+
+
 def test_lanes_that_do_not_divide() -> None:
     policy, _ = POPULATIONS["torch"]()
     with pytest.raises(PolicyError, match=r"a population of 2 acts in 3 lanes, expected a multiple of 2"):
@@ -298,8 +340,9 @@ def test_what_cannot_be_a_population() -> None:
         fc.population(members[0], whole | {"other": whole["0.bias"]})
     with pytest.raises(ValueError, match="params differ"):
         fc.population(POPULATIONS["jax"]()[1][0], {"first": jnp.zeros((2, 4, 8)), "last": jnp.zeros((2, 8, 3))})
-    with pytest.raises(TypeError, match="expected one member"):
-        fc.evaluate_actions(policy, None, collected(environment(HOST), policy))
+    for whole_policy in (policy, fc.lower_policy(policy, environment(JAX))):
+        with pytest.raises(TypeError, match="expected one member"):
+            fc.evaluate_actions(whole_policy, None, collected(environment(HOST), policy))
     stats = fc.running_statistics.init(environment(HOST).observation_space)
     with pytest.raises(TypeError, match="a population"):
         fc.normalized(policy, stats)

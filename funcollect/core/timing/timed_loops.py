@@ -19,6 +19,7 @@ from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import CollectorState
 from funcollect.core.timing.stopwatch import Delegate, Stopwatch, overhead
 from funcollect.interop.jax_setup import import_jax
+from funcollect.policies.population import Population
 from funcollect.policies.torch_backed import TorchBacked
 from funcollect.protocols import ActorInputs, Env, Policy
 
@@ -127,7 +128,10 @@ class _TimedRollout:
 
     def policy(self, policy: Policy) -> Any:
         """Return the policy, its actors timed."""
-        return Delegate(policy, actor=lambda inputs: self._actor(policy, inputs))
+        members: dict[str, Any] = {"actor": lambda inputs: self._actor(policy, inputs)}
+        if isinstance(policy, Population):
+            members["of_lanes"] = lambda lanes, total: self.policy(policy.of_lanes(lanes, total))
+        return Delegate(policy, **members)
 
     def _actor(self, policy: Policy, inputs: ActorInputs) -> Any:
         actor = policy.actor(inputs)

@@ -50,7 +50,7 @@ def _mujoco_renderer(model: Any, dt: float, place: Callable[[Any, Any], None]) -
 
 def _check_display() -> None:
     """Raise EnvError where MuJoCo would open a window without a display, by which the process may end."""
-    windowed = os.environ.get("MUJOCO_GL", "").lower() in ("", "glfw")
+    windowed = os.environ.get("MUJOCO_GL", "").lower() not in ("egl", "osmesa")
     if sys.platform == "linux" and windowed and not ({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()):
         raise EnvError(
             "MuJoCo draws in a window unless MUJOCO_GL is set, and there is no display, expected OpenGL by EGL or "
