@@ -357,7 +357,7 @@ def _by_distribution(policy: TensorDictPolicy, params: Any, rows: _Leaves) -> di
             distribution = module.get_dist(given)
         found = {path: leaf for path, leaf in flatten(given).items() if path not in read}
         found["action_log_prob",] = distribution.log_prob(inputs[_ACTION])
-        with contextlib.suppress(NotImplementedError):
+        with contextlib.suppress(NotImplementedError):  # Torch defines no entropy for some distributions
             found["entropy",] = distribution.entropy()
         after = {path: found.pop(policy.written[path]) for path in recurrent or {}}
         return found, after

@@ -17,8 +17,8 @@ from funcollect.arguments import check_kind, check_optional_positive, check_posi
 from funcollect.core.exploration import EXPLORATION, NO_VALUES, exploration_values
 from funcollect.core.request import Request
 from funcollect.core.state import LEAVES, CollectorState, origin_of
-from funcollect.core.traced_env_params import set_env_params
 from funcollect.core.traced_step.checks import check_jax_env, check_traced_state
+from funcollect.core.traced_step.env_params import set_env_params
 from funcollect.core.traced_step.episodes import (
     TracedEpisodeStats,
     after_frame,

@@ -123,15 +123,7 @@ class NormalizedTorch(TorchPolicy):
 
     def __init__(self, policy: TorchPolicy, stats: RunningStatistics, clip: float) -> None:
         module = _Normalized(policy.module, stats, clip, policy.keys)
-        super().__init__(
-            module,
-            policy.head,
-            policy.initial_state,
-            policy.device,
-            policy.compiler,
-            policy.keys,
-            record_state=policy.record_state,
-        )
+        self.take_over(policy, module)
 
     @property
     def statistics(self) -> RunningStatistics:

@@ -257,15 +257,7 @@ class TorchPopulation(TorchPolicy):
             {name: (self.size, *every[name].shape) for name in every if name in once | given.keys()},
             {name: tuple(leaf.shape) for name, leaf in stacked.items()},
         )
-        super().__init__(
-            _stacked(module, stacked, self.size),
-            policy.head,
-            policy.initial_state,
-            policy.device,
-            policy.compiler,
-            policy.keys,
-            record_state=policy.record_state,
-        )
+        self.take_over(policy, _stacked(module, stacked, self.size))
 
     @property
     def lanes(self) -> int:

@@ -225,6 +225,13 @@ def test_the_time_limit_is_a_parameter_too():
     assert batch["next", "truncated"][..., 0].nonzero()[:, 1].tolist() == [4, 9, 4, 9]
 
 
+def test_a_float_for_an_integer_is_not_cut_off():
+    env = fc.make_env("gymnax/Pendulum-v1", num_envs=2)
+    _, state = start(env)
+    with pytest.raises(ValueError, match=r"params\.max_steps_in_episode is 5\.9, expected an integer"):
+        fc.set_env_params(env, state, env.default_params.replace(max_steps_in_episode=5.9))
+
+
 def heavier(system):
     """Domain randomisation as brax has it: a system whose masses have a first dimension, of three lanes."""
 

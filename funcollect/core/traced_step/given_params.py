@@ -9,6 +9,7 @@ import numpy as np
 from funcollect.core.traced_step.lane_params import LaneParams, Varying, is_varying
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, default_params
 from funcollect.interop.jax_setup import import_jax, without_weak_types
+from funcollect.messages import shown
 from funcollect.protocols import Env
 
 
@@ -44,6 +45,8 @@ def given_params(env: Env, state: Any, params: Any) -> GivenParams:
     if structure != treedef:
         raise ValueError(f"params is {structure}, expected {treedef}: change leaves of env.default_params")
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(own)]
+    for name, leaf, like in zip(names, given, wanted, strict=True):
+        _check_kind(name, leaf, like)
     each = zip(names, given, wanted, strict=True)
     by_lane = [is_by_lane(name, leaf, np.shape(like), state.num_lanes) for name, leaf, like in each]
     return GivenParams(treedef, wanted, given, by_lane)
@@ -58,6 +61,15 @@ def is_by_lane(name: str, leaf: Any, own: tuple[int, ...], lanes: int) -> bool:
             "change it"
         )
     return shape != own
+
+
+def _check_kind(name: str, leaf: Any, like: Any) -> None:
+    """Raise ValueError for floating numbers in the place of integers, which would be cut off."""
+    jnp = import_jax().numpy
+    if jnp.issubdtype(jnp.result_type(like), jnp.integer) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+        raise ValueError(
+            f"params{name} is {shown(leaf)}, expected an integer: convert it, such as by int or astype(int)"
+        )
 
 
 def as_leaf(leaf: Any, like: Any) -> Any:

@@ -119,7 +119,7 @@ class FromDistribution(HeadBase):
         made = self._made(parameters)
         try:
             entropy = made.entropy()
-        except NotImplementedError:
+        except NotImplementedError:  # Torch defines none for some distributions
             return None
         whole = made.batch_shape + made.event_shape if hasattr(made, "batch_shape") else made.mode().shape
         return _summed(entropy, len(whole) - len(spec.shape))
@@ -141,7 +141,7 @@ def _mode(made: distributions.Distribution, name: str) -> torch.Tensor:
     """The mode, or the mean of a distribution that has none; PolicyError if it has neither."""
     try:
         mode = made.mode
-    except NotImplementedError:
+    except NotImplementedError:  # Torch defines none for some distributions
         try:
             return made.mean
         except NotImplementedError as error:

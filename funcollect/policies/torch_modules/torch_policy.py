@@ -144,6 +144,19 @@ class TorchPolicy(TorchBacked):
         self._compiled = CompiledCall(compiler) if compiler == "inductor" else None
         self.head = head
 
+    def take_over(self, policy: TorchPolicy, module: nn.Module) -> None:
+        """Begin as `policy`, over another module: for policies that are made of it."""
+        TorchPolicy.__init__(
+            self,
+            module,
+            policy.head,
+            policy.initial_state,
+            policy.device,
+            policy.compiler,
+            policy.keys,
+            record_state=policy.record_state,
+        )
+
     def on(self, device: torch.device | None) -> TorchPolicy:
         """A policy like this one, over the same module, that runs on another device."""
         twin = copy.copy(self)
