@@ -24,7 +24,7 @@ from funcollect.interop.memory import memory_error
 from funcollect.keys import key_from_seed
 from funcollect.messages import shown
 from funcollect.policies.base import check_policy
-from funcollect.policies.population import Population
+from funcollect.policies.populations.population import Population
 from funcollect.policies.torch_backed import TorchBacked
 from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
 from funcollect.protocols import Backend, Env, Policy, is_env

@@ -31,7 +31,7 @@ from funcollect.policies.actors.actor import recurrent_names, split_answer
 from funcollect.policies.actors.checks import check_recurrent
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
 from funcollect.policies.numerics import TORCH, jax_numerics
-from funcollect.policies.population import Population
+from funcollect.policies.populations.population import Population
 from funcollect.policies.tensordict_modules.calling import paths_of
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_backed import TorchPolicyState

@@ -14,6 +14,7 @@ from funcollect.core.request import Request
 from funcollect.core.state import CollectorState
 from funcollect.plots.cameras import opened_camera
 from funcollect.plots.figures import check_film, film
+from funcollect.policies.populations.population import Population
 from funcollect.protocols import Env, Policy
 from funcollect.specs import ExplorationType
 from funcollect.trajectories.stats import EpisodeStats, episode_stats
@@ -56,7 +57,7 @@ def record(
 
     Raises:
         ImportError: if imageio, or a package that the suite draws with, is not installed.
-        TypeError: if the environment cannot be filmed.
+        TypeError: if the environment cannot be filmed, or for a population.
         ValueError: if there are several environments, the render mode is another, the suffix is unknown, or `fps` is
             not positive.
         EnvError: if the environment or its renderer raises, for example because MuJoCo cannot render without OpenGL, or
@@ -71,6 +72,8 @@ def record(
     check_positive("episodes", episodes)
     check_positive("max_frames", max_frames)
     check_film(path, fps)
+    if isinstance(policy, Population):
+        raise TypeError("policy is a population, expected one member: pass that, and its own parameters as params")
     request = Request(length=1, params=params, exploration_type=exploration_type, reset_when_done=False)
     state = init(env, policy, seed=seed)
     try:

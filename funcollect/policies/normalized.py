@@ -15,7 +15,7 @@ from funcollect import running_statistics
 from funcollect.arguments import check_kind, check_number
 from funcollect.messages import shown
 from funcollect.policies.jax_functions.jax_policy import JaxPolicy
-from funcollect.policies.population import Population
+from funcollect.policies.populations.population import Population
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.policies.weights import matched
 from funcollect.protocols import Policy

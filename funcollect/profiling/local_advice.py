@@ -23,6 +23,7 @@ from funcollect.profiling.advice import FEW_STEPS, Finding, nothing_to_gain
 from funcollect.profiling.local_run import LocalRun
 from funcollect.protocols import HostEnv, Policy
 
+_IN_WORKERS = ("environment", "policy", "recording")
 _MORE = 4  # times as many lanes, for which a call of the policy is timed
 
 
@@ -44,7 +45,7 @@ def _about_batches(run: LocalRun) -> Iterator[Finding]:
     batch = run.parts.get("preparation", 0.0) + run.parts.get("delivery", 0.0)
     if run.collector.length < FEW_STEPS and run.times.loop not in COMPILED:
         yield Finding(
-            batch / 2,
+            batch * (1 - run.collector.length / FEW_STEPS),
             f"preparing and delivering batches of {run.collector.length} steps takes {batch / run.total:.0%} of "
             "the time: take longer ones (frames_per_batch of a collector, length of a rollout)",
         )
@@ -77,7 +78,7 @@ def _about_more_processes(run: LocalRun) -> Iterator[Finding]:
     )
     if _on_cpu(run.policy):
         both = f"MultiSyncDataCollector(…, num_workers={run.cores}) runs environment and policy in as many"
-        saved = (run.total - run.parts.get("reader", 0.0)) * (1 - 1 / run.cores)
+        saved = sum(run.parts.get(name, 0.0) for name in _IN_WORKERS) * (1 - 1 / run.cores)
         yield Finding(saved, f"{share}: {f'{lanes}, and ' if spread else ''}{both}{'' if spread else ' processes'}")
     elif spread:
         yield Finding(1e6 * (costs.alone - costs.apart) / run.lanes, f"{share}: {lanes}")

@@ -18,7 +18,7 @@ from funcollect.protocols import HostEnv
 
 
 class LocalRun:
-    """What was measured, in microseconds per frame, and what else is measured for the advice.
+    """Times of a run in microseconds per frame, and what else is measured for the advice.
 
     Attributes:
         total: the time of a frame.

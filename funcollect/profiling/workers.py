@@ -55,7 +55,7 @@ def profile_workers(collector: WorkerCollector, frames: int, reader: Reader | No
 
 
 class _WorkerTimes:
-    """What was measured.
+    """Times of workers and of this process, and what follows from them.
 
     Attributes:
         frames: that the workers have collected.
@@ -157,7 +157,7 @@ class _WorkerTimes:
         batch = sum(parts.get(part, 0.0) for part in ("preparation", "delivery", "hand-over"))
         if (length := collector.run.info.length) < FEW_STEPS:
             yield Finding(
-                batch / 2,
+                batch * (1 - length / FEW_STEPS),
                 f"preparing, delivering and handing over batches of {length} steps takes {batch / self.total:.0%} of "
                 "the time: take a larger frames_per_batch",
             )

@@ -242,12 +242,23 @@ def heavier(system):
     return system.tree_replace({"link.inertia.mass": draw(jax.random.split(jax.random.key(0), 3))})
 
 
+def heavier_model(model):
+    """Domain randomisation as MuJoCo Playground has it, for a model of MJX."""
+
+    @jax.vmap
+    def draw(key):
+        return model.body_mass * jax.random.uniform(key, minval=0.5, maxval=2.0)
+
+    return model.tree_replace({"body_mass": draw(jax.random.split(jax.random.key(0), 3))})
+
+
 def on_planets(params):
     return params.replace(gravity=jnp.array([1.6, 3.7, 24.8]))
 
 
 OWN_WAYS = [("gymnax/CartPole-v1", "gravity", on_planets)]
 OWN_WAYS += in_soak([("brax/inverted_pendulum", "link.inertia.mass", heavier)])
+OWN_WAYS += in_soak([("playground/CartpoleBalance", "body_mass", heavier_model)])
 
 
 @pytest.mark.parametrize(("name", "key", "change"), OWN_WAYS)

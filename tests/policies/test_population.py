@@ -309,6 +309,9 @@ def test_halves_are_explained_and_profiled() -> None:
     env = fc.make_env(HOST, num_envs=2, num_workers=2, overlap=2)
     assert "overlap" in fc.explain(env, policy).workers
     assert fc.profile(env, policy, frames=100, length=10).share("policy") > 0
+    lowered, _ = POPULATIONS["lowered"]()
+    with pytest.raises(PolicyError, match="profile it with overlap=1"):
+        fc.profile(env, lowered, frames=100, length=10)
 
 
 def test_lanes_that_do_not_divide() -> None:
@@ -325,6 +328,12 @@ def test_what_cannot_be_a_population() -> None:
         fc.population(policy, policy.params)
     with pytest.raises(TypeError, match=r"expected one of funcollect\.torch_policy"):
         fc.population(fc.random_policy(environment(HOST)), {})
+    with pytest.warns(DeprecationWarning, match="deprecated"):
+        scripted = torch.jit.trace(network(), torch.ones(2, 4))
+    with pytest.raises(TypeError, match="has a scripted module"):
+        fc.population(fc.torch_policy(scripted, head=HEAD), {})
+    with pytest.raises(TypeError, match="expected one member"):
+        fc.record(environment(HOST, render_mode="rgb_array"), policy, "film.gif")
     with pytest.raises(TypeError, match="over a module"):
         fc.population(fc.torch_policy(lambda x: x), {})
     with pytest.raises(TypeError, match="params is "):

@@ -18,9 +18,12 @@ from funcollect.core.request import Request
 from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import CollectorState
 from funcollect.core.timing.stopwatch import Delegate, Stopwatch, overhead
+from funcollect.envs.host.host_env import SimulatedEnv
+from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax
-from funcollect.policies.population import Population
+from funcollect.policies.populations.population import Population
 from funcollect.policies.torch_backed import TorchBacked
+from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
 from funcollect.protocols import ActorInputs, Env, Policy
 
 COMPILED = ("fused", "captured")  # loops in which nothing can be timed, since one program does it all
@@ -89,6 +92,7 @@ class _TimedLoop:
             result = self._loop.run(env, policy, state, request)
             seconds = {"rollout": _now() - began}
         else:
+            _check_can_be_timed(env, policy)
             wait = torch.cuda.synchronize if _on_accelerator(env, policy) else None
             self._loops.waits = wait is not None
             rollout = _TimedRollout(wait)
@@ -171,6 +175,16 @@ class _TimedRollout:
             "delivery": max(ended - self._finishing - spent["finish"], 0.0),
         }
         return seconds, {"environment": calls["environment"], "policy": calls["policy"] + calls["finish"]}
+
+
+def _check_can_be_timed(env: Env, policy: Policy) -> None:
+    """Raise PolicyError for a population whose members, lowered anew for each half of the lanes, are not seen here."""
+    lowered = isinstance(policy, EmbeddedPolicy) and isinstance(policy.source, Population)
+    if lowered and isinstance(env, SimulatedEnv) and env.workers is not None and env.workers.overlap > 1:
+        raise PolicyError(
+            "a population with compile='xla' acts for one half of the lanes at a time (overlap=2), which is not timed: "
+            "profile it with overlap=1, or with compile='eager'"
+        )
 
 
 def _on_accelerator(env: Env, policy: Policy) -> bool:

@@ -1,0 +1,1 @@
+"""One policy with N versions of its parameters."""
