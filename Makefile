@@ -12,7 +12,7 @@ export FUNCOLLECT_SCALE
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.1
 
-.PHONY: demo test test-newest test-oldest test-gpu-machine $(FAST) tests-contracts tests-ray test-ray test-notebooks soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
+.PHONY: demo test test-newest test-oldest test-gpu-machine docs docs-serve $(FAST) tests-contracts tests-ray test-ray test-notebooks soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -20,7 +20,7 @@ $(VENV)/.core: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.core
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[envs,jax-envs,viz,ray,test,bench]
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[envs,jax-envs,viz,ray,test,bench,docs]
 	touch $@
 
 # RLlib needs another gymnasium than the library's, so it is measured from an environment of its own.
@@ -60,8 +60,15 @@ ifeq ($(FUNCOLLECT_SCALE),1)
 $(FAST): export XLA_FLAGS ?= --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false
 endif
 
+# No broken link, no name without an entry.
+docs: $(VENV)/.test
+	$(BIN)/sphinx-build --quiet --nitpicky --fail-on-warning docs docs/_build/html
+
+docs-serve: docs
+	$(BIN)/python -m http.server --directory docs/_build/html 8000
+
 test: $(VENV)/.test
-	$(IN_PARALLEL) lint test-notebooks tests-core test-ray tests-policies tests-envs tests-docs tests-contracts tests-others
+	$(IN_PARALLEL) lint docs test-notebooks tests-core test-ray tests-policies tests-envs tests-docs tests-contracts tests-others
 
 test-ray: tests-ray
 	$(PYTEST) $(NBMAKE) $(RAY_NOTEBOOK)

@@ -106,7 +106,7 @@ def rollout(
         env: the environment with which `state` was made.
         policy: the policy with which `state` was made.
         state: the state to continue from. Over simulators a state can be used once; see `fork`.
-        length: T.
+        length: the number of steps, T.
         params: the parameters to act with; None for the policy's own current ones.
         exploration_type: whether the policy samples or acts deterministically.
         exploration: other values for the numbers in `Policy.exploration`, such as ``{"epsilon": 0.1}``; the batch holds
@@ -115,7 +115,7 @@ def rollout(
 
     Returns:
         The next state, and the batch: a locked TensorDict [P, T], or [T] for an environment without a batch
-        dimension, with the keys of the README's table.
+        dimension; its keys are listed under "What is in a batch".
 
     Raises:
         StaleStateError: if the state has been superseded by a later one.

@@ -57,7 +57,7 @@ def differentiable_rollout(
         env: an environment written in JAX, whose steps JAX can differentiate.
         policy: a policy of `torch_policy` or `tensordict_policy`, whose module can be lowered.
         state: the state to continue from.
-        length: T.
+        length: the number of steps, T.
         params: the parameters to act with; None for the module's own.
         exploration_type: whether the policy samples or acts deterministically.
         exploration: other values for the numbers in `Policy.exploration`, as for `rollout`.

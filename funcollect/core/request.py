@@ -28,7 +28,7 @@ class Request:
     """One rollout's arguments, checked.
 
     Attributes:
-        length: T.
+        length: the number of steps, T.
         params: the argument of `rollout`.
         exploration_type: how heads act.
         exploration: the argument of `rollout`; `run` sets all values in `Policy.exploration`, as numbers.

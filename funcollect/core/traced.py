@@ -191,7 +191,7 @@ def rollout(
         policy: a JAX policy, or `random_policy`.
         params: the parameters to act with.
         state: the state to continue from.
-        length: T.
+        length: the number of steps, T.
         exploration_type: whether the policy samples or acts deterministically.
         exploration: other values for the numbers in `Policy.exploration`, such as ``{"epsilon": 0.1}``; they may
             be traced, and the batch holds them.

@@ -51,8 +51,8 @@ class ActorInputs:
         noise: [T, P, ...], or None.
         exploration: how the policy explores.
         spec: the action space, and the form of an action in a batch.
-        num_envs: P.
-        length: T.
+        num_envs: the number of lanes, P.
+        length: the number of steps, T.
         single: whether the environment has no batch dimension; then P is 1.
     """
 

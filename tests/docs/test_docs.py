@@ -5,39 +5,50 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from tests.docs.test_own import CHECKERS
 from tests.support.running import FORKS_OF_RAY, ROOT
 
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)
 NEEDS = {"from_purejaxrl": "gymnax>=1", "from_sb3": "torchrl", "from_torchrl": "torchrl"}
 NEEDS |= {"randomness": "gymnax>=1 brax", "evaluation": "gymnax>=1"}
-PROGRAMS = [page for page in PAGES if page.name != "README.md"]
+REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
+NO_PROGRAMS = ("index.md", "install.md", "changelog.md")
+PROGRAMS = [page for page in PAGES if page not in REFERENCE and page.name not in NO_PROGRAMS]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
-A_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+A_BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page):
-    """The code of every block, compiled so that a traceback names the page and its line."""
+    """Every block: its code, compiled so that a traceback names the page and its line, and the output that follows."""
     text = page.read_text()
     return [
-        compile("\n" * text.count("\n", 0, match.start(1)) + match[1], str(page), "exec")
+        (compile("\n" * text.count("\n", 0, match.start(1)) + match[1], str(page), "exec"), match[2])
         for match in A_BLOCK.finditer(text)
     ]
 
 
+def run(block, namespace, capsys):
+    """Run a block; it prints what the page says."""
+    code, printed = block
+    capsys.readouterr()
+    exec(code, namespace)
+    assert printed is None or capsys.readouterr().out.strip() == printed.strip()
+
+
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{number}")
-    for page in sorted(ROOT.glob("*.md"))
+    for page in [*sorted(ROOT.glob("*.md")), ROOT / "docs" / "index.md"]
     for number, block in enumerate(blocks(page))
 ]
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_block_runs(block, capsys):
-    exec(block, {"__name__": "__main__"})
+    run(block, {"__name__": "__main__"}, capsys)
 
 
 @FORKS_OF_RAY
@@ -52,15 +63,30 @@ def test_a_block_runs(block, capsys):
 def test_a_page_runs_from_top_to_bottom(page, capsys):
     namespace = {"__name__": "__main__"}
     for block in blocks(page):
-        exec(block, namespace)
+        run(block, namespace, capsys)
 
 
-def test_every_page_is_a_program_and_in_the_index():
-    index = (ROOT / "docs" / "README.md").read_text()
+def test_every_page_is_a_program():
     assert len(PROGRAMS) >= 3
     for page in PROGRAMS:
         assert len(blocks(page)) >= 3, page.name
-        assert f"({page.name})" in index
+
+
+def test_every_public_name_has_an_entry():
+    import funcollect as fc
+
+    entries = {
+        name
+        for page in REFERENCE
+        for name in re.findall(r"^\.\. auto\w+:: funcollect\.(\S+)$", page.read_text(), re.MULTILINE)
+    }
+    for name in fc.__all__:
+        value = getattr(fc, name)
+        if not isinstance(value, ModuleType):
+            assert {name, f"samplers.{name}", f"storages.{name}"} & entries, name
+            continue
+        for member in getattr(value, "__all__", []):
+            assert {member, f"{name}.{member}"} & entries, f"{name}.{member}"
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))

@@ -140,7 +140,7 @@ REFUSED = {
         ".view(torch.int32)",
         "cast with",
     ),
-    "a missing operator": (Decomposes(), "no rule for aten.linalg_eig", "eigvals(x.T @ x)", "docs/lowering.md"),
+    "a missing operator": (Decomposes(), "no rule for aten.linalg_eig", "eigvals(x.T @ x)", "concepts/lowering.md"),
     "a missing operator that Torch checks": (
         nn.Sequential(Factorises()),
         "no rule for aten.linalg_ldl_factor_ex",

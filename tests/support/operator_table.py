@@ -1,4 +1,4 @@
-"""Writes the table of covered operators in ``docs/lowering.md`` from the registry.
+"""Writes the table of covered operators in ``docs/concepts/lowering.md`` from the registry.
 
 Run ``python -m tests.support.operator_table`` in a checkout of the repository.
 """

@@ -39,7 +39,7 @@ class BlockOptions:
     """How blocks are built. `benchmarks gpu` compares the values.
 
     Attributes:
-        steps: K.
+        steps: the number of steps in a block, K.
         unroll: steps in each iteration of a block's loop.
         made_each_step: whether starts are made at each step; None decides by the operations of a reset.
         compiler_options: XLA's, by name.

@@ -243,7 +243,7 @@ def _refusal(name: str, node: Any) -> str | None:
             "noise of training, or take the noise as an input"
         )
     if name not in rules():
-        return f"there is no rule for {name}, at {place_of(node)}: docs/lowering.md lists what is covered"
+        return f"there is no rule for {name}, at {place_of(node)}: docs/concepts/lowering.md lists what is covered"
     return None
 
 

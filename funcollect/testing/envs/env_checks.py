@@ -25,7 +25,7 @@ from funcollect.tree import Path, flatten
 
 FLAGS = ("terminated", "truncated", "done")
 COUNTERS = ("traj_ids", "step", "lane", "policy_version")
-REPORT_IT = "the library writes this, or a wrapper around it: it has to follow the README's table"
+REPORT_IT = "the library writes this, or a wrapper around it: it has to have the keys and shapes of a batch"
 _SINGLE_STEPS = 8
 
 

@@ -1,0 +1,129 @@
+"""Builds the documentation: ``make docs``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from sphinx.util.nodes import make_refnode
+
+import funcollect
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = ROOT / "notebooks"
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+
+project = "funcollect"
+author = project_copyright = "The funcollect authors"
+version = release = importlib.metadata.version("funcollect")
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"funcollect {version}"
+html_theme_options = {
+    "source_repository": REPOSITORY,
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
+
+for _notebook in NOTEBOOKS.glob("*.ipynb"):  # Sphinx builds what lies below this folder
+    _page = ROOT / "docs" / "notebooks" / _notebook.name
+    if not _page.exists() or _page.read_bytes() != _notebook.read_bytes():
+        _page.parent.mkdir(exist_ok=True)
+        shutil.copyfile(_notebook, _page)
+
+nb_execution_mode = "off"  # the tests run pages and notebooks, which hold their output
+myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence"]
+
+add_module_names = False
+# Members of a base class are shown too, but for these.
+_BASES = "object, tuple, Protocol, Generic, ABC, Enum, Iterator, Exception"
+autodoc_default_options = {"members": True, "member-order": "bysource", "inherited-members": _BASES}
+autodoc_type_aliases = {"Env": "funcollect.Env", "Array": "Array"}
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+toc_object_entries_show_parents = "hide"
+
+napoleon_use_ivar = True
+# Classes of policies, environments and collectors that have the members of a base class or protocol with an entry.
+_WITHOUT_ENTRY = """
+    collectors.collector.CollectorBase core.loops.RunsRollouts core.state.Array buffers.ring.RingMemory keys.Purpose
+    envs.torch_envs.vector_env.DeviceVectorEnv envs.torch_envs.vector_env.VectorSimulators
+    buffers.storages.packed_rows.RowLayout buffers.trajectory_index.segments.Segments
+    envs.host.host_env.SimulatedEnv envs.jax_envs.jax_env.FunctionsEnv
+    policies.heads.distributions.FromDistribution policies.jax_functions.jax_policy.JaxPolicy
+    policies.normalized.NormalizedJax policies.normalized.NormalizedTorch
+    policies.populations.jax_population.JaxPopulation policies.populations.torch_population.TorchPopulation
+    policies.random_policy.RandomPolicy policies.tensordict_modules.tensordict_policy.TensorDictPolicy
+    policies.torch_in_jax.lowered_policy.LoweredPolicy policies.torch_modules.torch_policy.TorchPolicy
+"""
+nitpick_ignore = [("py:class", f"funcollect.{name}") for name in _WITHOUT_ENTRY.split()]
+suppress_warnings = ["ref.python"]  # a protocol and its base classes have members of the same names
+
+_LITERAL = re.compile(r"(``.*?``|^\s*(?:>>>|\.\.\.).*)")
+_A_STAR = re.compile(r"(?<![*\\])\*(?=[a-zA-Z])")
+_A_NAME = re.compile(r"(?<![`:])`(?:funcollect\.)?([\w.]+)`(?!`)")
+_A_LINK = re.compile(r"\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def _write_markup(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Write each name in single backticks as a link if it is public, else as code; escape the stars of shapes."""
+    for number, line in enumerate(lines):
+        parts = _LITERAL.split(line)  # every second one is code
+        parts[::2] = [_A_NAME.sub(_link_or_code, _A_STAR.sub(r"\\*", part)) for part in parts[::2]]
+        lines[number] = "".join(parts)
+
+
+def _link_or_code(match: re.Match[str]) -> str:
+    first, _, rest = match[1].partition(".")
+    owner = getattr(funcollect, first) if first in funcollect.__all__ else None
+    if owner is not None and (not rest or hasattr(owner, rest)):
+        return f":py:obj:`{match[1]} <funcollect.{match[1]}>`"
+    return f"``{match[1]}``"
+
+
+def _resolve_links(app: Any, page: str, source: list[str]) -> None:
+    """Let relative links lead to the page of a file, or to the repository for a file that has none."""
+    folder = NOTEBOOKS if page.startswith("notebooks/") else Path(app.srcdir, page).parent
+
+    def resolved(match: re.Match[str]) -> str:
+        path, place = (folder / match[1]).resolve(), match[2] or ""
+        if not path.exists():
+            return match[0]
+        if path.is_relative_to(app.srcdir):
+            return f"](/{path.relative_to(app.srcdir)}{place})"
+        inside = path.relative_to(ROOT)
+        if inside.parent == NOTEBOOKS.relative_to(ROOT):
+            return f"](/notebooks/{inside.name}{place})"
+        return f"]({REPOSITORY}/{'tree' if path.is_dir() else 'blob'}/main/{inside}{place})"
+
+    source[0] = _A_LINK.sub(resolved, source[0])
+
+
+def _find_public_name(app: Any, env: Any, node: Any, content: Any) -> Any:
+    """Let the type of an annotation lead to the entry of its public name; other packages' have none here."""
+    target = node.get("reftarget", "")
+    if node.get("refdomain") != "py" or not target.startswith("funcollect."):
+        return content if node.get("reftype") in ("class", "data") else None
+    known = env.get_domain("py").objects
+    name = target.rpartition(".")[2]
+    for public in (f"funcollect.{name}", f"funcollect.envs.{name}", f"funcollect.heads.{name}"):
+        if public in known:
+            return make_refnode(
+                app.builder, node["refdoc"], known[public].docname, known[public].node_id, content, public
+            )
+    return None
+
+
+def setup(app: Any) -> None:
+    """Register what this file adds to Sphinx."""
+    app.connect("autodoc-process-docstring", _write_markup, priority=100)  # before the sections are read
+    app.connect("source-read", _resolve_links)
+    app.connect("missing-reference", _find_public_name)
