@@ -1,6 +1,7 @@
 """`python -m benchmarks NAME`: run one benchmark, print its tables, keep its numbers as JSON.
 
-`python -m benchmarks compare --before REVISION [NAME ...]` compares two revisions of the package.
+`python -m benchmarks compare --before REVISION [NAME ...]` compares two revisions of the package, `python -m benchmarks
+plot` draws the results.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def main() -> None:
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")  # read when JAX makes its client
     if sys.argv[1:2] == ["compare"]:
         raise SystemExit(importlib.import_module("benchmarks.compare").main(sys.argv[2:], RESULTS))
+    if sys.argv[1:2] == ["plot"]:
+        raise SystemExit(importlib.import_module("benchmarks.plot").main(sys.argv[2:]))
     arguments = parse()
     benchmark = module_of(arguments.name)
     options = options_of(arguments)

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -17,6 +18,11 @@ import torch
 
 _MODULES = {"ray": "cluster"}  # benchmarks named after a package; a module with its name would hide it
 WARM_UP = 2  # calls of `run` at least, before anything is measured
+
+
+def file_of(benchmark: str) -> Path:
+    """The file of a benchmark."""
+    return Path(__file__).parent / f"{_MODULES.get(benchmark, benchmark)}.py"
 
 
 def module_of(benchmark: str) -> ModuleType:

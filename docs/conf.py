@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import shutil
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from sphinx.util.nodes import make_refnode
 import funcollect
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.plot import write_pages  # noqa: E402
+
 NOTEBOOKS = ROOT / "notebooks"
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 
@@ -36,6 +41,8 @@ for _notebook in NOTEBOOKS.glob("*.ipynb"):  # Sphinx builds what lies below thi
     if not _page.exists() or _page.read_bytes() != _notebook.read_bytes():
         _page.parent.mkdir(exist_ok=True)
         shutil.copyfile(_notebook, _page)
+
+write_pages(ROOT / "docs" / "benchmarks")
 
 nb_execution_mode = "off"  # the tests run pages and notebooks, which hold their output
 myst_heading_anchors = 3
