@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import secrets
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 import funcollect as fc
 from funcollect import plots
 from funcollect.cli.output import output_folder, save
-from funcollect.cli.report import RunSummary, layout
+from funcollect.cli.report import RunSummary, episode_table, layout
+from funcollect.cli.subjects import make_env, make_filmed_env, make_policy, policy_named
 from funcollect.plots.figures import check_figure
 from funcollect.policies.mlp import mlp
-from funcollect.policies.plugins import PolicyPlugin, find_policy, offered_policies
+from funcollect.policies.plugins import PolicyPlugin, offered_policies
 
 
 @contextmanager
@@ -43,17 +47,21 @@ def demo(arguments: argparse.Namespace) -> None:
         for batch in run.follow(collector):
             last = batch
     print(run.table(), layout(last), sep="\n\n")
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    if _drawn(run, "CartPole-v1, an untrained policy", arguments.out):
+        print(f"\npicture: {arguments.out}")
 
 
 @_one_thread()
 def collect(arguments: argparse.Namespace) -> None:
     """Collect, and save the batch as a memory-mapped TensorDict, the statistics as JSON, and a plot of the returns."""
     num_envs, frames = arguments.num_envs, arguments.frames
+    out = arguments.out or _new_folder(arguments.env)
     seed = secrets.randbits(31) if arguments.seed is None else arguments.seed
     size = arguments.frames_per_batch or min(frames, max(2000, 128 * num_envs))
-    with output_folder(arguments.out, arguments.overwrite) as folder:
-        env = _make_env(arguments.env, num_envs)
-        policy = _make_policy(arguments, env, seed)
+    with output_folder(out, arguments.overwrite) as folder:
+        env = make_env(arguments.env, num_envs)
+        policy = make_policy(arguments, env, seed)
         run = RunSummary()
         with fc.SyncDataCollector(env, policy, frames_per_batch=size, total_frames=frames, seed=seed) as collector:
             save(run.follow(collector), folder / "batch", frames)
@@ -61,18 +69,49 @@ def collect(arguments: argparse.Namespace) -> None:
             "funcollect": fc.__version__,
             "env": arguments.env,
             "policy": arguments.policy,
-            "policy_origin": find_policy(arguments.policy).origin,
+            "policy_origin": policy_named(arguments.policy).origin,
             "policy_options": dict(arguments.option),
+            "weights": None if arguments.weights is None else str(arguments.weights),
             "num_envs": num_envs,
             "frames_per_batch": size,
             "seed": seed,
         }
         (folder / "stats.json").write_text(json.dumps(about | run.statistics(), indent=2) + "\n")
-        try:
-            plots.returns(run.episodes, title=arguments.env, path=folder / "returns.png")
-        except ImportError as error:
-            print(f"no returns.png: {error}", file=sys.stderr)
-    print(run.table(), f"saved in {arguments.out}", sep="\n\n")
+        drawn = _drawn(run, arguments.env, folder / "returns.png")
+    print(run.table(), f"saved in {out}", *([f"picture: {out / 'returns.png'}"] if drawn else []), sep="\n\n")
+
+
+def _new_folder(env: str) -> Path:
+    """A folder for a run that nobody has named, after the environment and the time."""
+    name = re.sub(r"[^\w.-]+", "-", env)
+    return Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def _drawn(run: RunSummary, title: str, path: Path) -> bool:
+    """Draw the returns of a run; False, with the reason on standard error, if Matplotlib is missing."""
+    try:
+        plots.returns(run.episodes, title=title, path=path)
+    except ImportError as error:
+        print(f"no {path.name}: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+@_one_thread()
+def evaluate(arguments: argparse.Namespace) -> None:
+    """Run whole episodes, and print the spread of their returns and lengths."""
+    env = make_env(arguments.env, arguments.num_envs)
+    policy = make_policy(arguments, env, arguments.seed)
+    print(episode_table(fc.evaluate(env, policy, episodes=arguments.episodes, seed=arguments.seed)))
+
+
+@_one_thread()
+def record(arguments: argparse.Namespace) -> None:
+    """Film whole episodes."""
+    env = make_filmed_env(arguments.env)
+    policy = make_policy(arguments, env, arguments.seed)
+    stats = fc.record(env, policy, arguments.out, episodes=arguments.episodes, seed=arguments.seed)
+    print(episode_table(stats), f"film: {arguments.out}", sep="\n\n")
 
 
 @_one_thread()
@@ -82,13 +121,13 @@ def check(arguments: argparse.Namespace) -> None:
         raise ValueError("--option is given without --policy, expected both: leave it out, or name the policy")
     limit = arguments.max_episode_steps
     given = {} if limit is None else {"max_episode_steps": limit}
-    env = _make_env(arguments.env, arguments.num_envs, **given)
+    env = make_env(arguments.env, arguments.num_envs, **given)
     run = {"steps": arguments.steps, "seed": arguments.seed}
     try:
         if arguments.policy is None:
-            print(fc.testing.check_env(env, single=_make_env(arguments.env, 1, **given), **run))
+            print(fc.testing.check_env(env, single=make_env(arguments.env, 1, **given), **run))
         else:
-            print(fc.testing.check_policy(_make_policy(arguments, env, arguments.seed), env, **run))
+            print(fc.testing.check_policy(make_policy(arguments, env, arguments.seed), env, **run))
     except fc.CheckError as error:
         print(error.report)
         raise
@@ -96,8 +135,8 @@ def check(arguments: argparse.Namespace) -> None:
 
 def explain(arguments: argparse.Namespace) -> None:
     """Print how the environment and the policy would run together."""
-    env = _make_env(arguments.env, arguments.num_envs)
-    print(fc.explain(env, _make_policy(arguments, env, seed=0)))
+    env = make_env(arguments.env, arguments.num_envs)
+    print(fc.explain(env, make_policy(arguments, env, seed=0)))
 
 
 @_one_thread()
@@ -110,8 +149,8 @@ def profile(arguments: argparse.Namespace) -> None:
         except ImportError as error:
             print(f"no {out}: {error}", file=sys.stderr)
             out = None
-    env = _make_env(arguments.env, arguments.num_envs)
-    measured = fc.profile(env, _make_policy(arguments, env, seed=0), frames=arguments.frames)
+    env = make_env(arguments.env, arguments.num_envs)
+    measured = fc.profile(env, make_policy(arguments, env, seed=0), frames=arguments.frames)
     print(measured)
     if out is not None:
         plots.profile(measured, title=arguments.env, path=out)
@@ -119,7 +158,7 @@ def profile(arguments: argparse.Namespace) -> None:
 
 def policies(arguments: argparse.Namespace) -> None:
     """Print each policy that packages offer by name: whether it works, the package, and where its factory is."""
-    env = None if arguments.env is None else _make_env(arguments.env, 1)
+    env = None if arguments.env is None else make_env(arguments.env, 1)
     offers = offered_policies()
     wide, origins = (max(map(len, each)) for each in (offers, [plugin.origin for plugin in offers.values()]))
     for name, plugin in offers.items():
@@ -138,20 +177,3 @@ def _fault(plugin: PolicyPlugin, env: fc.Env | None) -> str:
     except (fc.PluginError, TypeError) as error:
         return " ".join(str(getattr(error, "reason", error)).split())
     return ""
-
-
-def _make_policy(arguments: argparse.Namespace, env: fc.Env, seed: int) -> fc.Policy:
-    """Make the policy that the arguments name, with the run's seed if its factory takes one."""
-    plugin = find_policy(arguments.policy)
-    seeded = {"seed": seed} if plugin.takes("seed") else {}
-    return plugin.make(env, **(seeded | dict(arguments.option)))
-
-
-def _make_env(name: str, num_envs: int, **kwargs: int) -> fc.Env:
-    """Make an environment; any error of its own code becomes a ValueError, which the command prints as one line."""
-    try:
-        return fc.make_env(name, num_envs=num_envs, **kwargs)
-    except (ValueError, TypeError):
-        raise
-    except Exception as error:  # the environment's own code may raise anything
-        raise ValueError(f"cannot make {name!r}: {error or type(error).__name__}") from error

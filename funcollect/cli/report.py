@@ -40,29 +40,43 @@ class RunSummary:
 
     def statistics(self) -> dict[str, Any]:
         """The counts of the run, and the spread of episode returns and lengths, as values for JSON."""
-        episodes = self.episodes
-        terminated = int(episodes.terminated.sum())
-        returns = episodes.returns
-        players = {"": returns} if returns.ndim == 1 else {f"_{n}": column for n, column in enumerate(returns.mT)}
         return {
             "frames": self._window.frames,
             "seconds": self._seconds,
             "frames_per_second": self._window.frames / self._seconds,
-            "episodes": len(episodes),
-            "terminated": terminated,
-            "truncated": len(episodes) - terminated,
-            **{f"return{player}": _spread(column) for player, column in players.items()},
-            "length": _spread(episodes.lengths.double()),
+            **_episode_statistics(self.episodes),
         }
 
     def table(self) -> str:
         """The statistics as two tables."""
-        statistics = self.statistics()
-        spreads = {name: value for name, value in statistics.items() if isinstance(value, dict)}
-        counts = {name: value for name, value in statistics.items() if name not in spreads}
-        rows = [(name, *map(_number, spread.values())) for name, spread in spreads.items()]
-        totals = _table([(name.replace("_per_", "/"), _number(value)) for name, value in counts.items()])
-        return f"{totals}\n\n{_table([('per episode', 'mean', 'std', 'min', 'max'), *rows])}"
+        return _tables(self.statistics())
+
+
+def episode_table(episodes: EpisodeStats) -> str:
+    """The number of episodes, and the spread of their returns and lengths, as two tables."""
+    return _tables(_episode_statistics(episodes))
+
+
+def _episode_statistics(episodes: EpisodeStats) -> dict[str, Any]:
+    """The counts of episodes, and the spread of their returns and lengths, as values for JSON."""
+    terminated, returns = int(episodes.terminated.sum()), episodes.returns
+    players = {"": returns} if returns.ndim == 1 else {f"_{n}": column for n, column in enumerate(returns.mT)}
+    return {
+        "episodes": len(episodes),
+        "terminated": terminated,
+        "truncated": len(episodes) - terminated,
+        **{f"return{player}": _spread(column) for player, column in players.items()},
+        "length": _spread(episodes.lengths.double()),
+    }
+
+
+def _tables(statistics: dict[str, Any]) -> str:
+    """Counts and spreads, each as a table."""
+    spreads = {name: value for name, value in statistics.items() if isinstance(value, dict)}
+    counts = {name: value for name, value in statistics.items() if name not in spreads}
+    rows = [(name, *map(_number, spread.values())) for name, spread in spreads.items()]
+    totals = _table([(name.replace("_per_", "/"), _number(value)) for name, value in counts.items()])
+    return f"{totals}\n\n{_table([('per episode', 'mean', 'std', 'min', 'max'), *rows])}"
 
 
 def _spread(values: Tensor) -> dict[str, float | None]:

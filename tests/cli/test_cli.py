@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from safetensors.torch import save_file
 from tensordict import TensorDict
 
 import funcollect as fc
@@ -256,11 +258,13 @@ def test_a_bad_env_is_one_line_and_two(
     [
         [],
         ["fly"],
-        ["collect", "CartPole-v1", "--frames", "10", "--out", "x"],
-        ["collect", "CartPole-v1", "--policy", "mlp", "-o", "seed", "--frames", "10", "--out", "x"],
-        ["collect", "CartPole-v1", "--policy", "mlp", "--frames", "0", "--out", "x"],
-        ["collect", "CartPole-v1", "--policy", "mlp", "--frames", "ten", "--out", "x"],
-        ["collect", "CartPole-v1", "--policy", "mlp", "--frames", "10"],
+        ["collect"],
+        ["collect", "CartPole-v1", "--env", "CartPole-v1"],
+        ["collect", "CartPole-v1", "-o", "seed"],
+        ["collect", "CartPole-v1", "--frames", "0"],
+        ["collect", "CartPole-v1", "--frames", "1.5"],
+        ["collect", "CartPole-v1", "--frames", "1e400"],
+        ["collect", "CartPole-v1", "--frames", "ten"],
     ],
 )
 def test_bad_arguments_end_with_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -357,10 +361,122 @@ def test_ctrl_c_from_outside(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+# --- defaults, modules, weights ---------------------------------------------------------------------------------------
+
+MODULE = """
+import gymnasium
+import torch
+import funcollect as fc
+
+def cart():
+    return gymnasium.make("CartPole-v1", render_mode="rgb_array")
+
+class Mine(fc.envs.CartPole):
+    pass
+
+def net(env, width=4, seed=0):
+    torch.manual_seed(seed)
+    layers = [torch.nn.Linear(4, width), torch.nn.Linear(width, 2)]
+    return fc.torch_policy(torch.nn.Sequential(*layers), head=fc.heads.categorical)
+
+def unready():
+    raise OSError("no licence")
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory with a module of a user's own."""
+    (tmp_path / "mine.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("mine", None)
+
+
+def test_every_argument_has_a_default(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["collect", "CartPole-v1"]) == 0
+    picture = re.search(r"^picture: (runs/CartPole-v1-[\d-]+/returns\.png)$", capsys.readouterr().out, re.M)
+    assert picture
+    assert (here / picture[1]).exists()
+    assert json.loads((here / picture[1]).with_name("stats.json").read_text())["frames"] == 10_000
+
+
+@pytest.mark.parametrize("env", [["mine:cart"], ["--env", "mine:Mine"]])
+def test_environments_and_policies_of_a_module(env: list[str], here: Path) -> None:
+    policy = ["--policy", "mine:net", "-o", "width=3"]
+    assert main(["collect", *env, *policy, "--num-envs", "2", "--frames", "4e2", "--out", "out"]) == 0
+    assert json.loads((here / "out" / "stats.json").read_text())["policy_origin"] == "mine module"
+    assert main(["check", *env, "--steps", "20"]) == 0
+
+
+def test_films_of_a_module_and_of_an_id(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    assert main(["record", "mine:cart", "--out", "one.gif"]) == 0
+    assert main(["record", "CartPole-v1", "--out", "two.gif"]) == 0
+    assert (here / "one.gif").read_bytes() == (here / "two.gif").read_bytes()
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".pth"])
+def test_weights_act(suffix: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = mlp(fc.make_env("CartPole-v1"), seed=5).state_dict()
+    path = f"weights{suffix}"
+    save_file(other, path) if suffix == ".safetensors" else torch.save(other, path)
+    arguments = ["evaluate", "CartPole-v1", "--policy", "mlp", "--episodes", "8"]
+    assert main([*arguments, "--seed", "1", "--weights", path]) == 0
+    loaded = capsys.readouterr().out
+    env = fc.make_env("CartPole-v1", num_envs=8)
+    wanted = fc.evaluate(env, mlp(env, seed=5), episodes=8, seed=1)
+    assert f"{wanted.returns.mean():.2f}" in loaded
+    assert main([*arguments, "--seed", "1"]) == 0
+    assert capsys.readouterr().out != loaded
+
+
+class Unpickled:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("executed",)
+
+
+def test_bad_weights_are_one_line_and_nothing_is_executed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("evil.pt").write_bytes(pickle.dumps(Unpickled()))
+    torch.save([1.0], "list.pt")
+    torch.save({"0.weight": torch.zeros(2, 2)}, "shape.pt")
+    Path("text.safetensors").write_text("text")
+    faults = {
+        "evil.pt": "no tensors by name",
+        "list.pt": "expected tensors by name",
+        "shape.pt": "params differ",
+        "text.safetensors": "is no file of safetensors",
+        "weights.bin": "expected .safetensors, .pt or .pth",
+        "none.pt": "No such file",
+    }
+    for path, message in faults.items():
+        assert main(["evaluate", "CartPole-v1", "--policy", "mlp", "--weights", path]) == 2
+        assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not Path("executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mine:nothing"], "names 'nothing', which the module 'mine' lacks"),
+        (["no_module:thing"], "'no_module', which cannot be imported"),
+        (["mine:unready"], "cannot make 'mine:unready': no licence"),
+        (["CartPole-v1", "--policy", "mine:nothing"], "cannot be imported"),
+        (["CartPole-v1", "--policy", "mine:cart"], "expected a function"),
+    ],
+)
+def test_bad_modules_are_one_line(
+    arguments: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["collect", *arguments]) == 2
+    assert message in error_of(capsys)
+
+
 # --- demo, help -------------------------------------------------------------------------------------------------------
 
 
-def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--frames", "4000"]) == 0
     said = capsys.readouterr().out
     env = fc.make_env("CartPole-v1", num_envs=8)
@@ -368,9 +484,33 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^episodes +\d+$", said, re.M)
     assert re.search(r"^frames/second +[\d,.]+$", said, re.M)
     assert re.search(r"^next\.observation +\[8, 256, 4\] +torch\.float32$", said, re.M)
+    assert said.endswith("picture: runs/demo.png\n")
+    assert (here / "runs" / "demo.png").exists()
 
 
-def test_torch_has_as_many_threads_as_before() -> None:
+COMMANDS = ("demo", "collect", "evaluate", "record", "check", "explain", "profile", "policies")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_on_a_screen_and_ends_with_an_example(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert lines[-1].startswith(f"example: funcollect {command}")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"{fc.__version__}\n"
+
+
+def test_torch_has_as_many_threads_as_before(here: Path) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

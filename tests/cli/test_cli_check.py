@@ -77,10 +77,3 @@ def test_explain_prints_the_plan(policy: str, capsys: pytest.CaptureFixture[str]
     env = fc.make_env("CartPole-v1", num_envs=4)
     plan = fc.explain(env, mlp(env, seed=0) if policy == "mlp" else fc.random_policy(env))
     assert capsys.readouterr().out == f"{plan}\n"
-
-
-def test_explain_wants_a_policy(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["explain", "CartPole-v1"])
-    assert caught.value.code == 2
-    assert "--policy" in capsys.readouterr().err
