@@ -12,7 +12,7 @@ export FUNCOLLECT_SCALE
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.1
 
-.PHONY: demo test test-newest test-oldest test-gpu-machine docs docs-serve $(FAST) tests-contracts tests-ray test-ray test-notebooks soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
+.PHONY: demo test test-newest test-oldest test-gpu-machine docs docs-serve dist $(FAST) tests-contracts tests-ray test-ray test-notebooks soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -63,6 +63,11 @@ endif
 # No broken link, no name without an entry.
 docs: $(VENV)/.test
 	$(BIN)/sphinx-build --quiet --nitpicky --fail-on-warning docs docs/_build/html
+
+# The packages that a release publishes, tried.
+dist: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build
+	PYTHON=$(CURDIR)/$(BIN)/python bash .ci/dist.sh
 
 docs-serve: docs
 	$(BIN)/python -m http.server --directory docs/_build/html 8000

@@ -110,7 +110,7 @@ if TYPE_CHECKING:  # `__getattr__` reads these lines, and runs the import of a n
 
 _avoid_faulty_fusions()  # before the first computation, which may be the user's own
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 @cache

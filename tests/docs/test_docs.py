@@ -4,6 +4,7 @@ import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -93,6 +94,19 @@ def test_every_public_name_has_an_entry():
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_version_and_address_are_the_same_everywhere():
+    import funcollect as fc
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert fc.__version__ == project["version"]
+    assert f"\nversion: {fc.__version__}\n" in citation
+    assert (ROOT / "CHANGELOG.md").read_text().startswith(f"# Changelog\n\n## {fc.__version__}")
+    repository = project["urls"]["Repository"]
+    assert all(address.startswith(repository) for address in project["urls"].values())
+    assert f"\nrepository-code: {repository}\n" in citation
 
 
 def test_there_are_blocks_and_no_gaps():
