@@ -64,6 +64,10 @@ def init(space: Space, *, backend: Literal["torch", "jax"] = "torch") -> Running
 
     Raises:
         TypeError: for another space, or one without floats.
+
+    >>> import gymnasium
+    >>> init(gymnasium.spaces.Box(-1, 1, (2,))).mean
+    {'observation': tensor([0., 0.], dtype=torch.float64)}
     """
     check_choice("backend", backend, ("torch", "jax"))
     shapes = _shapes(space, "")
@@ -115,6 +119,12 @@ def update(stats: RunningStatistics, batch: Any, *, weights: Any = None) -> Runn
     Raises:
         KeyError: if an observation is missing.
         ValueError: for observations or weights of another shape.
+
+    >>> import gymnasium, torch
+    >>> stats = init(gymnasium.spaces.Box(-1, 1, (1,)))
+    >>> stats = update(stats, torch.tensor([[1.0], [3.0]]))
+    >>> stats.mean["observation"], stats.variance["observation"]
+    (tensor([2.], dtype=torch.float64), tensor([1.], dtype=torch.float64))
     """
     _check("stats", stats)
     values = _observations(stats, batch)
@@ -206,6 +216,12 @@ def merge(one: RunningStatistics, other: RunningStatistics) -> RunningStatistics
     Raises:
         TypeError: if one is of Torch and the other of JAX.
         ValueError: if their keys differ.
+
+    >>> import gymnasium, torch
+    >>> empty = init(gymnasium.spaces.Box(-1, 1, (1,)))
+    >>> one, two = update(empty, torch.ones(3, 1)), update(empty, -torch.ones(1, 1))
+    >>> int(merge(one, two).count), merge(one, two).mean["observation"]
+    (4, tensor([0.5000], dtype=torch.float64))
     """
     _check("one", one)
     _check("other", other)
@@ -269,6 +285,11 @@ def normalize(stats: RunningStatistics, observation: Any, *, clip: float | None 
     Raises:
         KeyError: if an observation is missing.
         ValueError: for an observation of another shape, and a batch without its next observations (``compact_obs``).
+
+    >>> import gymnasium, torch
+    >>> stats = update(init(gymnasium.spaces.Box(-1, 1, (1,))), torch.tensor([[1.0], [3.0]]))
+    >>> normalize(stats, torch.tensor([[3.0]]))
+    tensor([[1.]])
     """
     _check("stats", stats)
     if clip is not None:
@@ -282,7 +303,13 @@ def normalize(stats: RunningStatistics, observation: Any, *, clip: float | None 
 
 
 def denormalize(stats: RunningStatistics, observation: Any) -> Any:
-    """The inverse of `normalize` without `clip`."""
+    """The inverse of `normalize` without `clip`.
+
+    >>> import gymnasium, torch
+    >>> stats = update(init(gymnasium.spaces.Box(-1, 1, (1,))), torch.tensor([[1.0], [3.0]]))
+    >>> denormalize(stats, torch.tensor([[1.0]]))
+    tensor([[3.]])
+    """
     _check("stats", stats)
     return _applied(stats, observation, lambda value, mean, deviation: value * deviation + mean)
 

@@ -74,6 +74,11 @@ def observation_leaves(space: Space, dtype: npt.DTypeLike | None = None) -> tupl
     Raises:
         TypeError: for a space that has no fixed-size arrays (Text, Sequence, Graph, OneOf).
         ValueError: for a Dict key that is a key of the batch, is empty or contains a dot.
+
+    >>> import gymnasium
+    >>> space = gymnasium.spaces.Dict(camera=gymnasium.spaces.Box(0, 255, (8, 8), "uint8"))
+    >>> [(leaf.path, leaf.shape) for leaf in observation_leaves(space)]
+    [(('camera',), (8, 8))]
     """
     try:
         floating = np.dtype(np.float32 if dtype is None else dtype)

@@ -66,7 +66,13 @@ def init(example: Any, *, steps: int, lanes: int | None = None) -> JaxRing:
 
 
 def held(ring: JaxRing) -> Any:
-    """The number of steps of each lane in the ring, int32."""
+    """The number of steps of each lane in the ring, int32.
+
+    >>> import jax.numpy as jnp
+    >>> import funcollect as fc
+    >>> int(fc.jax_ring.held(fc.jax_ring.init({"x": jnp.zeros((1, 3))}, steps=10)))
+    0
+    """
     _check_ring(ring)
     return import_jax().numpy.minimum(ring.written, len(ring.begin))
 
@@ -80,6 +86,13 @@ def extend(ring: JaxRing, batch: Any) -> JaxRing:
 
     Raises:
         ValueError: if its structure, shapes or dtypes differ from the example.
+
+    >>> import jax.numpy as jnp
+    >>> import funcollect as fc
+    >>> ring = fc.jax_ring.init({"x": jnp.zeros((1, 3))}, steps=10)
+    >>> ring = fc.jax_ring.extend(ring, {"x": jnp.ones((12, 3))})
+    >>> int(fc.jax_ring.held(ring))
+    10
     """
     _check_ring(ring)
     jax = import_jax()
@@ -128,6 +141,13 @@ def sample(ring: JaxRing, key: Any, batch_size: int) -> Any:
     """Single frames, drawn uniformly with replacement: a pytree ``[batch_size, ...]``.
 
     The ring must not be empty. This is not checked, since the number of its steps is unknown when this is compiled.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import funcollect as fc
+    >>> ring = fc.jax_ring.init({"x": jnp.zeros((1, 3))}, steps=10)
+    >>> ring = fc.jax_ring.extend(ring, {"x": jnp.ones((4, 3))})
+    >>> fc.jax_ring.sample(ring, jax.random.PRNGKey(0), 5)["x"].shape
+    (5,)
     """
     _check_ring(ring)
     check_positive("batch_size", batch_size)
@@ -163,6 +183,14 @@ def sample_slices(ring: JaxRing, key: Any, *, num_slices: int, slice_len: int) -
 
     Raises:
         ValueError: if the batches have no ``next.done``, or slices are longer than the ring.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import funcollect as fc
+    >>> batch = {"x": jnp.arange(12.0).reshape(6, 2), "next": {"done": jnp.zeros((6, 2), bool)}}
+    >>> ring = fc.jax_ring.extend(fc.jax_ring.init(batch, steps=10), batch)
+    >>> slices, found = fc.jax_ring.sample_slices(ring, jax.random.PRNGKey(0), num_slices=4, slice_len=3)
+    >>> slices["x"].shape, bool(found)
+    ((3, 4), True)
     """
     _check_ring(ring)
     check_positive("num_slices", num_slices)

@@ -222,7 +222,15 @@ def sample(state: RingState, key: Key, spec: SampleSpec) -> Any:
 
 
 def snapshot(state: RingState) -> RingState:
-    """An independent copy of a ring. Its frames are in memory, even if those of the ring are in a file."""
+    """An independent copy of a ring. Its frames are in memory, even if those of the ring are in a file.
+
+    >>> import funcollect as fc, torch
+    >>> state, _ = fc.ring.extend(fc.ring.init(4), {"x": torch.arange(3)})
+    >>> copy = fc.ring.snapshot(state)
+    >>> state, _ = fc.ring.extend(state, {"x": torch.arange(3)})
+    >>> len(copy), len(state)
+    (3, 4)
+    """
     memory = check_current(state)
     twin = copy.copy(memory)
     twin.storage, twin._lazy_index = memory.storage.copy(), copy.deepcopy(memory._lazy_index)

@@ -121,6 +121,14 @@ def rollout(
         StaleStateError: if the state has been superseded by a later one.
         EnvError: if an environment raises or breaks its own spaces; the message names the lane.
         PolicyError: for an action of the wrong shape or dtype, or NaN.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=2)
+    >>> policy = fc.random_policy(env)
+    >>> state = fc.init(env, policy, seed=0)
+    >>> state, batch = fc.rollout(env, policy, state, 16)
+    >>> batch["observation"].shape, batch["next", "reward"].shape
+    (torch.Size([2, 16, 4]), torch.Size([2, 16, 1]))
     """
     request = Request(
         length=length,
@@ -177,7 +185,15 @@ def step(
     exploration_type: ExplorationType = ExplorationType.RANDOM,
     exploration: Mapping[str, Value] = NO_VALUES,
 ) -> tuple[CollectorState[Array], TensorDict]:
-    """Run one step of every lane: a rollout of length 1 without the time dimension, with its arguments and errors."""
+    """Run one step of every lane: a rollout of length 1 without the time dimension, with its arguments and errors.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=2)
+    >>> policy = fc.random_policy(env)
+    >>> state, batch = fc.step(env, policy, fc.init(env, policy, seed=0))
+    >>> batch["observation"].shape
+    torch.Size([2, 4])
+    """
     request = Request(length=1, params=params, exploration_type=exploration_type, exploration=exploration)
     state, batch = run(env, policy, state, request, "step")
     return state, batch[..., 0].lock_()
@@ -194,6 +210,14 @@ def reset(env: Env, state: CollectorState[Array], mask: Tensor | None = None) ->
     Raises:
         ValueError: for a mask of another shape or dtype.
         StaleStateError: if the state has been superseded by a later one.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=2)
+    >>> policy = fc.random_policy(env)
+    >>> state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
+    >>> state = fc.reset(env, state, torch.tensor([True, False]))
+    >>> state.step.tolist(), state.traj_ids.tolist()
+    ([0, 4], [2, 1])
     """
     check_state(env, state, "reset")
     check_untraced("reset", mask)
@@ -248,13 +272,29 @@ def fork(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
             simulator does not return the same observation.
         StaleStateError: if the state has been superseded by a later one.
         ValueError: for an environment instance that cannot be rebuilt.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=2)
+    >>> policy = fc.random_policy(env)
+    >>> state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
+    >>> copy = fc.fork(env, state)
+    >>> (_, one), (_, two) = fc.rollout(env, policy, state, 4), fc.rollout(env, policy, copy, 4)
+    >>> bool((one["observation"] == two["observation"]).all())
+    True
     """
     check_state(env, state, "fork")
     return LOOPS[env.backend].fork(env, state)
 
 
 def close(state: CollectorState) -> None:
-    """Free the simulators of a state now, rather than when Python collects it. Does nothing for other states."""
+    """Free the simulators of a state now, rather than when Python collects it. Does nothing for other states.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=2)
+    >>> policy = fc.random_policy(env)
+    >>> state = fc.init(env, policy, seed=0)
+    >>> fc.close(state)
+    """
     check_kind("state", state, CollectorState, "pass what rollout returned")
     if isinstance(state.env_state, SimulatorHandle):
         state.env_state.simulation.close()

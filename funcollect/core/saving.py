@@ -85,6 +85,14 @@ def load(
         FileNotFoundError: if there is no such file.
         ReplayError: if replaying the episodes gives other observations than the saved ones.
         ValueError: for a file that is damaged or of another version, or a state of another environment or policy.
+
+    >>> import funcollect as fc, os, tempfile
+    >>> env = fc.make_env("CartPole-v1", num_envs=2)
+    >>> policy = fc.random_policy(env)
+    >>> path = os.path.join(tempfile.mkdtemp(), "state")
+    >>> fc.save(path, fc.init(env, policy, seed=0))
+    >>> fc.load(path, env, policy).seed
+    0
     """
     check_kind("path", path, (str, os.PathLike), "pass the name of a file, before env and policy")
     check_pair(env, policy)

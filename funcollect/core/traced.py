@@ -132,6 +132,13 @@ def reset(env: JaxEnv, state: CollectorState, mask: Any = None) -> CollectorStat
     Raises:
         TypeError: if `env` is no JAX environment or `state` no state.
         ValueError: for a mask of another shape or dtype.
+
+    >>> import jax, funcollect as fc
+    >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
+    >>> policy = fc.random_policy(env)
+    >>> state = fc.traced.init(env, policy, None, key=jax.random.PRNGKey(0))
+    >>> fc.traced.reset(env, state).traj_ids.tolist()
+    [2, 3]
     """
     check_traced_state(env, state)
     lanes = state.lane == state.lane if mask is None else import_jax().numpy.asarray(mask)
@@ -155,7 +162,16 @@ def step(
     random_steps: int = 0,
     reset_when_done: bool = True,
 ) -> tuple[CollectorState, Batch]:
-    """Return the next state and the transition [P, ...] of one step. Arguments and errors are those of `rollout`."""
+    """Return the next state and the transition [P, ...] of one step. Arguments and errors are those of `rollout`.
+
+    >>> import jax, funcollect as fc
+    >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
+    >>> policy = fc.random_policy(env)
+    >>> state = fc.traced.init(env, policy, None, key=jax.random.PRNGKey(0))
+    >>> state, frame = jax.jit(lambda state: fc.traced.step(env, policy, None, state))(state)
+    >>> frame["observation"].shape
+    (2, 4)
+    """
     request = Request(
         length=1,
         exploration_type=exploration_type,

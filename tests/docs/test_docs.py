@@ -73,21 +73,58 @@ def test_every_page_is_a_program():
         assert len(blocks(page)) >= 3, page.name
 
 
-def test_every_public_name_has_an_entry():
+def public_values():
+    """Every public name, those of modules after a dot, with its value."""
     import funcollect as fc
 
-    entries = {
-        name
-        for page in REFERENCE
-        for name in re.findall(r"^\.\. auto\w+:: funcollect\.(\S+)$", page.read_text(), re.MULTILINE)
-    }
     for name in fc.__all__:
         value = getattr(fc, name)
-        if not isinstance(value, ModuleType):
-            assert {name, f"samplers.{name}", f"storages.{name}"} & entries, name
-            continue
-        for member in getattr(value, "__all__", []):
-            assert {member, f"{name}.{member}"} & entries, f"{name}.{member}"
+        if isinstance(value, ModuleType):
+            yield from ((f"{name}.{member}", getattr(value, member)) for member in getattr(value, "__all__", []))
+        else:
+            yield name, value
+
+
+def test_every_public_name_has_an_entry():
+    pages = "\n".join(page.read_text() for page in REFERENCE)
+    entries = set(re.findall(r"^\.\. auto\w+:: funcollect\.(\S+)$", pages, re.MULTILINE))
+    members = {entry.rpartition(".")[2] for entry in entries if entry.startswith(("samplers.", "storages."))}
+    for name, _ in public_values():
+        assert {name, name.rpartition(".")[2]} & (entries | members), name
+
+
+# Values that other calls return or take, whose examples show them.
+SHOWN_ELSEWHERE = (
+    "CollectorState",
+    "Evaluation",
+    "Exploration",
+    "ExplorationType",
+    "Noise",
+    "PendingTrajectories",
+    "Plan",
+    "Profile",
+    "envs.ActionSpec",
+    "envs.LaneKeys",
+    "envs.Outcome",
+    "envs.Renderer",
+    "envs.SimulatorsBase",
+    "envs.Transition",
+    "envs.from_torch_vector_env",
+    "jax_ring.JaxRing",
+    "plots.video",
+    "ring.RingState",
+    "ring.Trajectories",
+    "running_statistics.RunningStatistics",
+    "testing.Report",
+    "traced.TracedEpisodeStats",
+)
+
+
+def test_every_public_function_and_class_has_an_example():
+    for name, value in public_values():
+        is_type = isinstance(value, type) and (issubclass(value, Exception) or getattr(value, "_is_protocol", False))
+        if callable(value) and not (is_type or name in SHOWN_ELSEWHERE):
+            assert ">>>" in (value.__doc__ or ""), name
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))

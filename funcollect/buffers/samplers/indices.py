@@ -67,7 +67,13 @@ def check_filled(memory: BufferView) -> None:
 
 @dataclass(frozen=True)
 class Flat:
-    """`batch_size` single frames, drawn uniformly with replacement."""
+    """`batch_size` single frames, drawn uniformly with replacement.
+
+    >>> import funcollect as fc, numpy as np, torch
+    >>> state, _ = fc.ring.extend(fc.ring.init(4), {"x": torch.arange(3)})
+    >>> fc.ring.sample(state, np.array([0, 7], np.uint32), fc.ring.Flat(5))["x"].shape
+    torch.Size([5])
+    """
 
     batch_size: int
 
@@ -94,6 +100,16 @@ class Slices:
             whole and padded with zeros; ``("collector", "mask")`` ``[N]`` bool is False for padding.
         over: ``"trajectories"`` draws the trajectory uniformly, then the slice's first frame in it; ``"windows"`` draws
             uniformly from all possible slices.
+
+    >>> import funcollect as fc, numpy as np
+    >>> env = fc.make_env("CartPole-v1")
+    >>> policy = fc.random_policy(env)
+    >>> _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 50)
+    >>> state, _ = fc.ring.extend(fc.ring.init(100, trajectories=fc.ring.Trajectories()), batch)
+    >>> slices = fc.ring.sample(state, np.array([0, 7], np.uint32), fc.ring.Slices(num_slices=2, slice_len=4))
+    >>> slices["collector", "step"].view(2, 4).diff()
+    tensor([[1, 1, 1],
+            [1, 1, 1]])
     """
 
     num_slices: int

@@ -151,6 +151,16 @@ class PrioritizedSliceSampler(PrioritizedSampler):
 
     The arguments and errors are those of `PrioritizedSampler` and `SliceSampler`. In ``info["priority_weight"]``, all
     frames of a slice have the weight of its first frame.
+
+    >>> import funcollect as fc
+    >>> sampler = PrioritizedSliceSampler(1_000, alpha=0.6, beta=0.4, slice_len=5)
+    >>> buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(1_000), sampler=sampler, batch_size=20)
+    >>> with fc.SyncDataCollector("CartPole-v1", frames_per_batch=100, total_frames=300, seed=0) as collector:
+    ...     for batch in collector:
+    ...         indices = buffer.extend(batch)
+    >>> batch, info = buffer.sample(return_info=True)
+    >>> batch.shape, info["priority_weight"].shape
+    (torch.Size([20]), torch.Size([20]))
     """
 
     def __init__(

@@ -92,6 +92,13 @@ class SamplerWithoutReplacement(RandomSampler):
     Args:
         drop_last: omit the last frames of a round if they do not fill a batch; else the last batch is shorter.
         shuffle: whether the order is random; if False, it is that of the slots.
+
+    >>> import funcollect as fc, torch
+    >>> sampler = SamplerWithoutReplacement(shuffle=False)
+    >>> buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(10), sampler=sampler, batch_size=2)
+    >>> indices = buffer.extend({"x": torch.arange(5)})
+    >>> [batch["x"].tolist() for batch in buffer]
+    [[0, 1], [2, 3], [4]]
     """
 
     def __init__(self, *, drop_last: bool = False, shuffle: bool = True) -> None:

@@ -53,6 +53,12 @@ class LazyMemmapStorage(LazyTensorStorage):
         OSError: if the disk has no room for `max_size` frames; raised at the first batch rather than in mid-run. Later
             only with `frame_stack`, if stacks share so few frames that a file has to grow; no frame is lost then.
         FileExistsError: if the directory already has a storage.
+
+    >>> import funcollect as fc, torch
+    >>> buffer = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(100), batch_size=4)
+    >>> indices = buffer.extend({"x": torch.arange(10)})
+    >>> buffer.sample()["x"].shape
+    torch.Size([4])
     """
 
     def __init__(

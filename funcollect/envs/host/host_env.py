@@ -90,6 +90,26 @@ class HostEnvBase(EnvBase, ABC):
     Attributes:
         seeding, forking, running_statistics, primers: see `HostEnv`.
         info_keys: the keys of the infos that `receive` returns, in their order.
+
+    >>> import gymnasium
+    >>> import funcollect as fc
+    >>> class Counter(fc.envs.HostEnvBase):
+    ...     observation_space = gymnasium.spaces.Box(0, 99, (1,))
+    ...     action_space = gymnasium.spaces.Discrete(2)
+    ...     def open(self):
+    ...         return Counters(self)
+    >>> class Counters(fc.envs.SimulatorsBase):
+    ...     def reset(self, lanes, seeds):
+    ...         self.observation[("observation",)][lanes] = 0
+    ...     def step(self, lanes, actions):
+    ...         self.observation[("observation",)] += 1
+    ...         over = (self.observation[("observation",)][:, 0] >= 5).tolist()
+    ...         return [1.0] * len(over), over, [False] * len(over), ()
+    >>> env = Counter(num_envs=2)
+    >>> policy = fc.random_policy(env)
+    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 6)
+    >>> batch["observation"][0, :, 0].tolist()
+    [0.0, 1.0, 2.0, 3.0, 4.0, 0.0]
     """
 
     backend: Literal["host"] = "host"
@@ -109,6 +129,10 @@ def observation_rows(env: Env) -> dict[Path, npt.NDArray[Any]]:
 
     Raises:
         TypeError: for something that is no environment.
+
+    >>> import funcollect as fc
+    >>> {path: rows.shape for path, rows in observation_rows(fc.make_env("CartPole-v1", num_envs=3)).items()}
+    {('observation',): (3, 4)}
     """
     check_kind("env", env, get_args(Env), "pass the environment of the simulators")
     return {leaf.path: aligned((env.num_envs or 1, *leaf.shape), leaf.dtype) for leaf in env.observation_leaves}

@@ -31,6 +31,20 @@ class JaxEnvBase(EnvBase, ABC):
 
     Attributes:
         starts: ``"cached"`` starts every episode of a lane as its first one.
+
+    >>> import gymnasium, jax, jax.numpy as jnp
+    >>> import funcollect as fc
+    >>> class Walk(fc.envs.JaxEnvBase):
+    ...     observation_space = gymnasium.spaces.Box(-9, 9, (1,))
+    ...     action_space = gymnasium.spaces.Discrete(2)
+    ...     def reset(self, key, params):
+    ...         position = jax.random.uniform(key, (1,))
+    ...         return position, position
+    ...     def step(self, key, position, action, params):
+    ...         moved = position + 2.0 * action - 1.0
+    ...         return fc.envs.Transition(moved, moved, moved[0], abs(moved[0]) > 8, False)
+    >>> Walk(num_envs=3)
+    Walk(num_envs=3)
     """
 
     backend: Literal["jax"] = "jax"

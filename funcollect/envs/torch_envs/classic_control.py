@@ -30,6 +30,13 @@ class CartPole(TorchEnvBase):
 
     The observation [P, 4] float32 is position, velocity, angle (radians) and angular velocity; action 1 pushes right.
     The reward is 1 per step; an episode terminates beyond 2.4 units or 12 degrees and is truncated after 500 steps.
+
+    >>> import funcollect as fc
+    >>> env = fc.envs.CartPole(num_envs=3)
+    >>> policy = fc.random_policy(env)
+    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 8)
+    >>> batch["observation"].shape
+    torch.Size([3, 8, 4])
     """
 
     max_position = 2.4
@@ -73,6 +80,13 @@ class Pendulum(TorchEnvBase):
 
     The observation [P, 3] float32 is the cosine and sine of the angle and the angular velocity; the action [P, 1] is a
     torque, clipped to [-2, 2]. Episodes are truncated after 200 steps and never terminate.
+
+    >>> import funcollect as fc
+    >>> env = fc.envs.Pendulum(num_envs=3)
+    >>> policy = fc.random_policy(env)
+    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 8)
+    >>> batch["action"].shape
+    torch.Size([3, 8, 1])
     """
 
     max_speed = 8.0

@@ -29,6 +29,13 @@ class Normal(HeadBase):
     The network returns a pair (loc, scale), each [P, *action] float, scale positive; or one array [P, *action[:-1],
     2 * action[-1]], whose second half along the last dimension becomes the scale through softplus. In a dict: ``loc``
     and ``scale``. Actions may lie outside the bounds of the space.
+
+    >>> import funcollect as fc, torch
+    >>> policy = fc.torch_policy(torch.nn.Linear(3, 2), head=fc.heads.normal)
+    >>> env = fc.make_env("Pendulum-v1", num_envs=2)
+    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
+    >>> batch["action"].shape
+    torch.Size([2, 4, 1])
     """
 
     name: str = "normal"
@@ -85,6 +92,13 @@ class TanhNormal(Normal):
     squashing. A batch also holds ``action_unsquashed``, the action before it, from which the log-probability follows
     exactly where tanh saturates. Of random actions it is the inverse, at most 7.25 standard units. The entropy is exact
     to 1e-3 for scales up to 2.
+
+    >>> import funcollect as fc, torch
+    >>> policy = fc.torch_policy(torch.nn.Linear(3, 2), head=fc.heads.tanh_normal)
+    >>> env = fc.make_env("Pendulum-v1", num_envs=2)
+    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
+    >>> batch["action"].shape
+    torch.Size([2, 4, 1])
     """
 
     name: str = "tanh_normal"

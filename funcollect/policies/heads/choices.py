@@ -63,6 +63,13 @@ class Categorical(_Discrete):
 
     The network returns unnormalised log-probabilities [P, n] float, n = the number of choices; for a MultiDiscrete
     space n is their sum over the components, one component after the other. In a dict: ``logits``.
+
+    >>> import funcollect as fc, torch
+    >>> policy = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
+    >>> env = fc.make_env("CartPole-v1", num_envs=2)
+    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
+    >>> batch["action"].shape
+    torch.Size([2, 4])
     """
 
     name: str = "categorical"
@@ -125,6 +132,13 @@ class Greedy(_Discrete):
     """The choice with the largest value in a Discrete or MultiDiscrete space, without a log-probability.
 
     The network returns one value per choice, [P, n] float, laid out as for `categorical`. In a dict: ``action_value``.
+
+    >>> import funcollect as fc, torch
+    >>> policy = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.greedy)
+    >>> env = fc.make_env("CartPole-v1", num_envs=2)
+    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
+    >>> batch["action"].shape
+    torch.Size([2, 4])
     """
 
     name: str = "greedy"
