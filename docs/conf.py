@@ -62,7 +62,7 @@ napoleon_use_ivar = True
 _WITHOUT_ENTRY = """
     collectors.collector.CollectorBase core.loops.RunsRollouts core.state.Array buffers.ring.RingMemory keys.Purpose
     envs.torch_envs.vector_env.DeviceVectorEnv envs.torch_envs.vector_env.VectorSimulators
-    buffers.storages.packed_rows.RowLayout buffers.trajectory_index.segments.Segments
+    trajectories.final_observations.FinalObservations buffers.storages.packed_rows.RowLayout buffers.trajectory_index.segments.Segments
     envs.host.host_env.SimulatedEnv envs.jax_envs.jax_env.FunctionsEnv
     policies.heads.distributions.FromDistribution policies.jax_functions.jax_policy.JaxPolicy
     policies.normalized.NormalizedJax policies.normalized.NormalizedTorch
@@ -93,6 +93,11 @@ def _link_or_code(match: re.Match[str]) -> str:
     if owner is not None and (not rest or hasattr(owner, rest)):
         return f":py:obj:`{match[1]} <funcollect.{match[1]}>`"
     return f"``{match[1]}``"
+
+
+def _write_factories(app: Any, what: str, name: str, obj: Any, options: Any, signature: Any, returns: Any) -> Any:
+    """Write a default that a factory makes as Python does; Sphinx could not parse the signature otherwise."""
+    return (signature or "").replace("<factory>", "{}") or None, returns
 
 
 def _resolve_links(app: Any, page: str, source: list[str]) -> None:
@@ -131,5 +136,6 @@ def _find_public_name(app: Any, env: Any, node: Any, content: Any) -> Any:
 def setup(app: Any) -> None:
     """Register what this file adds to Sphinx."""
     app.connect("autodoc-process-docstring", _write_markup, priority=100)  # before the sections are read
+    app.connect("autodoc-process-signature", _write_factories)
     app.connect("source-read", _resolve_links)
     app.connect("missing-reference", _find_public_name)
