@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import re
-import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -20,6 +20,7 @@ from benchmarks.plot import write_pages  # noqa: E402
 
 NOTEBOOKS = ROOT / "notebooks"
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+COLAB = REPOSITORY.replace("https://github.com", "https://colab.research.google.com/github")
 
 project = "funcollect"
 author = project_copyright = "The funcollect authors"
@@ -35,12 +36,20 @@ html_theme_options = {
     "source_directory": "docs/",
 }
 
-for _notebook in NOTEBOOKS.glob("*.ipynb"):  # Sphinx builds what lies below this folder
-    _page = ROOT / "docs" / "notebooks" / _notebook.name
-    if not _page.exists() or _page.read_bytes() != _notebook.read_bytes():
-        _page.parent.mkdir(exist_ok=True)
-        shutil.copyfile(_notebook, _page)
 
+def _copy_notebooks(folder: Path) -> None:
+    """Copy the notebooks to where Sphinx finds them, each with a link to Colab below its introduction."""
+    folder.mkdir(exist_ok=True)
+    for notebook in NOTEBOOKS.glob("*.ipynb"):
+        content = json.loads(notebook.read_text())
+        link = f"[Open in Colab]({COLAB}/blob/main/notebooks/{notebook.name})"
+        content["cells"][0]["source"] += ["\n", "\n", link]
+        page, text = folder / notebook.name, json.dumps(content)
+        if not page.exists() or page.read_text() != text:
+            page.write_text(text)
+
+
+_copy_notebooks(ROOT / "docs" / "notebooks")
 write_pages(ROOT / "docs" / "benchmarks")
 
 nb_execution_mode = "off"  # the tests run pages and notebooks, which hold their output
@@ -62,7 +71,8 @@ napoleon_use_ivar = True
 _WITHOUT_ENTRY = """
     collectors.collector.CollectorBase core.loops.RunsRollouts core.state.Array buffers.ring.RingMemory keys.Purpose
     envs.torch_envs.vector_env.DeviceVectorEnv envs.torch_envs.vector_env.VectorSimulators
-    trajectories.final_observations.FinalObservations buffers.storages.packed_rows.RowLayout buffers.trajectory_index.segments.Segments
+    trajectories.final_observations.FinalObservations buffers.storages.packed_rows.RowLayout
+    buffers.trajectory_index.segments.Segments
     envs.host.host_env.SimulatedEnv envs.jax_envs.jax_env.FunctionsEnv
     policies.heads.distributions.FromDistribution policies.jax_functions.jax_policy.JaxPolicy
     policies.normalized.NormalizedJax policies.normalized.NormalizedTorch
