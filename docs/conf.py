@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import re
 import sys
 import tomllib
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ project = "funcollect"
 author = project_copyright = "The funcollect authors"
 version = release = funcollect.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.linkcode"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"funcollect {version}"
@@ -126,6 +129,19 @@ def _resolve_links(app: Any, page: str, source: list[str]) -> None:
         return f"]({REPOSITORY}/{'tree' if path.is_dir() else 'blob'}/main/{inside}{place})"
 
     source[0] = _A_LINK.sub(resolved, source[0])
+
+
+def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
+    """The address of a name's source code."""
+    try:
+        value = attrgetter(info["fullname"])(importlib.import_module(info["module"]))
+        value = inspect.unwrap(value.fget if isinstance(value, property) else value)
+        file, (lines, first) = Path(inspect.getsourcefile(value) or ""), inspect.getsourcelines(value)
+    except (AttributeError, ImportError, OSError, TypeError):  # constants, attributes
+        return None
+    if not file.is_relative_to(ROOT / "funcollect"):
+        return None
+    return f"{REPOSITORY}/blob/main/{file.relative_to(ROOT)}#L{first}-L{first + len(lines) - 1}"
 
 
 def _find_public_name(app: Any, env: Any, node: Any, content: Any) -> Any:
