@@ -27,6 +27,7 @@ from funcollect.core.state import CollectorState
 from funcollect.errors import ClosedError
 from funcollect.interop.plain_data import from_data, to_data
 from funcollect.policies.torch_backed import TorchBacked, replaced
+from funcollect.policies.weights import check_dtypes
 from funcollect.protocols import ReplacedSimulators
 from funcollect.trajectories.final_observations import attach, is_compact
 from funcollect.trajectories.next_observations import compact
@@ -263,6 +264,8 @@ class Runner:
                 f"the saved run begins with lane {place[0]} of {place[1]}, this one with lane {own[0]} of {own[1]}: "
                 "build it with as many workers and environments, and the same shard"
             )
+        if saved["policy_state_dict"]:
+            check_dtypes(self.policy.state_dict(None), saved["policy_state_dict"])
         before = self.state
         self._continue(saved, lambda: state_from(data, self.env, self.policy, episodes=episodes))
         api.close(before)

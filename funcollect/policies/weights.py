@@ -76,6 +76,16 @@ def check_shapes(expected: Shapes, got: Mapping[str, Any]) -> None:
         )
 
 
+def check_dtypes(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a saved parameter has another dtype than the policy's own of that name."""
+    for name in sorted(own.keys() & saved.keys()):
+        if own[name].dtype != saved[name].dtype:
+            raise ValueError(
+                f"the policy's parameter {name} is {own[name].dtype}, the saved one {saved[name].dtype}: build the "
+                "policy as it was"
+            )
+
+
 def copied(own: Any, given: Any, backend: str) -> Any:
     """A copy of `matched` parameters; tensors require gradients, and lie on the devices, as those of `own` do."""
     tree = matched(own, given, backend)

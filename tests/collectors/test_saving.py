@@ -192,6 +192,27 @@ def load(path, environments=None, network=None, **keywords):
     return fc.MultiSyncDataCollector.load(path, environments, policy, in_process=True, **keywords)
 
 
+class Of(nn.Module):
+    """A linear network of another dtype than the observations."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.layer = nn.Linear(4, 2).to(dtype)
+
+    def forward(self, observation):
+        return self.layer(observation.to(self.layer.weight.dtype))
+
+
+@pytest.mark.parametrize("kind", ["one", "in process"])
+def test_weights_of_another_dtype_are_refused(kind, tmp_path):
+    collector, make, _ = SYNCHRONOUS[kind]
+    with build(kind, fc.torch_policy(Of(torch.float32), head=fc.heads.categorical)) as running:
+        next(running)
+        running.save(tmp_path / "run")
+    with refused(ValueError, ("parameter layer.bias is torch.float64, the saved one torch.float32", "build the policy")):
+        collector.load(tmp_path / "run", make(), fc.torch_policy(Of(torch.float64), head=fc.heads.categorical))
+
+
 def test_what_cannot_be_saved_is_refused_and_the_run_goes_on(tmp_path):
     def make():
         return fc.envs.from_envpool("CartPole-v1", num_envs=2)

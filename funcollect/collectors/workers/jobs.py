@@ -57,7 +57,7 @@ def number_of_workers(create_env_fn: Any, num_workers: int | None) -> int:
     if not entries or num_workers not in (None, len(entries)):
         raise ValueError(
             f"create_env_fn has {len(entries)} entries, expected {num_workers or 'at least one'}: pass an entry "
-            "for each worker and leave num_workers out"
+            "for each worker, as many as num_workers, or as a saved run has"
         )
     return len(entries)
 
