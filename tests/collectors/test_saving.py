@@ -209,7 +209,7 @@ def test_weights_of_another_dtype_are_refused(kind, tmp_path):
     with build(kind, fc.torch_policy(Of(torch.float32), head=fc.heads.categorical)) as running:
         next(running)
         running.save(tmp_path / "run")
-    with refused(ValueError, ("parameter layer.bias is torch.float64, the saved one torch.float32", "build the policy")):
+    with refused(ValueError, ("parameter layer.bias is torch.float64, the saved one torch.float32", "build")):
         collector.load(tmp_path / "run", make(), fc.torch_policy(Of(torch.float64), head=fc.heads.categorical))
 
 
