@@ -70,6 +70,8 @@ python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
 
 napoleon_use_ivar = True
+napoleon_custom_sections = ["Returns"]  # as text: a colon in it would end the type
+python_maximum_signature_line_length = 88
 # Classes of policies, environments and collectors that have the members of a base class or protocol with an entry.
 _WITHOUT_ENTRY = """
     collectors.collector.CollectorBase core.loops.RunsRollouts core.state.Array buffers.ring.RingMemory keys.Purpose
@@ -87,6 +89,7 @@ nitpick_ignore = [("py:class", f"funcollect.{name}") for name in _WITHOUT_ENTRY.
 suppress_warnings = ["ref.python"]  # a protocol and its base classes have members of the same names
 
 _LITERAL = re.compile(r"(``.*?``|^\s*(?:>>>|\.\.\.).*)")
+_AN_ALIAS = re.compile(r"~?(?:\w+\.)*TypeAliasForwardRef\('([\w.]+)'\)")
 _A_STAR = re.compile(r"(?<![*\\])\*(?=[a-zA-Z])")
 _A_NAME = re.compile(r"(?<![`:])`(?:funcollect\.)?([\w.]+)`(?!`)")
 _A_LINK = re.compile(r"\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
@@ -109,8 +112,12 @@ def _link_or_code(match: re.Match[str]) -> str:
 
 
 def _write_factories(app: Any, what: str, name: str, obj: Any, options: Any, signature: Any, returns: Any) -> Any:
-    """Write a default that a factory makes as Python does; Sphinx could not parse the signature otherwise."""
-    return (signature or "").replace("<factory>", "{}") or None, returns
+    """Write defaults that a factory makes, and names of unions, as Python does."""
+
+    def plain(text: str | None) -> str | None:
+        return text and _AN_ALIAS.sub(r"\1", text.replace("<factory>", "{}"))
+
+    return plain(signature), plain(returns)
 
 
 def _resolve_links(app: Any, page: str, source: list[str]) -> None:

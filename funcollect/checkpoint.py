@@ -102,6 +102,13 @@ class Checkpoint:
         """
         check_count("step", step)
         check_episodes(episodes)
+        for name, value in values.items():
+            if _stateful(value):
+                part = "optimizer" if hasattr(value, "param_groups") else "policy"
+                raise TypeError(
+                    f"{name} is {shown(value)}, expected plain data: pass it within {part}={{'{name}': …}}, a dict of "
+                    "all such objects"
+                )
         latest = self.latest()
         if latest is not None and step <= latest:
             raise ValueError(
@@ -159,8 +166,8 @@ class Checkpoint:
             episodes: as `restore` of the collector takes it.
 
         Returns:
-            The plain values, ``"step"``, and ``"policy"`` and ``"optimizer"`` if they were given: pytrees with the
-            saved leaves, or the same objects.
+            The plain values, ``"step"``, and ``"policy"`` and ``"optimizer"`` if they were given, as pytrees with the
+            saved leaves, or as the same objects.
 
         Raises:
             FileNotFoundError: if there is no such checkpoint, or it lacks one of these.

@@ -221,6 +221,10 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path):
         checkpoint.save(5, policy=large)
     with refused(TypeError, ("values", "cannot be saved as data")):
         checkpoint.save(6, policy=large, thing=object())
+    with refused(TypeError, ("critic is Linear", "within policy={'critic': …}")):
+        checkpoint.save(6, policy=large, critic=large)
+    with refused(TypeError, ("second is Adam", "within optimizer={'second': …}")):
+        checkpoint.save(6, second=torch.optim.Adam(large.parameters()))
     with pytest.raises(OSError, match="Not a directory"):
         fc.Checkpoint(tmp_path / "step-5" / "values" / "deep").save(1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-5"]

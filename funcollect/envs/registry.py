@@ -11,6 +11,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 
 from funcollect import envs
+from funcollect.envs.base import EnvBase
 from funcollect.envs.recognise import is_envpool, is_torchrl, refuse_foreign
 from funcollect.envs.torch_envs.classic_control import TORCH_ENVS
 from funcollect.protocols import Env, is_env, is_policy
@@ -21,7 +22,8 @@ def make_env(env: Any, **kwargs: Any) -> Env:
 
     Args:
         env: an `Env`, which is returned unchanged; anything that `funcollect.envs.from_gymnasium` or `from_torchrl`
-            takes; a callable that returns one of these; or an id in a namespace: ``"torch/CartPole-v1"``,
+            takes; a class of your own (`funcollect.envs.JaxEnvBase` and its like), which is called with the keywords; a
+            callable that returns one of these; or an id in a namespace: ``"torch/CartPole-v1"``,
             ``"envpool/CartPole-v1"``, ``"ale/Pong"``, ``"gymnax/CartPole-v1"``, ``"brax/ant"``, ``"jumanji/Snake-v1"``,
             ``"navix/Navix-Empty-8x8-v0"``, ``"pgx/go_9x9"``, ``"playground/CartpoleBalance"``.
         **kwargs: for the adapter: `num_envs` and, for Gymnasium, `num_workers` (lanes over processes) and the other
@@ -88,8 +90,11 @@ _ADAPTER_ARGUMENTS = ("num_envs", *_WORKER_ARGUMENTS, "info_keys", "dtype", "one
 def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
     """Adapt what a factory returns. It is called once here to find that out; the first `init` uses the result.
 
-    The adapter gets its own keyword arguments, and the factory all others.
+    The adapter gets its own keyword arguments, and the factory all others; a class of environments gets all.
     """
+    if isinstance(factory, type) and issubclass(factory, EnvBase):
+        env: Any = factory(**kwargs)
+        return make_env(env)
     given = {name: kwargs[name] for name in _ADAPTER_ARGUMENTS if name in kwargs}
     own = {name: value for name, value in kwargs.items() if name not in given}
     made = factory(**own)

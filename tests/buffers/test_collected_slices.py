@@ -79,6 +79,13 @@ def test_sync_workers(transport, cat_results, lanes, ndim):
     check_slices(fill(of_workers(SYNC, transport, lanes, cat_results=cat_results), ndim))
 
 
+def test_rows_of_frames_are_not_taken_for_frames():
+    """A batch [W, P, T] in a storage for [P, T]: samples would be rows [T], which losses broadcast without an error."""
+    buffer = fc.ReplayBuffer(storage=fc.LazyTensorStorage(CAPACITY, ndim=2), batch_size=8)
+    with of_workers(SYNC, "serial", 3) as collector, pytest.raises(ValueError, match="build it with ndim=3"):
+        buffer.extend(next(collector))
+
+
 @pytest.mark.parametrize("transport", ["serial", "processes"])
 @pytest.mark.parametrize(("lanes", "ndim"), [(None, 1), (3, 2)])
 def test_async_workers(lanes, ndim, transport):

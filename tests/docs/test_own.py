@@ -25,7 +25,7 @@ CHECKERS = {
 
 
 def program(page):
-    blocks = (ROOT / "docs" / f"{page}.md").read_text().split("```python\n")[1:]
+    blocks = (ROOT / "docs" / "guides" / f"{page}.md").read_text().split("```python\n")[1:]
     return "\n\n".join(block.split("```")[0] for block in blocks)
 
 

@@ -53,6 +53,12 @@ class TorchWalk(fc.envs.TorchEnvBase):
 BOTH = pytest.mark.parametrize("kind", [JaxWalk, TorchWalk])
 
 
+@BOTH
+def test_a_class_is_made_with_the_keywords(kind: Any) -> None:
+    assert fc.make_env(kind, num_envs=3).num_envs == 3
+    assert fc.make_env(kind).num_envs is None
+
+
 def collected(env: Any, state: Any = None, length: int = 20, **changes: Any) -> Any:
     policy = fc.random_policy(env)
     state = fc.init(env, policy, seed=0) if state is None else state

@@ -167,7 +167,7 @@ def count(value: Any) -> list[Misuse]:
     ),
     Misuse(
         "num_envs with a factory of an Env",
-        lambda: fc.make_env(fc.envs.CartPole, num_envs=2),
+        lambda: fc.make_env(lambda: fc.envs.CartPole(), num_envs=2),
         ValueError,
         ("num_envs cannot be given with CartPole()", "pass it when you make that"),
         lambda: fc.make_env(lambda: fc.envs.CartPole(num_envs=2)),

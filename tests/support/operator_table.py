@@ -24,7 +24,7 @@ _TITLES = {
     "sampling": "Images sampled at the points of a grid",
     "shape": "Shapes, joining, padding, constants, casts",
 }  # by the module of `operators`
-PAGE = Path(__file__).parents[2] / "docs" / "lowering.md"
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "lowering.md"
 _BEGIN, _END = "<!-- operators: begin -->\n", "<!-- operators: end -->\n"
 
 

@@ -123,4 +123,10 @@ def lead_of(data: Any, leaves: Any, ndim: int) -> tuple[int, ...]:
         raise ValueError(
             f"the batch has batch dimensions {list(shape)}, the storage takes {ndim} (ndim={ndim}), time last: {mend}"
         )
+    ids = leaves.get(("collector", "traj_ids"))
+    if ndim > 1 and ids is not None and ids.ndim > ndim:
+        raise ValueError(
+            f"the batch has a frame for each of {list(ids.shape)}, the storage takes {ndim} dimensions (ndim={ndim}): "
+            f"build it with ndim={ids.ndim}, or flatten the first ones, as cat_results=0 of a collector does"
+        )
     return shape[:ndim]

@@ -32,18 +32,20 @@ def check_action(action: Any, spec: ActionSpec, num_envs: int) -> None:
         raise PolicyError(
             f"action has shape {tuple(action.shape)}, the space {spec.space} wants {wanted} for {num_envs} "
             f"environment{'s' if num_envs > 1 else ''}: return one action of shape {spec.shape} per environment"
-            f"{_encoding(tuple(action.shape), spec, num_envs)}"
+            f"{_encoding(action, spec, num_envs)}"
         )
     kind = next((kind for kind in ("float", "complex") if kind in str(action.dtype)), "int")
     if kind != ("float" if spec.dtype.is_floating_point else "int"):
         raise PolicyError(f"action has dtype {action.dtype}, the space {spec.space} wants {spec.dtype}: cast it")
 
 
-def _encoding(shape: tuple[int, ...], spec: ActionSpec, num_envs: int) -> str:
-    """Advice for an action that is right but for its encoding, one-hot rows or integers; empty otherwise."""
+def _encoding(action: Any, spec: ActionSpec, num_envs: int) -> str:
+    """Advice for an action that is right but for its encoding, or that is logits; empty otherwise."""
     other = tuple(spec.space.shape or ()) if spec.one_hot else (spec.choices,)
-    if not spec.categories or shape != (num_envs, *other):
+    if not spec.categories or tuple(action.shape) != (num_envs, *other):
         return ""
+    if not spec.one_hot and "float" in str(action.dtype):
+        return "; if these are logits, pass head=funcollect.heads.categorical; for one-hot rows, make_env(one_hot=True)"
     if spec.one_hot:
         return ", in one-hot rows; or make the environment without one_hot=True, for integers"
     return "; or make the environment with one_hot=True (funcollect.make_env), for one-hot rows"
