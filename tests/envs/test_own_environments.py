@@ -78,6 +78,19 @@ def test_parameters_are_values_of_the_state(kind: Any) -> None:
     assert (wider["next", "observation"] - wider["observation"]).abs().allclose(torch.tensor(8.0), atol=1e-5)
 
 
+class Branching(JaxWalk):
+    def step(self, key: Any, place: Any, action: Any, params: Any, /) -> Any:
+        return super().step(key, place, action, params) if place[0] > 5 else None
+
+
+def test_code_that_jax_cannot_trace_is_named_with_the_remedy() -> None:
+    env = Branching(2)
+    policy = fc.random_policy(env)
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
+    assert "step of Branching(num_envs=2) is traced by JAX" in "".join(caught.value.__notes__)
+
+
 def lengths(batch: Any) -> set[float]:
     """The parameter with which the steps of a batch were made."""
     return set(batch["next", "info", "length"].unique().tolist())

@@ -148,15 +148,15 @@ class SamplerWithoutReplacement(RandomSampler):
 
 
 class SliceSampler(RandomSampler):
-    """Slices of trajectories, concatenated to ``batch_size`` frames. See `Slices`.
+    """Slices of trajectories, concatenated to ``batch_size`` frames. See `ring.Slices`.
 
     Args:
         num_slices: the number of slices in a sample, each of ``batch_size / num_slices`` frames. Give either this or
             `slice_len`.
         slice_len: the number of frames in a slice; a sample has ``batch_size / slice_len`` slices.
-        traj_key: the key of the trajectory ids, see `Trajectories`.
+        traj_key: the key of the trajectory ids; by default ``("collector", "traj_ids")``, see `ring.Trajectories`.
         trajectory_key: another name for `traj_key`.
-        end_key: the key of the end flags, see `Trajectories`.
+        end_key: the key of the end flags; by default ``("next", "done")``.
         strict_length: whether to draw only from trajectories that are long enough, or to pad shorter ones.
         over: whether all ``"trajectories"`` or all ``"windows"`` (possible slices) are equally likely.
         cache_values: accepted as by TorchRL, without effect: the trajectories are always known.

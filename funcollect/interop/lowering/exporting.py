@@ -142,7 +142,7 @@ def _quietly() -> Iterator[None]:
     logger = logging.getLogger("torch")
     level, fast = logger.level, torch.backends.mha.get_fastpath_enabled()
     validating = torch.distributions.Distribution._validate_args
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.CRITICAL)  # an error that it logs is raised, too
     torch.backends.mha.set_fastpath_enabled(False)
     torch.distributions.Distribution.set_default_validate_args(False)
     try:

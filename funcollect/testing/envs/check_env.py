@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any, get_args
 
+import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
 from funcollect.arguments import check_kind
 from funcollect.envs.base import EnvBase
 from funcollect.envs.registry import make_env
+from funcollect.messages import shown
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.protocols import Env
 from funcollect.testing import pair_checks
@@ -68,6 +70,11 @@ def check_env(env: Any, *, steps: int = 100, seed: int = 0, single: Env | None =
     """
     check_run(steps, seed)
     check_kind("single", single, (*get_args(Env), type(None)), "make it with funcollect.make_env(…, num_envs=1)")
+    if isinstance(env, gymnasium.Env) and env.spec is None:
+        raise TypeError(
+            f"env is {shown(env)}, an instance without a spec, of which no copies can be made: pass its class or a "
+            f"factory, check_env({type(env).__name__}, num_envs=3)"
+        )
     made = make_env(env, **kwargs)
     if single is None:
         single = _single(env, made, kwargs)
