@@ -13,7 +13,8 @@ import pytest
 from tests.docs.test_own import CHECKERS
 from tests.support.running import FORKS_OF_RAY, ROOT
 
-PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)
+MADE = ("_build", "benchmarks")  # by `make docs`, which may run meanwhile
+PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.relative_to(ROOT).parts[1] not in MADE)
 NEEDS = {"from_purejaxrl": "gymnax>=1", "from_sb3": "torchrl", "from_torchrl": "torchrl"}
 NEEDS |= {"randomness": "gymnax>=1 brax", "evaluation": "gymnax>=1"}
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
