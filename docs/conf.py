@@ -57,7 +57,6 @@ write_pages(ROOT / "docs" / "benchmarks")
 
 nb_execution_mode = "off"  # the tests run pages and notebooks, which hold their output
 myst_heading_anchors = 3
-myst_enable_extensions = ["colon_fence"]
 
 add_module_names = False
 # Members of a base class are shown too, but for these.

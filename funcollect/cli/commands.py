@@ -117,8 +117,9 @@ def record(arguments: argparse.Namespace) -> None:
 @_one_thread()
 def check(arguments: argparse.Namespace) -> None:
     """Check an environment, or a policy in it, and print the report up to the first failure."""
-    if arguments.option and arguments.policy is None:
-        raise ValueError("--option is given without --policy, expected both: leave it out, or name the policy")
+    for name in ("option", "weights"):
+        if getattr(arguments, name) and arguments.policy is None:
+            raise ValueError(f"--{name} is given without --policy, expected both: leave it out, or name the policy")
     limit = arguments.max_episode_steps
     given = {} if limit is None else {"max_episode_steps": limit}
     env = make_env(arguments.env, arguments.num_envs, **given)

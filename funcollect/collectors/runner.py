@@ -264,7 +264,7 @@ class Runner:
                 f"the saved run begins with lane {place[0]} of {place[1]}, this one with lane {own[0]} of {own[1]}: "
                 "build it with as many workers and environments, and the same shard"
             )
-        if saved["policy_state_dict"]:
+        if saved["own_weights"] and saved["policy_state_dict"]:
             check_dtypes(self.policy.state_dict(None), saved["policy_state_dict"])
         before = self.state
         self._continue(saved, lambda: state_from(data, self.env, self.policy, episodes=episodes))

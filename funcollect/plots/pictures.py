@@ -99,6 +99,16 @@ def video(
     Raises:
         ImportError: if imageio is not installed.
         TypeError, ValueError: as for `frames`. ValueError also if the suffix is unknown, or `fps` is not positive.
+
+    >>> import tempfile, torch
+    >>> from tensordict import TensorDict
+    >>> screen = torch.zeros(5, 32, 32, 3, dtype=torch.uint8)
+    >>> next_ = {"observation": screen, "done": torch.zeros(5, 1, dtype=torch.bool)}
+    >>> collector = {"traj_ids": torch.zeros(5).long(), "step": torch.arange(5)}
+    >>> batch = TensorDict({"observation": screen, "next": next_, "collector": collector}, [5])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     video(batch, f"{folder}/episode.gif")
+    6
     """
     leaf = _pictorial(pick(batch, traj_id), key)
     with film(path, fps) as add:

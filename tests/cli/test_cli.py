@@ -454,6 +454,8 @@ def test_bad_weights_are_one_line_and_nothing_is_executed(here: Path, capsys: py
         assert main(["evaluate", "CartPole-v1", "--policy", "mlp", "--weights", path]) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]
     assert not Path("executed").exists()
+    assert main(["check", "CartPole-v1", "--weights", "shape.pt"]) == 2
+    assert "--weights is given without --policy" in error_of(capsys)
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,6 @@ SHOWN_ELSEWHERE = (
     "envs.Transition",
     "envs.from_torch_vector_env",
     "jax_ring.JaxRing",
-    "plots.video",
     "ring.RingState",
     "ring.Trajectories",
     "running_statistics.RunningStatistics",

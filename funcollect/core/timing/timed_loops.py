@@ -178,7 +178,7 @@ class _TimedRollout:
 
 
 def _check_can_be_timed(env: Env, policy: Policy) -> None:
-    """Raise PolicyError for a population whose members, lowered anew for each half of the lanes, are not seen here."""
+    """Raise PolicyError for a lowered population over halves of lanes, whose members the loop itself lowers."""
     lowered = isinstance(policy, EmbeddedPolicy) and isinstance(policy.source, Population)
     if lowered and isinstance(env, SimulatedEnv) and env.workers is not None and env.workers.overlap > 1:
         raise PolicyError(
