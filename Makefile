@@ -12,7 +12,7 @@ export FUNCOLLECT_SCALE
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.1
 
-.PHONY: demo test test-newest test-oldest test-gpu-machine docs docs-serve dist $(FAST) tests-contracts tests-ray test-ray test-notebooks soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
+.PHONY: demo test test-newest test-oldest test-gpu-machine docs docs-serve dist $(FAST) tests-contracts tests-portable tests-ray test-ray test-notebooks soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -48,6 +48,8 @@ RAY_NOTEBOOK := notebooks/06_ray.ipynb
 POLICY_TESTS := tests/policies tests/interop tests/trajectories
 ENV_TESTS := tests/envs tests/buffers
 CONTRACT_TESTS := tests/contracts tests/core/test_blocks.py tests/interop/test_one_gpu.py
+PORTABLE_TESTS := tests/collectors/workers tests/envs/host tests/evaluation
+A_FEW := -k "(told_at_once and exit and MultiSync) or (environment_go_with_their_worker and kill) or parent_that_is_killed or newest_weights"
 ELSEWHERE := $(RAY_TESTS) $(POLICY_TESTS) $(ENV_TESTS) tests/core tests/contracts
 IN_PARALLEL = $(MAKE) --no-print-directory --jobs=5 --output-sync=target
 PYTEST = $(BIN)/python -m pytest
@@ -73,7 +75,8 @@ docs-serve: docs
 	$(BIN)/python -m http.server --directory docs/_build/html 8000
 
 test: $(VENV)/.test
-	$(IN_PARALLEL) lint docs test-notebooks tests-core test-ray tests-policies tests-envs tests-docs tests-contracts tests-others
+	$(IN_PARALLEL) lint docs test-notebooks tests-core test-ray tests-policies tests-envs tests-docs tests-contracts tests-others \
+		tests-portable
 
 test-ray: tests-ray
 	$(PYTEST) $(NBMAKE) $(RAY_NOTEBOOK)
@@ -98,6 +101,11 @@ tests-envs: $(VENV)/.test
 
 tests-contracts: $(VENV)/.test
 	$(PYTEST) $(CONTRACT_TESTS)
+
+# What worker processes do where the system is not Linux: some of the tests, all of them in `make soak`.
+tests-portable: export FUNCOLLECT_PORTABLE = 1
+tests-portable: $(VENV)/.test
+	$(PYTEST) $(PORTABLE_TESTS) $(if $(filter 1,$(FUNCOLLECT_SCALE)),$(A_FEW))
 
 tests-others: $(VENV)/.test
 	$(PYTEST) $(call IGNORE,$(ELSEWHERE)) tests funcollect
@@ -159,7 +167,8 @@ notebooks: $(VENV)/.test
 # The issues' full counts; the output is kept beside the benchmarks' results.
 soak: FUNCOLLECT_SCALE = 10
 soak: $(VENV)/.test
-	set -o pipefail; PYTEST_ADDOPTS=-q $(IN_PARALLEL) tests-core tests-ray tests-policies tests-envs tests-docs tests-contracts tests-others 2>&1 | tee benchmarks/results/soak.txt
+	set -o pipefail; PYTEST_ADDOPTS=-q $(IN_PARALLEL) tests-core tests-ray tests-policies tests-envs tests-docs tests-contracts tests-others \
+		tests-portable 2>&1 | tee benchmarks/results/soak.txt
 
 bench: $(VENV)/.test
 	for name in imports memory overhead collect suites vector torchrl fused policies replay workers ray; do $(BIN)/python -m benchmarks $$name || exit 1; done

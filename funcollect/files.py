@@ -37,6 +37,14 @@ def replacing(path: Path) -> Iterator[Path]:
         fresh.unlink(missing_ok=True)
 
 
+def allocate(fd: int, size: int) -> None:
+    """Give a file this many bytes, and allocate them where the system can: OSError if there is no room."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, size)
+    else:
+        os.ftruncate(fd, size)
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the entries of a directory, are on the disk."""
     handle = os.open(path, os.O_RDONLY)

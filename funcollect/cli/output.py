@@ -6,7 +6,6 @@ import errno
 import math
 import os
 import shutil
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from tempfile import TemporaryDirectory
 
 from tensordict import TensorDict
 
+from funcollect.files import allocate
 from funcollect.tree import flatten
 
 OUTPUTS = frozenset({"batch", "stats.json", "returns.png"})
@@ -78,9 +78,9 @@ def _reserve(path: Path, batch: TensorDict, *, steps: int) -> TensorDict:
         store = whole.memmap_like(path)
         for file in path.rglob("*.memmap"):
             size = file.stat().st_size
-            if sys.platform == "linux" and size:
+            if size:
                 with file.open("r+b") as opened:
-                    os.posix_fallocate(opened.fileno(), 0, size)
+                    allocate(opened.fileno(), size)
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OSError(f"no room for {wanted / 1e6:,.1f} MB in {path.parents[2]}: {reason}") from error

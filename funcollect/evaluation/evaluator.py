@@ -22,8 +22,9 @@ from funcollect.messages import shown
 from funcollect.plots.figures import check_film
 from funcollect.policies.torch_modules.sending import dumps
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
-from funcollect.processes.child import ChildProcess, ChildSetup, check_platform
+from funcollect.processes.child import ChildProcess, ChildSetup
 from funcollect.processes.failures import Failure
+from funcollect.processes.system import check_platform
 from funcollect.protocols import Policy, is_policy
 from funcollect.specs import ExplorationType
 from funcollect.trajectories.stats import EpisodeStats

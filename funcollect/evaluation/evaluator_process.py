@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from funcollect.core.evaluate import evaluate
 from funcollect.plots.recording import record
 from funcollect.processes.child import enter_child
 from funcollect.processes.failures import Failure
+from funcollect.processes.system import run_as_batch_work
 from funcollect.specs import ExplorationType
 from funcollect.trajectories.stats import EpisodeStats
 
@@ -47,8 +47,7 @@ def main(fds: Sequence[int]) -> None:
         except BaseException as error:
             channel.send(Failure.of(error))
             return
-        with contextlib.suppress(OSError):  # it may not be allowed
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        run_as_batch_work(idle=True)
         channel.send(None)
         while (message := channel.receive()) is not None:
             step, weights, params = message[0]

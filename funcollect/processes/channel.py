@@ -1,7 +1,7 @@
 """Messages with file descriptors between two processes, over a pair of sockets.
 
 A message arrives complete or not at all, even if its sender is killed. A message that is too large for a packet lies in
-anonymous memory, whose descriptor is sent instead.
+an anonymous file, whose descriptor is sent instead.
 """
 
 from __future__ import annotations
@@ -10,22 +10,33 @@ import array
 import os
 import pickle
 import socket
+import struct
 from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
 
-_PACKET = 1 << 14  # bytes; sockets take several times more
+from funcollect.processes.shared_memory import anonymous_file
+from funcollect.processes.system import PORTABLE
+
+_KIND = socket.SOCK_STREAM if PORTABLE else socket.SOCK_SEQPACKET  # the latter keeps packets apart
+_LENGTH = struct.Struct("<I")  # before each packet of a stream
+_PACKET = 1 << 14  # bytes
+_SOCKET_BUFFER = 1 << 18  # bytes of a stream, as Linux has
 _MOST_FDS = 8
 _FD = array.array("i")
-_IN_MEMORY = b"m"  # no pickle begins with it
+_IN_FILE = b"f"  # no pickle begins with it
 _ROOM = socket.CMSG_SPACE(_MOST_FDS * _FD.itemsize)
-_AT_ONCE, _NOT_INHERITED = int(socket.MSG_DONTWAIT), int(socket.MSG_CMSG_CLOEXEC)  # flags are slow to combine
+_AT_ONCE = int(socket.MSG_DONTWAIT)  # flags are slow to combine
+_NOT_INHERITED = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
 
 def pair() -> tuple[Channel, socket.socket]:
     """A channel, and the socket of its other end."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, _KIND)
+    for sock in (ours, theirs) if PORTABLE else ():
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER)
     return Channel(ours), theirs
 
 
@@ -49,19 +60,20 @@ class Channel:
         if len(data) <= _PACKET:
             self._send(data, fds)
             return
-        memory = os.memfd_create("message")
+        message_file = anonymous_file("message")
         try:
-            with open(memory, "wb", closefd=False) as file:
+            with open(message_file, "wb", closefd=False) as file:
                 file.write(data)
-            self._send(_IN_MEMORY, [*fds, memory])
+            self._send(_IN_FILE, [*fds, message_file])
         finally:
-            os.close(memory)
+            os.close(message_file)
 
     def _send(self, packet: bytes, fds: Sequence[int]) -> None:
-        if fds:
-            socket.send_fds(self._socket, [packet], fds)
-        else:
-            self._socket.send(packet)
+        if PORTABLE:
+            packet = _LENGTH.pack(len(packet)) + packet
+        sent = socket.send_fds(self._socket, [packet], fds) if fds else self._socket.send(packet)
+        if sent < len(packet):  # only a stream takes a part of it
+            self._socket.sendall(packet[sent:])
 
     def receive(self, *, wait: bool = True) -> tuple[Any, list[int]] | None:
         """The next object and its descriptors, which the caller has to close; None if there is no message yet.
@@ -70,30 +82,47 @@ class Channel:
             EOFError: if the other end is closed and everything has been read.
         """
         try:
-            data, fds = receive_packet(self._socket, _PACKET, 0 if wait else _AT_ONCE)
+            data, fds = self._receive(0 if wait else _AT_ONCE)
         except BlockingIOError:
             return None
         except ConnectionResetError as error:
             raise EOFError from error
         if not data:
             raise EOFError
-        if data != _IN_MEMORY:
+        if data != _IN_FILE:
             return pickle.loads(data), fds
         with open(fds.pop(), "rb") as file:
             file.seek(0)
             return pickle.loads(file.read()), fds
 
+    def _receive(self, flags: int) -> tuple[bytes, list[int]]:
+        """A packet, empty if there is no more, and its descriptors, which child programs do not inherit."""
+        size = _LENGTH.size if PORTABLE else _PACKET
+        data, ancillary, _, _ = self._socket.recvmsg(size, _ROOM, flags | _NOT_INHERITED)  # `recv_fds` ignores flags
+        fds = array.array("i")
+        for _, _, payload in ancillary:
+            fds.frombytes(payload[: len(payload) - len(payload) % _FD.itemsize])
+        if PORTABLE and data:
+            for fd in fds:
+                os.set_inheritable(fd, False)
+            data = self._rest(data)
+        return data, list(fds)
+
+    def _rest(self, start: bytes) -> bytes:
+        """The packet of a stream of which these bytes, of its length, have been received."""
+        (length,) = _LENGTH.unpack(start + self._exactly(_LENGTH.size - len(start)))
+        return self._exactly(length)
+
+    def _exactly(self, size: int) -> bytes:
+        """The next bytes of a stream. EOFError if the other end is closed before the last of them."""
+        data = b""
+        while len(data) < size:
+            more = self._socket.recv(size - len(data))
+            if not more:
+                raise EOFError
+            data += more
+        return data
+
     def close(self) -> None:
         """Close this end."""
         self._socket.close()
-
-
-def receive_packet(sock: socket.socket, size: int, flags: int = 0) -> tuple[bytes, list[int]]:
-    """A packet and its descriptors, which child programs do not inherit. `socket.recv_fds` ignores the flags."""
-    data, ancillary, _, _ = sock.recvmsg(size, _ROOM, flags | _NOT_INHERITED)
-    if not ancillary:
-        return data, []
-    fds = array.array("i")
-    for _, _, payload in ancillary:
-        fds.frombytes(payload[: len(payload) - len(payload) % _FD.itemsize])
-    return data, list(fds)

@@ -18,18 +18,14 @@ import torch
 
 from funcollect.interop.settings import FrameworkSettings
 from funcollect.processes.channel import Channel, pair
-from funcollect.processes.fork_server import STATUS, die_with_parent, launch
+from funcollect.processes.fork_server import STATUS, die_with_parent, kill_group, launch
+from funcollect.processes.shared_memory import anonymous_file
+from funcollect.processes.system import PORTABLE, run_as_batch_work
 
 OnFailure = Literal["raise", "restart"]  # what happens when a child is lost: an error, or another child
 
 TO_DIE = 5.0  # seconds until a killed process is gone
 _TO_REPORT = 1.0  # seconds within which a process shows its Python stack
-
-
-def check_platform(mend: str) -> None:
-    """Raise OSError, which ends with `mend`, unless this is Linux."""
-    if not hasattr(os, "memfd_create"):
-        raise OSError(f"worker processes need Linux's anonymous shared memory, which {sys.platform} lacks: {mend}")
 
 
 class ChildSetup(NamedTuple):
@@ -74,10 +70,10 @@ def limit_threads(num_threads: int, *, accelerators: bool) -> None:
 def enter_child(fds: Sequence[int]) -> Channel:
     """Prepare the current process, a new child that was given these descriptors; return the channel to its parent."""
     channel, alive, stack = fds
-    die_with_parent(alive)
+    if not PORTABLE:
+        die_with_parent(alive)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Jupyter sends it to all processes
-    with contextlib.suppress(OSError):  # it may not be allowed
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # woken by its parent, it does not take its core
+    run_as_batch_work(idle=False)  # woken by its parent, it does not take its core
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     return Channel(socket.socket(fileno=channel))
 
@@ -86,14 +82,15 @@ class ChildProcess:
     """A process that calls ``main(fds)`` of a module, which has to begin with `enter_child`.
 
     The current process holds one end of a pipe. Once that end is closed, explicitly or because the current process has
-    ended, the kernel kills the child and every process that it has started.
+    ended, the kernel kills the child and every process that it has started. Other systems than Linux cannot do that:
+    there `kill` does, and the server that has started the child once the current process has ended.
     """
 
     def __init__(self, module: str) -> None:
         self.channel, theirs = pair()
         self._status, reports = os.pipe()
         alive, self._life = os.pipe()
-        self._stack = os.memfd_create("stack")
+        self._stack = anonymous_file("stack")
         self._pid = 0
         self._ended: int | None = None  # its wait status; -1 if nobody reports one
         self._owner = os.getpid()
@@ -126,6 +123,11 @@ class ChildProcess:
         """Send a message (see `Channel.send`), without an error if the process has ended."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.channel.send(message, fds, plain=plain)
+
+    def open_end(self) -> int:
+        """A new descriptor, which becomes readable when the process has ended. ProcessLookupError if it has."""
+        pid = self.pid
+        return os.dup(self._status) if PORTABLE else os.pidfd_open(pid)
 
     def ended_by(self, until: float) -> bool:
         """Whether the process has ended; waits for its end, at most until `time.monotonic()` is `until`."""
@@ -161,13 +163,11 @@ class ChildProcess:
         """The Python stack of a process that hangs, or why there is none; empty if the process has ended."""
         if not self._pid or self.ended_by(0):
             return ""
+        if _is_stopped(self._pid):
+            return "(it is stopped, by SIGSTOP or a debugger, so it shows no Python stack)"
         try:
-            with open(f"/proc/{self._pid}/stat") as file:
-                state = file.read().rpartition(")")[2].split()[0]
-            if state in "Tt":
-                return "(it is stopped, by SIGSTOP or a debugger, so it shows no Python stack)"
             os.kill(self._pid, signal.SIGUSR1)
-        except OSError:
+        except ProcessLookupError:
             return ""
         return self._dumped()
 
@@ -188,11 +188,22 @@ class ChildProcess:
             return
         os.close(self._life)
         if self.owned:
+            if PORTABLE and self.pid and self._ended in (None, -1):  # else the server has killed its group
+                kill_group(self.pid)
             self.ended_by(time.monotonic() + TO_DIE)
         self.open = False
         for fd in (self._status, self._stack):
             os.close(fd)
         self.channel.close()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, if the system tells."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
 
 
 _CHILDREN: weakref.WeakSet[ChildProcess] = weakref.WeakSet()

@@ -2,7 +2,8 @@
 
 The server is started on first use and shared by everything that starts workers. It is a program of its own with a
 single thread, so forking it is safe, unlike forking the user's process. It forks on request, reports the end of its
-children, and ends with the process that started it.
+children, and ends with the process that started it. Where a fork is never safe, as on macOS, it starts them as programs
+of their own, and kills them when it ends.
 """
 
 from __future__ import annotations
@@ -24,25 +25,26 @@ import traceback
 from collections.abc import Sequence
 
 from funcollect.interop.jax_setup import import_jax
-from funcollect.processes.channel import receive_packet
+from funcollect.processes.channel import Channel, pair
+from funcollect.processes.system import PORTABLE
 
 _SET_CHILD_SUBREAPER = 36  # of prctl(2)
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # a server with threads could not fork
-_MODULE_NAME = 256  # bytes at most
 STATUS = struct.Struct("q")  # a report on a process: first its id, later its wait status
 
 
 def main(control: int, alive: int) -> None:
     """Serve the socket `control` until its other end, or that of the pipe `alive`, is closed."""
-    die_with_parent(alive)
-    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # processes of a killed worker are reaped here
+    if not PORTABLE:
+        die_with_parent(alive)
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # processes of a killed worker are reaped here
+        import_jax()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    import_jax()
-    sock = socket.socket(fileno=control)
+    channel = Channel(socket.socket(fileno=control))
     children: dict[int, int] = {}  # by process id: the descriptor for reports
     waiting = select.poll()
     for fd in (control, woken):
@@ -53,10 +55,28 @@ def main(control: int, alive: int) -> None:
             os.read(woken, 1 << 12)
             _reap(children)
         if control in ready:
-            asked, fds = receive_packet(sock, _MODULE_NAME)
-            if not asked:
-                return
-            _fork(asked.decode(), children, fds, (control, alive, woken, wakes))
+            try:
+                request = channel.receive()
+            except EOFError:
+                break
+            assert request is not None
+            module, fds = request
+            if PORTABLE:
+                _spawn(module, children, fds)
+            else:
+                _fork(module, children, fds, (control, alive, woken, wakes))
+    if PORTABLE:
+        for pid in children:
+            kill_group(pid)
+
+
+def _spawn(module: str, children: dict[int, int], fds: list[int]) -> None:
+    """Start a worker as `_fork` does, but as a program of its own."""
+    status, *others = fds
+    for fd in others:
+        os.set_inheritable(fd, True)
+    pid = os.posix_spawn(sys.executable, _command(module, others), os.environ, setpgroup=0)
+    _started(pid, children, status, others)
 
 
 def _fork(module: str, children: dict[int, int], fds: list[int], own: tuple[int, ...]) -> None:
@@ -73,6 +93,11 @@ def _fork(module: str, children: dict[int, int], fds: list[int], own: tuple[int,
         for fd in (*own, status, *children.values()):
             os.close(fd)
         _become_worker(module, others)
+    _started(pid, children, status, others)
+
+
+def _started(pid: int, children: dict[int, int], status: int, others: list[int]) -> None:
+    """Report a new worker's id, and close the descriptors that only the worker needs."""
     children[pid] = status
     _report(status, pid)
     for fd in others:
@@ -95,8 +120,16 @@ def _reap(children: dict[int, int]) -> None:
         if not pid:
             return
         if (fd := children.pop(pid, None)) is not None:
+            if PORTABLE:
+                kill_group(pid)
             _report(fd, status)
             os.close(fd)
+
+
+def kill_group(pid: int) -> None:
+    """Kill a worker and all processes that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses where only the ended one is left
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _become_worker(module: str, fds: list[int]) -> None:
@@ -106,13 +139,18 @@ def _become_worker(module: str, fds: list[int]) -> None:
         if len(os.listdir(f"/proc/{os.getppid()}/task")) > 1:
             for fd in fds:
                 os.set_inheritable(fd, True)
-            os.execv(sys.executable, [sys.executable, "-c", program(module, f"main({fds})")])
+            os.execv(sys.executable, _command(module, fds))
         importlib.import_module(module).main(fds)
         code = 0
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def _command(module: str, fds: list[int]) -> list[str]:
+    """The command line of a worker in an interpreter of its own."""
+    return [sys.executable, "-c", program(module, f"main({fds})")]
 
 
 def program(module: str, call: str) -> str:
@@ -141,7 +179,7 @@ class _Server:
 
     def __init__(self) -> None:
         self.owner = os.getpid()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel, theirs = pair()
         alive, self._life = os.pipe()
         call = f"main({theirs.fileno()}, {alive})"
         self._process = subprocess.Popen(
@@ -149,15 +187,16 @@ class _Server:
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), alive),
             env=os.environ | dict.fromkeys(_THREADS, "1"),
+            process_group=0 if PORTABLE else None,  # so that it outlives this process, and kills its children
         )
         theirs.close()
         os.close(alive)
 
     def launch(self, module: str, fds: Sequence[int]) -> None:
-        socket.send_fds(self._socket, [module.encode()], fds)
+        self._channel.send(module, fds, plain=True)
 
     def close(self) -> None:
-        self._socket.close()
+        self._channel.close()
         os.close(self._life)
         if os.getpid() == self.owner:
             self._process.wait()

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
+import tempfile
 
 import numpy as np
 import numpy.typing as npt
 
+from funcollect.files import allocate
+from funcollect.processes.system import PORTABLE
+
 Memory = npt.NDArray[np.uint8]
 
-_MAPPING = mmap.MAP_SHARED | mmap.MAP_POPULATE  # a page's first touch would cost a fault in every process
+_MAPPING = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # a page's first touch would cost a fault everywhere
+
+
+def anonymous_file(name: str) -> int:
+    """The descriptor of a new file, which is in no folder and ends with its last descriptor. Linux keeps it in memory.
+
+    Args:
+        name: what Linux shows for the descriptor.
+    """
+    if not PORTABLE:
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def shared_memory(count: int, size: int) -> tuple[int, list[Memory]]:
@@ -19,14 +36,25 @@ def shared_memory(count: int, size: int) -> tuple[int, list[Memory]]:
     Raises:
         MemoryError: if there is not enough memory. Without the allocation, a process could be killed when it writes.
     """
-    fd = os.memfd_create("funcollect")
+    fd = _portable_memory() if PORTABLE else os.memfd_create("funcollect")
     try:
-        os.posix_fallocate(fd, 0, count * size)
+        allocate(fd, count * size)
     except OSError as error:
         os.close(fd)
         mebibytes = count * size / 2**20
         raise MemoryError(f"there is no shared memory for {mebibytes:.1f} MiB ({error.strerror})") from error
     return fd, mapped(fd, count, size)
+
+
+def _portable_memory() -> int:
+    """The descriptor of memory that any process may map, under a name that it has already lost."""
+    # `SharedMemory`, which calls the same functions, would start a process to watch over names.
+    from _posixshmem import shm_open, shm_unlink  # type: ignore[import-not-found]
+
+    name = f"/fc{secrets.token_hex(12)}"  # macOS takes 31 characters
+    fd: int = shm_open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    shm_unlink(name)
+    return fd
 
 
 def mapped(fd: int, count: int, size: int) -> list[Memory]:

@@ -28,6 +28,7 @@ from funcollect.buffers.storages.frame_stacks import FrameStacks, StoredStacks, 
 from funcollect.buffers.storages.packed_rows import RowLayout
 from funcollect.buffers.storages.plane_file import PLANES, OpenedPlaneFile, PlaneFile
 from funcollect.buffers.storages.tensor_storage import LazyTensorStorage
+from funcollect.files import allocate
 
 _NAME = "rows.bin"  # of the file
 _MAGIC = int.from_bytes(b"funcoll1", "little")
@@ -163,7 +164,7 @@ def _create(path: Path, header: Mapping[str, Any], rows: int, words: int) -> tup
     fresh = path.with_suffix(".new")
     try:
         with open(fresh, "w+b") as file:
-            os.posix_fallocate(file.fileno(), 0, size * _WORD)
+            allocate(file.fileno(), size * _WORD)
             file.write(np.array([_MAGIC, offset, len(text)], np.int64).tobytes())
             file.seek(_JSON * _WORD)
             file.write(text)

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from funcollect.buffers.arrays import Ints
 from funcollect.buffers.storages.plane_pool import PlaneMemory
+from funcollect.files import allocate
 
 PLANES = "planes-{}.bin"  # the names of the files
 _WORD = 8  # bytes
@@ -29,7 +30,7 @@ class PlaneFile(PlaneMemory):
     def grow(self, count: int) -> None:
         words = self._rows.shape[1]
         try:
-            os.posix_fallocate(self._file, 0, count * words * _WORD)
+            allocate(self._file, count * words * _WORD)
         except OSError as error:
             raise OSError(
                 error.errno,

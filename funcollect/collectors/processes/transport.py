@@ -11,7 +11,8 @@ from typing_extensions import override
 from funcollect.collectors.processes.slots import SharedWeightStore, SlotAssembler
 from funcollect.collectors.workers.transport import Answer, Call, Transport, WorkerExited, WorkerGroup, WorkerHandle
 from funcollect.collectors.workers.worker import Job, RolloutReport
-from funcollect.processes.child import TO_DIE, ChildProcess, ChildSetup, check_platform
+from funcollect.processes.child import TO_DIE, ChildProcess, ChildSetup
+from funcollect.processes.system import check_platform
 
 _TO_CLOSE = 1.0  # seconds that workers have to close their environments: Ctrl-C should end a script within two
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import numpy.typing as npt
 
 from funcollect.envs.host.host_env import SimulatedEnv
 from funcollect.envs.host.lane_workers.options import LaneWorkers
+from funcollect.processes.system import usable_cpus
 from funcollect.specs import ActionSpec
 
 _STEPS = 200  # that are timed, at most
@@ -118,7 +118,7 @@ def with_policy(costs: LaneCosts, policy_seconds: Callable[[int], float]) -> Lan
 
 def cores_here() -> int:
     """The processors that this process may use."""
-    return len(os.sched_getaffinity(0))
+    return len(usable_cpus())
 
 
 def _time_of_a_step(env: SimulatedEnv) -> tuple[float, float]:

@@ -5,27 +5,36 @@ from __future__ import annotations
 import os
 import select
 import time
+from collections.abc import Sequence
+
+from funcollect.processes.system import PORTABLE
 
 _SPIN = 50e-6  # seconds; waking a process that sleeps takes about as long
+_MOST_RINGS = 1 << 12  # that are read from a pipe at once
 
 
 class Bell:
-    """An eventfd that one process waits for. What others add arrives as a sum; all they wrote before is visible then.
+    """A counter that one process waits for. What others add arrives as a sum; all they wrote before is visible then.
 
-    It counts the rings of two parts separately, each in half of its bits.
+    It counts the rings of two parts separately: an eventfd, each part in half of its bits. Where the system has none, a
+    pipe takes a byte for each ring.
     """
 
     _HALF = 32
+    _BYTES = (b"\0", b"\1")  # of a ring, by part
 
-    def __init__(self, fd: int | None = None) -> None:
-        """Make a counter, or use the descriptor of one."""
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if fd is None else fd
+    def __init__(self, fds: Sequence[int] = ()) -> None:
+        """Make a counter, or use the descriptors `fds` of one."""
+        self.fds = tuple(fds) or _new_counter()
         self._poll = select.poll()
-        self._poll.register(self.fd, select.POLLIN)
+        self._poll.register(self.fds[0], select.POLLIN)
 
     def ring(self, part: int) -> None:
         """Count one ring of a part."""
-        os.eventfd_write(self.fd, 1 << (part * self._HALF))
+        if PORTABLE:
+            os.write(self.fds[1], self._BYTES[part])
+        else:
+            os.eventfd_write(self.fds[0], 1 << (part * self._HALF))
 
     def watch(self, fd: int) -> None:
         """Let `wait` end, too, when this descriptor becomes readable."""
@@ -38,7 +47,10 @@ class Bell:
     def heard(self) -> tuple[int, int] | None:
         """The rings of both parts since the last call, or None without any."""
         try:
-            count = os.eventfd_read(self.fd)
+            if PORTABLE:
+                rung = os.read(self.fds[0], _MOST_RINGS)
+                return rung.count(0), rung.count(1)
+            count = os.eventfd_read(self.fds[0])
         except BlockingIOError:
             return None
         return count & ((1 << self._HALF) - 1), count >> self._HALF
@@ -54,5 +66,16 @@ class Bell:
         return rings
 
     def close(self) -> None:
-        """Free the descriptor."""
-        os.close(self.fd)
+        """Free the descriptors."""
+        for fd in self.fds:
+            os.close(fd)
+
+
+def _new_counter() -> tuple[int, ...]:
+    """The descriptors of a new counter, which do not block."""
+    if not PORTABLE:
+        return (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC),)
+    fds = os.pipe()
+    for fd in fds:
+        os.set_blocking(fd, False)
+    return fds

@@ -21,6 +21,7 @@ from funcollect.errors import ClosedError, EnvError, NotCalledError
 from funcollect.interop.main_module import send_main_by_value
 from funcollect.processes.failures import Failure
 from funcollect.processes.shared_memory import shared_memory
+from funcollect.processes.system import usable_cpus
 
 _TO_CLOSE = 1.0  # seconds until a worker that is at work is no longer asked to close: Ctrl-C should end a script soon
 _TO_COME_BACK = 1.0  # seconds for what a worker was doing when the call that waited for it was broken off
@@ -67,7 +68,7 @@ class LaneProcesses:
         self.applied: list[list[Applied]] = [[] for _ in self.groups]
         self._workers: list[LaneWorker] = []
         self._answers = Bell()
-        cpus = sorted(os.sched_getaffinity(0))
+        cpus = usable_cpus()
         first = os.getpid() * self._options.num_workers  # so that the workers of several processes are spread
         try:
             for index in range(self._options.num_workers):

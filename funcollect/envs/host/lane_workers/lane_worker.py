@@ -28,7 +28,7 @@ class LaneWorker:
         self.bell = Bell()
         self.failures = 0  # in a row
         self._child: ChildProcess | None = None
-        self._pidfd: int | None = None
+        self._end: int | None = None  # readable once the process has ended
         self._started = 0.0
         self._inbox: dict[int, Any] = {}  # by group: a message that was read on the way to another group's
 
@@ -41,7 +41,7 @@ class LaneWorker:
         self.bell.heard()
         self._started = time.monotonic()
         self._child = ChildProcess("funcollect.envs.host.lane_workers.worker_process")
-        self._child.send((ChildSetup.like_this(), job.pack(str(self))), [memory, self.bell.fd, answers.fd])
+        self._child.send((ChildSetup.like_this(), job.pack(str(self))), [memory, *self.bell.fds, *answers.fds])
 
     def join(self, answers: Bell) -> None:
         """Wait until it has opened its simulators; raise what it has raised, or EnvError if it ends or is too late."""
@@ -61,10 +61,10 @@ class LaneWorker:
         if message[0] is not None:
             raise self.raised(message[0])
         try:
-            self._pidfd = os.pidfd_open(self._child.pid)
+            self._end = self._child.open_end()
         except ProcessLookupError as error:
             raise self.ended() from error
-        answers.watch(self._pidfd)
+        answers.watch(self._end)
 
     def _received(self) -> Any:
         """The message that has arrived, with its descriptors; None if there is none, or the process has ended."""
@@ -98,14 +98,14 @@ class LaneWorker:
 
     def may_answer(self) -> bool:
         """Whether the process has been joined, lives, and was started by this process."""
-        return self._pidfd is not None and self._child is not None and self._child.open and not self.has_ended()
+        return self._end is not None and self._child is not None and self._child.open and not self.has_ended()
 
     def has_ended(self) -> bool:
         """Whether the process has ended."""
-        if self._pidfd is None:
+        if self._end is None:
             return True
         ended = select.poll()
-        ended.register(self._pidfd, select.POLLIN)
+        ended.register(self._end, select.POLLIN)
         return bool(ended.poll(0))
 
     def how(self) -> str:
@@ -125,10 +125,10 @@ class LaneWorker:
         if self._child is not None:
             self._child.kill()
             self._child = None
-        if self._pidfd is not None:
-            answers.unwatch(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = None
+        if self._end is not None:
+            answers.unwatch(self._end)
+            os.close(self._end)
+            self._end = None
 
     def raised(self, failure: Failure) -> Exception:
         """The exception that it has sent, its traceback a note; EnvError in place of one that ends a program."""

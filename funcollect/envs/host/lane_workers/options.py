@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import NamedTuple, Self, get_args
 
 from funcollect.arguments import check_count, check_flags, check_number
-from funcollect.processes.child import OnFailure, check_platform
+from funcollect.processes.child import OnFailure
+from funcollect.processes.system import check_platform, usable_cpus
 
 
 class Group(NamedTuple):
@@ -87,7 +87,7 @@ class LaneWorkers:
         Each part is spread over all workers, which then have the next part to do while the policy acts for one. If the
         workers leave no processor to the policy, each worker has lanes of one part only: it rests when the policy acts.
         """
-        crowded = self.num_workers >= max(len(os.sched_getaffinity(0)), self.overlap)
+        crowded = self.num_workers >= max(len(usable_cpus()), self.overlap)
         groups: list[Group] = []
         for part, first, end in _split(num_envs, self.overlap, 0):
             workers = list(range(self.num_workers))

@@ -34,6 +34,7 @@ from funcollect.processes.channel import Channel
 from funcollect.processes.child import enter_child
 from funcollect.processes.failures import Failure
 from funcollect.processes.shared_memory import mapped
+from funcollect.processes.system import run_on
 from funcollect.protocols import Simulators
 
 Opener = Callable[[SimulatedEnv], Simulators]
@@ -74,21 +75,20 @@ def main(fds: Sequence[int]) -> None:
     with contextlib.suppress(EOFError, OSError):  # that process has ended
         message = channel.receive()
         assert message is not None
-        (setup, packed), (memory, rings, answers) = message
+        (setup, packed), (memory, *bells) = message
         setup.apply()
         served = None
         try:
             job: LaneJob = cloudpickle.loads(packed)
-            with contextlib.suppress(OSError):  # it may not be allowed
-                os.sched_setaffinity(0, {job.cpu})
+            run_on(job.cpu)
             (whole,) = mapped(memory, 1, job.layout.size)
             os.close(memory)
-            served = ServedLanes(job, channel, job.layout.over(whole), Bell(answers))
+            served = ServedLanes(job, channel, job.layout.over(whole), Bell(bells[len(bells) // 2 :]))
         except BaseException as error:
             channel.send(Failure.of(error))
         if served is not None:
             channel.send(None)
-            bell = Bell(rings)
+            bell = Bell(bells[: len(bells) // 2])
             while served.serve(bell.wait()):
                 pass
     sys.stdout.flush()

@@ -1,0 +1,38 @@
+"""What the operating system offers. Where it is not Linux, processes use only what all POSIX systems have."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+PORTABLE = sys.platform != "linux" or os.environ.get("FUNCOLLECT_PORTABLE") == "1"  # on Linux, to try it there
+
+
+def check_platform(mend: str) -> None:
+    """Raise OSError, which ends with `mend`, unless the system has processes as POSIX defines them."""
+    if os.name != "posix":
+        raise OSError(f"worker processes need Linux or macOS, this is {sys.platform}: {mend}")
+
+
+def usable_cpus() -> list[int]:
+    """The numbers of the processors that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def run_on(cpu: int) -> None:
+    """Keep this process on one processor, where the system can do that and allows it."""
+    if not PORTABLE:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, {cpu})
+
+
+def run_as_batch_work(*, idle: bool) -> None:
+    """Let this process wait for others: with `idle` whenever there is other work, else only when it is woken."""
+    with contextlib.suppress(OSError):  # it may not be allowed
+        if not PORTABLE:
+            os.sched_setscheduler(0, os.SCHED_IDLE if idle else os.SCHED_BATCH, os.sched_param(0))
+        elif idle:
+            os.nice(19)
