@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,19 +21,20 @@ from funcollect.tree import Path
 
 __all__ = ["PrioritizedSampler", "PrioritizedSliceSampler"]
 
-_CHILDREN = 16
+_WIDTHS = (16, 32, 64)  # of blocks in a `SumTree`; narrow ones are read faster
+_MOST_AT_TOP = 1 << 14  # numbers whose running sums are made in microseconds
 
 
 class PrioritizedSampler(RandomSampler):
     """Single frames, with probabilities in proportion to ``(priority + eps) ** alpha``; 0 for a priority of 0.
 
-    A new frame gets the highest priority given so far, and 1 before the first. ``info["priority_weight"]`` ``[N]``
+    A new frame gets the highest priority given so far, but at least 1. ``info["priority_weight"]`` ``[N]``
     float32 is the importance weight ``(probability / lowest probability in the buffer) ** -beta``, at most 1.
 
     Args:
         max_capacity: the capacity of the storage.
-        alpha: the exponent of priorities; 0 makes all frames equally likely.
-        beta: the exponent of the importance weights; 1 compensates the priorities fully. It may be changed at any time.
+        alpha: the exponent of priorities; 0 makes all frames of positive priority equally likely.
+        beta: the exponent of the importance weights; 1 corrects the sampling bias fully. It may be changed at any time.
         eps: added to every priority that is not 0.
 
     Raises:
@@ -220,8 +222,9 @@ class PrioritizedSliceSampler(PrioritizedSampler):
 class SumTree:
     """A weight of at least 0 for each of `capacity` slots. Weights are 0 at first, and a slot of weight 0 is not drawn.
 
-    The nodes of the tree have 16 children each, so the tree has few levels. Each level costs a few NumPy calls for all
-    draws together. A node stores the running sums of its children, so a draw adds no weights.
+    Blocks of weights have sums, blocks of these sums again, until few enough numbers are left that all their running
+    sums are made again after a change. Most buffers need one level of blocks. Each level costs a few NumPy calls for
+    all draws together.
 
     >>> priorities = SumTree(100)
     >>> priorities.put(np.array([3, 40]), np.array([1.0, 3.0]))
@@ -232,38 +235,44 @@ class SumTree:
     """
 
     def __init__(self, capacity: int) -> None:
-        # Each list has one array per level. The children of the nodes in the first level are the slots.
-        self._weights: list[Floats] = []  # [nodes, 16]: the weights of the children
-        self._upto: list[Floats] = []  # [nodes, 17]: 0 and the running sums of these weights
-        self._least: list[Floats] = []  # [nodes, 16]: the least positive weight below each child; else infinite
-        nodes = capacity
-        while not self._weights or nodes > 1:
-            nodes = -(-nodes // _CHILDREN)
-            self._weights.append(np.zeros((nodes, _CHILDREN)))
-            self._upto.append(np.zeros((nodes, _CHILDREN + 1)))
-            self._least.append(np.full((nodes, _CHILDREN), np.inf))
+        self._width = next((width for width in _WIDTHS if capacity <= width * _MOST_AT_TOP), _WIDTHS[-1])
+        # Each list has one array per level, the weights of the slots first.
+        self._sums: list[Floats] = []  # [blocks * width]; the last level has as many as there are
+        self._least: list[Floats] = []  # like `_sums`: the least positive weight below each; else infinite
+        while not self._sums or capacity > _MOST_AT_TOP:
+            if self._sums:
+                capacity = len(self._sums[-1]) // self._width
+            padded = capacity if capacity <= _MOST_AT_TOP else capacity + -capacity % self._width
+            self._sums.append(np.zeros(padded))
+            self._least.append(np.full(padded, np.inf))
+        self._top: Floats | None = None  # 0 and the running sums of the last level, until a weight changes
 
     def put(self, slots: Ints, weights: Floats) -> None:
         """Set the weights of slots; if a slot is repeated, its last weight counts."""
-        self._weights[0].reshape(-1)[slots] = weights
-        self._least[0].reshape(-1)[slots] = np.where(weights > 0, weights, np.inf)
-        node = np.unique(slots // _CHILDREN)
-        for level, (own, upto, least) in enumerate(zip(self._weights, self._upto, self._least, strict=True)):
-            sums = own.take(node, axis=0).cumsum(axis=1)
-            upto[node, 1:] = sums
-            if level + 1 < len(self._weights):
-                self._weights[level + 1].reshape(-1)[node] = sums[:, -1]
-                self._least[level + 1].reshape(-1)[node] = least.take(node, axis=0).min(axis=1)
-                node = _distinct(node // _CHILDREN)
+        self._top = None
+        self._sums[0][slots] = weights
+        self._least[0][slots] = np.where(weights > 0, weights, np.inf)
+        block = slots
+        for (sums, least), (above, least_above) in pairwise(zip(self._sums, self._least, strict=True)):
+            block = block // self._width  # the same one may come several times
+            above[block] = sums.reshape(-1, self._width).take(block, axis=0).sum(axis=1)
+            least_above[block] = least.reshape(-1, self._width).take(block, axis=0).min(axis=1)
 
     def get(self, slots: Ints) -> Floats:
         """The weights of slots."""
-        return self._weights[0].reshape(-1).take(slots)
+        return self._sums[0].take(slots)
+
+    @property
+    def _running(self) -> Floats:
+        if self._top is None:
+            self._top = np.zeros(len(self._sums[-1]) + 1)
+            self._sums[-1].cumsum(out=self._top[1:])
+        return self._top
 
     @property
     def total(self) -> float:
         """The sum of all weights."""
-        return float(self._upto[-1][0, -1])
+        return float(self._running[-1])
 
     @property
     def least(self) -> float:
@@ -272,20 +281,16 @@ class SumTree:
 
     def find(self, places: Floats) -> Ints:
         """The slots at the given places in ``[0, 1)``, if all weights are laid end to end on that interval."""
-        rest = places * self.total
-        node = np.zeros(len(places), np.int64)
-        for upto in reversed(self._upto):
-            rows = upto.take(node, axis=0)
-            # Rounding must not move a place past the end of its node, where the next slot may have the weight 0.
+        upto = self._running
+        rest = np.minimum(places * upto[-1], np.nextafter(upto[-1], 0.0))
+        found: Ints = upto.searchsorted(rest, side="right") - 1
+        rest -= upto.take(found)
+        rows = np.zeros((len(places), self._width + 1))
+        for sums in self._sums[-2::-1]:
+            sums.reshape(-1, self._width).take(found, axis=0).cumsum(axis=1, out=rows[:, 1:])
+            # Rounding must not move a place past the end of its block, where the next slot may have the weight 0.
             rest = np.minimum(rest, np.nextafter(rows[:, -1], 0.0))
             child = (rows[:, 1:] > rest[:, None]).argmax(axis=1)
-            rest = rest - rows.reshape(-1).take(np.arange(len(rows)) * (_CHILDREN + 1) + child)
-            node = node * _CHILDREN + child
-        return node
-
-
-def _distinct(ascending: Ints) -> Ints:
-    """Ascending numbers without repetitions."""
-    first = np.ones(len(ascending), np.bool_)
-    first[1:] = ascending[1:] != ascending[:-1]
-    return ascending[first]
+            rest -= rows[np.arange(len(rows)), child]
+            found = found * self._width + child
+        return found
