@@ -30,6 +30,10 @@ class EnvError(FuncollectError, RuntimeError):
     """An environment raised, or returned something outside of its own spaces. The message names the lane."""
 
 
+class InUseError(EnvError, ValueError):
+    """An instance of an environment backs a state already, and no other one can be made."""
+
+
 class NotCalledError(EnvError):
     """The process of some lanes had ended before a function was called, so it was called in none."""
 

@@ -1,8 +1,9 @@
-"""Values and texts, shortened for error messages."""
+"""Values, arrays and texts, as error messages show them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -26,3 +27,24 @@ def clipped(text: str, length: int = 80) -> str:
         return text
     whole = re.match(r".*[\s,;:()\[\]{}](?=.)", text[: length + 1])  # up to the last boundary that leaves no word cut
     return f"{(whole[0] if whole else text[:length]).rstrip()} …"
+
+
+def kinds(value: Any) -> str:
+    """The dtypes and shapes of the arrays in nested mappings and sequences.
+
+    >>> import numpy as np
+    >>> kinds({"position": np.zeros((8, 2)), "angles": [np.zeros(3, bool), None]})
+    '{position: float64 [8, 2], angles: (bool [3], None)}'
+    """
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {kinds(each)}' for key, each in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(kinds, value))})"
+    return "None" if value is None else type(value).__name__
+
+
+def note_arguments(error: Exception, function: str, arguments: tuple[Any, ...]) -> None:
+    """Add to an exception of a user's function what it was called with."""
+    error.add_note(f"{function} was called with {clipped(kinds(arguments), 300)}")

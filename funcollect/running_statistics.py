@@ -131,7 +131,7 @@ def update(stats: RunningStatistics, batch: Any, *, weights: Any = None) -> Runn
     names = list(stats.mean)
     lead = tuple(values[names[0]].shape)[: values[names[0]].ndim - stats.mean[names[0]].ndim]
     if weights is None and isinstance(batch, (TensorDictBase, Mapping)):
-        weights = _counting(batch)
+        weights = _counting(batch, len(lead))
     in_jax = not isinstance(stats.count, Tensor)
     for name in names:
         wanted = (*lead, *stats.mean[name].shape)
@@ -149,10 +149,15 @@ def _check(name: str, stats: Any) -> None:
     check_kind(name, stats, RunningStatistics, "pass the result of init, update or merge, or RunningStatistics(*saved)")
 
 
-def _counting(batch: Any) -> Any:
-    """Which frames of a batch, or of a dict of its leaves, count: neither padding nor repeated ones; None for all."""
+def _counting(batch: Any, dims: int) -> Any:
+    """Which frames of a batch with so many dimensions count: neither padding nor repeated ones; None for all.
+
+    In a dict of JAX arrays, flags have no last dimension of size 1.
+    """
     flat = flatten(batch)
-    flags = [~flat["done",][..., 0]] if ("done",) in flat else []
+    flags = []
+    if (done := flat.get(("done",))) is not None:
+        flags.append(~(done if done.ndim == dims else done[..., 0]))
     if (mask := flat.get(("collector", "mask"))) is not None:
         flags.append(mask)
     return functools.reduce(operator.and_, flags) if flags else None

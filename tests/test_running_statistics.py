@@ -52,6 +52,17 @@ def test_moments_equal_those_of_the_data_and_of_stable_baselines(cuts):
     np.testing.assert_allclose(leaf(in_jax.variance), leaf(ours.variance), rtol=2e-4)
 
 
+def test_a_batch_of_traced_code_counts_as_the_delivered_one_does():
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=3)
+    policy = fc.random_policy(env)
+    state = fc.traced.init(env, policy, None, key=jax.random.key(0))
+    _, arrays = fc.traced.rollout(env, policy, None, state, 40, reset_when_done=False)
+    ours = rs.update(rs.init(env.observation_space), fc.deliver(arrays, env))
+    in_jax = rs.update(rs.init(env.observation_space, backend="jax"), arrays)
+    assert int(in_jax.count[0]) == int(ours.count) < 120
+    np.testing.assert_allclose(leaf(in_jax.mean), leaf(ours.mean), rtol=1e-4, atol=1e-6)
+
+
 def test_moments_equal_those_of_brax():
     rows, mask = data(), np.random.default_rng(1).random(2000) < 0.7
     theirs = brax_statistics.init_state(specs.Array((3,), jnp.float32))

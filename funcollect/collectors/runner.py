@@ -24,7 +24,7 @@ from funcollect.core.rollout_trajectories import check_limited, is_limited
 from funcollect.core.saving import Episodes, state_data, state_from
 from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import CollectorState
-from funcollect.errors import ClosedError
+from funcollect.errors import ClosedError, InUseError
 from funcollect.interop.plain_data import from_data, to_data
 from funcollect.policies.torch_backed import TorchBacked, replaced
 from funcollect.policies.weights import check_dtypes
@@ -133,7 +133,7 @@ class Runner:
         return batch
 
     def reset(self, mask: Tensor | None = None) -> None:
-        """Begin new episodes in the lanes of `mask` [P], or in all; in all after an exception in a rollout, too."""
+        """Begin new episodes in the lanes of `mask` [P]; in all lanes for None, or after an exception in a rollout."""
         self._check_open()
         again = self._interrupted
         try:
@@ -267,8 +267,11 @@ class Runner:
         if saved["own_weights"] and saved["policy_state_dict"]:
             check_dtypes(self.policy.state_dict(None), saved["policy_state_dict"])
         before = self.state
-        self._continue(saved, lambda: state_from(data, self.env, self.policy, episodes=episodes))
-        api.close(before)
+        try:
+            self._continue(saved, lambda: state_from(data, self.env, self.policy, episodes=episodes))
+            api.close(before)
+        except InUseError:  # an instance, of which there is one
+            self._continue(saved, lambda: state_from(data, self.env, self.policy, episodes=episodes, over=before))
 
     def _continue(self, saved: Mapping[str, Any], make_state: Callable[[], CollectorState]) -> None:
         """Continue with saved weights and counts, and with the state that `make_state` returns."""

@@ -1,4 +1,4 @@
-"""What a policy thinks of the actions of a batch: log-probabilities, entropies, and its other outputs."""
+"""Log-probabilities, entropies and other outputs of a policy for the actions of a batch."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def remember_spaces(policy: Policy, space: Space, leaves: Sequence[Leaf], spec: 
 def evaluate_actions(
     policy: Policy, params: Any, batch: Mapping[str, Any], *, env: Env | None = None, policy_state: Any = None
 ) -> dict[str, Any]:
-    """Return what a policy thinks now of the actions of a batch, for losses: differentiable in its parameters.
+    """Return the log-probabilities and entropies of a batch's actions under the current parameters, differentiably.
 
     A recurrent policy runs again through the batch, step by step, from the recurrent state at its beginning and anew
     from each episode's first step. A batch holds that state if the policy was made with ``record_state=True``.

@@ -109,20 +109,31 @@ def restored(name: str, like: Any, leaves: Sequence[Any]) -> Any:
     """Return the part `name` of a state from its saved leaves, with the structure and kinds of leaf of `like`.
 
     Raises:
-        ValueError: for leaves of other shapes, which another environment or policy has.
+        ValueError: for leaves of other shapes or dtypes, which another environment or policy has.
     """
     own, treedef = _flattened(like)
+    owner = "policy" if name == "policy_state" else "environment"
     if (found := _shapes(leaves)) != (wanted := _shapes(own)):
-        owner = "policy" if name == "policy_state" else "environment"
         raise ValueError(
             f"the saved {name} has leaves of the shapes {shown(found)}, here they have {shown(wanted)}: "
             f"build it with the same {owner}"
         )
+    for leaf, saved in zip(own, leaves, strict=True):
+        if (was := _dtype(saved)) != (now := _dtype(leaf)) and was and now:
+            raise ValueError(
+                f"a leaf of the saved {name} is {was}, here it is {now}: build it with the same {owner}, and with "
+                "jax_enable_x64 as it was"
+            )
     return treedef.unflatten(_like(leaf, saved) for leaf, saved in zip(own, leaves, strict=True))
 
 
 def _shapes(leaves: Sequence[Any]) -> list[tuple[int, ...]]:
     return [tuple(np.shape(leaf)) for leaf in leaves]
+
+
+def _dtype(leaf: Any) -> str:
+    """The name of an array's dtype; empty for a number."""
+    return str(leaf.dtype).removeprefix("torch.") if np.ndim(leaf) and hasattr(leaf, "dtype") else ""
 
 
 def _like(leaf: Any, saved: Any) -> Any:

@@ -51,6 +51,7 @@ def save(path: str | os.PathLike[str], state: CollectorState, *, episodes: Episo
             stateful wrappers), unless ``episodes="restart"``.
         StaleStateError: if the state has been superseded by a later one.
         TypeError: for a state that holds other objects than arrays and numbers.
+        ValueError: for the state of several runs, which `jax.vmap` has made.
         OSError: if the file cannot be written; an earlier one is unchanged.
 
     >>> import funcollect as fc, os, tempfile, torch
@@ -100,13 +101,18 @@ def load(
 
 
 def check_episodes(episodes: Any) -> None:
-    """Raise ValueError unless `episodes` is ``"continue"`` (those in flight go on) or ``"restart"`` (others begin)."""
+    """Raise ValueError unless `episodes` is ``"continue"`` (the current ones) or ``"restart"`` (begin new ones)."""
     check_choice("episodes", episodes, get_args(Episodes))
 
 
 def state_data(state: CollectorState, episodes: Episodes = "continue") -> dict[str, Any]:
     """A state as plain data; raises as `save` does."""
     check_episodes(episodes)
+    if (dims := np.ndim(state.key)) > 1:
+        raise ValueError(
+            f"the state is of {[*np.shape(state.key)[: dims - 1]]} runs, expected one: save each of them, which is "
+            "jax.tree.map(lambda leaf: leaf[i], state)"
+        )
     handle, policy_state = state.env_state, state.policy_state
     if isinstance(handle, SimulatorHandle):
         handle.check()
@@ -125,8 +131,18 @@ def state_data(state: CollectorState, episodes: Episodes = "continue") -> dict[s
     }
 
 
-def state_from(data: Mapping[str, Any], env: Env, policy: Policy, *, episodes: Episodes = "continue") -> CollectorState:
-    """The state from `state_data`, for a checked pair; raises as `load` does."""
+def state_from(
+    data: Mapping[str, Any],
+    env: Env,
+    policy: Policy,
+    *,
+    episodes: Episodes = "continue",
+    over: CollectorState | None = None,
+) -> CollectorState:
+    """The state from `state_data`, for a checked pair; raises as `load` does.
+
+    It has the simulators of the state `over`, if that is given.
+    """
     check_episodes(episodes)
     if len(lanes := data["lanes"]) != (env.num_envs or 1):
         raise ValueError(
@@ -143,18 +159,21 @@ def state_from(data: Mapping[str, Any], env: Env, policy: Policy, *, episodes: E
         state = first_state(
             env, policy, key_from_seed(seed), lane, data["total_lanes"], env_state=None, observation=rows
         )
-    else:
+    elif over is None:
         state = init_lanes(env, policy, seed=seed, first_lane=lanes[0], total_lanes=data["total_lanes"])
+    else:
+        state = over
     try:
         _check_description(data["description"], _description(state, env), env)
         state = like_described(env, state, data["varying_params"])
         if not goes_on:
-            return resume(env, state, _counts(data))
+            return resume(env, state, counts_in(data))
         whole = _with_fields(state, data)
         if env.backend != "host":
             return whole.replace(env_state=restored("env_state", state.env_state, data["env_state"]))
         record = SimulationRecord(**data["env_state"])
-        return whole.replace(env_state=rebuild(env, record, whole, saved=True))
+        simulators = None if over is None else over.env_state.simulation.hand_over()
+        return whole.replace(env_state=rebuild(env, record, whole, saved=True, simulators=simulators))
     except BaseException:
         close(state)
         raise
@@ -191,8 +210,8 @@ def _leaves(part: Any) -> list[Any]:
     return flatten_part(part._replace(carried=None) if isinstance(part, TorchPolicyState) else part)[0]
 
 
-def _counts(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved fields that `resume` needs, in the form of `saved_state`."""
+def counts_in(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `state_data` that `resume` needs, in the form of `saved_state`."""
     fields = data["fields"]
     (key,), (episode,), (steps,), (version,) = (fields[each] for each in ("key", "episode", "steps", "policy_version"))
     return {

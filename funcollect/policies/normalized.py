@@ -123,6 +123,7 @@ class NormalizedTorch(TorchPolicy):
 
     def __init__(self, policy: TorchPolicy, stats: RunningStatistics, clip: float) -> None:
         module = _Normalized(policy.module, stats, clip, policy.keys)
+        module.statistics.to(policy.run_device)
         self.take_over(policy, module)
 
     @property

@@ -246,7 +246,7 @@ class TorchBacked(PolicyBase):
             target[key] = tensor if self.device is None else tensor.to(self.device)
         for name, (source, target, key) in self._buffers.items():
             buffer: Any = source[key] if prepared is None else prepared.get(name, source[key])
-            target[key] = buffer.detach().to(self.device or buffer.device, copy=True)
+            target[key] = buffer.detach().to(self.device or source[key].device, copy=True)
         return self._skeleton.root
 
     def buffers(self) -> dict[str, Tensor]:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from funcollect.interop.bridge import to_jax
 from funcollect.interop.jax_setup import import_jax, strong
-from funcollect.messages import clipped, shown
 from funcollect.protocols import is_policy
 from funcollect.tree import NAMESPACE
 
 Shapes = dict[str, tuple[int, ...]]
+_MOST_NAMES = 3  # in a message
 
 
 def state_dict_of(params: Any, backend: str) -> dict[str, Tensor]:
@@ -69,11 +69,17 @@ def check_shapes(expected: Shapes, got: Mapping[str, Any]) -> None:
     """Raise ValueError unless parameters have the paths and shapes of the policy's own."""
     if expected != got:
         names = sorted(name for name in expected.keys() | got.keys() if expected.get(name) != got.get(name))
+        found = [f"{name} is {_shape(got, name)}, expected {_shape(expected, name)}" for name in names[:_MOST_NAMES]]
+        others = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         raise ValueError(
-            f"params differ from the policy's own at {clipped(', '.join(names), 300)}: got "
-            f"{shown([got.get(name) for name in names])}, expected {shown([expected.get(name) for name in names])}: "
-            "pass arrays of the same structure and shapes, as policy.params has them"
+            f"params differ from the policy's own: {'; '.join(found)}{others}: pass arrays of the same structure and "
+            "shapes, as policy.params has them"
         )
+
+
+def _shape(shapes: Mapping[str, Any], name: str) -> str:
+    shape = shapes.get(name, "absent")
+    return shape if isinstance(shape, str) else str(tuple(shape))
 
 
 def check_dtypes(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:

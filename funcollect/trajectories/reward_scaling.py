@@ -128,12 +128,19 @@ def _in_jax(
     players = reward.shape[done.ndim :]
     if before is None:
         before = RewardScaling(jnp.zeros_like(reward[0]), start({_NAME: players}, "jax"))
-    values = reward.at[0].add(gamma * before.returns)
-    goes_on = jnp.concatenate([jnp.zeros_like(done[:1]), ~done[:-1]]).reshape(*done.shape, *[1] * len(players))
+    step = batch.get("collector", {}).get("step")
+    begun = jnp.zeros_like(done) if step is None else step == 0  # also where `reset` has begun an episode
+
+    def by_player(flags: Any) -> Any:
+        return flags.reshape(*flags.shape, *[1] * len(players))
+
+    values = reward.at[0].add(jnp.where(by_player(begun[0]), 0, gamma * before.returns))
+    goes_on = by_player(jnp.concatenate([jnp.zeros_like(done[:1]), ~(done[:-1] | begun[1:])]))
     returns = jnp.flip(
         discounted_sums(jnp, jnp.flip(values, 0), jnp.flip(gamma * goes_on * jnp.ones_like(values), 0)), 0
     )
-    statistics = update(before.statistics, {_NAME: returns})
+    repeated = batch.get("done")  # of finished lanes
+    statistics = update(before.statistics, {_NAME: returns}, weights=None if repeated is None else ~repeated)
     deviation = jnp.sqrt(statistics.variance[_NAME] + EPSILON)
-    kept = jnp.where(done[-1].reshape(-1, *[1] * len(players)), 0, returns[-1])
+    kept = jnp.where(by_player(done[-1]), 0, returns[-1])
     return jnp.clip(reward / deviation, -clip, clip), RewardScaling(kept, statistics)

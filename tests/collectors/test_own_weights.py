@@ -97,15 +97,13 @@ def test_params_of_another_structure_are_refused(kind: type[Recording], make: Ca
         name = next(name for name in saved if "layers" in name and saved[name].shape == (4, 2))
         for bad, got in (
             (good | {"layers": [layer._replace(weight=layer.weight[:3])]}, "(3, 2)"),
-            (good | {"layers": []}, "None"),
-            ({key: each for key, each in saved.items() if key != name}, "None"),
+            (good | {"layers": []}, "absent"),
+            ({key: each for key, each in saved.items() if key != name}, "absent"),
         ):
-            with pytest.raises(ValueError, match="params differ from the policy's own at") as error:
+            with pytest.raises(ValueError, match="params differ from the policy's own:") as error:
                 collector.update_policy_weights_(bad)
-            assert name in str(error.value)
-            assert f"got [{got}" in str(error.value)
-            assert "(4, 2)" in str(error.value)
-            with pytest.raises(ValueError, match="params differ from the policy's own at"):
+            assert f"{name} is {got}, expected (4, 2)" in str(error.value)
+            with pytest.raises(ValueError, match="params differ from the policy's own:"):
                 policy.load(bad)
         until(collector, 0)
 
@@ -120,7 +118,7 @@ def test_own_params_of_another_structure(transport: str) -> None:
         until(collector, 1)
     with multi(transport=transport, policy=fixed, **ENVS) as collector:
         fixed.params = InJax.version(1) | {"more": jnp.ones(2)}
-        with pytest.raises(ValueError, match=r"own at params.'more'.: got .\(2,\)., expected .None.:"):
+        with pytest.raises(ValueError, match=r"own: params.'more'. is \(2,\), expected absent:"):
             collector.update_policy_weights_()
         until(collector, 0)
 

@@ -1,5 +1,6 @@
 """Collectors saved in mid-run and continued by others, bit for bit; other classes, keywords and networks refused."""
 
+import gymnasium
 import jax.numpy as jnp
 import numpy as np
 import optree
@@ -86,6 +87,51 @@ def test_a_collector_is_restored_in_place_more_than_once(kind, tmp_path):
             collector.restore(tmp_path / "run")
             for one, two in zip(wanted, trained(collector, policy, range(4)), strict=True):
                 assert_same(one, two)
+
+
+class Walk(gymnasium.Env):
+    """A random walk, of which no other instance can be made: it has no spec."""
+
+    observation_space = gymnasium.spaces.Box(-9, 9, (2,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place, self.steps = np.zeros(2, np.float32), 0
+        return self.place, {}
+
+    def step(self, action):
+        self.steps += 1
+        self.place = (self.place + 0.1 * (action + self.np_random.normal(size=2))).clip(-9, 9).astype(np.float32)
+        return self.place, 1.0, self.steps == 13, False, {}
+
+
+@pytest.mark.parametrize("episodes", ["continue", "restart"])
+def test_an_instance_goes_on_itself(episodes, tmp_path):
+    with fc.SyncDataCollector(Walk(), None, frames_per_batch=20, seed=0) as collector:
+        next(collector)
+        collector.save(tmp_path / "run", episodes=episodes)
+        wanted = next(collector).clone()
+    with fc.SyncDataCollector.load(tmp_path / "run", Walk(), None, episodes=episodes) as collector:
+        batch = next(collector).clone()
+        collector.restore(tmp_path / "run", episodes=episodes)
+        assert_same(next(collector), batch)
+    if episodes == "continue":
+        assert_same(batch, wanted)
+    else:
+        assert batch["collector", "traj_ids"].min() > wanted["collector", "traj_ids"].min()
+
+
+@pytest.mark.needs("torchrl")
+def test_an_instance_of_torchrls_begins_new_episodes(tmp_path):
+    from torchrl.envs import GymEnv
+
+    with fc.SyncDataCollector(GymEnv("CartPole-v1"), None, frames_per_batch=20, seed=0) as collector:
+        ids = next(collector)["collector", "traj_ids"].max()
+        collector.save(tmp_path / "run", episodes="restart")
+    instance = GymEnv("CartPole-v1")
+    with fc.SyncDataCollector.load(tmp_path / "run", instance, None, episodes="restart") as collector:
+        assert next(collector)["collector", "traj_ids"].min() > ids
 
 
 @pytest.mark.parametrize("local", [True, *in_soak([False])])

@@ -176,11 +176,23 @@ def test_workers_get_those_of_their_lanes(transport):
         next(collector)
 
 
-def test_a_replaced_worker_gets_them_again():
+@pytest.mark.parametrize("loaded", [None, "run", *in_soak(["state_dict"])])
+def test_a_replaced_worker_gets_them_again(loaded, tmp_path):
     keywords = {"create_env_fn": [make] * 2, "policy": None, "frames_per_batch": 30, "on_failure": "restart"}
+    if loaded:
+        with multi(transport="serial", **keywords) as before:
+            before.set_env_params(PARAMS | {"gain": jnp.arange(6.0)}, at_once=True)
+            next(before)
+            before.save(tmp_path / "run")
+            saved = before.state_dict()
     with multi(**keywords) as collector:
         next(collector)
-        collector.set_env_params(PARAMS | {"gain": jnp.arange(6.0)}, at_once=True)
+        if loaded == "run":
+            collector.restore(tmp_path / "run")
+        elif loaded:
+            collector.load_state_dict(saved)
+        else:
+            collector.set_env_params(PARAMS | {"gain": jnp.arange(6.0)}, at_once=True)
         os.kill(collector.run.pool.records[1].handle.pid, signal.SIGKILL)
         for batch in itertools.islice(collector, 3):
             last = batch["next", "reward"][..., 0].flatten(0, 1).clone()

@@ -120,9 +120,34 @@ def test_a_replay_that_differs_is_refused(tmp_path):
     policy = fc.random_policy(env)
     state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
     fc.save(tmp_path / "state", state)
-    with refused(fc.ReplayError, ("lane 0", "gave another observation")):
+    with refused(fc.ReplayError, ("lane 0", "gave another observation", "load with episodes='restart'")):
         fc.load(tmp_path / "state", env, policy)
     fc.load(tmp_path / "state", env, policy, episodes="restart")
+
+
+def test_a_state_of_several_runs_is_refused_and_each_of_them_can_be_saved(tmp_path):
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
+    policy = fc.random_policy(env)
+    keys = jax.random.split(jax.random.key(0), 2)
+    states = jax.vmap(lambda key: fc.traced.init(env, policy, None, key=key))(keys)
+    with refused(ValueError, ("[2] runs", "expected one", "leaf[i]")):
+        fc.save(tmp_path / "state", states)
+    state = jax.tree.map(lambda leaf: leaf[1], states)
+    fc.save(tmp_path / "state", state)
+    loaded = fc.load(tmp_path / "state", env, policy)
+    one, two = (fc.traced.rollout(env, policy, None, each, 30)[1]["observation"] for each in (state, loaded))
+    assert jnp.array_equal(one, two)
+
+
+def test_a_state_of_other_dtypes_is_refused(tmp_path):
+    env = fc.make_env("CartPole-v1", num_envs=2)
+
+    def recurrent(dtype):
+        return fc.torch_policy(lambda x, state: (x[:, 0].long() * 0, state), initial_state=torch.zeros(3, dtype=dtype))
+
+    fc.save(tmp_path / "state", fc.init(env, recurrent(torch.float64), seed=0))
+    with refused(ValueError, ("policy_state is float64", "here it is float32", "the same policy")):
+        fc.load(tmp_path / "state", env, recurrent(torch.float32))
 
 
 def test_a_superseded_state_is_refused(tmp_path):

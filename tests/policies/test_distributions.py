@@ -173,6 +173,15 @@ def test_a_distribution_with_neither_mode_nor_mean_cannot_act_deterministically(
         fc.rollout(env, policy, state, 2, exploration_type=fc.ExplorationType.DETERMINISTIC)
 
 
+@pytest.mark.parametrize("name", ["torch/CartPole-v1", "gymnax/CartPole-v1"])
+def test_choices_outside_the_space_are_refused(name: str) -> None:
+    env = fc.make_env(name, num_envs=4)
+    head = fc.heads.from_distribution(distributions.Categorical, "logits")
+    policy = fc.torch_policy(lambda x: torch.zeros(len(x), 5), head=head)
+    with pytest.raises(PolicyError, match=r"the action is outside its space, expected Discrete\(2\)"):
+        fc.rollout(env, policy, fc.init(env, policy, seed=0), 50)
+
+
 def test_misuse() -> None:
     with pytest.raises(TypeError, match="distribution is 3, expected a class or a function"):
         fc.heads.from_distribution(3)  # type: ignore[arg-type]

@@ -79,6 +79,21 @@ def test_jax_gives_the_same_inside_jit():
     assert scale({"next": {"reward": reward, "done": done}}, restored)[1].statistics.count.tolist() == [360, 0]
 
 
+def test_traced_batches_are_scaled_as_delivered_ones():
+    """Also after a reset between two batches, and where finished lanes repeat their last frame."""
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=3)
+    policy = fc.random_policy(env)
+    state = fc.traced.init(env, policy, None, key=jax.random.key(0))
+    ours = theirs = None
+    for finishes in (True, True, False):
+        state = fc.traced.reset(env, state)
+        state, arrays = fc.traced.rollout(env, policy, None, state, 40, reset_when_done=finishes)
+        wanted, ours = fc.scale_rewards(fc.deliver(arrays, env), ours, gamma=0.9)
+        got, theirs = fc.scale_rewards(arrays, theirs, gamma=0.9)
+        np.testing.assert_allclose(got, wanted[..., 0].T, rtol=1e-4)
+    assert int(theirs.statistics.count[0]) == int(ours.statistics.count) < 360
+
+
 def test_several_players_have_a_deviation_each():
     env = fc.make_env("pgx/tic_tac_toe", num_envs=2)
     with fc.SyncDataCollector(env, frames_per_batch=60, seed=0) as collector:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from funcollect.collectors.workers.transport import Call, Transport, WorkerExited, WorkerHandle
-from funcollect.collectors.workers.worker import START, Job, Progress, RolloutReport
+from funcollect.collectors.workers.worker import START, Job, Progress, RolloutReport, env_calls_of
 from funcollect.errors import EnvError, ReplayError, WorkerError
 from funcollect.interop.main_module import send_main_by_value
 from funcollect.processes.child import OnFailure
@@ -142,6 +142,17 @@ class WorkerPool:
                 record.job = replace(record.job, seed=seed)
             for record, progress in zip(records, all_progress or (), strict=all_progress is not None):
                 record.progress = progress
+
+    def have_loaded(self, saved: Sequence[Mapping[str, Any]], *, new_envs: bool) -> None:
+        """Let replacements begin with the parameters of environments that the workers have loaded.
+
+        With `new_envs`, these have loaded new environments, too, to which no function has been applied.
+        """
+        with self.lock:
+            records = [record for record in self.records if not record.retired]
+            for record, loaded in zip(records, saved, strict=True):
+                applied = () if new_envs else [call for call in record.job.applied if call[0] == "apply"]
+                record.job = replace(record.job, applied=(*applied, *env_calls_of(loaded)))
 
     def finish(self, calls: Sequence[Call]) -> list[Any]:
         """Wait for the answers to these calls, and return them; raise the error of a call that failed."""

@@ -195,6 +195,7 @@ class WorkerRun:
         saved = saved_workers(state_dict, len(self.workers))
         self.gathering.discard()
         self._call_each("load_state_dict", saved)
+        self.pool.have_loaded(saved, new_envs=False)
         self._go_on_from(state_dict, saved)
 
     def saved_run(self, episodes: Episodes) -> dict[str, Any]:
@@ -226,6 +227,7 @@ class WorkerRun:
                 )
         self.gathering.discard()
         self._call_each("continue_run", saved, episodes)
+        self.pool.have_loaded(saved, new_envs=True)
         self._go_on_from(data, saved)
         for leaves, shape, version, workers, final in data["ready"]:
             batch = to_tensordict(leaves, tuple(shape))

@@ -21,7 +21,8 @@ from funcollect.collectors.source import RunnerSpec
 from funcollect.core.env_params import param_shapes
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.rollout_trajectories import is_limited
-from funcollect.core.saving import Episodes
+from funcollect.core.saving import Episodes, counts_in
+from funcollect.interop.plain_data import from_data
 from funcollect.messages import shown
 from funcollect.policies.torch_modules.sending import dumps, unpack
 from funcollect.processes.failures import Failure
@@ -66,6 +67,27 @@ def runners_of(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The states of a worker's runners: of its own, or of the workers that it has itself."""
     workers: Mapping[str, Mapping[str, Any]] | None = state_dict.get("workers")
     return [state_dict] if workers is None else [workers[name] for name in sorted(workers, key=int)]
+
+
+def env_calls_of(saved: Mapping[str, Any]) -> EnvCalls:
+    """What brings a new worker's environments to the parameters in `saved`, a `state_dict` or a saved run."""
+    counts = _restart_of(saved)
+    if all(each.get("varying_params") is None for each in runners_of(counts)):
+        return ()
+    return (("begin_from", dumps(counts)),)
+
+
+def _restart_of(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A `state_dict` without weights, from a `state_dict` or a saved run."""
+    if (workers := saved.get("workers")) is not None:
+        return {
+            **{name: saved[name] for name in _SAVED},
+            "workers": {name: _restart_of(each) for name, each in workers.items()},
+        }
+    state = saved.get("state")
+    counts = saved if state is None else {**saved, **counts_in(from_data(*state))}
+    kept = {name: value for name, value in counts.items() if name != "state"}
+    return kept | {"policy_state_dict": {}, "own_weights": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +240,10 @@ class WorkerBase(ABC):
         """Continue from a `state_dict`."""
         self._collector.load_state_dict(state_dict)
         self._batches, self._frames = state_dict["iter"], state_dict["frames"]
+
+    def begin_from(self, packed: bytes) -> None:
+        """Begin with the parameters of the environment that a `restart_of` has."""
+        self.load_state_dict(cloudpickle.loads(packed))
 
     def saved_run(self, episodes: Episodes) -> dict[str, Any]:
         """Plain data with which `continue_run` goes on as this worker would."""

@@ -35,7 +35,7 @@ class TrajectoryLimit:
     """The limit on a trajectory's length, as the step of this rollout at which each lane reaches it.
 
     Attributes:
-        due: [P] int64, a NumPy array or a Torch tensor, like the `step` from which it is made.
+        due: [P] int64, the step at which each lane reaches the limit; NumPy or Torch, as `step` is.
     """
 
     def __init__(self, step: Any, limit: int) -> None:

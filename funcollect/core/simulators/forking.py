@@ -13,7 +13,7 @@ from funcollect.core.simulators.simulation import FinishedLanes, Simulation, Sim
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import statistics_of
 from funcollect.errors import ReplayError
-from funcollect.protocols import HostEnv, SavableSnapshots, SimulatorsOfLanes, SnapshotSimulators
+from funcollect.protocols import HostEnv, SavableSnapshots, Simulators, SimulatorsOfLanes, SnapshotSimulators
 
 
 def fork_simulation(source: Simulation, state: CollectorState) -> SimulatorHandle:
@@ -52,25 +52,34 @@ def record_of(source: Simulation, aim: str, advice: str) -> SimulationRecord:
     return record
 
 
-def rebuild(env: HostEnv, record: SimulationRecord, state: CollectorState, *, saved: bool = False) -> SimulatorHandle:
-    """Make simulators in the recorded state, and compare their observations with those of `state`.
+def rebuild(
+    env: HostEnv,
+    record: SimulationRecord,
+    state: CollectorState,
+    *,
+    saved: bool = False,
+    simulators: Simulators | None = None,
+) -> SimulatorHandle:
+    """Bring simulators to the recorded state, and compare their observations with those of `state`.
 
-    A `saved` record has its snapshot as plain data.
+    They are new ones unless `simulators` are given. A `saved` record has its snapshot as plain data.
     """
-    copy = Simulation(env, record.key, state.lane)
+    copy = Simulation(env, record.key, state.lane, simulators)
+    forked = "continue without a fork: the state can still be used"
+    otherwise = "load with episodes='restart', which begins new ones" if saved else forked
     try:
         _repeat_calls_before(copy, record, state)
         if env.forking == "replay":
             returns = _replay(copy, record, state)
-            _compare(copy, state)
-            _compare_returns(returns, state)
+            _compare(copy, state, otherwise)
+            _compare_returns(returns, state, otherwise)
         else:
-            simulators = cast(SnapshotSimulators, copy.simulators)
+            restoring = cast(SnapshotSimulators, copy.simulators)
             snapshot = record.snapshot
-            if saved and isinstance(simulators, SavableSnapshots):
-                snapshot = simulators.snapshot_from(snapshot)
-            simulators.restore(snapshot)
-            _compare(copy, state)
+            if saved and isinstance(restoring, SavableSnapshots):
+                snapshot = restoring.snapshot_from(snapshot)
+            restoring.restore(snapshot)
+            _compare(copy, state, otherwise)
     except BaseException:
         copy.close()
         raise
@@ -131,7 +140,7 @@ def _restart(copy: Simulation, lanes: Sequence[int], state: CollectorState) -> N
     copy.restart(lanes)
 
 
-def _compare_returns(returns: npt.NDArray[np.float64], state: CollectorState) -> None:
+def _compare_returns(returns: npt.NDArray[np.float64], state: CollectorState, otherwise: str) -> None:
     """Raise ReplayError unless the replayed episodes brought the rewards of the state's."""
     wrong = returns != state.returns.numpy()
     if wrong.any():
@@ -139,11 +148,11 @@ def _compare_returns(returns: npt.NDArray[np.float64], state: CollectorState) ->
         raise ReplayError(
             f"lane {lane}: replaying the episode's seed and actions gave the return {returns[lane]}, expected "
             f"{float(state.returns[lane])}: a wrapper keeps numbers from earlier episodes, such as a running mean of "
-            "rewards. Scale rewards in the batch instead (funcollect.scale_rewards); the state can still be used"
+            f"rewards. Scale rewards in the batch instead (funcollect.scale_rewards), or {otherwise}"
         )
 
 
-def _compare(copy: Simulation, state: CollectorState) -> None:
+def _compare(copy: Simulation, state: CollectorState, otherwise: str) -> None:
     """Raise ReplayError unless the copy has the observations of the state."""
     for path, value in copy.observation().items():
         wanted = state.observation[path]
@@ -153,5 +162,5 @@ def _compare(copy: Simulation, state: CollectorState) -> None:
             raise ReplayError(
                 f"lane {lane}: replaying the episode's seed and actions gave another {'.'.join(path)}, expected the "
                 "same: the environment is not a function of these. Let it draw from self.np_random, not from a global "
-                "generator, or continue without a fork: the state can still be used"
+                f"generator, or {otherwise}"
             )

@@ -118,11 +118,12 @@ class SimulationRecord:
 class Simulation:
     """Simulators, their action log, and the version of the state that may use them."""
 
-    def __init__(self, env: HostEnv, key: Key, lanes: Tensor) -> None:
+    def __init__(self, env: HostEnv, key: Key, lanes: Tensor, simulators: Simulators | None = None) -> None:
+        """Open simulators, or use those of another simulation."""
         self.env = env
         self._each_episode = env.seeding == "episode"
         self.lanes: list[int] = lanes.tolist()
-        simulators = env.open()
+        simulators = env.open() if simulators is None else simulators
         self.simulators: Simulators = simulators
         whole = [range(len(self.lanes))]
         self.parts: Sequence[range] = simulators.parts if isinstance(simulators, SimulatorsInParts) else whole
@@ -297,6 +298,12 @@ class Simulation:
         """Free the simulators, once."""
         self.closed = True
         self._finalizer()
+
+    def hand_over(self) -> Simulators:
+        """The simulators, for another simulation; this one is closed."""
+        self.closed = True
+        self._finalizer.detach()
+        return self.simulators
 
 
 class FinishedLanes:

@@ -19,6 +19,7 @@ from funcollect.envs.gymnasium_envs.atari_lanes import AtariLanes, is_atari
 from funcollect.envs.gymnasium_envs.lanes import GymEnv, Lanes
 from funcollect.envs.host.host_env import SimulatedEnv
 from funcollect.envs.recognise import refuse_foreign
+from funcollect.errors import InUseError
 
 EnvSource = str | EnvSpec | GymEnv | Callable[..., GymEnv]
 LaneFactory = Callable[[], Any]
@@ -168,7 +169,7 @@ def _not_made(name: str, error: Exception) -> ValueError:
 
 
 def rebuild(env: Any) -> Any:
-    """Build another instance of `env` from its spec or, for a vector environment, its functions; else ValueError."""
+    """Build another instance of `env` from its spec or, for a vector environment, its functions; else InUseError."""
     is_vector = isinstance(env, VectorEnv)
     try:
         if is_vector:
@@ -178,7 +179,7 @@ def rebuild(env: Any) -> Any:
         reason = "it has no spec"
     except Exception as error:
         reason = repr(error)
-    raise ValueError(
+    raise InUseError(
         f"{env} backs a state already and cannot be rebuilt ({reason}): pass an id or a factory, or a list of "
         "factories, instead of an instance"
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from funcollect.arguments import check_keys, checked_device
 from funcollect.envs.base import AdaptedEnv
 from funcollect.envs.spaces import as_delivered
-from funcollect.errors import EnvError
+from funcollect.errors import EnvError, InUseError
 from funcollect.messages import shown
 from funcollect.protocols import Transition
 from funcollect.specs import ActionSpec, observation_leaves
@@ -87,7 +87,7 @@ def from_torch_vector_env(
 
 
 def _only_once() -> Any:
-    raise EnvError("the vector environment is in use by another state: pass a function that builds one instead")
+    raise InUseError("the vector environment is in use by another state: pass a function that builds one instead")
 
 
 def _member(env: Any, name: str) -> Any:

@@ -23,7 +23,7 @@ from funcollect.envs.host.lane_workers.simulators import WorkerLanes
 from funcollect.envs.host.rows import Rows
 from funcollect.envs.recognise import is_torchrl, running_statistics
 from funcollect.envs.torchrl_envs.specs import TorchRLLayout, layout_of
-from funcollect.errors import EnvError
+from funcollect.errors import EnvError, InUseError
 from funcollect.keys import generator_state, torch_generator
 from funcollect.processes.child import OnFailure
 from funcollect.protocols import Outcome, Simulators
@@ -124,9 +124,9 @@ def from_torchrl(
 
 
 def _make(env: Any, kwargs: dict[str, Any]) -> Any:
-    """A new environment from the factory `env`; ValueError for an instance."""
+    """A new environment from the factory `env`; InUseError for an instance."""
     if is_torchrl(env):
-        raise ValueError(
+        raise InUseError(
             f"this {type(env).__name__} backs a state, or did until that was closed, and cannot be rebuilt: pass a "
             "factory instead of an instance"
         )

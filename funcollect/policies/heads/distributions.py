@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import distributions
@@ -80,6 +80,7 @@ class FromDistribution(HeadBase):
     """
 
     distribution: Callable[..., Any]
+    chooses: ClassVar[bool] = False
 
     def check(self, spec: ActionSpec) -> None:
         """Every space may suit; what is sampled is checked."""

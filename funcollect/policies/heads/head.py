@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from funcollect.keys import Noise
 from funcollect.messages import shown
@@ -65,6 +65,7 @@ class HeadBase:
 
     name: str
     names: tuple[str, ...]
+    chooses: ClassVar[bool] = True  # whether a discrete action is one of the space's in any case
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -75,6 +76,11 @@ class HeadBase:
 
     def record(self, xp: Any, action: Any, spec: ActionSpec) -> Outputs:
         return {"action": action}
+
+
+def chooses(head: Any) -> bool:
+    """Whether a discrete action is one of its space's because of the head; else it has to be checked."""
+    return isinstance(head, HeadBase) and head.chooses
 
 
 def check_head(head: Any) -> None:

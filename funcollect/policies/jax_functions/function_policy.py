@@ -16,10 +16,11 @@ from funcollect.interop.bridge import jax_view, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax, own_generator
 from funcollect.interop.memo import memo_of
 from funcollect.keys import Key, Noise
+from funcollect.messages import note_arguments
 from funcollect.policies.actors.actor import lane_mask, recurrent_names, split_answer
 from funcollect.policies.actors.checks import check_action, check_recurrent, finish_columns
 from funcollect.policies.base import PolicyBase, ProtocolActor
-from funcollect.policies.heads.head import Head
+from funcollect.policies.heads.head import Head, chooses
 from funcollect.policies.jax_functions.noise import draw_noise, split_key
 from funcollect.policies.jax_functions.program import PROBE, StepProgram, select_program
 from funcollect.policies.numerics import jax_numerics
@@ -89,8 +90,12 @@ class FunctionPolicy(PolicyBase):
             extra[self.takes_key], draw = split_key(noise, num_envs)
         inputs = (observation,) if policy_state is None else (observation, policy_state)
         before = import_jax().tree.leaves(policy_state) if self.record_state else []
-        with own_generator():  # it may split its keys
-            answer = self.apply(params, *inputs, **extra)
+        try:
+            with own_generator():  # it may split its keys
+                answer = self.apply(params, *inputs, **extra)
+        except Exception as error:
+            note_arguments(error, "the policy's function", (params, *inputs, *extra.values()))
+            raise
         if policy_state is not None:
             check_recurrent(answer, policy_state)
             answer, policy_state = answer
@@ -126,7 +131,7 @@ class FunctionPolicy(PolicyBase):
 
     @override
     def finish(self, columns: Columns, spec: ActionSpec, /) -> Columns:
-        columns = finish_columns(columns, spec, chosen=self.head is not None, ties=self.ties)
+        columns = finish_columns(columns, spec, chosen=chooses(self.head), ties=self.ties)
         columns.pop((PROBE,), None)
         return columns
 

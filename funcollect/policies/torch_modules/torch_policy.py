@@ -18,6 +18,7 @@ from typing_extensions import override
 from funcollect.arguments import check_arrays, check_flags, checked_device
 from funcollect.errors import PolicyError
 from funcollect.keys import torch_generator
+from funcollect.messages import note_arguments
 from funcollect.policies.actors.actor import (
     Recorder,
     lane_mask,
@@ -28,7 +29,7 @@ from funcollect.policies.actors.actor import (
     split_answer,
 )
 from funcollect.policies.actors.checks import check_action, check_recurrent, check_rows, check_tensor, finish_columns
-from funcollect.policies.heads.head import Head, check_head
+from funcollect.policies.heads.head import Head, check_head, chooses
 from funcollect.policies.numerics import TORCH
 from funcollect.policies.torch_backed import Compiler, TorchBacked, TorchPolicyState, check_callable, check_compiler
 from funcollect.protocols import Actor, ActorInputs, Columns
@@ -234,10 +235,8 @@ class TorchActor(Actor):
     def act(self, t: int) -> Tensor:
         observation = self._observation if self._move is None else self._move(self._observation)
         before = optree.tree_leaves(self._recurrent) if self._state_names else ()
-        if self._recurrent is None:
-            answer = self._module(observation)
-        else:
-            answer = self._module(observation, self._recurrent)
+        answer = self._call(observation)
+        if self._recurrent is not None:
             if t == 0:
                 check_recurrent(answer, self._recurrent)
             answer, self._recurrent = answer[0], self._apart(answer[1])
@@ -259,6 +258,14 @@ class TorchActor(Actor):
             check_tensor(action)
         self._record(recorded)
         return action  # type: ignore[no-any-return]
+
+    def _call(self, observation: Any) -> Any:
+        """The answer of the module, to the recurrent state, too, if there is one."""
+        try:
+            return self._module(observation) if self._recurrent is None else self._module(observation, self._recurrent)
+        except Exception as error:
+            note_arguments(error, "the policy's module", self._policy.arguments(observation, self._recurrent))
+            raise
 
     def _apart(self, recurrent: Any) -> Any:
         """The next recurrent state outside the observation's memory, which the next step overwrites."""
@@ -309,7 +316,7 @@ class TorchActor(Actor):
             if (log_prob := head.log_prob(TORCH, parameters, outputs, spec)) is not None:
                 outputs["action_log_prob"] = log_prob
         by_path: Columns = {(name,): column for name, column in outputs.items()}
-        return finish_columns(by_path, spec, parameters=read, chosen=head is not None)
+        return finish_columns(by_path, spec, parameters=read, chosen=chooses(head))
 
 
 def head_in_torch(head: Head | None, inputs: ActorInputs) -> Head | None:

@@ -180,8 +180,16 @@ def test_params_are_prepared_once_per_version() -> None:
 @pytest.mark.parametrize("params", [{"w": jnp.zeros((4, 2))}, weights(1.0) | {"c": 1.0}, {"w": 1.0, "b": 1.0}, None])
 def test_params_of_another_structure_are_refused(params: Any) -> None:
     policy = fc.jax_policy(Traced(), weights(1.0))
-    with pytest.raises(ValueError, match="params differ from the policy's own at"):
+    with pytest.raises(ValueError, match="params differ from the policy's own:"):
         policy.prepare([params])
+
+
+def test_an_exception_of_a_function_tells_what_it_was_called_with() -> None:
+    env = fc.make_env("CartPole-v1", num_envs=3)
+    with pytest.raises(TypeError) as error:
+        collect(env, fc.jax_policy(lambda observation, params: observation @ params["w"], {"w": jnp.zeros((4, 2))}), 5)
+    given = "({w: float32 [4, 2]}, float32 [3, 4])"
+    assert f"the policy's function was called with {given}" in error.value.__notes__
 
 
 class Structured(gymnasium.Env):

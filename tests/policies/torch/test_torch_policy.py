@@ -206,6 +206,31 @@ def test_the_generator_is_put_back_after_an_error() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+class Angles(gymnasium.ObservationWrapper[Any, Any, Any]):
+    observation_space = gymnasium.spaces.Dict(angle=gymnasium.spaces.Box(-9, 9, (2,)))
+
+    def observation(self, observation: Any) -> Any:
+        return {"angle": observation[:2]}
+
+
+def test_an_exception_of_a_module_tells_what_it_was_called_with() -> None:
+    """A Dict observation, with a recurrent state; and its entries where a plain module names them."""
+    env = fc.make_env(lambda: Angles(gymnasium.make("CartPole-v1")), num_envs=3)
+    policy = fc.torch_policy(lambda observation, state: observation + state, initial_state=torch.zeros(5))
+    with pytest.raises(TypeError) as error:
+        collect(env, policy, 5)
+    given = "({angle: float32 [3, 2]}, float32 [3, 5])"
+    assert error.value.__notes__ == [f"the policy's module was called with {given}"]
+
+    class Named(nn.Module):
+        def forward(self, angle: Any) -> Tensor:
+            return angle.missing  # type: ignore[no-any-return]
+
+    with fc.SyncDataCollector(env, Named(), frames_per_batch=30) as collector, pytest.raises(AttributeError) as error:
+        next(iter(collector))
+    assert "the policy's module was called with (float32 [3, 2])" in error.value.__notes__
+
+
 @both
 def test_outputs_carry_no_gradients(name: str) -> None:
     batch = collect(make_env(name), fc.torch_policy(nn.Linear(4, 2), head=fc.heads.categorical), 5)
