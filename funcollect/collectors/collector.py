@@ -18,6 +18,7 @@ from funcollect.core.saving import Episodes, check_episodes
 from funcollect.errors import ClosedError
 from funcollect.files import read_data, write_data
 from funcollect.policies.normalized import Normalized
+from funcollect.policies.populations.population import Population
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
 from funcollect.running_statistics import RunningStatistics, merge, none_like, update
 from funcollect.specs import ExplorationType
@@ -323,6 +324,9 @@ class CollectorBase(RunOptions, ABC):
         if isinstance(self.policy, LoweredPolicy):
             found = "the policy is LoweredPolicy, which only reads statistics"
             mend += " without lower_policy: collectors lower it by themselves"
+        if isinstance(self.policy, Population):
+            found = "the policy is a population, whose members have statistics of their own"
+            mend = "leave update_statistics out, and call funcollect.running_statistics.update for each member's lanes"
         if self.policy is None:
             found = "policy is None, and the policies that policy_factory makes in the workers are not updated"
             mend += " as policy"

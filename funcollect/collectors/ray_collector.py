@@ -318,10 +318,25 @@ class RayCollector(WorkerCollector):
     @override
     def saved_run(self, episodes: Episodes) -> dict[str, Any]:
         since = [self._since[worker] for worker in self.run.workers]
-        return {**super().saved_run(episodes), "places": self._places, "since": since}
+        own = {"places": self._places, "since": since, "collectors": self._of_collectors}
+        return {**super().saved_run(episodes), **own}
+
+    @property
+    def _of_collectors(self) -> list[Any]:
+        """The class of the collectors, and the numbers and flags among their further keywords."""
+        given = self.collector_kwargs or {}
+        rows = [given] if isinstance(given, Mapping) else given
+        plain = (bool, int, float, str, type(None))
+        kept = [[[name, row[name]] for name in sorted(row) if isinstance(row[name], plain)] for row in rows]
+        return [self.collector_class.__name__, kept]
 
     @override
     def continue_run(self, saved: Mapping[str, Any], episodes: Episodes) -> None:
+        if (was := saved["collectors"]) != (own := self._of_collectors):
+            raise ValueError(
+                f"collector_class and collector_kwargs are {own}, but {was} in the saved run: build the collector with "
+                "those, or begin another run"
+            )
         self._check_places(saved["places"])
         super().continue_run(saved, episodes)
         self._since |= dict(zip(self.run.workers, saved["since"], strict=True))

@@ -148,6 +148,8 @@ def evaluate_actions(
     in_torch = isinstance(policy, TorchPolicy)
     _check_rows(rows, [_ACTION, *(leaf.path for leaf in leaves)], Tensor if in_torch else None)
     framework = _TORCH if in_torch else _in_jax()
+    if isinstance(policy, TorchPolicy) and policy.run_device is not None:
+        rows = {path: leaf.to(policy.run_device) for path, leaf in rows.items()}
     xp, network, action = framework.xp, _network(policy, params), rows[_ACTION]
     values = {name: rows[*EXPLORATION, name] for name in policy.head.values if (*EXPLORATION, name) in rows}
     head = policy.head.at({**policy.head.values, **values})
