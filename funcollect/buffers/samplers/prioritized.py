@@ -21,8 +21,8 @@ from funcollect.tree import Path
 
 __all__ = ["PrioritizedSampler", "PrioritizedSliceSampler"]
 
-_WIDTHS = (16, 32, 64)  # of blocks in a `SumTree`; narrow ones are read faster
-_MOST_AT_TOP = 1 << 14  # numbers whose running sums are made in microseconds
+_WIDTH = 16  # of the blocks in a `SumTree`; 32 and 64 are slower
+_MOST_AT_TOP = 1 << 14  # numbers whose running sums are made again after each change
 
 
 class PrioritizedSampler(RandomSampler):
@@ -223,8 +223,8 @@ class SumTree:
     """A weight of at least 0 for each of `capacity` slots. Weights are 0 at first, and a slot of weight 0 is not drawn.
 
     Blocks of weights have sums, blocks of these sums again, until few enough numbers are left that all their running
-    sums are made again after a change. Most buffers need one level of blocks. Each level costs a few NumPy calls for
-    all draws together.
+    sums are made again after a change. Each level costs a few NumPy calls for all draws together, and a buffer of a
+    million frames needs two above the weights.
 
     >>> priorities = SumTree(100)
     >>> priorities.put(np.array([3, 40]), np.array([1.0, 3.0]))
@@ -235,14 +235,13 @@ class SumTree:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._width = next((width for width in _WIDTHS if capacity <= width * _MOST_AT_TOP), _WIDTHS[-1])
         # Each list has one array per level, the weights of the slots first.
         self._sums: list[Floats] = []  # [blocks * width]; the last level has as many as there are
         self._least: list[Floats] = []  # like `_sums`: the least positive weight below each; else infinite
         while not self._sums or capacity > _MOST_AT_TOP:
             if self._sums:
-                capacity = len(self._sums[-1]) // self._width
-            padded = capacity if capacity <= _MOST_AT_TOP else capacity + -capacity % self._width
+                capacity = len(self._sums[-1]) // _WIDTH
+            padded = capacity if capacity <= _MOST_AT_TOP else capacity + -capacity % _WIDTH
             self._sums.append(np.zeros(padded))
             self._least.append(np.full(padded, np.inf))
         self._top: Floats | None = None  # 0 and the running sums of the last level, until a weight changes
@@ -254,9 +253,9 @@ class SumTree:
         self._least[0][slots] = np.where(weights > 0, weights, np.inf)
         block = slots
         for (sums, least), (above, least_above) in pairwise(zip(self._sums, self._least, strict=True)):
-            block = block // self._width  # the same one may come several times
-            above[block] = sums.reshape(-1, self._width).take(block, axis=0).sum(axis=1)
-            least_above[block] = least.reshape(-1, self._width).take(block, axis=0).min(axis=1)
+            block = block // _WIDTH  # the same one may come several times
+            above[block] = sums.reshape(-1, _WIDTH).take(block, axis=0).sum(axis=1)
+            least_above[block] = least.reshape(-1, _WIDTH).take(block, axis=0).min(axis=1)
 
     def get(self, slots: Ints) -> Floats:
         """The weights of slots."""
@@ -285,12 +284,12 @@ class SumTree:
         rest = np.minimum(places * upto[-1], np.nextafter(upto[-1], 0.0))
         found: Ints = upto.searchsorted(rest, side="right") - 1
         rest -= upto.take(found)
-        rows = np.zeros((len(places), self._width + 1))
+        rows = np.zeros((len(places), _WIDTH + 1))
         for sums in self._sums[-2::-1]:
-            sums.reshape(-1, self._width).take(found, axis=0).cumsum(axis=1, out=rows[:, 1:])
+            sums.reshape(-1, _WIDTH).take(found, axis=0).cumsum(axis=1, out=rows[:, 1:])
             # Rounding must not move a place past the end of its block, where the next slot may have the weight 0.
             rest = np.minimum(rest, np.nextafter(rows[:, -1], 0.0))
             child = (rows[:, 1:] > rest[:, None]).argmax(axis=1)
             rest -= rows[np.arange(len(rows)), child]
-            found = found * self._width + child
+            found = found * _WIDTH + child
         return found
