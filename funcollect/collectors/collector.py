@@ -79,7 +79,7 @@ class CollectorBase(RunOptions, ABC):
     frames: int = field(init=False, default=0)
     params: Any = field(init=False, default=None)
     _moments: RunningStatistics | None = field(init=False, default=None)  # of the last batch, not acted with yet
-    _pending: dict[int, PendingTrajectories] = field(init=False, default_factory=dict)  # by `_source`
+    _pending: dict[int, PendingTrajectories] = field(init=False, default_factory=dict)  # by order
 
     _closed = False
     _lends: ClassVar[bool] = False  # whether the memory of a batch is written again once no view of it lives
@@ -105,9 +105,9 @@ class CollectorBase(RunOptions, ABC):
         """The next batch, not yet split or post-processed; its frames are counted."""
 
     @property
-    def _source(self) -> int:
-        """Where the last batch is from: the worker if each has batches of its own, else 0."""
-        return 0
+    def _in_one_order(self) -> bool:
+        """Whether trajectories of all batches are in one order; else there is one for the lanes of each batch."""
+        return True
 
     def _forget(self) -> None:
         """Drop what batches have left behind: they belong to the run before."""
@@ -313,7 +313,8 @@ class CollectorBase(RunOptions, ABC):
                     return batch
             batch = self._next_frames()
             batch = batch.clone() if self._lends else batch
-            self._pending[self._source] = self._pending.get(self._source, PendingTrajectories()).add(batch)
+            source = 0 if self._in_one_order else int(batch["collector", "lane"].flatten()[0])
+            self._pending[source] = self._pending.get(source, PendingTrajectories()).add(batch)
 
     def _check_statistics(self) -> None:
         """Raise TypeError if there are no statistics to update."""

@@ -172,8 +172,8 @@ class MultiaSyncDataCollector(ProcessCollector):
 
     @property
     @override
-    def _source(self) -> int:
-        return self.run.gathering.workers[0]
+    def _in_one_order(self) -> bool:
+        return False
 
 
 # Their names in TorchRL since 0.14.

@@ -17,6 +17,7 @@ from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
 from funcollect.collectors.workers.jobs import DEVICES, columns_of, listed, rows, shares, want_accelerators
 from funcollect.collectors.workers.worker import WorkerInfo
+from funcollect.core.rollout_trajectories import check_limited
 from funcollect.core.saving import Episodes
 from funcollect.keys import key_from_seed, seed_of
 from funcollect.messages import shown
@@ -94,6 +95,7 @@ class RayCollector(WorkerCollector):
             self._fill(reset_at_each_iter=False)  # TorchRL's documentation passes -False
         lists = {name: getattr(self, name) for name in _LISTS}
         count = number_of_collectors(lists, self.num_collectors)
+        self._check_inner_ends(self.collector_kwargs)
         devices = {name: lists[name] if listed(lists[name]) is None else None for name in DEVICES}
         self._check(options_of(self, **devices, storing_device=self._stored(count)))
         seed = seed_of(key_from_seed(self.seed))
@@ -169,8 +171,8 @@ class RayCollector(WorkerCollector):
 
     @property
     @override
-    def _source(self) -> int:
-        return 0 if self.sync else self.run.gathering.workers[0]
+    def _in_one_order(self) -> bool:
+        return self.sync
 
     @override
     def _gather(self) -> TensorDictBase:
@@ -222,6 +224,7 @@ class RayCollector(WorkerCollector):
         """
         self._check_open()
         own = {"create_env_fn": create_env_fn, "collector_kwargs": collector_kwargs, "remote_configs": remote_configs}
+        self._check_inner_ends(collector_kwargs)
         count = number_of_collectors(own)
         workers = self.num_workers_per_collector if num_envs is None else num_envs
         check_positive("num_envs", workers)
@@ -247,12 +250,25 @@ class RayCollector(WorkerCollector):
         self.num_collectors = self.num_workers
         return added
 
+    def _check_inner_ends(self, collector_kwargs: Any) -> None:
+        """Raise ValueError if the collectors in the actors would cut trajectories that have to be whole."""
+        rows = [collector_kwargs] if isinstance(collector_kwargs, Mapping) else collector_kwargs or ()
+        for row in rows if self.trajs_per_batch is not None else ():
+            for name, whole in (("set_truncated", False), ("reset_when_done", True)):
+                if row.get(name, whole) is not whole:
+                    raise ValueError(
+                        f"collector_kwargs has {name}={row[name]!r}, which does not go together with trajs_per_batch: "
+                        "leave one of them out"
+                    )
+
     def _check_newcomer(self, info: WorkerInfo) -> None:
         """Raise ValueError if batches of all collectors cannot include those of a new one."""
         if self.sync and info.frames != self.run.info.frames:
             raise ValueError(
                 "the new collectors have other frames than the others: with sync=True pass as many workers"
             )
+        if self.trajs_per_batch is not None:
+            check_limited(info.limited, info.label)
 
     def remove_collectors(self, worker_ids: int | Sequence[int]) -> None:
         """Remove collectors. The batches that they have begun are delivered; their lanes and ids are not used again.

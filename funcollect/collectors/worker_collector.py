@@ -108,14 +108,28 @@ class WorkerCollector(CollectorBase):
         info = self.run.info
         if is_policy(self.policy):
             remember_spaces(self.policy, info.space, info.leaves, info.action)
-        if self.trajs_per_batch is not None and not info.limited:
-            self.shutdown()
-            check_limited(info.limited, info.label)
+        if self.trajs_per_batch is not None:
+            self._check_whole_trajectories()
 
     @property
     def num_envs(self) -> int | None:
         """P: the environments of each worker; None for one without a batch dimension."""
         return self.run.info.num_envs
+
+    def _check_whole_trajectories(self) -> None:
+        """Shut down and raise ValueError unless every trajectory ends, and lanes of one order advance together."""
+        infos = [self.run.infos[worker] for worker in self.run.workers]
+        endless = next((info for info in infos if not info.limited), None)
+        lengths = [info.length for info in infos]
+        if endless is not None or (self._in_one_order and len({*lengths}) > 1):
+            self.shutdown()
+        if endless is not None:
+            check_limited(endless.limited, endless.label)
+        if self._in_one_order and len({*lengths}) > 1:
+            raise ValueError(
+                f"the workers make {lengths} steps for a batch, which does not go together with trajs_per_batch, since "
+                "the fastest would wait for the others: give all the same frames_per_batch"
+            )
 
     def rollout(self) -> TensorDictBase:
         """One batch as it is gathered, even if the run has ended: not split, not post-processed."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+import cloudpickle
 import torch
 from torch import Tensor
 
@@ -160,7 +161,8 @@ class Evaluator:
                 self._policy.prepare(params)
             named = self._policy.state_dict(params)
             weights = {name: torch.as_tensor(each).detach().to("cpu", copy=True) for name, each in named.items()}
-        self._waiting.append((step, weights, None if weights else params))
+        packed = None if weights or params is None else cloudpickle.dumps(params)  # as they are now
+        self._waiting.append((step, weights, packed))
         if len(self._waiting) > self._size:
             del self._waiting[0]
             self.dropped += 1

@@ -14,6 +14,7 @@ from funcollect.collectors.options import Options
 from funcollect.collectors.source import RunnerSpec
 from funcollect.core.api import check_pair
 from funcollect.core.evaluate import evaluate
+from funcollect.keys import key_from_seed, seed_of
 from funcollect.plots.recording import record
 from funcollect.processes.child import enter_child
 from funcollect.processes.failures import Failure
@@ -50,9 +51,9 @@ def main(fds: Sequence[int]) -> None:
         run_as_batch_work(idle=True)
         channel.send(None)
         while (message := channel.receive()) is not None:
-            step, weights, params = message[0]
+            step, weights, packed = message[0]
             try:
-                channel.send((step, served.evaluate(step, weights, params)))
+                channel.send((step, served.evaluate(step, weights, packed)))
             except Exception as error:
                 channel.send((step, Failure.of(error)))
 
@@ -65,12 +66,15 @@ class _Served:
         self._env, self._policy = job.source.build(Options(frames_per_batch=1))
         check_pair(self._env, self._policy)
 
-    def evaluate(self, step: int, weights: Mapping[str, Tensor], params: Any) -> tuple[EpisodeStats, str | None]:
+    def evaluate(
+        self, step: int, weights: Mapping[str, Tensor], packed: bytes | None
+    ) -> tuple[EpisodeStats, str | None]:
         """The statistics of the episodes, and the path of the film if there is one."""
-        job = self._job
+        job, params = self._job, None if packed is None else cloudpickle.loads(packed)
         if weights:
             self._policy.load(dict(weights))
-        given: dict[str, Any] = {"seed": job.seed, "params": params, "exploration_type": job.exploration_type}
+        seed = seed_of(key_from_seed(job.seed))  # one for the episodes and for the film
+        given: dict[str, Any] = {"seed": seed, "params": params, "exploration_type": job.exploration_type}
         stats = evaluate(self._env, self._policy, episodes=job.episodes, max_frames=job.max_frames, **given)
         if job.film is None:
             return stats, None

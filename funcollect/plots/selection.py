@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from funcollect.trajectories.next_observations import next_observations
 from funcollect.trajectories.split import MASK, TRAJECTORY_IDS, check_batch, require
 from funcollect.tree import Path, flatten
 
@@ -46,6 +47,7 @@ class Trajectory(NamedTuple):
 def pick(batch: TensorDictBase, traj_id: int | None) -> Trajectory:
     """Select one trajectory of a batch, which may be split; `episode` documents the arguments and errors."""
     check_batch(batch)
+    batch = next_observations(batch)
     ids = require(batch, TRAJECTORY_IDS, tail=())
     real = _real(batch)
     if not real.any():

@@ -33,6 +33,7 @@ def run_as_batch_work(*, idle: bool) -> None:
     """Let this process wait for others: with `idle` whenever there is other work, else only when it is woken."""
     with contextlib.suppress(OSError):  # it may not be allowed
         if not PORTABLE:
-            os.sched_setscheduler(0, os.SCHED_IDLE if idle else os.SCHED_BATCH, os.sched_param(0))
+            for thread in os.listdir("/proc/self/task"):  # later ones are like the thread that starts them
+                os.sched_setscheduler(int(thread), os.SCHED_IDLE if idle else os.SCHED_BATCH, os.sched_param(0))
         elif idle:
             os.nice(19)

@@ -191,7 +191,7 @@ class WorkersSummary:
 
     def __init__(self, collector: Any) -> None:
         self._collector = collector
-        self._workers = getattr(collector, "num_workers", 0)
+        self._workers = getattr(collector, "num_workers", 0) if hasattr(collector, "stats") else 0
         self._before = collector.stats() if self._workers else {}
         self._began = time.monotonic()
 

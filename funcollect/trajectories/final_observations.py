@@ -49,17 +49,32 @@ class FinalObservations:
         )
 
     def find(self, traj_ids: Tensor, step: Tensor) -> Tensor:
-        """The rows of M frames, [M] int64; -1 for those that are not there."""
+        """The rows of M frames, [M] int64; -1 for those that are not there.
+
+        Raises:
+            ValueError: if two frames with the same trajectory and step are not the same, as those of two runs.
+        """
         frames = torch.stack([torch.cat([self.traj_ids, traj_ids]), torch.cat([self.step, step])], 1)
         distinct, number = torch.unique(frames, dim=0, return_inverse=True)
         count = len(self.step)
         row = torch.full((len(distinct),), -1, device=number.device)
         row[number[:count]] = torch.arange(count, device=number.device)
+        again = row[number[:count]]
+        if not all(_same(leaf, leaf[again.to(leaf.device)]) for leaf in self.leaves.values()):
+            raise ValueError(
+                "batches of several runs were joined, whose trajectory ids are the same: call next_observations for "
+                "each run before that"
+            )
         return row[number[count:]]
 
     @override
     def __repr__(self) -> str:
         return f"FinalObservations of {len(self.step)} frames"
+
+
+def _same(one: Tensor, two: Tensor) -> bool:
+    """Whether tensors have the same bits."""
+    return torch.equal(one.contiguous().view(torch.uint8), two.contiguous().view(torch.uint8))
 
 
 def is_compact(batch: Any) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_number, check_positive
+from funcollect.trajectories.next_observations import next_observations
 from funcollect.trajectories.split import MASK, TRAJECTORY_IDS, check_batch, require, steps_back
 
 __all__ = ["MultiStep"]
@@ -57,6 +58,7 @@ class MultiStep:
             ValueError: if the batch has no frames, no ``next.reward`` or no ``next.done``.
         """
         check_batch(batch)
+        batch = next_observations(batch)  # those of a compact batch are one step away
         if not batch.shape[-1]:
             raise ValueError(f"the batch {list(batch.shape)} has no frames, expected [*B, T] with T of at least 1")
         steps = self._steps(batch)

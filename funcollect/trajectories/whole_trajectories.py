@@ -67,7 +67,10 @@ class PendingTrajectories:
         return f"PendingTrajectories({len(_Runs(self._table).start)} trajectories, {len(self)} frames)"
 
     def add(self, batch: TensorDictBase) -> PendingTrajectories:
-        """Return these frames and those of the next batch ``[*B, T]`` of the same lanes, or of some of them."""
+        """Return these frames and those of the next batch ``[*B, T]``.
+
+        A lane that the batch lacks has left the run, and its frames are dropped. One that it brings begins now.
+        """
         check_batch(batch)
         batch = batch.clone(recurse=False).unlock_()
         final = detach(batch)
@@ -77,21 +80,22 @@ class PendingTrajectories:
         )
         by_lane = np.argsort(lane, kind="stable")
         lanes, first, count = np.unique(lane[by_lane], return_index=True, return_counts=True)
-        before = np.array([self._steps.get(each, 0) for each in lanes.tolist()], np.int64)
+        now = max(self._steps.values(), default=0)
+        before = np.array([self._steps.get(each, now) for each in lanes.tolist()], np.int64)
         new = np.zeros(len(lane), _FRAME)
         new["began"][by_lane] = np.arange(len(lane)) + (before - first).repeat(count)
         new["began"] -= step
         new["lane"], new["traj_id"], new["step"] = lane, ids, step
         new["done"] = require(batch, ("next", "done"), tail=(1,)).reshape(-1).cpu().numpy()
         new["piece"], new["row"] = len(self._pieces), np.arange(len(lane))
-        table = np.concatenate([self._table, new])
+        table = np.concatenate([self._table[np.isin(self._table["lane"], lanes)], new])
         table = table[np.lexsort([table[name] for name in ("step", *reversed(_ORDER))])]
         runs = _Runs(table)
         return replace(
             self,
             _pieces=(*self._pieces, batch),
             _table=table[~runs.lost.repeat(runs.length)],
-            _steps={**self._steps, **dict(zip(lanes.tolist(), (before + count).tolist(), strict=True))},
+            _steps=dict(zip(lanes.tolist(), (before + count).tolist(), strict=True)),
             _final=_joined(self._final, final),
         )
 

@@ -117,6 +117,34 @@ def test_weights_are_those_of_the_moment(tmp_path):
             same(found.stats, wanted)
 
 
+def test_given_params_are_those_of_the_moment(tmp_path):
+    """With `policy_factory`, there is no policy here that could name them."""
+    file, weight = tmp_path / "go", torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    policy = fc.torch_policy(nn.Linear(4, 2, bias=False), head=fc.heads.categorical)
+    wanted = fc.evaluate(fc.make_env("CartPole-v1"), policy, params={"weight": weight.clone()}, **GIVEN)
+    with fc.Evaluator(lambda: Waiting(str(file)), policy_factory=lambda: policy, **GIVEN) as evaluator:
+        for step in range(2):
+            evaluator.submit({"weight": weight}, step=step)
+        weight.mul_(-1)
+        file.touch()
+        for found in evaluator.wait():
+            same(found.stats, wanted)
+
+
+def test_every_thread_of_it_is_idle_work():
+    """Those of XLA, too, which exist once the environment has been built."""
+
+    def make():
+        env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
+        fc.init(env, fc.random_policy(env), seed=0)
+        return env
+
+    with fc.Evaluator(make, None, **GIVEN) as evaluator:
+        threads = [int(each) for each in os.listdir(f"/proc/{evaluator._child.pid}/task")]
+        assert len(threads) > 1
+        assert {os.sched_getscheduler(each) for each in threads} == {os.SCHED_IDLE}
+
+
 def test_an_exception_is_raised_once_and_the_next_weights_are_evaluated(tmp_path):
     file = tmp_path / "odd"
     policy = fc.torch_policy(linear(0), head=fc.heads.categorical)

@@ -16,6 +16,7 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.errors import PolicyError
+from funcollect.policies.populations.members import MemberLanes
 from tests.support.running import in_soak
 from tests.support.workers import multi
 
@@ -316,6 +317,8 @@ def test_halves_are_explained_and_profiled() -> None:
 
 def test_lanes_that_do_not_divide() -> None:
     policy, _ = POPULATIONS["torch"]()
+    with pytest.raises(PolicyError, match="not in lanes added later"):
+        MemberLanes.of_lanes(2, [4, 5], 4)
     with pytest.raises(PolicyError, match=r"a population of 2 acts in 3 lanes, expected a multiple of 2"):
         fc.init(fc.make_env(HOST, num_envs=3), policy, seed=0)
     with pytest.raises(PolicyError, match=r"2 members of a population were given 3 rows"):

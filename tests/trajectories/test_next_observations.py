@@ -114,6 +114,22 @@ def test_a_batch_that_has_them_is_returned_as_it_is():
     assert ("next", "observation") not in compact.keys(True)
 
 
+def test_rewards_of_several_steps_and_plots_use_them():
+    sums = fc.MultiStep(gamma=0.9, n_steps=3)
+    whole, compact = next(both(ENVS["several"]))
+    assert_same(sums(compact), sums(whole))
+    assert_same(*next(both(ENVS["several"], postproc=sums)))
+    figures = [fc.plots.episode(each) for each in (whole, compact)]
+    titles = [[axes.get_ylabel() for axes in figure.axes] for figure in figures]
+    assert titles[0] == titles[1]
+
+
+def test_runs_whose_ids_are_the_same_are_refused_together():
+    runs = [next(both(ENVS["several"], seed=seed))[1] for seed in (0, 1)]
+    with pytest.raises(ValueError, match=r"several runs were joined, .* call next_observations for each run before"):
+        fc.next_observations(torch.stack(runs))
+
+
 def test_frames_that_were_cut_or_shuffled_are_refused():
     _, compact = next(both(ENVS["counting"]))
     with pytest.raises(ValueError, match=r"lacks the frame after step 1 of trajectory 9, .* call next_observations"):

@@ -5,8 +5,10 @@ import re
 
 import pytest
 import torch
+from gymnasium.wrappers import TimeLimit
 
 import funcollect as fc
+from funcollect.trajectories.whole_trajectories import PendingTrajectories
 from tests.support.cases import pair, torch_mlp
 from tests.support.compare import assert_same, leaves
 from tests.support.counting import always, make_counting
@@ -187,6 +189,45 @@ def test_asynchronous_workers_have_their_own_order(transport):
         with fc.SyncDataCollector("CartPole-v1", create_env_kwargs={"num_envs": 2}, **RANDOM, shard=shard) as alone:
             for batch, one in zip(batches, alone, strict=False):
                 assert_same(batch, one)
+
+
+def test_lanes_may_leave_and_join():
+    """A lane that has left holds nothing up; one that joins begins where the others are."""
+    env = fc.make_env("CartPole-v1", num_envs=3)
+    policy = fc.random_policy(env)
+    state, pending = fc.init(env, policy, seed=0), PendingTrajectories()
+    for lanes in (slice(2), slice(2), slice(1), slice(0, 3, 2)):
+        state, batch = fc.rollout(env, policy, state, 40)
+        pending = pending.add(batch[lanes])
+        if lanes == slice(1):
+            while (taken := pending.take(1)) is not None:
+                frames, pending = taken
+                assert (frames["collector", "lane"] == 0).all()
+    state, batch = fc.rollout(env, policy, fc.reset(env, state), 40)
+    pending = pending.add(batch[0::2])
+    lanes = []
+    while (taken := pending.take(1)) is not None:
+        frames, pending = taken
+        lanes.append(int(frames["collector", "lane"][0]))
+    assert {*lanes} == {0, 2}
+
+
+def test_workers_that_do_not_advance_together_are_refused():
+    keywords = RANDOM | {"frames_per_batch": [24, 48], "cat_results": -1}
+    with pytest.raises(
+        ValueError, match=r"the workers make \[24, 48\] steps for a batch, .* the same frames_per_batch"
+    ):
+        multi(transport="serial", create_env_fn=["CartPole-v1"] * 2, policy=None, **keywords)
+
+
+@pytest.mark.parametrize("limits", [(7, None), (None, 7)])
+def test_every_worker_has_to_end_its_trajectories(limits):
+    def make(limit):
+        return lambda: fc.make_env(lambda: TimeLimit(Nested(), limit) if limit else Nested(), num_envs=2)
+
+    made = [make(limit) for limit in limits]
+    with pytest.raises(ValueError, match="max_frames_per_traj"):
+        multi(transport="serial", create_env_fn=made, policy=None, frames_per_batch=24, trajs_per_batch=3, seed=0)
 
 
 @pytest.mark.usefixtures("ray_cluster")

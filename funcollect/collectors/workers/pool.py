@@ -206,7 +206,10 @@ class WorkerPool:
         if not isinstance(failure := answer.value, Failure):
             self._count(record, answer.value)
             if call.name in ("apply", "set_env_params"):
-                record.job = replace(record.job, applied=(*record.job.applied, (call.name, *call.args)))
+                kept = record.job.applied
+                if call.name == "set_env_params":  # all of them at once, so earlier ones do not matter
+                    kept = tuple(each for each in kept if each[0] == "apply")
+                record.job = replace(record.job, applied=(*kept, (call.name, *call.args)))
             call.resolve(answer.value)
         elif isinstance(refusal := failure.error(), _REFUSALS.get(call.name, ())):
             call.resolve(error=refusal)

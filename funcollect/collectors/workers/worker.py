@@ -242,8 +242,12 @@ class WorkerBase(ABC):
         self._batches, self._frames = state_dict["iter"], state_dict["frames"]
 
     def begin_from(self, packed: bytes) -> None:
-        """Begin with the parameters of the environment that a `restart_of` has."""
-        self.load_state_dict(cloudpickle.loads(packed))
+        """Begin with the parameters of the environment that `env_calls_of` has packed, under the seed of now."""
+        state_dict, own = cloudpickle.loads(packed), runners_of(self.state_dict())[0]
+        loaded: list[Any] = [*runners_of(state_dict)]
+        for each in loaded:
+            each["key"] = own["key"]
+        self.load_state_dict(state_dict)
 
     def saved_run(self, episodes: Episodes) -> dict[str, Any]:
         """Plain data with which `continue_run` goes on as this worker would."""
