@@ -11,6 +11,7 @@ import os
 import pickle
 import socket
 import struct
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ _KIND = socket.SOCK_STREAM if PORTABLE else socket.SOCK_SEQPACKET  # the latter 
 _LENGTH = struct.Struct("<I")  # before each packet of a stream
 _PACKET = 1 << 14  # bytes
 _SOCKET_BUFFER = 1 << 18  # bytes of a stream, as Linux has
+_KEPT = 8 if PORTABLE else 0  # files that stay open: macOS can lose those that are closed before they are received
 _MOST_FDS = 8
 _FD = array.array("i")
 _IN_FILE = b"f"  # no pickle begins with it
@@ -45,6 +47,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._sent: deque[int] = deque()  # files of the last messages
 
     def fileno(self) -> int:
         """The descriptor that is readable when a message has arrived, or the other end is closed."""
@@ -61,12 +64,14 @@ class Channel:
             self._send(data, fds)
             return
         message_file = anonymous_file("message")
+        self._sent.append(message_file)
         try:
             with open(message_file, "wb", closefd=False) as file:
                 file.write(data)
             self._send(_IN_FILE, [*fds, message_file])
         finally:
-            os.close(message_file)
+            while len(self._sent) > _KEPT:
+                os.close(self._sent.popleft())
 
     def _send(self, packet: bytes, fds: Sequence[int]) -> None:
         if PORTABLE:
@@ -97,32 +102,29 @@ class Channel:
 
     def _receive(self, flags: int) -> tuple[bytes, list[int]]:
         """A packet, empty if there is no more, and its descriptors, which child programs do not inherit."""
-        size = _LENGTH.size if PORTABLE else _PACKET
+        size = _PACKET
+        if PORTABLE:  # the length stays in the stream until all can be read: Ctrl-C may come in between
+            start = self._socket.recv(_LENGTH.size, flags | socket.MSG_PEEK)
+            if not start:
+                return b"", []
+            size = _LENGTH.size + _LENGTH.unpack(start)[0]
+            flags = int(socket.MSG_WAITALL)
         data, ancillary, _, _ = self._socket.recvmsg(size, _ROOM, flags | _NOT_INHERITED)  # `recv_fds` ignores flags
         fds = array.array("i")
         for _, _, payload in ancillary:
             fds.frombytes(payload[: len(payload) - len(payload) % _FD.itemsize])
-        if PORTABLE and data:
+        if PORTABLE:
             for fd in fds:
                 os.set_inheritable(fd, False)
-            data = self._rest(data)
+            while len(data) < size:  # a signal came
+                if not (more := self._socket.recv(size - len(data))):
+                    raise EOFError
+                data += more
+            data = data[_LENGTH.size :]
         return data, list(fds)
-
-    def _rest(self, start: bytes) -> bytes:
-        """The packet of a stream of which these bytes, of its length, have been received."""
-        (length,) = _LENGTH.unpack(start + self._exactly(_LENGTH.size - len(start)))
-        return self._exactly(length)
-
-    def _exactly(self, size: int) -> bytes:
-        """The next bytes of a stream. EOFError if the other end is closed before the last of them."""
-        data = b""
-        while len(data) < size:
-            more = self._socket.recv(size - len(data))
-            if not more:
-                raise EOFError
-            data += more
-        return data
 
     def close(self) -> None:
         """Close this end."""
         self._socket.close()
+        while self._sent:
+            os.close(self._sent.popleft())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import os
 import select
@@ -12,8 +13,10 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Literal, NamedTuple, Self
 
+import numpy as np
 import torch
 
 from funcollect.interop.settings import FrameworkSettings
@@ -52,6 +55,8 @@ class ChildSetup(NamedTuple):
         os.environ.update(self.environ)
         limit_threads(self.num_threads, accelerators=self.accelerators)
         self.frameworks.apply()
+        np.random.seed()
+        torch.default_generator.seed()
 
 
 def limit_threads(num_threads: int, *, accelerators: bool) -> None:
@@ -87,21 +92,34 @@ class ChildProcess:
     """
 
     def __init__(self, module: str) -> None:
-        self.channel, theirs = pair()
-        self._status, reports = os.pipe()
-        alive, self._life = os.pipe()
-        self._stack = anonymous_file("stack")
         self._pid = 0
         self._ended: int | None = None  # its wait status; -1 if nobody reports one
         self._owner = os.getpid()
+        try:
+            self._launch(module)
+        except OSError as error:
+            if error.errno == errno.EMFILE:
+                error.add_note("Each worker process takes about seven descriptors here: raise the limit (ulimit -n)")
+            raise
         self.open = True
         _CHILDREN.add(self)
-        try:
+
+    def _launch(self, module: str) -> None:
+        """Start the process. What it alone needs is closed here afterwards, and everything after a failure."""
+        with ExitStack() as given, ExitStack() as kept:
+            self.channel, theirs = pair()
+            given.callback(theirs.close)
+            kept.callback(self.channel.close)
+            self._status, reports = os.pipe()
+            given.callback(os.close, reports)
+            kept.callback(os.close, self._status)
+            alive, self._life = os.pipe()
+            given.callback(os.close, alive)
+            kept.callback(os.close, self._life)
+            self._stack = anonymous_file("stack")
+            kept.callback(os.close, self._stack)
             launch(module, [reports, theirs.fileno(), alive, self._stack])
-        finally:
-            for fd in (reports, alive):
-                os.close(fd)
-            theirs.close()
+            kept.pop_all()
 
     @property
     def owned(self) -> bool:
@@ -188,8 +206,8 @@ class ChildProcess:
             return
         os.close(self._life)
         if self.owned:
-            if PORTABLE and self.pid and self._ended in (None, -1):  # else the server has killed its group
-                kill_group(self.pid)
+            if PORTABLE and (not self.ended_by(0) or self._ended == -1) and self._pid:  # else the server has done that
+                kill_group(self._pid)
             self.ended_by(time.monotonic() + TO_DIE)
         self.open = False
         for fd in (self._status, self._stack):

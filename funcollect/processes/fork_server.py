@@ -8,7 +8,6 @@ of their own, and kills them when it ends.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -22,6 +21,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Sequence
 
 from funcollect.interop.jax_setup import import_jax
@@ -35,6 +35,8 @@ STATUS = struct.Struct("q")  # a report on a process: first its id, later its wa
 
 def main(control: int, alive: int) -> None:
     """Serve the socket `control` until its other end, or that of the pipe `alive`, is closed."""
+    for fd in (control, alive):
+        os.set_inheritable(fd, False)  # a worker that had them would hide the end of this process
     if not PORTABLE:
         die_with_parent(alive)
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # processes of a killed worker are reaped here
@@ -49,25 +51,34 @@ def main(control: int, alive: int) -> None:
     waiting = select.poll()
     for fd in (control, woken):
         waiting.register(fd, select.POLLIN)
-    while True:
-        ready = [fd for fd, _ in waiting.poll()]
-        if woken in ready:
-            os.read(woken, 1 << 12)
-            _reap(children)
-        if control in ready:
-            try:
-                request = channel.receive()
-            except EOFError:
-                break
-            assert request is not None
-            module, fds = request
-            if PORTABLE:
-                _spawn(module, children, fds)
-            else:
-                _fork(module, children, fds, (control, alive, woken, wakes))
-    if PORTABLE:
-        for pid in children:
+    try:
+        while True:
+            ready = [fd for fd, _ in waiting.poll()]
+            if woken in ready:
+                os.read(woken, 1 << 12)
+                _reap(children)
+            if control in ready and (request := channel.receive()) is not None:
+                if PORTABLE:
+                    channel.send("received", plain=True)
+                _start(*request, children, (control, alive, woken, wakes))
+    except EOFError:  # the other end is closed
+        pass
+    finally:
+        for pid in children if PORTABLE else ():
             kill_group(pid)
+
+
+def _start(module: str, fds: list[int], children: dict[int, int], own: tuple[int, ...]) -> None:
+    """Start a worker. If the system cannot, its descriptors are closed, which tells that it has ended."""
+    try:
+        if PORTABLE:
+            _spawn(module, children, fds)
+        else:
+            _fork(module, children, fds, own)
+    except OSError:
+        traceback.print_exc()
+        for fd in fds:
+            os.close(fd)
 
 
 def _spawn(module: str, children: dict[int, int], fds: list[int]) -> None:
@@ -194,6 +205,8 @@ class _Server:
 
     def launch(self, module: str, fds: Sequence[int]) -> None:
         self._channel.send(module, fds, plain=True)
+        if PORTABLE:  # macOS can lose descriptors that are closed before they have been received
+            self._channel.receive()
 
     def close(self) -> None:
         self._channel.close()
@@ -213,16 +226,18 @@ def launch(module: str, fds: Sequence[int]) -> None:
             _SERVERS.append(_Server())
         try:
             _SERVERS[0].launch(module, fds)
-        except (BrokenPipeError, ConnectionResetError):  # it was killed
+        except (BrokenPipeError, ConnectionResetError, EOFError):  # it was killed
             _SERVERS.pop().close()
             _SERVERS.append(_Server())
             _SERVERS[0].launch(module, fds)
 
 
-@atexit.register
 def _close() -> None:
     while _SERVERS:
         _SERVERS.pop().close()
+
+
+weakref.finalize(launch, _close)  # at exit, and after all later finalizers, which ask workers to close environments
 
 
 os.register_at_fork(after_in_child=_close)  # a forked process starts a server of its own

@@ -124,6 +124,7 @@ class Simulation:
         self._each_episode = env.seeding == "episode"
         self.lanes: list[int] = lanes.tolist()
         simulators = env.open() if simulators is None else simulators
+        self._finalizer = weakref.finalize(self, simulators.close)  # first of all: Ctrl-C may come at any moment
         self.simulators: Simulators = simulators
         whole = [range(len(self.lanes))]
         self.parts: Sequence[range] = simulators.parts if isinstance(simulators, SimulatorsInParts) else whole
@@ -138,7 +139,6 @@ class Simulation:
         self.rekey(key, [-1] * len(self.lanes), 0)
         self.action_log = ActionLog(len(self.lanes), _LONGEST_LOG if env.forking == "replay" else 0)
         self.last_outcome: Outcome = ((), (), (), ())  # read by `FinishedLanes`
-        self._finalizer = weakref.finalize(self, self.simulators.close)
 
     def __reduce__(self) -> Any:
         """Refuse to be copied or pickled: copies of MuJoCo and ALE would silently take another course."""

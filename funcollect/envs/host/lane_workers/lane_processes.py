@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import time
 import warnings
@@ -90,18 +89,22 @@ class LaneProcesses:
 
     def order(self, order: int, groups: list[int]) -> None:
         """Let the workers of these groups begin."""
-        if os.getpid() != self._owner:
-            raise ClosedError(
-                f"the workers of {self._env} belong to the process that forked this one: make a state of your own here"
-            )
+        self._check_owner()
         if self._calling and order not in (CALL, CLOSE):
-            self._take_answers(math.inf)
+            self._end_call()
         self._open += len(groups)  # first of all, since Ctrl-C may come at any moment
         self.block.order[groups] = order
         self.block.asked[groups] += 1
         for index in groups:
             group = self.groups[index]
             self._workers[group.worker].bell.ring(group.part)
+
+    def _check_owner(self) -> None:
+        """Raise ClosedError in a process that was forked from the one that has started the workers."""
+        if os.getpid() != self._owner:
+            raise ClosedError(
+                f"the workers of {self._env} belong to the process that forked this one: make a state of your own here"
+            )
 
     def wait(self, groups: list[int], counts: tuple[int, int], timeout: float | None = None) -> None:
         """Wait until these groups, so many in each part, have answered.
@@ -224,7 +227,8 @@ class LaneProcesses:
         except EnvError as error:
             raise NotCalledError(str(error)) from error
         if self._calling:
-            self._take_answers(math.inf)
+            self._end_call()
+            self._raise_if_lost(groups)
         self._calling = True
         for index in groups:
             self.worker_of(index).send((int(self.block.asked[index]) + 1, function, arguments[index]))
@@ -243,6 +247,13 @@ class LaneProcesses:
             if index in self.lost:
                 raise EnvError(f"{self.worker_of(index)}: its process was lost: {ONWARD}") from self.lost[index]
 
+    def _end_call(self) -> None:
+        """Let the workers end what a call that was broken off has begun; lose those that hang in it."""
+        self._take_answers(self._options.timeout)
+        if self._calling:
+            self._look([*range(len(self.groups))], hung=True)
+            self._take_answers(0)
+
     def _take_answers(self, patience: float) -> None:
         """Wait, so many seconds at most, until all workers that live have done what they were doing; drop answers."""
         if not self._wait_until_answered(range(len(self.groups)), patience):
@@ -259,6 +270,7 @@ class LaneProcesses:
 
         Returns whether there are new workers, which need seeds.
         """
+        self._check_owner()
         if not (self._open or self._calling or self.lost or any(worker.has_ended() for worker in self._workers)):
             return False
         self._take_answers(_TO_COME_BACK)
@@ -289,7 +301,7 @@ class LaneProcesses:
         if self._closed:
             return
         try:
-            errors = self._say_close()
+            errors = self._say_close() if os.getpid() == self._owner else []
         finally:
             self._free()
         for error in errors:

@@ -34,7 +34,7 @@ from funcollect.processes.channel import Channel
 from funcollect.processes.child import enter_child
 from funcollect.processes.failures import Failure
 from funcollect.processes.shared_memory import mapped
-from funcollect.processes.system import run_on
+from funcollect.processes.system import PORTABLE, run_on
 from funcollect.protocols import Simulators
 
 Opener = Callable[[SimulatedEnv], Simulators]
@@ -89,7 +89,9 @@ def main(fds: Sequence[int]) -> None:
         if served is not None:
             channel.send(None)
             bell = Bell(bells[: len(bells) // 2])
-            while served.serve(bell.wait()):
+            if PORTABLE:  # nothing else ends a worker whose server was killed together with its parent
+                bell.watch(fds[1])
+            while (rings := bell.wait()) is not None and served.serve(rings):
                 pass
     sys.stdout.flush()
     sys.stderr.flush()
@@ -120,10 +122,10 @@ class ServedLanes:
                 self.close()
             raise
 
-    def serve(self, rings: tuple[int, int] | None) -> bool:
+    def serve(self, rings: tuple[int, int]) -> bool:
         """Do what was asked for in the parts whose bell rang; False once the worker was asked to close."""
         for index, group, simulators in self._served:
-            if rings is None or not rings[group.part]:
+            if not rings[group.part]:
                 continue
             number, order, failed = self._block.asked[index], self._block.order[index], False
             try:
@@ -131,6 +133,8 @@ class ServedLanes:
                     self._call(index, number, simulators)
                 elif order == CLOSE:
                     self.close()
+                    sys.stdout.flush()  # after the answer this process may be killed
+                    sys.stderr.flush()
                 else:
                     self._do(order, index, group, simulators)
             except BaseException as error:
