@@ -26,6 +26,7 @@ from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import CollectorState
 from funcollect.errors import ClosedError, InUseError
 from funcollect.interop.plain_data import from_data, to_data
+from funcollect.policies.jax_functions.jax_policy import as_given
 from funcollect.policies.torch_backed import TorchBacked, replaced
 from funcollect.policies.weights import check_dtypes
 from funcollect.protocols import ReplacedSimulators
@@ -280,7 +281,7 @@ class Runner:
             self.policy.prepare(weights)
         self.state = make_state()
         self.seed = self.state.seed
-        self.params = None if saved["own_weights"] else weights
+        self.params = None if saved["own_weights"] else as_given(self.policy, weights)
         if weights is not None and self.params is None:
             self.policy.load(weights)
         self.frames = saved["frames"]

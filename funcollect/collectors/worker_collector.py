@@ -31,6 +31,7 @@ from funcollect.core.rollout_trajectories import check_limited
 from funcollect.core.saving import Episodes
 from funcollect.errors import WorkerError
 from funcollect.keys import key_from_seed
+from funcollect.policies.jax_functions.jax_policy import as_given
 from funcollect.processes.child import OnFailure
 from funcollect.protocols import is_policy
 
@@ -316,7 +317,7 @@ class WorkerCollector(CollectorBase):
         self._fill(seed=self.run.seed)
         self.frames, self._batches = saved["frames"], saved["iter"]
         weights = dict(runners_of(runners_of(saved)[0])[0]["policy_state_dict"])
-        self.params = None if saved["own_weights"] else weights or None
+        self.params = None if saved["own_weights"] else as_given(self.policy, weights or None)
 
     def stats(self) -> dict[str, float]:
         """Counts of the run.

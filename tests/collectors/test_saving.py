@@ -150,6 +150,22 @@ def test_given_params_are_saved_as_such(local, tmp_path):
             assert_same(next(other), own)
 
 
+@pytest.mark.parametrize("kind", ["one", "in process"])
+def test_given_params_of_jax_keep_their_structure(kind, tmp_path):
+    policy = fc.jax_policy(
+        lambda params, x: x @ params["layers"][0], {"layers": [jnp.zeros((4, 2))]}, head=fc.heads.categorical
+    )
+    with build(kind, policy) as collector:
+        collector.update_policy_weights_({"layers": [jnp.ones((4, 2))]})
+        next(collector)
+        collector.save(tmp_path / "run")
+        wanted = next(collector).clone()
+        collector.restore(tmp_path / "run")
+        assert optree.tree_structure(collector.params) == optree.tree_structure(policy.params)
+        assert jnp.array_equal(collector.params["layers"][0], jnp.ones((4, 2)))
+        assert_same(next(collector), wanted)
+
+
 def by_lane(batches):
     """The observations and ids of each worker's rollouts, in their order."""
     lanes = {}

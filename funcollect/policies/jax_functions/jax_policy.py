@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -138,3 +138,8 @@ def _is_same(one: Any, two: Any) -> bool:
 
 def _is_still(one: Any, two: Any) -> bool:
     return one is two and not one.is_deleted()
+
+
+def as_given(policy: Any, saved: Mapping[str, Any] | None) -> Any:
+    """The result of a policy's `state_dict` in the form in which parameters are given: a pytree like its own in JAX."""
+    return matched(policy.params, saved, policy.backend) if saved and isinstance(policy, JaxPolicy) else saved

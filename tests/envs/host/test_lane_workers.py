@@ -605,7 +605,7 @@ def test_explain_advises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     halves = fc.make_env("CartPole-v1", num_envs=8, num_workers=1, overlap=2)
     for cores, saves in ((1, False), (2, True)):
-        monkeypatch.setattr(advice.os, "sched_getaffinity", lambda _, cores=cores: range(cores))
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores))
         monkeypatch.setattr(advice, "_time_of_a_step", lambda _: (1e-3, 1.0))
         monkeypatch.setattr(explain, "policy_seconds", lambda env, route, lanes: lanes * 1e-5)
         told = fc.explain(halves, fc.random_policy(halves)).workers
