@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import funcollect as fc
-from funcollect.errors import ClosedError, EvaluationError, ReplayError, StaleStateError
+from funcollect.errors import ClosedError, EvaluationError, InUseError, ReplayError, StaleStateError
 from tests.support.misuse import Misuse, Rigged, refused, runs, swaps, table
 
 
@@ -225,7 +225,7 @@ def test_a_fork_of_what_does_not_follow_from_its_seed() -> None:
 def test_a_fork_of_an_instance_that_cannot_be_built_again() -> None:
     env = fc.make_env(Rigged())
     state = fc.init(env, fc.random_policy(env), seed=0)
-    with refused(ValueError, ("cannot be rebuilt", "it has no spec", "pass an id or a factory, or a list of")):
+    with refused(InUseError, ("cannot be rebuilt", "it has no spec", "pass an id or a factory, or a list of")):
         fc.fork(env, state)
     runs(env, state=state)
 

@@ -9,6 +9,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
+from funcollect.errors import InUseError
 from tests.support.misuse import Misuse, Rigged, refused_then_mended, runs, table
 from tests.support.torch_parts import InParts
 
@@ -204,14 +205,14 @@ def count(value: Any) -> list[Misuse]:
     Misuse(
         "a second state over an instance without a spec",
         second_init,
-        ValueError,
+        InUseError,
         ("backs a state already", "it has no spec", "pass an id or a factory"),
         lambda: fc.make_env(Rigged),
     ),
     Misuse(
         "a second Env over an instance in use",
         second_env_of_one_instance,
-        ValueError,
+        InUseError,
         ("backs a state already", "it has no spec", "pass an id or a factory"),
         lambda: fc.make_env(Rigged),
     ),
