@@ -122,11 +122,12 @@ class WorkerCollector(CollectorBase):
         infos = [self.run.infos[worker] for worker in self.run.workers]
         endless = next((info for info in infos if not info.limited), None)
         lengths = [info.length for info in infos]
-        if endless is not None or (self._in_one_order and len({*lengths}) > 1):
+        uneven = self._in_one_order and len({*lengths}) > 1
+        if endless is not None or uneven:
             self.shutdown()
         if endless is not None:
             check_limited(endless.limited, endless.label)
-        if self._in_one_order and len({*lengths}) > 1:
+        if uneven:
             raise ValueError(
                 f"the workers make {lengths} steps for a batch, which does not go together with trajs_per_batch, since "
                 "the fastest would wait for the others: give all the same frames_per_batch"

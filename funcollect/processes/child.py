@@ -55,6 +55,7 @@ class ChildSetup(NamedTuple):
         os.environ.update(self.environ)
         limit_threads(self.num_threads, accelerators=self.accelerators)
         self.frameworks.apply()
+        # All children would have the numbers of the server that has forked them.
         np.random.seed()
         torch.default_generator.seed()
 

@@ -69,7 +69,7 @@ def main(control: int, alive: int) -> None:
 
 
 def _start(module: str, fds: list[int], children: dict[int, int], own: tuple[int, ...]) -> None:
-    """Start a worker. If the system cannot, its descriptors are closed, which tells that it has ended."""
+    """Start a worker. If that fails, close its descriptors: whoever asked for it then sees that it has ended."""
     try:
         if PORTABLE:
             _spawn(module, children, fds)
