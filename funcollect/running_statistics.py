@@ -59,7 +59,7 @@ def init(space: Space, *, backend: Literal["torch", "jax"] = "torch") -> Running
     """Statistics of no observation: the mean 0 and the variance 1, so that `normalize` changes nothing.
 
     Args:
-        space: the observation space: a Box, or a Dict of spaces, of which those of floats count.
+        space: the observation space: a Box, or a Dict whose spaces of floats count.
         backend: whether the arrays are of Torch or of JAX.
 
     Raises:
@@ -111,7 +111,7 @@ def update(stats: RunningStatistics, batch: Any, *, weights: Any = None) -> Runn
 
     Args:
         stats: those before.
-        batch: a batch [*B, T], of which the observations before each step count; or observations alone, an array
+        batch: a batch [*B, T], whose observations before each step count; or observations alone, an array
             [*B, *shape] or a dict of them.
         weights: [*B], an array or a list, whether each observation counts: bools, or zeros and ones. By default padding
             and the repeated frames of finished lanes do not count.

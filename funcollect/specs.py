@@ -69,7 +69,7 @@ def observation_leaves(space: Space, dtype: npt.DTypeLike | None = None) -> tupl
 
     Args:
         space: the space of one environment.
-        dtype: the dtype of floating boxes in a batch; float32 unless given.
+        dtype: the dtype of floating boxes in a batch; float32 by default.
 
     Raises:
         TypeError: for a space that has no fixed-size arrays (Text, Sequence, Graph, OneOf).

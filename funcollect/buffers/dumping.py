@@ -1,6 +1,6 @@
 """Writes and reads dumps of a buffer: frames, trajectory index, sampler and generator.
 
-Each dump is written to a directory of its own, next to the previous one. It becomes current when a small file that
+Each dump is written to a new directory, next to the previous one. It becomes current when a small file that
 names it is renamed, so an interrupted dump leaves the previous one intact. The files contain no code.
 
 Rows of frames are written in the order of the frames, in files that are never changed. A dump links those of an earlier
@@ -75,7 +75,7 @@ def _emptied(directory: Path) -> Path:
 
 
 def _earlier(memory: RingMemory, directories: Iterable[Path | None]) -> Dumped | None:
-    """The dump with which the ring's frames begin: its last one, or the one that it was loaded from."""
+    """The dump that holds the ring's first frames: its last one, or the one that it was loaded from."""
     for directory in directories:
         if directory is None or memory.dumped is None or not (directory / _META).exists():
             continue

@@ -95,7 +95,7 @@ class ReplayReader:
         return drawn.finish(batch)
 
     def _read(self, drawn: SampleIndices) -> Any:
-        """The drawn frames, of which some may be overwritten while they are read."""
+        """The drawn frames. Some may be overwritten while they are read."""
         gathered = self._layout.gather(self._file.rows, drawn.slots)
         if drawn.mask is not None:
             gathered[torch.from_numpy(~drawn.mask)] = 0

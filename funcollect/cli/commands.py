@@ -82,7 +82,7 @@ def collect(arguments: argparse.Namespace) -> None:
 
 
 def _new_folder(env: str) -> Path:
-    """A folder for a run that nobody has named, after the environment and the time."""
+    """A folder for a run without a name, after the environment and the time."""
     name = re.sub(r"[^\w.-]+", "-", env)
     return Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
 

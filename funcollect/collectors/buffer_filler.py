@@ -11,7 +11,7 @@ from typing import Any
 class BufferFiller:
     """Calls ``buffer.extend(batch)`` for every batch, in a thread.
 
-    The thread refers to the collector only while it waits for a batch, so that a collector that nobody else refers to
+    The thread refers to the collector only while it waits for a batch, so that a collector without other references
     is freed.
     """
 

@@ -101,8 +101,9 @@ class RunOptions:
     episode continues; ``("collector", "cut")`` is True at these frames, which `episode_stats` and `track` read."""
     trajs_per_batch: int | None = None
     """deliver this many whole trajectories in each batch, as `rollout_trajectories` does: those that began first, of
-    all lanes, or of one worker's where each worker has batches of its own. `frames_per_batch` are collected at a time;
-    `frames` and `total_frames` count them, also those that wait for the next batch. None for batches of frames."""
+    all lanes, or of one worker's where each worker delivers its own batches. `frames_per_batch` are collected at a
+    time; `frames` and `total_frames` count them, including those that wait for the next batch. None for batches of
+    frames."""
     traj_format: TrajectoryFormat = "cat"
     """how `trajs_per_batch` delivers them: ``"cat"`` for one after another, ``[F]``; ``"padded"`` for ``[N, Tmax]``
     with zeros where ``("collector", "mask")`` is False."""

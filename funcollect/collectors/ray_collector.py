@@ -73,8 +73,8 @@ class RayCollector(WorkerCollector):
     ray_init_config: Mapping[str, Any] | None = None
     """for `ray.init`; None uses a running cluster, or else starts one on this machine."""
     remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
-    """Ray's options for an actor (``{"num_cpus": 1}`` unless given, and a fifth of a GPU if a device names one); or a
-    list with a dict for each."""
+    """Ray's options for an actor (by default ``{"num_cpus": 1}``, and a fifth of a GPU if a device names one); or
+    a list with a dict for each."""
     num_collectors: int | None = None
     """N, if no argument is a list. Afterwards the number of collectors at work."""
     update_after_each_batch: bool = False
@@ -287,7 +287,7 @@ class RayCollector(WorkerCollector):
         self.num_collectors = self.num_workers
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """The state that `load_state_dict` takes: a dict for each collector. Episodes in flight begin anew."""
+        """The state that `load_state_dict` takes: a dict for each collector. Episodes in flight start again."""
         whole = super().state_dict()
         workers = whole.pop("workers")
         states = [workers[name] for name in sorted(workers, key=int)]

@@ -185,7 +185,7 @@ class Runner:
         return seed if static_seed else next_seed(seed, self.state.num_lanes)
 
     def update_policy_weights_(self, params: Any = None, *, policy_or_weights: Any = None) -> None:
-        """Act with `params` from the next batch on; None for the policy's own, which are read anew at each batch.
+        """Act with `params` from the next batch on; None for the policy's own, which are read again for each batch.
 
         Args:
             params: the policy's parameters, or a module like its own; the policy's own module means None.
@@ -216,7 +216,7 @@ class Runner:
         self.state = go_on(self.env, self.policy, self.state, steps=steps, episode=episode)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that `load_state_dict` takes: weights, key, counters. Episodes in flight begin anew after loading.
+        """The state that `load_state_dict` takes: weights, key, counters. Episodes in flight start again after loading.
 
         It holds tensors, numbers and strings only, so that `torch.load` reads it with ``weights_only=True``.
         """

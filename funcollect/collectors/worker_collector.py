@@ -268,7 +268,7 @@ class WorkerCollector(CollectorBase):
 
         Args:
             params: the policy's parameters, or a module like its own; copied before this returns.
-            worker_ids: the workers that get them; all unless given.
+            worker_ids: the workers that get them; all by default.
             policy_or_weights: `params`, by TorchRL's name for it.
 
         Raises:
@@ -282,7 +282,7 @@ class WorkerCollector(CollectorBase):
             self.params = given
 
     def state_dict(self) -> Any:
-        """The state that `load_state_dict` takes: one per worker. Episodes in flight begin anew.
+        """The state that `load_state_dict` takes: one per worker. Episodes in flight start again.
 
         Saving does not disturb the run.
         """

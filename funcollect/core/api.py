@@ -103,8 +103,8 @@ def rollout(
     """Run `length` steps of every lane, and reset each lane whose episode ends.
 
     Args:
-        env: the environment with which `state` was made.
-        policy: the policy with which `state` was made.
+        env: the environment that `state` was made with.
+        policy: the policy that `state` was made with.
         state: the state to continue from. Over simulators a state can be used once; see `fork`.
         length: the number of steps, T.
         params: the parameters to act with; None for the policy's own current ones.
@@ -203,7 +203,7 @@ def reset(env: Env, state: CollectorState[Array], mask: Tensor | None = None) ->
     """Return a state in which the lanes of `mask`, or all lanes, begin another episode under a new trajectory id.
 
     Args:
-        env: the environment with which `state` was made.
+        env: the environment that `state` was made with.
         state: the state to continue from. Over simulators a state can be used once; see `fork` and `recover`.
         mask: [P] bool; None for all lanes.
 
@@ -231,7 +231,7 @@ def recover(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
     Torch environments are values and never stale: for them this is `reset`.
 
     Args:
-        env: the environment with which `state` was made.
+        env: the environment that `state` was made with.
         state: any state of the run.
 
     >>> import funcollect as fc

@@ -17,7 +17,7 @@ def apply(
 ) -> tuple[CollectorState[Array], list[Any]]:
     """Call a function on the environment of every lane, wherever it lives, and return what it returned.
 
-    It acts from the next step on, in all later episodes, too: to make a task harder, to move an object, to read a
+    It acts from the next step on, and in all later episodes: to make a task harder, to move an object, to read a
     counter. The observation at the root of the next frame remains the one that was there. `fork` repeats the calls on
     its copies, and so do processes that replace lost ones, before their lanes' episodes begin. Functions are not saved:
     `save` refuses to save episodes after a call, unless ``episodes="restart"``; call it again after `load`. `evaluate`

@@ -32,7 +32,7 @@ def set_env_params(
     its own parameters.
 
     Args:
-        env: the environment with which `state` was made: gymnax's, brax's (its system), MuJoCo Playground's (its
+        env: the environment of `state`: gymnax's, brax's (its system), MuJoCo Playground's (its
             model), jumanji's with `params`, or functions of your own with `params`.
         state: the state to continue from.
         params: a pytree like ``env.default_params``. Each leaf has the same shape as there, or a first dimension P
@@ -77,7 +77,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def described(params: Any) -> list[bool] | None:
-    """Which leaves of a state's parameters lanes have of their own, as plain data; None for parameters never set."""
+    """Which leaves of a state's parameters differ between lanes, as plain data; None for parameters never set."""
     return None if params is None else taken_apart(params)[1]
 
 

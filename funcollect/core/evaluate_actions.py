@@ -96,8 +96,9 @@ def evaluate_actions(
 ) -> dict[str, Any]:
     """Return the log-probabilities and entropies of a batch's actions under the current parameters, differentiably.
 
-    A recurrent policy runs again through the batch, step by step, from the recurrent state at its beginning and anew
-    from each episode's first step. A batch holds that state if the policy was made with ``record_state=True``.
+    A recurrent policy runs again through the batch, step by step, from the recurrent state at its beginning, and
+    from the initial state at each episode's first step. A batch holds the recurrent state if the policy was made with
+    ``record_state=True``.
 
     Args:
         policy: a policy of `torch_policy` or `jax_policy` with a head, one that `normalized` or `lower_policy` made of

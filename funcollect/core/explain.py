@@ -68,7 +68,7 @@ class Plan:
         env, policy: the arguments.
         loop: the name of the loop that runs.
         why: the reason.
-        copies: what is copied, and when.
+        copies: which data are copied, and when.
         seeding: how the environment is seeded, and what that guarantees.
         noise: where the policy's randomness comes from.
         forking: how `fork` copies a state.
@@ -97,7 +97,7 @@ def explain(env: Env, policy: Policy) -> Plan:
     """Report which loop runs for this pair and why, what is copied, and how it is seeded.
 
     For lanes in worker processes, a few steps of one lane are timed, to tell whether the workers pay; for ``overlap=2``
-    a few calls of the policy, too.
+    a few calls of the policy.
 
     Raises:
         TypeError: if `env` is no environment or `policy` no policy.

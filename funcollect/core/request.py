@@ -37,7 +37,7 @@ class Request:
         reset_when_done: False keeps a finished lane finished.
         columns: memory by path, each [T, P, ...], into which observations of that shape and dtype are recorded. All
             other leaves of a batch get new memory.
-        owned: whether the state's memory may be used again: nobody else holds the state.
+        owned: whether the state's memory may be used again: no one else holds the state.
         compact_obs: whether next observations may be left out that following frames have; see `next_observations`.
     """
 

@@ -42,7 +42,7 @@ def rollout_trajectories(
         policy: see there.
         state: see there. Trajectories that had begun before the first call are left out.
         count: N, the number of trajectories.
-        pending: what the last call returned; None for the first one.
+        pending: the `pending` of the last call; None for the first one.
         params: see there.
         exploration_type: see there.
         exploration: see there.

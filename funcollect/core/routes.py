@@ -196,7 +196,7 @@ def _check_place(source: TorchBacked, way: str) -> None:
 
 
 def enter_loop(policy: EmbeddedPolicy, state: CollectorState) -> tuple[TorchPolicyState, CollectorState]:
-    """Return the Torch policy's state, its generator a copy, and the state with which a loop begins."""
+    """Return the Torch policy's state, its generator a copy, and the state that a loop starts from."""
     check_state_kind(state.policy_state, TorchPolicyState)
     before: TorchPolicyState = state.policy_state._replace(generator=state.policy_state.generator.clone())
     return before, state.replace(policy_state=policy.enter(before, state.num_lanes))

@@ -249,7 +249,7 @@ def _record_data(simulation: Simulation, state: CollectorState) -> dict[str, Any
 
 
 def _with_fields(state: CollectorState, data: Mapping[str, Any]) -> CollectorState:
-    """A state with the saved leaves in place of its own."""
+    """A state whose leaves are replaced by the saved ones."""
     parts = {name: restored(name, getattr(state, name), leaves) for name, leaves in data["fields"].items()}
     if data["carried"] is not None:
         policy_state: TorchPolicyState = parts["policy_state"]

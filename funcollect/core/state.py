@@ -248,7 +248,7 @@ def _rows_of(leaf: Any, lanes: slice, num_lanes: int) -> Any:
 
 
 def joined_policy_states(parts: Sequence[Any]) -> Any:
-    """Return the policy's state of all lanes from those of parts, of which the last one has used the generator last."""
+    """Return the policy's state of all lanes from those of parts; the last one has used the generator last."""
     return parts[0] if len(parts) == 1 else _over_lanes(_concatenated, parts[-1], *parts[:-1])
 
 

@@ -78,8 +78,8 @@ def init(
         params: the policy's parameters; not read yet.
         key: uint32[2], or a typed key, from which all randomness follows.
         first_lane: the id of the first lane, an int or an array []; the parts of one run begin at different lanes.
-        total_lanes: the number of lanes in the run; P unless given.
-        env_params: the parameters of the environment, which may be traced; its own `params` unless given.
+        total_lanes: the number of lanes in the run; P by default.
+        env_params: the parameters of the environment, which may be traced; its own `params` by default.
 
     Raises:
         TypeError: if `env` is no JAX environment, `policy` cannot be traced, or `key` is no key.
@@ -257,7 +257,7 @@ def evaluate(
     max_frames: int = 10_000_000,
     exploration_type: ExplorationType = ExplorationType.DETERMINISTIC,
 ) -> TracedEpisodeStats:
-    """Return the returns and lengths ``[episodes]`` of whole episodes, in a run of their own.
+    """Return the returns and lengths ``[episodes]`` of whole episodes, in a separate run.
 
     They are those of `funcollect.evaluate` with the same key: each lane contributes its first episodes, earlier lanes
     one more if the number does not divide. Episodes are ordered by lane.
@@ -266,8 +266,8 @@ def evaluate(
         env: a JAX environment.
         policy: a JAX policy, or `random_policy`.
         params: the parameters to act with.
-        key: uint32[2], or a typed key, from which all randomness follows.
-        env_params: the parameters of the environment; its own `params` unless given.
+        key: uint32[2], or a typed key; all randomness follows from it.
+        env_params: the parameters of the environment; its own `params` by default.
         episodes: their number, over all lanes.
         max_frames: frames over all lanes after which the evaluation ends; `ended` is False for episodes that it lacks.
         exploration_type: whether the policy samples or acts deterministically.

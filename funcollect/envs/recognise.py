@@ -86,7 +86,7 @@ def _attributes(part: Any) -> list[Any]:
 
 
 def _updates_statistics(part: Any) -> bool:
-    """Whether a wrapper or transform normalises by statistics that it goes on updating."""
+    """Whether a wrapper or transform normalises by statistics that it keeps updating."""
     if any(type(value).__name__ == "RunningMeanStd" for value in _attributes(part)):
         return bool(getattr(part, "update_running_mean", True))
     return any(base.__name__.startswith("VecNorm") for base in type(part).__mro__) and not getattr(

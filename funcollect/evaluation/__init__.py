@@ -1,4 +1,4 @@
-"""Evaluation beside a run: whole episodes in a process of their own."""
+"""Evaluation beside a run: whole episodes in a separate process."""
 
 from funcollect.evaluation.evaluator import Evaluation, Evaluator
 

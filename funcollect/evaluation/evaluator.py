@@ -1,4 +1,4 @@
-"""`Evaluator`: whole episodes in a process of its own, while the run goes on."""
+"""`Evaluator`: whole episodes in a separate process, while the run continues."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates weights in a process of its own, as `evaluate` does, while the run goes on.
+    """Evaluates weights as `evaluate` does, in a separate process while the run continues.
 
     Weights are copied when they are submitted. If the process falls behind, the newest weights are evaluated first, and
     of those that wait only the newest `waiting` are kept. The process runs on one thread, on the CPU, and only while

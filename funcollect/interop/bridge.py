@@ -58,7 +58,7 @@ def to_torch(tree: Any, *, batch_size: tuple[int, ...] = (), copy: bool = False)
     Args:
         tree: an array, or a nested dict of arrays: bool, (u)int8 to (u)int64, float16, bfloat16, float32, float64,
             complex64, complex128, of any shape.
-        batch_size: the batch size of the TensorDict, with which the shape of each array begins.
+        batch_size: the batch size of the TensorDict: the first dimensions of each array.
         copy: whether to copy every array.
 
     Returns:
@@ -91,7 +91,7 @@ def to_jax(tree: Any, *, copy: bool = False) -> Any:
     64-bit integers of any size without a copy. Gradients do not cross: tensors are detached.
 
     The arrays are committed to their device. A jitted function compiles once for committed arrays and once for others:
-    bring its other arguments to the device, too, by ``jax.device_put(x, device)``.
+    bring its other arguments to the device as well, by ``jax.device_put(x, device)``.
 
     Args:
         tree: a tensor, or a TensorDict or nested dict of tensors.

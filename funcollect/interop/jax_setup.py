@@ -87,7 +87,7 @@ def compiled(
     """Return `function` under `jit(**options)`, made once for an `owner` (an environment or a policy) and kept on it.
 
     `place` is the sharding of all arguments and results. Without it, JAX compiles once for arrays that are committed to
-    a device and once for those that are not; and results computed from a committed array are committed, too.
+    a device and once for those that are not; and results computed from a committed array are also committed.
     """
     memo: dict[Hashable, Callable[..., Any]] = memo_of(owner)
     if (which, place) not in memo:

@@ -8,7 +8,7 @@ import cloudpickle
 
 
 def send_main_by_value() -> None:
-    """Have cloudpickle send a script's functions and classes by value from a spawned process, too.
+    """Have cloudpickle send a script's functions and classes by value, also from a spawned process.
 
     `multiprocessing` calls the script ``__mp_main__`` there, a name by which no other process could find them.
     """

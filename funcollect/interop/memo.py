@@ -11,7 +11,7 @@ _LOCK = threading.Lock()
 
 
 class _Memo(dict[Hashable, Any]):
-    """The values kept on one object. A pickled or deeply copied memo is empty and belongs to nobody."""
+    """The values kept on one object. A pickled or deeply copied memo is empty and belongs to no object."""
 
     owner: weakref.ref[Any] | None = None
 

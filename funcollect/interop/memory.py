@@ -50,7 +50,7 @@ def _holders() -> str:
 
 
 def _free_torch() -> str:
-    """The end of a message if JAX lacks memory: how Torch gives back what it keeps; empty without a GPU."""
+    """The end of a message if JAX lacks memory: how Torch returns its cached memory; empty without a GPU."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return ""
     return ", or give back what Torch keeps and does not use: torch.cuda.empty_cache()"

@@ -121,7 +121,7 @@ def _is_jax(value: Any) -> bool:
 
 
 class _Reader:
-    """Decodes what a `_Writer` has encoded."""
+    """Decodes the output of a `_Writer`."""
 
     def __init__(self, arrays: Mapping[str, npt.NDArray[Any]], known: Sequence[Any]) -> None:
         self._arrays = arrays
@@ -149,7 +149,7 @@ class _Reader:
         if kind in _MAKERS:
             values: list[Any] = []
             if kind == "list":
-                self._seen[number] = values  # before its parts, one of which may refer to it
+                self._seen[number] = values  # before its parts, as one may refer to it
             values.extend(map(self.decode, rest[0]))
             return values if kind == "list" else deque(values, rest[1]) if kind == "deque" else _MAKERS[kind](values)
         if kind == "dict":

@@ -96,7 +96,7 @@ def _draw(figure: Figure, axes: Any, values: npt.NDArray[Any], first: int, *, st
 
 
 def _set_scale(axes: Any, values: npt.NDArray[Any]) -> None:
-    """Put ticks for integers at integers, and give constant values a scale of their own magnitude."""
+    """Put ticks for integers at integers, and give constant values a scale of their magnitude."""
     if (values == np.round(values)).all():
         axes.locator_params(axis="y", integer=True, nbins=5)
     axes.margins(y=0.1)

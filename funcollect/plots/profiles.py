@@ -32,7 +32,7 @@ _CHARACTERS = 95  # of advice in a line
 def profile(
     profile: Profile, *, title: str = "", ax: Axes | None = None, path: str | PathLike[str] | None = None
 ) -> Figure:
-    """Draw the parts of a frame's time as a bar, one for each timeline, and what the machine could do as dashed lines.
+    """Draw the parts of a frame's time as a bar, one for each timeline, and the machine's limits as dashed lines.
 
     Args:
         profile: the result of `funcollect.profile`.

@@ -53,7 +53,7 @@ class PolicyBase(ABC):
         return None
 
     def init(self, key: Key, num_envs: int, /) -> Any:
-        """The state with which the policy starts; its leaves are [P, ...]."""
+        """The policy's initial state; its leaves are [P, ...]."""
         return None
 
     def prepare(self, params: Any, /) -> Any:

@@ -1,4 +1,4 @@
-"""Random actions: as a policy of their own, and in place of another policy's at the start of a run."""
+"""Random actions: as a policy, and in place of another policy's at the start of a run."""
 
 from __future__ import annotations
 

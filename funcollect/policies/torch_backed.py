@@ -70,7 +70,7 @@ class TorchBacked(PolicyBase):
     """Base class of policies over a Torch module, or over a plain function, which has no parameters.
 
     A rollout calls the module's skeleton, a shallow copy whose tensors are those that were bound last. The user's
-    module is only read, so a trainer may go on using it.
+    module is only read, so a trainer may continue to use it.
     """
 
     backend: Literal["torch"] = "torch"

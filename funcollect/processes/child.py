@@ -1,4 +1,4 @@
-"""A child process: how it starts, what is known of its end, and what it shows when it hangs."""
+"""A child process: how it starts, how it ended, and its stack when it hangs."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class ChildProcess:
 
     def __init__(self, module: str) -> None:
         self._pid = 0
-        self._ended: int | None = None  # its wait status; -1 if nobody reports one
+        self._ended: int | None = None  # its wait status; -1 if none was reported
         self._owner = os.getpid()
         try:
             self._launch(module)

@@ -82,7 +82,7 @@ def _start(module: str, fds: list[int], children: dict[int, int], own: tuple[int
 
 
 def _spawn(module: str, children: dict[int, int], fds: list[int]) -> None:
-    """Start a worker as `_fork` does, but as a program of its own."""
+    """Start a worker as `_fork` does, but as a separate program."""
     status, *others = fds
     for fd in others:
         os.set_inheritable(fd, True)
@@ -160,7 +160,7 @@ def _become_worker(module: str, fds: list[int]) -> None:
 
 
 def _command(module: str, fds: list[int]) -> list[str]:
-    """The command line of a worker in an interpreter of its own."""
+    """The command line of a worker in a new interpreter."""
     return [sys.executable, "-c", program(module, f"main({fds})")]
 
 
@@ -172,8 +172,9 @@ def program(module: str, call: str) -> str:
 def die_with_parent(alive: int) -> None:
     """Let the kernel kill this process, and those that it starts, once the other end of the pipe `alive` is closed.
 
-    This works even if they are stopped, or hang while they hold the GIL. The process leads a group of its own. It stays
-    in the session, since Linux groups tasks by session, and a process that yields (`sched_yield`) yields to its group.
+    This works even if they are stopped, or hang while they hold the GIL. The process leads its own process group. It
+    stays in the session, since Linux groups tasks by session, and a process that calls `sched_yield` yields to its
+    group.
     """
     os.setpgid(0, 0)
     fcntl.fcntl(alive, fcntl.F_SETOWN, -os.getpgrp())
@@ -240,4 +241,4 @@ def _close() -> None:
 weakref.finalize(launch, _close)  # at exit, and after all later finalizers, which ask workers to close environments
 
 
-os.register_at_fork(after_in_child=_close)  # a forked process starts a server of its own
+os.register_at_fork(after_in_child=_close)  # a forked process starts its own server

@@ -1,4 +1,4 @@
-"""Where the time of a frame goes, against what the same machine can do."""
+"""Where the time of a frame goes, compared with the machine's limits."""
 
 from funcollect.profiling.measure import profile
 from funcollect.profiling.report import Limit, Profile, Timeline

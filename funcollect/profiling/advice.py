@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-FEW_STEPS = 128  # in a batch, below which what is done once per batch may be much
+FEW_STEPS = 128  # per batch; below this, the work done once per batch may dominate
 _WORTH = 0.1  # the share of a frame's time from which on advice is given
 
 

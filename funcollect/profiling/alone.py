@@ -1,4 +1,4 @@
-"""The time of a compiled environment without the policy, from rollouts of its own."""
+"""The time of a compiled environment without the policy, from separate rollouts."""
 
 from __future__ import annotations
 

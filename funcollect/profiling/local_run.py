@@ -45,7 +45,7 @@ class LocalRun:
         parts["delivery"] = parts.get("delivery", 0.0) + self._per_frame(times.between - reader)
         parts |= {"reader": self._per_frame(reader)} if reader else {}
         for part, value in self._compiled(parts.pop("rollout", 0.0)).items():
-            parts[part] = parts.get(part, 0.0) + value  # of rollouts that another loop ran, too
+            parts[part] = parts.get(part, 0.0) + value  # also of rollouts that another loop ran
         if self.costs is not None:
             environment = parts["environment"]
             parts["environment"] = min(environment, 1e6 * self.costs.steps / self.lanes)

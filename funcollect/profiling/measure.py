@@ -30,7 +30,7 @@ def profile(
     length: int | None = None,
     reader: Callable[[Any], Any] | None = None,
 ) -> Profile:
-    """Measure where the time of a frame goes, against what the same machine can do, with one sentence of advice.
+    """Measure where the time of a frame goes, compared with the machine's limits, with one sentence of advice.
 
     Collects one batch, or one of each asynchronous worker, which is not counted since it may compile programs. Then
     collects at least `frames` frames with an environment and a policy whose calls are timed. What timing costs is
@@ -48,8 +48,8 @@ def profile(
     Over JAX environments in a compiled loop, the environment is measured with random actions in a loop of the same
     kind, and the policy is the rest.
 
-    A collector goes on from where it is, and its weights stay as they are. The batches are its next ones: they count as
-    delivered, and go to `reader`, or are dropped. An environment and a policy run as a collector of their own, which is
+    A collector continues from where it is, and its weights do not change. The batches are its next ones: they count as
+    delivered, and go to `reader`, or are dropped. An environment and a policy run as a new collector, which is
     closed.
 
     Args:

@@ -50,13 +50,13 @@ class Profile:
     """Where the time of a frame goes; `str` is a table.
 
     Attributes:
-        subject: what was profiled.
+        subject: the profiled environment, policy or collector.
         loop: the name of the loop that ran, as `explain` has it.
         frames: the frames that were timed.
         seconds: the time that they took, without what timing itself cost.
         first_seconds: the time of the batches before these, which are not counted since they may compile programs.
         timelines: the parts of a frame's time where frames are collected and, with workers, where batches are read.
-        limits: what the same machine can do.
+        limits: the rates that the same machine can reach.
         advice: one sentence, on the largest part that can be avoided.
         notes: how parts were measured, where that is not plain.
     """

@@ -105,7 +105,7 @@ class _WorkerTimes:
         return Timeline(where="in this process", parts={name: value for name, value in parts.items() if value})
 
     def _one_after_another(self) -> Timeline:
-        """Workers that run in this process, and what it does besides."""
+        """Workers that run in this process, and its other work."""
         parts = self._sums() | ({"reader": self._reader} if self._reader else {})
         parts["hand-over"] = max(self.total - sum(parts.values()), 0.0)
         return Timeline(where=f"in this process, with {self._workers} workers", parts=parts)

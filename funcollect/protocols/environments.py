@@ -143,7 +143,7 @@ class RestartingSimulators(Simulators, Protocol):
 
 @runtime_checkable
 class ReplacedSimulators(Simulators, Protocol):
-    """Simulators of which some may be lost: `receive` raises `LanesLostError`, and `reset` begins with new ones.
+    """Simulators that may be lost: `receive` raises `LanesLostError`, and `reset` starts new ones.
 
     If these need seeds and get none, `reset` raises `LanesLostError`, too.
     """
@@ -302,7 +302,7 @@ class DeviceSimulators(Protocol):
     def step(self, action: Tensor, /) -> tuple[Transition, Any]:
         """Step all lanes, and begin an episode where one ends; return what `TorchEnv.step` does, and the observations.
 
-        The transition has the last observations of episodes that ended; lanes go on with the others.
+        The transition has the last observations of episodes that ended; lanes continue from the others.
         """
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Runs checks in order, and reports what they found."""
+"""Runs checks in order, and reports their findings."""
 
 from __future__ import annotations
 

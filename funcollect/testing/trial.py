@@ -43,7 +43,7 @@ class Trial:
 
     @cached_property
     def batch(self) -> TensorDict:
-        """The batch [P, T] of the first run, with which other runs are compared."""
+        """The batch [P, T] of the first run, for comparison with other runs."""
         return self.run(self.steps)
 
     @cached_property

@@ -23,7 +23,7 @@ class RewardScaling(NamedTuple):
     """What is carried from one batch to the next; a pytree in optree and in JAX.
 
     Attributes:
-        returns: the discounted returns of the trajectories that go on: in Torch by trajectory id the pair of its lane
+        returns: the discounted returns of the unfinished trajectories: in Torch by trajectory id the pair of its lane
             and a tensor [players] float64, in JAX [P] or [P, players].
         statistics: of the returns at all frames so far.
     """
@@ -103,7 +103,7 @@ def _returns(frames: CountedFrames, opened: Mapping[int, tuple[int, Tensor]], ga
 def _open(
     frames: CountedFrames, returns: Tensor, before: Mapping[int, tuple[int, Tensor]]
 ) -> dict[int, tuple[int, Tensor]]:
-    """The returns of the trajectories that go on after the batch, those of lanes outside of it included."""
+    """The returns of the trajectories that continue after the batch, those of lanes outside of it included."""
     here = {*frames.lanes.tolist()}
     opened = {number: head for number, head in before.items() if head[0] not in here}
     ends = torch.cat([frames.lanes[1:] != frames.lanes[:-1], torch.ones(1, dtype=torch.bool)])

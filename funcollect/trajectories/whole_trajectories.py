@@ -50,7 +50,7 @@ class _Runs:
 class PendingTrajectories:
     """Frames of trajectories that have not been delivered: a value, which `rollout_trajectories` takes and returns.
 
-    Trajectories of which frames are missing are left out: those that had begun before the first batch, and those that
+    Trajectories with missing frames are left out: those that had begun before the first batch, and those that
     `reset` interrupted.
     """
 
@@ -136,7 +136,7 @@ class PendingTrajectories:
         return self._final[self._final.find(ids, step)]
 
     def _only(self, table: _Table) -> PendingTrajectories:
-        """These frames alone. A batch of which less than half is left is copied, so that its memory is free."""
+        """These frames alone. If less than half of a batch is left, it is copied, so that its memory is free."""
         table = table.copy()
         pieces: list[TensorDictBase] = []
         for piece in np.unique(table["piece"]):

@@ -47,7 +47,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         ndim: see `LazyTensorStorage`.
         device: the device of samples; by default the CPU. The rows are in the file in any case.
         compact_obs: see `LazyTensorStorage`. Separately stored observations are in memory, so readers are not possible.
-        frame_stack: see `LazyTensorStorage`. The frames of stacks are in further files, which readers use, too.
+        frame_stack: see `LazyTensorStorage`. The frames of stacks are in further files, which readers also use.
         existsok: overwrite the file of an earlier storage.
 
     Raises:

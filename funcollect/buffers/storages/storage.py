@@ -48,7 +48,7 @@ class Storage(Protocol):
     ndim: int  # the number of batch dimensions, time last: 1 for [T], 2 for [P, T], 3 for [W, P, T]
     device: torch.device  # of samples
     compact_obs: bool  # whether next observations are read from the following frames
-    frame_stack: int | None = None  # the number of frames in the stacks of which each frame is stored once
+    frame_stack: int | None = None  # frames per stack, where each frame is stored once
 
     def admit(self, data: Any) -> Incoming:
         """Check a batch and prepare it for `write`; TypeError or ValueError if it does not match the storage."""

@@ -1,4 +1,4 @@
-"""The class of the Ray actors: each holds a worker, or a collector with workers of its own, and answers calls."""
+"""The class of the Ray actors: each holds a worker, or a collector with its own workers, and answers calls."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class NestedWorker(WorkerBase):
 
 
 class RayWorker:
-    """The actor. Ray runs `do` in the order of the calls, and the other methods in threads of their own."""
+    """The actor. Ray runs `do` in the order of the calls, and the other methods in separate threads."""
 
     def __init__(self, setup: ActorSetup) -> None:
         sys.path.extend(path for path in setup.path if path not in sys.path)

@@ -33,7 +33,7 @@ class RaySession:
     """
 
     _lock = threading.Lock()
-    _count = 0  # sessions that use what the first one has started
+    _count = 0  # sessions that use the cluster that the first one started
     _config: Mapping[str, Any] | None = None
 
     def __init__(self, config: Mapping[str, Any] | None) -> None:
@@ -71,7 +71,7 @@ def demand(config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def resources(configs: Sequence[Mapping[str, Any]]) -> str:
-    """What actors with these options request and what the cluster has, for error messages."""
+    """The resources that actors with these options request, and those of the cluster, for error messages."""
     counts = Counter(_words(demand(config)) for config in configs)
     asked = "; ".join(f"{count} x ({words})" for words, count in counts.items())
     nodes = "; ".join(f"{node['NodeManagerAddress']} has {_words(node['Resources'])}" for node in _alive())

@@ -1,4 +1,4 @@
-"""Workers in processes of their own, forked from a process that has imported everything."""
+"""Workers in separate processes, forked from a process that has imported everything."""
 
 from __future__ import annotations
 

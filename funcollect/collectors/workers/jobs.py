@@ -63,7 +63,7 @@ def number_of_workers(create_env_fn: Any, num_workers: int | None) -> int:
 
 
 def _one_each(environments: Sequence[Any], copies: int) -> list[Any]:
-    """The same entries, except that a live environment that several workers share is built anew in each.
+    """The same entries, except that a live environment that several workers share is built again in each.
 
     `copies` environments are built from each entry. TorchRL's environments are sent to each worker by value.
     Gymnasium's are made again from their spec. Others raise ValueError.

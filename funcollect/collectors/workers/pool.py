@@ -146,7 +146,7 @@ class WorkerPool:
     def have_loaded(self, saved: Sequence[Mapping[str, Any]], *, new_envs: bool) -> None:
         """Let replacements begin with the parameters of environments that the workers have loaded.
 
-        With `new_envs`, these have loaded new environments, too, to which no function has been applied.
+        With `new_envs`, these have also loaded new environments, to which no function has been applied.
         """
         with self.lock:
             records = [record for record in self.records if not record.retired]
@@ -241,7 +241,7 @@ class WorkerPool:
             if not record.calls:
                 continue
             limit = self._failure_policy.timeout if record.rollouts else self._failure_policy.start_timeout
-            record.waited += min(since, limit / 2)  # if this process was suspended, its workers may have been, too
+            record.waited += min(since, limit / 2)  # if this process was suspended, its workers may also have been
             if record.waited > limit:
                 where = record.handle.where()
                 doing = f"has not answered {record.calls[0].name!r} for {limit:g} seconds"

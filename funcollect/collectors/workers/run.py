@@ -28,7 +28,7 @@ from funcollect.tree import flatten, to_tensordict
 class WorkerRun:
     """The workers of one run, one for each of `jobs`, held by collectors and by workers that have workers themselves.
 
-    It does not refer to its collector, so that it is closed when nobody uses the collector any more. The workers act
+    It does not refer to its collector, so that it is closed once the collector is no longer used. The workers act
     with the parameters of `policy`; for None they build their own. Batches are of all workers, put together by `join`;
     for None each is of one worker. If a worker cannot be built, `WorkerError` is raised, and no worker is left.
 
@@ -199,7 +199,7 @@ class WorkerRun:
         self._go_on_from(state_dict, saved)
 
     def saved_run(self, episodes: Episodes) -> dict[str, Any]:
-        """Plain data with which `continue_run` goes on, including the batches that the workers have ready."""
+        """Plain data for `continue_run`, including the batches that the workers have ready."""
         gathering = self.gathering
         gathering.settle()
         self.weights.flush()

@@ -88,7 +88,7 @@ class SerialWeightStore(WeightStore):
 
 
 class SerialTransport(Transport):
-    """Workers in this process, each with an environment and a policy of its own, as in another process."""
+    """Workers in this process, each with its own environment and policy, as in another process."""
 
     patient = False
 

@@ -174,7 +174,7 @@ class Transport(ABC):
         """Let the workers close their environments, then end them."""
 
     def leave(self) -> None:  # noqa: B027 - most need nothing
-        """Release what the workers ran on, once all of them have ended."""
+        """Release the workers' resources, once all of them have ended."""
 
     @abstractmethod
     def assembler(self, submit: Callable[[Call], Call], group: WorkerGroup) -> BatchAssembler:

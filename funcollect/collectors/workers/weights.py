@@ -44,7 +44,7 @@ class Weights:
     """The weights that each worker acts with, and those that it will act with.
 
     A worker copies weights before it acts with them, and gets later ones only after that. So a tight loop of updates
-    needs one slot per worker, one for the latest version and one to write, and nobody waits.
+    needs one slot per worker, one for the latest version and one to write, and no process waits.
 
     `policy` owns the parameters: a `Policy`, a module or a function; None if the workers build their own.
     """
@@ -154,7 +154,7 @@ class Weights:
         return Call(worker, name, (version.params, version.number, version.policy))
 
     def join(self, worker: int) -> None:
-        """Make a worker that was added act with the latest weights, too."""
+        """Make a worker that was added act with the latest weights."""
         with self._pool.lock:
             for column in (self._wanted, self._under_way, self._taken):
                 column.extend([None] * (worker + 1 - len(column)))

@@ -64,7 +64,7 @@ def saved_workers(state_dict: Any, count: int) -> list[Mapping[str, Any]]:
 
 
 def runners_of(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The states of a worker's runners: of its own, or of the workers that it has itself."""
+    """The states of a worker's runners: its own, or those of its workers."""
     workers: Mapping[str, Mapping[str, Any]] | None = state_dict.get("workers")
     return [state_dict] if workers is None else [workers[name] for name in sorted(workers, key=int)]
 
@@ -141,7 +141,7 @@ class RolloutReport(NamedTuple):
     version: int  # of the weights that acted
     seconds: float  # spent collecting
     idle: float  # seconds between the last rollout and this one
-    restarts: int = 0  # of its own workers, or of its environment's, since then
+    restarts: int = 0  # by its own workers or its environment's, since then
     lost: int = 0  # frames with them
     final: FinalObservations | None = None  # of a compact batch, which is sent without them
 
@@ -250,7 +250,7 @@ class WorkerBase(ABC):
         self.load_state_dict(state_dict)
 
     def saved_run(self, episodes: Episodes) -> dict[str, Any]:
-        """Plain data with which `continue_run` goes on as this worker would."""
+        """Plain data for `continue_run`, which then does what this worker would."""
         saved: dict[str, Any] = self._collector.saved_run(episodes)
         return saved
 

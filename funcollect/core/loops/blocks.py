@@ -1,7 +1,7 @@
 """The fused loop on a GPU or TPU: programs of a fixed number of steps, none of which waits for the host.
 
 There, a loop to a traced length copies its condition to the host and waits at every step, and so does every branch. So
-one program makes K steps, of which those beyond the rollout's length change nothing. It is called ``ceil(T / K)`` times
+one program makes K steps; those beyond the rollout's length change nothing. It is called ``ceil(T / K)`` times
 on memory that it may use again, and compiled once for all lengths; only what copies a block's rows into the columns is
 compiled for each capacity.
 
@@ -90,7 +90,7 @@ class BlockLoop:
         self._pause = self._paused = 0  # rollouts that had better run in the program with branches
 
     def arguments(self, bound: BoundParams, state: CollectorState, length: int) -> tuple[Any, ...]:
-        """The arguments of the first call of `block`; what is donated are copies."""
+        """The arguments of the first call of `block`; the donated ones are copies."""
         moved, rest = _apart(state)
         return self._copy(moved), self._empty(bound, state), rest, bound, np.int32(length), np.bool_(False)
 
@@ -141,7 +141,7 @@ def _block(
     left: Any,
     short: Any,
 ) -> tuple[Moved, Row, Traced, Any, Any]:
-    """Trace K steps, of which the first `left` change the state."""
+    """Trace K steps; the first `left` of them change the state."""
     jax = import_jax()
     before: JaxEnvState = moved[0]
     state = rest.replace(env_state=before.current, observation=moved[1])
@@ -151,7 +151,7 @@ def _block(
 
     def body(t: Any, carry: tuple[Traced, Row]) -> tuple[Traced, Row]:
         state, rows = carry
-        lanes = SpareStarts(state.env_state, spares, since)  # `spares` and `since` stay outside of what is carried
+        lanes = SpareStarts(state.env_state, spares, since)  # `spares` and `since` stay outside of the carry
         after, row = recorded_step(config, bound, state.replace(env_state=lanes), keys)
         after = after.replace(env_state=after.env_state.current)
         kept = jax.tree.map(partial(jax.numpy.where, t < left), after, state)

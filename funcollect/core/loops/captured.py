@@ -139,7 +139,7 @@ def _graph(
 def _steps(
     env: TorchEnv, policy: TorchPolicy, request: Request, inputs: ActorInputs, before: _Before
 ) -> tuple[_After, TorchActor]:
-    """Make the steps of one graph; return what it computes, and the actor, which knows the outputs by name."""
+    """Make the steps of one graph; return its results, and the actor, which knows the outputs by name."""
     loop = TensorLoop(env, request, before.lanes)
     actor = policy.actor(
         replace(

@@ -40,12 +40,12 @@ class DeviceSimulation:
         self._finalizer = weakref.finalize(self, self.simulators.close)
 
     def rekey(self, key: Key, episodes: list[int], steps: int) -> None:
-        """Seed the next reset from `key`, for a run that goes on after these episodes and steps."""
+        """Seed the next reset from `key`, for a run that continues after these episodes and steps."""
         self.steps, self.episode = steps, None
         self._seed: int | None = int(fold(key, Purpose.RESET, self._first_lane, steps)[0]) % _SEEDS
 
     def seed_again(self) -> None:
-        """Do nothing: simulators that go on from any point need no seed."""
+        """Do nothing: simulators that continue from any point need no seed."""
 
     def reset(self) -> dict[Path, Tensor]:
         """Begin an episode in each lane; return the observations, checked."""
@@ -168,7 +168,7 @@ class _Lanes:
     def step(self, t: int, simulators: Any, action: Tensor) -> Tensor:
         """Step all lanes, and return the mask [P] of those whose episodes ended.
 
-        The simulators go on with lanes that stay finished, which repeat their last observation in the batch.
+        The simulators step on with the finished lanes, which repeat their last observation in the batch.
         """
         answer, after = simulators.step(action)
         if t == 0:

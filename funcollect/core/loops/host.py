@@ -140,7 +140,7 @@ def _restarted(state: CollectorState, lanes: list[int], simulation: Simulation) 
 
 
 def _take_turns(runs: Sequence[Iterator[None]]) -> None:
-    """Run the parts of the lanes in turn: each goes on from where its lanes have begun a step."""
+    """Run the parts of the lanes in turn: each continues after its lanes have begun a step."""
     collections.deque(runs[0] if len(runs) == 1 else itertools.zip_longest(*runs), maxlen=0)
 
 
@@ -276,7 +276,7 @@ class _Part:
                 if limit is not None:
                     limit.restart(t, ended)
                     next_cut = _next_cut(limit, request)
-        check_outcome(outcome, lanes)  # an environment that returns wrong values does so in the last step, too
+        check_outcome(outcome, lanes)  # also after the last step
         recording.finish()
 
 

@@ -137,7 +137,7 @@ def reads_wait(device: torch.device) -> bool:
 
 
 class TensorLanes(NamedTuple):
-    """All lanes between two steps, everything that a loop goes on from: a pytree whose tensors are [P, ...]."""
+    """All lanes between two steps, everything that a loop continues from: a pytree whose tensors are [P, ...]."""
 
     env_state: Any
     env_params: Any
@@ -177,7 +177,7 @@ class TensorLoop:
         returns: [P] float64, of the current episodes; only kept where reads wait.
         env_state: the environment's state.
         root: the observation by key, each [P, ...]: the same memory throughout, which the policy reads.
-        columns: what has been recorded, each [T, P, ...], under the batch's keys.
+        columns: the recorded entries, each [T, P, ...], under the batch's keys.
     """
 
     def __init__(self, env: TorchEnv, request: Request, lanes: TensorLanes) -> None:

@@ -198,7 +198,7 @@ class Simulation:
         return [lost for lost in self.replaced.lost_lanes if lost.start in lanes] if self.replaced is not None else []
 
     def _next_seeds(self, lanes: Sequence[int]) -> list[int | None]:
-        """The seeds of the next episodes of some lanes, None where the generator of an episode before goes on."""
+        """The seeds of the next episodes of some lanes, None where the generator of an earlier episode continues."""
         if self._each_episode:
             return [self._next_seed(lane) for lane in lanes]
         return [self._next_seed(lane) if lane in self._unseeded else None for lane in lanes]
@@ -273,7 +273,7 @@ class Simulation:
         )
 
     def go_on_as(self, record: SimulationRecord) -> None:
-        """Take over what was recorded, once the simulators have been brought to that state."""
+        """Take over the saved record, once the simulators have been brought to that state."""
         self.episodes, self.steps = list(record.episodes), record.steps
         self._unseeded = set(record.unseeded)
         self.action_log.resume(record.actions, record.ages)

@@ -1,1 +1,1 @@
-"""Timing of rollouts: what is passed to a loop is wrapped in objects that time the calls and delegate them."""
+"""Timing of rollouts: a loop's arguments are wrapped in objects that time the calls and delegate them."""

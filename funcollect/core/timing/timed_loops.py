@@ -161,7 +161,7 @@ class _TimedRollout:
     def parts(self, began: float, ended: float, *, compiled_env: bool) -> tuple[dict[str, float], dict[str, int]]:
         """Return the seconds of the rollout by part, and the number of calls that were timed.
 
-        Recording is what the steps take besides the calls; over a compiled environment it is a part of that.
+        Recording is the time of the steps outside of the calls; over a compiled environment it is a part of that.
         """
         assert self._stepping is not None
         assert self._finishing is not None

@@ -32,14 +32,14 @@ _DONE = ("next", "done")
 
 
 def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes: int | None = None) -> TensorDict:
-    """Return the batch of what `funcollect.traced.rollout` returned, in memory of its own.
+    """Return the batch of the result of `funcollect.traced.rollout`, in new memory.
 
     Args:
         arrays: the nested dict, ``[T, P, ...]``. Leading dimensions, from a rollout under `vmap`, stay in front. Arrays
             on several devices are gathered on the first.
         env: the environment. It gives integer observations and actions the dtypes of its spaces, and a single
             environment's batch no ``P``; without it, integer actions become int64 and other leaves keep their dtypes.
-        total_lanes: the state's `total_lanes`; P unless given. With it the trajectory ids are those that
+        total_lanes: the state's `total_lanes`; P by default. With it the trajectory ids are those that
             `funcollect.rollout` gives. Under `vmap` they are unique within each run.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Checks of the state with which a traced loop begins, and of the shapes that a step keeps."""
+"""Checks of the state that a traced loop starts from, and of the shapes that a step keeps."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def recorded_row(config: StepConfig, bound: Any, state: Traced) -> Row:
 
 
 def constant_columns(state: Traced, capacity: int) -> Row:
-    """Trace the columns [capacity, P] of what is the same at every step."""
+    """Trace the columns [capacity, P] of the entries that are the same at every step."""
     jnp = import_jax().numpy
     lanes = {path: jnp.broadcast_to(getattr(state, path[-1]), state.lane.shape) for path in _CONSTANT}
     rows = {path: words.int64(values) for path, values in lanes.items()}

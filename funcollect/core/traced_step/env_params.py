@@ -1,4 +1,4 @@
-"""`set_env_params` for traced code: which leaves lanes have of their own depends on no value."""
+"""`set_env_params` for traced code: which leaves differ between lanes depends on no value."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def set_env_params(env: JaxEnv, state: CollectorState, params: Any, *, at_once: 
 
 
 def _before(new: GivenParams, params: Any) -> tuple[list[Any], list[Any], list[bool]]:
-    """What a state's parameters have in the place of each leaf, the leaves, and which of them lanes have of their own.
+    """What a state's parameters have in the place of each leaf, the leaves, and which of them differ between lanes.
 
     The leaves are those of the episodes that lanes are in.
     """

@@ -28,7 +28,7 @@ class TracedEpisodeStats(NamedTuple):
         returns: undiscounted returns, in the dtype of rewards; a further dimension for several players.
         lengths: frames, int32.
         ended: whether an episode ends here.
-        open: what the next batch continues, an argument of `episode_stats`; None after `evaluate`.
+        open: the episodes that the next batch continues, an argument of `episode_stats`; None after `evaluate`.
     """
 
     returns: Any

@@ -93,7 +93,7 @@ def combined(new: GivenParams, varies: list[bool], lanes: int, shared: Any, curr
 
 
 def taken_apart(params: Any) -> tuple[list[Any], list[bool]]:
-    """The leaves of a state's parameters, those of current episodes, and which lanes have of their own."""
+    """The leaves of a state's parameters, those of current episodes, and which of them differ between lanes."""
     jax = import_jax()
     if not isinstance(params, LaneParams):
         leaves = jax.tree.leaves(params)

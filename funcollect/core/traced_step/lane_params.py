@@ -12,7 +12,7 @@ from funcollect.tree import Path
 
 
 class Varying(NamedTuple):
-    """Stands for a leaf that lanes have of their own; a node without leaves."""
+    """Stands for a leaf that differs between lanes; a node without leaves."""
 
 
 class Unchanged(NamedTuple):
@@ -51,7 +51,7 @@ def _is_node(node: Any) -> bool:
 
 
 def _leaf_of(node: Any, rest: Iterator[Any]) -> Any:
-    """The leaf that a node stands for; one that lanes have of their own is the next of the `rest`."""
+    """The leaf that a node stands for; one that differs between lanes is the next of the `rest`."""
     if is_varying(node):
         return next(rest)
     return node.leaf if isinstance(node, Unchanged) else node

@@ -64,7 +64,7 @@ def step(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -
     policy_state, outputs = _act(config, bound, state, keys)
     check_apart([(name,) for name in outputs], state.observation)
     moved = _move(config, state, outputs["action"], keys)
-    live = state.step < _MOST_STEPS  # the lanes whose step counter goes on
+    live = state.step < _MOST_STEPS  # the lanes whose step counter still counts
     if not config.reset_when_done:
         finished = state.terminated | state.truncated
         moved, live = _keep(env, state, moved, finished), live & ~finished

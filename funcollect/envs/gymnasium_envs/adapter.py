@@ -68,10 +68,10 @@ def from_gymnasium(
         overlap: 2 lets one half of the lanes step while the policy acts for the other half.
         timeout: seconds after which a worker that has not answered counts as hung; its start may take 300.
         on_failure: when a worker dies, hangs or raises, ``"raise"`` ends the rollout; ``"restart"`` puts another worker
-            in its place, whose lanes begin new episodes while the others go on.
+            in its place, whose lanes begin new episodes while the others continue.
         info_keys: keys of `info` that a batch records under ``next.info``. Every step has to return them
             (`RecordEpisodeStatistics` returns ``episode`` at ends only: use `funcollect.episode_stats`).
-        dtype: the dtype of floating observations in a batch; float32 unless given.
+        dtype: the dtype of floating observations in a batch; float32 by default.
         one_hot: discrete actions as one-hot int64 rows, TorchRL's encoding, instead of integers.
         **kwargs: for `gymnasium.make`, or for the factory.
 

@@ -72,7 +72,7 @@ def bad_info(key: str, values: Column, error: Exception) -> EnvError:
 
 
 def check_rewards(rewards: npt.NDArray[np.float32]) -> None:
-    """Raise EnvError for the first NaN among the rewards [T, P]; NumPy stores None as NaN, too."""
+    """Raise EnvError for the first NaN among the rewards [T, P]; NumPy also stores None as NaN."""
     wrong = np.isnan(rewards)
     if wrong.any():
         step, lane = np.argwhere(wrong)[0].tolist()

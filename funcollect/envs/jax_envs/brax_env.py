@@ -74,7 +74,7 @@ def from_playground(
 
     Args:
         env: an id such as ``"CartpoleBalance"``, or an instance without wrappers that batch, count or reset.
-        episode_length: steps after which an episode is truncated; the config's unless given.
+        episode_length: steps after which an episode is truncated; by default the config's.
         **kwargs: for `mujoco_playground.registry.load`: `config`, `config_overrides`.
         num_envs, info_keys, starts, param_keys: see `from_brax`; the parameters are MJX's model. Resets are slow here,
             so ``"cached"`` starts save much time.

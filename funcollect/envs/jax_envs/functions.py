@@ -82,13 +82,13 @@ def from_functional(
     info_keys: Sequence[str] = (),
     starts: Starts = "fresh",
 ) -> FunctionsEnv:
-    """A JAX environment over a `FuncEnv`, whose `terminal` is a termination; it knows no truncation of its own.
+    """A JAX environment over a `FuncEnv`, whose `terminal` is a termination; it never truncates by itself.
 
     As in Gymnasium's own wrapper, one key serves all functions of a step.
 
     Args:
         env: a `FuncEnv` instance, whose functions JAX can trace.
-        params: the last argument of its functions; unless given, their own default holds.
+        params: the last argument of its functions; by default their own.
         info_keys: the keys of `transition_info` that a batch records under ``next.info``.
         num_envs, max_episode_steps, one_hot, starts: see `from_functions`.
 

@@ -39,7 +39,7 @@ def from_gymnax(
 
     Args:
         env: an id such as ``"CartPole-v1"``, or an instance.
-        params: the environment's parameters; its defaults unless given. `set_env_params` changes them during a run.
+        params: the environment's parameters instead of its defaults. `set_env_params` changes them during a run.
         info_keys: the keys of gymnax's `info`, such as ``"discount"``, that a batch records under ``next.info``.
         **kwargs: for `gymnax.make`.
         num_envs, one_hot, starts, param_keys: see `from_functions`.
@@ -66,7 +66,7 @@ def from_gymnax(
             truncated = raw.is_truncated(after, params)
         else:
             # Releases 0.0.x count the time limit as a termination, and some environments keep that in their state. So
-            # the same step is traced without the limit, too; the compiler merges the two.
+            # The same step is also traced without the limit; the compiler merges the two.
             endless = params.replace(max_steps_in_episode=np.iinfo(np.int32).max)
             terminated = raw.step_env(key, env_state, action, endless)[3]
             truncated = after.time >= params.max_steps_in_episode

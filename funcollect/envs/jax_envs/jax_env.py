@@ -70,7 +70,7 @@ class FunctionsEnv(AdaptedEnv):
     starts: Starts = "fresh"
     max_episode_steps: int | None = None
     params: Any = None
-    default_params: Any = None  # what the functions use where they get None: a pytree, or None without any
+    default_params: Any = None  # used where the functions get None: a pytree, or None if there are none
     param_keys: tuple[str, ...] = ()  # those that batches record under ``env_params``
     renderer: Open | None = None  # None if it cannot be filmed
     backend: Literal["jax"] = "jax"

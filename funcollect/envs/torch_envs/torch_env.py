@@ -24,7 +24,7 @@ class TorchEnvBase(EnvBase, ABC):
 
     Args:
         num_envs: P, or None for a single environment without a batch dimension.
-        device: the device of the state; the CPU unless given.
+        device: the device of the state; the CPU by default.
 
     Raises:
         ValueError: for a `num_envs` below 1, or an unknown device.

@@ -36,7 +36,7 @@ def from_torch_vector_env(
     such a step hold the last observations as ``"final_obs"`` or ``"final_observation"``, [P, ...], of which the rows of
     lanes that ended are read. Tensors stay on their device, and nothing waits for it.
 
-    It is seeded by run: the simulators get one seed at the beginning, and go on. States can be used once, and can be
+    It is seeded by run: the simulators get one seed at the beginning. States can be used once, and can be
     neither forked nor saved in mid-episode. Limits are the simulators' own.
 
     Args:
@@ -82,7 +82,7 @@ def from_torch_vector_env(
         info_keys=tuple(info_keys),
         device=place,
         build=lambda: spare.pop() if spare else build(),
-        truncates=True,  # or else nobody can: such simulators reset their lanes themselves
+        truncates=True,  # no wrapper can: such simulators reset their lanes themselves
     )
 
 
@@ -119,7 +119,7 @@ class VectorSimulators:
         self._env = env
         self._simulators = env.build()
         self.lacking = torch.zeros((), dtype=torch.bool, device=env.device)
-        """whether episodes have ended without a last observation; a tensor, so that nobody has to wait for it"""
+        """whether episodes have ended without a last observation; a tensor, so that the host need not wait for it"""
 
     def reset(self, seed: int | None) -> Any:
         """Begin an episode in each lane; return the observations [P, ...]."""
@@ -129,7 +129,7 @@ class VectorSimulators:
         return answer[0]
 
     def step(self, action: Tensor) -> tuple[Transition, Any]:
-        """Step all lanes; return the transition, and the observations with which the lanes go on."""
+        """Step all lanes; return the transition, and the observations for the next step."""
         spec = self._env.action_spec
         if spec.one_hot:
             action = spec.from_one_hot(action, torch)

@@ -49,8 +49,8 @@ def from_torchrl(
     environment needs one action, whose key may be nested and which a batch holds as ``action`` in the environment's own
     encoding; one reward, which becomes ``reward``; and ``done``, ``terminated`` and ``truncated`` at the root. Lanes
     are reset by ``_reset`` masks, through all transforms. The environment is seeded once (``seeding="run"``), by its
-    `set_seed`, draws from Torch's global generator in a state of its own, and cannot be forked. With `num_envs`, each
-    lane is an environment of its own and is seeded by itself (``seeding="lane"``).
+    `set_seed`, draws from Torch's global generator in its own state, and cannot be forked. With `num_envs`, each
+    lane is a separate environment with its own seed (``seeding="lane"``).
 
     Args:
         env: an `EnvBase`, which backs one state, or a factory of one, called for each state. The state owns the
@@ -75,7 +75,7 @@ def from_torchrl(
             f"{', '.join(given)} cannot be given for an environment of TorchRL's, which has its own: build it that way"
         )
     check_num_envs(num_envs)
-    apart = num_envs is not None or parallel or bool(num_workers)  # lanes of their own
+    apart = num_envs is not None or parallel or bool(num_workers)  # separate lanes
     if is_torchrl(env) and (apart or kwargs):
         names = [*kwargs, *(["num_envs, or workers,"] if apart else [])]
         raise TypeError(f"{', '.join(names)} cannot be given with an environment that is built: pass a factory")
@@ -352,7 +352,7 @@ def _processes_of(env: Any) -> set[BaseProcess]:
 
 
 def _end_processes(env: Any) -> None:
-    """Kill the processes, which may be busy, hung or gone; the next call of `env` starts them anew."""
+    """Kill the processes, which may be busy, hung or gone; the next call of `env` starts new ones."""
     for module in env.modules():
         if "_workers" not in vars(module):
             continue

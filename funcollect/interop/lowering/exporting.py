@@ -1,4 +1,4 @@
-"""Exports a Torch module as a graph of operators by `torch.export`, and refuses what a pure function cannot do."""
+"""Exports a Torch module as a graph of operators by `torch.export`. Operators without a pure function are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OF_DATA = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_si
 _RESIZING = ("upsample_nearest1d", "upsample_nearest2d", "upsample_linear1d", "upsample_bilinear2d")
 _IMAGE = 3  # channels, height, width: sizes that a network is built for
 _SKIPPING = "torchrl/modules/tensordict_module/rnn.py"  # sets masked states to 0 only if the mask has any
-# Operators that return nothing: they raise an error, or let the program go on.
+# Operators that return nothing: they raise an error, or do nothing.
 _CHECKS = ("aten._linalg_check_errors.default", "aten._assert_async.default", "aten._assert_async.msg")
 
 
@@ -142,7 +142,7 @@ def _quietly() -> Iterator[None]:
     logger = logging.getLogger("torch")
     level, fast = logger.level, torch.backends.mha.get_fastpath_enabled()
     validating = torch.distributions.Distribution._validate_args
-    logger.setLevel(logging.CRITICAL)  # an error that it logs is raised, too
+    logger.setLevel(logging.CRITICAL)  # an error that it logs is also raised
     torch.backends.mha.set_fastpath_enabled(False)
     torch.distributions.Distribution.set_default_validate_args(False)
     try:

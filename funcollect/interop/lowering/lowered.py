@@ -87,7 +87,7 @@ class Lowered:
 
         Raises:
             TypeError: for inputs of another structure or other dtypes than the example's.
-            LoweringError: for shapes with which the module cannot be lowered.
+            LoweringError: if the module cannot be lowered for these shapes.
         """
         leaves = self._checked(inputs)
         program = self._program_for([leaf.shape for leaf in leaves])

@@ -1,6 +1,6 @@
 """The operators that are covered, by the name ATen gives them.
 
-A rule takes what the operator takes, with JAX arrays for tensors and JAX dtypes for Torch's dtypes, and returns what
+A rule takes the operator's arguments, with JAX arrays for tensors and JAX dtypes for Torch's dtypes, and returns what
 the operator returns. Devices, layouts and memory formats are removed before the call. `LoweredProgram.run` casts each
 result to the dtype that Torch gives it, so a rule need not.
 """

@@ -83,7 +83,7 @@ class Recorder:
             self._write()
 
     def _own(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Copies of one of the first steps' outputs. The second step decides whether later ones are copied, too."""
+        """Copies of one of the first steps' outputs. The second step decides whether later ones are also copied."""
         if not self._first:
             self._first = tensors
             self._columns = [tensor.new_empty(self._length, *tensor.shape) for tensor in tensors]

@@ -1,6 +1,6 @@
-"""Heads turn what a network returns into an action and its log-probability.
+"""Heads turn a network's outputs into an action and its log-probability.
 
-A head is pure and serves Torch and JAX alike. The noise with which it samples is an argument, drawn ahead for a whole
+A head is pure and serves Torch and JAX alike. The noise for sampling is an argument, drawn ahead for a whole
 rollout. `categorical`, `greedy`, `normal` and `tanh_normal` are heads; `epsilon_greedy(epsilon)`,
 `boltzmann(temperature)` and `from_distribution(class, *names)` make one.
 

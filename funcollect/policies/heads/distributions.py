@@ -83,7 +83,7 @@ class FromDistribution(HeadBase):
     chooses: ClassVar[bool] = False
 
     def check(self, spec: ActionSpec) -> None:
-        """Every space may suit; what is sampled is checked."""
+        """Accept every space; the samples are checked."""
 
     def noise(self, spec: ActionSpec) -> Noise | None:
         return Noise(kind="keys")  # Torch draws its own numbers instead

@@ -47,7 +47,7 @@ class Head(Protocol):
         """The distribution's parameters, of checked shapes, from the network's answer."""
 
     def sample(self, xp: Any, parameters: Parameters, noise: Any, spec: ActionSpec) -> Outputs:
-        """The ``action``, and what is recorded beside it; `noise` is None for the mode."""
+        """The ``action`` and the entries recorded with it; `noise` is None for the mode."""
 
     def record(self, xp: Any, action: Any, spec: ActionSpec) -> Outputs:
         """What `sample` would have returned with an action that was chosen otherwise."""

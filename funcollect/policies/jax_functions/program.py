@@ -32,7 +32,7 @@ _LARGEST_VECTOR = 1 << 16  # floats
 class StepProgram:
     """The jitted step of a policy for one action space and number of lanes.
 
-    32-bit observations and the noise are passed in one buffer, others as arguments of their own. Small parameters are
+    32-bit observations and the noise are passed in one buffer, others as separate arguments. Small parameters are
     passed as one vector. A `plain` policy has neither a state nor other observations: its step is
     ``step(params, buffer)`` and returns the packed outputs. Otherwise it is ``step(params, buffer, policy_state,
     others)`` and returns the next state as well.
@@ -116,7 +116,7 @@ class OutputField:
     stop: int
 
     def unpack(self, words: Words) -> npt.NDArray[Any]:
-        """The output [..., *shape] from words [..., width], in memory of its own."""
+        """The output [..., *shape] from words [..., width], in new memory."""
         dtype = np.dtype(self.dtype)
         part = words[..., self.start : self.stop].copy()
         values: npt.NDArray[Any] = part.view(_carrier(dtype)).reshape(*words.shape[:-1], *self.shape)

@@ -53,7 +53,7 @@ class MemberLanes:
 
 @dataclass(frozen=True)
 class Tools:
-    """The functions of a framework with which `answers` calls members."""
+    """The framework's functions that `answers` uses to call members."""
 
     leaves: Callable[[Any], list[Any]]
     map: Callable[..., Any]  # over the leaves of pytrees

@@ -21,7 +21,7 @@ def population(policy: Policy, params: Any) -> TorchPopulation | JaxPopulation:
     """A policy that acts with N versions of its parameters: lane ``l`` of L with number ``l * N // L``.
 
     L counts all lanes, over workers and actors too, and is a multiple of N. So a batch [L, T] holds the members in N
-    equal groups, one after the other, and each has the data of a run of its own in these lanes, within rounding.
+    equal groups, one after the other, and each has the data of a separate run in these lanes, within rounding.
 
     Args:
         policy: one member: made by `torch_policy`, `jax_policy`, or `normalized`. It stays as it is.
@@ -34,7 +34,7 @@ def population(policy: Policy, params: Any) -> TorchPopulation | JaxPopulation:
     else a call for each.
 
     A module keeps what it writes into buffers in place, not a buffer that its `forward` assigns. Random numbers that a
-    module or a function draws by itself are others than in a run of its own.
+    module or a function draws by itself differ from those of a separate run.
 
     Raises:
         TypeError: for another kind of policy, and for a scripted module.

@@ -97,7 +97,7 @@ class TensorDictActor(Actor):
         return action
 
     def _begin(self) -> tuple[Tensor, ...]:
-        """The first step, which fixes what is recorded: the outputs, [P, ...], or [...] for a single environment."""
+        """The first step fixes the entries to record: the outputs, [P, ...], or [...] for a single environment."""
         inputs = self._read()
 
         def run() -> dict[Path, Any]:
@@ -137,7 +137,7 @@ class TensorDictActor(Actor):
         return written
 
     def _carry(self, written: Sequence[Tensor]) -> None:
-        """Keep from this step's outputs what the module reads at the next step."""
+        """Keep the entries of this step's outputs that the module reads at the next step."""
         if self._hidden or self._carries:
             by_name = dict(zip(self._names, written, strict=True))
             self._hidden = {path: by_name[self._written_to[path]] for path in self._hidden}

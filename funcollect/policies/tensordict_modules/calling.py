@@ -111,7 +111,7 @@ def written_by(module: Any, path: Path) -> Path:
 def reads_what_it_wrote(module: Any) -> bool:
     """Whether a policy may read its outputs of the step before, without declaring them.
 
-    Modules of tensordict and TorchRL read their in_keys only, except those that keep a state of their own. Functions of
+    Modules of tensordict and TorchRL read their in_keys only, except those that keep a state. Functions of
     a TensorDict, and other libraries' modules, may read any key.
     """
     if not isinstance(module, nn.Module):

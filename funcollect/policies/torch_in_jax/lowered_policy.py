@@ -47,7 +47,7 @@ class LoweredPolicy(EmbeddedPolicy):
         tree, arguments = import_jax().tree, self.source.arguments(observation, state)
         if self.single:
             arguments = tree.map(lambda leaf: leaf[0], arguments)
-        with set_interaction_type(self.exploration_type):  # for shapes with which it is exported once more
+        with set_interaction_type(self.exploration_type):  # new shapes export it once more
             answer = self.lowered.apply(params, *arguments)
         return self.to_outputs(tree.map(lambda leaf: leaf[None], answer) if self.single else answer, state)
 

@@ -159,7 +159,7 @@ class _Survey:
         return type(value), self._contents(value)
 
     def _contents(self, value: Any) -> Any:
-        """A comparable form of what a value holds. Objects that can change without being replaced go into `look`."""
+        """A comparable form of a value's content. Objects that can change without being replaced go into `look`."""
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, TensorDictBase):  # whose own attributes change as it is read

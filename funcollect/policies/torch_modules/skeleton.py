@@ -59,7 +59,7 @@ class Skeleton:
         self._copies = self._copies_of(parts)
         self.root: nn.Module = self._copies[id(self._module)].copy
         self._registered = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
-        self._copied: list[Any] = []  # containers of submodules or of their methods, which have copies of their own
+        self._copied: list[Any] = []  # containers of submodules or of their methods, which are copied separately
         self._open: set[int] = set()  # containers that are being copied
         self._seen: dict[int, Any] = {}  # by id, objects that were looked through for one submodule
         self.entangled = ""

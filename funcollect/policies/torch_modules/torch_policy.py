@@ -221,7 +221,7 @@ class TorchActor(Actor):
         self._generator = inputs.policy_state.generator.clone()
         self._wanted = torch.Size((inputs.num_envs, *inputs.spec.shape))
         self._names: list[str] | None = None  # of the extra outputs, once a dict has been returned
-        self._chosen: tuple[str, ...] = ("action",)  # what the head's samples hold
+        self._chosen: tuple[str, ...] = ("action",)  # the keys of the head's samples
         self._recorder = Recorder(inputs.observation, inputs.length, always_copy=self._recurrent is not None)
         self._record = self._recorder.append
 
@@ -260,7 +260,7 @@ class TorchActor(Actor):
         return action  # type: ignore[no-any-return]
 
     def _call(self, observation: Any) -> Any:
-        """The answer of the module, to the recurrent state, too, if there is one."""
+        """The answer of the module, which also gets the recurrent state if there is one."""
         try:
             return self._module(observation) if self._recurrent is None else self._module(observation, self._recurrent)
         except Exception as error:
@@ -273,7 +273,7 @@ class TorchActor(Actor):
         return _copied(recurrent) if shared else recurrent
 
     def _open(self, t: int, answer: Mapping[str, Any]) -> tuple[Any, tuple[Tensor, ...]]:
-        """Split a dict into what the head reads, or the action, and the extras, whose names the first step fixes."""
+        """Split a dict into the head's inputs, or the action, and the extras, whose names the first step fixes."""
         inner, extras = split_answer(answer, self._head)
         names = sorted(extras)
         if self._names is None:
@@ -326,7 +326,7 @@ def head_in_torch(head: Head | None, inputs: ActorInputs) -> Head | None:
 
 
 def _call_on_keys(module: Callable[..., Any], keys: Sequence[str], observation: Mapping[str, Any], *rest: Any) -> Any:
-    """Call the module with each of these keys as an argument of its own."""
+    """Call the module with each of these keys as a separate argument."""
     return module(*[observation[key] for key in keys], *rest)
 
 

@@ -72,7 +72,7 @@ def observations(trial: Trial) -> None:
             value = trial.batch[path]
             low, high = (torch.as_tensor(bound) for bound in _bounds(part, leaf.dtype))
             numbers = value.cpu()
-            if place := first_row(~((numbers >= low) & (numbers <= high))):  # NaN is outside, too
+            if place := first_row(~((numbers >= low) & (numbers <= high))):  # NaN is also outside
                 mend = "widen the space, or clip the observation"
                 raise fail(spot(*place, path), expected=f"a value in {part}", got=shown(value[place]), mend=mend)
 
@@ -104,7 +104,7 @@ def flags(trial: Trial) -> None:
 
 
 def counters(trial: Trial) -> None:
-    """Steps count from 0 in each trajectory, and every trajectory has an id of its own."""
+    """Steps count from 0 in each trajectory, and every trajectory has a unique id."""
     expect_counters(trial.batch)
 
 

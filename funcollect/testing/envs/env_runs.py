@@ -1,4 +1,4 @@
-"""Checks of `check_env` that need runs of their own: lanes alone, overwritten memory, copies, old states."""
+"""Checks of `check_env` that need separate runs: lanes alone, overwritten memory, copies, old states."""
 
 from __future__ import annotations
 

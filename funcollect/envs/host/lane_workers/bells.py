@@ -37,7 +37,7 @@ class Bell:
             os.eventfd_write(self.fds[0], 1 << (part * self._HALF))
 
     def watch(self, fd: int) -> None:
-        """Let `wait` end, too, when this descriptor becomes readable."""
+        """Let `wait` also end when this descriptor becomes readable."""
         self._poll.register(fd, select.POLLIN)
 
     def unwatch(self, fd: int) -> None:

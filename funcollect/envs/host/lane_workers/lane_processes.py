@@ -23,8 +23,8 @@ from funcollect.processes.shared_memory import shared_memory
 from funcollect.processes.system import usable_cpus
 
 _TO_CLOSE = 1.0  # seconds until a worker that is at work is no longer asked to close: Ctrl-C should end a script soon
-_TO_COME_BACK = 1.0  # seconds for what a worker was doing when the call that waited for it was broken off
-_SLICE = 0.5  # seconds; if this process was suspended, its workers may have been, too
+_TO_COME_BACK = 1.0  # seconds to finish a call that was broken off
+_SLICE = 0.5  # seconds; if this process was suspended, its workers may also have been
 _PAUSE = 1e-3  # seconds between two looks at workers after one was lost
 _FAILURES_IN_A_ROW = 5  # of one worker, without a step in between
 _STARTED = itertools.count()  # workers of this process
@@ -218,7 +218,7 @@ class LaneProcesses:
     def call(self, function: Callable[..., Any], arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
         """Call a function with the simulators of each of these groups, and their arguments, in all workers at once.
 
-        Raises what it has raised; the workers go on. If one of them has ended, the function is called in none.
+        Raises what it has raised; the workers continue. If one of them has ended, the function is called in none.
         """
         groups = [*arguments]
         try:
@@ -248,14 +248,14 @@ class LaneProcesses:
                 raise EnvError(f"{self.worker_of(index)}: its process was lost: {ONWARD}") from self.lost[index]
 
     def _end_call(self) -> None:
-        """Let the workers end what a call that was broken off has begun; lose those that hang in it."""
+        """Let the workers finish a call that was broken off; lose those that hang in it."""
         self._take_answers(self._options.timeout)
         if self._calling:
             self._look([*range(len(self.groups))], hung=True)
             self._take_answers(0)
 
     def _take_answers(self, patience: float) -> None:
-        """Wait, so many seconds at most, until all workers that live have done what they were doing; drop answers."""
+        """Wait, at most so many seconds, until all living workers have finished; drop their answers."""
         if not self._wait_until_answered(range(len(self.groups)), patience):
             return
         for worker in self._workers:
@@ -338,7 +338,7 @@ class LaneProcesses:
         return True
 
     def _free(self) -> None:
-        """End the processes at once, and free what they were given."""
+        """End the processes at once, and free their shared memory."""
         self._closed = True
         for worker in self._workers:
             worker.kill(self._answers)

@@ -44,7 +44,7 @@ class LaneWorker:
         self._child.send((ChildSetup.like_this(), job.pack(str(self))), [memory, *self.bell.fds, *answers.fds])
 
     def join(self, answers: Bell) -> None:
-        """Wait until it has opened its simulators; raise what it has raised, or EnvError if it ends or is too late."""
+        """Wait until it has opened its simulators; raise its exception, or EnvError if it ends or is too late."""
         assert self._child is not None
         until = self._started + _TO_START
         readable = select.poll()
@@ -91,7 +91,7 @@ class LaneWorker:
         return self._inbox.pop(group)
 
     def forget_messages(self) -> None:
-        """Drop messages that nobody has read."""
+        """Drop unread messages."""
         self._inbox.clear()
         while self._child is not None and self._received() is not None:
             pass

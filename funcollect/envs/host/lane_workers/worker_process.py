@@ -123,7 +123,7 @@ class ServedLanes:
             raise
 
     def serve(self, rings: tuple[int, int]) -> bool:
-        """Do what was asked for in the parts whose bell rang; False once the worker was asked to close."""
+        """Serve the parts whose bell rang; False once the worker was asked to close."""
         for index, group, simulators in self._served:
             if not rings[group.part]:
                 continue
@@ -200,7 +200,7 @@ class ServedLanes:
         self._block.info_size[index] = len(packed) if small else -1
 
     def _call(self, index: int, number: int, simulators: Simulators) -> None:
-        """Do what the message of this order says, and answer it; orders before it may have been broken off."""
+        """Carry out the message of this order, and answer it; orders before it may have been broken off."""
         sent = 0
         while sent != number:
             message = self._channel.receive()

@@ -1,6 +1,6 @@
 """Activations and softmax.
 
-They have rules of their own, although Torch would decompose them: a choice between branches gives NaN gradients where
+They have their own rules, although Torch would decompose them: a choice between branches gives NaN gradients where
 the other branch overflows.
 """
 

@@ -47,7 +47,7 @@ def _is_whole(x: Any) -> bool:
 
 
 def _with_floats(function: Any) -> Any:
-    """Return `function` for integers, too: they are converted to floating-point numbers."""
+    """Return `function` extended to integers: they are converted to floating-point numbers."""
     return lambda *arrays: function(*(x * 1.0 if _is_whole(x) else x for x in arrays))
 
 

@@ -41,7 +41,7 @@ def embedding_bag(
         raise ValueError("gradients scaled by frequency are not covered: leave out scale_grad_by_freq=True")
     bags = offsets.shape[0] - last_offset
     bag = jnp.searchsorted(offsets, jnp.arange(indices.shape[0]), side="right") - 1
-    bag = jnp.where((indices == padding) | (bag < 0), bags, bag)  # segment_sum omits what is in no bag
+    bag = jnp.where((indices == padding) | (bag < 0), bags, bag)  # segment_sum omits rows without a bag
     rows = jnp.take(weight, indices, 0)
     rows = rows if weights is None else rows * weights[:, None]
     counts = jax.ops.segment_sum(jnp.ones(bag.shape, weight.dtype), bag, bags)[:, None]

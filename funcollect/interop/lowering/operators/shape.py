@@ -120,7 +120,7 @@ TABLE: Table = {
     "full": jnp.full,
     "full_like": jnp.full_like,
     "new_full": lambda x, shape, value, dtype=None: jnp.full(shape, value, dtype or x.dtype),
-    "zeros empty.memory_format": jnp.zeros,  # memory that Torch leaves unwritten is zeroed, too
+    "zeros empty.memory_format": jnp.zeros,  # memory that Torch leaves unwritten is zeroed
     "ones": jnp.ones,
     "zeros_like empty_like": jnp.zeros_like,
     "ones_like": jnp.ones_like,
