@@ -137,7 +137,7 @@ def update(stats: RunningStatistics, batch: Any, *, weights: Any = None) -> Runn
         wanted = (*lead, *stats.mean[name].shape)
         if tuple(values[name].shape) != wanted:
             raise ValueError(
-                f"{name!r} is {list(values[name].shape)}, expected {list(wanted)}: pass what the space has"
+                f"{name!r} is {list(values[name].shape)}, expected {list(wanted)}: pass values of the space's shape"
             )
     if weights is not None and np.shape(weights) != lead:
         raise ValueError(f"weights is {list(np.shape(weights))}, expected {list(lead)}: pass one for each observation")
@@ -181,7 +181,9 @@ def _moments_in_torch(
     chosen = None if weights is None else torch.as_tensor(weights, device=device).reshape(-1)
     if chosen is not None and chosen.dtype != torch.bool:
         if bool(((chosen != 0) & (chosen != 1)).any()):
-            raise ValueError(f"weights is {shown(weights)}, expected bools, or zeros and ones: pass what counts")
+            raise ValueError(
+                f"weights is {shown(weights)}, expected bools, or zeros and ones: pass a mask of the rows that count"
+            )
         chosen = chosen != 0
     mean, variance = {}, {}
     for name, value in values.items():
@@ -201,7 +203,9 @@ def _moments_in_jax(stats: RunningStatistics, values: Mapping[str, Any], weights
     if weights is not None and not isinstance(weights, import_jax().core.Tracer):
         given = np.asarray(weights)
         if given.dtype != bool and ((given != 0) & (given != 1)).any():
-            raise ValueError(f"weights is {shown(weights)}, expected bools, or zeros and ones: pass what counts")
+            raise ValueError(
+                f"weights is {shown(weights)}, expected bools, or zeros and ones: pass a mask of the rows that count"
+            )
     chosen = jnp.ones(size, bool) if weights is None else jnp.asarray(weights).reshape(-1) != 0
     count = chosen.sum(dtype=jnp.uint32)
     total = jnp.maximum(count, 1)
@@ -339,7 +343,9 @@ def _applied(stats: RunningStatistics, observation: Any, function: Callable[[Any
         value = value if hasattr(value, "dtype") else np.asarray(value)
         own = tuple(stats.mean[name].shape)
         if tuple(value.shape[value.ndim - len(own) :]) != own:
-            raise ValueError(f"{name!r} is {list(value.shape)}, expected [..., *{list(own)}]: pass what the space has")
+            raise ValueError(
+                f"{name!r} is {list(value.shape)}, expected [..., *{list(own)}]: pass values of the space's shape"
+            )
         deviation = (stats.variance[name] + EPSILON) ** 0.5
         return function(value, _like(stats.mean[name], value), _like(deviation, value))
 
@@ -359,7 +365,7 @@ def _applied(stats: RunningStatistics, observation: Any, function: Callable[[Any
         flat = flatten(observation)
         names = {path: ".".join(path[1:] if path[0] == "next" else path) for path in flat}
         if missing := sorted(stats.mean.keys() - {*names.values()}):
-            raise KeyError(f"the observation lacks {missing}, of which there are statistics: pass all of it")
+            raise KeyError(f"the observation lacks {missing}, which the statistics have: pass all keys")
         return nest(
             {path: leaf(names[path], each) if names[path] in stats.mean else each for path, each in flat.items()}
         )

@@ -235,7 +235,7 @@ def _is_end(ring: JaxRing, frame: Any, slice_len: int) -> Any:
 
 
 def _check_ring(ring: Any) -> None:
-    check_kind("ring", ring, JaxRing, "pass what init or extend returned")
+    check_kind("ring", ring, JaxRing, "pass the result of init or extend")
 
 
 def _check(ring: JaxRing, batch: Any) -> int:

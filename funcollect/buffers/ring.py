@@ -128,7 +128,7 @@ class RingState:
 
 def check_current(state: RingState) -> RingMemory:
     """The memory of a state; StaleStateError if the ring has been extended since."""
-    check_kind("state", state, RingState, "pass what ring.init or ring.extend returned")
+    check_kind("state", state, RingState, "pass the result of ring.init or ring.extend")
     if state.version != state.memory.version:
         raise StaleStateError(
             f"this state is version {state.version} of its ring, which is now at {state.memory.version}: the rows were "

@@ -193,7 +193,7 @@ class Options(RunnerOptions):
         check_choice("traj_format", self.traj_format, get_args(TrajectoryFormat))
         if self.trajs_per_batch is None:
             if self.traj_format != "cat":
-                raise ValueError(f"traj_format is {self.traj_format!r}, but trajs_per_batch is None: pass that, too")
+                raise ValueError(f"traj_format is {self.traj_format!r}, but trajs_per_batch is None: pass both")
             return
         reasons = {
             "reset_at_each_iter": "a reset would interrupt them",

@@ -314,10 +314,10 @@ class RayCollector(WorkerCollector):
         if saved is None or not all(isinstance(each, Mapping) and {"place", "run"} <= each.keys() for each in saved):
             raise TypeError(
                 f"state_dict is {type(state_dict).__name__}, expected a list with a dict for each collector, or one "
-                "for all: pass what state_dict of a RayCollector returned"
+                "for all: pass the result of state_dict of a RayCollector"
             )
         if not saved:
-            raise ValueError("state_dict is empty, expected a dict for each collector: pass what state_dict returned")
+            raise ValueError("state_dict is empty, expected a dict for each collector: pass the result of state_dict")
         self._check_places([each["place"] for each in saved])
         workers = {str(index): each for index, each in enumerate(saved)}
         super().load_state_dict({"workers": workers, **saved[0]["run"]})

@@ -47,10 +47,10 @@ def given_weights(params: Any, policy_or_weights: Any, policy: Any) -> Any:
 def check_saved(state_dict: Any, names: Sequence[str]) -> None:
     """Raise TypeError for a `state_dict` that is not a dict, and ValueError for one that lacks some of `names`."""
     if not isinstance(state_dict, Mapping):
-        raise TypeError(f"state_dict is {type(state_dict).__name__}, expected a dict: pass what state_dict returned")
+        raise TypeError(f"state_dict is {type(state_dict).__name__}, expected a dict: pass the result of state_dict")
     if missing := [name for name in names if name not in state_dict]:
         raise ValueError(
-            f"the state_dict lacks {missing}, expected {list(names)}: pass what state_dict of such a collector returned"
+            f"the state_dict lacks {missing}, expected {list(names)}: pass the result of state_dict of such a collector"
         )
 
 

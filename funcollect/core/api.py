@@ -295,14 +295,14 @@ def close(state: CollectorState) -> None:
     >>> state = fc.init(env, policy, seed=0)
     >>> fc.close(state)
     """
-    check_kind("state", state, CollectorState, "pass what rollout returned")
+    check_kind("state", state, CollectorState, "pass the state that rollout returned")
     if isinstance(state.env_state, SimulatorHandle):
         state.env_state.simulation.close()
 
 
 def check_state(env: Env, state: CollectorState, function: str, *, live: bool = True) -> None:
     """Raise unless `state` is a state of `env`, and live if that is asked for."""
-    check_kind("state", state, CollectorState, "pass what init or rollout returned (after env and policy)")
+    check_kind("state", state, CollectorState, "pass the state that init or rollout returned (after env and policy)")
     if not is_env(env):
         raise TypeError(f"env is {type(env).__name__}, expected an Env: pass the env that the state was made with")
     check_untraced(function, state.lane)

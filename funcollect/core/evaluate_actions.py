@@ -129,7 +129,7 @@ def evaluate_actions(
     >>> torch.allclose(now["action_log_prob"], batch["action_log_prob"]), now["entropy"].shape
     (True, torch.Size([2, 8]))
     """
-    check_kind("batch", batch, (Mapping, TensorDictBase), "pass what rollout or a collector returned")
+    check_kind("batch", batch, (Mapping, TensorDictBase), "pass a batch from rollout or a collector")
     if env is not None and not is_env(env):
         raise TypeError(f"env is {type(env).__name__}, expected an Env or None: pass the environment of the batch")
     rows = flatten(batch)
@@ -322,7 +322,7 @@ def _check_whole(lane: Any, step: Any, lanes: int) -> None:
     if bool(mixed | (step[1:] - step[:-1] > 1).any()):
         raise ValueError(
             f"the batch has the lanes {shown(lane[0].tolist())} at first, expected increasing ones with consecutive "
-            f"steps, to go on from policy_state: {mend}"
+            f"steps, to continue from policy_state: {mend}"
         )
 
 

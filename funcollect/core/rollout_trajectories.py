@@ -74,7 +74,7 @@ def rollout_trajectories(
     check_positive("count", count, 16)
     check_positive("length", length, 64)
     check_optional_positive("max_frames_per_traj", max_frames_per_traj)
-    check_kind("pending", pending, (PendingTrajectories, type(None)), "pass what the last call returned")
+    check_kind("pending", pending, (PendingTrajectories, type(None)), "pass the pending frames of the last call")
     check_choice("traj_format", traj_format, get_args(TrajectoryFormat))
     check_limited(is_limited(env, max_frames_per_traj), repr(env))
     pending = PendingTrajectories() if pending is None else pending

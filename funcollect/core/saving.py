@@ -67,7 +67,7 @@ def save(path: str | os.PathLike[str], state: CollectorState, *, episodes: Episo
     True
     """
     check_kind("path", path, (str, os.PathLike), "pass the name of a file, before the state")
-    check_kind("state", state, CollectorState, "pass what init or rollout returned")
+    check_kind("state", state, CollectorState, "pass the state that init or rollout returned")
     write_data(Path(path), _KIND, state_data(state, episodes))
 
 

@@ -325,7 +325,7 @@ def partition(state: CollectorState, axis: str) -> CollectorState:
     >>> parts.step == PartitionSpec("devices"), parts.key == PartitionSpec()
     (True, True)
     """
-    check_kind("state", state, CollectorState, "pass what init or rollout returned")
+    check_kind("state", state, CollectorState, "pass the state that init or rollout returned")
     check_kind("axis", axis, str, "pass the name of the mesh's axis")
     spec = import_jax().sharding.PartitionSpec
     shared = ("env_params", "key", "steps", "policy_version")

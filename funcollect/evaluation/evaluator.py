@@ -103,7 +103,7 @@ class Evaluator:
         if film is not None:
             check_kind("film", film, str, "pass for example 'films/{step}.mp4'")
             if "{step" not in film:
-                raise ValueError(f"film is {film!r}, expected {{step}} in it, so that films have names of their own")
+                raise ValueError(f"film is {film!r}, expected {{step}} in it, so that each film has its own name")
             check_film(film.format(step=0), None)
         source = RunnerSpec(
             create_env_fn=create_env_fn,

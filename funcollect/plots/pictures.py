@@ -130,7 +130,7 @@ def _pictorial(trajectory: Trajectory, key: str | Path | None) -> Tensor:
     if len(pictorial) != 1:
         raise ValueError(
             f"{len(pictorial)} of the observations are pictures, expected one: name it with key=; there are "
-            f"{shapes} (plots.episode draws what is not a picture)"
+            f"{shapes} (plots.episode draws the others)"
         )
     return pictorial[0]
 

@@ -53,7 +53,7 @@ def profile(
     >>> figure.axes[0].get_xlabel()
     'microseconds per frame'
     """
-    check_kind("profile", profile, Profile, "pass what funcollect.profile returned")
+    check_kind("profile", profile, Profile, "pass the result of funcollect.profile")
     check_kind("title", title, str, "pass for example 'CartPole-v1'")
     bars = len(profile.timelines)
     axes = new_axes(9, 2.6 + 0.8 * bars) if ax is None else checked_axes(ax)

@@ -140,11 +140,11 @@ def _jax_array(path: Any, leaf: Any) -> Any:
         except TypeError as error:
             raise TypeError(
                 f"{name} is {type(leaf).__name__}, expected an array or a number: give the arrays alone as params, and "
-                "what else a model holds to the function (equinox.partition tells them apart)"
+                "all else to the function (equinox.partition separates them)"
             ) from error
     if leaf.is_deleted():
         raise ValueError(
-            f"{name} was donated or deleted, expected a live array: set policy.params, or pass params=, to what the "
-            "function that took it returned"
+            f"{name} was donated or deleted, expected a live array: set policy.params, or pass params=, to the "
+            "result of the function that took it"
         )
     return strong(leaf)

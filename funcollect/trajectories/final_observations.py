@@ -62,7 +62,7 @@ class FinalObservations:
         again = row[number[:count]]
         if not all(_same(leaf, leaf[again.to(leaf.device)]) for leaf in self.leaves.values()):
             raise ValueError(
-                "batches of several runs were joined, whose trajectory ids are the same: call next_observations for "
+                "the batch joins several runs with equal trajectory ids: call next_observations for "
                 "each run before that"
             )
         return row[number[count:]]

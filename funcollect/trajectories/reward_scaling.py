@@ -71,7 +71,7 @@ def scale_rewards(
     in_jax = isinstance(batch, Mapping) and not isinstance(batch, TensorDictBase)
     check_factor("gamma", gamma, in_jax)
     check_number("clip", clip, positive=True, example=10.0)
-    check_kind("scaling", scaling, (tuple, type(None)), "pass what the last call returned")
+    check_kind("scaling", scaling, (tuple, type(None)), "pass the result of the last call")
     before = None if scaling is None else RewardScaling(scaling[0], RunningStatistics(*scaling[1]))
     if in_jax:
         return _in_jax(batch, before, gamma, clip)

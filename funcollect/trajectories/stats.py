@@ -124,7 +124,7 @@ def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -
     """
     frames, lanes = counted_frames(batch)
     _check_one_run(batch, frames)
-    check_kind("previous", previous, (EpisodeStats, type(None)), "pass what the last call returned")
+    check_kind("previous", previous, (EpisodeStats, type(None)), "pass the result of the last call")
     opened = {} if previous is None else previous.open_returns
     trajectories, of_frame = _trajectories(frames, opened)
     present = set(lanes.tolist())

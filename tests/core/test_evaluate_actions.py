@@ -396,7 +396,7 @@ class TestMisuse:
                 batch[[1, 0, 2, 3]],
                 r"the lanes \[1, 0, 2, 3\] at first, expected increasing ones with consecutive steps",
             ),
-            (batch[:, ::2], r"consecutive steps, to go on from policy_state: pass the whole rollout"),
+            (batch[:, ::2], r"consecutive steps, to continue from policy_state: pass the whole rollout"),
         ):
             given = fc.interop.to_jax(part.contiguous()) if kind == "jax" else part
             with pytest.raises(ValueError, match=message):

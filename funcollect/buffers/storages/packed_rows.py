@@ -185,7 +185,7 @@ class RowLayout:
                 raise ValueError(
                     f"{_name(column.path)} is {list(leaf.shape[ndim:])} {leaf.dtype} in each frame, the storage holds "
                     f"{list(column.shape)} {column.dtype}, as the first batch had it: convert it before extending, or "
-                    "store it in a buffer of its own"
+                    "store it in another buffer"
                 )
 
     def pack(self, rows: Tensor, leaves: Mapping[Path, Tensor], ndim: int, first: int = 0) -> None:

@@ -66,7 +66,7 @@ class Trajectories:
         if ids is not None and lanes > 1 and len(set(ids[::steps].tolist())) < lanes:
             raise ValueError(
                 f"lanes of the batch {list(lead)} have the same trajectory id, as the runs of a vmap over seeds have, "
-                "so slices cannot tell them apart: store each run in a buffer of its own, or make the ids differ"
+                "so slices cannot distinguish them: store each run in a separate buffer, or make the ids differ"
             )
         begins = np.zeros(count, np.bool_)
         begins[::steps] = True
@@ -83,8 +83,8 @@ class Trajectories:
         paths = _IDS if self.traj_key is None else (as_path(self.traj_key),)
         if leaves.keys().isdisjoint(paths):
             raise ValueError(
-                f"the frames have no {' or '.join(map(readable, paths))}, which a reader needs to tell trajectories "
-                f"apart; they have {_keys(leaves)}: name the ids with traj_key="
+                f"the frames have no {' or '.join(map(readable, paths))}, which a reader needs to identify "
+                f"trajectories; they have {_keys(leaves)}: name the ids with traj_key="
             )
 
 
@@ -92,7 +92,7 @@ def check_linked(data: Any) -> None:
     """Raise TypeError unless the data is a TensorDict: other data has no keys that link frames."""
     if not isinstance(data, TensorDictBase):
         raise TypeError(
-            f"the data is {type(data).__name__}, expected a TensorDict, whose keys tell trajectories apart: extend "
+            f"the data is {type(data).__name__}, expected a TensorDict with keys that identify trajectories: extend "
             "with one, or sample with a RandomSampler"
         )
 
@@ -113,7 +113,7 @@ def _column(
             return leaf.numpy(force=True).reshape(-1)
     if given is not None:
         raise ValueError(
-            f"the batch has no tensor {readable(given)}, which slices need to tell trajectories apart; it has "
+            f"the batch has no tensor {readable(given)}, which slices need to identify trajectories; it has "
             f"{_keys(leaves)}: name one of these"
         )
     return None

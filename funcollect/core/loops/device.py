@@ -108,8 +108,8 @@ def run(env: DeviceEnv, policy: Policy, state: CollectorState, request: Request)
     """Implement `funcollect.rollout`."""
     if request.max_frames_per_traj is not None:
         raise ValueError(
-            f"max_frames_per_traj is {request.max_frames_per_traj}, but {env} resets its lanes itself: give the "
-            "simulators a limit of their own"
+            f"max_frames_per_traj is {request.max_frames_per_traj}, but {env} resets its lanes itself: set a "
+            "limit in the simulators"
         )
     state.env_state.check()
     root = {path: fixed(value) for path, value in state.observation.items()}

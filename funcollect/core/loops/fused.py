@@ -117,7 +117,7 @@ def place_of(state: CollectorState) -> Any:
     if len(place.device_set) > 1:
         raise ValueError(
             f"the state lies on {len(place.device_set)} devices, expected one: call funcollect.traced.rollout in your "
-            "own shard_map and funcollect.deliver on what it returns, or gather the state with jax.device_put"
+            "own shard_map and funcollect.deliver on its result, or gather the state with jax.device_put"
         )
     return place
 

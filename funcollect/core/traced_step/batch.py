@@ -81,7 +81,9 @@ def _checked(arrays: Any) -> Row:
     flat = flatten(arrays)
     needed = [("action",), REWARD, _DONE, _EPISODE, _LANE]
     if missing := [".".join(path) for path in needed if path not in flat]:
-        raise ValueError(f"the arrays lack {missing}, expected what traced.rollout returned: pass all of it")
+        raise ValueError(
+            f"the arrays lack {missing}, expected all arrays that traced.rollout returned: pass the whole result"
+        )
     if flat[_DONE].ndim < 2:
         raise ValueError(
             f"next.done has shape {list(flat[_DONE].shape)}, expected [T, P]: give what traced.step returned a time "

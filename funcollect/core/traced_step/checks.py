@@ -50,7 +50,9 @@ def check_one_run(state: CollectorState) -> None:
 def check_traced_state(env: Any, state: Any) -> None:
     """Raise unless `state` is the state of one run of `env`, which is written in JAX."""
     check_jax_env(env)
-    check_kind("state", state, CollectorState, "pass what init or rollout returned, after env, policy and params")
+    check_kind(
+        "state", state, CollectorState, "pass the state that init or rollout returned, after env, policy and params"
+    )
     check_one_run(state)
     check_origin(env, state)
 

@@ -116,18 +116,20 @@ def _rows(batch: Any) -> Frame:
     try:
         rows = frame_of(batch)
     except KeyError as error:
-        raise ValueError(f"the batch lacks {error}, expected what traced.rollout returned: pass all of it") from None
+        raise ValueError(
+            f"the batch lacks {error}, expected all arrays that traced.rollout returned: pass the whole result"
+        ) from None
     if rows.done.ndim != 2:
         raise ValueError(
             f"next.done has shape {list(rows.done.shape)}, expected [T, P]: call this inside vmap for batches of "
-            "several runs, and give what traced.step returned a time dimension"
+            "several runs, and give the result of traced.step a time dimension"
         )
     return rows
 
 
 def _continued(rows: Frame, previous: Any) -> OpenEpisodes:
-    check_kind("previous", previous, TracedEpisodeStats, "pass what the last call returned")
-    check_kind("previous.open", previous.open, OpenEpisodes, "pass what traced.episode_stats returned")
+    check_kind("previous", previous, TracedEpisodeStats, "pass the result of the last call")
+    check_kind("previous.open", previous.open, OpenEpisodes, "pass the result of traced.episode_stats")
     open_: OpenEpisodes = previous.open
     before, now = open_.returns.shape, rows.reward.shape[1:]
     if before != now:

@@ -186,7 +186,7 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         if self._unfit is not None:
             raise ReplayError(
                 f"the wrappers of {self.env} hold an object that cannot be copied ({self._unfit!r}): leave out the "
-                "wrapper, or go on without a fork: the state is as good as before"
+                "wrapper, or continue without a fork: the state has not changed"
             ) from self._unfit
         machine = self.env.unwrapped.ale.cloneState(include_rng=True)  # type: ignore[attr-defined]
         return replace(self._history, since=list(self._calls), machine=machine)
@@ -203,7 +203,7 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
                 return answer
         raise ReplayError(
             f"{self.env} reached another state by the same calls: let its wrappers draw from np_random, not from a "
-            "global generator, or go on without a fork: the state is as good as before"
+            "global generator, or continue without a fork: the state has not changed"
         )
 
     def _beginnings(self, history: _History, ale: Any) -> Iterator[Callable[[], Any]]:

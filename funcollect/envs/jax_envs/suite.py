@@ -31,7 +31,7 @@ class Suite:
         if kwargs:
             raise TypeError(
                 f"from_{self.name} has no argument {', '.join(kwargs)} for an environment that is made already: pass "
-                f"its id, with which {self.name} takes more, or check the spelling"
+                f"its id, for which from_{self.name} has more arguments, or check the spelling"
             )
         check_instance(self.name, env, *self.members)
         return f"{self.name}/{type(env).__name__}", env

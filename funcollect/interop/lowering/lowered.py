@@ -150,7 +150,7 @@ def lower_module(module: nn.Module, example: Any) -> Lowered:
     wrong = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)]
     if wrong or not leaves:
         raise TypeError(
-            f"example holds {wrong or 'nothing'}, expected tensors: pass what the module takes, and fix other "
+            f"example holds {wrong or 'nothing'}, expected tensors: pass the module's inputs, and fix other "
             "arguments in a module around it"
         )
     return Lowered(module, inputs)

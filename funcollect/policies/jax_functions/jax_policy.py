@@ -111,7 +111,7 @@ class JaxPolicy(FunctionPolicy):
         if changed := [name for (name, _), value, before in pairs if not _is_same(value, before)]:
             raise PolicyError(
                 f"the policy's function closes over {', '.join(changed)}, set since it was compiled, which has no "
-                "effect: pass what changes in params, or make another policy with funcollect.jax_policy"
+                "effect: pass changing values in params, or make another policy with funcollect.jax_policy"
             )
 
 

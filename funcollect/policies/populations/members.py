@@ -34,7 +34,7 @@ class MemberLanes:
         members = np.asarray(lanes) * size // total
         if members[-1] >= size:
             raise PolicyError(
-                f"a population of {size} acts in the {total} lanes with which its run began, not in lanes added later: "
+                f"a population of {size} acts in the {total} lanes that its run began with, not in lanes added later: "
                 "begin with all collectors"
             )
         return cls(int(members[0]), tuple(np.bincount(members - members[0]).tolist()))

@@ -181,7 +181,7 @@ def _primed(module: Any) -> dict[Path, Tensor]:
             filled = make()(TensorDict({}, batch_size=[]))
         if not torch.equal(generator, generator_state(0)):
             raise ValueError(
-                f"{type(part).__name__} draws at random what an episode begins with, expected a fixed state: pass "
+                f"{type(part).__name__} draws the initial state of an episode at random, expected a fixed one: pass "
                 "funcollect.tensordict_policy(policy, initial_state={...}), or leave that part out"
             )
         values |= flatten(filled)

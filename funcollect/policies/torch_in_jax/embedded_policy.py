@@ -202,7 +202,7 @@ def check_forgets(policy: EmbeddedPolicy, module: Any, observation: Any, recurre
     second = outputs_from(inputs | {path: leaf for path, leaf in first.items() if may_be_read(path)})
     if others := [path for path, leaf in second.items() if not _same(first.get(path), leaf)]:
         raise LoweringError(
-            f"its {names_of(others)} depend on what it wrote at the step before: give these keys a start with "
+            f"its {names_of(others)} depend on its outputs of the step before: give these keys a start with "
             "funcollect.tensordict_policy(policy, initial_state={...}), and name them in the in_keys and out_keys"
         )
 

@@ -81,7 +81,7 @@ def _checked_module(source: Source) -> nn.Module:
     module = source.module
     if not isinstance(module, nn.Module):
         raise LoweringError(
-            "a plain function is not lowered, since what it refers to may change: use a torch.nn.Module"
+            "a plain function is not lowered, since the objects that it refers to may change: use a torch.nn.Module"
         )
     if isinstance(source, TensorDictPolicy) and not isinstance(module, TensorDictModuleBase):
         raise LoweringError("a function of a TensorDict is not lowered: use a TensorDictModule")

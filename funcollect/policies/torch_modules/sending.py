@@ -61,8 +61,8 @@ def pack(subject: Any) -> bytes:
         _WithoutWeights(file, subject).dump(subject)
     except Exception as error:
         raise TypeError(
-            f"the policy has changed and cannot be sent to the workers ({shown(error, 200)}): keep what it holds "
-            "picklable"
+            f"the policy has changed and cannot be sent to the workers ({shown(error, 200)}): make all "
+            "of its attributes picklable"
         ) from error
     return file.getvalue()
 

@@ -72,7 +72,7 @@ def check_env(env: Any, *, steps: int = 100, seed: int = 0, single: Env | None =
     check_kind("single", single, (*get_args(Env), type(None)), "make it with funcollect.make_env(…, num_envs=1)")
     if isinstance(env, gymnasium.Env) and env.spec is None:
         raise TypeError(
-            f"env is {shown(env)}, an instance without a spec, of which no copies can be made: pass its class or a "
+            f"env is {shown(env)}, an instance without a spec, which cannot be copied: pass its class or a "
             f"factory, check_env({type(env).__name__}, num_envs=3)"
         )
     made = make_env(env, **kwargs)

@@ -60,7 +60,7 @@ def layout(trial: Trial) -> None:
         leaf = trial.batch[path]
         got = (tuple(leaf.shape[2:]), leaf.dtype)
         if got != kind:
-            raise fail(".".join(path), expected=kind, got=got, mend="correct the space or what is returned")
+            raise fail(".".join(path), expected=kind, got=got, mend="correct the space or the returned value")
 
 
 def observations(trial: Trial) -> None:

@@ -285,7 +285,7 @@ def good() -> Any:
         "a game beside another environment",
         lambda: runs(fc.make_env([build, NoGame])),
         ValueError,
-        ("lane 1 is", "lane 0 is", "in a batch of their own"),
+        ("lane 1 is", "lane 0 is", "in a separate batch"),
         good,
     ),
 )

@@ -321,7 +321,7 @@ class LaneProcesses:
             if not self.worker_of(index).has_ended():
                 warnings.warn(
                     f"{self.worker_of(index)}: close() has not returned in {self._options.timeout:g} s (timeout="
-                    f"{self._options.timeout:g}), and its process is ended: look at what it waits for",
+                    f"{self._options.timeout:g}), and its process is ended: find out what it waits for",
                     RuntimeWarning,
                     stacklevel=2,
                 )

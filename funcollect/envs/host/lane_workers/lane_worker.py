@@ -52,7 +52,7 @@ class LaneWorker:
             readable.register(fd, select.POLLIN)
         while (message := self._received()) is None:
             if self._child.ended_by(0):
-                raise EnvError(f"{self}: its process {self.how()} as it made its environments: look at what it printed")
+                raise EnvError(f"{self}: its process {self.how()} as it made its environments: read its output")
             if (left := until - time.monotonic()) <= 0:
                 error = EnvError(f"{self}: its process has made no environments in {_TO_START:g} s: look at these")
                 error.add_note(f"The Python stack of that process:\n{self.where()}")
