@@ -101,5 +101,5 @@ def test_runs_with_equal_ids_are_not_linked_to_one_another():
     batch = torch.stack(runs)
     sampler = fc.samplers.SliceSampler(slice_len=4)
     buffer = fc.ReplayBuffer(storage=fc.storages.LazyTensorStorage(120, ndim=3), sampler=sampler, batch_size=8)
-    with pytest.raises(ValueError, match=r"\[3, 2, 20\] have the same trajectory id.*a buffer of its own"):
+    with pytest.raises(ValueError, match=r"\[3, 2, 20\] have the same trajectory id.*a separate buffer"):
         buffer.extend(batch)

@@ -97,7 +97,7 @@ def test_delivered_memory_is_the_batchs_own():
     ("arrays", "error", "says"),
     [
         ([1], TypeError, r"arrays is \[1\], expected Mapping: pass the dict"),
-        ({"action": jnp.zeros(3)}, ValueError, r"lack \['next.reward'.*pass all of it"),
+        ({"action": jnp.zeros(3)}, ValueError, r"lack \['next.reward'.*pass the whole result"),
     ],
 )
 def test_deliver_says_what_it_wants(arrays, error, says):

@@ -48,7 +48,7 @@ def evaluated(**how: Any) -> Any:
 
 
 MASK = ("mask is", "expected bool (3,)", "one flag per lane")
-STATE = ("state is", "expected CollectorState", "pass what")
+STATE = ("state is", "expected CollectorState", "pass the state that")
 
 
 @table(
