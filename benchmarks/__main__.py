@@ -14,8 +14,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.report import heading, save, setting
-from benchmarks.runner import Options, module_of
+from benchmarks.harness.report import heading, save, setting
+from benchmarks.harness.runner import Options, module_of
 
 NAMES = (
     "collect",
@@ -64,7 +64,7 @@ def main() -> None:
     if sys.argv[1:2] == ["compare"]:
         raise SystemExit(importlib.import_module("benchmarks.compare").main(sys.argv[2:], RESULTS))
     if sys.argv[1:2] == ["plot"]:
-        raise SystemExit(importlib.import_module("benchmarks.plot").main(sys.argv[2:]))
+        raise SystemExit(importlib.import_module("benchmarks.harness.plot").main(sys.argv[2:]))
     arguments = parse()
     benchmark = module_of(arguments.name)
     options = options_of(arguments)

@@ -26,11 +26,11 @@ from typing import Any
 
 import psutil
 
-from benchmarks.cluster_peers import RLlib, cluster, contestants, our_actors
-from benchmarks.isolated import Isolated, interleaved
-from benchmarks.report import compare
-from benchmarks.runner import AbsentError, Cell, Measured, Options, Result
-from benchmarks.worker_envs import PAYLOAD_STEPS
+from benchmarks.contestants.cluster_peers import RLlib, cluster, contestants, our_actors
+from benchmarks.contestants.worker_envs import PAYLOAD_STEPS
+from benchmarks.harness.isolated import Isolated, interleaved
+from benchmarks.harness.report import compare
+from benchmarks.harness.runner import AbsentError, Cell, Measured, Options, Result
 from benchmarks.workers import OURS, OURS_ASYNC, frames_per_second, in_ms, with_shares
 
 ENV, LENGTH = "CartPole-v1", 3_000  # frames of an actor's batch

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from benchmarks import loops, suites, torchrl
-from benchmarks.peers import Batches, StableBaselines, torchrl_collector
-from benchmarks.report import compare
-from benchmarks.runner import Cell, Factory, Options, Result, measure, quiet_mujoco
+from benchmarks import suites, torchrl
+from benchmarks.contestants import loops
+from benchmarks.contestants.peers import Batches, StableBaselines, torchrl_collector
+from benchmarks.harness.report import compare
+from benchmarks.harness.runner import Cell, Factory, Options, Result, measure, quiet_mujoco
 
 ENVS = ("CartPole-v1", "HalfCheetah-v5")
 LENGTHS = {1: 2000, 8: 500, 64: 100}  # num_envs: steps of each environment per batch
@@ -79,7 +80,7 @@ def ours(env_id: str, num_envs: int, length: int, policy: str) -> Batches:
 
 def our_policy(env: Any, kind: str) -> Any:
     import funcollect as fc
-    from benchmarks.networks import discrete, jax_network, torch_module
+    from benchmarks.contestants.networks import discrete, jax_network, torch_module
 
     head = fc.heads.categorical if discrete(env) else fc.heads.normal
     match kind:

@@ -19,11 +19,11 @@ import optree
 import torch
 from torch import nn
 
-from benchmarks import scans
-from benchmarks.isolated import Isolated
-from benchmarks.peers import Batches
-from benchmarks.report import compare
-from benchmarks.runner import Cell, Factory, Options, Result, measure
+from benchmarks.contestants import scans
+from benchmarks.contestants.peers import Batches
+from benchmarks.harness.isolated import Isolated
+from benchmarks.harness.report import compare
+from benchmarks.harness.runner import Cell, Factory, Options, Result, measure
 
 OURS = "funcollect"
 FRAMES = 131_072  # at least, per batch

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.report import quartiles, table
-from benchmarks.runner import Options, Result
+from benchmarks.harness.report import quartiles, table
+from benchmarks.harness.runner import Options, Result
 
 _CHILD = """
 import json, sys, time

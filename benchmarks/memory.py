@@ -17,8 +17,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from benchmarks.report import quartiles, table
-from benchmarks.runner import Options, Result
+from benchmarks.harness.report import quartiles, table
+from benchmarks.harness.runner import Options, Result
 
 FRAME = (84, 84, 4)
 BATCH = 200_000_000  # bytes of observation and next.observation together

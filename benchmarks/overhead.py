@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.collect import LENGTHS
-from benchmarks.networks import torch_module
-from benchmarks.report import quartiles, table
-from benchmarks.runner import Cell, Measured, Options, Result, measure
+from benchmarks.contestants.networks import torch_module
+from benchmarks.harness.report import quartiles, table
+from benchmarks.harness.runner import Cell, Measured, Options, Result, measure
 
 SIZES = (1, 64)
 

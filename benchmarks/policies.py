@@ -14,11 +14,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from benchmarks.loops import Loop, torch_act
-from benchmarks.pixels import HostPixels, jax_pixels
-from benchmarks.policy_networks import Network, network
-from benchmarks.report import compare
-from benchmarks.runner import Cell, Factory, Options, Result, measure
+from benchmarks.contestants.loops import Loop, torch_act
+from benchmarks.contestants.pixels import HostPixels, jax_pixels
+from benchmarks.contestants.policy_networks import Network, network
+from benchmarks.harness.report import compare
+from benchmarks.harness.runner import Cell, Factory, Options, Result, measure
 
 OURS = "lowered"
 FRAMES = {"mlp": 16_384, "lstm": 16_384, "cnn": 512}  # at least, per batch

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from benchmarks.report import compare
-from benchmarks.runner import Cell, Factory, Options, Result, measure
+from benchmarks.harness.report import compare
+from benchmarks.harness.runner import Cell, Factory, Options, Result, measure
 
 OURS = "funcollect"
 BATCH, SLICES, EXTEND = 256, 32, 1_000

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.networks import HIDDEN
-from benchmarks.peers import Batches
-from benchmarks.report import compare
-from benchmarks.runner import Cell, Options, Result, measure
+from benchmarks.contestants.networks import HIDDEN
+from benchmarks.contestants.peers import Batches
+from benchmarks.harness.report import compare
+from benchmarks.harness.runner import Cell, Options, Result, measure
 
 OURS = "funcollect"
 WORK = {  # id: environments, steps of each per batch, inputs (None for screens), choices

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from benchmarks.peers import Batches, TorchRLLoop, torchrl_actor, torchrl_collector, torchrl_env
-from benchmarks.report import compare
-from benchmarks.runner import Cell, Options, Result, measure
+from benchmarks.contestants.peers import Batches, TorchRLLoop, torchrl_actor, torchrl_collector, torchrl_env
+from benchmarks.harness.report import compare
+from benchmarks.harness.runner import Cell, Options, Result, measure
 
 ENV = "CartPole-v1"
 LENGTHS = {1: 1000, 8: 250}  # num_envs: steps of each environment per batch

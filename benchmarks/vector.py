@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from benchmarks.peers import Batches
-from benchmarks.report import compare, table
-from benchmarks.runner import AbsentError, Cell, Options, Result, measure, one_thread
+from benchmarks.contestants.peers import Batches
+from benchmarks.contestants.worker_envs import continuous, make, network
+from benchmarks.harness.report import compare, table
+from benchmarks.harness.runner import AbsentError, Cell, Options, Result, measure, one_thread
 from benchmarks.suites import chosen, mlp
-from benchmarks.worker_envs import continuous, make, network
 
 OURS = "2 workers"
 SLOW_POLICY = 5e-3  # seconds
@@ -39,7 +39,7 @@ class Work:
     """The work of one cell.
 
     Attributes:
-        name: of the environment; see `benchmarks.worker_envs.make`.
+        name: of the environment; see `benchmarks.contestants.worker_envs.make`.
         num_envs: P.
         length: steps of each environment per batch.
         policy: ``"network"``, or ``"slow"`` for one that computes for 5 ms.

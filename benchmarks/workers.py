@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from benchmarks import hand_overs
-from benchmarks.isolated import Isolated, interleaved
-from benchmarks.report import compare, quartiles, table
-from benchmarks.runner import AbsentError, Cell, Contestant, Measured, Options, Result
-from benchmarks.worker_peers import Independent, ours, peers
+from benchmarks.contestants import hand_overs
+from benchmarks.contestants.worker_peers import Independent, ours, peers
+from benchmarks.harness.isolated import Isolated, interleaved
+from benchmarks.harness.report import compare, quartiles, table
+from benchmarks.harness.runner import AbsentError, Cell, Contestant, Measured, Options, Result
 
 OURS, OURS_ASYNC = "funcollect sync", "funcollect async"
 LENGTHS = {"CartPole-v1": 2_000, "HalfCheetah-v5": 1_000, "ale/Pong": 128, "sleep/0.001": 64}  # of a worker's batch

@@ -19,7 +19,7 @@ import funcollect
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.plot import write_pages  # noqa: E402
+from benchmarks.harness.plot import write_pages  # noqa: E402
 
 NOTEBOOKS = ROOT / "notebooks"
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]

@@ -16,7 +16,7 @@ from functools import partial
 
 from benchmarks.gpu import arms, bridges, machine, timeline, timing, waits
 from benchmarks.gpu.pairs import GYMNAX_CARTPOLE, PIXELS, TORCH_CARTPOLE, TORCH_PENDULUM, Size, contestants
-from benchmarks.runner import Options, Result
+from benchmarks.harness.runner import Options, Result
 
 BLOCK = {"cuda": 0.5, "cpu": 0.1}  # seconds that a contestant has per round
 SIZES = {

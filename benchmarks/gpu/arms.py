@@ -12,7 +12,7 @@ import jax
 
 from benchmarks.gpu import timing
 from benchmarks.gpu.pairs import BY_HAND, GYMNAX_CARTPOLE, Ours, Size, contestants, jax_pair
-from benchmarks.runner import Factory, Options, Result
+from benchmarks.harness.runner import Factory, Options, Result
 
 _GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION"
 _LOOPS = f"{_GRAPHS},WHILE,CONDITIONAL"

@@ -15,8 +15,8 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from benchmarks.gpu.pairs import GYMNAX_CARTPOLE, TORCH_CARTPOLE, Ours, routes
-from benchmarks.report import table
-from benchmarks.runner import Options, Result
+from benchmarks.harness.report import table
+from benchmarks.harness.runner import Options, Result
 
 DTYPES = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "float16", "bfloat16", "float32", "complex64")
 TO_TORCH, TO_JAX = "jax -> torch", "torch -> jax"

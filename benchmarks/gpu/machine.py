@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import torch
 
-from benchmarks.runner import Result
+from benchmarks.harness.runner import Result
 
 
 def choose(platform: str) -> None:

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks import policy_networks, scans
+from benchmarks.contestants import policy_networks, scans
+from benchmarks.contestants.pixels import jax_pixels
 from benchmarks.gpu import peer
 from benchmarks.gpu.torch_loop import CapturedLoop, TorchLoop
-from benchmarks.pixels import jax_pixels
-from benchmarks.runner import Factory
+from benchmarks.harness.runner import Factory
 
 BY_HAND = "by hand"
 TORCH_CARTPOLE = "torch/CartPole-v1"

@@ -10,9 +10,9 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
+from benchmarks.contestants.peers import Batches
 from benchmarks.gpu.torch_loop import Draws
-from benchmarks.peers import Batches
-from benchmarks.runner import Factory
+from benchmarks.harness.runner import Factory
 
 WAYS: dict[str, dict[str, Any]] = {
     "TorchRL": {},

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from benchmarks.gpu.pairs import GYMNAX_CARTPOLE, TORCH_CARTPOLE, contestants
 from benchmarks.gpu.timing import with_errors
 from benchmarks.gpu.waits import LENGTH, profiled
-from benchmarks.report import table
-from benchmarks.runner import Factory, Options, Result
+from benchmarks.harness.report import table
+from benchmarks.harness.runner import Factory, Options, Result
 
 LANES = {"cuda": (2**11, 2**16), "cpu": (32,)}
 

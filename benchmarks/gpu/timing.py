@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.gpu.machine import memory
 from benchmarks.gpu.pairs import BY_HAND
-from benchmarks.report import quartiles, spread, table
-from benchmarks.runner import Contestant, Factory, Result, block
+from benchmarks.harness.report import quartiles, spread, table
+from benchmarks.harness.runner import Contestant, Factory, Result, block
 
 COLUMNS = ("frames/s", "spread", "/ by hand", "quartiles", "set-up", "compile")
 

@@ -22,8 +22,8 @@ import torch
 
 from benchmarks.gpu.pairs import GYMNAX_CARTPOLE, TORCH_CARTPOLE, contestants
 from benchmarks.gpu.timing import with_errors
-from benchmarks.report import table
-from benchmarks.runner import Contestant, Factory, Options, Result
+from benchmarks.harness.report import table
+from benchmarks.harness.runner import Contestant, Factory, Options, Result
 
 LANES, CPU_LANES, LENGTH = 2048, 32, 32
 ROOT = Path(__file__).parents[2]

@@ -13,21 +13,22 @@ import pytest
 from scipy import stats
 
 import benchmarks
-from benchmarks import compare, processes
-from benchmarks.comparison import AFTER, BEFORE, Comparison
-from benchmarks.comparison_report import summary
-from benchmarks.ratios import Ratio, speed_ratio, verdict
-from benchmarks.revisions import trees
-from benchmarks.runner import AbsentError
-from benchmarks.served import Block
-from benchmarks.side import FailedError, Side
+from benchmarks import compare
+from benchmarks.compare.comparison import AFTER, BEFORE, Comparison
+from benchmarks.compare.ratios import Ratio, speed_ratio, verdict
+from benchmarks.compare.report import summary
+from benchmarks.compare.revisions import trees
+from benchmarks.compare.served import Block
+from benchmarks.compare.side import FailedError, Side
+from benchmarks.harness import processes
+from benchmarks.harness.runner import AbsentError
 from tests.support.running import ROOT
 
 REPOSITORY = ROOT
 STUB = '''
 """Cells whose contestants keep time with a clock of their own: the package's COST, without noise."""
 import funcollect
-from benchmarks.runner import AbsentError, Cell
+from benchmarks.harness.runner import AbsentError, Cell
 
 class Clocked:
     def run(self): return 1

@@ -187,7 +187,11 @@ def test_a_mask_that_does_not_fit_costs_nothing() -> None:
     [
         (
             lambda saved: {},
-            ("the state_dict lacks ['policy_state_dict', 'own_weights'", "expected", "pass the result of state_dict of such"),
+            (
+                "the state_dict lacks ['policy_state_dict', 'own_weights'",
+                "expected",
+                "pass the result of state_dict",
+            ),
         ),
         (lambda saved: saved | {"episode": torch.zeros(3)}, ("has 3 lanes", "this one 1", "the same number of env")),
         (

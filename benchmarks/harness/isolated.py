@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection
 from operator import methodcaller
 from typing import Any
 
-from benchmarks.processes import signal_family
-from benchmarks.runner import AbsentError, one_thread, quiet_mujoco
+from benchmarks.harness.processes import signal_family
+from benchmarks.harness.runner import AbsentError, one_thread, quiet_mujoco
 
 TO_START = 180.0  # seconds that a contestant may take to import its library, in all of its processes
 PATIENCE = 120.0  # seconds that a piece of work may take

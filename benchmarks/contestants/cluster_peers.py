@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import Batches
-from benchmarks.runner import AbsentError
-from benchmarks.worker_peers import ours, torchrl_actor, torchrl_env
+from benchmarks.contestants.peers import Batches
+from benchmarks.contestants.worker_peers import ours, torchrl_actor, torchrl_env
+from benchmarks.harness.runner import AbsentError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RLLIB = ROOT / ".venv-rllib" / "bin" / "python"
 os.environ.update(RAY_worker_niceness="0", RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
 
@@ -72,7 +72,7 @@ class RLlib:
     def __init__(self, workers: int, length: int) -> None:
         if not RLLIB.exists():
             raise AbsentError("is not installed: make rllib")
-        command = [str(RLLIB), "-m", "benchmarks.rllib_runners", str(workers), str(length)]
+        command = [str(RLLIB), "-m", "benchmarks.contestants.rllib_runners", str(workers), str(length)]
         self._runners = subprocess.Popen(
             command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )

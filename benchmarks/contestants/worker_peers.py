@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.peers import Batches, Float
+from benchmarks.contestants.peers import Batches, Float
+from benchmarks.contestants.worker_envs import continuous, make, network
 from benchmarks.suites import chosen
-from benchmarks.worker_envs import continuous, make, network
 
 
 def ours(kind: str, name: str, workers: int, length: int, **options: Any) -> Batches:

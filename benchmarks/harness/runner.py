@@ -22,7 +22,7 @@ WARM_UP = 2  # calls of `run` at least, before anything is measured
 
 def file_of(benchmark: str) -> Path:
     """The file of a benchmark."""
-    return Path(__file__).parent / f"{_MODULES.get(benchmark, benchmark)}.py"
+    return Path(__file__).parents[1] / f"{_MODULES.get(benchmark, benchmark)}.py"
 
 
 def module_of(benchmark: str) -> ModuleType:

@@ -1,6 +1,6 @@
 """PPO on HalfCheetah with normalised observations and scaled rewards, beside Stable-Baselines3 with `VecNormalize`.
 
-Both have the same hyperparameters and networks. ``python -m benchmarks.learning`` prints the mean return of the
+Both have the same hyperparameters and networks. ``python -m benchmarks.studies.learning`` prints the mean return of the
 episodes that end in each fifth of the run, for each seed, and what `evaluate` finds at the end.
 """
 
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import funcollect as fc
-from benchmarks.report import setting
-from benchmarks.runner import Options
+from benchmarks.harness.report import setting
+from benchmarks.harness.runner import Options
 
 ENVS, STEPS, EPOCHS, MINIBATCH = 8, 256, 10, 64
 GAMMA, LAMBDA, RATE, CLIP = 0.99, 0.95, 3e-4, 0.2
@@ -140,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--frames", type=int, default=300_000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "learning.json")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "learning.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
     table: dict[str, list[Any]] = {"funcollect": [], "stable_baselines3": []}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.pixels import ACTIONS, SHAPE
+from benchmarks.contestants.pixels import ACTIONS, SHAPE
 
 HIDDEN = 64
 LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # of the CNN (Mnih et al., 2015): channels, kernel, stride

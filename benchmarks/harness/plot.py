@@ -10,14 +10,14 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.report import quartiles
-from benchmarks.runner import file_of
+from benchmarks.harness.report import quartiles
+from benchmarks.harness.runner import file_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-DOCS = Path(__file__).parents[1] / "docs"
-RESULTS = Path(__file__).parent / "results"
+DOCS = Path(__file__).parents[2] / "docs"
+RESULTS = Path(__file__).parents[1] / "results"
 ORDER = ("collect", "fused", "policies", "vector", "workers", "replay", "replay-stacks", "ray", "torchrl", "suites")
 INTRODUCTION = """# Benchmarks
 

@@ -8,7 +8,7 @@ import gymnasium
 import torch
 from torch import Tensor, nn
 
-from benchmarks.networks import discrete, torch_module
+from benchmarks.contestants.networks import discrete, torch_module
 
 
 class Batches:

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runner import Cell, Measured, Options, Result
+from benchmarks.harness.runner import Cell, Measured, Options, Result
 
 PACKAGES = (
     "funcollect",

@@ -9,10 +9,10 @@ from functools import partial
 
 import torch
 
-from benchmarks.isolated import interleaved
-from benchmarks.runner import Cell, Contestant
-from benchmarks.worker_envs import PAYLOAD_STEPS
-from benchmarks.worker_peers import ours, torchrl
+from benchmarks.contestants.worker_envs import PAYLOAD_STEPS
+from benchmarks.contestants.worker_peers import ours, torchrl
+from benchmarks.harness.isolated import interleaved
+from benchmarks.harness.runner import Cell, Contestant
 
 ASYNC, WARM = "funcollect async", "funcollect async, warm"
 PAYLOADS = (1 << 18, 1 << 20, 1 << 24)  # bytes

@@ -17,18 +17,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.comparison import AFTER, SIDES, Comparison, Name, compared
-from benchmarks.comparison_report import BAD, cell_data, cell_table, summary
-from benchmarks.ratios import ENOUGH
-from benchmarks.report import heading, save, setting
-from benchmarks.revisions import Tree, trees
-from benchmarks.runner import Options
-from benchmarks.served import Work
-from benchmarks.side import Side
+from benchmarks.compare.comparison import AFTER, SIDES, Comparison, Name, compared
+from benchmarks.compare.ratios import ENOUGH
+from benchmarks.compare.report import BAD, cell_data, cell_table, summary
+from benchmarks.compare.revisions import Tree, trees
+from benchmarks.compare.served import Work
+from benchmarks.compare.side import Side
+from benchmarks.harness.report import heading, save, setting
+from benchmarks.harness.runner import Options
 
 NAMES = ("collect", "fused", "policies", "workers", "replay")
 COMPARED = (*NAMES, "ray", "suites")  # those that declare `cells()`
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.networks import discrete, jax_network, torch_module
+from benchmarks.contestants.networks import discrete, jax_network, torch_module
 
 Observation = npt.NDArray[np.float32]  # [P, n]
 Act = Callable[[], Sequence[Any]]  # one action per environment, for the observation that stands in the array

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.comparison import CLOCKS, SIDES, Comparison, Name
-from benchmarks.ratios import ENOUGH, Ratio
-from benchmarks.report import spread, table
-from benchmarks.served import Work
+from benchmarks.compare.comparison import CLOCKS, SIDES, Comparison, Name
+from benchmarks.compare.ratios import ENOUGH, Ratio
+from benchmarks.compare.served import Work
+from benchmarks.harness.report import spread, table
 
 BAD = ("slower", "broken")
 LOSS = 0.05  # of speed; the summary counts the comparisons that could not have shown one

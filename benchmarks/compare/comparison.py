@@ -10,10 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
-from benchmarks.ratios import Ratio, Verdict, speed_ratio, verdict
-from benchmarks.runner import AbsentError
-from benchmarks.served import Block, Work
-from benchmarks.side import FailedError, Side
+from benchmarks.compare.ratios import Ratio, Verdict, speed_ratio, verdict
+from benchmarks.compare.served import Block, Work
+from benchmarks.compare.side import FailedError, Side
+from benchmarks.harness.runner import AbsentError
 
 SIDES = BEFORE, AFTER = "before", "after"
 Clock = Literal["wall", "cpu"]

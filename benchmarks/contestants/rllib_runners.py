@@ -1,4 +1,6 @@
-"""RLlib's EnvRunners, in their own virtual environment: `.venv-rllib/bin/python -m benchmarks.rllib_runners 2 2000`.
+"""RLlib's EnvRunners, in their own virtual environment.
+
+`.venv-rllib/bin/python -m benchmarks.contestants.rllib_runners 2 2000` starts 2 runners for samples of 2,000 steps.
 
 Writes to stdout how many seconds the runners took to start and to sample once, Ray being there. Then it reads lines
 from stdin; for each, every runner samples once, and the number of frames is written to stdout.

@@ -1,8 +1,8 @@
 """How long freely run paths agree, and what the hashes of a rollout on the host cost.
 
-``python -m benchmarks.randomness`` runs the same network with the same seed on several paths, and prints after how many
-steps a lane's data first differ from those of the first path. Then it prints the share of a rollout's time that its
-hashes take.
+``python -m benchmarks.studies.randomness`` runs the same network with the same seed on several paths, and prints after
+how many steps a lane's data first differ from those of the first path. Then it prints the share of a rollout's time
+that its hashes take.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 import funcollect as fc
-from benchmarks.networks import discrete, jax_network, torch_module
-from benchmarks.report import setting
-from benchmarks.runner import Options
+from benchmarks.contestants.networks import discrete, jax_network, torch_module
+from benchmarks.harness.report import setting
+from benchmarks.harness.runner import Options
 from funcollect.keys import Purpose, lane_keys, random_words
 
 LANES, ROLLOUT = 16, 1000
@@ -89,7 +89,7 @@ def main() -> None:
     """Print both tables, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "randomness.json")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "randomness.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results: dict[str, Any] = {"first_difference": {}, "share_of_hashes": {}}

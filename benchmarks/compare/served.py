@@ -1,4 +1,4 @@
-"""The program of a `benchmarks.side` process: it runs contestants over one revision's package, one at a time."""
+"""The program of a `Side` process: it runs contestants over one revision's package, one at a time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from benchmarks.processes import cpu_seconds, cpu_times, family
-from benchmarks.runner import WARM_UP, AbsentError, Cell, Contestant, module_of, one_thread, quiet_mujoco
+from benchmarks.harness.processes import cpu_seconds, cpu_times, family
+from benchmarks.harness.runner import WARM_UP, AbsentError, Cell, Contestant, module_of, one_thread, quiet_mujoco
 
 REST = 0.1  # seconds in which batches that are begun are finished, before those that are ready are read
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)

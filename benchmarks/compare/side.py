@@ -13,12 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.processes import signal_family
-from benchmarks.runner import AbsentError
+from benchmarks.harness.processes import signal_family
+from benchmarks.harness.runner import AbsentError
 
 PATIENCE = 600.0  # seconds that a request may take
 TO_CLOSE = 10.0  # seconds that a contestant may take to end its own processes
-_CODE = "from benchmarks.served import serve; serve({fd}, {parent}, {tree!r})"
+_CODE = "from benchmarks.compare.served import serve; serve({fd}, {parent}, {tree!r})"
 
 
 class FailedError(Exception):

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from gymnasium import spaces
 from torch import nn
 
-from benchmarks.networks import torch_module
+from benchmarks.contestants.networks import torch_module
 from benchmarks.suites import convolutional, game
 
 PAYLOAD_STEPS = 32

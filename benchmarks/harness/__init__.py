@@ -1,0 +1,1 @@
+"""Interleaved rounds of contestants, their report as tables and JSON, and its pictures."""

@@ -1,0 +1,1 @@
+"""Programs that answer one question each, beside the benchmarks."""
