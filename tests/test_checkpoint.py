@@ -14,14 +14,14 @@ from torch import nn
 import funcollect as fc
 from tests.support.compare import assert_same
 from tests.support.misuse import refused
-from tests.support.resumable import RUNS
+from tests.support.programs.resumable import RUNS
 from tests.support.running import ROOT, SCALE, in_soak, scaled
 
 BATCHES = 11  # and one more for every kill
 
 
 def run(kind, directory, batches):
-    arguments = [sys.executable, "-m", "tests.support.resumable", kind, str(directory), str(batches)]
+    arguments = [sys.executable, "-m", "tests.support.programs.resumable", kind, str(directory), str(batches)]
     return subprocess.Popen(arguments, cwd=ROOT)
 
 

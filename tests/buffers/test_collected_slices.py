@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import funcollect as fc
-from tests.support.counting import make_counting
+from tests.support.envs.counting import make_counting
 from tests.support.workers import COLLECTORS, counting_workers, multi
 
 SYNC, ASYNC = COLLECTORS

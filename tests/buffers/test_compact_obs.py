@@ -10,8 +10,8 @@ from tensordict import TensorDict
 import funcollect as fc
 from funcollect.keys import key_from_seed
 from tests.support.compare import assert_same
+from tests.support.frames.streams_of_frames import batch_of, frames_of, streams
 from tests.support.running import scaled
-from tests.support.streams_of_frames import batch_of, frames_of, streams
 
 
 def rich(lanes, generator):

@@ -13,8 +13,7 @@ import funcollect as fc
 from funcollect.buffers.storages.plane_pool import PlanePool
 from funcollect.keys import key_from_seed
 from tests.support.compare import assert_same
-from tests.support.running import scaled
-from tests.support.stacked_frames import (
+from tests.support.frames.stacked_frames import (
     CAPACITY,
     STACK,
     batches,
@@ -25,7 +24,8 @@ from tests.support.stacked_frames import (
     noisy,
     stacked,
 )
-from tests.support.streams_of_frames import streams
+from tests.support.frames.streams_of_frames import streams
+from tests.support.running import scaled
 
 
 def everything(state):

@@ -8,8 +8,7 @@ import torch
 
 import funcollect as fc
 from tests.support.compare import assert_same
-from tests.support.running import in_soak
-from tests.support.stacked_frames import (
+from tests.support.frames.stacked_frames import (
     SAMPLERS,
     STACK,
     batches,
@@ -20,6 +19,7 @@ from tests.support.stacked_frames import (
     made,
     noisy,
 )
+from tests.support.running import in_soak
 
 CASES = [("slices", None, True), ("n steps", 2, False), ("slices by priority", None, False), ("windows", 2, True)]
 CASES += in_soak((name, prefetch, compact) for name in SAMPLERS for prefetch in (None, 2) for compact in (False, True))

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import funcollect as fc
 from funcollect.envs.jax_envs.gymnax_env import from_gymnax
+from tests.support.frames.streams_of_frames import Oracle, batch_of, frames_of
 from tests.support.running import scaled
 from tests.support.statistics import implausible
-from tests.support.streams_of_frames import Oracle, batch_of, frames_of
 
 LANES = 3
 EXTEND = jax.jit(fc.jax_ring.extend, donate_argnums=0)

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import funcollect as fc
-from tests.support.counting import make_counting
+from tests.support.envs.counting import make_counting
+from tests.support.frames.streams_of_frames import batch_of, frames_of, streams
 from tests.support.running import scaled
-from tests.support.streams_of_frames import batch_of, frames_of, streams
 
 
 def rewarded(batch, generator):

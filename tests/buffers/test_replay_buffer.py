@@ -9,7 +9,7 @@ from tensordict import TensorDict, tensorclass
 
 import funcollect as fc
 from tests.support.compare import assert_same
-from tests.support.counting import make_counting
+from tests.support.envs.counting import make_counting
 
 IDS = ("collector", "traj_ids")
 LENGTHS = ({"lengths": (5, 9)}, {"lengths": (7,)}, {"lengths": (4, 3, 11)})

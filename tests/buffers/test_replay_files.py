@@ -14,7 +14,7 @@ from tensordict import TensorDict
 import funcollect as fc
 from funcollect.buffers import dumping
 from tests.support.compare import assert_same
-from tests.support.streams_of_frames import batch_of, frames_of
+from tests.support.frames.streams_of_frames import batch_of, frames_of
 
 SAMPLERS = {
     "random": lambda: fc.RandomSampler(),

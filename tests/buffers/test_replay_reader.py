@@ -13,8 +13,8 @@ import torch
 from tensordict import TensorDict
 
 import funcollect as fc
+from tests.support.programs.shared_writer import BEHIND, CAPACITY, LANES, STEPS, WIDTH, batch_of
 from tests.support.running import ROOT, scaled
-from tests.support.shared_writer import BEHIND, CAPACITY, LANES, STEPS, WIDTH, batch_of
 
 SLICE = 6
 
@@ -23,8 +23,8 @@ SLICE = 6
 def start():
     """Starts a writer in a directory; returns its process id when the buffer is full."""
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.support.shared_writer"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        cwd=ROOT,
+        [sys.executable, "-m", "tests.support.programs.shared_writer"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
     ) as process:  # fmt: skip
 
         def started(directory, kind="careful"):

@@ -11,8 +11,8 @@ import funcollect as fc
 from funcollect.buffers.trajectory_index import trajectory_index
 from funcollect.keys import key_from_seed
 from tests.support.compare import assert_same
+from tests.support.frames.streams_of_frames import Oracle, batch_of, frames_of, streams
 from tests.support.running import scaled
-from tests.support.streams_of_frames import Oracle, batch_of, frames_of, streams
 
 TRAJECTORIES = fc.ring.Trajectories()
 ROW_ORDER = fc.ring.Trajectories(end_key=("next", "done"))

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 import funcollect as fc
 from funcollect.buffers.samplers.prioritized import SumTree
+from tests.support.frames.streams_of_frames import batch_of, frames_of
 from tests.support.running import scaled
 from tests.support.statistics import implausible
-from tests.support.streams_of_frames import batch_of, frames_of
 
 WEIGHTS = st.one_of(st.just(0.0), st.floats(1e-12, 1e12))
 

@@ -7,9 +7,9 @@ import torch
 import funcollect as fc
 from funcollect.buffers.samplers import indices
 from funcollect.keys import key_from_seed
+from tests.support.frames.streams_of_frames import batch_of, frames_of
 from tests.support.running import scaled
 from tests.support.statistics import implausible
-from tests.support.streams_of_frames import batch_of, frames_of
 
 LENGTHS = [3, 40, 5, 1, 8, 2, 17]
 SLICE = 4

@@ -10,7 +10,7 @@ import pytest
 import funcollect as fc
 from funcollect.cli import main
 from funcollect.policies.mlp import mlp
-from tests.support.faulty_envs import LeavesItsSpace, SeedsItself, Walk
+from tests.support.faulty.faulty_envs import LeavesItsSpace, SeedsItself, Walk
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import funcollect as fc
-from tests.support.own_policies import KINDS, InJax, Layer, Recording, seen_by, until
+from tests.support.policies.own_policies import KINDS, InJax, Layer, Recording, seen_by, until
 from tests.support.running import in_soak
 from tests.support.workers import multi
 

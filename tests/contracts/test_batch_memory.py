@@ -12,8 +12,8 @@ import funcollect as fc
 from funcollect.tree import NAMESPACE
 from tests.support.cases import ENVS, POLICIES, Recurrent, make_env, pair, pairs
 from tests.support.compare import assert_same, leaves
-from tests.support.counting import make_counting
-from tests.support.torch_parts import InParts
+from tests.support.envs.counting import make_counting
+from tests.support.envs.torch_parts import InParts
 
 
 def third_batch(env, policy, value, advance):

@@ -14,7 +14,7 @@ import torch
 from tensordict.nn import TensorDictModule
 
 import funcollect as fc
-from tests.support.changing import CHANGES, TENSOR_CHANGES, TensorNet, expected
+from tests.support.policies.changing import CHANGES, TENSOR_CHANGES, TensorNet, expected
 
 pytestmark = [
     pytest.mark.needs("torchrl"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import funcollect as fc
-from tests.support.changing import CHANGES, TENSOR_CHANGES, Net, TensorNet, expected
+from tests.support.policies.changing import CHANGES, TENSOR_CHANGES, Net, TensorNet, expected
 from tests.support.running import SCALE, in_soak
 
 LOOPS: dict[str, tuple[str, Any]] = {

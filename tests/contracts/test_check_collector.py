@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import funcollect as fc
-from tests.support import faulty_collectors as faulty
 from tests.support.cases import mlp
 from tests.support.check_collector import COLLECTOR_CHECKS, check_collector
-from tests.support.faulty_envs import Walk
+from tests.support.faulty import faulty_collectors as faulty
+from tests.support.faulty.faulty_envs import Walk
 from tests.support.running import scaled
 
 NAMES = [check.__name__ for check in COLLECTOR_CHECKS]

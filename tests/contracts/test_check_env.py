@@ -18,11 +18,11 @@ import funcollect as fc
 from funcollect.core import api
 from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.testing import ENV_CHECKS, check_env
-from tests.support import faulty_envs as faulty
-from tests.support.faulty_envs import TorchWalk, Walk, over, through
-from tests.support.jax_suites import functions_suite
+from tests.support.envs.jax_suites import functions_suite
+from tests.support.envs.snapshots import ForgetsInAFile, HostWalk
+from tests.support.faulty import faulty_envs as faulty
+from tests.support.faulty.faulty_envs import TorchWalk, Walk, over, through
 from tests.support.running import in_soak, scaled
-from tests.support.snapshots import ForgetsInAFile, HostWalk
 
 NAMES = [check.__name__ for check in ENV_CHECKS]
 

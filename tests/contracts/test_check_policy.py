@@ -12,9 +12,9 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.testing import POLICY_CHECKS, check_env, check_policy
-from tests.support import faulty_policies as faulty
 from tests.support.cases import POLICIES, make_env, mlp, sizes
-from tests.support.faulty_envs import Walk, over
+from tests.support.faulty import faulty_policies as faulty
+from tests.support.faulty.faulty_envs import Walk, over
 from tests.support.running import SCALE, scaled
 
 NAMES = [check.__name__ for check in POLICY_CHECKS]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import funcollect as fc
-from tests.support.replayed import replay_of
+from tests.support.envs.replayed import replay_of
 from tests.support.running import SCALE, in_soak
 
 SEED, LANES, STEPS = 3, 16, 125

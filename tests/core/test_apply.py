@@ -13,7 +13,7 @@ import torch
 
 import funcollect as fc
 from tests.support.compare import assert_same
-from tests.support.lane_workers import pids_of, workers_of
+from tests.support.envs.lane_workers import pids_of, workers_of
 from tests.support.running import FORKS_OF_RAY, in_soak
 from tests.support.workers import TRANSPORTS, multi, ray_collector
 

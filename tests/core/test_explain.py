@@ -10,7 +10,7 @@ from tensordict.nn import TensorDictModule
 
 import funcollect as fc
 from funcollect.policies.as_policy import as_policy
-from tests.support.own_policies import Recording
+from tests.support.policies.own_policies import Recording
 
 MODULE = torch.nn.Linear(4, 2)
 

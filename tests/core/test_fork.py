@@ -13,9 +13,9 @@ import funcollect as fc
 from tests.support.cases import ENVS, KINDS, POLICIES, make_env, pair, pairs
 from tests.support.compare import assert_same, joined
 from tests.support.copies import COPIES
-from tests.support.counting import Counting
+from tests.support.envs.counting import Counting
+from tests.support.envs.snapshots import HostWalk, SnapshotWalkers, Walkers
 from tests.support.running import scaled
-from tests.support.snapshots import HostWalk, SnapshotWalkers, Walkers
 
 HOST = [name for name in ENVS if not name.startswith("torch/")]
 VALUES = [name for name in ENVS if name.startswith("torch/")]

@@ -19,7 +19,7 @@ from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
 from tests.support.cases import Recurrent, mlp, tensordict_actor, torch_mlp, torch_normal, torch_recurrent
 from tests.support.compare import assert_same, collect, compilations
-from tests.support.jax_counting import counting
+from tests.support.envs.jax_counting import counting
 from tests.support.running import SCALE, in_soak, scaled
 
 MODE = fc.ExplorationType.DETERMINISTIC

@@ -19,8 +19,8 @@ from funcollect.interop.words import from_number
 from tests.support.cases import POLICIES, make_env, pair
 from tests.support.compare import assert_same
 from tests.support.copies import by_file
-from tests.support.counting import Counting
-from tests.support.jax_suites import SUITES
+from tests.support.envs.counting import Counting
+from tests.support.envs.jax_suites import SUITES
 from tests.support.misuse import refused
 from tests.support.running import ROOT, in_soak
 

@@ -15,7 +15,7 @@ from gymnasium import spaces
 import funcollect as fc
 from funcollect.envs import ActionSpec, Transition, observation_leaves
 from tests.support.compare import assert_same
-from tests.support.jax_counting import counting, counting_policy
+from tests.support.envs.jax_counting import counting, counting_policy
 
 LINE, PUSH = spaces.Box(-99.0, 99.0, (1,)), spaces.Discrete(2)
 

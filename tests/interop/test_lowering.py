@@ -13,9 +13,9 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.interop.lowering import lower_module
-from tests.support.lowered_libraries import LIBRARIES
-from tests.support.lowered_modules import POLICIES, NatureCNN, mlp
-from tests.support.lowering_checks import assert_equal, assert_gradients_equal, jax_inputs, torch_answer
+from tests.support.lowering.lowered_libraries import LIBRARIES
+from tests.support.lowering.lowered_modules import POLICIES, NatureCNN, mlp
+from tests.support.lowering.lowering_checks import assert_equal, assert_gradients_equal, jax_inputs, torch_answer
 from tests.support.running import SCALE, in_soak
 
 BATCH_SIZES = (1, 2, 7, 64) if SCALE > 1 else (1, 7)  # a module may be exported anew for each

@@ -12,11 +12,11 @@ from torch import nn
 from funcollect.interop.bridge import to_jax, to_torch
 from funcollect.interop.lowering import lower_module
 from funcollect.interop.lowering.registry import rules
-from tests.support.lowered_modules import POLICIES
-from tests.support.lowered_numerics import TORCH
-from tests.support.lowered_operators import FAMILIES, Expressions, inputs
-from tests.support.lowering_checks import assert_equal, assert_gradients_equal, jax_inputs
-from tests.support.operator_table import PAGE, page
+from tests.support.lowering.lowered_modules import POLICIES
+from tests.support.lowering.lowered_numerics import TORCH
+from tests.support.lowering.lowered_operators import FAMILIES, Expressions, inputs
+from tests.support.lowering.lowering_checks import assert_equal, assert_gradients_equal, jax_inputs
+from tests.support.lowering.operator_table import PAGE, page
 from tests.support.running import scaled
 
 REACHED = {}
@@ -181,5 +181,5 @@ def test_random_compositions(network, batch_size, seed):
 
 
 def test_the_docs_list_what_is_covered():
-    """`python -m tests.support.operator_table` writes the page again."""
+    """`python -m tests.support.lowering.operator_table` writes the page again."""
     assert page(PAGE.read_text()) == PAGE.read_text()

@@ -6,9 +6,9 @@ import torch
 
 from funcollect.interop.lowering import lower_module
 from funcollect.interop.lowering.registry import rules
-from tests.support.lowered_numerics import TORCH
-from tests.support.lowered_operators import Expressions, inputs
-from tests.support.lowering_checks import assert_equal, jax_inputs
+from tests.support.lowering.lowered_numerics import TORCH
+from tests.support.lowering.lowered_operators import Expressions, inputs
+from tests.support.lowering.lowering_checks import assert_equal, jax_inputs
 
 aten = torch.ops.aten
 CALLS = {

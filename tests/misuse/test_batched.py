@@ -13,9 +13,9 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
 from funcollect.errors import EnvError
+from tests.support.envs.torch_parts import InParts
 from tests.support.misuse import FAULT, Misuse, Rigged, fails_then_runs, raises, refused, runs, swaps, table
 from tests.support.running import ROOT
-from tests.support.torch_parts import InParts
 
 VECTOR = "the vector environment"
 RETURNED = f"{VECTOR}: step returned"

@@ -10,8 +10,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
 from funcollect.errors import InUseError
+from tests.support.envs.torch_parts import InParts
 from tests.support.misuse import Misuse, Rigged, refused_then_mended, runs, table
-from tests.support.torch_parts import InParts
 
 CARTPOLE = "CartPole-v1"
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import funcollect as fc
 from funcollect.interop.lowering import lower_module
-from tests.support.lowered_modules import POLICIES
+from tests.support.lowering.lowered_modules import POLICIES
 
 X = torch.zeros(3, 4)
 ROWS = np.zeros((3, 4), np.float32)

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 import funcollect as fc
 from funcollect import plots
 from funcollect.plots.selection import pick
-from tests.support.counting import always, make_counting
+from tests.support.envs.counting import always, make_counting
 
 
 def counted(length=9, lanes=({"lengths": (3, 2)}, {"lengths": (4,), "truncated": (0,)})):

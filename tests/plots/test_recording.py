@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 import funcollect as fc
-from tests.support.counting import Counting, always
+from tests.support.envs.counting import Counting, always
 
 
 class Screen(Counting):

@@ -22,7 +22,7 @@ import funcollect as fc
 from funcollect.envs.jax_envs.renderers.matplotlib_pixels import pixels_of
 from funcollect.envs.jax_envs.renderers.mujoco_renderer import _mujoco_renderer
 from tests.plots.test_recording import colours
-from tests.support.jax_counting import counting
+from tests.support.envs.jax_counting import counting
 from tests.support.running import ROOT, in_soak
 
 RANDOM = fc.ExplorationType.RANDOM
@@ -165,7 +165,7 @@ def test_navix_shows_what_its_pixel_observations_hold(film, tmp_path):
 def test_physics():
     """In a process of its own, since MuJoCo reads once how to make contexts of OpenGL."""
     films = in_soak(["brax/ant", "playground/CartpoleBalance"])
-    program = [sys.executable, "-m", "tests.support.physics_films", *films]
+    program = [sys.executable, "-m", "tests.support.programs.physics_films", *films]
     ended = subprocess.run(program, cwd=ROOT, env={**os.environ, "MUJOCO_GL": "egl"}, capture_output=True, text=True)
     if find_library("EGL") is None:  # MuJoCo itself says what it lacks
         assert "EGL" in ended.stderr

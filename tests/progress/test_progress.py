@@ -13,7 +13,7 @@ from tensordict import TensorDict
 import funcollect as fc
 from funcollect.progress import EpisodeWindow, bar, track
 from funcollect.trajectories.split import split_trajectories
-from tests.support.streams import LENGTH, FakeCollector, make_batch, seven_frames_each
+from tests.support.frames.streams import LENGTH, FakeCollector, make_batch, seven_frames_each
 
 
 def drawn(text: str) -> str:

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 import funcollect as fc
 from funcollect.progress import track
-from tests.support.streams import FakeCollector, make_batch, seven_frames_each
+from tests.support.frames.streams import FakeCollector, make_batch, seven_frames_each
 
 
 def read(folder):

@@ -7,7 +7,7 @@ import torch
 
 import funcollect as fc
 from tests.support.cases import POLICIES, make_env
-from tests.support.counting import Counting
+from tests.support.envs.counting import Counting
 
 TRANSPORTS = ("serial", "processes")
 COLLECTORS = (fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector)

@@ -14,8 +14,8 @@ from torchrl.objectives.value import GAE
 
 import funcollect as fc
 from tests.support.compare import assert_same
-from tests.support.counting import always, make_counting
-from tests.support.light_envs import Nested
+from tests.support.envs.counting import always, make_counting
+from tests.support.envs.light_envs import Nested
 from tests.support.running import FORKS_OF_RAY, in_soak
 from tests.support.workers import TRANSPORTS, multi, ray_collector
 

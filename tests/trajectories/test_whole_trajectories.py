@@ -11,8 +11,8 @@ import funcollect as fc
 from funcollect.trajectories.whole_trajectories import PendingTrajectories
 from tests.support.cases import pair, torch_mlp
 from tests.support.compare import assert_same, leaves
-from tests.support.counting import always, make_counting
-from tests.support.light_envs import Nested
+from tests.support.envs.counting import always, make_counting
+from tests.support.envs.light_envs import Nested
 from tests.support.running import FORKS_OF_RAY, in_soak
 from tests.support.workers import TRANSPORTS, multi, ray_collector
 

@@ -13,7 +13,7 @@ from torch import nn
 import funcollect as fc
 from funcollect.collectors.workers.worker import START
 from tests.support.compare import assert_same
-from tests.support.faulty_workers import BadInit, Doubled, Plain, Wide
+from tests.support.faulty.faulty_workers import BadInit, Doubled, Plain, Wide
 from tests.support.running import FORKS_OF_RAY, SCALE, STORE, in_soak, scaled
 from tests.support.workers import by_lane, multi, policy_for, ray_collector
 

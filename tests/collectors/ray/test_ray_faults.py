@@ -13,7 +13,7 @@ import torch
 import funcollect as fc
 from funcollect.collectors.cluster import transport as ray_transport
 from funcollect.collectors.workers import pool
-from tests.support.faulty_workers import Failing, Plain, SlowToReturn, die, hold_the_gil, sleep_forever, stumble
+from tests.support.faulty.faulty_workers import Failing, Plain, SlowToReturn, die, hold_the_gil, sleep_forever, stumble
 from tests.support.running import FORKS_OF_RAY, ROOT, SCALE, scaled
 from tests.support.worker_runs import check_trajectories, gone, run_out, wait_until
 from tests.support.workers import FOREVER, HangClock, ray_collector
@@ -137,7 +137,7 @@ sys.path.insert(0, {root!r})
 import ray
 ray.init(address={address!r}, log_to_driver=False)
 import funcollect as fc
-from tests.support.faulty_workers import *
+from tests.support.faulty.faulty_workers import *
 kwargs = dict(frames_per_batch=16, timeout=1e6, start_timeout=1e6, collector_class=fc.MultiSyncDataCollector)
 collector = fc.RayCollector([lambda: Failing(hold_the_gil, at=40)], **kwargs)
 next(collector)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import funcollect as fc
-from tests.support.faulty_workers import Plain
+from tests.support.faulty.faulty_workers import Plain
 from tests.support.running import FORKS_OF_RAY
 from tests.support.worker_runs import check_trajectories, run_out
 from tests.support.workers import by_lane, ray_collector

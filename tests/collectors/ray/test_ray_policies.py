@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import funcollect as fc
-from tests.support.own_policies import KINDS, Recording, until
+from tests.support.policies.own_policies import KINDS, Recording, until
+from tests.support.policies.stateful_policies import Count
 from tests.support.running import FORKS_OF_RAY, in_soak
-from tests.support.stateful_policies import Count
 from tests.support.workers import ray_collector
 
 pytestmark = FORKS_OF_RAY

@@ -7,7 +7,7 @@ import torch
 
 import funcollect as fc
 from tests.support.compare import assert_same, joined, leaves
-from tests.support.counting import always, check, make_counting
+from tests.support.envs.counting import always, check, make_counting
 
 ONE = {"lengths": (3, 2)}
 THREE = ({"lengths": (3, 2)}, {"lengths": (2,), "truncated": (1,)}, {"lengths": (4, 1)})

@@ -13,7 +13,7 @@ import torch
 import funcollect as fc
 from funcollect.interop.memory import memory_error
 from tests.support.compare import assert_same, collect, joined
-from tests.support.jax_counting import counting, counting_policy
+from tests.support.envs.jax_counting import counting, counting_policy
 
 ENV, POLICY = counting(3), counting_policy()
 F = 21  # 7 steps of 3 lanes

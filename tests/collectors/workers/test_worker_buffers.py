@@ -7,7 +7,7 @@ import threading
 import pytest
 
 import funcollect as fc
-from tests.support.faulty_workers import Plain
+from tests.support.faulty.faulty_workers import Plain
 from tests.support.workers import COLLECTORS, TRANSPORTS, multi
 
 

@@ -16,7 +16,7 @@ import funcollect as fc
 from funcollect.collectors.workers import pool
 from funcollect.collectors.workers.serial import SerialTransport
 from funcollect.processes import child
-from tests.support.faulty_workers import (
+from tests.support.faulty.faulty_workers import (
     BadInit,
     BadReset,
     Failing,
@@ -209,7 +209,7 @@ READER = """
 import sys
 sys.path.insert(0, {root!r})
 import funcollect as fc
-from tests.support.faulty_workers import *
+from tests.support.faulty.faulty_workers import *
 envs = [lambda act=act: Failing(act, at=40) for act in (hold_the_gil, stop, sleep_forever)]
 while True:
     collector = fc.MultiSyncDataCollector(envs, None, frames_per_batch=16, seed=0, timeout=1e6, start_timeout=1e6)

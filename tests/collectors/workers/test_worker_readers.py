@@ -5,7 +5,7 @@ import contextlib
 import jupyter_client
 import pytest
 
-from tests.support.faulty_workers import Plain, stumble
+from tests.support.faulty.faulty_workers import Plain, stumble
 from tests.support.worker_runs import gone, processes_of, wait_until
 from tests.support.workers import COLLECTORS, FOREVER, by_lane, multi
 

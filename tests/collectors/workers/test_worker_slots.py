@@ -16,7 +16,7 @@ from tensordict import TensorDict
 import funcollect as fc
 from funcollect.collectors.processes import slots
 from tests.support.compare import assert_same
-from tests.support.faulty_workers import Held, Plain
+from tests.support.faulty.faulty_workers import Held, Plain
 from tests.support.running import scaled
 from tests.support.worker_runs import check_trajectories, gone, processes_of, wait_until
 from tests.support.workers import COLLECTORS, by_lane, multi

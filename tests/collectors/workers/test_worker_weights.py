@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import funcollect as fc
-from tests.support.faulty_workers import Failing, Plain, stumble
+from tests.support.faulty.faulty_workers import Failing, Plain, stumble
 from tests.support.running import scaled
 from tests.support.workers import COLLECTORS, TRANSPORTS, multi
 

@@ -18,8 +18,8 @@ from funcollect.processes import fork_server
 from tests.support.cases import make_env
 from tests.support.check_collector import check_collector
 from tests.support.compare import assert_same
-from tests.support.counting import always, check
-from tests.support.faulty_workers import Failing, Plain, Uneven, stumble
+from tests.support.envs.counting import always, check
+from tests.support.faulty.faulty_workers import Failing, Plain, Uneven, stumble
 from tests.support.workers import COLLECTORS, TRANSPORTS, by_lane, counting_workers, multi, policy_for
 
 SYNC, ASYNC = COLLECTORS

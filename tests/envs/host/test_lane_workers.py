@@ -34,8 +34,8 @@ from funcollect.envs.host.lane_workers.options import LaneWorkers
 from funcollect.errors import EnvError, ReplayError
 from funcollect.processes.system import PORTABLE
 from tests.support.compare import assert_close, assert_same, collect
-from tests.support.lane_workers import Doomed, check_lanes, pids_of, workers_of
-from tests.support.light_envs import Nested
+from tests.support.envs.lane_workers import Doomed, check_lanes, pids_of, workers_of
+from tests.support.envs.light_envs import Nested
 from tests.support.misuse import Misuse, refused_then_mended, runs, table
 from tests.support.running import in_soak, scaled
 from tests.support.worker_runs import gone, wait_until

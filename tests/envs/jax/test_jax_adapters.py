@@ -20,7 +20,7 @@ from funcollect.envs.jax_envs.jax_env import reset_lane, step_lane
 from funcollect.errors import EnvError
 from funcollect.specs import disassemble
 from tests.support.compare import assert_same
-from tests.support.jax_suites import functions_suite, reset, step
+from tests.support.envs.jax_suites import functions_suite, reset, step
 
 IDS = {
     "gymnax": ("gymnax/CartPole-v1", "gymnax/cartpol-v1", "'CartPole-v1'"),

@@ -9,8 +9,8 @@ import funcollect as fc
 from funcollect.keys import Purpose
 from funcollect.specs import disassemble
 from tests.support.compare import assert_same, joined
-from tests.support.jax_counting import folded
-from tests.support.jax_suites import LANES, SUITES, suite_and_policy
+from tests.support.envs.jax_counting import folded
+from tests.support.envs.jax_suites import LANES, SUITES, suite_and_policy
 from tests.support.running import SCALE, in_soak, scaled
 
 # In CI of two buckets only: a suite compiles for many seconds, once for each.

@@ -15,7 +15,7 @@ import funcollect as fc
 from funcollect.envs import CartPole, Pendulum, TorchEnvBase
 from funcollect.keys import LaneKeys, Purpose, key_from_seed
 from tests.support.compare import assert_same
-from tests.support.torch_parts import InParts
+from tests.support.envs.torch_parts import InParts
 
 LANES = 6
 BOTH = [("CartPole-v1", CartPole), ("Pendulum-v1", Pendulum)]

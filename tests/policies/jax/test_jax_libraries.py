@@ -8,7 +8,7 @@ from gymnasium.envs.phys2d.cartpole import CartPoleFunctional
 
 import funcollect as fc
 from tests.support.compare import collect
-from tests.support.jax_networks import LIBRARIES
+from tests.support.policies.jax_networks import LIBRARIES
 
 ENVS = {
     "host": lambda: fc.make_env("CartPole-v1", num_envs=3),

@@ -12,8 +12,8 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 
 import funcollect as fc
+from tests.support.policies.stateful_policies import Count
 from tests.support.running import in_soak
-from tests.support.stateful_policies import Count
 
 needs_torchrl = pytest.mark.needs("torchrl")
 theirs_warn = pytest.mark.filterwarnings("ignore:Creating .*WeightUpdater:DeprecationWarning")

@@ -8,7 +8,7 @@ import torch
 import funcollect as fc
 from funcollect.core.state import trajectory_ids
 from tests.support.compare import assert_same, leaves
-from tests.support.counting import always, check, make_counting
+from tests.support.envs.counting import always, check, make_counting
 from tests.support.running import scaled
 
 ONE = {"lengths": (3, 2)}

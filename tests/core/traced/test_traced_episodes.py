@@ -12,7 +12,7 @@ import torch
 
 import funcollect as fc
 from funcollect.errors import EvaluationError
-from tests.support.jax_counting import counting, counting_policy
+from tests.support.envs.jax_counting import counting, counting_policy
 from tests.support.running import in_soak
 
 ENV, POLICY = counting(3), counting_policy()

@@ -5,7 +5,7 @@ import torch
 
 import funcollect as fc
 from tests.support.compare import assert_same
-from tests.support.streams_of_frames import batch_of, frames_of
+from tests.support.frames.streams_of_frames import batch_of, frames_of
 
 STACK = 3
 CAPACITY = 50

@@ -1,6 +1,7 @@
 """Three training runs that save checkpoints, and continue from the latest one: `tests.test_checkpoint` kills them.
 
-``python -m tests.support.resumable KIND DIRECTORY BATCHES`` appends a line with a digest of each batch to a log.
+``python -m tests.support.programs.resumable KIND DIRECTORY BATCHES`` appends a line with a digest of each batch to a
+log.
 """
 
 import hashlib

@@ -15,7 +15,7 @@ from funcollect.errors import EnvError, PolicyError
 from funcollect.interop import words
 from funcollect.specs import ActionSpec, observation_leaves
 from tests.support.compare import assert_same, leaves
-from tests.support.jax_counting import counting, counting_policy, reset, step
+from tests.support.envs.jax_counting import counting, counting_policy, reset, step
 from tests.support.running import in_soak
 
 KEY = jnp.array([0, 7], jnp.uint32)  # what seed=7 gives

@@ -19,8 +19,8 @@ from funcollect.envs.jax_envs.jax_env import reset_lane, step_lane
 from funcollect.interop import to_jax
 from funcollect.protocols import traced_values
 from tests.support.compare import assert_same, collect
-from tests.support.jax_counting import counting, counting_policy
-from tests.support.jax_suites import SUITES, suite_and_policy
+from tests.support.envs.jax_counting import counting, counting_policy
+from tests.support.envs.jax_suites import SUITES, suite_and_policy
 from tests.support.running import in_soak
 
 K = BlockOptions().steps

@@ -8,7 +8,7 @@ from funcollect.core.request import Request
 from funcollect.core.timing.stopwatch import Delegate, Stopwatch, overhead
 from funcollect.core.timing.timed_loops import TimedLoops
 from tests.support.compare import assert_same
-from tests.support.counting import always, make_counting
+from tests.support.envs.counting import always, make_counting
 
 
 def test_calls_return_and_raise_as_they_do():

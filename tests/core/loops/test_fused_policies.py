@@ -13,7 +13,7 @@ import funcollect as fc
 from funcollect.errors import EnvError, PolicyError
 from funcollect.specs import ActionSpec
 from tests.support.compare import assert_same, collect
-from tests.support.jax_counting import counting, reset, step
+from tests.support.envs.jax_counting import counting, reset, step
 from tests.support.running import in_soak
 
 HEADS = fc.heads

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.light_envs import Nested
+from tests.support.envs.light_envs import Nested
 
 
 def workers_of(state: Any) -> list[Any]:

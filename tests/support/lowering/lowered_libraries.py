@@ -9,7 +9,7 @@ from stable_baselines3.common.torch_layers import NatureCNN
 from torch import nn
 from torchrl.modules import MLP, ConvNet, DuelingCnnDQNet, GRUModule, LSTMModule, NoisyLinear
 
-from tests.support.lowered_modules import frames, tensordict, vectors
+from tests.support.lowering.lowered_modules import frames, tensordict, vectors
 
 
 class Deterministic(nn.Module):

@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 import funcollect as fc
 from funcollect.envs.host.host_env import SimulatedEnv
-from tests.support.torch_parts import InParts
+from tests.support.envs.torch_parts import InParts
 
 BOX = spaces.Box(-4, 4, (2,), np.float32)
 

@@ -1,6 +1,6 @@
 """Writes the table of covered operators in ``docs/concepts/lowering.md`` from the registry.
 
-Run ``python -m tests.support.operator_table`` in a checkout of the repository.
+Run ``python -m tests.support.lowering.operator_table`` in a checkout of the repository.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TITLES = {
     "sampling": "Images sampled at the points of a grid",
     "shape": "Shapes, joining, padding, constants, casts",
 }  # by the module of `operators`
-PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "lowering.md"
+PAGE = Path(__file__).parents[3] / "docs" / "concepts" / "lowering.md"
 _BEGIN, _END = "<!-- operators: begin -->\n", "<!-- operators: end -->\n"
 
 

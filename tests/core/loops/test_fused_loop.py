@@ -15,7 +15,7 @@ from funcollect.core.request import Request
 from funcollect.envs.jax_envs.gymnax_env import from_gymnax
 from funcollect.interop import to_jax
 from tests.support.compare import assert_same, bits, collect, compilations, leaves
-from tests.support.jax_counting import counting, counting_policy, plain_loop, reset
+from tests.support.envs.jax_counting import counting, counting_policy, plain_loop, reset
 from tests.support.running import SCALE
 
 CUTS = [1, 2, 7, 64, 200]

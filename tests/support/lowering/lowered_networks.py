@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from tests.support.lowered_modules import vectors
+from tests.support.lowering.lowered_modules import vectors
 
 
 class Rotary(nn.Module):

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import funcollect as fc
 from funcollect.envs.jax_envs.gymnax_env import from_gymnax
-from tests.support.jax_counting import counting
+from tests.support.envs.jax_counting import counting
 
 DEVICES, LANES, LENGTH = 8, 3, 20
 KEY = jnp.array([0, 7], jnp.uint32)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.support.lowered_numerics import expressions
+from tests.support.lowering.lowered_numerics import expressions
 
 
 def inputs(n, seed=0):

@@ -1,0 +1,1 @@
+"""Collectors, environments, policies and workers that go wrong on purpose."""

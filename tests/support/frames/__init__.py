@@ -1,0 +1,1 @@
+"""Batches of frames without an environment."""

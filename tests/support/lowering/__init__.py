@@ -1,0 +1,1 @@
+"""Modules and expressions to lower, and comparisons of what becomes of them."""
