@@ -100,6 +100,48 @@ def costs(options: Options) -> Result:
     return Result(name=COSTS, table=f"{table((COSTS, 'lanes', 'µs'), rows)}\n  {note}", data=data)
 
 
+STEPS = "time of a step of 2 workers with a lane each"
+
+
+def steps(options: Options) -> Result:
+    """How long a step takes the workers, whose environments work or not, at once after the one before or after a pause.
+
+    They wait awake for 50 µs; after that they sleep, and have to be woken.
+    """
+    import funcollect as fc
+
+    one_thread()
+    rows, data = [], {}
+    lanes, action = range(2), np.zeros(2, np.int64)
+    for work, pause in ((0.0, 0.0), (0.0, 1e-3), (200e-6, 0.0), (200e-6, 1e-3)):
+        simulators = fc.make_env(partial(make, f"work/{work}"), num_envs=2, num_workers=2).open()
+        simulators.reset(lanes, (0, 1))
+        times = []
+        until = time.perf_counter() + 2 * options.scale
+        while time.perf_counter() < until:
+            _work(pause)
+            begun = time.perf_counter()
+            simulators.send(lanes, action)
+            simulators.receive()
+            times.append(1e6 * (time.perf_counter() - begun))
+        simulators.close()
+        low, median, high = np.percentile(times, (25, 50, 75)).tolist()
+        rows.append(
+            (f"{1e6 * work:.0f} µs of work, {1e6 * pause:.0f} µs before", f"{median:.0f}", f"{low:.0f}-{high:.0f}")
+        )
+        data[f"work {1e6 * work:.0f}, pause {1e6 * pause:.0f}"] = {
+            "quartiles": [low, median, high],
+            "steps": len(times),
+        }
+    return Result(name=STEPS, table=table((STEPS, "median µs", "quartiles"), rows), data=data)
+
+
+def _work(seconds: float) -> None:
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+
 class Slow(nn.Module):
     """A network after 5 ms of work."""
 
@@ -108,15 +150,15 @@ class Slow(nn.Module):
         self.inner = inner
 
     def forward(self, observation: Tensor) -> Any:
-        until = time.perf_counter() + SLOW_POLICY
-        while time.perf_counter() < until:
-            pass
+        _work(SLOW_POLICY)
         return self.inner(observation)
 
 
 def results(options: Options) -> Iterator[Result]:
     if options.only in COSTS:
         yield costs(options)
+    if options.only in STEPS:
+        yield steps(options)
     for cell in cells():
         if options.only not in cell.name:
             continue
