@@ -25,7 +25,7 @@ from funcollect.policies.torch_modules.sending import dumps
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.processes.child import ChildProcess, ChildSetup
 from funcollect.processes.failures import Failure
-from funcollect.processes.system import check_platform
+from funcollect.processes.system import check_platform, run_as_batch_work
 from funcollect.protocols import Policy, is_policy
 from funcollect.specs import ExplorationType
 from funcollect.trajectories.stats import EpisodeStats
@@ -47,8 +47,8 @@ class Evaluator:
 
     Weights are copied when they are submitted. If the process falls behind, the newest weights are evaluated first, and
     of those that wait only the newest `waiting` are kept. The process runs on one thread, on the CPU, and only while
-    a core has nothing else to do (Linux's idle priority). It ends with `close`, with this object, and with the process
-    that made it.
+    a core has nothing else to do (Linux's idle priority). During `wait` it has the normal priority, if the system
+    permits that. It ends with `close`, with this object, and with the process that made it.
 
     Args:
         create_env_fn: the environment, as a collector takes it; a function or an id, since it is built over there.
@@ -69,7 +69,7 @@ class Evaluator:
     Raises:
         TypeError, ValueError: for a bad argument.
         EvaluationError: if the environment or the policy cannot be built over there.
-        OSError: on another system than Linux.
+        OSError: on Windows.
 
     >>> import torch, funcollect as fc
     >>> policy = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)
@@ -185,7 +185,11 @@ class Evaluator:
             EvaluationError: as `results` does.
         """
         self._check_open()
-        self._read(wait=True)
+        run_as_batch_work(idle=False, pid=self._child.pid)
+        try:
+            self._read(wait=True)
+        finally:
+            run_as_batch_work(idle=True, pid=self._child.pid)
         return self._taken()
 
     def _read(self, *, wait: bool) -> None:

@@ -29,11 +29,18 @@ def run_on(cpu: int) -> None:
             os.sched_setaffinity(0, {cpu})
 
 
-def run_as_batch_work(*, idle: bool) -> None:
-    """Let this process wait for others: with `idle` whenever there is other work, else only when it is woken."""
+def run_as_batch_work(*, idle: bool, pid: int | None = None) -> None:
+    """Let a process wait for others: with `idle` whenever there is other work, else only when it is woken.
+
+    Args:
+        idle: which of both. Leaving idle priority needs a privilege.
+        pid: the process id; None for the current process.
+    """
     with contextlib.suppress(OSError):  # it may not be allowed
         if not PORTABLE:
-            for thread in os.listdir("/proc/self/task"):  # later ones are like the thread that starts them
+            for thread in os.listdir(
+                f"/proc/{pid or os.getpid()}/task"
+            ):  # later ones are like the one that starts them
                 os.sched_setscheduler(int(thread), os.SCHED_IDLE if idle else os.SCHED_BATCH, os.sched_param(0))
-        elif idle:
+        elif idle and pid is None:
             os.nice(19)

@@ -41,6 +41,22 @@ class Odd(gymnasium.Wrapper):
         return self.env.step(action)
 
 
+class Scheduled(gymnasium.Wrapper):
+    """CartPole whose episode ends at once unless its process is idle work; its return is the scheduling class."""
+
+    def __init__(self):
+        super().__init__(gymnasium.make("CartPole-v1"))
+        self.steps = 0
+
+    def step(self, action):
+        observation, _, _, _, info = self.env.step(action)
+        found = os.sched_getscheduler(0)
+        self.steps += 1
+        ended = found != os.SCHED_IDLE or self.steps == 500
+        time.sleep(0.01)
+        return observation, float(found * ended), ended, False, info
+
+
 def same(one, two):
     assert torch.equal(one.returns, two.returns)
     assert torch.equal(one.lengths, two.lengths)
@@ -143,6 +159,21 @@ def test_every_thread_of_it_is_idle_work():
         threads = [int(each) for each in os.listdir(f"/proc/{evaluator._child.pid}/task")]
         assert len(threads) > 1
         assert {os.sched_getscheduler(each) for each in threads} == {os.SCHED_IDLE}
+
+
+def test_it_is_not_idle_work_while_it_is_waited_for():
+    with fc.Evaluator(Scheduled, None, episodes=1, seed=0) as evaluator:
+        pid = evaluator._child.pid
+        try:
+            os.sched_setscheduler(pid, os.SCHED_BATCH, os.sched_param(0))
+            wanted = os.SCHED_BATCH
+        except PermissionError:
+            wanted = os.SCHED_IDLE
+        os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+        evaluator.submit()
+        (evaluation,) = evaluator.wait()
+        assert evaluation.stats.returns.tolist() == [wanted]
+        assert os.sched_getscheduler(pid) == os.SCHED_IDLE
 
 
 def test_an_exception_is_raised_once_and_the_next_weights_are_evaluated(tmp_path):

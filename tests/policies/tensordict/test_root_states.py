@@ -195,6 +195,6 @@ def test_a_start_that_is_drawn_at_random_is_refused() -> None:
         ConsistentDropoutModule(p=0.5, in_keys="hidden", input_shape=(2,)),
     ]
     before = torch.get_rng_state()
-    with pytest.raises(ValueError, match=r"ConsistentDropoutModule draws at random .* initial_state="):
+    with pytest.raises(ValueError, match=r"ConsistentDropoutModule draws the initial state.* initial_state="):
         fc.SyncDataCollector("CartPole-v1", TensorDictSequential(*layers), frames_per_batch=8)
     assert torch.equal(torch.get_rng_state(), before)
