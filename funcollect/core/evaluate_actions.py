@@ -28,7 +28,7 @@ from funcollect.interop.memo import memo_of
 from funcollect.keys import key_from_seed
 from funcollect.messages import shown
 from funcollect.policies.actors.actor import recurrent_names, split_answer
-from funcollect.policies.actors.checks import check_recurrent
+from funcollect.policies.actors.checks import check_parameters, check_recurrent
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
 from funcollect.policies.numerics import TORCH, jax_numerics
 from funcollect.policies.populations.population import Population
@@ -158,7 +158,9 @@ def evaluate_actions(
     def call(inputs: _Leaves, recurrent: Any) -> tuple[Any, Any]:
         answer, after = network(assemble(space, inputs), recurrent)
         inner, extras = split_answer(answer, head)
-        return (head.parse(xp, inner, spec), dict(extras)), after
+        parameters = head.parse(xp, inner, spec)
+        check_parameters(head.names, parameters, len(next(iter(inputs.values()))))
+        return (parameters, dict(extras)), after
 
     inputs = {leaf.path: rows[leaf.path] for leaf in leaves}
     dims = action.ndim - len(spec.shape)

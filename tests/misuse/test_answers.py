@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -48,6 +49,14 @@ def wrong(
     return Misuse(what, lambda: (make_env(), policy()), PolicyError, says)
 
 
+def of_torch(shape: tuple[int, ...], head: Any) -> Any:
+    return fc.torch_policy(lambda observation: torch.zeros(shape), head=head)
+
+
+def of_jax(shape: tuple[int, ...], head: Any) -> Any:
+    return fc.jax_policy(lambda params, observation: jnp.zeros(shape), {}, head=head)
+
+
 LOGITS = torch.zeros(3, 2)
 ACTIONS = torch.zeros(3, dtype=torch.int64)
 TORQUES = torch.zeros(3, 1)
@@ -61,6 +70,27 @@ STATE = {"initial_state": torch.zeros(5)}
 
 def mixed(**extras: Any) -> dict[str, Any]:
     return {"action": ACTIONS, **extras}
+
+
+HEADS_OF = {
+    "CartPole-v1": (HEADS.categorical, HEADS.epsilon_greedy(0.1)),
+    "Pendulum-v1": (HEADS.normal, HEADS.tanh_normal),
+}
+ANSWERING = [
+    (name, kind, head) for name, heads in HEADS_OF.items() for kind in (of_torch, of_jax) for head in heads
+] + [("CartPole-v1", of_torch, HEADS.from_distribution(torch.distributions.Categorical, "logits"))]
+
+
+@pytest.mark.parametrize(("num_envs", "lead"), [(3, (1,)), (3, ()), (2, ()), (3, (4,)), (1, ()), (2, (2, 1))])
+@pytest.mark.parametrize(("name", "kind", "head"), ANSWERING)
+def test_a_network_without_a_row_per_environment(
+    num_envs: int, lead: tuple[int, ...], name: str, kind: Any, head: Any
+) -> None:
+    """Its answer would be broadcast, or give the batch another shape."""
+    env, policy = fc.make_env(name, num_envs=num_envs), kind((*lead, 2), head)
+    state = fc.init(env, policy, seed=0)
+    with pytest.raises(PolicyError, match=r"per environment|wants (a pair.*)?\['?P"):
+        fc.rollout(env, policy, state, 3)
 
 
 @table(

@@ -71,6 +71,12 @@ def check_rows(name: str, output: Any, num_envs: int, kind: type = object) -> No
         )
 
 
+def check_parameters(names: Iterable[str], parameters: Iterable[Any], num_envs: int) -> None:
+    """Raise PolicyError unless each of a head's parameters has a row per environment: others would be broadcast."""
+    for name, each in zip(names, parameters, strict=True):
+        check_rows(name, each, num_envs)
+
+
 def overlap(one: Path, two: Path) -> bool:
     """Whether one path is the other, or lies inside it."""
     return one[: len(two)] == two[: len(one)]

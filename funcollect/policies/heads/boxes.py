@@ -54,10 +54,10 @@ class Normal(HeadBase):
     def parse(self, xp: Any, answer: Any, spec: ActionSpec) -> Parameters:
         dims = len(spec.shape)
         if isinstance(answer, (tuple, list)) and len(answer) == 2:
-            if _tail(answer[0], dims) == spec.shape and _tail(answer[1], dims) == spec.shape:
+            if _tail(answer[0], dims, rows=True) == _tail(answer[1], dims) == spec.shape:
                 loc, scale = in_32_bits(xp, answer[0]), in_32_bits(xp, answer[1])
                 return (loc, scale) if loc.shape == scale.shape else tuple(xp.broadcast(loc, scale))
-        elif hasattr(answer, "shape") and spec.shape and _tail(answer, dims) == (*spec.shape[:-1], 2 * spec.shape[-1]):
+        elif spec.shape and _tail(answer, dims, rows=True) == (*spec.shape[:-1], 2 * spec.shape[-1]):
             answer, size = in_32_bits(xp, answer), spec.shape[-1]
             return answer[..., :size], xp.softplus(answer[..., size:])
         raise PolicyError(
@@ -143,10 +143,10 @@ class TanhNormal(Normal):
         return 2 * (math.log(2) - abs(raw) - xp.log1p(xp.exp(-2 * abs(raw)))) + xp.log((high - low) / 2)
 
 
-def _tail(array: Any, dims: int) -> tuple[int, ...] | None:
-    """The last `dims` dimensions of an array's shape; None if it has fewer."""
+def _tail(array: Any, dims: int, *, rows: bool = False) -> tuple[int, ...] | None:
+    """The last `dims` dimensions of an array's shape; None if it has fewer, or with `rows` none before them."""
     shape = tuple(getattr(array, "shape", ()))
-    return shape[len(shape) - dims :] if len(shape) >= dims else None
+    return shape[len(shape) - dims :] if len(shape) >= dims + rows else None
 
 
 normal: Head = Normal()

@@ -35,7 +35,7 @@ class _Discrete(HeadBase):
 
     def parse(self, xp: Any, answer: Any, spec: ActionSpec) -> Parameters:
         wanted = spec.choices
-        if (getattr(answer, "shape", ()) or (None,))[-1] != wanted:
+        if tuple(getattr(answer, "shape", ()))[1:][-1:] != (wanted,):
             raise PolicyError(
                 f"the policy returned {form(answer)}, the head {self.name} wants [P, {wanted}]: "
                 f"one number for each choice of {spec.space}"

@@ -18,7 +18,7 @@ from funcollect.interop.memo import memo_of
 from funcollect.keys import Key, Noise
 from funcollect.messages import note_arguments
 from funcollect.policies.actors.actor import lane_mask, recurrent_names, split_answer
-from funcollect.policies.actors.checks import check_action, check_recurrent, finish_columns
+from funcollect.policies.actors.checks import check_action, check_parameters, check_recurrent, finish_columns
 from funcollect.policies.base import PolicyBase, ProtocolActor
 from funcollect.policies.heads.head import Head, chooses
 from funcollect.policies.jax_functions.noise import draw_noise, split_key
@@ -85,8 +85,8 @@ class FunctionPolicy(PolicyBase):
     ) -> tuple[Any, dict[str, Any]]:
         """One traced step: the next policy state and the outputs."""
         (params, values), extra = bound, {}
+        num_envs = len(import_jax().tree.leaves(observation)[0])
         if self.takes_key:
-            num_envs = len(import_jax().tree.leaves(observation)[0])
             extra[self.takes_key], draw = split_key(noise, num_envs)
         inputs = (observation,) if policy_state is None else (observation, policy_state)
         before = import_jax().tree.leaves(policy_state) if self.record_state else []
@@ -105,6 +105,7 @@ class FunctionPolicy(PolicyBase):
             return policy_state, {"action": inner, **extras}
         xp, head = jax_numerics(), self.head.at(values)
         parameters = head.parse(xp, inner, spec)
+        check_parameters(head.names, parameters, num_envs)
         if self.takes_key:
             wanted = head.noise(spec)
             noise = None if wanted is None else draw_noise(wanted, draw)

@@ -28,7 +28,14 @@ from funcollect.policies.actors.actor import (
     recurrent_names,
     split_answer,
 )
-from funcollect.policies.actors.checks import check_action, check_recurrent, check_rows, check_tensor, finish_columns
+from funcollect.policies.actors.checks import (
+    check_action,
+    check_parameters,
+    check_recurrent,
+    check_rows,
+    check_tensor,
+    finish_columns,
+)
 from funcollect.policies.heads.head import Head, check_head, chooses
 from funcollect.policies.numerics import TORCH
 from funcollect.policies.torch_backed import Compiler, TorchBacked, TorchPolicyState, check_callable, check_compiler
@@ -248,6 +255,8 @@ class TorchActor(Actor):
             recorded = (action, *before, *extras)
         else:
             parameters = self._head.parse(TORCH, answer, self._spec)
+            if t == 0:
+                check_parameters(self._head.names, parameters, self._inputs.num_envs)
             outputs = self._head.sample(TORCH, parameters, self._noise(t), self._spec)
             action = outputs["action"]
             recorded = (*outputs.values(), *before, *parameters, *extras)
