@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 from funcollect.arguments import check_positive
 from funcollect.trajectories.split import MASK
-from funcollect.trajectories.stats import EpisodeStats, episode_stats
+from funcollect.trajectories.stats import EpisodeStats, stats_and_missing
 
 
 class EpisodeWindow:
@@ -40,7 +40,7 @@ class EpisodeWindow:
         frames = batch.numel() if mask is None else int(mask.sum())
         self.frames += frames
         try:
-            self.last = episode_stats(batch, self.last)
+            self.last, _ = stats_and_missing(batch, self.last)
         except ValueError:  # a postproc may leave any keys and shapes
             self.last = None
         else:

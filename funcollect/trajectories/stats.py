@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -93,9 +94,10 @@ def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -
     """Returns and lengths of the episodes that end in a batch, including their frames in earlier batches.
 
     Rewards are summed in order, in float64, beginning with the sums in `previous`. So the results do not depend on how
-    a run is cut into batches, to the bit. Episodes with missing frames are omitted, and so are trajectories truncated
-    by `set_truncated`. Repeated frames of finished lanes and padding of split trajectories do not count. Several runs,
-    such as those of a `vmap` over seeds, have the same ids; pass them one at a time.
+    a run is cut into batches, to the bit. Episodes with missing frames are omitted, with a warning if `previous` is
+    None: the others are the short ones. So are trajectories truncated by `set_truncated`. Repeated frames of finished
+    lanes and padding of split trajectories do not count. Several runs, such as those of a `vmap` over seeds, have the
+    same ids; pass them one at a time.
 
     Args:
         batch: a batch ``[*B, T]`` with ``next.reward`` ``[*B, T, 1]`` (or players), ``next.done`` and
@@ -122,6 +124,18 @@ def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -
     >>> stats.returns, stats.open_returns[1].value
     (tensor([2.], dtype=torch.float64), tensor(1., dtype=torch.float64))
     """
+    stats, missing = stats_and_missing(batch, previous)
+    if missing and previous is None:
+        warnings.warn(
+            f"{missing} of the {missing + len(stats)} episodes that end here began before the batch and are left out, "
+            "so the others are the short ones: pass previous=, the result for the batch before",
+            stacklevel=2,
+        )
+    return stats
+
+
+def stats_and_missing(batch: TensorDictBase, previous: EpisodeStats | None) -> tuple[EpisodeStats, int]:
+    """The result of `episode_stats`, and the number of episodes that end in the batch and lack frames."""
     frames, lanes = counted_frames(batch)
     _check_one_run(batch, frames)
     check_kind("previous", previous, (EpisodeStats, type(None)), "pass the result of the last call")
@@ -130,9 +144,10 @@ def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -
     present = set(lanes.tolist())
     elsewhere = {traj_id: head for traj_id, head in opened.items() if head.lane not in present}
     ends = frames.done.nonzero()[:, 0]
-    ends = ends[trajectories.whole[of_frame[ends]]]
+    whole = trajectories.whole[of_frame[ends]]
+    missing, ends = int((~whole).sum()), ends[whole]
     ends = ends[frames.order[ends].argsort()]
-    return EpisodeStats(
+    stats = EpisodeStats(
         returns=_by_player(trajectories.returns[of_frame[ends]]),
         lengths=frames.steps[ends] + 1,
         traj_ids=frames.traj_ids[ends],
@@ -140,6 +155,7 @@ def episode_stats(batch: TensorDictBase, previous: EpisodeStats | None = None) -
         terminated=frames.terminated[ends],
         open_returns=elsewhere | _unfinished(trajectories),
     )
+    return stats, missing
 
 
 class CountedFrames(NamedTuple):

@@ -18,6 +18,10 @@ from funcollect.specs import ActionSpec
 from funcollect.tree import Path
 
 _LOOK = "look at the policy's parameters, and at the observation of that step"
+_RULES = {  # or a log-probability is NaN
+    "logits": "logits have to be finite, or minus infinity for choices that are ruled out",
+    "scale": "a scale has to be positive",
+}
 
 
 def check_action(action: Any, spec: ActionSpec, num_envs: int) -> None:
@@ -114,8 +118,11 @@ def check_numbers(columns: Columns, causes: Columns | None = None) -> None:
     for path, column in columns.items():
         if column.is_floating_point() and math.isnan(column.sum().item()):
             check_numbers(causes or {})
-            scale = "; a scale has to be positive" if path == ("action_log_prob",) else ""
-            _raise_at(torch.isnan(column), f"{'.'.join(path)} is NaN, expected numbers", column, _LOOK + scale)
+            mend = _LOOK
+            if path == ("action_log_prob",):
+                known = [(name,) for name in _RULES] if causes is None else causes
+                mend = "; ".join([mend, *(rule for name, rule in _RULES.items() if (name,) in known)])
+            _raise_at(torch.isnan(column), f"{'.'.join(path)} is NaN, expected numbers", column, mend, causes)
 
 
 def _check_choices(action: Tensor, spec: ActionSpec) -> None:
@@ -156,12 +163,15 @@ def finish_columns(
     return columns | {("action",): action.to(spec.dtype)}
 
 
-def _raise_at(wrong: Tensor, what: str, column: Tensor, mend: str) -> None:
-    """Raise PolicyError that names the first step and lane in which `wrong` [T, P, ...] is True, and `column` there."""
+def _raise_at(wrong: Tensor, what: str, column: Tensor, mend: str, causes: Columns | None = None) -> None:
+    """Raise PolicyError that names the first step and lane in which `wrong` [T, P, ...] is True, and the values there.
+
+    These are that of `column`, and those of `causes`.
+    """
     rows = wrong.reshape(*wrong.shape[:2], -1).any(-1)
     if not bool(rows.any()):
         return  # values whose sum overflows
     step, lane = rows.nonzero()[0].tolist()
-    raise PolicyError(
-        f"lane {lane}, step {step} of this batch: {what} (it is {clipped(str(column[step, lane].tolist()))}): {mend}"
-    )
+    known = {"it": column, **{".".join(path): cause for path, cause in (causes or {}).items()}}
+    values = ", ".join(f"{name} is {clipped(str(each[step, lane].tolist()))}" for name, each in known.items())
+    raise PolicyError(f"lane {lane}, step {step} of this batch: {what} ({values}): {mend}")
