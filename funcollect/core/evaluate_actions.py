@@ -39,11 +39,11 @@ from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
 from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.protocols import Env, Policy, is_env
 from funcollect.specs import ActionSpec, Leaf, Space, assemble
+from funcollect.trajectories.split import LANE, STEP, TRAJECTORY_IDS
 from funcollect.tree import NAMESPACE, Path, flatten, select, to_tensordict
 
 _ACTION: Path = ("action",)
 _LOG_PROB: Path = ("action_log_prob",)
-_LANE, _STEP, _TRAJECTORY = ("collector", "lane"), ("collector", "step"), ("collector", "traj_ids")
 _TIME_MAJOR = ("collector", "episode")  # a key that only batches of `funcollect.traced` have
 _ANY = key_from_seed(0)  # initial states do not depend on keys
 
@@ -250,16 +250,16 @@ def _in_order(
     framework: _Framework, call: _Forward, inputs: _Leaves, rows: _Leaves, dims: int, recurrent: _Recurrent
 ) -> Any:
     """The outputs of one call per step, each in the shape of the batch."""
-    _check_rows(rows, [_LANE, _STEP, *recurrent.paths], Tensor if framework is _TORCH else None)
+    _check_rows(rows, [LANE, STEP, *recurrent.paths], Tensor if framework is _TORCH else None)
     turn, back = _turning(rows, dims)
-    lane, step = turn(rows[_LANE]), turn(rows[_STEP])
+    lane, step = turn(rows[LANE]), turn(rows[STEP])
     if recurrent.given:
         _check_whole(lane, step, len(recurrent.given[0]))
     apart = lane[1:] != lane[:-1]
     if recurrent.given is None:  # the batch has the state of each row, and may be a sample, such as slices in a row
         apart = apart | (step[1:] != step[:-1] + 1)
-    if recurrent.given is None and _TRAJECTORY in rows:
-        ids = turn(rows[_TRAJECTORY])  # in JAX, where 64 bits may be two words, [..., 2]
+    if recurrent.given is None and TRAJECTORY_IDS in rows:
+        ids = turn(rows[TRAJECTORY_IDS])  # in JAX, where 64 bits may be two words, [..., 2]
         apart = apart | (ids[1:] != ids[:-1]).reshape(*apart.shape, -1).any(-1)
     changes = framework.xp.concatenate([(lane[:1] == lane[:1]).T, apart.T]).T  # the first row, and those after a gap
     if recurrent.given is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcollect.arguments import check_number
 from funcollect.interop.jax_setup import import_jax
-from funcollect.trajectories.split import MASK, TRAJECTORY_IDS, check_batch, require
+from funcollect.trajectories.split import LANE, MASK, TRAJECTORY_IDS, check_batch, check_order, require
 from funcollect.tree import flatten
 
 __all__ = ["gae"]
@@ -51,7 +51,7 @@ def gae(
 
     Raises:
         TypeError: if the batch is neither a TensorDict nor a dict, values are not floating, or factors not numbers.
-        ValueError: if keys are missing, shapes differ, or factors are outside [0, 1].
+        ValueError: if keys are missing, shapes differ, frames are out of order, or factors are outside [0, 1].
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -120,6 +120,7 @@ def discounted_sums(xp: Any, values: Any, discount: Any) -> Any:
 def _read_torch(batch: TensorDictBase, value: Any, next_value: Any) -> tuple[_AdvantageInputs, Tensor, Tensor]:
     """The frames of a TensorDict and their values, each leaf ``[T, *B, n]``."""
     check_batch(batch)
+    check_order(batch)
     columns: dict[str, Tensor] = {}
     for name, path in (_NEEDED | _OPTIONAL).items():
         if name in _NEEDED or batch.get(path, None) is not None:
@@ -155,6 +156,12 @@ def _read_jax(batch: Mapping[str, Any], value: Any, next_value: Any) -> tuple[_A
             )
     for name, values in (("value", value), ("next_value", next_value)):
         _check_values(name, values, jnp.issubdtype(values.dtype, jnp.floating), reward.shape)
+    lane = flat.get(LANE)
+    if lane is not None and not isinstance(lane, import_jax().core.Tracer) and bool((lane[1:] != lane[:-1]).any()):
+        raise ValueError(
+            f"along the first dimension of the arrays {list(done.shape)} the lane changes, expected time there: pass "
+            "[T, P], as funcollect.traced.rollout returns them"
+        )
     columns = {name: jnp.asarray(leaf) for name, leaf in given.items()}
     if reward.ndim > done.ndim:
         columns = {name: leaf if name == "reward" else leaf[..., None] for name, leaf in columns.items()}

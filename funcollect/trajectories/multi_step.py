@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from funcollect.arguments import check_number, check_positive
 from funcollect.trajectories.next_observations import next_observations
-from funcollect.trajectories.split import MASK, TRAJECTORY_IDS, check_batch, require, steps_back
+from funcollect.trajectories.split import MASK, TRAJECTORY_IDS, check_batch, check_order, require, steps_back
 
 __all__ = ["MultiStep"]
 
@@ -55,9 +55,10 @@ class MultiStep:
 
         Raises:
             TypeError: if the batch is not a TensorDict.
-            ValueError: if the batch has no frames, no ``next.reward`` or no ``next.done``.
+            ValueError: if the batch has no frames, no ``next.reward`` or no ``next.done``, or frames out of order.
         """
         check_batch(batch)
+        check_order(batch)
         batch = next_observations(batch)  # those of a compact batch are one step away
         if not batch.shape[-1]:
             raise ValueError(f"the batch {list(batch.shape)} has no frames, expected [*B, T] with T of at least 1")

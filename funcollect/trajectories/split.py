@@ -22,6 +22,7 @@ __all__ = ["split_trajectories"]
 MASK = ("collector", "mask")
 TRAJECTORY_IDS = ("collector", "traj_ids")
 STEP = ("collector", "step")
+LANE = ("collector", "lane")
 CUT = ("collector", "cut")  # True where `set_truncated=True` truncated a trajectory that continues
 
 # Indexed assignment does not support wide unsigned integers. It only moves bits, so signed ones of the same width do.
@@ -62,8 +63,9 @@ def split_trajectories(
     Raises:
         TypeError: if the batch is not a TensorDict, leaves are not tensors, ids are not integers, or arguments have
             other types.
-        ValueError: if the batch has no batch dimensions or is split already, if `trajectory_key` is missing, if there
-            are neither ids nor end flags, if ids have another shape, and for nested tensors without frames.
+        ValueError: if the batch has no batch dimensions, frames out of order or is split already, if `trajectory_key`
+            is missing, if there are neither ids nor end flags, if ids have another shape, and for nested tensors
+            without frames.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -91,6 +93,7 @@ def split_trajectories(
         raise ValueError(f"the batch has {readable(mask_key)}, so it is split already: pass the one it was split from")
     batch = batch.clone(recurse=False).unlock_()
     final = detach(batch)
+    check_order(batch)
     ids = _ids(batch, ids_key, None if trajectory_key else done_path)
     begins = _begins(batch, ids, done_path)
     layout = _PaddedLayout(begins)
@@ -174,6 +177,30 @@ def steps_back(batch: TensorDictBase) -> Tensor:
     back = step[..., 1:] <= step[..., :-1]
     finished = batch.get("done", None)  # the counter of a finished lane does not increase
     return back if finished is None else back & ~require(batch, "done", tail=(1,))[..., 1:, 0]
+
+
+def check_order(batch: TensorDictBase) -> None:
+    """Raise ValueError unless the frames of each row follow each other, as far as their keys show.
+
+    In a row, a trajectory goes on with its next step. Another lane follows only after an end, except in a single row.
+    """
+    ids, step, lane = (batch.get(key, None) for key in (TRAJECTORY_IDS, STEP, LANE))
+    if any(not isinstance(leaf, Tensor) or leaf.shape != batch.batch_size for leaf in (ids, step)):
+        return
+    wrong = (ids[..., 1:] == ids[..., :-1]) & (step[..., 1:] > step[..., :-1] + 1)
+    if isinstance(lane, Tensor) and lane.shape == batch.batch_size and batch.shape[:-1].numel() > 1:
+        wrong |= lane[..., 1:] != lane[..., :-1]
+    if batch.get(("next", "done"), None) is not None:
+        wrong &= ~require(batch, ("next", "done"), tail=(1,))[..., :-1, 0]
+    if batch.get(MASK, None) is not None:
+        wrong &= require(batch, MASK, tail=())[..., 1:]
+    if wrong.any():
+        *row, time = wrong.nonzero()[0].tolist()
+        before, after = (f"step {step[(*row, at)]} of trajectory {ids[(*row, at)]}" for at in (time, time + 1))
+        raise ValueError(
+            f"in row {row} of the batch {list(batch.shape)}, {before} is followed by {after}, expected its next step: "
+            "pass the whole batch, unshuffled, with time as the last batch dimension"
+        )
 
 
 def _map_leaves(function: Callable[[Tensor], Tensor], node: TensorDictBase, path: Path) -> _Nested:

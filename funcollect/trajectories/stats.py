@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.arguments import check_kind
-from funcollect.trajectories.split import CUT, MASK, STEP, TRAJECTORY_IDS, check_batch, require
+from funcollect.trajectories.split import CUT, LANE, MASK, STEP, TRAJECTORY_IDS, check_batch, require
 from funcollect.tree import Path
 
 __all__ = ["EpisodeStats", "OpenReturn", "episode_stats"]
@@ -192,7 +192,7 @@ def counted_frames(batch: TensorDictBase) -> tuple[CountedFrames, Tensor]:
         terminated=_column(batch, ("next", "terminated"), (1,)).bool(),
         traj_ids=_column(batch, TRAJECTORY_IDS, ()).long(),
         steps=_column(batch, STEP, ()).long(),
-        lanes=_column(batch, ("collector", "lane"), ()).long(),
+        lanes=_column(batch, LANE, ()).long(),
         order=torch.arange(rows * time).reshape(time, rows).T.reshape(-1),
     )
     real = _column(batch, MASK, (), default=True).bool()

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from funcollect.trajectories.final_observations import FinalObservations, attach, detach
-from funcollect.trajectories.split import STEP, TRAJECTORY_IDS, check_batch, require
+from funcollect.trajectories.split import LANE, STEP, TRAJECTORY_IDS, check_batch, require
 from funcollect.tree import flatten, to_tensordict
 
 __all__ = ["PendingTrajectories"]
@@ -75,8 +75,7 @@ class PendingTrajectories:
         batch = batch.clone(recurse=False).unlock_()
         final = detach(batch)
         lane, ids, step = (
-            require(batch, path, tail=()).reshape(-1).cpu().numpy()
-            for path in (("collector", "lane"), TRAJECTORY_IDS, STEP)
+            require(batch, path, tail=()).reshape(-1).cpu().numpy() for path in (LANE, TRAJECTORY_IDS, STEP)
         )
         by_lane = np.argsort(lane, kind="stable")
         lanes, first, count = np.unique(lane[by_lane], return_index=True, return_counts=True)

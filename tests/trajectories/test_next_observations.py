@@ -126,7 +126,7 @@ def test_rewards_of_several_steps_and_plots_use_them():
 
 def test_runs_whose_ids_are_the_same_are_refused_together():
     runs = [next(both(ENVS["several"], seed=seed))[1] for seed in (0, 1)]
-    with pytest.raises(ValueError, match=r"several runs were joined, .* call next_observations for each run before"):
+    with pytest.raises(ValueError, match=r"the batch joins several runs .* call next_observations for each run before"):
         fc.next_observations(torch.stack(runs))
 
 
