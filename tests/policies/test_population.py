@@ -171,7 +171,7 @@ def test_workers_hold_parts_of_the_population(lanes: int) -> None:
 
     def run(policy: Any) -> Any:
         with multi(create_env_fn=envs, policy=policy, **frames) as collector:
-            return torch.cat([batch.clone() for batch in collector], -1)
+            return torch.cat([batch.clone() for batch in collector], -1).flatten(0, -2)
 
     assert_members(run(policy), [run(member) for member in members])
 
