@@ -118,7 +118,7 @@ def update(stats: RunningStatistics, batch: Any, *, weights: Any = None) -> Runn
 
     Raises:
         KeyError: if an observation is missing.
-        ValueError: for observations or weights of another shape.
+        ValueError: for observations or weights of another shape, and for observations that are not finite.
 
     >>> import gymnasium, torch
     >>> stats = init(gymnasium.spaces.Box(-1, 1, (1,)))
@@ -141,8 +141,15 @@ def update(stats: RunningStatistics, batch: Any, *, weights: Any = None) -> Runn
             )
     if weights is not None and np.shape(weights) != lead:
         raise ValueError(f"weights is {list(np.shape(weights))}, expected {list(lead)}: pass one for each observation")
-    made = _moments_in_jax if in_jax else _moments_in_torch
-    return merge(stats, made(stats, values, weights, math.prod(lead)))
+    made = (_moments_in_jax if in_jax else _moments_in_torch)(stats, values, weights, math.prod(lead))
+    for name, variance in made.variance.items():
+        traced = in_jax and isinstance(variance, import_jax().core.Tracer)
+        if not traced and not bool((variance < math.inf).all()):  # NaN is not smaller
+            raise ValueError(
+                f"{name!r} has NaN or infinite numbers, which would stay in the statistics, expected finite ones: "
+                "correct the environment, or exclude these frames with weights="
+            )
+    return merge(stats, made)
 
 
 def _check(name: str, stats: Any) -> None:

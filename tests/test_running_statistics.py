@@ -136,6 +136,19 @@ def test_padding_and_frames_of_finished_lanes_do_not_count():
         assert int(rs.update(rs.init(env.observation_space), next(collector)).count) == 180
 
 
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_observations_that_are_not_finite_are_refused(backend, wrong):
+    stats = rs.init(BOX, backend=backend)
+    rows = np.ones((4, 3), np.float32)
+    rows[1, 1] = wrong
+    given = torch.from_numpy(rows) if backend == "torch" else jnp.asarray(rows)
+    with pytest.raises(ValueError, match=r"'observation' has NaN or infinite numbers.*weights="):
+        rs.update(stats, given)
+    stats = rs.update(stats, given, weights=[True, False, True, True])
+    assert leaf(stats.mean).tolist() == [1, 1, 1]
+
+
 def test_weights_are_flags():
     stats = rs.init(BOX)
     with refused(ValueError, ("weights is", "expected bools, or zeros and ones")):
