@@ -38,10 +38,12 @@ def make_env(name: str, num_envs: int | None, **kwargs: Any) -> fc.Env:
 
 
 def make_filmed_env(name: str) -> fc.Env:
-    """Make a single environment that can be filmed: Gymnasium's have to be asked to render."""
-    if _IN_A_MODULE.fullmatch(name) or ("/" in name and not name.startswith("ale/")):
-        return make_env(name, None)
-    return make_env(name, None, render_mode="rgb_array")
+    """Make a single environment that can be filmed: Gymnasium's, and factories that can, are asked to render."""
+    if _IN_A_MODULE.fullmatch(name):
+        asked = "render_mode" in _parameters(_member(name))
+    else:
+        asked = "/" not in name or name.startswith("ale/")
+    return make_env(name, None, **{"render_mode": "rgb_array"} if asked else {})
 
 
 def _made(factory: Any, keywords: dict[str, Any]) -> fc.Env:

@@ -62,9 +62,9 @@ def evaluate(
     check_positive("max_frames", max_frames)
     if kept := statistics_of(env):
         raise EvaluationError(
-            f"{env} cannot be evaluated: {kept}, which new simulators lack: normalise in the first layer of the "
-            "network, or evaluate over wrappers that hold a copy of the trained statistics and are frozen "
-            "(update_running_mean=False)"
+            f"{env} cannot be evaluated: {kept}, which new simulators lack: normalise in the policy "
+            "(funcollect.normalized; funcollect.scale_rewards for rewards), or evaluate over wrappers that hold a copy "
+            "of the trained statistics and are frozen (update_running_mean=False)"
         )
     state = init(env, policy, seed=seed)
     first = dict(state.observation)

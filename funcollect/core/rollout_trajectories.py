@@ -106,5 +106,5 @@ def check_limited(limited: bool, env: str) -> None:
     if not limited:
         raise ValueError(
             f"{env} is not known to truncate episodes, so a whole trajectory might be waited for without end: pass "
-            "max_frames_per_traj, or give the environment an attribute truncates=True if it ends them by itself"
+            "max_frames_per_traj or, if it ends them by itself, give its class an attribute truncates = True"
         )

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from funcollect.arguments import check_kind, check_optional_positive, check_positive
+from funcollect.core.evaluate_actions import remember_spaces
 from funcollect.core.exploration import EXPLORATION, NO_VALUES, exploration_values
 from funcollect.core.request import Request
 from funcollect.core.state import LEAVES, CollectorState, origin_of
@@ -97,6 +98,7 @@ def init(
     jnp = jax.numpy
     check_jax_env(env)
     check_traceable(policy)
+    remember_spaces(policy, env.observation_space, env.observation_leaves, env.action_spec)
     check_optional_positive("total_lanes", total_lanes)
     given = env.params if env_params is None else env_params
     env_params = of_begun(without_weak_types(jax.tree.map(jnp.asarray, given)))

@@ -12,6 +12,7 @@ from gymnasium.vector import VectorEnv
 
 from funcollect import envs
 from funcollect.envs.base import EnvBase
+from funcollect.envs.gymnasium_envs.making import with_time_limit
 from funcollect.envs.recognise import is_envpool, is_torchrl, refuse_foreign
 from funcollect.envs.torch_envs.classic_control import TORCH_ENVS
 from funcollect.protocols import Env, is_env, is_policy
@@ -95,6 +96,7 @@ def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
     if isinstance(factory, type) and issubclass(factory, EnvBase):
         env: Any = factory(**kwargs)
         return make_env(env)
+    factory, kwargs = with_time_limit(factory, kwargs)
     given = {name: kwargs[name] for name in _ADAPTER_ARGUMENTS if name in kwargs}
     own = {name: value for name, value in kwargs.items() if name not in given}
     made = factory(**own)

@@ -64,9 +64,10 @@ def _simulators_camera(env: Env, state: CollectorState) -> Camera:
     simulators = state.env_state.simulation.simulators if isinstance(state.env_state, SimulatorHandle) else None
     if not isinstance(simulators, _Filmable):
         raise TypeError(
-            f"{env} cannot be filmed, expected a Gymnasium environment that renders, or one of gymnax, brax, MuJoCo "
-            "Playground, jumanji or navix: make one with funcollect.make_env(id, render_mode='rgb_array') or "
-            "funcollect.make_env('navix/Navix-Empty-8x8-v0'), or save pixel observations with plots.video"
+            f"{env} cannot be filmed, expected a Gymnasium environment that renders, a JAX one with a method "
+            "renderer(), or one of gymnax, brax, MuJoCo Playground, jumanji or navix: make one with "
+            "funcollect.make_env(id, render_mode='rgb_array') or funcollect.make_env('navix/Navix-Empty-8x8-v0'), or "
+            "save pixel observations with plots.video"
         )
     camera = simulators.camera(0)
     if camera.mode != "rgb_array":

@@ -63,7 +63,8 @@ def cuts(trial: Trial) -> None:
     what, source = f"the run cut into {lengths}", "the run in one piece"
     mend = (
         "keep what outlives a call in the state: simulators in rows that stay the same arrays, a policy in its "
-        "recurrent state (buffers that it writes are reset with each batch)"
+        "recurrent state (buffers that it writes are reset with each batch); in JAX draw from the key, since NumPy's "
+        "random numbers are drawn once, while JAX traces"
     )
     expect_equal(got, trial.batch[:, : got.shape[1]], what=what, source=source, mend=mend)
 

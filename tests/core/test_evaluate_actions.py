@@ -369,6 +369,14 @@ class TestMisuse:
         with pytest.raises(TypeError, match=r"policy in JAX takes: pass funcollect.interop.to_jax"):
             fc.evaluate_actions(policy, None, self.batch(), env=self.env)
 
+    def test_an_environment_known_from_traced_code(self) -> None:
+        env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
+        policy = cases.jax_mlp(env)
+        state = fc.traced.init(env, policy, policy.params, key=jax.random.PRNGKey(0))
+        _, batch = fc.traced.rollout(env, policy, policy.params, state, 4)
+        score = fc.evaluate_actions(policy, policy.params, batch)["action_log_prob"]
+        np.testing.assert_allclose(score, batch["action_log_prob"], rtol=1e-5)
+
     def test_an_environment_that_is_not_known(self) -> None:
         policy = fc.torch_policy(cases.mlp(4, 2), head=fc.heads.categorical)
         with pytest.raises(ValueError, match="acted in no environment in this process: pass env="):

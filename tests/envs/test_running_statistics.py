@@ -94,11 +94,11 @@ def assert_refused(env: Any, names: set[str]) -> None:
         assert name in plan.seeding
         assert name in plan.forking
     assert "seed of its own" not in plan.seeding
-    with pytest.raises(fc.EvaluationError, match=r"statistics .* first layer of the network"):
+    with pytest.raises(fc.EvaluationError, match=r"statistics .*funcollect.normalized"):
         fc.evaluate(env, policy, episodes=1, seed=0)
     state = fc.init(env, policy, seed=0)
     state, _ = fc.rollout(env, policy, state, 4)
-    with pytest.raises(fc.ReplayError, match=r"statistics .* first layer of the network"):
+    with pytest.raises(fc.ReplayError, match=r"statistics .*funcollect.normalized"):
         fc.fork(env, state)
     state, _ = fc.rollout(env, policy, state, 4)  # a refusal loses nothing
     fc.close(state)

@@ -135,6 +135,29 @@ def test_a_limit_is_needed_unless_the_environment_truncates(name, truncates):
             fc.MultiSyncDataCollector([name], frames_per_batch=10, trajs_per_batch=2, in_process=True)
 
 
+class Declared(Nested):
+    truncates = True
+
+
+@pytest.mark.parametrize(
+    ("env", "limit"), [(Declared, {}), (Nested, {"max_episode_steps": 9}), ([Nested] * 2, {"max_episode_steps": 9})]
+)
+def test_environments_of_gymnasium_declare_it_or_get_a_limit(env, limit):
+    env = fc.make_env(env, num_envs=2, **limit)
+    policy = fc.random_policy(env)
+    _, batch, _ = fc.rollout_trajectories(env, policy, fc.init(env, policy, seed=0), 4)
+    lengths = batch["collector", "step"][batch["next", "done"][:, 0]] + 1
+    assert len(lengths) == 4
+    assert lengths.max() <= limit.get("max_episode_steps", 100)
+
+
+def test_a_limit_for_a_factory_of_something_else():
+    with pytest.raises(TypeError, match="max_episode_steps was given .* made str, expected a gymnasium.Env"):
+        fc.make_env(lambda: "CartPole-v1", max_episode_steps=3)
+    with pytest.raises(ValueError, match="max_episode_steps is 0"):
+        fc.make_env(Nested, max_episode_steps=0)
+
+
 def test_environments_of_ones_own_may_say_that_they_truncate():
     env = make_counting("torch", *LANES)
     env.truncates = True

@@ -11,6 +11,7 @@ from typing import Any
 
 from funcollect.collectors.workers.transport import Call, Transport, WorkerExited, WorkerHandle
 from funcollect.collectors.workers.worker import START, Job, Progress, RolloutReport, env_calls_of
+from funcollect.envs.host.host_env import ONWARD
 from funcollect.errors import EnvError, ReplayError, WorkerError
 from funcollect.interop.main_module import send_main_by_value
 from funcollect.processes.child import OnFailure
@@ -265,6 +266,9 @@ class WorkerPool:
         advice = "look at its traceback" if traceback else "look at what it wrote on standard error"
         again = f" {record.failures} times in a row" if restart and record.failures > 1 else ""
         rest = "the others continue" if record.newcomer else "all workers were ended, so build another collector"
+        if not restart:
+            rest += ", or pass on_failure='restart'"
+        what = what.removesuffix(f": {ONWARD}")
         error = WorkerError(f"{where}: {what}{again}: {advice}; {rest}", worker, lane, traceback)
         error.__cause__ = cause
         if not record.newcomer:

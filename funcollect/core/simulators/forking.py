@@ -33,8 +33,8 @@ def record_of(source: Simulation, aim: str, advice: str) -> SimulationRecord:
     env = source.env
     if kept := statistics_of(env):
         raise ReplayError(
-            f"{env} cannot be {aim}: {kept}, which a replay does not restore: normalise in the first layer of the "
-            "network instead"
+            f"{env} cannot be {aim}: {kept}, which a replay does not restore: normalise in the policy instead "
+            "(funcollect.normalized; funcollect.scale_rewards for rewards)"
         )
     if env.forking == "none":
         raise ReplayError(f"{env} is seeded by {env.seeding} and gives no snapshot, so it cannot be {aim}: {advice}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers import TimeLimit
 
-from funcollect.arguments import check_num_envs
+from funcollect.arguments import check_num_envs, check_positive
 from funcollect.envs.gymnasium_envs.atari_lanes import AtariLanes, is_atari
 from funcollect.envs.gymnasium_envs.lanes import GymEnv, Lanes
 from funcollect.envs.host.host_env import SimulatedEnv
@@ -47,7 +48,10 @@ def taken(env: Any) -> Any:
 
 
 def has_time_limit(env: Any) -> bool:
-    """Whether an environment, or one of Gymnasium's vectors, truncates episodes after some number of steps."""
+    """Whether an environment, or one of Gymnasium's vectors, truncates episodes after some number of steps.
+
+    One that does so by itself declares it by an attribute ``truncates = True``.
+    """
     spec = getattr(env, "spec", None)
     if spec is not None and spec.max_episode_steps:
         return True
@@ -55,7 +59,7 @@ def has_time_limit(env: Any) -> bool:
         if isinstance(env, TimeLimit):
             return True
         env = env.env
-    return False
+    return bool(getattr(env, "truncates", False))
 
 
 def open_lanes(factories: Sequence[LaneFactory], atari: bool, env: SimulatedEnv) -> Lanes:
@@ -114,7 +118,8 @@ def factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
         return lambda: _make(source, kwargs)
     refuse_foreign(source)
     if callable(source):
-        return lambda: source(**kwargs)
+        factory, kwargs = with_time_limit(source, kwargs)
+        return lambda: factory(**kwargs)
     raise TypeError(
         f"env is {type(source).__name__}, expected a Gymnasium id, an EnvSpec, a factory, a gymnasium.Env "
         "or a list: pass one of these (an environment of a JAX suite goes to its adapter, such as "
@@ -141,7 +146,36 @@ def worker_factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
     if isinstance(source, EnvSpec):
         return partial(gymnasium.make, source, disable_env_checker=True, **kwargs)
     factory_of(source, kwargs)  # raises an error if it is no factory
-    return partial(source, **kwargs)
+    factory, kwargs = with_time_limit(source, kwargs)
+    return partial(factory, **kwargs)
+
+
+def with_time_limit(factory: Callable[..., Any], kwargs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A factory and its keywords. If it does not take `max_episode_steps`, Gymnasium's wrapper sets the limit."""
+    if "max_episode_steps" not in kwargs or _takes(factory, "max_episode_steps"):
+        return factory, kwargs
+    others = {name: value for name, value in kwargs.items() if name != "max_episode_steps"}
+    check_positive("max_episode_steps", kwargs["max_episode_steps"], 500)
+    return partial(_limited, factory, kwargs["max_episode_steps"]), others
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function takes a keyword argument, as far as its signature shows."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return True
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def _limited(factory: Callable[..., Any], steps: int, **kwargs: Any) -> GymEnv:
+    made = factory(**kwargs)
+    if not isinstance(made, gymnasium.Env):
+        raise TypeError(
+            f"max_episode_steps was given with a factory that does not take it, and that made {type(made).__name__}, "
+            "expected a gymnasium.Env: leave it out"
+        )
+    return TimeLimit(made, steps)
 
 
 def _make(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:

@@ -106,12 +106,13 @@ def _seed_changes(trial: PolicyTrial, *, noise: bool) -> str:
 
     The seed is that of the policy's own draws and, with `noise`, also that of the noise for its head.
     """
-    key, other = key_from_seed(trial.seed), key_from_seed(trial.seed + 1)
-    one = flatten(trial.query().columns)
-    two = flatten(trial.query(key=other, noise_key=other if noise else key).columns)
-    for path, column in one.items():
-        if place := first_row(numbers_differ(column, two[path])):
-            return f"row {place[0]}, {'.'.join(path)}"
+    key, one = key_from_seed(trial.seed), flatten(trial.query().columns)
+    for shift in range(1, 9):  # with few choices and rows, two seeds may draw the same
+        other = key_from_seed(trial.seed + shift)
+        two = flatten(trial.query(key=other, noise_key=other if noise else key).columns)
+        for path, column in one.items():
+            if place := first_row(numbers_differ(column, two[path])):
+                return f"row {place[0]}, {'.'.join(path)}"
     return ""
 
 
