@@ -16,10 +16,10 @@ from typing_extensions import override
 from funcollect.interop.bridge import to_jax
 from funcollect.interop.jax_setup import own_generator
 from funcollect.keys import Key, Noise
-from funcollect.policies.actors.actor import Recorder, lane_mask, names_changed, split_answer
+from funcollect.policies.actors.actor import Recorder, lane_mask, names_changed, split_answer, split_call
 from funcollect.policies.actors.checks import check_action, finish_columns
 from funcollect.policies.weights import copied, matched, state_dict_of
-from funcollect.protocols import Actor, ActorInputs, Columns, Exploration, Policy, is_policy
+from funcollect.protocols import Actor, ActorInputs, Columns, Exploration, Policy, is_env, is_policy
 from funcollect.specs import ActionSpec
 from funcollect.tree import NAMESPACE, Path, select
 
@@ -128,9 +128,10 @@ class ProtocolActor(Actor):
     def act(self, t: int) -> Any:
         inputs = self._inputs
         with self._generator():
-            self._state, outputs = self._policy(
+            answer = self._policy(
                 inputs.params, self._state, inputs.observation, self._noise[t], inputs.spec, inputs.exploration
             )
+        self._state, outputs = split_call(answer)
         action, extras = split_answer(outputs, None)
         check_action(action, inputs.spec, inputs.num_envs)
         names = sorted(extras)
@@ -155,6 +156,8 @@ class ProtocolActor(Actor):
 
 def check_policy(policy: Any) -> None:
     """Raise TypeError unless `policy` is a policy."""
+    if is_env(policy):
+        raise TypeError(f"policy is the environment {type(policy).__name__}, expected a Policy: env comes first")
     if not is_policy(policy):
         kind = f"the class {policy.__name__}" if isinstance(policy, type) else type(policy).__name__
         missing = [name for name in vars(Policy) if not name.startswith("_") and not hasattr(policy, name)]

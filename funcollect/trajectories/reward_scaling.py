@@ -71,7 +71,9 @@ def scale_rewards(
     in_jax = isinstance(batch, Mapping) and not isinstance(batch, TensorDictBase)
     check_factor("gamma", gamma, in_jax)
     check_number("clip", clip, positive=True, example=10.0)
-    check_kind("scaling", scaling, (tuple, type(None)), "pass the result of the last call")
+    check_kind("scaling", scaling, (tuple, type(None)), "pass the second result of the last call")
+    if scaling is not None and isinstance(scaling[1], RewardScaling):
+        raise TypeError("scaling is the pair (rewards, scaling), expected its second part: unpack the result")
     before = None if scaling is None else RewardScaling(scaling[0], RunningStatistics(*scaling[1]))
     if in_jax:
         return _in_jax(batch, before, gamma, clip)

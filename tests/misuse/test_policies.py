@@ -196,3 +196,33 @@ def test_a_jax_function_whose_answer_does_not_suit_is_found_before_the_first_ste
     with refused(PolicyError, ("the policy returned", *says)):
         fc.rollout(env, policy, state, 4)
     runs(env, good_jax(), state)
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "gymnax/CartPole-v1"])
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_a_call_that_returns_the_outputs_alone(backend: str, name: str) -> None:
+    class Alone(fc.PolicyBase):
+        params = None
+
+        def __call__(self, params: Any, state: Any, observation: Any, *rest: Any) -> Any:
+            return {"action": (observation[:, 2] > 0) * 1}
+
+    Alone.backend = backend  # type: ignore[assignment,misc]
+    env = fc.make_env(name, num_envs=2)
+    with pytest.raises(PolicyError, match=r"returned a dict with the keys \['action'\], expected the pair .* both"):
+        fc.rollout(env, Alone(), fc.init(env, Alone(), seed=0), 2)
+
+
+def test_the_policy_before_the_environment() -> None:
+    env, policy = fc.make_env("CartPole-v1"), good()
+    state = fc.init(env, policy, seed=0)
+    with pytest.raises(TypeError, match="policy is the environment SimulatedEnv, expected a Policy: env comes first"):
+        fc.rollout(policy, env, state, 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("head", [HEADS.categorical, HEADS.greedy])
+def test_a_network_that_returns_numpy(head: Any) -> None:
+    env = fc.make_env("CartPole-v1", num_envs=2)
+    policy = fc.torch_policy(lambda observation: np.zeros((2, 2), np.float32), head=head)
+    with pytest.raises(PolicyError, match=r"is ndarray, expected a tensor of shape \[2, \.\.\.\]"):
+        fc.rollout(env, policy, fc.init(env, policy, seed=0), 2)

@@ -108,3 +108,10 @@ def test_several_players_have_a_deviation_each():
     batch_in_jax = {"next": {"done": jnp.zeros((2, 3, 1), bool), "reward": jnp.zeros((2, 3, 1))}}
     with refused(ValueError, ("next.done [2, 3, 1]", "expected [T, P]")):
         fc.scale_rewards(batch_in_jax)
+
+
+def test_both_results_in_place_of_the_second():
+    with fc.SyncDataCollector("CartPole-v1", frames_per_batch=10, seed=0) as collector:
+        batch = next(iter(collector))
+    with pytest.raises(TypeError, match="expected its second part: unpack the result"):
+        fc.scale_rewards(batch, fc.scale_rewards(batch))

@@ -152,7 +152,7 @@ def test_environments_of_gymnasium_declare_it_or_get_a_limit(env, limit):
 
 
 def test_a_limit_for_a_factory_of_something_else():
-    with pytest.raises(TypeError, match="max_episode_steps was given .* made str, expected a gymnasium.Env"):
+    with pytest.raises(TypeError, match=r"max_episode_steps was given .* made str, expected a gymnasium.Env"):
         fc.make_env(lambda: "CartPole-v1", max_episode_steps=3)
     with pytest.raises(ValueError, match="max_episode_steps is 0"):
         fc.make_env(Nested, max_episode_steps=0)

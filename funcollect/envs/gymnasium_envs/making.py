@@ -187,7 +187,8 @@ def _make(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:
         if not kwargs:
             raise
         raise TypeError(
-            f"Gymnasium cannot make {name!r}: {error}; leave out the arguments that its constructor lacks"
+            f"Gymnasium cannot make {name!r}: {error}; leave out the arguments that its constructor lacks, or "
+            "check the spelling of those that funcollect.envs.from_gymnasium documents, such as num_envs"
         ) from error
     except (gymnasium.error.Error, ModuleNotFoundError) as error:
         raise _not_made(name, error) from error

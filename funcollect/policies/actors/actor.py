@@ -14,11 +14,21 @@ import torch
 from torch import Tensor
 
 from funcollect.errors import PolicyError
-from funcollect.policies.heads.head import Head
+from funcollect.policies.heads.head import Head, form
 from funcollect.specs import RESERVED
 from funcollect.tree import NAMESPACE
 
 _HELD_STEPS = 64
+
+
+def split_call(answer: Any) -> tuple[Any, Mapping[str, Any]]:
+    """What a policy's call returned, the pair of its state and outputs; else PolicyError."""
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+        raise PolicyError(
+            f"the policy's call returned {form(answer)}, expected the pair (policy_state, outputs): return both, with "
+            "the state that it was given if it has none"
+        )
+    return answer[0], answer[1]
 
 
 def split_answer(answer: Any, head: Head | None) -> tuple[Any, Mapping[str, Any]]:

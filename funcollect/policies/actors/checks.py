@@ -75,10 +75,10 @@ def check_rows(name: str, output: Any, num_envs: int, kind: type = object) -> No
         )
 
 
-def check_parameters(names: Iterable[str], parameters: Iterable[Any], num_envs: int) -> None:
+def check_parameters(names: Iterable[str], parameters: Iterable[Any], num_envs: int, kind: type = object) -> None:
     """Raise PolicyError unless each of a head's parameters has a row per environment: others would be broadcast."""
     for name, each in zip(names, parameters, strict=True):
-        check_rows(name, each, num_envs)
+        check_rows(name, each, num_envs, kind)
 
 
 def overlap(one: Path, two: Path) -> bool:

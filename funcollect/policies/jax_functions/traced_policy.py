@@ -7,7 +7,7 @@ from typing import Any
 
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax, own_generator
-from funcollect.policies.actors.actor import split_answer
+from funcollect.policies.actors.actor import split_answer, split_call
 from funcollect.policies.actors.checks import check_action, check_rows
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
 from funcollect.policies.jax_functions.noise import Draw, draw_noise
@@ -49,7 +49,7 @@ def traced_policy(policy: Policy, spec: ActionSpec, num_envs: int, exploration_t
         else:
             exploration = Exploration(exploration_type, bound[1])
             with own_generator():
-                policy_state, given = policy(bound[0], policy_state, observation, drawn, spec, exploration)
+                policy_state, given = split_call(policy(bound[0], policy_state, observation, drawn, spec, exploration))
             action, extras = split_answer(given, None)
             outputs = {"action": action, **extras}
         check_action(outputs["action"], spec, num_envs)

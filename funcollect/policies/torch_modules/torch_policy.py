@@ -256,7 +256,7 @@ class TorchActor(Actor):
         else:
             parameters = self._head.parse(TORCH, answer, self._spec)
             if t == 0:
-                check_parameters(self._head.names, parameters, self._inputs.num_envs)
+                check_parameters(self._head.names, parameters, self._inputs.num_envs, Tensor)
             outputs = self._head.sample(TORCH, parameters, self._noise(t), self._spec)
             action = outputs["action"]
             recorded = (*outputs.values(), *before, *parameters, *extras)
