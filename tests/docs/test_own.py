@@ -10,13 +10,14 @@ from tests.support.running import ROOT
 
 CLASSES = {
     "your_own_environment": [
+        ["Reach"],
         ["JaxWalk"],
         ["TorchWalk"],
         ["HostWalk", "Walkers"],
         ["SnapshotWalk"],
         ["Snapshot", "SnapshotWalkers"],
     ],
-    "your_own_policy": [["Lean"], ["Linear"]],
+    "your_own_policy": [["ActorCritic"], ["Lean"], ["Linear"]],
 }
 CHECKERS = {
     "mypy": ["mypy", "--strict"],
