@@ -60,7 +60,7 @@ myst_heading_anchors = 3
 
 add_module_names = False
 # Members of a base class are shown too, but for these.
-_BASES = "object, tuple, Protocol, Generic, ABC, Enum, Iterator, Exception"
+_BASES = "object, tuple, Protocol, Generic, ABC, Enum, Iterator, Exception, BaseException"
 autodoc_default_options = {"members": True, "member-order": "bysource", "inherited-members": _BASES}
 autodoc_type_aliases = {"Env": "funcollect.Env", "Array": "Array"}
 autodoc_typehints_format = "short"
@@ -143,7 +143,7 @@ def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
         value = attrgetter(info["fullname"])(importlib.import_module(info["module"]))
         value = inspect.unwrap(value.fget if isinstance(value, property) else value)
         file, (lines, first) = Path(inspect.getsourcefile(value) or ""), inspect.getsourcelines(value)
-    except (AttributeError, ImportError, OSError, TypeError):  # constants, attributes
+    except (AttributeError, ImportError, OSError, TypeError, ValueError):  # constants, attributes
         return None
     if not file.is_relative_to(ROOT / "funcollect"):
         return None

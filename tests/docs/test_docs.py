@@ -88,7 +88,7 @@ def public_values():
 
 def test_every_public_name_has_an_entry():
     pages = "\n".join(page.read_text() for page in REFERENCE)
-    entries = set(re.findall(r"^\.\. auto\w+:: funcollect\.(\S+)$", pages, re.MULTILINE))
+    entries = set(re.findall(r"^\.\. (?:auto\w+|py:data):: funcollect\.([\w.]+)", pages, re.MULTILINE))
     members = {entry.rpartition(".")[2] for entry in entries if entry.startswith(("samplers.", "storages."))}
     for name, _ in public_values():
         assert {name, name.rpartition(".")[2]} & (entries | members), name
