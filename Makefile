@@ -102,10 +102,10 @@ tests-envs: $(VENV)/.test
 tests-contracts: $(VENV)/.test
 	$(PYTEST) $(CONTRACT_TESTS)
 
-# What worker processes do where the system is not Linux: some of the tests, all of them in `make soak`.
+# What worker processes do where the system is not Linux: some of the tests; in `make soak` all of them, as often as in CI.
 tests-portable: export FUNCOLLECT_PORTABLE = 1
 tests-portable: $(VENV)/.test
-	$(PYTEST) $(PORTABLE_TESTS) $(if $(filter 1,$(FUNCOLLECT_SCALE)),$(A_FEW))
+	FUNCOLLECT_SCALE=1 $(PYTEST) $(PORTABLE_TESTS) $(if $(filter 1,$(FUNCOLLECT_SCALE)),$(A_FEW))
 
 tests-others: $(VENV)/.test
 	$(PYTEST) $(call IGNORE,$(ELSEWHERE)) tests funcollect
