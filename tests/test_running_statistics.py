@@ -287,6 +287,9 @@ def test_a_batch_without_next_observations_is_refused_and_statistics_that_do_not
     with pytest.raises(ValueError, match="next_observations"):
         rs.normalize(stats, batch)
     policy = fc.normalized(fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical), stats)
+    other = fc.make_env("Pendulum-v1")
+    with pytest.raises(ValueError, match=r"statistics of 'observation' have the shape \[4\].*\[3\].*init\(env"):
+        fc.init(other, fc.normalized(fc.torch_policy(torch.nn.Linear(3, 2), head=fc.heads.normal), stats), seed=0)
     for wrong in (
         rs.init(spaces.Box(-1, 1, (3,))),
         rs.init(env.observation_space, backend="jax"),

@@ -24,6 +24,7 @@ from funcollect.interop.memory import memory_error
 from funcollect.keys import key_from_seed
 from funcollect.messages import shown
 from funcollect.policies.base import check_policy
+from funcollect.policies.normalized import Normalized, check_statistics
 from funcollect.policies.populations.population import Population
 from funcollect.policies.torch_backed import TorchBacked
 from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy
@@ -84,6 +85,8 @@ def check_pair(env: Any, policy: Any) -> None:
     if env.backend not in (backends := get_args(Backend)):
         raise TypeError(f"env has the backend {env.backend!r}, expected one of {sorted(backends)}")
     policy.check(env.action_spec)
+    if isinstance(policy, Normalized):
+        check_statistics(policy, env.observation_leaves)
     remember_spaces(policy, env.observation_space, env.observation_leaves, env.action_spec)
     if isinstance(policy, TorchBacked) and policy.compiler is not None:
         route_of(env, policy)  # raises now if the route that `compile` demands is impossible

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -20,6 +20,7 @@ from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.policies.weights import matched
 from funcollect.protocols import Policy
 from funcollect.running_statistics import EPSILON, RunningStatistics, check_alike
+from funcollect.specs import Leaf
 from funcollect.tree import flatten, nest
 
 
@@ -226,3 +227,14 @@ class NormalizedJax(JaxPolicy):
 
 
 Normalized = (NormalizedTorch, NormalizedJax)
+
+
+def check_statistics(policy: NormalizedTorch | NormalizedJax, leaves: Sequence[Leaf]) -> None:
+    """Raise ValueError unless the policy's statistics are of some of an environment's observations."""
+    shapes = {leaf.name: list(leaf.shape) for leaf in leaves}
+    for name, mean in policy.statistics.mean.items():
+        if list(mean.shape) != shapes.get(name):
+            raise ValueError(
+                f"the policy's statistics of {name!r} have the shape {list(mean.shape)}, the observations {shapes}, "
+                "expected the same: make them with funcollect.running_statistics.init(env.observation_space)"
+            )
