@@ -234,7 +234,7 @@ def check_lane(lane: int, env: Any, first: GymEnv | SimulatedEnv, *, atari: bool
     if is_atari(env) != atari:
         raise ValueError(
             f"lane {lane} is {env}, lane 0 is {first}: put Atari games, which are seeded differently, in a "
-            "batch of their own"
+            "separate batch"
         )
 
 
