@@ -238,7 +238,7 @@ def test_the_report_reads_as_a_table() -> None:
 
 def test_an_instance_without_a_spec_is_told_what_to_pass() -> None:
     with pytest.raises(
-        TypeError, match=r"no copies can be made: pass its class or a factory, check_env\(Walk, num_envs=3\)"
+        TypeError, match=r"cannot be copied: pass its class or a factory, check_env\(Walk, num_envs=3\)"
     ):
         check_env(Walk(), steps=10)
 
