@@ -200,7 +200,11 @@ def test_why_nothing_is_drawn(monkeypatch, tmp_path):
     [
         (lambda: fc.make_env("gymnax/DeepSea-bsuite"), fc.EnvError, "gymnax has no renderer for DeepSea-bsuite"),
         (lambda: fc.make_env("gymnax/CartPole-v1", num_envs=2), ValueError, "has 2 environments, expected a single"),
-        (counting, TypeError, "cannot be filmed, expected a Gymnasium environment that renders, a JAX one with a method renderer"),
+        (
+            counting,
+            TypeError,
+            "cannot be filmed, expected a Gymnasium environment that renders, a JAX one with a method renderer",
+        ),
         (lambda: fc.make_env("pgx/tic_tac_toe"), TypeError, "cannot be filmed"),
     ],
 )

@@ -166,9 +166,7 @@ def test_a_wrapper_that_cannot_be_copied_is_named_by_copies_alone(
     env = fc.make_env(lambda: Holding(build()))
     policy = fc.random_policy(env)
     state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 30)
-    with refused(
-        fc.ReplayError, ("Holding", "cannot pickle 'generator'", "leave out the wrapper", "has not changed")
-    ):
+    with refused(fc.ReplayError, ("Holding", "cannot pickle 'generator'", "leave out the wrapper", "has not changed")):
         fc.fork(env, state)
     with refused(fc.ReplayError, ("Holding", "cannot pickle 'generator'")):
         fc.save(tmp_path / "state", state)
