@@ -189,7 +189,8 @@ class Evaluator:
         try:
             self._read(wait=True)
         finally:
-            run_as_batch_work(idle=True, pid=self._child.pid)
+            if self._child.open:  # else its number may be another process's by now
+                run_as_batch_work(idle=True, pid=self._child.pid)
         return self._taken()
 
     def _read(self, *, wait: bool) -> None:

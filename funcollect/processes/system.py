@@ -38,9 +38,8 @@ def run_as_batch_work(*, idle: bool, pid: int | None = None) -> None:
     """
     with contextlib.suppress(OSError):  # it may not be allowed
         if not PORTABLE:
-            for thread in os.listdir(
-                f"/proc/{pid or os.getpid()}/task"
-            ):  # later ones are like the one that starts them
+            # Later threads are like the one that starts them.
+            for thread in os.listdir(f"/proc/{'self' if pid is None else pid}/task"):
                 os.sched_setscheduler(int(thread), os.SCHED_IDLE if idle else os.SCHED_BATCH, os.sched_param(0))
         elif idle and pid is None:
             os.nice(19)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import funcollect as fc
+from funcollect.processes.system import run_as_batch_work
 from tests.support.cases import jax_mlp, make_env, torch_mlp
 
 GIVEN = {"episodes": 5, "seed": 3}
@@ -197,8 +198,11 @@ def test_a_process_that_dies_is_reported_and_one_that_is_closed_stays_closed():
     assert os.sched_getscheduler(evaluator._child.pid) == os.SCHED_IDLE
     os.kill(evaluator._child.pid, signal.SIGKILL)
     evaluator.submit()
+    before = os.sched_getscheduler(0)
     with pytest.raises(fc.EvaluationError, match="was killed by SIGKILL"):
         evaluator.wait()
+    run_as_batch_work(idle=True, pid=0)  # a process that never began: not this one
+    assert os.sched_getscheduler(0) == before
     for call in (evaluator.submit, evaluator.results, evaluator.wait):
         with pytest.raises(fc.ClosedError, match="make another one"):
             call()

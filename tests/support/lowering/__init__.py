@@ -1,1 +1,1 @@
-"""Modules and expressions to lower, and comparisons of what becomes of them."""
+"""Modules and expressions to lower, and comparisons with their lowered forms."""
