@@ -135,7 +135,7 @@ class Evaluator:
                 "functions that build them, create_env_fn and policy_factory"
             ) from error
         self._child = ChildProcess("funcollect.evaluation.evaluator_process")
-        self._finalizer = weakref.finalize(self, self._child.kill)
+        self._finalizer = weakref.finalize(self, _end, self._child)
         self._child.send((ChildSetup.like_this(), packed))
         answer = self._receive(wait=True)
         if isinstance(answer, Failure):
@@ -185,12 +185,11 @@ class Evaluator:
             EvaluationError: as `results` does.
         """
         self._check_open()
-        run_as_batch_work(idle=False, pid=self._child.pid)
+        _prioritize(self._child, idle=False)
         try:
             self._read(wait=True)
         finally:
-            if self._child.open:  # else its number may be another process's by now
-                run_as_batch_work(idle=True, pid=self._child.pid)
+            _prioritize(self._child, idle=True)
         return self._taken()
 
     def _read(self, *, wait: bool) -> None:
@@ -252,6 +251,18 @@ class Evaluator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _prioritize(child: ChildProcess, *, idle: bool) -> None:
+    """Change the priority of a process that has not ended; once it has, its number may be another process's."""
+    if child.open and child.owned and not child.ended_by(0):
+        run_as_batch_work(idle=idle, pid=child.pid)
+
+
+def _end(child: ChildProcess) -> None:
+    """End the process at once. With idle priority its end, too, would wait until a core has nothing else to do."""
+    _prioritize(child, idle=False)
+    child.kill()
 
 
 def _error_of(failure: Failure, what: str) -> EvaluationError:

@@ -1,6 +1,7 @@
 """Runs of collectors with workers: their processes, their trajectories, and waiting for what they do."""
 
 import os
+import time
 
 from tests.support.workers import by_lane
 
@@ -36,6 +37,6 @@ def check_trajectories(batches):
 
 
 def wait_until(condition):
-    """Yield the processor until the condition holds; pytest's own limit ends it, and shows the condition."""
+    """Wait until the condition holds; pytest's own limit ends it, and shows the condition."""
     while not condition():
-        os.sched_yield()
+        time.sleep(0.001)  # nothing else: processes of idle priority have to proceed, too
