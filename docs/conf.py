@@ -42,10 +42,11 @@ html_theme_options = {
 
 def _copy_notebooks(folder: Path) -> None:
     """Copy the notebooks to where Sphinx finds them, each with a link to Colab below its introduction."""
+    install = f'`!pip install "funcollect[notebooks,ray] @ git+{REPOSITORY}"`'
     folder.mkdir(exist_ok=True)
     for notebook in NOTEBOOKS.glob("*.ipynb"):
         content = json.loads(notebook.read_text())
-        link = f"[Open in Colab]({COLAB}/blob/main/notebooks/{notebook.name})"
+        link = f"[Open in Colab]({COLAB}/blob/main/notebooks/{notebook.name}), and run {install} there first."
         content["cells"][0]["source"] += ["\n", "\n", link]
         page, text = folder / notebook.name, json.dumps(content)
         if not page.exists() or page.read_text() != text:

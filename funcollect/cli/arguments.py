@@ -16,7 +16,11 @@ _WORDS = {"True": True, "False": False, "None": None}
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments of a command; SystemExit if they cannot be parsed, and for ``--help`` and ``--version``."""
-    parser = argparse.ArgumentParser(prog="funcollect", description="Collect experience: a policy in an environment.")
+    parser = argparse.ArgumentParser(
+        prog="funcollect",
+        description="Collect experience: a policy in an environment.",
+        epilog="example: funcollect collect CartPole-v1",
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in (_demo, _collect, _evaluate, _record, _check, _explain, _profile, _policies):
@@ -62,7 +66,7 @@ def _collect(commands: Any) -> None:
     _add_policy(parser)
     add = parser.add_argument
     add("--frames", type=_count, default=10_000, metavar="N", help="in whole batches; default: 10000")
-    add("--frames-per-batch", type=_count, metavar="N", help="default: 128 of each, 2000 at least")
+    add("--frames-per-batch", type=_count, metavar="N", help="default: 128 per environment, at least 2000")
     add("--seed", type=int, metavar="S", help="default: a new one, kept in stats.json")
     add("--out", type=Path, metavar="DIR", help="for the batch, stats.json and returns.png")
     add("--overwrite", action="store_true", help="replace an earlier run in DIR")
@@ -92,7 +96,7 @@ def _check(commands: Any) -> None:
     what = "check that an environment, or a policy, keeps its contract"
     parser = _command(commands, "check", what, "my_module:MyEnvironment")
     _add_env(parser, num_envs=3)
-    _add_policy(parser, default=None, what="check this policy in ENV, rather than ENV")
+    _add_policy(parser, default=None, what="check this policy instead of ENV")
     add = parser.add_argument
     add("--steps", type=_count, default=100, metavar="N", help="of a run, in which episodes end; default: 100")
     add("--max-episode-steps", type=_count, metavar="N", help="truncate episodes after N steps")
@@ -140,8 +144,8 @@ def _add_policy(
     """Add the arguments that name a policy and the options of its factory; `what` is the help of ``--policy``."""
     add = parser.add_argument
     add("--policy", default=default, metavar="NAME", help=what)
-    add("--weights", type=Path, metavar="FILE", help="its state_dict: .safetensors, .pt or .pth")
-    what = "argument of its factory, as JSON or text"
+    add("--weights", type=Path, metavar="FILE", help="the policy's state_dict: .safetensors, .pt or .pth")
+    what = "an argument of the policy's factory, as JSON or text"
     add("--option", "-o", type=_option, action="append", default=[], metavar="NAME=VALUE", help=what)
 
 
@@ -152,6 +156,8 @@ def _count(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text} is not an integer")
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
+    if number > 2**53:
+        raise argparse.ArgumentTypeError(f"{text} is too large")
     return int(number)
 
 

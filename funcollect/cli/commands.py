@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import secrets
 import sys
@@ -108,6 +109,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
 @_one_thread()
 def record(arguments: argparse.Namespace) -> None:
     """Film whole episodes."""
+    os.environ.setdefault("SDL_AUDIODRIVER", "dummy")  # films have no sound; pygame looks for a sound card
     env = make_filmed_env(arguments.env)
     policy = make_policy(arguments, env, arguments.seed)
     stats = fc.record(env, policy, arguments.out, episodes=arguments.episodes, seed=arguments.seed)

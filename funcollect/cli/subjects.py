@@ -103,12 +103,20 @@ def make_policy(arguments: argparse.Namespace, env: fc.Env, seed: int) -> fc.Pol
             raise TypeError(
                 f"{type(policy).__name__} has no method load, expected one for --weights: derive it from PolicyBase"
             )
-        policy.load(read_weights(arguments.weights))
+        if arguments.policy == "random":
+            raise ValueError("random actions have no weights: name the policy of --weights with --policy")
+        weights = read_weights(arguments.weights)
+        try:
+            policy.load(weights)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{arguments.weights} does not fit the policy {arguments.policy}: {error}") from error
     return policy
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Read tensors by name from a file, whose code, if it has some, is not run; ValueError for another file."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist: check the path")
     if path.suffix == ".safetensors":
         try:
             from safetensors import SafetensorError
@@ -120,7 +128,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise ValueError(f"{path} is no file of safetensors: {error}") from error
     if path.suffix not in (".pt", ".pth"):
-        raise ValueError(f"{path} has the suffix {path.suffix!r}, expected .safetensors, .pt or .pth: rename it")
+        raise ValueError(
+            f"{path} has the suffix {path.suffix!r}, expected .safetensors, .pt or .pth: save it as one of these"
+        )
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:

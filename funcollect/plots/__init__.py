@@ -1,6 +1,6 @@
 """Figures of episode statistics, of single episodes and of profiles, and films.
 
-Matplotlib, and imageio for films, are imported on first use: ``pip install funcollect[viz]``. Figures are not
+Matplotlib, and imageio for films, are imported on first use: ``pip install 'funcollect[viz]'``. Figures are not
 registered with pyplot, so you need not close them.
 """
 

@@ -24,7 +24,7 @@ def new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("plots need Matplotlib, which is not installed: pip install funcollect[viz]") from error
+        raise ImportError("plots need Matplotlib, which is not installed: pip install 'funcollect[viz]'") from error
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 
@@ -74,7 +74,7 @@ def film(path: str | PathLike[str], fps: float) -> Iterator[Callable[[Picture], 
         import imageio.v2
         import imageio.v3
     except ImportError as error:
-        raise ImportError("films need imageio, which is not installed: pip install funcollect[viz]") from error
+        raise ImportError("films need imageio, which is not installed: pip install 'funcollect[viz]'") from error
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
     writer = _gif if target.suffix.lower() == ".gif" else _mp4

@@ -62,7 +62,7 @@ def _summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ImportError("log_dir needs TensorBoard, which is not installed: pip install funcollect[viz]") from error
+        raise ImportError("log_dir needs TensorBoard, which is not installed: pip install 'funcollect[viz]'") from error
     return SummaryWriter
 
 

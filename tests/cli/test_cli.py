@@ -162,7 +162,7 @@ def test_without_matplotlib_the_rest_is_there(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert run(tmp_path / "out") == 0
     assert sorted(os.listdir(tmp_path / "out")) == ["batch", "stats.json"]
-    assert "pip install funcollect[viz]" in capsys.readouterr().err
+    assert "pip install 'funcollect[viz]'" in capsys.readouterr().err
 
 
 # --- the folder -------------------------------------------------------------------------------------------------------
@@ -262,6 +262,7 @@ def test_a_bad_env_is_one_line_and_two(
         ["collect", "CartPole-v1", "--env", "CartPole-v1"],
         ["collect", "CartPole-v1", "-o", "seed"],
         ["collect", "CartPole-v1", "--frames", "0"],
+        ["collect", "CartPole-v1", "--frames", "1e30"],
         ["collect", "CartPole-v1", "--frames", "1.5"],
         ["collect", "CartPole-v1", "--frames", "1e400"],
         ["collect", "CartPole-v1", "--frames", "ten"],
@@ -446,19 +447,22 @@ def test_bad_weights_are_one_line_and_nothing_is_executed(here: Path, capsys: py
     Path("evil.pt").write_bytes(pickle.dumps(Unpickled()))
     torch.save([1.0], "list.pt")
     torch.save({"0.weight": torch.zeros(2, 2)}, "shape.pt")
-    Path("text.safetensors").write_text("text")
+    for name in ("text.safetensors", "weights.bin"):
+        Path(name).write_text("text")
     faults = {
         "evil.pt": "no tensors by name",
         "list.pt": "expected tensors by name",
-        "shape.pt": "params differ",
+        "shape.pt": "shape.pt does not fit the policy mlp: params differ",
         "text.safetensors": "is no file of safetensors",
         "weights.bin": "expected .safetensors, .pt or .pth",
-        "none.pt": "No such file",
+        "none.pt": "none.pt does not exist",
     }
     for path, message in faults.items():
         assert main(["evaluate", "CartPole-v1", "--policy", "mlp", "--weights", path]) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]
     assert not Path("executed").exists()
+    assert main(["evaluate", "CartPole-v1", "--weights", "shape.pt"]) == 2
+    assert "name the policy of --weights with --policy" in error_of(capsys)
     assert main(["check", "CartPole-v1", "--weights", "shape.pt"]) == 2
     assert "--weights is given without --policy" in error_of(capsys)
 

@@ -39,7 +39,7 @@ def test_without_matplotlib_the_table_is_there(
     assert main([*COMMAND, "--out", str(tmp_path / "profile.png")]) == 0
     out, err = capsys.readouterr()
     assert "advice: " in out
-    assert "pip install funcollect[viz]" in err
+    assert "pip install 'funcollect[viz]'" in err
 
 
 @pytest.mark.parametrize(

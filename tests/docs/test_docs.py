@@ -74,6 +74,31 @@ def test_every_page_is_a_program():
         assert len(blocks(page)) >= 3, page.name
 
 
+# What a page says if its programs match: an extra, or a package of its own.
+USES = {
+    "`envs`": r"\bale/|ALE/|(HalfCheetah|Ant|Hopper)-v|envpool|LunarLander",
+    "`jax-envs`": r"\b(gymnax|brax|jumanji|navix|pgx|playground)\b",
+    "`viz`": r"fc\.(plots|record)\b|log_dir",
+    "`torchrl`": r"^(from|import) torchrl",
+    '".[ray]"': r"^import ray",
+    "stable-baselines3": r"stable_baselines3",
+    "flax": r"^(from|import) flax",
+    "equinox": r"^import equinox",
+    "dm-haiku": r"^import haiku",
+    "orbax-checkpoint": r"^import orbax",
+    "pytest": r"^import pytest",
+}
+
+
+@pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: page.stem)
+def test_a_page_names_the_extras_and_packages_that_it_needs(page):
+    text = page.read_text()
+    programs = "\n".join(match[1] for match in A_BLOCK.finditer(text))
+    beside = A_BLOCK.sub("", text).replace("jax-envs]", "`jax-envs`")
+    for named, pattern in USES.items():
+        assert named in beside or not re.search(pattern, programs, re.MULTILINE), named
+
+
 def public_values():
     """Every public name, those of modules after a dot, with its value."""
     import funcollect as fc
@@ -144,6 +169,13 @@ def test_version_and_address_are_the_same_everywhere():
     repository = project["urls"]["Repository"]
     assert all(address.startswith(repository) for address in project["urls"].values())
     assert f"\nrepository-code: {repository}\n" in citation
+    readme = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["metadata"]["hooks"]
+    substitutions = readme["fancy-pypi-readme"]["substitutions"]
+    assert all(each["replacement"].startswith(f"]({repository}/") for each in substitutions)
+    text = (ROOT / "README.md").read_text()
+    for each in substitutions:
+        text = re.sub(each["pattern"], each["replacement"], text)
+    assert not re.search(r"\]\((?!https:)", text)  # on PyPI, relative links lead nowhere
 
 
 def test_there_are_blocks_and_no_gaps():

@@ -136,7 +136,7 @@ def test_an_id_that_is_not_there():
 
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install funcollect\[viz\]"):
+    with pytest.raises(ImportError, match=r"pip install 'funcollect\[viz\]'"):
         plots.episode(counted())
 
 

@@ -136,5 +136,5 @@ def test_what_is_no_stats(draw: Any, given: Any, kind: str) -> None:
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install funcollect\[viz\]"):
+    with pytest.raises(ImportError, match=r"pip install 'funcollect\[viz\]'"):
         plots.returns(make_stats([1.0], [4], [0]))

@@ -163,7 +163,7 @@ def test_an_exception_closes_the_file(tmp_path, writers):
 
 def test_without_tensorboard(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ImportError, match=r"pip install funcollect\[viz\]"):
+    with pytest.raises(ImportError, match=r"pip install 'funcollect\[viz\]'"):
         track(FakeCollector([]), log_dir=tmp_path)
 
 

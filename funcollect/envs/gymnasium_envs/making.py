@@ -200,7 +200,7 @@ def _not_made(name: str, error: Exception) -> ValueError:
     if name.startswith("ALE/"):
         game = name.removeprefix("ALE/").rpartition("-v")[0]
         mend = f"write 'ale/{game}', which has the usual preprocessing, or register the raw game with ale_py first"
-    return ValueError(f"Gymnasium cannot make {name!r}: {error}; {mend}")
+    return ValueError(f"Gymnasium cannot make {name!r}: {str(error).rstrip('.')}; {mend}")
 
 
 def rebuild(env: Any) -> Any:
