@@ -54,6 +54,7 @@ class Network(nn.Module):
         self._gaussian = gaussian
 
     def forward(self, x: Tensor) -> Any:
+        x = x.flatten(1).float()
         *hidden, last = self.layers
         for layer in hidden:
             x = torch.tanh(layer(x))
