@@ -159,7 +159,7 @@ def run(
     check_state(env, state, function)
     check_untraced(function, policy.params if policy.backend == "jax" and request.params is None else request.params)
     policy = of_lanes(env, policy, state)
-    values = exploration_values(policy, request.exploration, state.steps_made * state.total_lanes)
+    values = exploration_values(policy, request.exploration, lambda: state.steps_made * state.total_lanes)
     if values is not request.exploration:
         request = replace(request, exploration=values)
     route = route_of(env, policy, request.exploration_type)

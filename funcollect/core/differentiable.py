@@ -81,7 +81,7 @@ def differentiable_rollout(
     check_jax_env(env)
     request = Request(length=length, exploration_type=exploration_type, max_frames_per_traj=max_frames_per_traj)
     lowered = lowered_for(env, policy, exploration_type)
-    values = exploration_values(policy, exploration, state.steps_made * state.total_lanes)
+    values = exploration_values(policy, exploration, lambda: state.steps_made * state.total_lanes)
     before, entered = enter_loop(lowered, state)
     tensors = lowered.source.tensors(lowered.source.prepare(params))
     config = make_step_config(env, lowered, state.num_lanes, request)

@@ -35,17 +35,19 @@ def check_given(policy: Policy, given: Mapping[str, Any]) -> None:
     """Raise what `exploration_values` would raise, without calling the functions among the values."""
     own = policy.exploration
     constants = {name: own.get(name, 0.0) if callable(value) else value for name, value in given.items()}
-    exploration_values(policy, constants, 0)
+    exploration_values(policy, constants, lambda: 0)
 
 
-def exploration_values(policy: Policy, given: Mapping[str, Any], frames: int | None = None) -> Mapping[str, Any]:
+def exploration_values(
+    policy: Policy, given: Mapping[str, Any], frames: Callable[[], int] | None = None
+) -> Mapping[str, Any]:
     """Return all values of `Policy.exploration`, those `given` in place of the policy's own.
 
     Args:
         policy: the policy.
         given: numbers, or functions of the frames. In traced code, arrays.
-        frames: those of the whole run so far; None in traced code. Otherwise all values become Python numbers, rounded
-            to float32.
+        frames: returns those of the whole run so far, and is only called for a function, since it may wait for a
+            device; None in traced code. Otherwise all values become Python numbers, rounded to float32.
 
     Raises:
         ValueError: for a name that the policy does not have, or a value out of its range.
@@ -66,8 +68,8 @@ def exploration_values(policy: Policy, given: Mapping[str, Any], frames: int | N
     return values
 
 
-def _number(name: str, value: Any, frames: int) -> float:
-    number = value(frames) if callable(value) else value
+def _number(name: str, value: Any, frames: Callable[[], int]) -> float:
+    number = value(frames()) if callable(value) else value
     try:
         return float(np.float32(float(number)))
     except (TypeError, ValueError) as error:

@@ -180,6 +180,19 @@ def test_all_lengths_are_one_program():
 
 
 @pytest.mark.usefixtures("blocks")
+def test_a_rollout_reads_its_steps_only_if_a_value_depends_on_them(monkeypatch):
+    env = fc.envs.from_gymnax("CartPole-v1", num_envs=2)
+    policy = fc.jax_policy(lambda params, x: x[:, :2], None, head=fc.heads.epsilon_greedy(0.1))
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
+    seen = []
+    with monkeypatch.context() as patch:
+        patch.delattr(type(state), "steps_made")
+        fc.rollout(env, policy, state, 5)
+    fc.rollout(env, policy, state, 5, exploration={"epsilon": lambda frames: seen.append(frames) or 0.2})
+    assert seen == [10]
+
+
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("policy", [None, fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)], ids=repr)
 def test_a_state_gives_the_same_answer_again_and_a_collector_uses_its_own_up(policy):
     kwargs = {"frames_per_batch": 400, "create_env_kwargs": {"num_envs": 4}}
