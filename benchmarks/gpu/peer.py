@@ -14,6 +14,32 @@ from benchmarks.contestants.peers import Batches
 from benchmarks.gpu.torch_loop import Draws
 from benchmarks.harness.runner import Factory
 
+
+class Choice(torch.distributions.Categorical):
+    """A categorical distribution that reads no value on the host, as `multinomial` and the checks of arguments do."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__(logits=logits, validate_args=False)  # type: ignore[no-untyped-call]
+
+    @property
+    def deterministic_sample(self) -> Tensor:
+        return self.mode
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        noise = torch.empty_like(self.logits).exponential_()
+        return (self.logits - noise.log()).argmax(-1)
+
+
+class Finished(Batches):
+    """Batches that are complete on the device, not only queued."""
+
+    def run(self) -> int:
+        frames = super().run()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return frames
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "TorchRL": {},
     "TorchRL, compiled policy": {"compile_policy": True},
@@ -27,7 +53,7 @@ def contestants(env: Any, module: nn.Module, length: int, device: str) -> dict[s
     return {name: partial(collector, env, module, length, **options) for name, options in ways.items()}
 
 
-def collector(env: Any, module: nn.Module, length: int, **options: Any) -> Batches:
+def collector(env: Any, module: nn.Module, length: int, **options: Any) -> Finished:
     """TorchRL's collector; a batch has `length` steps of all lanes."""
     from torchrl.collectors import Collector
     from torchrl.modules import ProbabilisticActor
@@ -36,10 +62,10 @@ def collector(env: Any, module: nn.Module, length: int, **options: Any) -> Batch
         TensorDictModule(module, in_keys=["observation"], out_keys=["logits"]),
         in_keys=["logits"],
         out_keys=["action"],
-        distribution_class=torch.distributions.Categorical,
+        distribution_class=Choice,
         return_log_prob=True,
     )
-    return Batches(
+    return Finished(
         Collector(
             torchrl_env(env),
             policy,
