@@ -4,22 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcollect as fc
 from funcollect.core.loops import device_delivery, tensor
-from tests.support.captured_calls import waits
 from tests.support.compare import assert_same
+from tests.support.devices import NoReads
 
 CARTPOLE, PENDULUM = "torch/CartPole-v1", "torch/Pendulum-v1"
-
-
-class NoReads(TorchDispatchMode):
-    """Raises where the result of an operation has to be known on the host."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        assert not waits(function, args), f"{function} waits for the device"
-        return function(*args, **(kwargs or {}))
 
 
 def policies():

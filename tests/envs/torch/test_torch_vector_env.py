@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import gymnasium
@@ -15,6 +16,7 @@ from torch import Tensor
 import funcollect as fc
 from funcollect.errors import EnvError, ReplayError
 from tests.support.compare import assert_same, bits, leaves
+from tests.support.devices import each_device
 
 P = 4
 
@@ -22,26 +24,28 @@ P = 4
 class Walks:
     """Random walks of P lanes: lost beyond 3, stopped after 9 steps. The generator goes on from episode to episode."""
 
-    device = torch.device("cpu")
+    device: Any = torch.device("cpu")
     single_action_space = spaces.Discrete(3)
 
-    def __init__(self) -> None:
-        self.generator = torch.Generator()
-        self.place, self.age = torch.zeros(P, 2), torch.zeros(P, dtype=torch.long)
+    def __init__(self, device: Any = None) -> None:
+        self.device = device or self.device
+        self.generator = torch.Generator(self.device or "cpu")
+        self.place = torch.zeros(P, 2, device=self.device)
+        self.age = torch.zeros(P, dtype=torch.long, device=self.device)
         self.closed = False
 
     def start(self, lanes: Tensor) -> None:
-        fresh = torch.rand(P, 2, generator=self.generator) - 0.5
+        fresh = torch.rand(P, 2, generator=self.generator, device=self.device) - 0.5
         self.place = torch.where(lanes[:, None], fresh, self.place)
         self.age = torch.where(lanes, 0, self.age)
 
     def begin(self, seed: int | None) -> None:
         if seed is not None:
             self.generator.manual_seed(seed)
-        self.start(torch.ones(P, dtype=torch.bool))
+        self.start(torch.ones(P, dtype=torch.bool, device=self.device))
 
     def move(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        noise = torch.randn(P, 2, generator=self.generator)
+        noise = torch.randn(P, 2, generator=self.generator, device=self.device)
         self.place = self.place + (action - 1)[:, None] + noise
         self.age = self.age + 1
         return -self.place.abs().sum(-1), (self.place.abs() > 3).any(-1), self.age >= 9
@@ -73,8 +77,8 @@ class LikeManiSkill(Walks):
 class LikeIsaacLab(gymnasium.Env[Any, Any]):
     """`ManagerBasedRLEnv` in a wrapper that adds last observations: no vector environment, groups of observations."""
 
-    def __init__(self, *, reports: bool = True) -> None:
-        self.walks, self.num_envs, self.device, self.reports = Walks(), P, "cpu", reports
+    def __init__(self, *, reports: bool = True, device: str = "cpu") -> None:
+        self.walks, self.num_envs, self.device, self.reports = Walks(device), P, device, reports
         self.single_observation_space = spaces.Dict({"policy": spaces.Box(-np.inf, np.inf, (2,), np.float32)})
         self.single_action_space = Walks.single_action_space
 
@@ -94,12 +98,15 @@ class LikeIsaacLab(gymnasium.Env[Any, Any]):
         self.walks.closed = True
 
 
-KINDS: dict[str, Any] = {"ManiSkill": LikeManiSkill, "Isaac Lab": lambda: gymnasium.Wrapper(LikeIsaacLab())}
+KINDS: dict[str, Any] = {  # from the device
+    "ManiSkill": LikeManiSkill,
+    "Isaac Lab": lambda device: gymnasium.Wrapper(LikeIsaacLab(device=device)),
+}
 
 
 def by_hand(batch: Any, seed: int) -> dict[str, Tensor]:
     """The batch of a plain loop over equal simulators with the batch's actions."""
-    walks, rows = Walks(), []
+    walks, rows = Walks(batch["action"].device), []
     walks.begin(seed)
     for action in batch["action"].unbind(1):
         before = walks.place
@@ -115,14 +122,17 @@ def by_hand(batch: Any, seed: int) -> dict[str, Tensor]:
     )
 
 
+@each_device
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_is_that_of_a_loop_by_hand(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_is_that_of_a_loop_by_hand(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
     begin = Walks.begin
     monkeypatch.setattr(Walks, "begin", lambda self, seed: (seeds.append(seed), begin(self, seed)))
-    env = fc.envs.from_torch_vector_env(KINDS[kind], info_keys=["success"])
-    network = torch.nn.Linear(2, 3)
-    policy = fc.torch_policy(lambda x: network(x["policy"] if isinstance(x, dict) else x), head=fc.heads.categorical)
+    env = fc.envs.from_torch_vector_env(partial(KINDS[kind], device), info_keys=["success"])
+    network = torch.nn.Linear(2, 3, device=device)
+    policy = fc.torch_policy(
+        lambda x: network(x["policy"] if isinstance(x, dict) else x), head=fc.heads.categorical, device=device
+    )
     state = fc.init(env, policy, seed=3)
     parts = []
     for length in (1, 20, 39):
@@ -130,6 +140,7 @@ def test_a_batch_is_that_of_a_loop_by_hand(kind: str, monkeypatch: pytest.Monkey
         parts.append(batch)
     batch = torch.cat(parts, 1)
     monkeypatch.undo()
+    assert {leaf.device.type for leaf in leaves(batch).values()} == {device}
     assert len(seeds) == 1
     wanted = by_hand(batch, seeds[0])
     path = ("policy",) if kind == "Isaac Lab" else ("observation",)
@@ -288,7 +299,7 @@ class NextStep(LikeManiSkill):
 
 
 class Nowhere(LikeManiSkill):
-    device = None  # type: ignore[assignment]
+    device = None
 
 
 @pytest.mark.parametrize(
