@@ -10,9 +10,20 @@ import torch
 import funcollect as fc
 from benchmarks.gpu import picture, timeline
 from benchmarks.gpu.bridges import DTYPES, LANES, LENGTH, TO_JAX, TO_TORCH, dtypes, route
-from benchmarks.gpu.pairs import BY_HAND, CAPTURED, GYMNAX_CARTPOLE, ROUTES, TORCH_CARTPOLE, Ours, contestants
+from benchmarks.gpu.pairs import (
+    BY_HAND,
+    CAPTURED,
+    GYMNAX_CARTPOLE,
+    ROUTES,
+    TORCH_CARTPOLE,
+    TWINS,
+    Ours,
+    contestants,
+    make_env,
+)
 
 ENVS = {"jax": GYMNAX_CARTPOLE, "torch": TORCH_CARTPOLE}
+TORCH_OF = {jax_id: torch_id for torch_id, jax_id in TWINS.items()}
 ROUTE_NAMES = [
     pytest.param(backend, name, marks=[pytest.mark.gpu] if name == CAPTURED else [])
     for backend, names in ROUTES.items()
@@ -114,9 +125,25 @@ def test_cuda_graphs_give_the_data_of_the_plain_loop():
         torch.testing.assert_close(one[path][:, :8], two[path][:, :8])  # later ones may differ by rounding
     again = captured.batch()
     assert not torch.equal(two["action"], again["action"])
-    assert (
-        torch.equal(two["next", "observation"][:, -1], again["observation"][:, 0]) or two["next", "done"][:, -1].any()
-    )
+    goes_on = ~two["next", "done"][:, -1, 0]
+    assert goes_on.any()
+    assert torch.equal(two["next", "observation"][:, -1][goes_on], again["observation"][:, 0][goes_on])
+
+
+@pytest.mark.parametrize("env_id", [*TWINS, *TWINS.values()])
+def test_random_actions_are_on_the_device_and_those_of_the_cpu(device, env_id):
+    env = make_env(env_id, 3, device)
+    policy = fc.random_policy(env)
+    state, first = fc.rollout(env, policy, fc.init(env, policy, seed=0), 40)
+    _, second = fc.rollout(env, policy, state, 33)
+    batch = torch.cat([first.clone(), second.clone()], 1)
+    leaves = batch.values(include_nested=True, leaves_only=True)
+    assert {leaf.device.type for leaf in leaves} == {device}
+    goes_on = ~batch["next", "done"][:, :-1, 0]
+    assert torch.equal(batch["next", "observation"][:, :-1][goes_on], batch["observation"][:, 1:][goes_on])
+    twin = make_env(TORCH_OF.get(env_id, env_id), 3, "cpu")
+    wanted = fc.rollout(twin, policy, fc.init(twin, policy, seed=0), 73)[1]["action"]
+    torch.testing.assert_close(batch["action"].cpu(), wanted)
 
 
 @pytest.mark.parametrize("backend", ENVS)

@@ -19,6 +19,7 @@ from funcollect.envs.jax_envs.jax_env import reset_lane, step_lane
 from funcollect.interop import to_jax
 from funcollect.protocols import traced_values
 from tests.support.compare import assert_same, collect
+from tests.support.devices import each_device
 from tests.support.envs.jax_counting import counting, counting_policy
 from tests.support.envs.jax_suites import SUITES, suite_and_policy
 from tests.support.running import in_soak
@@ -28,9 +29,13 @@ QUICK = ["gymnax", "functions"]  # the others compile for many seconds
 NAMES = [*QUICK, *in_soak([name for name in SUITES if name not in QUICK])]
 
 
+def on_a_gpu(names):
+    return [pytest.param(name, marks=pytest.mark.gpu, id=f"{name} on a GPU") for name in names]
+
+
 @pytest.fixture
 def blocks(monkeypatch):
-    """Every fused loop runs in blocks, as on a GPU."""
+    """Every fused loop runs in blocks, as it does on a GPU."""
     monkeypatch.setattr(fused, "waits_for_host", lambda place: True)
 
 
@@ -109,13 +114,34 @@ def test_no_policy_waits_for_the_host():
 
 
 @pytest.mark.parametrize("made_each_step", [True, False])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *on_a_gpu(QUICK)])
 def test_data_are_those_of_the_loop_with_branches(name, made_each_step, monkeypatch):
     suite, policy = suite_and_policy(name)
+    check_branches(suite.env, policy, monkeypatch, made_each_step=made_each_step)
+
+
+@each_device
+def test_data_of_a_network_are_those_of_the_loop_with_branches(device, monkeypatch):
+    env = fc.envs.from_gymnax("CartPole-v1", num_envs=64)
+    network = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2))
+    policy = fc.torch_policy(network.to(device), head=fc.heads.categorical, compile="xla")
+    check_branches(env, policy, monkeypatch)
+
+
+def check_branches(env, policy, monkeypatch, **options):
     cuts = (61, 64)
-    wanted = collect(suite.env, policy, *cuts, seed=3)
-    in_blocks(monkeypatch, made_each_step=made_each_step)
-    assert_same(wanted, collect(suite.env, policy, *cuts, seed=3))
+    monkeypatch.setattr(fused, "waits_for_host", lambda place: False)
+    wanted = collect(env, policy, *cuts, seed=3)
+    in_blocks(monkeypatch, **options)
+    assert_same(wanted, collect(env, policy, *cuts, seed=3))
+
+
+@each_device
+@pytest.mark.usefixtures("blocks")
+def test_cuts_change_nothing(device):
+    env = fc.envs.from_gymnax("CartPole-v1", num_envs=64)
+    policy = fc.torch_policy(torch.nn.Linear(4, 2).to(device), head=fc.heads.categorical, compile="xla")
+    assert_same(collect(env, policy, 100), collect(env, policy, 1, 2, 32, 65))
 
 
 def in_blocks(monkeypatch, **options):
@@ -192,9 +218,10 @@ def test_a_rollout_reads_its_steps_only_if_a_value_depends_on_them(monkeypatch):
     assert seen == [10]
 
 
+@each_device
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("policy", [None, fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)], ids=repr)
-def test_a_state_gives_the_same_answer_again_and_a_collector_uses_its_own_up(policy):
+def test_a_state_gives_the_same_answer_again_and_a_collector_uses_its_own_up(policy, device):
     kwargs = {"frames_per_batch": 400, "create_env_kwargs": {"num_envs": 4}}
     with fc.SyncDataCollector("gymnax/CartPole-v1", policy, **kwargs) as one:
         old, kept = one.state, fc.fork(one.env, one.state)

@@ -1,6 +1,5 @@
 """Torch policies called at each step of JAX environments: the data that the fused loop would give."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from funcollect.envs.jax_envs.gymnax_env import from_gymnax
 from funcollect.keys import Purpose, key_from_seed, lane_keys, random_words
 from tests.support.cases import tensordict_actor, tensordict_module, torch_mlp, torch_normal, torch_recurrent
 from tests.support.compare import assert_same, bits, collect, compilations, leaves
+from tests.support.devices import forbid_waits
 from tests.support.running import in_soak
 
 LENGTH = 40
@@ -225,22 +225,14 @@ def test_an_output_under_an_observations_key(cartpole):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
-def test_on_a_gpu_the_host_waits_for_nothing():
+def test_on_a_gpu_the_host_waits_for_nothing(monkeypatch):
     env = from_gymnax("CartPole-v1", num_envs=64)
     policy = fc.torch_policy(nn.Linear(4, 2).cuda(), head=fc.heads.categorical, compile="eager")
-    state = fc.init(env, policy, seed=0)
-    loop = crossing._Loop(env, state, Request(length=32))
-    actions = torch.zeros(64, dtype=torch.int64, device="cuda")
-    loop.step(0, actions)  # compiled
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with jax.transfer_guard_device_to_host("disallow"):
-            for t in range(1, 32):
-                loop.step(t, actions)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(leaf.is_cuda for leaf in loop.leaves().values())
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 32)  # compiles
+    calls = forbid_waits(monkeypatch, crossing._CrossingLoop, "step", "cuda")
+    _, batch = fc.rollout(env, policy, state, 32)
+    assert len(calls) == 32
+    assert {leaf.device.type for leaf in leaves(batch).values()} == {"cuda"}
 
 
 @pytest.mark.gpu
