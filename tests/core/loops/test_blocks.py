@@ -19,7 +19,6 @@ from funcollect.envs.jax_envs.jax_env import reset_lane, step_lane
 from funcollect.interop import to_jax
 from funcollect.protocols import traced_values
 from tests.support.compare import assert_same, collect
-from tests.support.devices import each_device
 from tests.support.envs.jax_counting import counting, counting_policy
 from tests.support.envs.jax_suites import SUITES, suite_and_policy
 from tests.support.running import in_soak
@@ -27,10 +26,6 @@ from tests.support.running import in_soak
 K = BlockOptions().steps
 QUICK = ["gymnax", "functions"]  # the others compile for many seconds
 NAMES = [*QUICK, *in_soak([name for name in SUITES if name not in QUICK])]
-
-
-def on_a_gpu(names):
-    return [pytest.param(name, marks=pytest.mark.gpu, id=f"{name} on a GPU") for name in names]
 
 
 @pytest.fixture
@@ -114,34 +109,13 @@ def test_no_policy_waits_for_the_host():
 
 
 @pytest.mark.parametrize("made_each_step", [True, False])
-@pytest.mark.parametrize("name", [*NAMES, *on_a_gpu(QUICK)])
+@pytest.mark.parametrize("name", NAMES)
 def test_data_are_those_of_the_loop_with_branches(name, made_each_step, monkeypatch):
     suite, policy = suite_and_policy(name)
-    check_branches(suite.env, policy, monkeypatch, made_each_step=made_each_step)
-
-
-@each_device
-def test_data_of_a_network_are_those_of_the_loop_with_branches(device, monkeypatch):
-    env = fc.envs.from_gymnax("CartPole-v1", num_envs=64)
-    network = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2))
-    policy = fc.torch_policy(network.to(device), head=fc.heads.categorical, compile="xla")
-    check_branches(env, policy, monkeypatch)
-
-
-def check_branches(env, policy, monkeypatch, **options):
     cuts = (61, 64)
-    monkeypatch.setattr(fused, "waits_for_host", lambda place: False)
-    wanted = collect(env, policy, *cuts, seed=3)
-    in_blocks(monkeypatch, **options)
-    assert_same(wanted, collect(env, policy, *cuts, seed=3))
-
-
-@each_device
-@pytest.mark.usefixtures("blocks")
-def test_cuts_change_nothing(device):
-    env = fc.envs.from_gymnax("CartPole-v1", num_envs=64)
-    policy = fc.torch_policy(torch.nn.Linear(4, 2).to(device), head=fc.heads.categorical, compile="xla")
-    assert_same(collect(env, policy, 100), collect(env, policy, 1, 2, 32, 65))
+    wanted = collect(suite.env, policy, *cuts, seed=3)
+    in_blocks(monkeypatch, made_each_step=made_each_step)
+    assert_same(wanted, collect(suite.env, policy, *cuts, seed=3))
 
 
 def in_blocks(monkeypatch, **options):
@@ -216,22 +190,6 @@ def test_a_rollout_reads_its_steps_only_if_a_value_depends_on_them(monkeypatch):
         fc.rollout(env, policy, state, 5)
     fc.rollout(env, policy, state, 5, exploration={"epsilon": lambda frames: seen.append(frames) or 0.2})
     assert seen == [10]
-
-
-@each_device
-@pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("policy", [None, fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)], ids=repr)
-def test_a_state_gives_the_same_answer_again_and_a_collector_uses_its_own_up(policy, device):
-    kwargs = {"frames_per_batch": 400, "create_env_kwargs": {"num_envs": 4}}
-    with fc.SyncDataCollector("gymnax/CartPole-v1", policy, **kwargs) as one:
-        old, kept = one.state, fc.fork(one.env, one.state)
-        first, second = next(one), next(one)
-        with pytest.raises(ValueError, match=r"was donated or deleted.*take a funcollect.fork"):
-            fc.rollout(one.env, one.policy, old, 100)
-        for _ in range(2):
-            state, batch = fc.rollout(one.env, one.policy, kept, 100)
-            assert_same(batch, first)
-        assert_same(fc.rollout(one.env, one.policy, state, 100)[1], second)
 
 
 @pytest.mark.usefixtures("blocks")

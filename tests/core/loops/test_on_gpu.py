@@ -8,9 +8,11 @@ from torch import nn
 import funcollect as fc
 from funcollect.core.loops import device as device_loop
 from funcollect.core.loops import fused, tensor
+from funcollect.core.loops.blocks import BlockOptions
 from funcollect.interop.cuda_graph import CudaGraph
 from tests.envs.torch.test_torch_vector_env import LikeIsaacLab
 from tests.support.captured_calls import capture_on_the_cpu
+from tests.support.compare import assert_same, collect
 from tests.support.devices import each_device, forbid_waits
 
 LENGTH = 70  # more than two blocks, or graphs
@@ -73,3 +75,42 @@ def test_steps_of_simulators_on_the_device_do_not_wait(device, monkeypatch):
     batch = twice(env, policy, lambda: calls.append(forbid_waits(monkeypatch, device_loop._Lanes, "step", device)))
     assert len(calls[0]) == LENGTH
     assert batch["next", "done"].any()
+
+
+@each_device
+@pytest.mark.parametrize("made_each_step", [True, False])
+@pytest.mark.parametrize("kind", ["random", "network"])
+def test_blocks_give_what_branches_give(device, kind, made_each_step, monkeypatch):
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=64)
+    made = network(4, 2, device, fc.heads.categorical, compile="xla")
+    policy = made if kind == "network" else fc.random_policy(env)
+    monkeypatch.setattr(fused, "waits_for_host", lambda place: False)
+    wanted = collect(env, policy, 61, 64)
+    monkeypatch.setattr(fused, "waits_for_host", lambda place: True)
+    monkeypatch.setattr(fused.block_loop, "__defaults__", (BlockOptions(made_each_step=made_each_step),))
+    assert wanted["next", "done"].any()
+    assert_same(wanted, collect(env, policy, 61, 64))
+
+
+@each_device
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_cuts_of_the_fused_loop_change_nothing(device):
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=64)
+    policy = network(4, 2, device, fc.heads.categorical, compile="xla")
+    assert_same(collect(env, policy, 100), collect(env, policy, 1, 2, 32, 65))
+
+
+@each_device
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("policy", [None, fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)], ids=repr)
+def test_a_state_gives_the_same_answer_again_and_a_collector_uses_its_own_up(policy, device):
+    kwargs = {"frames_per_batch": 400, "create_env_kwargs": {"num_envs": 4}}
+    with fc.SyncDataCollector("gymnax/CartPole-v1", policy, **kwargs) as one:
+        old, kept = one.state, fc.fork(one.env, one.state)
+        first, second = next(one), next(one)
+        with pytest.raises(ValueError, match=r"was donated or deleted.*take a funcollect.fork"):
+            fc.rollout(one.env, one.policy, old, 100)
+        for _ in range(2):
+            state, batch = fc.rollout(one.env, one.policy, kept, 100)
+            assert_same(batch, first)
+        assert_same(fc.rollout(one.env, one.policy, state, 100)[1], second)
