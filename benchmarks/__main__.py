@@ -72,7 +72,8 @@ def main() -> None:
     print(heading(benchmark.__doc__, facts), flush=True)
     results = {}
     for result in benchmark.results(options):
-        print(f"\n{result.table}", flush=True)
+        if result.table:  # otherwise a part of the final result
+            print(f"\n{result.table}", flush=True)
         results[result.name] = result.data
         save(arguments.out, arguments.name, facts, results)
     if not results:

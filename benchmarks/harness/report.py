@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -95,11 +96,18 @@ def heading(title: str | None, facts: Mapping[str, Any]) -> str:
 
 
 def save(directory: Path, name: str, facts: Mapping[str, Any], results: Mapping[str, Any]) -> None:
-    """Write what is known so far to ``NAME.json``, or ``NAME-ONLY.json`` for a part of the cells."""
+    """Write what is known so far to the file of `file_name`, whole at every moment."""
     directory.mkdir(parents=True, exist_ok=True)
-    only = facts["options"]["only"].replace(" ", "_").replace("/", "_")
-    path = directory / f"{name}{'-' if only else ''}{only}.json"
-    path.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
+    path = directory / file_name(name, facts["options"]["only"])
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
+    new.replace(path)
+
+
+def file_name(name: str, only: str) -> str:
+    """``NAME.json``, or ``NAME-ONLY.json`` for a part of the cells, without spaces, slashes and commas."""
+    part = f"-{only}" if only else ""
+    return f"{name}{re.sub('[ /,]', '_', part)}.json"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
