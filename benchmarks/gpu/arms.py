@@ -6,20 +6,20 @@ default, and those that hold whole loops.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
 
-from benchmarks.gpu import timing
-from benchmarks.gpu.pairs import BY_HAND, GYMNAX_CARTPOLE, Ours, Size, contestants, jax_pair
-from benchmarks.harness.runner import Factory, Options, Result
+from benchmarks.gpu.built import Builder
+from benchmarks.gpu.cells import CELLS, measured
+from benchmarks.gpu.pairs import BY_HAND, Ours, Size, jax_pair
+from benchmarks.harness.runner import Options, Result
 
 _GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION"
 _LOOPS = f"{_GRAPHS},WHILE,CONDITIONAL"
-SIZES = {
-    "arms few": {"cuda": Size(GYMNAX_CARTPOLE, 2**11, 256), "cpu": Size(GYMNAX_CARTPOLE, 32, 40)},
-    "arms many": {"cuda": Size(GYMNAX_CARTPOLE, 2**16, 64), "cpu": Size(GYMNAX_CARTPOLE, 256, 40)},
-}
+SAME_SIZE = {"arms few": "cartpole few", "arms many": "cartpole many"}  # cells with the same loop by hand
 ARMS: dict[str, dict[str, Any] | None] = {
     "with branches": None,
     "K = 32": {},
@@ -65,10 +65,10 @@ class Arm(Ours):
         return self._frames
 
 
-def rates(name: str, options: Options, deadline: float, block_seconds: float) -> Result:
+def rates(name: str, builder: Builder, options: Options, deadline: float) -> Iterator[Result]:
     """Frames per second of each arm, and of the scan by hand."""
-    size = SIZES[name][options.platform]
-    arms: dict[str, Factory] = {BY_HAND: contestants(*size, options.platform)[BY_HAND]}
-    arms |= {arm: lambda given=given: Arm(size, options.platform, given) for arm, given in ARMS.items()}  # type: ignore[misc]
-    timings = timing.measure(arms, rounds=options.rounds, block_seconds=block_seconds, deadline=deadline)
-    return timing.result(name, f"{size.env_id}: {size.lanes:,} lanes, {size.length} steps per batch", timings)
+    cell, platform = CELLS[SAME_SIZE[name]], options.platform
+    size = cell.size(platform)
+    builds = {BY_HAND: cell.builds(builder, platform)[BY_HAND]}
+    builds |= {arm: partial(builder.build, (name, arm), partial(Arm, size, platform, ARMS[arm])) for arm in ARMS}
+    return measured(name, size, builds, options, deadline)

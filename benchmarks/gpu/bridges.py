@@ -14,6 +14,7 @@ import torch
 import torch.utils.dlpack
 from torch import Tensor
 
+from benchmarks.gpu.built import Builder
 from benchmarks.gpu.pairs import GYMNAX_CARTPOLE, TORCH_CARTPOLE, Ours, routes
 from benchmarks.harness.report import table
 from benchmarks.harness.runner import Options, Result
@@ -96,7 +97,7 @@ def _dotted(path: str | tuple[str, ...]) -> str:
     return path if isinstance(path, str) else ".".join(path)
 
 
-def result(options: Options, deadline: float) -> Result:
+def result(builder: Builder, options: Options, deadline: float) -> Iterator[Result]:
     """Both tables: each dtype through the public functions, and each route's own crossings; it takes seconds."""
     device = options.platform
     by_dtype = dtypes(device)
@@ -110,7 +111,7 @@ def result(options: Options, deadline: float) -> Result:
     rows = [(name, *(str(ways[way]) for way in (TO_TORCH, TO_JAX))) for name, ways in by_dtype.items()]
     lines = [table(("same pointer", TO_TORCH, TO_JAX), rows), "", *map(_line, by_route.items())]
     data = {"equal_everywhere": equal, "dtypes": by_dtype, "routes": by_route}
-    return Result(name="bridges", table="\n".join(lines), data=data)
+    yield Result(name="bridges", table="\n".join(lines), data=data)
 
 
 def _line(item: tuple[str, dict[str, Any]]) -> str:

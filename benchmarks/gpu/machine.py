@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from importlib.metadata import distributions
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,16 +14,22 @@ import torch
 
 from benchmarks.harness.runner import Result
 
+PROGRAMS = Path(__file__).parents[2] / ".cache" / "gpu-programs"  # compiled ones, which `run.sh` deletes
+
 
 def choose(platform: str) -> None:
     """Make JAX use `platform` ("cpu" or "cuda") before its first computation, as both frameworks share the memory.
+
+    Programs for a GPU are kept in files, so that no part of the benchmark, nor another process, compiles one again.
 
     Raises:
         RuntimeError: if JAX or Torch does not have it.
     """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # read when JAX makes its client
     jax.config.update("jax_platforms", "cpu" if platform == "cpu" else "cuda,cpu")
-    jax.config.update("jax_enable_compilation_cache", False)  # compile times are measured
+    jax.config.update("jax_compilation_cache_dir", str(PROGRAMS) if platform == "cuda" else None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     wanted = "cpu" if platform == "cpu" else "gpu"
     if (found := jax.default_backend()) != wanted:
         raise RuntimeError(f"JAX runs on {found}, expected {wanted}: install it for that, or pass another --platform")

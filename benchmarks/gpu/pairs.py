@@ -15,6 +15,7 @@ from benchmarks.contestants import policy_networks, scans
 from benchmarks.contestants.pixels import jax_pixels
 from benchmarks.gpu import peer
 from benchmarks.gpu.torch_loop import CapturedLoop, TorchLoop
+from benchmarks.harness.isolated import Isolated
 from benchmarks.harness.runner import Factory
 
 BY_HAND = "by hand"
@@ -24,6 +25,7 @@ TORCH_PENDULUM = "torch/Pendulum-v1"
 TWINS = {TORCH_CARTPOLE: GYMNAX_CARTPOLE, TORCH_PENDULUM: "gymnax/Pendulum-v1"}  # of the same sizes, in JAX
 PIXELS = "pixels"
 CAPTURED = "Torch policy, CUDA graphs"
+BY_GRAPH = f"{BY_HAND}, one CUDA graph"
 
 Pair = tuple[Any, Any]  # an environment and a policy
 Make = Callable[[str, int, str], Pair]  # from an environment's id, its lanes and the device
@@ -117,12 +119,22 @@ def contestants(env_id: str, lanes: int, length: int, device: str) -> dict[str, 
     """Return the contestants, the hand-written loop first, because every ratio needs it."""
     by_hand: dict[str, Factory] = {BY_HAND: partial(_by_hand, env_id, lanes, length, device)}
     if env_id in TWINS and device == "cuda":
-        by_hand[f"{BY_HAND}, one CUDA graph"] = partial(_by_hand, env_id, lanes, length, device, loop=CapturedLoop)
+        by_hand[BY_GRAPH] = partial(_by_hand, env_id, lanes, length, device, loop=CapturedLoop)
     ours = {name: partial(Ours, make, env_id, lanes, length, device) for name, make in routes(env_id, device).items()}
-    peers: dict[str, Factory] = {}
-    if env_id == TORCH_CARTPOLE and find_spec("torchrl"):
-        peers = peer.contestants(make_env(env_id, lanes, device), _networks(env_id)[2].to(device), length, device)
-    return by_hand | ours | peers
+    return by_hand | ours | (_peers(env_id, lanes, length, device) if env_id == TORCH_CARTPOLE else {})
+
+
+def _peers(env_id: str, lanes: int, length: int, device: str) -> dict[str, Factory]:
+    """TorchRL's ways. A capture that fails may spoil all later work of its process, so that one has its own."""
+    if not find_spec("torchrl"):
+        return {}
+    makers = {name: partial(_peer, name, env_id, lanes, length, device) for name in peer.ways(device)}
+    return {name: partial(Isolated, make) if name == peer.CAPTURED else make for name, make in makers.items()}
+
+
+def _peer(name: str, env_id: str, lanes: int, length: int, device: str) -> Any:
+    options = peer.WAYS[name]
+    return peer.collector(make_env(env_id, lanes, device), _networks(env_id)[2].to(device), length, **options)
 
 
 class Ours:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 
 from benchmarks.contestants.peers import Batches
 from benchmarks.gpu.torch_loop import Draws
-from benchmarks.harness.runner import Factory
 
 
 class Choice(torch.distributions.Categorical):
@@ -40,17 +40,17 @@ class Finished(Batches):
         return frames
 
 
+CAPTURED = "TorchRL, captured policy"
 WAYS: dict[str, dict[str, Any]] = {
     "TorchRL": {},
     "TorchRL, compiled policy": {"compile_policy": True},
-    "TorchRL, captured policy": {"cudagraph_policy": True},
+    CAPTURED: {"cudagraph_policy": True},
 }
 
 
-def contestants(env: Any, module: nn.Module, length: int, device: str) -> dict[str, Factory]:
-    """TorchRL's ways to run the policy; on a CPU the first one alone."""
-    ways = WAYS if device == "cuda" else {"TorchRL": WAYS["TorchRL"]}
-    return {name: partial(collector, env, module, length, **options) for name, options in ways.items()}
+def ways(device: str) -> Sequence[str]:
+    """The names of TorchRL's ways to run the policy; on a CPU the first one alone."""
+    return list(WAYS)[: None if device == "cuda" else 1]
 
 
 def collector(env: Any, module: nn.Module, length: int, **options: Any) -> Finished:

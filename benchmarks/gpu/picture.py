@@ -1,6 +1,7 @@
-"""A picture and a table for the docs from what `benchmarks gpu` wrote.
+"""A picture and tables for the docs from what `benchmarks gpu` wrote.
 
-``python -m benchmarks.gpu.picture gpu.json`` prints the table in Markdown and writes ``gpu.png`` beside the file.
+``python -m benchmarks.gpu.picture gpu-goals.json gpu-rest.json`` prints the tables of all files in Markdown, and writes
+``gpu-goals.png`` beside the first one.
 """
 
 from __future__ import annotations
@@ -8,23 +9,32 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import goals
+from benchmarks.gpu.arms import SAME_SIZE
 from benchmarks.gpu.pairs import BY_HAND
+from benchmarks.gpu.profiles import COLUMNS
+from benchmarks.gpu.profiles import cells as profile_cells
 
 LANES = re.compile(r": ([\d,]+) lanes")  # in a cell's note
 
 
-def main(path: Path) -> None:
-    """Draw, and print the table."""
-    cells = {name: cell for name, cell in json.loads(path.read_text())["results"].items() if cell.get("median")}
-    print(*table(cells), sep="\n")
-    draw(cells, path.with_suffix(".png"))
+def main(paths: Sequence[Path]) -> None:
+    """Draw, and print the tables."""
+    results: dict[str, Any] = {}
+    for path in paths:
+        results |= json.loads(path.read_text())["results"]
+    cells = {name: cell for name, cell in results.items() if cell.get("median")}
+    print(*goals.lines(results), "", *rate_table(cells), sep="\n")
+    if profiles := results.get("profiles", {}).get("profiles"):
+        print("", *profile_table(profiles), sep="\n")
+    draw(cells, paths[0].with_suffix(".png"))
 
 
-def table(cells: Mapping[str, Any]) -> list[str]:
+def rate_table(cells: Mapping[str, Any]) -> list[str]:
     """The lines of a table of all cells: frames per second, and the ratio to the loop by hand."""
     lines = ["| cell | what runs | frames/s | by hand = 1 |", "|---|---|---|---|"]
     for cell in cells.values():
@@ -34,11 +44,18 @@ def table(cells: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def profile_table(profiles: Mapping[str, Any]) -> list[str]:
+    """The lines of a table of waits in one rollout, and of kernels and idle time per step."""
+    head, line = " | ".join(("in one rollout (and per step)", *COLUMNS)), "---|" * (1 + len(COLUMNS))
+    rows = (" | ".join((label, *profile_cells(facts))) for label, facts in profiles.items())
+    return [f"| {head} |", f"|{line}", *(f"| {row} |" for row in rows)]
+
+
 def draw(cells: Mapping[str, Any], path: Path) -> None:
     """Ratios to the loops by hand, and frames per second over the number of lanes of gymnax's CartPole."""
     from matplotlib.figure import Figure
 
-    shown = {name: cell for name, cell in cells.items() if not name.startswith(("arms", "cartpole 2^"))}
+    shown = {name: cell for name, cell in cells.items() if name not in SAME_SIZE and "2^" not in name}
     bars = [
         (f"{cell_name}: {name}", ratio)
         for cell_name, cell in shown.items()
@@ -63,7 +80,7 @@ def over_lanes(cells: Mapping[str, Any]) -> dict[str, dict[int, float]]:
     """Frames per second by contestant and lanes."""
     rates: dict[str, dict[int, float]] = {}
     for cell_name, cell in cells.items():
-        if cell["note"].startswith("gymnax/CartPole-v1") and not cell_name.startswith("arms"):
+        if cell["note"].startswith("gymnax/CartPole-v1") and cell_name not in SAME_SIZE:
             found = LANES.search(cell["note"])
             assert found is not None
             for name, rate in cell["median"].items():
@@ -72,4 +89,4 @@ def over_lanes(cells: Mapping[str, Any]) -> dict[str, dict[int, float]]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main([*map(Path, sys.argv[1:])])

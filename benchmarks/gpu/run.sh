@@ -1,25 +1,34 @@
 #!/usr/bin/env bash
 # On a GPU machine without a package index: installs .gpu-kit, runs the tests marked `gpu`, then `benchmarks gpu`.
-# Takes at most 9 minutes. What is known is in $OUT at every moment: gpu.json and three text files; at the end a table for
-# the docs and a picture, too.
-# ONLY=cartpole leaves the tests out, and gives all the time to the parts of the benchmark whose names hold that.
+# Takes at most 9 minutes, or $ALL seconds. What is known is in $OUT at every moment: gpu.json and three text files; at the
+# end tables for the docs and a picture, too.
+# ONLY=rest leaves the tests out, and gives all the time to a group of parts of the benchmark, or to those whose names hold
+# what stands between commas. The results are then in gpu-rest.json, and so on.
 # PLATFORM=cpu runs the same on a CPU: the tests' twins there, the benchmark with fewer lanes.
+# Where a machine is lent for a short time, two calls: ALL=480 first, then ALL=240 ONLY=rest, or what the first one lists as
+# not measured.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} platform=${PLATFORM:-cuda} out=${OUT:-.cache/gpu}
-only=${ONLY:-} part=${ONLY:+-$ONLY} all=525 for_tests=200 # seconds; bash counts them in SECONDS
+only=${ONLY:-} part=${ONLY:+-$ONLY} all=${ALL:-525} for_tests=200 # seconds; bash counts them in SECONDS
+part=${part//[ \/,]/_}
+programs=$PWD/.cache/gpu-programs
 mkdir -p "$out"
 
-# Torch shares the GPU, and compile times are measured.
+# Torch shares the GPU.
 export XLA_PYTHON_CLIENT_PREALLOCATE=false FUNCOLLECT_INSTALLED_ONLY=1 PYTHONPATH=$PWD/.gpu-site
-unset JAX_COMPILATION_CACHE_DIR
 [ "$platform" = cpu ] && export CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu
 
-# Without dependencies, so that the machine's own Torch, JAX and NumPy stay; by the kit's pip, as there may be none.
-rm -rf .gpu-site
+# Without dependencies, so that the machine's own Torch, JAX and NumPy stay; by the kit's pip, as there may be none. A second
+# call on the same machine finds what the first one has installed and compiled.
 pip=(.gpu-kit/pip-*.whl)
 [ -e "${pip[0]}" ] || { echo "there is no .gpu-kit: run 'make gpu-kit' where there is a package index, and copy it here" && exit 1; }
-"$python" "${pip[0]}/pip" install --quiet --no-index --no-deps --target .gpu-site .gpu-kit/*.whl || exit 1
+kit=$(ls .gpu-kit)
+if [ "$kit" != "$(cat .gpu-site/kit.txt 2>/dev/null)" ]; then
+    rm -rf .gpu-site "$programs"
+    "$python" "${pip[0]}/pip" install --quiet --no-index --no-deps --no-compile --target .gpu-site .gpu-kit/*.whl || exit 1
+    echo "$kit" >.gpu-site/kit.txt
+fi
 {
     nvidia-smi
     "$python" "${pip[0]}/pip" list
@@ -29,11 +38,13 @@ echo "installed after $SECONDS s"
 # Warnings are not errors here: the machine's packages are not those that CI pins.
 tested=0
 if [ -z "$only" ]; then
-    tests=$(grep --recursive --files-with-matches --include='test_*.py' 'mark\.gpu' tests)
-    if [ "$platform" = cpu ]; then chosen=(-k gpu); else chosen=(-m gpu); fi
+    tests=$(grep --recursive --files-with-matches --include='test_*.py' 'mark\.gpu\|each_device' tests)
+    if [ "$platform" = cpu ]; then chosen=(-k "gpu or cpu"); else chosen=(-m gpu); fi
+    [ "$platform" = cpu ] || export JAX_COMPILATION_CACHE_DIR=$programs JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
     timeout --kill-after=5 $for_tests "$python" -m pytest -v -W default --timeout=90 -p no:cacheprovider \
         "${chosen[@]}" $tests 2>&1 | tee "$out/gpu-tests.txt"
     tested=$?
+    unset JAX_COMPILATION_CACHE_DIR
 fi
 echo "tested after $SECONDS s"
 

@@ -1,14 +1,11 @@
 """Both frameworks on one device: every pair of environment and policy, on every route; on the CPU and on a GPU."""
 
-import json
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import funcollect as fc
-from benchmarks.gpu import picture, timeline
 from benchmarks.gpu.bridges import DTYPES, LANES, LENGTH, TO_JAX, TO_TORCH, dtypes, route
 from benchmarks.gpu.pairs import (
     BY_HAND,
@@ -161,23 +158,3 @@ def test_advantages_on_a_gpu():
     values = batch["observation"].sum(-1, keepdim=True), batch["next", "observation"].sum(-1, keepdim=True)
     wanted = fc.gae(batch.cpu(), *(value.cpu() for value in values))
     torch.testing.assert_close([each.cpu() for each in fc.gae(batch, *values)], list(wanted))
-
-
-def test_kernels_of_both_frameworks_are_counted_and_idle_time_lies_between_them():
-    def event(name, start, duration):
-        return SimpleNamespace(name=name, start_ns=start, duration_ns=duration)
-
-    streams = [[event("fusion", 0, 10), event("MemcpyD2D", 30, 10)], [event("gemm", 5, 10), event("add", 32, 2)]]
-    lines = [SimpleNamespace(name=f"Stream #{number}", events=events) for number, events in enumerate(streams)]
-    lines.append(SimpleNamespace(name="XLA Ops", events=[event("fusion", 0, 10)]))
-    planes = [SimpleNamespace(name="/host:CPU", lines=lines), SimpleNamespace(name="/device:GPU:0", lines=lines)]
-    assert timeline.work_of(planes) == timeline.Work(kernels=3, copies=1, span=40e-9, busy=25e-9)
-
-
-def test_results_become_a_table_and_a_picture(tmp_path, capsys):
-    cell = {"note": "gymnax/CartPole-v1: 1,024 lanes, 64 steps per batch", "median": {BY_HAND: 2e6, "fused": 1e6}}
-    results = {"machine": {}, "cartpole few": cell | {"ratio_to_by_hand": {BY_HAND: 1.0, "fused": 0.5}}}
-    (tmp_path / "gpu.json").write_text(json.dumps({"results": results}))
-    picture.main(tmp_path / "gpu.json")
-    assert "1,024 lanes, 64 steps per batch | fused | 1,000,000 | 0.50 |" in capsys.readouterr().out
-    assert (tmp_path / "gpu.png").stat().st_size > 1000

@@ -48,7 +48,9 @@ def twice(env, policy, before_the_second=lambda: None):
 @pytest.mark.parametrize("env_id", [CARTPOLE, PENDULUM])
 def test_steps_of_torch_do_not_wait(device, env_id, monkeypatch):
     env = fc.make_env(env_id, num_envs=8, device=device)
-    policy = network(4, 2, device, fc.heads.categorical) if env_id == CARTPOLE else network(3, 2, device, fc.heads.normal)
+    policy = (
+        network(4, 2, device, fc.heads.categorical) if env_id == CARTPOLE else network(3, 2, device, fc.heads.normal)
+    )
     calls = []
     batch = twice(env, policy, lambda: calls.append(forbid_waits(monkeypatch, tensor.TensorLoop, "run", device)))
     assert calls == [["run"]]
