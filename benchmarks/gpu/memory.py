@@ -37,7 +37,7 @@ def measure_here(who: str, platform: str) -> dict[str, Any]:
 
 def result(_: Builder, options: Options, deadline: float) -> Iterator[Result]:
     """All three processes at once, since no time is measured."""
-    command = [sys.executable, "-m", "benchmarks.gpu.memory"]
+    command = [sys.executable, "-c", "from benchmarks.gpu import memory; memory.main()"]
     running = {
         who: subprocess.Popen([*command, who, options.platform], stdout=subprocess.PIPE, text=True) for who in WHO
     }
@@ -74,5 +74,6 @@ def report(held: dict[str, Any]) -> dict[str, Any]:
     return {"table": f"{table(('memory, MiB', 'JAX', 'Torch', 'sum'), rows)}\n{line}", "data": data}
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Measure here, and print the result as JSON."""
     print(json.dumps(measure_here(sys.argv[1], sys.argv[2])))

@@ -107,7 +107,7 @@ class CapturedLoop(TorchLoop):
         graph = torch.cuda.CUDAGraph()
         names = ("_env_state", "_observation", "_elapsed", "_episode")
         begun = [getattr(self, name) for name in names]
-        with torch.no_grad(), torch.cuda.graph(graph):
+        with torch.no_grad(), torch.cuda.graph(graph, capture_error_mode="thread_local"):  # JAX has threads, too
             for t in range(self._length):
                 for name, value in self._step().items():
                     self._columns[name][t] = value

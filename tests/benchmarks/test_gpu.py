@@ -19,13 +19,14 @@ from benchmarks.gpu import (
     machine,
     memory,
     picture,
+    profiles,
     timeline,
     timing,
     waits,
 )
 from benchmarks.gpu.built import NO_TIME, Builder
 from benchmarks.gpu.cells import CELLS, PROFILED
-from benchmarks.gpu.pairs import BY_HAND, contestants
+from benchmarks.gpu.pairs import BY_HAND, Size, contestants
 from benchmarks.harness.report import file_name, save
 from benchmarks.harness.runner import AbsentError, Options, Result
 
@@ -202,13 +203,34 @@ def profile(**kwargs):
     return {"length": 10, "warned": {"a.py:1": 2, "b.py:2": 1}, "guarded": "", "work": None} | kwargs
 
 
+def test_a_part_of_a_profile_that_fails_leaves_the_others(monkeypatch):
+    event = SimpleNamespace(name="cuStreamSynchronize", start_ns=0, duration_ns=1)
+    plane = SimpleNamespace(name="/host:CPU", lines=[SimpleNamespace(name="driver", events=[event] * 3)])
+    options = Options(rounds=1, scale=1.0, only="", platform="cuda")
+    cell = SimpleNamespace(
+        size=lambda platform: Size("cartpole", 8, 4),
+        builds=lambda builder, platform: {BY_HAND: partial(builder.build, "one", partial(Work, 3))},
+    )
+    monkeypatch.setattr(profiles, "PROFILED", ["cell", "cell"])
+    monkeypatch.setattr(profiles, "CELLS", {"cell": cell})
+    monkeypatch.setattr(profiles, "torch_waits", lambda contestant: {"a.py:1": contestant.runs})
+    monkeypatch.setattr(profiles, "guarded", lambda contestant: contestant.run() and "")
+    label = "cartpole, 8 lanes, 4 steps: by hand"
+    for planes, row in (([plane], "2 (0.50)  3 (0.75)"), ([], "2 (0.50)")):
+        monkeypatch.setattr(profiles, "profiled", lambda contestant, planes=planes: planes)
+        *_, result = profiles.result(Builder(), options, NEVER)
+        assert row in " ".join(result.table.split()).replace(") ", ")  ")
+        assert list(result.data["errors"]) == [f"{label}, the guard"]
+        assert list(result.data["gaps"]) == ([] if planes else [f"{label}, the profiler"])
+
+
 def test_results_become_tables_and_a_picture(tmp_path, capsys):
     cell = {"note": "gymnax/CartPole-v1: 1,024 lanes, 64 steps per batch", "median": {BY_HAND: 2e6, goals.FUSED: 1e6}}
     rates = {"frames_per_second": {name: [rate] for name, rate in cell["median"].items()}}
     first = {"machine": {}, "cartpole few": cell | rates | {"ratio_to_by_hand": {BY_HAND: 1.0, goals.FUSED: 0.5}}}
     work = timeline.Work(kernels=30, copies=10, span=3e-5, busy=2e-5)._asdict()
-    profiles = {"fused": profile(waited={"cuStreamSynchronize": 4}, copied={}, work=work), "without CUPTI": profile()}
-    second = {"profiles": {"profiles": profiles}, "memory": {"ratio": 1.1}}
+    measured = {"fused": profile(waited={"cuStreamSynchronize": 4}, copied={}, work=work), "without CUPTI": profile()}
+    second = {"profiles": {"profiles": measured}, "memory": {"ratio": 1.1}}
     paths = [tmp_path / "gpu.json", tmp_path / "gpu-rest.json"]
     for path, results in zip(paths, (first, second), strict=True):
         path.write_text(json.dumps({"results": results}))
