@@ -38,7 +38,7 @@ echo "installed after $SECONDS s"
 # Warnings are not errors here: the machine's packages are not those that CI pins.
 tested=0
 if [ -z "$only" ]; then
-    tests=$(grep --recursive --files-with-matches --include='test_*.py' 'mark\.gpu\|each_device' tests)
+    tests=$(grep --recursive --files-with-matches --include='test_*.py' 'mark\.gpu\|each_device' tests | sort)
     if [ "$platform" = cpu ]; then chosen=(-k "gpu or cpu"); else chosen=(-m gpu); fi
     [ "$platform" = cpu ] || export JAX_COMPILATION_CACHE_DIR=$programs JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
     timeout --kill-after=5 $for_tests "$python" -m pytest -v -W default --timeout=90 -p no:cacheprovider \

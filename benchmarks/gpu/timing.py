@@ -16,6 +16,7 @@ from benchmarks.gpu.pairs import BY_HAND
 from benchmarks.harness.report import quartiles, spread, table
 from benchmarks.harness.runner import Contestant, Result, block
 
+LEAST_ROUNDS = 3  # also after the deadline: they are short, unlike building
 COLUMNS = ("frames/s", "spread", "/ by hand", "quartiles", "set-up", "compile")
 
 
@@ -32,7 +33,7 @@ class Timings:
 def measure(
     builds: Mapping[str, Callable[[], Built]], *, rounds: int, block_seconds: float, deadline: float
 ) -> Iterator[Timings]:
-    """Build the contestants, then give each a block per round, until `deadline` (monotonic).
+    """Build the contestants until `deadline` (monotonic), then give each a block per round.
 
     Yields:
         The same timings, after each contestant and after each round. One block follows the building, so that a run
@@ -49,7 +50,7 @@ def measure(
     order = random.Random(0)
     gc.collect()
     for done in range(rounds):
-        if time.monotonic() > deadline:
+        if done >= LEAST_ROUNDS and time.monotonic() > deadline:
             return
         for name in order.sample(list(contestants), len(contestants)):
             if name not in timings.notes.errors:

@@ -104,7 +104,9 @@ def test_cuts_of_the_fused_loop_change_nothing(device):
 
 @each_device
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("policy", [None, fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)], ids=repr)
+@pytest.mark.parametrize(
+    "policy", [None, fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical)], ids=["random", "network"]
+)
 def test_a_state_gives_the_same_answer_again_and_a_collector_uses_its_own_up(policy, device):
     kwargs = {"frames_per_batch": 400, "create_env_kwargs": {"num_envs": 4}}
     with fc.SyncDataCollector("gymnax/CartPole-v1", policy, **kwargs) as one:
