@@ -61,9 +61,13 @@ def capture(function: Callable[[], Output], device: torch.device) -> tuple[Calla
         with torch.cuda.stream(stream):
             function()
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            result = function()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                result = function()
+        except BaseException:
+            torch.cuda.set_stream(current)  # after an error Torch leaves the stream of the capture current
+            raise
     return graph.replay, result
 
 
