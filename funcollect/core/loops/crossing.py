@@ -192,4 +192,4 @@ def _crosser(spec: ActionSpec, device: Any) -> Callable[[Any], Any]:
         return lambda action: torch.as_tensor(action).detach().cpu().to(spec.dtype).numpy()
     narrow = torch.int32 if spec.dtype == torch.int64 else spec.dtype
     place = torch_view(import_jax().numpy.zeros((), device=device)).device
-    return lambda action: jax_view(torch.as_tensor(action).detach().to(place, narrow))
+    return lambda action: jax_view(torch.as_tensor(action).detach().to(place, narrow).contiguous())
