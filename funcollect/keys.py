@@ -212,19 +212,44 @@ class LaneKeys:
 
 
 class torch_generator:  # noqa: N801  (used as a function; a generator function costs a microsecond more per step)
-    """Run Torch's global CPU generator from `state`, which is advanced in place; restore it afterwards."""
+    """Run Torch's global CPU generator from `state`, which is advanced in place; restore it afterwards.
 
-    def __init__(self, state: Tensor) -> None:
+    The global generator of a CUDA `device` is restored too, and seeded with a number that the CPU's draws first; not
+    while a graph is captured, which draws from the generator as it is when the graph is launched.
+    """
+
+    def __init__(self, state: Tensor, device: torch.device | None = None) -> None:
         self._state = state
+        self._device = device if device is not None and device.type == "cuda" else None
 
     def __enter__(self) -> None:
         self._before = torch.get_rng_state()
         torch.set_rng_state(self._state)
+        if self._device is not None:
+            self._before_on_device = device_states(self._device)
+            if self._before_on_device:
+                with torch.cuda.device(self._device):
+                    torch.cuda.manual_seed(int(torch.empty((), dtype=torch.int64, device="cpu").random_()))
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None:
             self._state.copy_(torch.get_rng_state())
         torch.set_rng_state(self._before)
+        if self._device is not None:
+            set_device_states(self._device, self._before_on_device)
+
+
+def device_states(device: torch.device) -> list[Tensor]:
+    """The state of the global generator of a CUDA device; empty for the CPU, and while a graph is captured."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return []
+    return [torch.cuda.get_rng_state(device)]
+
+
+def set_device_states(device: torch.device, states: list[Tensor]) -> None:
+    """Set the global generator of a device to what `device_states` returned."""
+    for state in states:
+        torch.cuda.set_rng_state(state, device)
 
 
 def generator_state(seed: int) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from funcollect.keys import device_states, set_device_states
 from funcollect.policies.populations.members import MemberLanes, Tools, answers
 from funcollect.policies.torch_modules.skeleton import bare
 
@@ -66,13 +67,16 @@ class _Members:
 
         if module in _TOOLS:
             return answers(_TOOLS[module], self._group, call, tensors, inputs)
+        place = next(iter(tensors.values())).device
         drawn, before = torch.get_rng_state(), {name: leaf.clone() for name, leaf in module.named_buffers()}
+        drawn_on_device = device_states(place)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("error", "There is a performance drop")  # slower than a call for each
                 answer = answers(_MAPPED, self._group, call, tensors, inputs)
         except (RuntimeError, ValueError, UserWarning):  # such as a branch that depends on data
             torch.set_rng_state(drawn)
+            set_device_states(place, drawn_on_device)
             for name, leaf in module.named_buffers():
                 leaf.copy_(before[name])
             answer = answers(_CALLED, self._group, call, tensors, inputs)
