@@ -98,6 +98,13 @@ def _build(nested: Mapping[str, Any], batch_size: torch.Size) -> TensorDict:
     return TensorDict._new_unsafe(leaves, batch_size=batch_size)
 
 
+def moved(tree: Any, device: torch.device) -> Any:
+    """A pytree with its tensors on `device`."""
+    return optree.tree_map(
+        lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, tree, namespace=NAMESPACE
+    )
+
+
 def select(mask: torch.Tensor, chosen: Any, other: Any) -> Any:
     """A pytree of leaves [P, ...]: the lanes of `mask` [P] are taken from `chosen`, the rest from `other`."""
 

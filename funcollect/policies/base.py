@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -13,15 +13,25 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.interop.bridge import to_jax
+from funcollect.interop.bridge import jax_view
 from funcollect.interop.jax_setup import own_generator
 from funcollect.keys import Key, Noise
-from funcollect.policies.actors.actor import Recorder, lane_mask, names_changed, split_answer, split_call
+from funcollect.policies.actors.actor import (
+    Recorder,
+    array_over,
+    device_of,
+    lane_mask,
+    names_changed,
+    select_program,
+    split_answer,
+    split_call,
+    tensor_over,
+)
 from funcollect.policies.actors.checks import check_action, finish_columns
 from funcollect.policies.weights import copied, matched, state_dict_of
 from funcollect.protocols import Actor, ActorInputs, Columns, Exploration, Policy, is_env, is_policy
 from funcollect.specs import ActionSpec
-from funcollect.tree import NAMESPACE, Path, select
+from funcollect.tree import NAMESPACE, Path, moved, select
 
 
 class PolicyBase(ABC):
@@ -106,17 +116,28 @@ class PolicyBase(ABC):
 
 
 class ProtocolActor(Actor):
-    """Calls a policy at every step. The leaves of the policy's state are [P, ...]."""
+    """Calls a policy at every step. The leaves of the policy's state are [P, ...].
+
+    A policy in Torch gets its state and its noise on the device of the observation. For one in JAX, observations that
+    are tensors cross as in `DeviceActor`.
+    """
 
     def __init__(self, policy: Policy, inputs: ActorInputs) -> None:
         self._policy = policy
         self._inputs = inputs
-        self._state = inputs.policy_state
-        noise: Any = inputs.noise
-        if noise is not None and policy.backend == "jax":
-            noise = noise.numpy() if noise.device.type == "cpu" else to_jax(noise)
+        in_jax = policy.backend == "jax"
+        given: Any = (inputs.policy_state, inputs.initial_state, inputs.noise)
+        self._device = device_of(inputs.observation)
+        stays = in_jax or self._device.type == "cpu"
+        self._state, self._initial, noise = given if stays else moved(given, self._device)
+        if in_jax and noise is not None:
+            noise = noise.numpy()
         self._noise = [None] * inputs.length if noise is None else noise
-        self._generator = own_generator if policy.backend == "jax" else contextlib.nullcontext
+        self._generator = own_generator if in_jax else contextlib.nullcontext
+        tensors = optree.tree_leaves(inputs.observation, namespace=NAMESPACE)
+        self._crosses = in_jax and any(isinstance(leaf, Tensor) for leaf in tensors)
+        self._as_tensor: Callable[[Any], Tensor] = tensor_over if self._crosses else torch.as_tensor
+        self._held: Any = None
         self._names: list[str] = []  # of the outputs in the order in which they are recorded, once they are known
         self._recorder = Recorder(inputs.observation, inputs.length)
 
@@ -126,10 +147,11 @@ class ProtocolActor(Actor):
 
     @override
     def act(self, t: int) -> Any:
-        inputs = self._inputs
+        inputs, as_tensor = self._inputs, self._as_tensor
+        observation = optree.tree_map(array_over, inputs.observation) if self._crosses else inputs.observation
         with self._generator():
             answer = self._policy(
-                inputs.params, self._state, inputs.observation, self._noise[t], inputs.spec, inputs.exploration
+                inputs.params, self._state, observation, self._noise[t], inputs.spec, inputs.exploration
             )
         self._state, outputs = split_call(answer)
         action, extras = split_answer(outputs, None)
@@ -139,14 +161,22 @@ class ProtocolActor(Actor):
             self._names = ["action", *names]
         elif names != self._names[1:]:
             raise names_changed(t, names, self._names[1:])
-        self._recorder.append((torch.as_tensor(action), *(torch.as_tensor(extras[name]) for name in names)))
-        return action
+        recorded = (as_tensor(action), *(as_tensor(extras[name]) for name in names))
+        self._recorder.append(recorded)
+        if not self._crosses:
+            return action
+        self._held = (observation, outputs)  # until the next call is under way
+        return recorded[0]
 
     @override
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
         if self._state is not None:
-            mask = lane_mask(lanes, self._inputs.num_envs)
-            self._state = select(mask, self._inputs.initial_state, self._state)
+            mask = lane_mask(lanes, self._inputs.num_envs).to(self._device)
+            if self._policy.backend == "jax":
+                crossed = jax_view(mask) if self._crosses else mask.numpy()
+                self._state = select_program()(crossed, self._initial, self._state)
+            else:
+                self._state = select(mask, self._initial, self._state)
 
     @override
     def finish(self) -> tuple[Any, Columns]:

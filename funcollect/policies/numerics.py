@@ -30,7 +30,7 @@ def _log_categorical(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 # Functions that Torch and JAX have under the same names.
-_SHARED = ("tanh", "log", "log1p", "exp", "where", "minimum", "maximum", "full", "broadcast_to")
+_SHARED = ("tanh", "log", "log1p", "exp", "where", "minimum", "maximum", "broadcast_to")
 
 
 def _constant(value: Any, device: torch.device) -> torch.Tensor:
@@ -66,6 +66,7 @@ TORCH = SimpleNamespace(
     as_float=lambda x: x.float(),
     ndtri=lambda x: torch.special.ndtri(x.double()).float(),
     constant=lambda value, like: _constant(value, like.device),
+    full=lambda shape, value, like: torch.full(shape, value, device=like.device),
     integers=(-(2**62), 2**62),  # whose difference fits into 64 bits
     integers_between=_integers_between,
 )
@@ -113,6 +114,7 @@ def jax_numerics() -> Any:
         as_float=lambda x: x.astype(jnp.float32),
         ndtri=jax.scipy.special.ndtri,
         constant=lambda value, like: jnp.asarray(value),
+        full=lambda shape, value, like: jnp.full(shape, value),
         integers=(-(2**31), 2**31 - 1),
         integers_between=integers_between,
     )

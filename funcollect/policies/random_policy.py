@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.keys import Key, Noise, Purpose, draw_ahead
+from funcollect.policies.actors.actor import device_of
 from funcollect.policies.base import PolicyBase
 from funcollect.policies.heads.head import Head
 from funcollect.policies.numerics import TORCH, encode_choices
@@ -78,12 +80,13 @@ class RandomActor(Actor):
 
     def __init__(self, inputs: ActorInputs) -> None:
         assert inputs.noise is not None
-        self._inputs, self._noise = inputs, inputs.noise
+        self._inputs, self._noise = inputs, inputs.noise.to(device_of(inputs.observation))
         self._masked = action_mask(inputs.observation, inputs.spec) is not None
         if self._masked:
             steps_and_lanes = self._noise.shape[:2]
-            self.actions = torch.empty((*steps_and_lanes, *inputs.spec.shape), dtype=inputs.spec.dtype)
-            self.log_prob = torch.empty(steps_and_lanes)
+            empty = partial(torch.empty, device=self._noise.device)
+            self.actions = empty((*steps_and_lanes, *inputs.spec.shape), dtype=inputs.spec.dtype)
+            self.log_prob = empty(steps_and_lanes)
         else:
             self.actions, self.log_prob = _draw(inputs.spec, self._noise, None)
         self._rows = self.actions.unbind(0)
@@ -164,7 +167,7 @@ def draw_actions(xp: Any, spec: ActionSpec, uniform: Any, mask: Any) -> tuple[An
         return _choices(xp, spec, uniform, mask)
     shape = uniform.shape[: uniform.ndim - len(spec.shape)]
     if isinstance(spec.space, spaces.MultiBinary):
-        return xp.floor_int(2 * uniform), xp.full(shape, -math.prod(spec.shape) * math.log(2))
+        return xp.floor_int(2 * uniform), xp.full(shape, -math.prod(spec.shape) * math.log(2), uniform)
     space: Any = spec.space
     if space.dtype.kind != "f":
         return _integers(xp, space, uniform, shape)
@@ -176,7 +179,7 @@ def _choices(xp: Any, spec: ActionSpec, uniform: Any, mask: Any) -> tuple[Any, A
     if mask is None:
         counts = xp.constant(np.array(spec.categories, np.float32), uniform)
         chosen = xp.minimum(xp.floor_int(uniform * counts), xp.floor_int(counts) - 1)
-        log_prob = xp.full(uniform.shape[:-1], -sum(map(math.log, spec.categories)))
+        log_prob = xp.full(uniform.shape[:-1], -sum(map(math.log, spec.categories)), uniform)
         return encode_choices(xp, [chosen[..., each] for each in range(len(spec.categories))], spec), log_prob
     allowed = xp.floor_int(xp.constant(mask, uniform) != 0)
     number = allowed.sum(-1)
@@ -190,7 +193,7 @@ def _integers(xp: Any, space: Any, uniform: Any, shape: tuple[int, ...]) -> tupl
     low, high = (np.clip(each.astype(np.int64), *xp.integers) for each in (space.low, space.high))
     counts = (high.astype(np.float64) - low + 1).astype(np.float32)
     action = xp.integers_between(low, high, uniform * xp.constant(counts, uniform))
-    return action, xp.full(shape, -float(np.log(high.astype(np.float64) - low + 1).sum()))
+    return action, xp.full(shape, -float(np.log(high.astype(np.float64) - low + 1).sum()), uniform)
 
 
 def _components(xp: Any, space: Any, uniform: Any) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ from funcollect.policies.torch_modules.skeleton import Skeleton
 from funcollect.policies.weights import check_shapes
 from funcollect.protocols import ActorInputs, Exploration
 from funcollect.specs import ActionSpec
-from funcollect.tree import flatten
+from funcollect.tree import flatten, moved
 
 Compiler = Literal["xla", "callback", "eager", "inductor", "cudagraph"]
 
@@ -33,6 +33,12 @@ class TorchPolicyState(NamedTuple):
     recurrent: Any  # a pytree of tensors [P, ...], or None
     generator: Tensor  # uint8: the state of Torch's global generator, for modules that draw from it
     carried: Any = None  # by path, the keys that a TensorDict policy wrote and may read at its next step, each [P, ...]
+
+    def on(self, device: torch.device) -> TorchPolicyState:
+        """The same state on `device`, except for that of the generator."""
+        if self.recurrent is None and self.carried is None:
+            return self
+        return self._replace(recurrent=moved(self.recurrent, device), carried=moved(self.carried, device))
 
 
 def check_compiler(compiler: str | None, without: Sequence[str] = ()) -> None:
@@ -49,7 +55,10 @@ def check_callable(module: Any, expected: str) -> None:
 
 
 def lanes_of(initial: Any, num_lanes: int, device: torch.device | None) -> Any:
-    """Copies of the recurrent state of one environment for each lane, [P, ...]; None for None."""
+    """Copies of the recurrent state of one environment for each lane, [P, ...]; None for None.
+
+    They lie on `device`, or for None where the state is.
+    """
 
     def expand(leaf: Any) -> Tensor:
         tensor = torch.as_tensor(leaf, device=device)

@@ -23,6 +23,7 @@ from funcollect.core.state import CollectorState, origin_of
 from funcollect.errors import FuncollectError, LoweringError
 from funcollect.interop.cuda_graph import CudaGraph, can_capture
 from funcollect.interop.memo import memo_of
+from funcollect.keys import torch_generator
 from funcollect.messages import shown
 from funcollect.policies.torch_modules.torch_policy import TorchActor, TorchPolicy
 from funcollect.protocols import ActorInputs, Exploration, Policy, TorchEnv
@@ -72,28 +73,33 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
     if request.random_steps > state.steps_made:
         return tensor.run(env, policy, state, request)  # random actions are drawn on the host
     inputs = inputs_of(env, policy, state, request, as_read(env, policy, dict(state.observation)))
+    states = {name: getattr(inputs, name).on(env.device) for name in ("policy_state", "initial_state")}
+    inputs = replace(inputs, **states)  # a graph cannot copy them from the host
     noise = None if inputs.noise is None else inputs.noise.to(env.device)
     before = _begin(env, policy, state, inputs)
+    generator = inputs.policy_state.generator.clone()
     columns: dict[Path, Tensor] = {}
     recorded: list[Tensor] = []
-    for start in range(0, request.length, STEPS):
-        steps = slice(start, min(start + STEPS, request.length))
-        before = before._replace(noise=None if noise is None else noise[steps])
-        part = replace(request, length=steps.stop - start, columns=NOWHERE)
-        after, actor = _graph(env, policy, part, inputs, before)(before)
-        if start == 0:
-            columns = {path: request.column(path, column[0]) for path, column in after.columns.items()}
-            recorded = [column.new_empty(request.length, *column.shape[1:]) for column in after.recorded]
-        rows = [column[steps] for column in (*columns.values(), *recorded)]
-        torch._foreach_copy_(rows, [*after.columns.values(), *after.recorded])
-        before = before._replace(lanes=after.lanes, recurrent=after.recurrent, tensors=before.tensors | after.buffers)
+    with torch_generator(generator, env.device):
+        for start in range(0, request.length, STEPS):
+            steps = slice(start, min(start + STEPS, request.length))
+            before = before._replace(noise=None if noise is None else noise[steps])
+            part = replace(request, length=steps.stop - start, columns=NOWHERE)
+            after, actor = _graph(env, policy, part, inputs, before)(before)
+            if start == 0:
+                columns = {path: request.column(path, column[0]) for path, column in after.columns.items()}
+                recorded = [column.new_empty(request.length, *column.shape[1:]) for column in after.recorded]
+            rows = [column[steps] for column in (*columns.values(), *recorded)]
+            torch._foreach_copy_(rows, [*after.columns.values(), *after.recorded])
+            tensors = before.tensors | after.buffers
+            before = before._replace(lanes=after.lanes, recurrent=after.recurrent, tensors=tensors)
     counters, batch = device_delivery.deliver(env, state, request, columns, actor.outputs_of(recorded))
     carried: Any = (after.lanes.env_state, after.recurrent)  # in the graph's memory
     env_state, recurrent = optree.tree_map(torch.clone, carried, namespace=NAMESPACE)
     after_state = state.replace(
         env_state=env_state,
         observation={path: root.clone() for path, root in after.lanes.observation.items()},
-        policy_state=inputs.policy_state._replace(recurrent=recurrent),
+        policy_state=inputs.policy_state._replace(recurrent=recurrent, generator=generator),
         steps=state.steps_made + request.length,
         returns=after.lanes.returns.clone(),
         **counters,

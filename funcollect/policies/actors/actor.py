@@ -7,6 +7,7 @@ happens once, over the outputs of all steps, in `Actor.finish`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import optree
@@ -14,11 +15,14 @@ import torch
 from torch import Tensor
 
 from funcollect.errors import PolicyError
+from funcollect.interop.bridge import jax_view, torch_view
+from funcollect.interop.jax_setup import import_jax
 from funcollect.policies.heads.head import Head, form
 from funcollect.specs import RESERVED
 from funcollect.tree import NAMESPACE
 
 _HELD_STEPS = 64
+_NARROW = {torch.int64: torch.int32, torch.float64: torch.float32}  # JAX's own dtypes, unless 64 bits are on
 
 
 def split_call(answer: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -142,6 +146,33 @@ def noise_by_step(noise: Tensor | None, run_device: torch.device) -> Callable[[i
         return current
 
     return copied
+
+
+@cache
+def select_program() -> Callable[[Any, Any, Any], Any]:
+    """Jitted: the lanes of a mask [P] from one pytree, the rest from another."""
+    jax = import_jax()
+
+    def pick(mask: Any, one: Any, two: Any) -> Any:
+        return jax.numpy.where(mask.reshape(-1, *[1] * (one.ndim - 1)), one, two)
+
+    return jax.jit(lambda mask, *trees: jax.tree.map(partial(pick, mask), *trees))  # type: ignore[no-any-return]
+
+
+def array_over(leaf: Tensor) -> Any:
+    """A leaf of an observation on an accelerator as an array of JAX, in 32 bits where JAX has no 64 by default."""
+    return jax_view(leaf.to(_NARROW.get(leaf.dtype, leaf.dtype)))
+
+
+def tensor_over(output: Any) -> Tensor:
+    """An output of a policy as a tensor, over its memory if it is an array of JAX."""
+    return torch_view(output) if isinstance(output, import_jax().Array) else torch.as_tensor(output)
+
+
+def device_of(observation: Any) -> torch.device:
+    """The device of an observation's tensors; the CPU for arrays of NumPy."""
+    leaves = optree.tree_leaves(observation, namespace=NAMESPACE)
+    return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
 
 
 def _kinds(outputs: tuple[Any, ...]) -> list[str]:

@@ -8,26 +8,23 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.interop.bridge import jax_view, torch_view
+from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import compiled, import_jax, own_generator
 from funcollect.interop.memo import memo_of
 from funcollect.keys import Key, Noise
 from funcollect.messages import note_arguments
-from funcollect.policies.actors.actor import lane_mask, recurrent_names, split_answer
+from funcollect.policies.actors.actor import array_over, lane_mask, recurrent_names, select_program, split_answer
 from funcollect.policies.actors.checks import check_action, check_parameters, check_recurrent, finish_columns
 from funcollect.policies.base import PolicyBase, ProtocolActor
 from funcollect.policies.heads.head import Head, chooses
 from funcollect.policies.jax_functions.noise import draw_noise, split_key
-from funcollect.policies.jax_functions.program import PROBE, StepProgram, select_program
+from funcollect.policies.jax_functions.program import PROBE, StepProgram
 from funcollect.policies.numerics import jax_numerics
 from funcollect.protocols import Actor, ActorInputs, BoundParams, Columns, Exploration
 from funcollect.specs import ActionSpec, ExplorationType
-
-_NARROW = {torch.int64: torch.int32, torch.float64: torch.float32}  # JAX's own dtypes, unless 64 bits are on
 
 
 class FunctionPolicy(PolicyBase):
@@ -201,10 +198,9 @@ class DeviceActor(ProtocolActor):
         self._sources, self._structure = import_jax().tree.flatten(inputs.observation)
         device = next(iter(self._observation()[0].devices()))
         self._noise = None if inputs.noise is None else import_jax().device_put(inputs.noise.numpy(), device)
-        self._held: Any = None
 
     def _observation(self) -> list[Any]:
-        return [jax_view(leaf.to(_NARROW.get(leaf.dtype, leaf.dtype))) for leaf in self._sources]
+        return list(map(array_over, self._sources))
 
     @override
     def act(self, t: int) -> Tensor:
@@ -218,9 +214,3 @@ class DeviceActor(ProtocolActor):
         self._recorder.append(tuple(tensors.values()))
         self._held = (leaves, outputs)  # until the next call is under way
         return tensors["action"]
-
-    @override
-    def restart(self, lanes: Sequence[int] | Tensor) -> None:
-        if self._state is not None:
-            mask = jax_view(lane_mask(lanes, self._inputs.num_envs).to(self._sources[0].device))
-            self._state = select_program()(mask, self._inputs.initial_state, self._state)

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -92,17 +92,6 @@ def _as_vector(params: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]
 def _is_word(leaf: Any) -> bool:
     """Whether the leaf's numbers have 32 bits, so that they can travel in the one buffer."""
     return bool(np.dtype(leaf.dtype).itemsize == 4)
-
-
-@cache
-def select_program() -> Callable[[Any, Any, Any], Any]:
-    """Jitted: the lanes of a mask [P] from one pytree, the rest from another."""
-    jax = import_jax()
-
-    def pick(mask: Any, one: Any, two: Any) -> Any:
-        return jax.numpy.where(mask.reshape(-1, *[1] * (one.ndim - 1)), one, two)
-
-    return jax.jit(lambda mask, *trees: jax.tree.map(partial(pick, mask), *trees))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from funcollect.errors import PolicyError
 from funcollect.keys import torch_generator
-from funcollect.policies.actors.actor import Recorder, lane_mask
+from funcollect.policies.actors.actor import Recorder, device_of, lane_mask
 from funcollect.policies.actors.checks import check_action, check_tensor, finish_columns
 from funcollect.policies.tensordict_modules.calling import (
     INIT,
@@ -46,10 +46,14 @@ class TensorDictActor(Actor):
         self._module, self._device = policy.bound(inputs.params), policy.device
         self._generator = inputs.policy_state.generator.clone()
         self._inputs = by_path(inputs.observation)
-        self._hidden: dict[Path, Tensor] = dict(inputs.policy_state.recurrent or {})
-        self._carried: dict[Path, Tensor] = dict(inputs.policy_state.carried or {})
+        self._place = device_of(inputs.observation)
+        self._run_device = policy.run_device or self._place
+        before, initial = (state.on(self._run_device) for state in (inputs.policy_state, inputs.initial_state))
+        self._hidden: dict[Path, Tensor] = dict(before.recurrent or {})
+        self._carried: dict[Path, Tensor] = dict(before.carried or {})
+        self._initial: dict[Path, Tensor] = initial.recurrent or {}
         self._written_to, self._carries = policy.written, reads_what_it_wrote(policy.module)
-        self._never = torch.zeros(inputs.num_envs, 1, dtype=torch.bool)
+        self._never = torch.zeros(inputs.num_envs, 1, dtype=torch.bool, device=self._place)
         self._first = self._never if policy.reads_init and INIT not in self._inputs else None
         self._names: list[Path] = []
         self._stateful = self._carries or bool(self._hidden) or self._first is not None
@@ -72,8 +76,8 @@ class TensorDictActor(Actor):
     @override
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        exploration = self._rollout.exploration.type
-        with torch.no_grad(), set_interaction_type(exploration), torch_generator(self._generator):
+        exploration, generator = self._rollout.exploration.type, torch_generator(self._generator, self._run_device)
+        with torch.no_grad(), set_interaction_type(exploration), generator:
             yield
 
     @override
@@ -109,7 +113,7 @@ class TensorDictActor(Actor):
             outputs: Mapping[Path, Any] = run()
         else:
             self._values = {key_of(path): leaf[0] if self._single else leaf for path, leaf in inputs.items()}
-            outputs, as_good = EquivalenceCheck(self._parts, self._values).compare(run)
+            outputs, as_good = EquivalenceCheck(self._parts, self._values, self._run_device).compare(run)
             self._parts = self._parts if as_good else None
         self._check({path: batched(leaf) for path, leaf in outputs.items()} if self._single else outputs)
         self._names = sorted(path for path, leaf in outputs.items() if isinstance(leaf, Tensor))
@@ -164,9 +168,9 @@ class TensorDictActor(Actor):
             return
         mask = lane_mask(lanes, self._rollout.num_envs)
         if self._first is not None:
-            self._first = self._first | mask[:, None]
+            self._first = self._first | mask[:, None].to(self._place)
         for path, leaf in self._hidden.items():
-            initial = self._rollout.initial_state.recurrent[path].to(leaf.device)
+            initial = self._initial[path].to(leaf.device)
             self._hidden[path] = select(mask.to(leaf.device), initial, leaf)
         for path, leaf in self._carried.items():
             self._carried[path] = select(mask.to(leaf.device), torch.zeros_like(leaf), leaf)

@@ -20,6 +20,7 @@ from tensordict.nn import (
 )
 from torch import Tensor, nn
 
+from funcollect.keys import device_states, set_device_states
 from funcollect.tree import Path, key_of
 
 Values = dict[str | Path, Any]
@@ -114,14 +115,15 @@ def _key(key: Any) -> str | Path:
 class EquivalenceCheck:
     """Records one call of a policy, and checks whether its `plain_parts` alone return the same from `inputs`."""
 
-    def __init__(self, parts: list[Part], inputs: Mapping[str | Path, Tensor]) -> None:
+    def __init__(self, parts: list[Part], inputs: Mapping[str | Path, Tensor], device: torch.device) -> None:
         self._parts = parts
         self._inputs = inputs
+        self._device = device  # where the parts draw
         self._calls: dict[int, deque[tuple[Any, ...]]] = defaultdict(deque)
 
     def compare(self, run: Callable[[], Mapping[Path, Any]]) -> tuple[Mapping[Path, Any], bool]:
         """Call `run`, one call of the policy. Return its outputs, and whether the parts return the same."""
-        before = torch.get_rng_state()
+        before = self._generators()
         networks = {id(part.module): part.module for part in self._parts if isinstance(part, _Network)}
         handles = [each.register_forward_hook(self._note, with_kwargs=True) for each in networks.values()]
         try:
@@ -129,14 +131,22 @@ class EquivalenceCheck:
         finally:
             for handle in handles:
                 handle.remove()
-        after = torch.get_rng_state()
-        torch.set_rng_state(before)
+        after = self._generators()
+        self._set_generators(before)
         try:
-            same = self._repeats(outputs) and torch.equal(torch.get_rng_state(), after)
+            same = self._repeats(outputs) and all(map(torch.equal, self._generators(), after))
         except Exception:  # a part that fails without a TensorDict is called on one
             same = False
-        torch.set_rng_state(after)
+        self._set_generators(after)
         return outputs, same
+
+    def _generators(self) -> list[Tensor]:
+        """The states of the global generators that the parts may draw from."""
+        return [torch.get_rng_state(), *device_states(self._device)]
+
+    def _set_generators(self, states: list[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        set_device_states(self._device, states[1:])
 
     def _note(self, module: nn.Module, arguments: Any, named: Any, answer: Any) -> None:
         self._calls[id(module)].append((arguments, named, answer))

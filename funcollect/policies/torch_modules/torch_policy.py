@@ -21,6 +21,7 @@ from funcollect.keys import torch_generator
 from funcollect.messages import note_arguments
 from funcollect.policies.actors.actor import (
     Recorder,
+    device_of,
     lane_mask,
     memory_of,
     names_changed,
@@ -211,18 +212,18 @@ class TorchActor(Actor):
     def __init__(self, policy: TorchPolicy, inputs: ActorInputs) -> None:
         self._inputs = inputs
         self._policy = policy
-        self._head = head_in_torch(policy.head, inputs)
         module = policy.bound(inputs.params)
         self._module = partial(_call_on_keys, module, policy.keys) if policy.keys else module
-        run_device = policy.run_device
         leaves = optree.tree_leaves(inputs.observation)
-        away = run_device is not None and any(leaf.device != run_device for leaf in leaves)
+        self._run_device = run_device = policy.run_device or device_of(leaves)
+        away = any(leaf.device != run_device for leaf in leaves)
         self._move = partial(optree.tree_map, lambda leaf: leaf.to(run_device)) if away else None
-        self._run_device = run_device or torch.device("cpu")
-        self._noise = noise_by_step(inputs.noise if inputs.stochastic else None, self._run_device)
+        self._head = head_in_torch(policy.head, inputs, run_device)
+        self._noise = noise_by_step(inputs.noise if inputs.stochastic else None, run_device)
         self._observation = inputs.observation
         self._spec = inputs.spec
-        self._recurrent = _copied(inputs.policy_state.recurrent)
+        self._recurrent = _copied(inputs.policy_state.on(run_device).recurrent)
+        self._initial = inputs.initial_state.on(run_device).recurrent
         self._state_names = recurrent_names(optree.tree_leaves(self._recurrent)) if policy.record_state else []
         self._read = set(map(memory_of, leaves))
         self._generator = inputs.policy_state.generator.clone()
@@ -235,7 +236,7 @@ class TorchActor(Actor):
     @override
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        with torch.no_grad(), torch_generator(self._generator), self._policy.calling():
+        with torch.no_grad(), torch_generator(self._generator, self._run_device), self._policy.calling():
             yield
 
     @override
@@ -297,7 +298,7 @@ class TorchActor(Actor):
     def restart(self, lanes: Sequence[int] | Tensor) -> None:
         if self._recurrent is not None:
             mask = lane_mask(lanes, self._inputs.num_envs).to(self._run_device)
-            self._recurrent = select(mask, self._inputs.initial_state.recurrent, self._recurrent)
+            self._recurrent = select(mask, self._initial, self._recurrent)
 
     @property
     def recurrent(self) -> Any:
@@ -328,10 +329,17 @@ class TorchActor(Actor):
         return finish_columns(by_path, spec, parameters=read, chosen=chooses(head))
 
 
-def head_in_torch(head: Head | None, inputs: ActorInputs) -> Head | None:
-    """A policy's head with the values of this rollout."""
+def head_in_torch(head: Head | None, inputs: ActorInputs, device: torch.device) -> Head | None:
+    """A policy's head with the values of this rollout, as tensors on `device`."""
     values = inputs.exploration.values
-    return head.at({name: torch.as_tensor(value) for name, value in values.items()}) if head and values else head
+    return head.at({name: _number_on(device, value) for name, value in values.items()}) if head and values else head
+
+
+def _number_on(device: torch.device, value: Any) -> Tensor:
+    """A number as a tensor []; on a GPU it is written there, since to copy it there would be to wait."""
+    if type(value) is float and device.type != "cpu":
+        return torch.full((), value, device=device)
+    return torch.as_tensor(value, device=device)
 
 
 def _call_on_keys(module: Callable[..., Any], keys: Sequence[str], observation: Mapping[str, Any], *rest: Any) -> Any:
