@@ -39,14 +39,17 @@ def argument(tensor: Tensor) -> Any:
     """A tensor as an argument of a compiled call, over the tensor's memory where possible.
 
     Wait for the end of the call before you pass on its results, since the tensor may be written afterwards. On the CPU
-    the argument is a NumPy array, which is cheaper than an array of JAX, and is not committed to a device. BridgeError
-    for a value that would change.
+    the argument is a NumPy array, which is cheaper than an array of JAX, and is not committed to a device: an array of
+    JAX would bring a call to the CPU. BridgeError for a value that would change.
     """
     tensor = tensor.detach()
     if tensor.is_cuda and import_jax().default_backend() == "gpu":
         return to_jax(tensor)
+    tensor = tensor.cpu()
+    if tensor.dtype == torch.bfloat16:  # which NumPy has from JAX
+        return tensor.view(torch.int16).numpy().view(import_jax().numpy.bfloat16)
     wide = tensor.element_size() == 8 * (1 + tensor.is_complex())
-    return to_jax(tensor.cpu()) if wide or tensor.dtype == torch.bfloat16 else tensor.cpu().numpy()
+    return (_narrowed("the tensor", tensor).resolve_conj() if wide else tensor).numpy()
 
 
 def to_torch(tree: Any, *, batch_size: tuple[int, ...] = (), copy: bool = False) -> Any:

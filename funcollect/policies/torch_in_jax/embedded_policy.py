@@ -58,7 +58,7 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
         initial_carry = source.initial_carry(observation)
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(initial_carry)[0]):
             raise LoweringError("initial_state requires grad, so it may change: pass a constant one")
-        initial = optree.tree_map(lambda leaf: np.asarray(torch.as_tensor(leaf)), plain(initial_carry))
+        initial = optree.tree_map(lambda leaf: np.asarray(torch.as_tensor(leaf).cpu()), plain(initial_carry))
         recorded = isinstance(source, TorchPolicy) and source.record_state
         super().__init__(self.traced, source.head, initial, record_state=recorded)
         self.source = source
@@ -194,7 +194,11 @@ def check_forgets(policy: EmbeddedPolicy, module: Any, observation: Any, recurre
     inputs, read = source.inputs_of(observation, recurrent)
 
     def outputs_from(given: dict[Path, Any]) -> dict[Path, Any]:
-        with torch.no_grad(), torch_generator(torch.get_rng_state()), set_interaction_type(policy.exploration_type):
+        with (
+            torch.no_grad(),
+            torch_generator(torch.get_rng_state(), source.run_device),
+            set_interaction_type(policy.exploration_type),
+        ):
             answer = run_module(module, given, source.device, single=policy.single)
             return outputs_of(answer, read, single=policy.single)
 

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from funcollect.errors import LoweringError
-from funcollect.interop.bridge import argument, to_jax, to_torch
+from funcollect.interop.bridge import argument, to_torch
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.lowering import Lowered, lower_module
 from funcollect.interop.lowering.structure import leaves_of, plain
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source, check_forgets
 from funcollect.policies.torch_modules.settings import settings_of, unregistered
+from funcollect.tree import moved
 
 _TOLERANCE = 1e-3  # relative; rounding is far below it
 
@@ -34,7 +35,8 @@ class LoweredPolicy(EmbeddedPolicy):
     @override
     def _try(self, observation: Any, recurrent: Any) -> None:
         module = _checked_module(self.source)
-        inputs = self.source.arguments(observation, recurrent)
+        place = next((parameter.device for parameter in module.parameters()), None)
+        inputs = self.source.arguments(*_on(place, (observation, recurrent)))
         if isinstance(self.source, TensorDictPolicy):
             given = TensorDict(inputs[0], batch_size=[len(leaves_of(observation)[0][0])])
             inputs = (given[0] if self.single else given,)
@@ -100,22 +102,28 @@ def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> No
     given: Any = (observation, recurrent)
     before = settings_of(module)
     with torch.no_grad():
-        moved = optree.tree_map(lambda leaf: leaf.to(source.run_device or leaf.device, copy=True), given)
-        eager = source.call_module(module, *moved, policy.exploration_type, single=policy.single)
-    check_forgets(policy, module, moved[0], moved[1])
+        copied = optree.tree_map(torch.clone, _on(source.run_device, given))
+        eager = source.call_module(module, *copied, policy.exploration_type, single=policy.single)
+    check_forgets(policy, module, *copied)
     if before != settings_of(module):
         raise LoweringError(f"{type(module).__name__} changes its own attributes when called: return them as a state")
-    inputs: Any = optree.tree_map(to_jax, plain(given if recurrent is not None else given[:1]))
-    ours = import_jax().jit(policy.apply)(policy.prepare(None), *inputs)
+    inputs: Any = optree.tree_map(argument, plain(given if recurrent is not None else given[:1]))
+    with import_jax().default_matmul_precision("highest"):  # the rounding of a GPU's products is no difference
+        ours = import_jax().jit(policy.apply)(policy.prepare(None), *inputs)
     eager = plain(eager)
-    policy.note(eager, *moved)
+    policy.note(eager, *copied)
     pairs = zip(
-        leaves_of(policy.to_outputs(eager, moved[1]))[0], map(to_torch, import_jax().tree.leaves(ours)), strict=True
+        leaves_of(policy.to_outputs(eager, copied[1]))[0], map(to_torch, import_jax().tree.leaves(ours)), strict=True
     )
     apart = max((_apart(one.cpu(), two.cpu()) for one, two in pairs if one.is_floating_point()), default=0.0)
     if apart > _TOLERANCE:
         name = type(module).__name__
         raise LoweringError(f"{name} and its lowered form differ by {apart:.1e}: use torch_policy(compile='eager')")
+
+
+def _on(device: torch.device | None, example: Any) -> Any:
+    """An example on `device`, or for None where it is."""
+    return example if device is None else moved(example, device)
 
 
 def _apart(one: Tensor, two: Tensor) -> float:
