@@ -68,7 +68,8 @@ class RandomPolicy(PolicyBase):
     def __call__(
         self, params: Any, state: Any, observation: Any, noise: Any, spec: ActionSpec, exploration: Exploration, /
     ) -> tuple[None, Mapping[str, Any]]:
-        return None, {"action": _draw(self.spec, noise, action_mask(observation, self.spec))[0]}
+        drawn = noise.to(device_of(observation))
+        return None, {"action": _draw(self.spec, drawn, action_mask(observation, self.spec))[0]}
 
     @override
     def actor(self, inputs: ActorInputs, /) -> RandomActor:

@@ -1,0 +1,284 @@
+"""Policies on a GPU that is not there: outputs and states lie on it, and no step waits for the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictSequential,
+)
+from torch import Tensor, nn
+
+import funcollect as fc
+from funcollect.core.exploration import exploration_values
+from funcollect.core.request import Request, open_actor
+from funcollect.keys import key_from_seed
+from funcollect.policies import base
+from funcollect.policies.random_policy import RandomPolicy
+from funcollect.specs import ActionSpec
+from tests.support.fake_cuda import CUDA, FakeCuda, Linear, devices_of
+
+P, STEPS, SIZE = 3, 4, 8
+SAMPLED = fc.ExplorationType.RANDOM
+
+DISCRETE = ActionSpec(spaces.Discrete(2))
+BOX = ActionSpec(spaces.Box(-1, 2, (1,), np.float32))
+logits = fc.heads.from_distribution(partial(torch.distributions.Categorical, validate_args=False), "logits")
+
+HEADS: dict[str, tuple[Any, ActionSpec]] = {
+    "no head": (None, DISCRETE),
+    "categorical": (fc.heads.categorical, DISCRETE),
+    "categorical, several": (fc.heads.categorical, ActionSpec(spaces.MultiDiscrete([2, 3], start=[1, 0]))),
+    "categorical, one-hot": (fc.heads.categorical, ActionSpec(spaces.Discrete(2), one_hot=True)),
+    "greedy": (fc.heads.greedy, DISCRETE),
+    "epsilon_greedy": (fc.heads.epsilon_greedy(0.5), DISCRETE),
+    "boltzmann": (fc.heads.boltzmann(2.0), DISCRETE),
+    "normal": (fc.heads.normal, BOX),
+    "tanh_normal": (fc.heads.tanh_normal, BOX),
+    "from_distribution": (logits, DISCRETE),
+}
+
+
+class Shorten(nn.Module):
+    """A module without parameters, of the first components."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, : self.size]
+
+
+class Memory(nn.Module):
+    """A recurrent module."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.layer = Linear(SIZE, size, device=CUDA)
+
+    def forward(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x), hidden + x[:, :2]
+
+
+def a_recurrent_function(size: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    return lambda x, hidden: (x[:, :size] + hidden[:, :1], hidden + 1)
+
+
+class Acting(nn.Module):
+    """Returns the actions with the largest of another module's numbers, and its state if it has one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, *state: Tensor) -> Any:
+        return acting(self.module, x, *state)
+
+
+def acting(module: Any, x: Tensor, *state: Tensor) -> Any:
+    answer = module(x, *state)
+    return (answer[0].argmax(-1), answer[1]) if state else answer.argmax(-1)
+
+
+def without_head(module: Any) -> Any:
+    return Acting(module) if isinstance(module, nn.Module) else partial(acting, module)
+
+
+FORMS: dict[str, tuple[Callable[[int], Any], Any]] = {  # and the recurrent state
+    "function": (lambda size: lambda x: x[:, :size], None),
+    "module without parameters": (Shorten, None),
+    "module": (lambda size: Linear(SIZE, size, device=CUDA), None),
+    "recurrent function": (a_recurrent_function, torch.zeros(2)),
+    "recurrent module": (Memory, torch.zeros(2)),
+}
+
+
+def run(make: Callable[[], Any], spec: ActionSpec, *, masked: bool = False, random_steps: int = 0, **given: Any) -> Any:
+    """Three rollouts and a call of a policy over observations on a GPU; return the columns of the last rollout."""
+    with FakeCuda() as mode:
+        policy = make()
+        tensor = torch.zeros(P, SIZE, device=CUDA)
+        allowed = torch.ones(P, spec.choices, dtype=torch.int8, device=CUDA)
+        observation = {"action_mask": allowed, "seen": tensor} if masked else tensor
+        key = key_from_seed(0)
+        state: Any = SimpleNamespace(key=key, lane_ids=np.arange(P), num_lanes=P, policy_state=policy.init(key, P))
+        values = exploration_values(policy, given, 0)
+        env: Any = SimpleNamespace(action_spec=spec, num_envs=P)
+        for rollout, way in enumerate([SAMPLED, SAMPLED, fc.ExplorationType.DETERMINISTIC]):
+            asked = Request(length=STEPS, random_steps=random_steps, exploration_type=way, exploration=values)
+            state.step, state.steps_made = torch.zeros(P, dtype=torch.int64, device=CUDA), rollout * STEPS
+            actor = open_actor(env, policy, state, asked, observation)
+            with actor.running():
+                if policy.remembers(state.policy_state):
+                    actor.restart([0, 2])  # as `crossing` does, which keeps the steps on the host
+                mode.waits.clear()
+                for t in range(STEPS):
+                    assert actor.act(t).device == CUDA
+                    if policy.remembers(state.policy_state):
+                        actor.restart(torch.zeros(P, dtype=torch.bool, device=CUDA))
+                assert mode.waits == []
+                state.policy_state, columns = actor.finish()
+            assert devices_of(columns) == {CUDA}
+            assert devices_of(getattr(state.policy_state, "recurrent", state.policy_state)) <= {CUDA}
+        if not isinstance(policy, Own):  # which gets its arguments as they are
+            noise = policy.noise(spec)
+            drawn = None if noise is None else torch.zeros(P, *([2] if noise.kind == "keys" else noise.shape))
+            exploration = fc.Exploration(SAMPLED, values)
+            _, outputs = policy(None, policy.init(key, P), observation, drawn, spec, exploration)
+            assert devices_of(outputs) == {CUDA}
+    return columns
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", HEADS)
+def test_a_torch_policy(name: str, form: str) -> None:
+    (head, spec), (make, initial) = HEADS[name], FORMS[form]
+    size = spec.choices or 2
+    given = dict.fromkeys(head.values if head else (), 0.25)
+
+    def policy() -> fc.Policy:
+        module = make(size) if head else without_head(make(size))
+        return fc.torch_policy(module, head=head, initial_state=initial, record_state=True)
+
+    columns = run(policy, spec, **given)
+    assert (initial is None) or ("recurrent",) in columns
+
+
+NETWORK = ["observation"], ["logits"]
+DRAW = {"in_keys": ["logits"], "out_keys": ["action"], "return_log_prob": True, "default_interaction_type": "random"}
+
+
+def tensordict_actor() -> fc.Policy:
+    """What TorchRL's probabilistic actors are."""
+    network = TensorDictModule(Linear(SIZE, 2, device=CUDA), *NETWORK)
+    distribution = partial(torch.distributions.Categorical, validate_args=False)
+    draw = ProbabilisticTensorDictModule(distribution_class=distribution, **DRAW)
+    return fc.tensordict_policy(ProbabilisticTensorDictSequential(network, draw))
+
+
+def reader_of_is_init() -> fc.Policy:
+    network = TensorDictModule(Linear(SIZE, 2, device=CUDA), *NETWORK)
+    choice = TensorDictModule(
+        lambda x, first: x.argmax(-1).masked_fill(first[:, 0], 0), ["logits", "is_init"], ["action"]
+    )
+    return fc.tensordict_policy(TensorDictSequential(network, choice))
+
+
+def carrier() -> fc.Policy:
+    """A function that reads what it wrote."""
+
+    def act(batch: Any) -> Any:
+        count = batch.get("count", None)
+        batch["count"] = batch["observation"][:, 0] if count is None else count + 1
+        batch["action"] = batch["observation"].argmax(-1) % 2
+        return batch
+
+    return fc.tensordict_policy(act)
+
+
+def with_hidden_state() -> fc.Policy:
+    def act(x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return x.argmax(-1) % 2, hidden + x[:, :2]
+
+    module = TensorDictModule(act, ["observation", "hidden"], ["action", ("next", "hidden")])
+    return fc.tensordict_policy(module, initial_state={"hidden": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("policy", [tensordict_actor, reader_of_is_init, carrier, with_hidden_state])
+def test_a_policy_on_a_tensordict(policy: Callable[[], fc.Policy]) -> None:
+    run(policy, DISCRETE)
+
+
+RANDOM = {
+    "Discrete": spaces.Discrete(2),
+    "MultiDiscrete": spaces.MultiDiscrete([2, 3], start=[1, 0]),
+    "MultiBinary": spaces.MultiBinary(3),
+    "Box": spaces.Box(-1, 2, (2,), np.float32),
+    "Box, unbounded": spaces.Box(np.float32([-1, -np.inf]), np.inf, (2,), np.float32),
+    "Box, integers": spaces.Box(-1, 2, (2,), np.int32),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_actions(name: str) -> None:
+    spec = ActionSpec(RANDOM[name])
+    run(lambda: RandomPolicy(spec), spec)
+
+
+def test_random_actions_that_a_mask_allows() -> None:
+    run(lambda: RandomPolicy(DISCRETE), DISCRETE, masked=True)
+
+
+@pytest.mark.parametrize("name", ["categorical", "epsilon_greedy", "tanh_normal"])
+def test_random_actions_in_the_place_of_the_first_ones(name: str) -> None:
+    head, spec = HEADS[name]
+    run(lambda: fc.torch_policy(Linear(SIZE, 2, device=CUDA), head=head), spec, random_steps=2)
+
+
+class Own(fc.PolicyBase):
+    """A policy of a user's own, with noise and a state, which knows of no device."""
+
+    backend, params = "torch", None
+
+    def noise(self, spec: Any, /) -> fc.Noise:
+        return fc.Noise(kind="gumbel", shape=(2,))
+
+    def init(self, key: Any, num_envs: int, /) -> dict[str, Tensor]:
+        return {"count": torch.zeros(num_envs)}
+
+    def __call__(self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Any, /) -> Any:
+        count = state["count"] + 1
+        return {"count": count}, {"action": (observation[:, :2] + noise).argmax(-1), "count": count}
+
+
+def test_a_policy_of_ones_own() -> None:
+    run(Own, DISCRETE)
+
+
+class OwnInJax(Own):
+    """The same in JAX, without noise."""
+
+    backend = "jax"
+
+    def noise(self, spec: Any, /) -> None:
+        return None
+
+    def init(self, key: Any, num_envs: int, /) -> dict[str, Any]:
+        return {"count": jnp.zeros(num_envs)}
+
+    def __call__(self, params: Any, state: Any, observation: Any, noise: Any, spec: Any, exploration: Any, /) -> Any:
+        assert isinstance(observation, jax.Array)
+        count = state["count"] + 1
+        return {"count": count}, {"action": observation[:, :2].argmax(-1), "count": count}
+
+
+def test_a_policy_of_ones_own_in_jax_gets_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "array_over", lambda leaf: jnp.zeros(leaf.shape))
+    monkeypatch.setattr(base, "jax_view", lambda mask: jnp.zeros(mask.shape, bool))
+    dtypes = {"int32": torch.int32, "float32": torch.float32}
+    monkeypatch.setattr(base, "tensor_over", lambda x: torch.zeros(x.shape, dtype=dtypes[x.dtype.name], device=CUDA))
+    run(OwnInJax, DISCRETE)
+
+
+def test_what_waits_is_noticed() -> None:
+    with FakeCuda() as mode:
+        x = torch.zeros(3, device=CUDA)
+        x + 0.5 * torch.ones(())
+        assert mode.waits == []
+        x.sum().item()
+        x.cpu()
+        torch.zeros(3).to(CUDA)
+        assert mode.waits == ["item", "cpu", "to"]

@@ -1,0 +1,147 @@
+"""Tensors of a GPU without one: they have shapes and devices, but no numbers, and record what waits for the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest import mock
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from funcollect import keys
+from funcollect.core import request
+from funcollect.policies import random_policy
+from funcollect.policies.actors import actor
+from funcollect.policies.tensordict_modules import actor as tensordict_actor
+from funcollect.policies.torch_modules import torch_policy
+from funcollect.tree import NAMESPACE
+
+CUDA = torch.device("cuda", 0)
+
+
+class Linear(nn.Linear):
+    """A layer that can be made on a device that is not there."""
+
+    def reset_parameters(self) -> None:
+        """Leave the parameters as they are."""
+
+
+class FakeCuda(TorchFunctionMode):
+    """Makes the CUDA device usable within ``with``.
+
+    Attributes:
+        waits: the names of the functions that brought numbers from the host to the device, or back, so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._patches = [
+            *(mock.patch.object(module, "memory_of", id) for module in (actor, torch_policy)),  # there is no memory
+            *(mock.patch.object(module, "draw_ahead", _noise) for module in (request, random_policy)),  # no numbers
+            *(
+                mock.patch.object(module, "torch_generator", _no_generator)
+                for module in (torch_policy, tensordict_actor)
+            ),
+        ]
+
+    def __enter__(self) -> FakeCuda:
+        for patch in self._patches:
+            patch.start()
+        self._fake.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._fake.__exit__(*error)
+        for patch in self._patches:
+            patch.stop()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if function in _READS and _on_cuda(args):
+            self.waits.append(name)
+            return _READS[function]
+        answer = _STAND_INS.get(function, function)(*args, **(kwargs or {}))
+        from_host = bool(_tensors(args)) and not _on_cuda((args, kwargs))
+        if isinstance(answer, Tensor) and (from_host if answer.is_cuda else _on_cuda(args)):
+            self.waits.append(name)
+        return answer
+
+
+def devices_of(tree: Any) -> set[torch.device]:
+    """The devices of all tensors in a pytree."""
+    return {leaf.device for leaf in _tensors(tree)}
+
+
+def _noise(noise: keys.Noise, key: Any, lanes: Any, start: int, length: int, *_: Any, **__: Any) -> Tensor:
+    return torch.zeros(length, len(lanes), *([2] if noise.kind == "keys" else noise.shape))
+
+
+def _no_generator(state: Tensor, device: torch.device) -> AbstractContextManager[None]:
+    assert device == CUDA
+    return nullcontext()
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in optree.tree_leaves(tree, namespace=NAMESPACE) if isinstance(leaf, Tensor)]
+
+
+def _on_cuda(tree: Any) -> bool:
+    return CUDA in devices_of(tree)
+
+
+def _selected(tensor: Tensor, index: Any) -> Tensor:
+    """What ``tensor[index]`` is, by operators, since Torch's own needs the library of the device."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(part, Tensor) for part in parts):
+        return torch.ops.aten.index.Tensor(tensor, list(parts))
+    if Ellipsis in parts:
+        at, named = parts.index(Ellipsis), sum(part is not None for part in parts) - 1
+        parts = (*parts[:at], *[slice(None)] * (tensor.ndim - named), *parts[at + 1 :])
+    axis = 0
+    for part in parts:
+        if isinstance(part, int):
+            tensor = tensor.select(axis, part)
+            continue
+        if part is None:
+            tensor = tensor.unsqueeze(axis)
+        else:
+            start, stop, _ = part.indices(tensor.shape[axis])
+            tensor = torch.narrow(tensor, axis, start, max(stop - start, 0))
+        axis += 1
+    return tensor
+
+
+def _assign(tensor: Tensor, index: Any, value: Any) -> None:
+    if not tensor.is_cuda:
+        tensor[index] = value
+        return
+    part = _selected(tensor, index)
+    fill = torch.ops.aten.copy_.default if isinstance(value, Tensor) else torch.ops.aten.fill_.Scalar
+    fill(part, value)
+
+
+def _stacked(tensors: Any, dim: int = 0, *, out: Tensor | None = None) -> Tensor:
+    stacked = torch.stack(tensors, dim)
+    return stacked if out is None else torch.ops.aten.copy_.default(out, stacked)
+
+
+_READS: Mapping[Any, Any] = {
+    Tensor.item: 0.0,
+    Tensor.__bool__: False,
+    torch.equal: True,
+}
+_STAND_INS: Mapping[Any, Callable[..., Any]] = {
+    Tensor.__getitem__: _selected,
+    Tensor.__setitem__: _assign,
+    Tensor.copy_: torch.ops.aten.copy_.default,
+    torch.stack: _stacked,
+}
