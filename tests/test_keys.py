@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 
@@ -15,11 +16,13 @@ from funcollect.keys import (
     Purpose,
     draw_ahead,
     fold,
+    generator_state,
     key_from_seed,
     lane_keys,
     normals,
     random_words,
     seed_of,
+    torch_generator,
     uniforms,
 )
 from funcollect.policies.jax_functions.noise import drawing
@@ -252,3 +255,51 @@ def test_noise_leaves_every_global_generator_as_it_was() -> None:
     draw_ahead(Noise(kind="normal"), KEY, np.arange(5), 0, 10)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (np.random.get_state()[1] == before[1]).all()
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> torch.Generator:
+    """A generator in the place of a GPU's."""
+    generator = torch.Generator()
+    stand_ins = {
+        "device": lambda device: contextlib.nullcontext(),
+        "manual_seed": generator.manual_seed,
+        "get_rng_state": lambda device: generator.get_state(),
+        "set_rng_state": lambda state, device: generator.set_state(state),
+        "is_current_stream_capturing": lambda: False,
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    return generator
+
+
+def test_the_generator_of_a_device_follows_from_the_state_and_is_restored(on_device: torch.Generator) -> None:
+    state, before = generator_state(3), on_device.get_state()
+
+    def drawn(state: torch.Tensor) -> torch.Tensor:
+        with torch_generator(state, torch.device("cuda", 0)):
+            return torch.rand(4, generator=on_device)
+
+    def fail() -> None:
+        with torch_generator(state, torch.device("cuda", 0)):
+            torch.rand(4, generator=on_device)
+            raise RuntimeError("of the module")
+
+    copy = state.clone()
+    one, two, again = drawn(state), drawn(state), drawn(copy)
+    assert torch.equal(on_device.get_state(), before)
+    assert torch.equal(one, again)
+    assert not torch.equal(one, two)
+    with pytest.raises(RuntimeError, match="of the module"):
+        fail()
+    assert torch.equal(on_device.get_state(), before)
+
+
+def test_a_capture_leaves_the_generator_of_its_device_alone(
+    on_device: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for name in ("manual_seed", "get_rng_state", "set_rng_state"):
+        monkeypatch.delattr(torch.cuda, name)
+    with torch_generator(generator_state(3), torch.device("cuda", 0)):
+        pass

@@ -15,6 +15,7 @@ import funcollect as fc
 from funcollect.core import routes
 from funcollect.envs.jax_envs.gymnax_env import from_gymnax
 from funcollect.interop.jax_setup import compiled
+from funcollect.policies.torch_in_jax import lowered_policy
 from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
 from tests.support.cases import Recurrent, mlp, tensordict_actor, torch_mlp, torch_normal, torch_recurrent
@@ -431,3 +432,26 @@ def test_a_lowered_policy_is_a_policy_of_jax(cartpole):
     with pytest.raises(TypeError, match="expected one over a Torch module"):
         fc.lower_policy(fc.random_policy(cartpole), cartpole)
     assert compiled(policy, "lay out", None)._cache_size() == 1
+
+
+def test_a_module_is_lowered_where_it_is(monkeypatch):
+    """A GPU's module takes inputs on the GPU; here on another device that has shapes only."""
+    monkeypatch.setattr(lowered_policy, "_check_answer", lambda *_: None)
+    policy = torch_recurrent(fc.make_env("CartPole-v1"))
+    policy.replace(policy.module.to("meta"))
+    assert LoweredPolicy(policy, torch.zeros(3, 4), fc.ExplorationType.RANDOM).lowered.names
+
+
+def test_a_lowered_module_is_compared_in_full_precision(cartpole, monkeypatch):
+    seen, traced = [], LoweredPolicy.traced
+
+    def noting(*given):
+        seen.append(jax.config.jax_default_matmul_precision)
+        return traced(*given)
+
+    monkeypatch.setattr(LoweredPolicy, "traced", noting)
+    policy = torch_mlp(cartpole)
+    assert way(cartpole, policy) == "xla"
+    assert seen == ["highest"]
+    collect(cartpole, policy, 3)
+    assert set(seen[1:]) == {None}

@@ -9,6 +9,7 @@ from tensordict import NonTensorData, TensorDict
 
 from funcollect.errors import BridgeError
 from funcollect.interop import to_jax, to_torch, words
+from funcollect.interop.bridge import argument
 from funcollect.interop.memory import aligned
 
 DTYPES = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "float16", "bfloat16", "float32", "complex64")
@@ -203,3 +204,14 @@ def test_on_a_gpu_both_ways_share_memory():
         assert tensor.is_cuda
         assert tensor.data_ptr() == array.unsafe_buffer_pointer()
         assert to_jax(tensor).unsafe_buffer_pointer() == tensor.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_an_argument_from_the_cpu_is_not_committed_to_it(dtype):
+    tensor = torch.arange(6).reshape(2, 3).to(dtype)
+    given = argument(tensor.T)
+    assert isinstance(given, np.ndarray)
+    assert not jnp.asarray(given).committed
+    assert torch.equal(to_torch(jnp.asarray(given)).to(dtype), tensor.T)
+    with pytest.raises(BridgeError, match="holds 1099511627776"):
+        argument(torch.tensor(2**40))

@@ -108,8 +108,9 @@ def _check_answer(policy: LoweredPolicy, observation: Any, recurrent: Any) -> No
     if before != settings_of(module):
         raise LoweringError(f"{type(module).__name__} changes its own attributes when called: return them as a state")
     inputs: Any = optree.tree_map(argument, plain(given if recurrent is not None else given[:1]))
+    params = policy.prepare(None)
     with import_jax().default_matmul_precision("highest"):  # the rounding of a GPU's products is no difference
-        ours = import_jax().jit(policy.apply)(policy.prepare(None), *inputs)
+        ours = import_jax().jit(policy.apply)(params, *inputs)
     eager = plain(eager)
     policy.note(eager, *copied)
     pairs = zip(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 import funcollect as fc
 from funcollect.envs import Transition
 from funcollect.errors import LoweringError
+from funcollect.interop import cuda_graph
 from funcollect.keys import LaneKeys
 from tests.support.captured_calls import capture_on_the_cpu
 from tests.support.compare import assert_same
@@ -226,3 +229,51 @@ def test_what_cannot_be_captured(monkeypatch):
     monkeypatch.setattr(Windy, "reads", True)
     with pytest.raises(LoweringError, match=r"cannot capture the steps of .*: read no value of a tensor on the host"):
         fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
+
+
+def test_random_numbers_of_a_module_follow_from_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = fc.make_env(CARTPOLE, num_envs=4)
+    module = nn.Sequential(nn.Linear(4, 32), nn.Dropout(0.5), nn.Linear(32, 2))
+    policy = fc.torch_policy(module, head=fc.heads.categorical, compile="cudagraph")
+    capture_on_the_cpu(monkeypatch)
+    state, before = fc.init(env, policy, seed=0), torch.get_rng_state()
+    after, one = fc.rollout(env, policy, state, 40)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(5)
+    assert_same(one, fc.rollout(env, policy, state, 40)[1])
+    assert not torch.equal(state.policy_state.generator, after.policy_state.generator)
+
+
+def test_after_a_failed_capture_the_stream_is_the_one_from_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = ["own"]
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            """Nothing runs."""
+
+    class Graph:
+        """What Torch does: if the end of a capture raises, the stream of the capture stays."""
+
+        def __init__(self, graph: Any, **_: Any) -> None:
+            """There is nothing to keep."""
+
+        def __enter__(self) -> None:
+            current[0] = "capture"
+
+        def __exit__(self, *error: object) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    stand_ins = {
+        "device": lambda device: nullcontext(),
+        "Stream": Stream,
+        "stream": lambda stream: nullcontext(),
+        "current_stream": lambda: SimpleNamespace(name=current[0], wait_stream=lambda other: None),
+        "set_stream": lambda stream: current.__setitem__(0, stream.name),
+        "CUDAGraph": SimpleNamespace,
+        "graph": Graph,
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    with pytest.raises(RuntimeError, match="during capture"):
+        cuda_graph.capture(lambda: None, torch.device("cuda"))
+    assert current == ["own"]

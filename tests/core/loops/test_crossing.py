@@ -1,5 +1,8 @@
 """Torch policies called at each step of JAX environments: the data that the fused loop would give."""
 
+from types import SimpleNamespace
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -252,3 +255,13 @@ def test_a_program_draws_the_same_words_as_numpy(lanes, length, width):
         steps = np.arange(start, start + length)[:, None]
         drawn = crossing._draw_words(env, keys, steps, width)
         np.testing.assert_array_equal(drawn, random_words(keys, steps, width))
+
+
+def test_on_a_gpu_a_strided_action_crosses(monkeypatch):
+    numpy = SimpleNamespace(zeros=lambda shape, device: torch.zeros(shape))
+    monkeypatch.setattr(crossing, "import_jax", lambda: SimpleNamespace(numpy=numpy))
+    monkeypatch.setattr(crossing, "torch_view", lambda array: array)
+    cross = crossing._crosser(fc.make_env("Pendulum-v1").action_spec, SimpleNamespace(platform="gpu"))
+    answer = torch.randn(3, 2)
+    np.testing.assert_array_equal(cross(answer.chunk(2, -1)[0]), answer[:, :1])
+    np.testing.assert_array_equal(cross(answer[:1, :1].expand(3, 1)), answer[:1, :1].expand(3, 1))

@@ -47,6 +47,36 @@ def test_a_recurrent_state_begins_anew_with_each_episode(over_tensors):
     assert torch.equal(batch["count"].long(), batch["collector", "step"])
 
 
+class Counting(fc.PolicyBase):
+    """A policy of a user's own with noise, and a state."""
+
+    backend, params = "jax", None
+
+    def noise(self, spec, /):
+        return fc.Noise(kind="normal", shape=(2,))
+
+    def init(self, key, num_envs, /):
+        return jnp.zeros(num_envs, jnp.int32)
+
+    def __call__(self, params, count, observation, noise, spec, exploration, /):
+        action = (observation[:, 2] + noise.sum(-1) > 0).astype(jnp.int32)
+        return count + 1, {"action": action, "count": count}
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "torch/CartPole-v1"])
+def test_the_state_of_a_policy_of_ones_own_begins_anew_with_each_episode(name):
+    batch = collect(make_env(name, 3), Counting(), 60)
+    assert torch.equal(batch["count"].long(), batch["collector", "step"])
+    assert batch["next", "done"].any()
+
+
+def test_a_policy_of_ones_own_answers_as_over_rows(over_tensors, request):
+    env = make_env("torch/CartPole-v1", 3)
+    over = collect(env, Counting(), 40)
+    request.getfixturevalue("monkeypatch").undo()
+    assert_same(over, collect(env, Counting(), 40))
+
+
 def test_nan_from_the_policy_is_said(over_tensors):
     env = make_env("torch/Pendulum-v1", 3)
     policy = fc.jax_policy(lambda params, x: x[:, :1] * jnp.nan, None)
