@@ -289,8 +289,9 @@ class _Recurrent:
 
 
 def _recurrent(policy: TorchPolicy | FunctionPolicy, rows: _Leaves, policy_state: Any) -> _Recurrent:
-    start = policy.init(_ANY, 1)
-    initial = start.recurrent if isinstance(policy, TorchPolicy) else start
+    initial = policy.init(_ANY, 1)
+    if isinstance(policy, TorchPolicy):
+        initial = initial.on(rows[_ACTION].device).recurrent
     leaves, treedef = flatten_part(initial)
     if policy_state is None:
         paths: list[Path] = [(name,) for name in recurrent_names(leaves)]
@@ -301,7 +302,9 @@ def _recurrent(policy: TorchPolicy | FunctionPolicy, rows: _Leaves, policy_state
                 "from before the rollout"
             )
         return _Recurrent(initial, treedef, paths, None)
-    given = flatten_part(policy_state.recurrent if isinstance(policy_state, TorchPolicyState) else policy_state)[0]
+    if isinstance(policy_state, TorchPolicyState):
+        policy_state = policy_state.on(rows[_ACTION].device).recurrent
+    given = flatten_part(policy_state)[0]
     if [leaf.shape[1:] for leaf in given] != [leaf.shape[1:] for leaf in leaves]:
         raise ValueError(
             f"policy_state has leaves of the shapes {[tuple(leaf.shape) for leaf in given]}, expected those of a state "

@@ -20,7 +20,7 @@ from funcollect.policies.torch_modules.skeleton import Skeleton
 from funcollect.policies.weights import check_shapes
 from funcollect.protocols import ActorInputs, Exploration
 from funcollect.specs import ActionSpec
-from funcollect.tree import flatten, moved
+from funcollect.tree import NAMESPACE, flatten, moved
 
 Compiler = Literal["xla", "callback", "eager", "inductor", "cudagraph"]
 
@@ -36,9 +36,11 @@ class TorchPolicyState(NamedTuple):
 
     def on(self, device: torch.device) -> TorchPolicyState:
         """The same state on `device`, except for that of the generator."""
-        if self.recurrent is None and self.carried is None:
+        parts: Any = (self.recurrent, self.carried)
+        if all(leaf.device == device for leaf in optree.tree_leaves(parts, namespace=NAMESPACE)):
             return self
-        return self._replace(recurrent=moved(self.recurrent, device), carried=moved(self.carried, device))
+        recurrent, carried = moved(parts, device)
+        return self._replace(recurrent=recurrent, carried=carried)
 
 
 def check_compiler(compiler: str | None, without: Sequence[str] = ()) -> None:
