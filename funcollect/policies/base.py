@@ -63,7 +63,7 @@ class PolicyBase(ABC):
         return None
 
     def init(self, key: Key, num_envs: int, /) -> Any:
-        """The policy's initial state; its leaves are [P, ...]."""
+        """The policy's initial state; its leaves are [P, ...], and tensors are brought to the observation's device."""
         return None
 
     def prepare(self, params: Any, /) -> Any:

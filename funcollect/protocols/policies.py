@@ -125,7 +125,10 @@ class Policy(Protocol):
         """The noise to draw in advance for each lane and step, or None."""
 
     def init(self, key: Key, num_envs: int, /) -> Any:
-        """The policy's state at the start of a run: its recurrent state, or that of its random generator."""
+        """The policy's state at the start of a run: its recurrent state, or that of its random generator.
+
+        The loop brings tensors in it to the device of the observation.
+        """
 
     def prepare(self, params: Any, /) -> Any:
         """Check parameters and convert them to the form that the call takes.
