@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from funcollect.threefry import Words, hashed, hashed_in_numpy
 
@@ -35,6 +36,8 @@ Key = npt.NDArray[np.uint32]  # [2]
 
 _LOW = 0xFFFFFFFF
 _HASHES = 1 << 14  # at a time, so that they stay in the processor's cache
+_HASHES_ON_DEVICE = 1 << 22  # at a time, so that they take 32 MB for each intermediate result
+_KEYS_ON_DEVICE: Any = WeakIdKeyDictionary()  # of the lanes [P] of a run, by its seed and the purpose
 _FEW = 6  # hashes; fewer are faster with Python integers than with NumPy
 
 
@@ -107,6 +110,16 @@ def lane_keys(key: Key, purpose: Purpose, lanes: npt.NDArray[np.int64]) -> tuple
     return _lane_keys(seed_of(key), purpose, lanes.tobytes())
 
 
+def _keys_on_device(key: Key, purpose: Purpose, lanes: Tensor) -> tuple[Tensor, Tensor]:
+    """What `lane_keys` returns for lanes on a device, as int64 tensors there: computed once, by a hundred kernels."""
+    known = _KEYS_ON_DEVICE.setdefault(lanes, {})
+    which = seed_of(key), purpose
+    if which not in known:
+        known[which] = hashed(fold(key, purpose), 0, lanes)
+    found: tuple[Tensor, Tensor] = known[which]
+    return found
+
+
 def random_words(keys: tuple[Words, Words], numbers: npt.NDArray[np.int64], width: int) -> Words:
     """The words [T, P, width] of lanes with these keys [P] at the steps or episodes `numbers`, [T, P] or [T, 1]."""
     draws, length, lanes = -(-width // 2), len(numbers), len(keys[0])
@@ -147,7 +160,7 @@ def normals(uniform: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 def draw_ahead(
     noise: Noise,
     key: Key,
-    lanes: npt.NDArray[np.int64],
+    lanes: npt.NDArray[np.int64] | Tensor,
     start: int,
     length: int,
     purpose: Purpose = Purpose.NOISE,
@@ -155,9 +168,12 @@ def draw_ahead(
 ) -> Tensor:
     """The noise of a whole rollout: [length, P, *shape] float32, or uint32 keys [length, P, 2] or [length, 2].
 
-    `draw` draws its words, as `random_words` does.
+    `draw` draws its words, as `random_words` does. Noise of `lanes` in a tensor is drawn on its device, where the
+    logarithms of other kinds than ``uniform`` may round differently.
     """
     drawing = lanes[:1] if noise.kind == "key" else lanes
+    if isinstance(drawing, Tensor):
+        return _drawn_on_device(noise, _keys_on_device(key, purpose, drawing), start, length)
     steps = np.arange(start, start + length)[:, None]
     words = draw(lane_keys(key, purpose, drawing), steps, noise.words)
     if noise.kind == "key":
@@ -170,6 +186,35 @@ def draw_ahead(
     elif noise.kind == "normal":
         drawn = normals(drawn)
     return torch.from_numpy(drawn.reshape(length, len(lanes), *noise.shape))
+
+
+def _drawn_on_device(noise: Noise, keys: tuple[Tensor, Tensor], start: int, length: int) -> Tensor:
+    """What `draw_ahead` returns, computed by Torch where the lanes' keys [P] are."""
+    steps = torch.arange(start, start + length, device=keys[0].device)[:, None]
+    draws = -(-noise.words // 2)
+    at_a_time = max(1, _HASHES_ON_DEVICE // max(len(keys[0]) * draws, 1))
+    parts = [torch.stack(_words_on_device(keys, part, draws), -1) for part in torch.split(steps, at_a_time)]
+    drawn = torch.cat([_shaped(noise, part.flatten(-2)[..., : noise.words]) for part in parts])
+    return drawn[:, 0] if noise.kind == "key" else drawn
+
+
+def _words_on_device(keys: tuple[Tensor, Tensor], numbers: Tensor | int, draws: int) -> tuple[Tensor, Tensor]:
+    """The words ``2j`` and ``2j + 1`` for each j below `draws`, each [..., draws] int64, of lanes' keys [P]."""
+    numbers = numbers if isinstance(numbers, int) else numbers[..., None]
+    one = torch.arange(1, 1 + draws, device=keys[0].device) | numbers >> 32 << 16
+    return hashed((keys[0][:, None], keys[1][:, None]), one, numbers & _LOW)
+
+
+def _shaped(noise: Noise, words: Tensor) -> Tensor:
+    """The noise of some steps from their words [T, P, words] int64."""
+    if noise.kind in ("key", "keys"):
+        return words.to(torch.uint32)
+    drawn = ((words >> 9).float() + 0.5) * 2.0**-23
+    if noise.kind == "gumbel":
+        drawn = -(-drawn.log()).log()
+    elif noise.kind == "normal":
+        drawn = torch.special.ndtri(drawn.double()).float()
+    return drawn.view(*words.shape[:2], *noise.shape)
 
 
 @dataclass(frozen=True)
@@ -191,7 +236,7 @@ class LaneKeys:
         """The randomness of `lanes` [P] under a run's key, on their device."""
         if lanes.device.type == "cpu":
             return cls(lanes, lane_keys(key, purpose, lanes.numpy()), numbers)
-        return cls(lanes, hashed(fold(key, purpose), 0, lanes), numbers)
+        return cls(lanes, _keys_on_device(key, purpose, lanes), numbers)
 
     def __len__(self) -> int:
         """P."""
@@ -205,9 +250,7 @@ class LaneKeys:
             drawn = random_words(self.keys, rows, 2 * count).astype(np.int64)
             words: tuple[Tensor, ...] = torch.from_numpy(drawn.reshape(-1, count, 2)).unbind(-1)
         else:
-            numbers = numbers if isinstance(numbers, int) else numbers[:, None]
-            one = torch.arange(1, 1 + count, device=self.keys[0].device) | numbers >> 32 << 16
-            words = hashed((self.keys[0][:, None], self.keys[1][:, None]), one, numbers & _LOW)
+            words = _words_on_device(self.keys, numbers, count)
         return ((words[0] << 20 | words[1] >> 12).double() + 0.5) * 2.0**-52
 
 

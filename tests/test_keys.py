@@ -132,6 +132,19 @@ def test_lane_uniforms_have_the_words_of_random_words() -> None:
         assert not torch.equal(drawn.uniform(3), LaneKeys.of(KEY, Purpose.DYNAMICS, lanes, number).uniform(3))
 
 
+@pytest.mark.parametrize("kind", ["uniform", "gumbel", "normal", "keys", "key"])
+def test_noise_that_tensors_draw_is_that_of_numpy(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("funcollect.keys._HASHES_ON_DEVICE", 20)  # so that rows come in several parts
+    lanes = np.array([0, 3, 2**31])
+    for shape in ((), (3,), (2, 2)):
+        noise = Noise(kind=kind, shape=() if "key" in kind else shape)
+        for start in (0, 2**32 - 2):
+            drawn = draw_ahead(noise, KEY, lanes, start, 5)
+            on_device = draw_ahead(noise, KEY, torch.from_numpy(lanes), start, 5)
+            assert on_device.dtype == drawn.dtype
+            torch.testing.assert_close(on_device, drawn, rtol=2e-6, atol=1e-6 if kind == "gumbel" else 0)
+
+
 def test_episode_seeds_fit_gymnasium_and_differ() -> None:
     seeds = [fold(KEY, Purpose.RESET, lane, episode)[0] for lane in range(40) for episode in range(50)]
     assert all(0 <= seed < 2**32 for seed in seeds)

@@ -116,7 +116,9 @@ def inputs_of(
 ) -> ActorInputs:
     """Return a policy's inputs for this rollout; its noise is drawn ahead, from words that `draw` draws."""
     spec = env.action_spec
-    lanes, steps = state.lane_ids, state.steps_made
+    steps = state.steps_made
+    on_device = isinstance(state.lane, Tensor) and state.lane.device.type != "cpu" and policy.backend == "torch"
+    lanes = state.lane if on_device else state.lane_ids
     noise = policy.noise(spec)
     drawn = None if noise is None else draw_ahead(noise, state.key, lanes, steps, request.length, draw=draw)
     initial_state = policy.init(state.key, state.num_lanes)

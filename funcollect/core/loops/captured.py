@@ -32,6 +32,7 @@ from funcollect.tree import NAMESPACE, Path, select
 init, reset, recover, fork = tensor.init, tensor.reset, tensor.recover, tensor.fork
 
 STEPS = 32  # of one graph
+_SPARES = 4  # starts of episodes that a graph makes for each lane at first
 _MOST_GRAPHS = 8  # that a policy keeps
 
 
@@ -53,6 +54,7 @@ class _After(NamedTuple):
     buffers: dict[str, Tensor]
     columns: dict[Path, Tensor]  # [K, P, ...]
     recorded: list[Tensor]  # of the policy
+    short: Tensor  # bool [], whether a lane has begun more episodes than it had spare starts
 
 
 def check_capture(env: Any, policy: Any) -> None:
@@ -77,6 +79,8 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
     inputs = replace(inputs, **states)  # a graph cannot copy them from the host
     noise = None if inputs.noise is None else inputs.noise.to(env.device)
     before = _begin(env, policy, state, inputs)
+    spares: dict[int, int] = memo_of(policy).setdefault("spare starts", {})  # by environment
+    short = torch.zeros((), dtype=torch.bool, device=env.device)
     generator = inputs.policy_state.generator.clone()
     columns: dict[Path, Tensor] = {}
     recorded: list[Tensor] = []
@@ -85,7 +89,9 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
             steps = slice(start, min(start + STEPS, request.length))
             before = before._replace(noise=None if noise is None else noise[steps])
             part = replace(request, length=steps.stop - start, columns=NOWHERE)
-            after, actor = _graph(env, policy, part, inputs, before)(before)
+            count = min(spares.get(origin_of(env), _SPARES), part.length) if request.reset_when_done else 0
+            after, actor = _graph(env, policy, part, inputs, before, count)(before)
+            short = short | after.short
             if start == 0:
                 columns = {path: request.column(path, column[0]) for path, column in after.columns.items()}
                 recorded = [column.new_empty(request.length, *column.shape[1:]) for column in after.recorded]
@@ -93,6 +99,9 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
             torch._foreach_copy_(rows, [*after.columns.values(), *after.recorded])
             tensors = before.tensors | after.buffers
             before = before._replace(lanes=after.lanes, recurrent=after.recurrent, tensors=tensors)
+    if bool(short):  # from now on with more; as many as a graph has steps suffice
+        spares[origin_of(env)] = min(2 * spares.get(origin_of(env), _SPARES), STEPS)
+        return tensor.run(env, policy, state, request)
     counters, batch = device_delivery.deliver(env, state, request, columns, actor.outputs_of(recorded))
     carried: Any = (after.lanes.env_state, after.recurrent)  # in the graph's memory
     env_state, recurrent = optree.tree_map(torch.clone, carried, namespace=NAMESPACE)
@@ -109,27 +118,28 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
 
 def _begin(env: TorchEnv, policy: TorchPolicy, state: CollectorState, inputs: ActorInputs) -> _Before:
     """What the first graph reads, but for noise."""
-    lanes = TensorLanes.of(env, state)._replace(steps=torch.tensor([state.steps_made], device=env.device))
+    steps = torch.full((1,), state.steps_made, device=env.device)  # `torch.tensor` would wait for its copy
+    lanes = TensorLanes.of(env, state)._replace(steps=steps)
     recurrent = inputs.policy_state.recurrent
     if recurrent is not None:
         recurrent = select(lanes.step == 0, inputs.initial_state.recurrent, recurrent)
-    values = {name: torch.tensor(value, device=env.device) for name, value in inputs.exploration.values.items()}
+    values = {name: torch.full((), value, device=env.device) for name, value in inputs.exploration.values.items()}
     return _Before(lanes, recurrent, policy.tensors(inputs.params), None, values)
 
 
 def _graph(
-    env: TorchEnv, policy: TorchPolicy, request: Request, inputs: ActorInputs, before: _Before
+    env: TorchEnv, policy: TorchPolicy, request: Request, inputs: ActorInputs, before: _Before, spares: int
 ) -> CudaGraph[tuple[_After, TorchActor]]:
     """The graph of these steps, of those that the policy keeps, or a new one."""
     function = None if isinstance(policy.module, nn.Module) else policy.module
-    key = (origin_of(env), request.length, request.max_frames_per_traj, request.reset_when_done)
+    key = (origin_of(env), request.length, request.max_frames_per_traj, request.reset_when_done, spares)
     which = (*key, request.exploration_type, function, policy.settings)
     graphs: list[tuple[Any, CudaGraph[tuple[_After, TorchActor]]]] = memo_of(policy).setdefault("graphs", [])
     for kept, graph in graphs:
         if kept == which and graph.fits(before):
             return graph
     try:
-        graph = CudaGraph(partial(_steps, env, policy, request, inputs), before, env.device)
+        graph = CudaGraph(partial(_steps, env, policy, request, inputs, spares), before, env.device)
     except RuntimeError as error:
         if isinstance(error, FuncollectError | torch.OutOfMemoryError):
             raise
@@ -143,10 +153,12 @@ def _graph(
 
 
 def _steps(
-    env: TorchEnv, policy: TorchPolicy, request: Request, inputs: ActorInputs, before: _Before
+    env: TorchEnv, policy: TorchPolicy, request: Request, inputs: ActorInputs, spares: int, before: _Before
 ) -> tuple[_After, TorchActor]:
     """Make the steps of one graph; return its results, and the actor, which knows the outputs by name."""
     loop = TensorLoop(env, request, before.lanes)
+    if spares:
+        loop.make_spares(spares)
     actor = policy.actor(
         replace(
             inputs,
@@ -160,5 +172,5 @@ def _steps(
     )
     with actor.running():
         loop.run(actor)
-        after = _After(loop.lanes(), actor.recurrent, policy.buffers(), loop.columns, actor.recorded())
+        after = _After(loop.lanes(), actor.recurrent, policy.buffers(), loop.columns, actor.recorded(), loop.short)
     return after, actor

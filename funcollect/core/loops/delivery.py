@@ -6,6 +6,7 @@ environment, so counters of one kind share one array.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,6 +57,12 @@ class TrajectoryLimit:
             self.due.masked_fill_(lanes, t + self._limit)
         else:
             self.due[lanes] = t + self._limit
+
+
+def check_reward(reward: Tensor) -> None:
+    """Raise EnvError for the first NaN among rewards [T, P], or [T, P, players]; of others one number is read."""
+    if math.isnan(reward.sum().item()):  # or a sum of both infinities
+        check_rewards(reward.reshape(*reward.shape[:2], -1).sum(-1).cpu().numpy())
 
 
 def new_columns(rows: Mapping[Path, Tensor], request: Request, *, compact: bool = False) -> dict[Path, Tensor]:

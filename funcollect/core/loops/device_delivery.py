@@ -8,10 +8,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from funcollect.core.loops.delivery import REWARD, ROOT_FLAGS, TERMINATED, TRUNCATED, as_batch
+from funcollect.core.loops.delivery import REWARD, ROOT_FLAGS, TERMINATED, TRUNCATED, as_batch, check_reward
 from funcollect.core.request import Request
 from funcollect.core.state import CollectorState, trajectory_ids
-from funcollect.envs.host.host_env import check_rewards
 from funcollect.policies.actors.checks import check_apart
 from funcollect.protocols import Env
 from funcollect.tree import Path
@@ -46,7 +45,7 @@ def deliver(
         **dict(zip(ROOT_FLAGS, counts.root_flags, strict=True)),
         **{("next", *path): flag for path, flag in zip(ROOT_FLAGS, counts.next_flags, strict=True)},
     }
-    check_rewards(reward.cpu().numpy())
+    check_reward(reward)
     return counts.after, as_batch(columns | outputs | counted, single=env.num_envs is None)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from funcollect.core import traced
 from funcollect.core.loops.blocks import OPTIONS as BLOCKS
 from funcollect.core.loops.blocks import BlockLoop, BlockOptions
-from funcollect.core.loops.delivery import REWARD, ROOT_FLAGS, as_batch
+from funcollect.core.loops.delivery import REWARD, ROOT_FLAGS, as_batch, check_reward
 from funcollect.core.request import Request
 from funcollect.core.state import CollectorState, all_lanes, origin_of, policy_start
 from funcollect.core.traced_step.batch import cast, dtypes_of, recorded_step
@@ -21,7 +20,6 @@ from funcollect.core.traced_step.checks import is_live
 from funcollect.core.traced_step.columns import bucket, constant_columns, empty_columns, recorded_row, write_row
 from funcollect.core.traced_step.keys import run_keys
 from funcollect.core.traced_step.step import Row, StepConfig, make_step_config
-from funcollect.envs.host.host_env import check_rewards
 from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memo import memo_of
@@ -143,9 +141,7 @@ def batch_of(env: JaxEnv, policy: Policy, state: CollectorState, leaves: dict[Pa
 
 def to_batch(env: JaxEnv, leaves: dict[Path, Tensor], outputs: dict[Path, Tensor]) -> TensorDict:
     """Return the batch of an environment's columns [T, P, ...] and a policy's outputs; the rewards are checked here."""
-    reward = leaves[REWARD].detach()
-    if math.isnan(reward.sum().item()):  # or a sum of both infinities
-        check_rewards(reward.reshape(*reward.shape[:2], -1).sum(-1).cpu().numpy())
+    check_reward(leaves[REWARD].detach())
     done = leaves["next", "done"]
     if ROOT_FLAGS[0] not in leaves:
         leaves |= dict(zip(ROOT_FLAGS, done.new_zeros(len(ROOT_FLAGS), *done.shape).unbind(), strict=True))

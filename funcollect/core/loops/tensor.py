@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,8 @@ from funcollect.messages import shown
 from funcollect.protocols import Actor, DeviceEnv, Policy, TorchEnv, Transition
 from funcollect.specs import assemble, disassemble, torch_dtype
 from funcollect.tree import NAMESPACE, Path, select
+
+Start = tuple[Any, dict[Path, Tensor]]  # state and observation [P, ...] at the start of an episode
 
 
 def init(env: TorchEnv, policy: Policy, key: Key, first_lane: int, total_lanes: int) -> CollectorState:
@@ -50,7 +52,7 @@ def reset(env: TorchEnv, state: CollectorState, lanes: Tensor) -> CollectorState
     )
 
 
-def _begin(env: TorchEnv, keys: LaneKeys, params: Any) -> tuple[Any, dict[Path, Tensor]]:
+def _begin(env: TorchEnv, keys: LaneKeys, params: Any) -> Start:
     """Return state and observation of all lanes at the start of their episodes: a function of the arguments."""
     begun = env.reset(keys, params)
     if not isinstance(begun, tuple) or len(begun) != 2:
@@ -192,10 +194,22 @@ class TensorLoop:
         self._finished = lanes.finished
         self._reads_wait = reads_wait(env.device)
         self.returns = lanes.returns
+        self._spares: SpareStarts | None = None
         self.columns = new_columns(self.root, request)
         self._reward, self._terminated, self._truncated = (self.columns[path] for path in OUTCOME_KEYS)
         self._roots = [self.columns[path] for path in self.root]
         self._nexts = [self.columns["next", *path] for path in self.root]
+
+    def make_spares(self, count: int) -> None:
+        """Make the starts of each lane's next `count` episodes now, rather than those of all lanes at every step."""
+        self._spares = SpareStarts([self._begun_at(self._episode + 1 + i) for i in range(count)], self._episode)
+
+    @property
+    def short(self) -> Tensor:
+        """Whether a lane has begun more episodes than it had spare starts: bool []."""
+        if self._spares is None:
+            return torch.zeros((), dtype=torch.bool, device=self._env.device)
+        return self._spares.short(self._episode)
 
     def run(self, actor: Actor) -> None:
         """Make all steps with a policy that reads `root`. Observations are recorded first: it may write into them."""
@@ -262,12 +276,43 @@ class TensorLoop:
         self._episode = self._episode + done
         if self._limit is not None:
             self._limit.restart(t, done)
-        lanes = self._begun
-        fresh, root = _begin(self._env, LaneKeys(lanes.lane, lanes.start_keys, self._episode), lanes.env_params)
+        fresh, root = (self._begun_at if self._spares is None else self._spares.at)(self._episode)
         self.env_state = select(done, fresh, self.env_state)
         for path, value in root.items():
             self.root[path].copy_(select(done, value, self.root[path]))
         return done
+
+    def _begun_at(self, episode: Tensor) -> Start:
+        """State and observation of all lanes at the start of these episodes [P]."""
+        lanes = self._begun
+        return _begin(self._env, LaneKeys(lanes.lane, lanes.start_keys, episode), lanes.env_params)
+
+
+class SpareStarts:
+    """The starts of each lane's next episodes, made ahead.
+
+    Args:
+        starts: in their order.
+        since: [P], the episodes that the lanes were in when they were made.
+    """
+
+    def __init__(self, starts: Sequence[Start], since: Tensor) -> None:
+        self._since = since
+        self._count = len(starts)
+        self._lane = torch.arange(len(since), device=since.device)
+        trees: Sequence[Any] = starts
+        self._starts: Any = optree.tree_map(lambda *leaves: torch.stack(leaves), *trees, namespace=NAMESPACE)
+
+    def at(self, episode: Tensor) -> Start:
+        """The starts of these episodes [P]; any of its own for a lane that has begun none, or too many."""
+        which = (episode - self._since - 1).clamp(0, self._count - 1)
+        picked: Any = optree.tree_map(lambda leaf: leaf[which, self._lane], self._starts, namespace=NAMESPACE)
+        start: Start = picked
+        return start
+
+    def short(self, episode: Tensor) -> Tensor:
+        """Whether a lane has begun more episodes than there are starts: bool []."""
+        return (episode - self._since > self._count).any()
 
 
 def as_read(env: TorchEnv | DeviceEnv, policy: Policy, root: dict[Path, Tensor]) -> Any:

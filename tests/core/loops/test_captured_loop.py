@@ -132,6 +132,19 @@ def test_one_environment(name, monkeypatch):
     check(name, monkeypatch, (33, 1), num_envs=None)
 
 
+def test_lanes_that_lack_spare_starts(monkeypatch):
+    kwargs = {"max_frames_per_traj": 2}
+    wanted, _ = run(*pair("recurrent", "eager"), (70, 70, 70), **kwargs)
+    captures = capture_on_the_cpu(monkeypatch)
+    env, policy = pair("recurrent", "cudagraph")
+    state, counts = fc.init(env, policy, seed=1), []
+    for batch in wanted:  # 16 of 32 steps end an episode
+        state, again = fc.rollout(env, policy, state, 70, **kwargs)
+        assert_same(batch, again)
+        counts.append(len(captures))
+    assert counts == [2, 4, 5]  # of 32 and of 6 steps; both with more spare starts; of 32 with as many as it can need
+
+
 class Windy(fc.envs.TorchEnvBase):
     """Each step moves a lane by random numbers times the parameter `wind`, twice as far for action 1."""
 
@@ -169,7 +182,7 @@ def test_an_environments_own_noise_and_parameters(monkeypatch):
     captures = capture_on_the_cpu(monkeypatch)
     for one, two in zip(wanted, batches("cudagraph"), strict=True):
         assert_same(one, two)
-    assert len(captures) == 2  # of 32 steps and of 8, for all seeds and parameters
+    assert len(captures) == 4  # of 32 steps and of 8, for all seeds and parameters; both with more spare starts
 
 
 @pytest.mark.parametrize("name", ["network", "recurrent"])
