@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,11 +13,10 @@ from torch import Tensor
 
 from funcollect.arguments import check_keys, checked_device
 from funcollect.envs.base import AdaptedEnv
-from funcollect.envs.spaces import as_delivered
 from funcollect.errors import EnvError, InUseError
 from funcollect.messages import shown
 from funcollect.protocols import Transition
-from funcollect.specs import ActionSpec, observation_leaves
+from funcollect.specs import ActionSpec, assemble, disassemble, observation_leaves, torch_dtype
 
 _FINAL = ("final_obs", "final_observation")  # in the infos: Gymnasium's name, and its older one
 _NEEDED = ("num_envs", "single_observation_space", "single_action_space")
@@ -52,13 +52,28 @@ def from_torch_vector_env(
         ValueError: for one that does not reset its lanes, or resets them in the step after the last one.
     """
     check_keys("info_keys", info_keys, "success")
-    spare = [env] if hasattr(env, "step") and not isinstance(env, type) else []
-    build = _only_once if spare else env
-    if not spare:
-        if not callable(env):
-            raise TypeError(f"env is {type(env).__name__}, expected a vector environment, or a function: pass one")
-        spare.append(env())
-    made = spare[0]
+    if hasattr(env, "step") and not isinstance(env, type):
+        return _adapted(env, _only_once, info_keys, device, one_hot=one_hot)
+    if not callable(env):
+        raise TypeError(f"env is {type(env).__name__}, expected a vector environment, or a function: pass one")
+    made = env()
+    try:
+        adapted = _adapted(made, env, info_keys, device, one_hot=one_hot)
+    except BaseException:
+        _close(made)
+        raise
+    return adapted
+
+
+def _adapted(
+    made: Any,
+    build: Callable[[], Any],
+    info_keys: Sequence[str],
+    device: torch.device | str | None,
+    *,
+    one_hot: bool,
+) -> DeviceVectorEnv:
+    """The environment over simulators that are `made`; `build` makes others."""
     facts = {name: _member(made, name) for name in _NEEDED}
     if missing := [name for name, value in facts.items() if value is None]:
         raise TypeError(
@@ -72,8 +87,8 @@ def from_torch_vector_env(
     place = checked_device(device if device is not None else _member(made, "device"))
     if place is None:
         raise TypeError(f"{type(made).__name__} has no device, expected where its tensors are: pass device=")
-    space = as_delivered(facts["single_observation_space"])
-    return DeviceVectorEnv(
+    space, spare = facts["single_observation_space"], [made]
+    adapted = DeviceVectorEnv(
         label=type(made).__name__,
         num_envs=facts["num_envs"],
         observation_space=space,
@@ -84,6 +99,15 @@ def from_torch_vector_env(
         build=lambda: spare.pop() if spare else build(),
         truncates=True,  # no wrapper can: such simulators reset their lanes themselves
     )
+    if build is not _only_once:
+        weakref.finalize(adapted, _close_unused, spare)
+    return adapted
+
+
+def _close_unused(spare: list[Any]) -> None:
+    """Close simulators that were made for the facts about them, and that no state has used."""
+    for simulators in spare:
+        _close(simulators)
 
 
 def _only_once() -> Any:
@@ -118,6 +142,8 @@ class VectorSimulators:
     def __init__(self, env: DeviceVectorEnv) -> None:
         self._env = env
         self._simulators = env.build()
+        self._lanes = env.num_envs or 1
+        self._kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}  # of the infos, once they have come
         self.lacking = torch.zeros((), dtype=torch.bool, device=env.device)
         """whether episodes have ended without a last observation; a tensor, so that the host need not wait for it"""
 
@@ -126,7 +152,7 @@ class VectorSimulators:
         answer = self._simulators.reset(seed=seed)
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise EnvError(f"reset of {self._env} returned {shown(answer)}, expected (observation, info): return both")
-        return answer[0]
+        return self._assembled(self._observed("observation", answer[0]))
 
     def step(self, action: Tensor) -> tuple[Transition, Any]:
         """Step all lanes; return the transition, and the observations for the next step."""
@@ -139,58 +165,95 @@ class VectorSimulators:
                 f"step of {self._env} returned {shown(answer, 80)}, expected (observation, reward, terminated, "
                 "truncated, info): return these"
             )
-        after, reward, terminated, truncated, info = answer
+        observation, reward, terminated, truncated, info = answer
+        info = self._mapping("info", info)
+        self._check("reward", reward, (self._lanes,))
         for name, flags in (("terminated", terminated), ("truncated", truncated)):
-            self._check(name, flags, torch.empty(self._env.num_envs or 1, dtype=torch.bool, device="meta"))
+            self._check(name, flags, (self._lanes,), torch.bool)
         done = terminated | truncated
+        after = last = self._observed("observation", observation)
         found = next((info[name] for name in _FINAL if name in info), None)
         if found is None:
             self.lacking = self.lacking | done.any()
-        observation = after if found is None else self._chosen("final observation", done, found, after)
-        return Transition(None, observation, reward, terminated, truncated, self._infos(done, info)), after
+        else:
+            final = self._observed("final observation", found)
+            last = [_chosen(done, one, other) for one, other in zip(final, after, strict=True)]
+        infos = self._infos(done, info)
+        return Transition(None, self._assembled(last), reward, terminated, truncated, infos), self._assembled(after)
+
+    def _observed(self, name: str, observation: Any) -> list[Tensor]:
+        """The leaves of an observation, checked, floating ones as float32."""
+        try:
+            values = disassemble(self._env.observation_space, observation)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise EnvError(
+                f"the {name} of {self._env} is {shown(observation, 80)}, expected the structure of its space "
+                f"{self._env.observation_space}: correct the simulators or the space"
+            ) from error
+        leaves = []
+        for leaf, value in zip(self._env.observation_leaves, values, strict=True):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                value = value.float()
+            self._check(f"{name} {leaf.name!r}", value, (self._lanes, *leaf.shape), torch_dtype(leaf.dtype))
+            leaves.append(value)
+        return leaves
+
+    def _assembled(self, leaves: Sequence[Tensor]) -> Any:
+        paths = [leaf.path for leaf in self._env.observation_leaves]
+        return assemble(self._env.observation_space, dict(zip(paths, leaves, strict=True)))
 
     def _infos(self, done: Tensor, info: Mapping[str, Any]) -> dict[str, Tensor]:
-        final = info.get("final_info", {})
-        chosen = {
-            name: self._chosen(f"info {name!r}", done, final[name], info.get(name, final[name]))
-            for name in self._env.info_keys
-            if name in final
-        }
-        info = {**info, **chosen}
-        if missing := [name for name in self._env.info_keys if name not in info]:
+        """The infos to record, as they were before lanes were reset; each is always of the same kind."""
+        if not self._env.info_keys:
+            return {}
+        final = self._mapping("final_info", info.get("final_info"))
+        if missing := [name for name in self._env.info_keys if name not in info and name not in final]:
             raise EnvError(
                 f"the infos of {self._env} are {sorted(info)}, expected {missing} among them: correct info_keys"
             )
-        return {name: info[name] for name in self._env.info_keys}
+        infos = {}
+        for name in self._env.info_keys:
+            parts = [each[name] for each in (final, info) if name in each]
+            for part in parts:
+                shape, dtype = self._kinds.get(name, ((self._lanes, *getattr(part, "shape", ())[1:]), None))
+                self._check(f"info {name!r}", part, shape, dtype)
+                self._kinds[name] = part.shape, part.dtype
+            infos[name] = _chosen(done, *parts) if len(parts) == 2 else parts[0]
+        return infos
 
-    def _chosen(self, name: str, done: Tensor, final: Any, after: Any) -> Any:
-        """The last values of the lanes that are done [P], and the current ones of the others."""
-        if isinstance(after, Mapping):
-            return {key: self._chosen(f"{name} {key!r}", done, final[key], value) for key, value in after.items()}
-        if isinstance(after, tuple):
-            return tuple(self._chosen(name, done, one, other) for one, other in zip(final, after, strict=True))
-        self._check(name, final, after)
-        return torch.where(done.view(-1, *[1] * (after.ndim - 1)), final, after)
+    def _mapping(self, name: str, value: Any) -> Mapping[str, Any]:
+        """The value, an empty dict for None; EnvError for anything but a dict."""
+        if value is not None and not isinstance(value, Mapping):
+            raise EnvError(f"the {name} of {self._env} is {type(value).__name__}, expected a dict: return that")
+        return value or {}
 
-    def _check(self, name: str, value: Any, like: Tensor) -> None:
-        """Raise EnvError unless the value is a tensor of the same shape and dtype."""
-        if not isinstance(value, Tensor) or (value.shape, value.dtype) != (like.shape, like.dtype):
+    def _check(self, name: str, value: Any, shape: Sequence[int], dtype: torch.dtype | None = None) -> None:
+        """Raise EnvError unless the value is a tensor of this shape and dtype, if one is given."""
+        if not isinstance(value, Tensor) or value.shape != tuple(shape) or value.dtype != (dtype or value.dtype):
             got = f"{value.dtype} {list(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
             kind = "" if isinstance(value, Tensor) else f" of {type(value).__module__.partition('.')[0]}"
-            raise EnvError(
-                f"{name} of {self._env} is {got}{kind}, expected a tensor {like.dtype} {list(like.shape)}: return that"
-            )
+            wanted = f"a tensor {dtype or ''}".rstrip()
+            raise EnvError(f"{name} of {self._env} is {got}{kind}, expected {wanted} {list(shape)}: return that")
 
     def check(self) -> None:
         """Raise EnvError if an episode has ended without a last observation; this waits for the device."""
         if bool(self.lacking):
             raise EnvError(
                 f"{self._env} resets its lanes and does not report the last observations of their episodes, expected "
-                f"them in the infos as {_FINAL[0]!r}, since the value of a truncated state depends on them: add a "
-                "wrapper that does"
+                f"them in the infos as {_FINAL[0]!r}, since the value of a truncated state depends on them: add them "
+                "where the simulators reset their lanes (in Isaac Lab by overriding _reset_idx)"
             )
 
     def close(self) -> None:
         """Free the simulators."""
-        if hasattr(self._simulators, "close"):
-            self._simulators.close()
+        _close(self._simulators)
+
+
+def _chosen(done: Tensor, final: Tensor, after: Tensor) -> Tensor:
+    """The last values of the lanes that are done [P], and the current ones of the others."""
+    return torch.where(done.view(-1, *[1] * (after.ndim - 1)), final, after)
+
+
+def _close(simulators: Any) -> None:
+    if hasattr(simulators, "close"):
+        simulators.close()

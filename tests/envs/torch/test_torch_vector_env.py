@@ -268,15 +268,83 @@ class Wrong(LikeManiSkill):
         ),
         (lambda x, *answer: (x, *answer[:-1], {"final_obs": x[:1]}), r"final observation .* is torch.float32 \[1, 2\]"),
         (lambda x, *answer: (x, *answer[:-1], {"final_obs": x.numpy()}), r"final observation .* of numpy, expected a"),
+        (lambda x, *answer: (x[:, :1], *answer), r"observation 'observation' .* is torch.float32 \[4, 1\]"),
+        (lambda x, *answer: (x.int(), *answer), r"observation .* is torch.int32 .*, expected a tensor torch.float32"),
+        (lambda x, reward, *answer: (x, reward[:1], *answer), r"reward .* is torch.float32 \[1\], expected a tensor"),
+        (lambda x, reward, *answer: (x, reward.tolist(), *answer), r"reward .* is list of builtins"),
+        (lambda *answer: (*answer[:-1], [0]), r"the info .* is list, expected a dict"),
+        (lambda *answer: (*answer[:-1], None), r"the infos .* are \[\], expected \['success'\]"),
+        (
+            lambda *answer: (*answer[:-1], {"success": 1.0}),
+            r"info 'success' .* is float of builtins, expected a tensor",
+        ),
+        (lambda *answer: (*answer[:-1], {"success": np.zeros(4)}), r"info 'success' .* is float64 \[4\] of numpy"),
+        (lambda *answer: (*answer[:-1], {"success": answer[1]}), r"info 'success' .* is torch.float32 \[4\], expected"),
+        (lambda *answer: (*answer[:-1], {"final_info": answer[0]}), r"the final_info .* is Tensor, expected a dict"),
     ],
 )
 def test_wrong_answers_are_named(change: Any, says: str) -> None:
-    env = fc.envs.from_torch_vector_env(lambda: Wrong(change))
+    env = fc.envs.from_torch_vector_env(lambda: Wrong(change), info_keys=["success"])
     policy = fc.random_policy(env)
     state = fc.init(env, policy, seed=0)
     with pytest.raises(EnvError, match=says):
         fc.rollout(env, policy, state, 9)
     fc.close(state)
+
+
+class Groups(LikeIsaacLab):
+    """Observations of several groups and dtypes, one of them not in the space."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.single_observation_space = spaces.Dict(
+            {"policy": spaces.Box(-np.inf, np.inf, (2,), np.float32), "age": spaces.Box(0, 2**40, (), np.int64)}
+        )
+
+    def reset(self, seed: int | None = None, env_ids: Any = None, options: Any = None) -> Any:
+        return self.observed(super().reset(seed)[0]), {}
+
+    def step(self, action: Tensor) -> Any:
+        observation, *rest, extras = super().step(action)
+        return self.observed(observation), *rest, {"final_obs": self.observed(extras["final_obs"])}
+
+    def observed(self, observation: Any) -> Any:
+        return {"policy": observation["policy"].to(self.dtype), "age": self.walks.age, "more": torch.zeros(7)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_observations_of_other_dtypes_and_groups(dtype: torch.dtype) -> None:
+    env = fc.envs.from_torch_vector_env(lambda: Groups(dtype))
+    policy = fc.random_policy(env)
+    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 30)
+    fc.close(state)
+    assert (batch["policy"].dtype, batch["age"].dtype) == (torch.float32, torch.int64)
+    assert torch.equal(batch["policy"].to(dtype).float(), batch["policy"])
+    assert "more" not in batch
+    batch = fc.rollout(*(pair := (fc.envs.from_torch_vector_env(LikeIsaacLab), policy)), fc.init(*pair, seed=0), 3)[1]
+    assert batch["policy"].dtype == torch.float32
+
+
+def test_simulators_that_are_refused_or_not_used_are_closed() -> None:
+    made: list[Walks] = []
+
+    def build(kind: Any) -> Any:
+        made.append(kind())
+        return made[-1]
+
+    with pytest.raises(ValueError, match="autoreset_mode"):
+        fc.envs.from_torch_vector_env(lambda: build(NextStep))
+    assert made.pop().closed
+    env = fc.envs.from_torch_vector_env(lambda: build(LikeManiSkill))
+    state = fc.init(env, fc.random_policy(env), seed=0)
+    del env
+    assert not made[0].closed
+    fc.close(state)
+    assert made.pop().closed
+    env = fc.envs.from_torch_vector_env(lambda: build(LikeManiSkill))
+    del env
+    assert made.pop().closed
 
 
 def test_a_recovery_from_an_old_state_uses_no_id_again() -> None:
