@@ -20,7 +20,7 @@ from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import Array, CollectorState, all_lanes, check_origin
 from funcollect.core.traced_step.checks import check_live, check_one_run, check_untraced
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
-from funcollect.interop.memory import memory_error
+from funcollect.interop.memory import memory_for
 from funcollect.keys import key_from_seed
 from funcollect.messages import shown
 from funcollect.policies.base import check_policy
@@ -73,7 +73,8 @@ def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, t
     check_untraced("init", seed)
     if isinstance(policy, Population):
         policy = policy.of_lanes(range(first_lane, first_lane + (env.num_envs or 1)), total_lanes)
-    return LOOPS[env.backend].init(env, policy, key_from_seed(seed), first_lane, total_lanes)
+    with memory_for(f"the first state of {env.num_envs or 1:,} environments"):
+        return LOOPS[env.backend].init(env, policy, key_from_seed(seed), first_lane, total_lanes)
 
 
 def check_pair(env: Any, policy: Any) -> None:
@@ -164,7 +165,7 @@ def run(
         request = replace(request, exploration=values)
     route = route_of(env, policy, request.exploration_type)
     run_loop, inner = loops[route.loop].run, route.policy
-    try:
+    with memory_for(f"a rollout of {request.length:,} steps of {state.num_lanes:,} environments"):
         if inner is policy or not isinstance(inner, EmbeddedPolicy):
             after, batch = run_loop(env, inner, state, request)
         else:
@@ -172,10 +173,6 @@ def run(
             with inner.running(before):
                 after, batch = run_loop(env, inner, entered, request)
             after, batch = leave_loop(inner, after, before), inner.as_torch(batch)
-    except RuntimeError as error:  # the base of both frameworks' errors
-        if lacking := memory_error(error, f"a rollout of {request.length:,} steps of {state.num_lanes:,} environments"):
-            raise lacking from error
-        raise
     return after, with_values(batch, values)
 
 
@@ -224,7 +221,8 @@ def reset(env: Env, state: CollectorState[Array], mask: Tensor | None = None) ->
     """
     check_state(env, state, "reset")
     check_untraced("reset", mask)
-    return LOOPS[env.backend].reset(env, state, _checked_mask(mask, state))
+    with memory_for(f"a reset of {state.num_lanes:,} environments"):
+        return LOOPS[env.backend].reset(env, state, _checked_mask(mask, state))
 
 
 def recover(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:

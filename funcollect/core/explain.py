@@ -196,6 +196,13 @@ def _one_loop() -> str:
     )
 
 
+def _crossing_note() -> str:
+    """How JAX and Torch take turns on JAX's default device."""
+    if import_jax().default_backend() == "cpu":
+        return dispatch_note()
+    return "at every step each framework's stream waits for the other's, and the host for neither"
+
+
 def _why(env: Env, route: Route) -> str:
     """Return why this loop runs: where the environment lives, and how the policy is called."""
     where = _PLACES[env.backend]
@@ -204,7 +211,7 @@ def _why(env: Env, route: Route) -> str:
         case "crossing", _:
             return (
                 f"{where}, the policy runs in Torch; each step is one call of the policy and one compiled call of the "
-                f"environment, which writes its columns in place; {dispatch_note()}"
+                f"environment, which writes its columns in place; {_crossing_note()}"
             )
         case "captured", _:
             return (

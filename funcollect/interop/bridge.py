@@ -14,7 +14,7 @@ from torch import Tensor
 
 from funcollect.arguments import check_flags
 from funcollect.errors import BridgeError
-from funcollect.interop.jax_setup import import_jax, with_jax
+from funcollect.interop.jax_setup import compiled, import_jax, with_jax
 from funcollect.messages import clipped, shown
 from funcollect.tree import flatten, nest
 
@@ -33,6 +33,16 @@ def jax_view(tensor: Tensor) -> Any:
     """
     with torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext():
         return import_jax().dlpack.from_dlpack(tensor)
+
+
+def follow_torch(device: Any) -> None:
+    """Let JAX's programs on a device begin after the work that Torch has queued there.
+
+    Torch may still have to read an array that it has let go of, and whose memory JAX then uses again.
+    """
+    if device.platform == "gpu" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        wait = compiled(follow_torch, "wait", lambda signal: signal + 1)
+        wait(jax_view(torch.zeros(1, device=torch.device("cuda", device.local_hardware_id))))
 
 
 def argument(tensor: Tensor) -> Any:

@@ -34,13 +34,12 @@ def notice_jax() -> None:
 def import_jax() -> Any:
     """Import JAX, set up for sharing a machine with Torch.
 
-    Unless the user has imported JAX before, it does not preallocate the whole GPU, and dispatches synchronously on the
+    It does not preallocate the whole GPU. Unless the user has imported JAX before, it dispatches synchronously on the
     CPU, which makes calls of small networks cheaper. Both settings act only before JAX makes its client. Warns once if
     the installed jaxlib computes wrong numbers.
     """
     first = "jax" not in sys.modules
-    if first:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
     if note := avoid_faulty_fusions():

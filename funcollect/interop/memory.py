@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,13 +31,24 @@ def fixed(value: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(aligned(tuple(value.shape), value.numpy().dtype)).copy_(value)
 
 
+@contextlib.contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Raise a MemoryError that names `what` if a framework lacks memory in the block."""
+    try:
+        yield
+    except RuntimeError as error:  # the base of both frameworks' errors
+        if lacking := memory_error(error, what):
+            raise lacking from error
+        raise
+
+
 def memory_error(error: RuntimeError, what: str) -> MemoryError | None:
     """A MemoryError that names `what` and the framework that lacks memory, if that is what the error is about."""
     torch_lacks = isinstance(error, torch.OutOfMemoryError)
     if not torch_lacks and "RESOURCE_EXHAUSTED" not in str(error):
         return None
     lacking, mend = ("Torch", _free_jax()) if torch_lacks else ("JAX", _free_torch())
-    return MemoryError(f"{lacking} has no memory for {what}{_holders()}: collect fewer frames at once{mend}")
+    return MemoryError(f"{lacking} has no memory for {what}{_holders()}: use fewer frames or environments{mend}")
 
 
 def _holders() -> str:
@@ -64,5 +77,5 @@ def _free_jax() -> str:
     share = next(filter(None, map(os.environ.get, names)), "0.75")
     return (
         f", or keep JAX from reserving {share} of the GPU: set XLA_PYTHON_CLIENT_PREALLOCATE=false before JAX starts "
-        "(funcollect does where it is imported before JAX)"
+        "(funcollect does, when it first uses JAX)"
     )

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
 
+import funcollect as fc
 from funcollect.errors import BridgeError
 from funcollect.interop import to_jax, to_torch, words
 from funcollect.interop.bridge import argument
@@ -194,6 +195,21 @@ def test_crossing_keeps_no_weak_type():
     weak = jnp.asarray(1.0)
     assert weak.weak_type
     assert not to_jax(to_torch(weak)).weak_type
+
+
+@pytest.mark.gpu
+def test_memory_that_torch_still_has_to_read_is_not_used_again():
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=1024)
+    policy = fc.random_policy(env)
+    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 256)
+    wanted = batch["observation"].cpu()
+    for _ in range(4):  # the later rollouts have other data, in the memory that this batch had
+        _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 256)
+        torch.cuda._sleep(200_000_000)  # about 0.1 s
+        kept = batch["observation"].clone()
+        del batch
+        state, _ = fc.rollout(env, policy, state, 256)
+        assert torch.equal(kept.cpu(), wanted)
 
 
 @pytest.mark.gpu

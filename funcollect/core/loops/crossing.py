@@ -27,7 +27,7 @@ from funcollect.core.traced_step.columns import bucket, constant_columns, empty_
 from funcollect.core.traced_step.keys import RunKeys, run_keys
 from funcollect.core.traced_step.starts import SpareStarts, after_block, starts_are_cheap
 from funcollect.core.traced_step.step import Row, StepConfig
-from funcollect.interop.bridge import jax_view, torch_view
+from funcollect.interop.bridge import follow_torch, jax_view, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memory import fixed
 from funcollect.keys import random_words
@@ -116,6 +116,7 @@ class _CrossingLoop:
         which = (state.num_lanes, config.limit, request.reset_when_done, config.branches)
         capacity = bucket(request.length)
         begin = compiled(env, ("crossing", capacity, *which), partial(_begin, config, capacity), place=place)
+        follow_torch(*place.device_set)
         self._advance = compiled(env, ("crossing", *which), partial(_advance, config), donate_argnums=(0, 1))
         self.state: CollectorState
         self.state, self.columns, self.constants, self._keys = begin(state.replace(policy_state=None))

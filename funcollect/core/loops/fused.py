@@ -20,7 +20,7 @@ from funcollect.core.traced_step.checks import is_live
 from funcollect.core.traced_step.columns import bucket, constant_columns, empty_columns, recorded_row, write_row
 from funcollect.core.traced_step.keys import run_keys
 from funcollect.core.traced_step.step import Row, StepConfig, make_step_config
-from funcollect.interop.bridge import torch_view
+from funcollect.interop.bridge import follow_torch, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memo import memo_of
 from funcollect.keys import Key
@@ -44,7 +44,9 @@ def _begun(env: JaxEnv, key: Any, first_lane: int, total_lanes: int, env_params:
 
 def reset(env: JaxEnv, state: CollectorState, lanes: Tensor) -> CollectorState:
     """Implement `funcollect.reset` of the lanes of a mask [P]."""
-    restart = compiled(env, "reset", partial(traced.reset, env), place=place_of(state))
+    place = place_of(state)
+    restart = compiled(env, "reset", partial(traced.reset, env), place=place)
+    follow_torch(*place.device_set)
     after: CollectorState = restart(state.replace(policy_state=None), lanes.numpy())
     return after.replace(policy_state=state.policy_state)
 
@@ -68,8 +70,9 @@ def fork(env: JaxEnv, state: CollectorState) -> CollectorState:
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """Implement `funcollect.rollout`."""
     bound = policy.prepare(request.params), traced_values(request.exploration)
-    done = None
-    if waits_for_host(place_of(state)):
+    done, place = None, place_of(state)
+    if waits_for_host(place):
+        follow_torch(*place.device_set)
         done = block_loop(env, policy, state, request)(bound, state, request.length, owned=request.owned)
     after, columns = done or program(env, policy, state, request)(bound, state, request.length)
     leaves = {path: torch_view(column) for path, column in columns.items()}

@@ -161,7 +161,7 @@ def test_without_memory_it_says_who_holds_it(monkeypatch):
     lacking = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
     monkeypatch.setattr(POLICY, "prepare", lambda params: (_ for _ in ()).throw(lacking))
     with pytest.raises(
-        MemoryError, match="JAX has no memory for a rollout of 7 steps of 3 environments: collect fewer"
+        MemoryError, match="JAX has no memory for a rollout of 7 steps of 3 environments: use fewer frames"
     ):
         next(make())
     monkeypatch.undo()
