@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
-
-from funcollect.interop.jax_setup import import_jax
 
 _OF_JAX = (
     "jax_enable_x64",
@@ -23,7 +22,7 @@ _OF_JAX = (
 class FrameworkSettings(NamedTuple):
     """The settings of one process."""
 
-    jax: Mapping[str, Any]  # by name; empty if JAX is not imported
+    jax: Mapping[str, Any]  # by name, bool, str or None; empty if JAX is not imported
     default_dtype: torch.dtype
     matmul_precision: str
     deterministic: tuple[bool, bool]  # whether Torch uses deterministic algorithms, and only warns where it has none
@@ -33,16 +32,21 @@ class FrameworkSettings(NamedTuple):
         """Those of the current process."""
         values = sys.modules["jax"].config.values if "jax" in sys.modules else {}
         return cls(
-            {name: values[name] for name in _OF_JAX if name in values},
+            {name: getattr(values[name], "value", values[name]) for name in _OF_JAX if name in values},
             torch.get_default_dtype(),
             torch.get_float32_matmul_precision(),
             (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         )
 
     def apply(self) -> None:
-        """Take them over in the current process."""
+        """Take them over in the current process. JAX, if it is not imported yet, reads its own from the environment."""
         for name, value in self.jax.items():
-            import_jax().config.update(name, value)
+            if "jax" in sys.modules:
+                sys.modules["jax"].config.update(name, value)
+            elif value is not None:
+                os.environ[name.upper()] = str(value)
+            else:
+                os.environ.pop(name.upper(), None)
         torch.set_default_dtype(self.default_dtype)
         torch.set_float32_matmul_precision(self.matmul_precision)
         torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])

@@ -1,5 +1,7 @@
 """JAX's settings of random numbers change no data; settings that change numbers hold in workers, too."""
 
+import subprocess
+import sys
 from typing import ClassVar
 
 import gymnasium
@@ -11,8 +13,9 @@ import torch
 from gymnasium import spaces
 
 import funcollect as fc
+from funcollect.interop.settings import FrameworkSettings
 from tests.support.compare import assert_same
-from tests.support.running import FORKS_OF_RAY, in_soak
+from tests.support.running import FORKS_OF_RAY, ROOT, in_soak
 from tests.support.workers import multi, ray_collector
 
 GYMNAX = "gymnax/CartPole-v1"
@@ -111,6 +114,23 @@ class Default(gymnasium.Env):
 def first_batch(make, name, **keywords):
     with make(create_env_fn=[name] * 2, frames_per_batch=24, **keywords) as collector:
         return next(collector).clone().reshape(-1)
+
+
+IN_A_NEW_PROCESS = """
+import sys
+from funcollect.interop.settings import FrameworkSettings
+settings = FrameworkSettings.current()._replace(jax={jax!r})
+settings.apply()
+assert "jax" not in sys.modules  # which takes a second to import
+import jax
+assert FrameworkSettings.current() == settings
+"""
+
+
+def test_jax_in_another_process_has_them_once_it_is_imported():
+    others = {"jax_numpy_dtype_promotion": "strict", "jax_default_matmul_precision": "high", "jax_enable_x64": True}
+    program = IN_A_NEW_PROCESS.format(jax=FrameworkSettings.current().jax | others)
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize("over", ["processes", pytest.param("ray", marks=FORKS_OF_RAY)])
