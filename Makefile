@@ -11,6 +11,7 @@ FAST := tests-core tests-policies tests-envs tests-docs tests-others
 export FUNCOLLECT_SCALE
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.1
+export JAX_TRACEBACK_IN_LOCATIONS_LIMIT ?= 0
 
 .PHONY: demo test test-newest test-oldest test-gpu-machine docs docs-serve dist $(FAST) tests-contracts tests-portable tests-ray test-ray test-notebooks soak lint notebooks bench rllib gpu-kit gpu gpu-rehearsal clean
 
@@ -75,7 +76,7 @@ docs-serve: docs
 	$(BIN)/python -m http.server --directory docs/_build/html 8000
 
 test: $(VENV)/.test
-	$(IN_PARALLEL) lint docs test-notebooks tests-core test-ray tests-policies tests-envs tests-docs tests-contracts tests-others \
+	$(IN_PARALLEL) test-ray tests-others test-notebooks lint tests-core tests-policies tests-envs docs tests-docs tests-contracts \
 		tests-portable
 
 test-ray: tests-ray
