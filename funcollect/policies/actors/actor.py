@@ -138,6 +138,7 @@ def noise_by_step(noise: Tensor | None, run_device: torch.device) -> Callable[[i
         return lambda t: None
     if run_device.type != "cpu":
         return noise.to(run_device).__getitem__
+    noise = noise.cpu()
     rows, current = noise.numpy(), noise[0].clone()
     memory = current.numpy()
 
