@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import gymnasium
 from typing_extensions import override
 
 from funcollect.arguments import check_num_envs
@@ -15,6 +16,20 @@ if TYPE_CHECKING:  # a cached property does not fit a protocol's property for py
     cached_property = property
 else:
     from functools import cached_property
+
+
+def autoreset_mode(env: Any) -> Any:
+    """How a vector environment resets its lanes, an `AutoresetMode`; None if it does not say.
+
+    Gymnasium's own have an attribute for it. What their `metadata` says may be true of another one, since that dict
+    belongs to the class of the environments, or to `gymnasium.Env`.
+    """
+    raw = getattr(env, "unwrapped", env)
+    own = getattr(raw, "autoreset_mode", None)
+    metadata = getattr(raw, "metadata", None)
+    if own is not None or not metadata or metadata is gymnasium.Env.metadata:
+        return own
+    return metadata.get("autoreset_mode")
 
 
 class EnvBase:

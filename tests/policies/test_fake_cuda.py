@@ -114,7 +114,9 @@ def run(make: Callable[[], Any], spec: ActionSpec, *, masked: bool = False, rand
         allowed = torch.ones(P, spec.choices, dtype=torch.int8, device=CUDA)
         observation = {"action_mask": allowed, "seen": tensor} if masked else tensor
         key = key_from_seed(0)
-        state: Any = SimpleNamespace(key=key, lane_ids=np.arange(P), num_lanes=P, policy_state=policy.init(key, P))
+        lane = torch.arange(P, device=CUDA)
+        state: Any = SimpleNamespace(key=key, lane=lane, lane_ids=np.arange(P), num_lanes=P)
+        state.policy_state = policy.init(key, P)
         values = exploration_values(policy, given, 0)
         env: Any = SimpleNamespace(action_spec=spec, num_envs=P)
         for rollout, way in enumerate([SAMPLED, SAMPLED, fc.ExplorationType.DETERMINISTIC]):

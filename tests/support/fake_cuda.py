@@ -82,7 +82,8 @@ def devices_of(tree: Any) -> set[torch.device]:
 
 
 def _noise(noise: keys.Noise, key: Any, lanes: Any, start: int, length: int, *_: Any, **__: Any) -> Tensor:
-    return torch.zeros(length, len(lanes), *([2] if noise.kind == "keys" else noise.shape))
+    place = lanes.device if isinstance(lanes, Tensor) else "cpu"
+    return torch.zeros(length, len(lanes), *([2] if noise.kind == "keys" else noise.shape), device=place)
 
 
 def _no_generator(state: Tensor, device: torch.device) -> AbstractContextManager[None]:

@@ -12,6 +12,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 from gymnasium.vector.async_vector_env import AsyncState
 from typing_extensions import override
 
+from funcollect.envs.base import autoreset_mode
 from funcollect.envs.gymnasium_envs.lanes import bad_reset, no_info_key
 from funcollect.envs.host.host_env import ONWARD, SimulatedEnv, SimulatorsBase, batch_decoder
 from funcollect.envs.host.rows import Rows
@@ -26,7 +27,7 @@ _TO_DIE = 1.0  # seconds that a process may take to end after its pipe was close
 
 def check_autoreset(env: GymVectorEnv) -> None:
     """Raise ValueError if the vector environment resets its lanes itself."""
-    mode = (env.metadata or {}).get("autoreset_mode")
+    mode = autoreset_mode(env)
     if mode == AutoresetMode.DISABLED:
         return
     mend = f"build {type(env).__name__} with that argument, or pass the list of its functions"

@@ -12,7 +12,7 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from funcollect.arguments import check_keys, checked_device
-from funcollect.envs.base import AdaptedEnv
+from funcollect.envs.base import AdaptedEnv, autoreset_mode
 from funcollect.errors import EnvError, InUseError
 from funcollect.messages import shown
 from funcollect.protocols import Transition
@@ -79,7 +79,7 @@ def _adapted(
         raise TypeError(
             f"{type(made).__name__} lacks {missing}, expected Gymnasium's vector interface: wrap it so that it has them"
         )
-    mode = (_member(made, "metadata") or {}).get("autoreset_mode")
+    mode = autoreset_mode(made)
     if mode not in (None, AutoresetMode.SAME_STEP):
         raise ValueError(
             f"{type(made).__name__} has autoreset_mode={getattr(mode, 'name', mode)}, expected SAME_STEP: build it so"

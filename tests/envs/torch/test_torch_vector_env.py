@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import Tensor
 
 import funcollect as fc
@@ -360,6 +360,22 @@ def test_a_recovery_from_an_old_state_uses_no_id_again() -> None:
     }
     assert not torch.equal(before["action"], after["action"])
     fc.close(state)
+
+
+def test_vector_environments_of_gymnasium_change_the_mode_of_no_other_one() -> None:
+    class Plain(gymnasium.Env[Any, Any]):  # its metadata are those of `gymnasium.Env`
+        observation_space, action_space = spaces.Box(-1, 1, (1,)), spaces.Discrete(2)
+
+    both = [SyncVectorEnv([Plain], autoreset_mode=mode) for mode in (AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP)]
+    assert both[0].metadata["autoreset_mode"] == AutoresetMode.NEXT_STEP
+    try:
+        assert fc.envs.from_torch_vector_env(LikeIsaacLab).num_envs == P
+        assert fc.make_env(both[0]).num_envs == 1
+        both[0].metadata["autoreset_mode"] = AutoresetMode.DISABLED
+        with pytest.raises(ValueError, match=r"resets its lanes itself \(autoreset_mode=NEXT_STEP\)"):
+            fc.make_env(both[1])
+    finally:
+        del gymnasium.Env.metadata["autoreset_mode"]
 
 
 class NextStep(LikeManiSkill):
