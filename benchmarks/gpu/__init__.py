@@ -16,8 +16,9 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from benchmarks.gpu import arms, bridges, cells, machine, memory, profiles
+from benchmarks.gpu import arms, bridges, cells, machine
 from benchmarks.gpu.built import NO_TIME, Builder
+from benchmarks.gpu.measures import memory, profiles
 from benchmarks.harness.runner import Options, Result
 
 

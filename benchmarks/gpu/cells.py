@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from benchmarks.gpu import peer, timing
+from benchmarks.gpu import peer
 from benchmarks.gpu.built import Builder, Built
+from benchmarks.gpu.measures import timing
 from benchmarks.gpu.pairs import (
     BY_GRAPH,
     BY_HAND,

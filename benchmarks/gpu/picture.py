@@ -15,9 +15,9 @@ from typing import Any
 
 from benchmarks.gpu import goals
 from benchmarks.gpu.arms import SAME_SIZE
+from benchmarks.gpu.measures.profiles import COLUMNS
+from benchmarks.gpu.measures.profiles import cells as profile_cells
 from benchmarks.gpu.pairs import BY_HAND
-from benchmarks.gpu.profiles import COLUMNS
-from benchmarks.gpu.profiles import cells as profile_cells
 
 LANES = re.compile(r": ([\d,]+) lanes")  # in a cell's note
 

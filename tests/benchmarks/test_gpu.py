@@ -17,15 +17,11 @@ from benchmarks.gpu import (
     goals,
     is_chosen,
     machine,
-    memory,
     picture,
-    profiles,
-    timeline,
-    timing,
-    waits,
 )
 from benchmarks.gpu.built import NO_TIME, Builder
 from benchmarks.gpu.cells import CELLS, PROFILED
+from benchmarks.gpu.measures import memory, profiles, timeline, timing, waits
 from benchmarks.gpu.pairs import BY_HAND, Size, contestants
 from benchmarks.harness.report import file_name, save
 from benchmarks.harness.runner import AbsentError, Options, Result

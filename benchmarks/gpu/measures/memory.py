@@ -37,7 +37,7 @@ def measure_here(who: str, platform: str) -> dict[str, Any]:
 
 def result(_: Builder, options: Options, deadline: float) -> Iterator[Result]:
     """All three processes at once, since no time is measured."""
-    command = [sys.executable, "-c", "from benchmarks.gpu import memory; memory.main()"]
+    command = [sys.executable, "-c", "from benchmarks.gpu.measures import memory; memory.main()"]
     running = {
         who: subprocess.Popen([*command, who, options.platform], stdout=subprocess.PIPE, text=True) for who in WHO
     }

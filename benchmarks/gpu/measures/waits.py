@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.harness.runner import Contestant
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CALL = re.compile(r"cu(da)?[A-Z]\w*|Memcpy\w*")  # of the driver or the runtime, or a copy on the device
 WAIT = re.compile(r"\w*Synchronize\w*|cu(da)?MemcpyD(to|2)H(_v\d+)?")  # an asynchronous copy does not wait
 COPY = re.compile(r"MemcpyD(to|2)H\w*")

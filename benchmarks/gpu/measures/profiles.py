@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.gpu.built import Builder, Built, Notes
 from benchmarks.gpu.cells import CELLS, PROFILED
-from benchmarks.gpu.timeline import Work, work_of
-from benchmarks.gpu.waits import COPY, WAIT, chosen, cuda_calls, guarded, profiled, torch_waits
+from benchmarks.gpu.measures.timeline import Work, work_of
+from benchmarks.gpu.measures.waits import COPY, WAIT, chosen, cuda_calls, guarded, profiled, torch_waits
 from benchmarks.harness.report import table
 from benchmarks.harness.runner import Contestant, Options, Result
 

@@ -1,0 +1,1 @@
+"""What `benchmarks gpu` measures of one contestant: rates, waits, kernels and memory."""
