@@ -194,7 +194,7 @@ class TensorLoop:
         self._finished = lanes.finished
         self._reads_wait = reads_wait(env.device)
         self.returns = lanes.returns
-        self._spares: SpareStarts | None = None
+        self._spares: StartsAhead | None = None
         self.columns = new_columns(self.root, request)
         self._reward, self._terminated, self._truncated = (self.columns[path] for path in OUTCOME_KEYS)
         self._roots = [self.columns[path] for path in self.root]
@@ -202,7 +202,7 @@ class TensorLoop:
 
     def make_spares(self, count: int) -> None:
         """Make the starts of each lane's next `count` episodes now, rather than those of all lanes at every step."""
-        self._spares = SpareStarts([self._begun_at(self._episode + 1 + i) for i in range(count)], self._episode)
+        self._spares = StartsAhead([self._begun_at(self._episode + 1 + i) for i in range(count)], self._episode)
 
     @property
     def short(self) -> Tensor:
@@ -288,7 +288,7 @@ class TensorLoop:
         return _begin(self._env, LaneKeys(lanes.lane, lanes.start_keys, episode), lanes.env_params)
 
 
-class SpareStarts:
+class StartsAhead:
     """The starts of each lane's next episodes, made ahead.
 
     Args:
