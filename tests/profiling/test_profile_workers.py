@@ -81,5 +81,5 @@ def test_over_ray(kind):
     with ray_collector([functools.partial(fc.make_env, slow_env)] * 2, network(), **kwargs) as collector:
         profile = fc.profile(collector, frames=80)
     check(profile)
-    assert profile.parts["environment"] >= SLEPT
+    assert profile.parts["environment"] >= SLEPT / (2 if nested else 1)
     assert len(profile.timelines) == 2
