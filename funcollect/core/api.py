@@ -73,7 +73,7 @@ def init_lanes(env: Env, policy: Policy, *, seed: int | None, first_lane: int, t
     check_untraced("init", seed)
     if isinstance(policy, Population):
         policy = policy.of_lanes(range(first_lane, first_lane + (env.num_envs or 1)), total_lanes)
-    with memory_for(f"the first state of {env.num_envs or 1:,} environments"):
+    with memory_for(lambda: f"the first state of {env.num_envs or 1:,} environments"):
         return LOOPS[env.backend].init(env, policy, key_from_seed(seed), first_lane, total_lanes)
 
 
@@ -165,7 +165,7 @@ def run(
         request = replace(request, exploration=values)
     route = route_of(env, policy, request.exploration_type)
     run_loop, inner = loops[route.loop].run, route.policy
-    with memory_for(f"a rollout of {request.length:,} steps of {state.num_lanes:,} environments"):
+    with memory_for(lambda: f"a rollout of {request.length:,} steps of {state.num_lanes:,} environments"):
         if inner is policy or not isinstance(inner, EmbeddedPolicy):
             after, batch = run_loop(env, inner, state, request)
         else:
@@ -221,7 +221,7 @@ def reset(env: Env, state: CollectorState[Array], mask: Tensor | None = None) ->
     """
     check_state(env, state, "reset")
     check_untraced("reset", mask)
-    with memory_for(f"a reset of {state.num_lanes:,} environments"):
+    with memory_for(lambda: f"a reset of {state.num_lanes:,} environments"):
         return LOOPS[env.backend].reset(env, state, _checked_mask(mask, state))
 
 
