@@ -292,23 +292,20 @@ class StartsAhead:
     """The starts of each lane's next episodes, made ahead.
 
     Args:
-        starts: in their order.
+        starts: in their order, each a `Start`.
         since: [P], the episodes that the lanes were in when they were made.
     """
 
-    def __init__(self, starts: Sequence[Start], since: Tensor) -> None:
+    def __init__(self, starts: Sequence[Any], since: Tensor) -> None:
         self._since = since
         self._count = len(starts)
         self._lane = torch.arange(len(since), device=since.device)
-        trees: Sequence[Any] = starts
-        self._starts: Any = optree.tree_map(lambda *leaves: torch.stack(leaves), *trees, namespace=NAMESPACE)
+        self._starts: Any = optree.tree_map(lambda *leaves: torch.stack(leaves), *starts, namespace=NAMESPACE)
 
-    def at(self, episode: Tensor) -> Start:
+    def at(self, episode: Tensor) -> Any:
         """The starts of these episodes [P]; any of its own for a lane that has begun none, or too many."""
         which = (episode - self._since - 1).clamp(0, self._count - 1)
-        picked: Any = optree.tree_map(lambda leaf: leaf[which, self._lane], self._starts, namespace=NAMESPACE)
-        start: Start = picked
-        return start
+        return optree.tree_map(lambda leaf: leaf[which, self._lane], self._starts, namespace=NAMESPACE)
 
     def short(self, episode: Tensor) -> Tensor:
         """Whether a lane has begun more episodes than there are starts: bool []."""

@@ -106,8 +106,8 @@ def _adapted(
 
 def _close_unused(spare: list[Any]) -> None:
     """Close simulators that were made for the facts about them, and that no state has used."""
-    for simulators in spare:
-        _close(simulators)
+    while spare:  # a copy of the environment makes others
+        _close(spare.pop())
 
 
 def _only_once() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import gymnasium
@@ -343,8 +344,12 @@ def test_simulators_that_are_refused_or_not_used_are_closed() -> None:
     fc.close(state)
     assert made.pop().closed
     env = fc.envs.from_torch_vector_env(lambda: build(LikeManiSkill))
+    other = replace(env)
     del env
     assert made.pop().closed
+    state = fc.init(other, fc.random_policy(other), seed=0)
+    assert not made[0].closed
+    fc.close(state)
 
 
 def test_a_recovery_from_an_old_state_uses_no_id_again() -> None:
