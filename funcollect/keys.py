@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from funcollect.threefry import Words, hashed, hashed_in_numpy
+from funcollect.threefry import Words, hashed, hashed_in_numpy, is_on_gpu, noise_on_gpu, uniform_on_gpu, words_on_gpu
 
 Key = npt.NDArray[np.uint32]  # [2]
 
@@ -193,16 +193,36 @@ def _drawn_on_device(noise: Noise, keys: tuple[Tensor, Tensor], start: int, leng
     steps = torch.arange(start, start + length, device=keys[0].device)[:, None]
     draws = -(-noise.words // 2)
     at_a_time = max(1, _HASHES_ON_DEVICE // max(len(keys[0]) * draws, 1))
-    parts = [torch.stack(_words_on_device(keys, part, draws), -1) for part in torch.split(steps, at_a_time)]
-    drawn = torch.cat([_shaped(noise, part.flatten(-2)[..., : noise.words]) for part in parts])
+    parts = [_part_on_device(noise, keys, part, draws) for part in torch.split(steps, at_a_time)]
+    drawn = parts[0] if len(parts) == 1 else torch.cat(parts)
     return drawn[:, 0] if noise.kind == "key" else drawn
+
+
+def _part_on_device(noise: Noise, keys: tuple[Tensor, Tensor], steps: Tensor, draws: int) -> Tensor:
+    """The noise of some steps [T, 1]."""
+    if is_on_gpu(steps) and noise.kind in ("uniform", "gumbel"):
+        key, number, draw = _broadcast(keys, steps, noise.words)
+        drawn = noise_on_gpu(key, number, draw - 1, gumbel=noise.kind == "gumbel")
+        return drawn.view(len(steps), -1, *noise.shape)
+    words = torch.stack(_words_on_device(keys, steps, draws), -1)
+    return _shaped(noise, words.flatten(-2)[..., : noise.words])
 
 
 def _words_on_device(keys: tuple[Tensor, Tensor], numbers: Tensor | int, draws: int) -> tuple[Tensor, Tensor]:
     """The words ``2j`` and ``2j + 1`` for each j below `draws`, each [..., draws] int64, of lanes' keys [P]."""
-    numbers = numbers if isinstance(numbers, int) else numbers[..., None]
-    one = torch.arange(1, 1 + draws, device=keys[0].device) | numbers >> 32 << 16
-    return hashed((keys[0][:, None], keys[1][:, None]), one, numbers & _LOW)
+    key, numbers, draw = _broadcast(keys, numbers, draws)
+    if is_on_gpu(draw):
+        return words_on_gpu(key, numbers, draw)
+    return hashed(key, draw | numbers >> 32 << 16, numbers & _LOW)
+
+
+def _broadcast(
+    keys: tuple[Tensor, Tensor], numbers: Tensor | int, draws: int
+) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    """The keys of lanes [P], numbers [..., P] or of all lanes, and the draws from 1 on, to broadcast together."""
+    device = keys[0].device
+    number = torch.full((), numbers, device=device) if isinstance(numbers, int) else numbers[..., None]
+    return (keys[0][:, None], keys[1][:, None]), number, torch.arange(1, 1 + draws, device=device)
 
 
 def _shaped(noise: Noise, words: Tensor) -> Tensor:
@@ -249,6 +269,8 @@ class LaneKeys:
             rows = np.full((1, 1), numbers) if isinstance(numbers, int) else numbers.numpy()[None]
             drawn = random_words(self.keys, rows, 2 * count).astype(np.int64)
             words: tuple[Tensor, ...] = torch.from_numpy(drawn.reshape(-1, count, 2)).unbind(-1)
+        elif is_on_gpu(self.keys[0]):
+            return uniform_on_gpu(*_broadcast(self.keys, numbers, count))
         else:
             words = _words_on_device(self.keys, numbers, count)
         return ((words[0] << 20 | words[1] >> 12).double() + 0.5) * 2.0**-52

@@ -2,14 +2,20 @@
 
 JAX's default generator uses the same function: ``hashed(key, 0, data)`` is ``jax.random.fold_in(key, data)``. Words
 have 32 bits, and come as Python integers, uint32 arrays of NumPy or JAX, or int64 tensors of Torch.
+
+Torch has no kernel for it. On a GPU its operations would launch a hundred kernels for one hash, so there one kernel
+that CUDA compiles at its first use does all: `words_on_gpu` and `uniform_on_gpu`.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 Words = npt.NDArray[np.uint32]
 Pair = tuple[Any, Any]
@@ -67,3 +73,86 @@ def hashed_in_numpy(key: tuple[Words, Words], one: Words, two: Words) -> tuple[W
         add(first, keys[(group + 1) % 3], first)
         add(second, keys[(group + 2) % 3] + np.uint32(group + 1), second)
     return first, second
+
+
+_ROUNDS = """
+    unsigned int keys[3] = {(unsigned int)first, (unsigned int)second, (unsigned int)(first ^ second) ^ 0x1BD11BDA};
+    unsigned int one = (unsigned int)(draw | number >> 32 << 16) + keys[0], two = (unsigned int)number + keys[1];
+    const int shifts[8] = {13, 15, 26, 6, 17, 29, 16, 24};
+    #pragma unroll
+    for (int group = 0; group < 5; ++group) {
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int shift = shifts[group % 2 * 4 + i];
+            one += two;
+            two = (two << shift | two >> (32 - shift)) ^ one;
+        }
+        one += keys[(group + 1) % 3];
+        two += keys[(group + 2) % 3] + group + 1;
+    }
+"""
+_WORDS = f"""template <typename T>
+void threefry_words(T first, T second, T number, T draw, T& low, T& high) {{{_ROUNDS}
+    low = one;
+    high = two;
+}}"""
+_UNIFORM = f"""template <typename T>
+T threefry_uniform(T first, T second, T number, T draw) {{{_ROUNDS}
+    const long long bits = (long long)one << 20 | two >> 12;
+    return __double_as_longlong(((double)bits + 0.5) * {2.0**-52!r});
+}}"""
+_NOISE = {
+    kind: f"""template <typename T>
+T threefry_{kind}(T first, T second, T number, T word) {{
+    const T draw = 1 + (word >> 1);{_ROUNDS}
+    const float x = ((float)((word & 1 ? two : one) >> 9) + 0.5f) * {2.0**-23!r}f;
+    return (unsigned int)__float_as_int({result});
+}}"""
+    for kind, result in (("uniform32", "x"), ("gumbel", "-logf(-logf(x))"))
+}
+
+
+def is_on_gpu(tensor: Tensor) -> bool:
+    """Whether the kernels serve a tensor: one on a GPU, and of no class of its own, such as those without numbers."""
+    return tensor.is_cuda and type(tensor) is Tensor and _can_compile(tensor.device)
+
+
+def words_on_gpu(key: Pair, number: Tensor, draw: Tensor) -> Pair:
+    """``hashed(key, draw | number >> 32 << 16, number & 0xFFFFFFFF)`` of int64 tensors on a GPU."""
+    words: Pair = _kernel(_WORDS, 2)(*key, number, draw)
+    return words
+
+
+def uniform_on_gpu(key: Pair, number: Tensor, draw: Tensor) -> Tensor:
+    """Float64 numbers in (0, 1) from the upper 52 bits of each pair that `words_on_gpu` returns."""
+    bits: Tensor = _kernel(_UNIFORM, 1)(*key, number, draw)
+    return bits.view(torch.float64)
+
+
+def noise_on_gpu(key: Pair, number: Tensor, word: Tensor, *, gumbel: bool) -> Tensor:
+    """Float32 numbers in (0, 1) from words of all draws, counted from 0; or standard Gumbel numbers from these."""
+    bits: Tensor = _kernel(_NOISE["gumbel" if gumbel else "uniform32"], 1)(*key, number, word)
+    return bits.view(torch.float32)[..., ::2].contiguous()
+
+
+@cache
+def _kernel(code: str, outputs: int) -> Any:
+    from torch.cuda import jiterator
+
+    if outputs == 1:
+        return jiterator._create_jit_fn(code)
+    return jiterator._create_multi_output_jit_fn(code, num_outputs=outputs)
+
+
+@cache
+def _can_compile(device: torch.device) -> bool:
+    """Whether this build of Torch compiles the kernels; those that lack CUDA's compiler use operations instead."""
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    try:
+        words_on_gpu((zero, zero), zero, zero)
+        uniform_on_gpu((zero, zero), zero, zero)
+        for gumbel in (False, True):
+            noise_on_gpu((zero, zero), zero, zero, gumbel=gumbel)
+    except RuntimeError:
+        return False
+    return True

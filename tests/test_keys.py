@@ -26,7 +26,7 @@ from funcollect.keys import (
     uniforms,
 )
 from funcollect.policies.jax_functions.noise import drawing
-from funcollect.threefry import Pair, Words, hashed, hashed_in_jax, hashed_in_numpy
+from funcollect.threefry import Pair, Words, hashed, hashed_in_jax, hashed_in_numpy, is_on_gpu
 
 KEY = key_from_seed(12345)
 SEEDS = [0, 1, 7, 2**31, 2**32 - 1, 2**32, 2**53 + 1, 2**63, 2**64 - 1]
@@ -143,6 +143,25 @@ def test_noise_that_tensors_draw_is_that_of_numpy(kind: str, monkeypatch: pytest
             on_device = draw_ahead(noise, KEY, torch.from_numpy(lanes), start, 5)
             assert on_device.dtype == drawn.dtype
             torch.testing.assert_close(on_device, drawn, rtol=2e-6, atol=1e-6 if kind == "gumbel" else 0)
+
+
+@pytest.mark.gpu
+def test_numbers_drawn_on_a_gpu_have_the_words_of_the_cpu() -> None:
+    lanes = torch.tensor([0, 1, 5, 2**31])
+    assert is_on_gpu(lanes.cuda())
+    for number in (0, 7, 2**32 + 5, 2**47):
+        for numbers in (number, torch.full((4,), number), torch.full((1,), number)):
+            wanted = LaneKeys.of(KEY, Purpose.RESET, lanes, number).uniform(3)
+            place = numbers if isinstance(numbers, int) else numbers.cuda()
+            assert torch.equal(LaneKeys.of(KEY, Purpose.RESET, lanes.cuda(), place).uniform(3).cpu(), wanted)
+        keys = draw_ahead(Noise(kind="keys"), KEY, lanes.cuda(), number, 7).cpu()
+        assert torch.equal(keys, draw_ahead(Noise(kind="keys"), KEY, lanes.numpy(), number, 7))
+        for kind, tolerance in (("uniform", 0.0), ("gumbel", 1e-6), ("normal", 1e-6)):
+            noise = Noise(kind=kind, shape=(3,))  # type: ignore[arg-type]
+            drawn = draw_ahead(noise, KEY, lanes.cuda(), number, 7).cpu()
+            torch.testing.assert_close(
+                drawn, draw_ahead(noise, KEY, lanes.numpy(), number, 7), rtol=2e-6, atol=tolerance
+            )
 
 
 def test_episode_seeds_fit_gymnasium_and_differ() -> None:

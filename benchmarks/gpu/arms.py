@@ -22,7 +22,8 @@ _LOOPS = f"{_GRAPHS},WHILE,CONDITIONAL"
 SAME_SIZE = {"arms few": "cartpole few", "arms many": "cartpole many"}  # cells with the same loop by hand
 ARMS: dict[str, dict[str, Any] | None] = {  # in the order of what is wanted most
     "with branches": None,
-    "K = 32": {},
+    "K = T": {},
+    "K = 32": {"steps": 32},
     "buffers of loops": {
         "compiler_options": {"xla_gpu_enable_command_buffer": _LOOPS, "xla_gpu_graph_min_graph_size": 1}
     },

@@ -53,7 +53,7 @@ GOALS = {
     "cartpole many": Cell(FUSED, *_MANY),
     "cartpole torch": Cell(TORCH, *_TORCH),
     "pendulum torch": Cell(TORCH, Size(TORCH_PENDULUM, 2**14, 64), Size(TORCH_PENDULUM, 64, 16)),
-    "ant": Cell(FUSED, Size("brax/ant", 4096, 32), Size("brax/inverted_pendulum", 4, 4)),
+    "ant": Cell(FUSED[:2], Size("brax/ant", 4096, 32), Size("brax/inverted_pendulum", 4, 4)),
 }
 CROSSING = {
     "cartpole crossing": Cell((BY_HAND, "Torch policy, crossing"), *_FEW),

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import benchmarks.gpu
 from benchmarks.gpu import goals
 from benchmarks.gpu.arms import SAME_SIZE
 from benchmarks.gpu.measures.profiles import COLUMNS
@@ -28,10 +29,39 @@ def main(paths: Sequence[Path]) -> None:
     for path in paths:
         results |= json.loads(path.read_text())["results"]
     cells = {name: cell for name, cell in results.items() if cell.get("median")}
-    print(*goals.lines(results), "", *rate_table(cells), sep="\n")
-    if profiles := results.get("profiles", {}).get("profiles"):
-        print("", *profile_table(profiles), sep="\n")
+    print(*tables(results), sep="\n")
     draw(cells, paths[0].with_suffix(".png"))
+
+
+def section(path: Path, folder: Path) -> str:
+    """The section of the site's page of benchmarks, from a file of results; its picture is written into a folder."""
+    facts = json.loads(path.read_text())
+    cells = {name: cell for name, cell in facts["results"].items() if cell.get("median")}
+    draw(cells, folder / "gpu.png")
+    versions = ", ".join(f"{each} {facts['versions'][each]}" for each in ("python", "torch", "jax", "torchrl"))
+    return f"""## gpu
+
+{benchmarks.gpu.__doc__}
+
+```bash
+make gpu
+```
+
+![gpu](gpu.png)
+
+The loops by hand are a `lax.scan` and a loop in Torch with the same network, dynamics and columns.
+
+{chr(10).join(tables(facts["results"]))}
+
+Measured on {facts["date"]}, {facts["results"]["machine"]["devices"]["torch"]}: {versions}.
+"""
+
+
+def tables(results: Mapping[str, Any]) -> list[str]:
+    """The lines of the tables of goals, rates and profiles."""
+    cells = {name: cell for name, cell in results.items() if cell.get("median")}
+    profiles = results.get("profiles", {}).get("profiles")
+    return [*goals.lines(results), "", *rate_table(cells), *(["", *profile_table(profiles)] if profiles else [])]
 
 
 def rate_table(cells: Mapping[str, Any]) -> list[str]:

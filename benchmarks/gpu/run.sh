@@ -41,6 +41,8 @@ if [ -z "$only" ]; then
     tests=$(grep --recursive --files-with-matches --include='test_*.py' 'mark\.gpu\|each_device' tests | sort)
     if [ "$platform" = cpu ]; then chosen=(-k "gpu or cpu"); else chosen=(-m gpu); fi
     [ "$platform" = cpu ] || export JAX_COMPILATION_CACHE_DIR=$programs JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
+    # They wait for XLA's compiler most of the time, one core each.
+    "$python" -c "import xdist" 2>/dev/null && chosen+=(--numprocesses=$(($(nproc) < 8 ? $(nproc) : 8)))
     timeout --kill-after=5 $for_tests "$python" -m pytest -v -W default --timeout=90 -p no:cacheprovider \
         "${chosen[@]}" $tests 2>&1 | tee "$out/gpu-tests.txt"
     tested=$?

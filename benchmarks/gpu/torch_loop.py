@@ -90,6 +90,7 @@ class CapturedLoop(TorchLoop):
     """The same, all steps of a batch captured as one CUDA graph. Its columns are overwritten by the next run."""
 
     _graph: torch.cuda.CUDAGraph | None = None
+    _begun: tuple[Tensor, ...] = ()  # where the graph reads its first state, and writes its last one
 
     def run(self) -> int:
         if self._graph is None:
@@ -106,12 +107,12 @@ class CapturedLoop(TorchLoop):
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         names = ("_env_state", "_observation", "_elapsed", "_episode")
-        begun = [getattr(self, name) for name in names]
+        self._begun = tuple(getattr(self, name) for name in names)
         with torch.no_grad(), torch.cuda.graph(graph, capture_error_mode="thread_local"):  # JAX has threads, too
             for t in range(self._length):
                 for name, value in self._step().items():
                     self._columns[name][t] = value
-            for name, first in zip(names, begun, strict=True):
+            for name, first in zip(names, self._begun, strict=True):
                 first.copy_(getattr(self, name))
         return graph
 

@@ -161,10 +161,13 @@ Measured on {facts["date"]}, {facts["cpu"]}, {facts["cores"]} cores: {versions}.
 
 def write_pages(folder: Path) -> None:
     """Write the site's page of benchmarks, with its pictures, into a folder."""
+    from benchmarks.gpu import picture as gpu  # imports both frameworks
+
     folder.mkdir(exist_ok=True)
     for benchmark in ORDER:
         picture(benchmark, folder / f"{benchmark}.svg")
-    (folder / "index.md").write_text("\n".join([INTRODUCTION, *map(page, ORDER)]))
+    sections = [*map(page, ORDER), gpu.section(RESULTS / "gpu.json", folder)]
+    (folder / "index.md").write_text("\n".join([INTRODUCTION, *sections]))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -34,6 +34,7 @@ class CudaGraph(Generic[Output]):
         self._leaves = [leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._inputs = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         own = self._treedef.unflatten(self._leaves)
+        self._function = function  # the graph reads the memory of the tensors that it refers to
         self._replay, self._result = capture(lambda: function(own), device)
 
     def fits(self, arguments: Any) -> bool:

@@ -30,8 +30,8 @@ def trajectory_ids(lane: Any, episode: Any, total_lanes: int) -> Any:
     return jnp.stack([total, high], -1).view(jnp.int32)
 
 
-def add(words: Any, number: int) -> Any:
-    """Unsigned words [2] plus a small number, for counts of steps that may exceed 32 bits."""
+def add(words: Any, number: Any) -> Any:
+    """Unsigned words [2] plus a number that is not negative, for counts of steps that may exceed 32 bits."""
     jnp = import_jax().numpy
     low = words[0] + jnp.uint32(number)
     return jnp.stack([low, words[1] + (low < words[0]).astype(jnp.uint32)])

@@ -186,9 +186,9 @@ class ProtocolActor(Actor):
 
 def check_policy(policy: Any) -> None:
     """Raise TypeError unless `policy` is a policy."""
-    if is_env(policy):
-        raise TypeError(f"policy is the environment {type(policy).__name__}, expected a Policy: env comes first")
     if not is_policy(policy):
+        if is_env(policy):
+            raise TypeError(f"policy is the environment {type(policy).__name__}, expected a Policy: env comes first")
         kind = f"the class {policy.__name__}" if isinstance(policy, type) else type(policy).__name__
         missing = [name for name in vars(Policy) if not name.startswith("_") and not hasattr(policy, name)]
         begun = hasattr(policy, "prepare") or hasattr(policy, "backend")

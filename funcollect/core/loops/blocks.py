@@ -1,9 +1,13 @@
 """The fused loop on a GPU or TPU: programs of a fixed number of steps, none of which waits for the host.
 
 There, a loop to a traced length copies its condition to the host and waits at every step, and so does every branch. So
-one program makes K steps; those beyond the rollout's length change nothing. It is called ``ceil(T / K)`` times
-on memory that it may use again, and compiled once for all lengths; only what copies a block's rows into the columns is
-compiled for each capacity.
+one program makes K steps; those beyond the rollout's length change nothing. It is called ``ceil(T / K)`` times on
+memory that it may use again. A call costs the host as much as some steps of many lanes, and a step beyond the length as
+much as any other. So K is the length itself, up to 256, and a longer rollout is cut into equal blocks; as in the loop
+with branches, lengths within an eighth share a program.
+
+A kernel takes a microsecond, however little it does. So a step writes its row by two of them, into memory that all
+leaves of a batch share (`PackedRows`), and the counter of steps, which all lanes have in common, is not carried.
 
 Instead of a branch that makes starts where they are needed, each block begins with spare starts for every lane. A lane
 that needs more than these sets a flag, which is read after the last block: the rollout then runs again, from its first
@@ -18,18 +22,24 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from funcollect.core.state import CollectorState
 from funcollect.core.traced_step.batch import recorded_step
-from funcollect.core.traced_step.columns import bucket, constant_columns, empty_columns, recorded_row, write_row
+from funcollect.core.traced_step.columns import bucket, constant_columns, recorded_row, write_row
 from funcollect.core.traced_step.keys import run_keys
+from funcollect.core.traced_step.packing import Packed, PackedRows
 from funcollect.core.traced_step.starts import SPARES, SpareStarts, Traced, after_block, spare_starts, starts_are_cheap
-from funcollect.core.traced_step.step import Row, StepConfig
+from funcollect.core.traced_step.step import StepConfig
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
+from funcollect.interop import words
+from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.protocols import BoundParams
+from funcollect.tree import Path
 
-_LONGEST_PAUSE = 64  # rollouts
+_MOST_STEPS = 256  # of a block
+_FIRST_PAUSE, _LONGEST_PAUSE = 16, 256  # rollouts
 
 Moved = tuple[Any, dict[Any, Any]]  # the environment's state and the observation: what a block is given to use again
 
@@ -39,13 +49,13 @@ class BlockOptions:
     """How blocks are built. `benchmarks gpu` compares the values.
 
     Attributes:
-        steps: the number of steps in a block, K.
+        steps: the number of steps in a block, K; None decides by the rollout's length.
         unroll: steps in each iteration of a block's loop.
         made_each_step: whether starts are made at each step; None decides by the operations of a reset.
         compiler_options: XLA's, by name.
     """
 
-    steps: int = 32
+    steps: int | None = None
     unroll: int = 1
     made_each_step: bool | None = None
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
@@ -59,17 +69,26 @@ class BlockOptions:
 OPTIONS = BlockOptions()
 
 
+def steps_per_block(length: int) -> int:
+    """K for a rollout of `length` steps.
+
+    >>> [steps_per_block(length) for length in (1, 5, 100, 250, 256, 257, 1000)]
+    [2, 5, 104, 256, 256, 144, 256]
+    """
+    return bucket(-(-length // -(-length // _MOST_STEPS)))
+
+
 class BlockLoop:
     """The programs of a rollout in blocks, for the static part of a request.
 
     Attributes:
-        block: the program of K steps; the first two of its arguments are donated.
         has_spares: whether blocks begin with spare starts, which may not suffice.
     """
 
     def __init__(
         self,
         config: StepConfig,
+        bound: BoundParams,
         state: CollectorState,
         which: Hashable,
         *,
@@ -77,50 +96,72 @@ class BlockLoop:
         options: BlockOptions = OPTIONS,
     ) -> None:
         env, each = config.env, options.made_each_step
-        each = starts_are_cheap(env, state.env_params) if each is None else each
-        self.has_spares = env.starts == "fresh" and config.reset_when_done and not each
-        self._steps = options.steps
-        self._compiled = partial(compiled, config.policy, place=place)
+        self._made_each_step = starts_are_cheap(env, state.env_params) if each is None else each
+        self.has_spares = env.starts == "fresh" and config.reset_when_done and not self._made_each_step
+        self._config, self._options, self._place = config, options, place
+        self._layout = PackedRows(recorded_row(config, bound, state))
         self._which = (which, options.key)
-        more = {"compiler_options": dict(options.compiler_options)} if options.compiler_options else {}
-        block = partial(_block, config, options, each)
-        self.block = self._compiled(("block", self._which), block, donate_argnums=(0, 1), **more)
-        self._empty = self._compiled(("rows", self._which), partial(_empty, config, options.steps))
-        self._copy = self._compiled(("copy", self._which), _copy)
+        self._counters: dict[int, tuple[Any, Any, Any]] = {}  # by length
         self._pause = self._paused = 0  # rollouts that had better run in the program with branches
 
+    def block(self, steps: int) -> Any:
+        """The program of K steps; the first two of its arguments are donated."""
+        block = partial(_block, self._config, self._options, steps, self._made_each_step, self._layout)
+        options = {"compiler_options": dict(more)} if (more := self._options.compiler_options) else {}
+        return self._compiled(("block", steps), block, donate_argnums=(0, 1), **options)
+
     def arguments(self, bound: BoundParams, state: CollectorState, length: int) -> tuple[Any, ...]:
-        """The arguments of the first call of `block`; the donated ones are copies."""
+        """The arguments of the first call of a `block` of `length` steps; the donated ones are copies."""
         moved, rest = _apart(state)
-        return self._copy(moved), self._empty(bound, state), rest, bound, np.int32(length), np.bool_(False)
+        moved, (_, rows) = self._begin(length, 1, keep=True)(moved, rest)
+        left, short, _ = self._begun(length)
+        return moved, rows, rest, bound, left, short
 
     def __call__(
         self, bound: BoundParams, state: CollectorState, length: int, *, owned: bool = False
-    ) -> tuple[CollectorState, Row] | None:
+    ) -> tuple[CollectorState, dict[Path, Tensor]] | None:
         """Return the next state and the columns, or None if lanes lack starts; an `owned` state is used again."""
         if self._paused:
             self._paused -= 1
             return None
+        steps = self._options.steps or steps_per_block(length)
+        blocks = -(-length // steps)
         moved, rest = _apart(state)
-        if self.has_spares or not owned:
-            moved = self._copy(moved)
-        rows = self._empty(bound, state)
-        blocks = -(-length // self._steps)
-        capacity = self._steps * (1 if blocks == 1 else bucket(blocks))
-        constants, columns = self._compiled(("columns", self._which, capacity), partial(_columns, capacity))(rows, rest)
-        left, short = np.int32(length), np.bool_(False)
-        for first in range(0, length, self._steps):
-            moved, rows, rest, left, short = self.block(moved, rows, rest, bound, left, short)
+        moved, (constants, rows, *columns) = self._begin(steps, blocks, keep=self.has_spares or not owned)(moved, rest)
+        block, (left, short, first) = self.block(steps), self._begun(length)
+        for _ in range(blocks):
+            moved, rows, rest, left, short = block(moved, rows, rest, bound, left, short)
             if columns:
-                write = self._compiled(("write", self._which, capacity), _write, donate_argnums=0)
-                columns = write(columns, rows, np.int32(first))
+                write = self._compiled(("write", steps, bucket(blocks)), _write, donate_argnums=0)
+                columns, first = write(columns, rows, first)
         if self.has_spares and self._lacked(bool(short)):
             return None
-        return rest.replace(env_state=moved[0], observation=moved[1]), (columns or rows) | constants
+        packed = {name: torch_view(column) for name, column in (columns[0] if columns else rows).items()}
+        leaves = self._layout.unpack(packed) | {path: torch_view(column) for path, column in constants.items()}
+        return rest.replace(env_state=moved[0], observation=moved[1]), leaves
+
+    def _compiled(self, which: Hashable, function: Any, **options: Any) -> Any:
+        return compiled(self._config.policy, (which, self._which), function, place=self._place, **options)
+
+    def _begin(self, steps: int, blocks: int, *, keep: bool) -> Any:
+        """The program that copies what blocks use up if that is to `keep`, and makes the memory for their rows."""
+        held = bucket(blocks) if blocks > 1 else 1
+        begin = partial(_begin, self._layout, steps, held)
+        if keep:
+            return self._compiled(("begin", steps, held), lambda moved, rest: (_copy(moved), begin(rest)))
+        make = self._compiled(("memory", steps, held), begin)
+        return lambda moved, rest: (moved, make(rest))
+
+    def _begun(self, length: int) -> tuple[Any, Any, Any]:
+        """The steps that are left before the first block, whether lanes lack starts, and the first row."""
+        if length not in self._counters:
+            numbers = np.int32(length), np.bool_(False), np.int32(0)
+            self._counters[length] = import_jax().device_put(numbers, self._place)
+        return self._counters[length]
 
     def _lacked(self, short: bool) -> bool:
-        """Note whether lanes lacked starts. Each time in a row doubles the rollouts until blocks are tried again."""
-        self._pause = min(max(2 * self._pause, 1), _LONGEST_PAUSE) if short else 0
+        """Note whether lanes lacked starts. Each time in a row, more rollouts pass until blocks are tried again."""
+        self._pause = min(max(4 * self._pause, _FIRST_PAUSE), _LONGEST_PAUSE) if short else 0
         self._paused = self._pause
         return short
 
@@ -133,37 +174,41 @@ def _apart(state: Traced) -> tuple[Moved, Traced]:
 def _block(
     config: StepConfig,
     options: BlockOptions,
+    steps: int,
     made_each_step: bool,
+    layout: PackedRows,
     moved: Moved,
-    rows: Row,
+    rows: Packed,
     rest: Traced,
     bound: BoundParams,
     left: Any,
     short: Any,
-) -> tuple[Moved, Row, Traced, Any, Any]:
+) -> tuple[Moved, Packed, Traced, Any, Any]:
     """Trace K steps; the first `left` of them change the state."""
     jax = import_jax()
     before: JaxEnvState = moved[0]
     state = rest.replace(env_state=before.current, observation=moved[1])
     keys = run_keys(state.key, state.lane)
-    since = state.episode
+    since, begun_at = state.episode, state.steps
     spares = () if made_each_step else spare_starts(config.env, state, keys)
 
-    def body(t: Any, carry: tuple[Traced, Row]) -> tuple[Traced, Row]:
+    def body(t: Any, carry: tuple[Traced, Packed]) -> tuple[Traced, Packed]:
         state, rows = carry
         lanes = SpareStarts(state.env_state, spares, since)  # `spares` and `since` stay outside of the carry
-        after, row = recorded_step(config, bound, state.replace(env_state=lanes), keys)
-        after = after.replace(env_state=after.env_state.current)
+        current = state.replace(env_state=lanes, steps=words.add(begun_at, t))
+        after, row = recorded_step(config, bound, current, keys)
+        after = after.replace(env_state=after.env_state.current, steps=begun_at)
         kept = jax.tree.map(partial(jax.numpy.where, t < left), after, state)
-        return kept, write_row(rows, row, t)
+        return kept, write_row(rows, layout.pack(row), t)
 
-    state, rows = jax.lax.fori_loop(0, options.steps, body, (state, rows), unroll=options.unroll)
+    state, rows = jax.lax.fori_loop(0, steps, body, (state, rows), unroll=options.unroll)
     begun = state.episode - since
     if spares and config.env.starts == "fresh":
         short = short | (begun > SPARES).any()
     lanes = after_block(config.env, before, state.env_state, begun > 0)
-    moved, rest = _apart(state.replace(env_state=lanes))
-    return moved, rows, rest, left - options.steps, short
+    made = words.add(begun_at, jax.numpy.clip(left, 0, steps))
+    moved, rest = _apart(state.replace(env_state=lanes, steps=made))
+    return moved, rows, rest, left - steps, short
 
 
 def _copy(moved: Moved) -> Moved:
@@ -171,19 +216,14 @@ def _copy(moved: Moved) -> Moved:
     return copied
 
 
-def _empty(config: StepConfig, steps: int, bound: BoundParams, state: Traced) -> Row:
-    """Trace rows of zeros, for what each of `steps` steps records."""
-    return empty_columns(recorded_row(config, bound, state), steps)
+def _begin(layout: PackedRows, steps: int, blocks: int, state: Traced) -> tuple[Any, ...]:
+    """Trace the columns that are the same at each step, zeros for a block's rows, and for several blocks' columns."""
+    rows, capacity = layout.zeros(steps), steps * blocks
+    return constant_columns(state, capacity), rows, *([layout.zeros(capacity)] if blocks > 1 else [])
 
 
-def _columns(capacity: int, rows: Row, state: Traced) -> tuple[Row, Row]:
-    """Trace the columns that are the same at each step, and empty ones for all others unless one block's rows do."""
-    constants = constant_columns(state, capacity)
-    steps = len(next(iter(rows.values())))
-    return constants, {} if capacity == steps else empty_columns({path: row[0] for path, row in rows.items()}, capacity)
-
-
-def _write(columns: Row, rows: Row, first: Any) -> Row:
-    """Trace the columns with a block's rows written from row `first` on."""
+def _write(columns: list[Packed], rows: Packed, first: Any) -> tuple[list[Packed], Any]:
+    """Trace the columns with a block's rows written from row `first` on, and the row after them."""
     write = import_jax().lax.dynamic_update_slice_in_dim
-    return {path: write(column, rows[path], first, 0) for path, column in columns.items()}
+    steps = len(next(iter(rows.values())))
+    return [{name: write(each[name], rows[name], first, 0) for name in each} for each in columns], first + steps

@@ -23,6 +23,7 @@ from funcollect.core.state import CollectorState, origin_of
 from funcollect.errors import FuncollectError, LoweringError
 from funcollect.interop.cuda_graph import CudaGraph, can_capture
 from funcollect.interop.memo import memo_of
+from funcollect.interop.reads import reads_together
 from funcollect.keys import torch_generator
 from funcollect.messages import shown
 from funcollect.policies.torch_modules.torch_policy import TorchActor, TorchPolicy
@@ -32,7 +33,6 @@ from funcollect.tree import NAMESPACE, Path, select
 init, reset, recover, fork = tensor.init, tensor.reset, tensor.recover, tensor.fork
 
 STEPS = 32  # of one graph
-_SPARES = 4  # starts of episodes that a graph makes for each lane at first
 _MOST_GRAPHS = 8  # that a policy keeps
 
 
@@ -54,7 +54,6 @@ class _After(NamedTuple):
     buffers: dict[str, Tensor]
     columns: dict[Path, Tensor]  # [K, P, ...]
     recorded: list[Tensor]  # of the policy
-    short: Tensor  # bool [], whether a lane has begun more episodes than it had spare starts
 
 
 def check_capture(env: Any, policy: Any) -> None:
@@ -79,8 +78,6 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
     inputs = replace(inputs, **states)  # a graph cannot copy them from the host
     noise = None if inputs.noise is None else inputs.noise.to(env.device)
     before = _begin(env, policy, state, inputs)
-    spares: dict[int, int] = memo_of(policy).setdefault("spare starts", {})  # by environment
-    short = torch.zeros((), dtype=torch.bool, device=env.device)
     generator = inputs.policy_state.generator.clone()
     columns: dict[Path, Tensor] = {}
     recorded: list[Tensor] = []
@@ -89,9 +86,7 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
             steps = slice(start, min(start + STEPS, request.length))
             before = before._replace(noise=None if noise is None else noise[steps])
             part = replace(request, length=steps.stop - start, columns=NOWHERE)
-            count = min(spares.get(origin_of(env), _SPARES), part.length) if request.reset_when_done else 0
-            after, actor = _graph(env, policy, part, inputs, before, count)(before)
-            short = short | after.short
+            after, actor = _graph(env, policy, part, inputs, before)(before)
             if start == 0:
                 columns = {path: request.column(path, column[0]) for path, column in after.columns.items()}
                 recorded = [column.new_empty(request.length, *column.shape[1:]) for column in after.recorded]
@@ -99,10 +94,8 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
             torch._foreach_copy_(rows, [*after.columns.values(), *after.recorded])
             tensors = before.tensors | after.buffers
             before = before._replace(lanes=after.lanes, recurrent=after.recurrent, tensors=tensors)
-    if bool(short):  # from now on with more; as many as a graph has steps suffice
-        spares[origin_of(env)] = min(2 * spares.get(origin_of(env), _SPARES), STEPS)
-        return tensor.run(env, policy, state, request)
-    counters, batch = device_delivery.deliver(env, state, request, columns, actor.outputs_of(recorded))
+    with reads_together():
+        counters, batch = device_delivery.deliver(env, state, request, columns, actor.outputs_of(recorded))
     carried: Any = (after.lanes.env_state, after.recurrent)  # in the graph's memory
     env_state, recurrent = optree.tree_map(torch.clone, carried, namespace=NAMESPACE)
     after_state = state.replace(
@@ -128,18 +121,18 @@ def _begin(env: TorchEnv, policy: TorchPolicy, state: CollectorState, inputs: Ac
 
 
 def _graph(
-    env: TorchEnv, policy: TorchPolicy, request: Request, inputs: ActorInputs, before: _Before, spares: int
+    env: TorchEnv, policy: TorchPolicy, request: Request, inputs: ActorInputs, before: _Before
 ) -> CudaGraph[tuple[_After, TorchActor]]:
     """The graph of these steps, of those that the policy keeps, or a new one."""
     function = None if isinstance(policy.module, nn.Module) else policy.module
-    key = (origin_of(env), request.length, request.max_frames_per_traj, request.reset_when_done, spares)
+    key = (origin_of(env), request.length, request.max_frames_per_traj, request.reset_when_done)
     which = (*key, request.exploration_type, function, policy.settings)
     graphs: list[tuple[Any, CudaGraph[tuple[_After, TorchActor]]]] = memo_of(policy).setdefault("graphs", [])
     for kept, graph in graphs:
         if kept == which and graph.fits(before):
             return graph
     try:
-        graph = CudaGraph(partial(_steps, env, policy, request, inputs, spares), before, env.device)
+        graph = CudaGraph(partial(_steps, env, policy, request, inputs), before, env.device)
     except RuntimeError as error:
         if isinstance(error, FuncollectError | torch.OutOfMemoryError):
             raise
@@ -153,12 +146,10 @@ def _graph(
 
 
 def _steps(
-    env: TorchEnv, policy: TorchPolicy, request: Request, inputs: ActorInputs, spares: int, before: _Before
+    env: TorchEnv, policy: TorchPolicy, request: Request, inputs: ActorInputs, before: _Before
 ) -> tuple[_After, TorchActor]:
     """Make the steps of one graph; return its results, and the actor, which knows the outputs by name."""
     loop = TensorLoop(env, request, before.lanes)
-    if spares:
-        loop.make_spares(spares)
     actor = policy.actor(
         replace(
             inputs,
@@ -172,5 +163,5 @@ def _steps(
     )
     with actor.running():
         loop.run(actor)
-        after = _After(loop.lanes(), actor.recurrent, policy.buffers(), loop.columns, actor.recorded(), loop.short)
+        after = _After(loop.lanes(), actor.recurrent, policy.buffers(), loop.columns, actor.recorded())
     return after, actor

@@ -12,6 +12,7 @@ next step has been started, which is ordered after their last use.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,7 @@ from funcollect.core.traced_step.step import Row, StepConfig
 from funcollect.interop.bridge import follow_torch, jax_view, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memory import fixed
+from funcollect.interop.reads import reads_together
 from funcollect.keys import random_words
 from funcollect.policies.actors.checks import check_apart
 from funcollect.policies.random_policy import RandomPolicy
@@ -47,17 +49,18 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
     loop = _CrossingLoop(env, state, request)
     actor = open_actor(env, policy, _on_host(state), request, loop.observation, partial(_draw_words, env))
     remembers = policy.remembers(state.policy_state)
-    with actor.running():
-        for t in range(request.length):
-            loop.step(t, actor.act(t))
-            if remembers:
-                loop.restart(actor)
-        policy_state, outputs = actor.finish()
-    after = loop.after().replace(policy_state=policy_state)
-    check_apart(outputs, state.observation)
-    recorded = loop.columns | loop.constants
-    columns = {path: torch_view(column)[: request.length] for path, column in recorded.items()}
-    return after, to_batch(env, cast(columns, dtypes_of(env)), outputs)
+    with nullcontext() if loop.on_cpu else reads_together():
+        with actor.running():
+            for t in range(request.length):
+                loop.step(t, actor.act(t))
+                if remembers:
+                    loop.restart(actor)
+            policy_state, outputs = actor.finish()
+        after = loop.after().replace(policy_state=policy_state)
+        check_apart(outputs, state.observation)
+        recorded = loop.columns | loop.constants
+        columns = {path: torch_view(column)[: request.length] for path, column in recorded.items()}
+        return after, to_batch(env, cast(columns, dtypes_of(env)), outputs)
 
 
 def _draw_words(env: JaxEnv, keys: Any, numbers: Any, width: int) -> Any:
@@ -99,6 +102,7 @@ class _CrossingLoop:
         columns: each [T, P, ...], or longer.
         constants: columns that are the same at every step.
         observation: tensors [P, ...] in the structure of the space, in the same memory throughout.
+        on_cpu: whether this memory is the host's.
     """
 
     def __init__(self, env: JaxEnv, state: CollectorState, request: Request) -> None:
@@ -123,7 +127,7 @@ class _CrossingLoop:
         dtypes = dtypes_of(env)
         self._root = {path: fixed(torch_view(value).to(dtypes[path])) for path, value in state.observation.items()}
         self.observation = assemble(env.observation_space, self._root)
-        self._on_cpu = all(root.device.type == "cpu" for root in self._root.values())
+        self.on_cpu = all(root.device.type == "cpu" for root in self._root.values())
         self._into_jax = _crosser(env.action_spec, state.lane.device)
         self._held: Any = None
 
@@ -134,7 +138,7 @@ class _CrossingLoop:
             self.state, self.columns, self._keys, np.int32(t), crossed
         )
         for path, value in root.items():
-            if self._on_cpu:
+            if self.on_cpu:
                 self._root[path].numpy()[...] = np.asarray(value)
             else:
                 self._root[path].copy_(torch_view(value))
@@ -150,7 +154,7 @@ class _CrossingLoop:
     def restart(self, actor: Actor) -> None:
         """Report to the actor the lanes that began another episode."""
         fresh = torch_view(self._fresh)
-        if not self._on_cpu or bool(fresh.any()):
+        if not self.on_cpu or bool(fresh.any()):
             actor.restart(fresh)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 from funcollect.core.request import Request
 from funcollect.core.state import CollectorState, trajectory_ids
 from funcollect.envs.host.host_env import check_rewards
+from funcollect.interop.reads import complain_if
 from funcollect.policies.actors.checks import check_apart
 from funcollect.protocols import Env
 from funcollect.tree import Path, select, to_tensordict
@@ -61,8 +63,11 @@ class TrajectoryLimit:
 
 def check_reward(reward: Tensor) -> None:
     """Raise EnvError for the first NaN among rewards [T, P], or [T, P, players]; of others one number is read."""
-    if math.isnan(reward.sum().item()):  # or a sum of both infinities
-        check_rewards(reward.reshape(*reward.shape[:2], -1).sum(-1).cpu().numpy())
+    complain_if(reward.sum(), math.isnan, partial(_check_each_reward, reward))  # or a sum of both infinities
+
+
+def _check_each_reward(reward: Tensor) -> None:
+    check_rewards(reward.reshape(*reward.shape[:2], -1).sum(-1).cpu().numpy())
 
 
 def new_columns(rows: Mapping[Path, Tensor], request: Request, *, compact: bool = False) -> dict[Path, Tensor]:

@@ -17,6 +17,7 @@ from funcollect.core.simulators.simulation import SimulatorHandle
 from funcollect.core.state import CollectorState, all_lanes, first_state
 from funcollect.errors import ReplayError
 from funcollect.interop.memory import fixed
+from funcollect.interop.reads import reads_together
 from funcollect.keys import Key, Purpose, fold
 from funcollect.protocols import DeviceEnv, Policy
 from funcollect.tree import Path, select
@@ -122,14 +123,15 @@ def run(env: DeviceEnv, policy: Policy, state: CollectorState, request: Request)
         )
     simulation: Any = state.env_state.claim()  # not before: bad arguments have raised, and the state is unused
     lanes = _Lanes(env, state, request, root, columns)
-    with actor.running(), torch.no_grad():
-        for t in range(request.length):
-            lanes.keep_root(t)
-            done = lanes.step(t, simulation.simulators, as_tensor(actor.act(t), env.device))
-            if request.reset_when_done:
-                actor.restart(done)
-        policy_state, outputs = actor.finish()
-    counters, batch = device_delivery.deliver(env, state, request, columns, outputs)
+    with reads_together():
+        with actor.running(), torch.no_grad():
+            for t in range(request.length):
+                lanes.keep_root(t)
+                done = lanes.step(t, simulation.simulators, as_tensor(actor.act(t), env.device))
+                if request.reset_when_done:
+                    actor.restart(done)
+            policy_state, outputs = actor.finish()
+        counters, batch = device_delivery.deliver(env, state, request, columns, outputs)
     simulation.simulators.check()
     simulation.episode, simulation.steps = counters["episode"], state.steps_made + request.length
     simulation.has_finished = not request.reset_when_done

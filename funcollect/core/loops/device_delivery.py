@@ -31,7 +31,7 @@ def deliver(
 ) -> tuple[dict[str, Tensor], TensorDict]:
     """Return the counters of the state after a rollout, but for `returns`, and its batch; see `delivery.deliver`.
 
-    The device is waited for once, at the end, where the rewards are checked.
+    Nothing waits for the device here within `reads_together`.
     """
     check_apart(outputs, state.observation)
     ends = columns.pop(TERMINATED), columns.pop(TRUNCATED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from funcollect.core.traced_step.step import Row, StepConfig, make_step_config
 from funcollect.interop.bridge import follow_torch, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.memo import memo_of
+from funcollect.interop.reads import reads_together
 from funcollect.keys import Key
 from funcollect.policies.random_policy import RandomPolicy
 from funcollect.protocols import BoundParams, JaxEnv, Policy, traced_values
@@ -69,16 +71,20 @@ def fork(env: JaxEnv, state: CollectorState) -> CollectorState:
 
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """Implement `funcollect.rollout`."""
-    bound = policy.prepare(request.params), traced_values(request.exploration)
     done, place = None, place_of(state)
     if waits_for_host(place):
-        follow_torch(*place.device_set)
+        follow_torch(*place.device_set)  # before the policy makes Torch do more
+    bound = policy.prepare(request.params), traced_values(request.exploration)
+    if waits_for_host(place):
         done = block_loop(env, policy, state, request)(bound, state, request.length, owned=request.owned)
-    after, columns = done or program(env, policy, state, request)(bound, state, request.length)
-    leaves = {path: torch_view(column) for path, column in columns.items()}
+    if done is None:
+        after, columns = program(env, policy, state, request)(bound, state, request.length)
+        done = after, {path: torch_view(column) for path, column in columns.items()}
+    after, leaves = done
     if len(leaves[REWARD]) > request.length:
         leaves = {path: leaf[: request.length] for path, leaf in leaves.items()}
-    return after, batch_of(env, policy, state, cast(leaves, dtypes_of(env)))
+    with reads_together() if waits_for_host(place) else nullcontext():
+        return after, batch_of(env, policy, state, cast(leaves, dtypes_of(env)))
 
 
 def waits_for_host(place: Any) -> bool:
@@ -102,7 +108,8 @@ def block_loop(
     which, place = (_static(config, state, request), options.key), place_of(state)
     made: dict[Hashable, BlockLoop] = memo_of(policy).setdefault("blocks", {})
     if (which, place) not in made:
-        made[which, place] = BlockLoop(config, state, which, place=place, options=options)
+        bound = policy.prepare(request.params), traced_values(request.exploration)
+        made[which, place] = BlockLoop(config, bound, state, which, place=place, options=options)
     return made[which, place]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from funcollect.core.request import Request, open_actor, step_limit
 from funcollect.core.state import CollectorState, all_lanes, first_state
 from funcollect.errors import EnvError
 from funcollect.interop.memory import fixed
+from funcollect.interop.reads import reads_together
 from funcollect.keys import Key, LaneKeys, Purpose
 from funcollect.messages import shown
 from funcollect.protocols import Actor, DeviceEnv, Policy, TorchEnv, Transition
@@ -114,15 +116,17 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
     """Implement `funcollect.rollout`."""
     loop = TensorLoop(env, request, TensorLanes.of(env, state))
     actor = open_actor(env, policy, state, request, as_read(env, policy, loop.root))
-    with actor.running():
-        loop.run(actor)
-        policy_state, outputs = actor.finish()
-    if reads_wait(env.device):
-        counters, batch = device_delivery.deliver(env, state, request, loop.columns, outputs)
-        counters["returns"] = loop.returns
-    else:
-        no_ages = torch.zeros(state.num_lanes, dtype=torch.int64)  # nothing is replayed
-        counters, batch, _ = deliver(env, state, request, loop.columns, outputs, no_ages)
+    wait = reads_wait(env.device)
+    with reads_together() if wait else nullcontext():
+        with actor.running():
+            loop.run(actor)
+            policy_state, outputs = actor.finish()
+        if wait:
+            counters, batch = device_delivery.deliver(env, state, request, loop.columns, outputs)
+            counters["returns"] = loop.returns
+        else:
+            no_ages = torch.zeros(state.num_lanes, dtype=torch.int64)  # nothing is replayed
+            counters, batch, _ = deliver(env, state, request, loop.columns, outputs, no_ages)
     after = state.replace(
         env_state=loop.env_state,
         observation={path: root.clone() for path, root in loop.root.items()},
@@ -194,22 +198,10 @@ class TensorLoop:
         self._finished = lanes.finished
         self._reads_wait = reads_wait(env.device)
         self.returns = lanes.returns
-        self._spares: StartsAhead | None = None
         self.columns = new_columns(self.root, request)
         self._reward, self._terminated, self._truncated = (self.columns[path] for path in OUTCOME_KEYS)
         self._roots = [self.columns[path] for path in self.root]
         self._nexts = [self.columns["next", *path] for path in self.root]
-
-    def make_spares(self, count: int) -> None:
-        """Make the starts of each lane's next `count` episodes now, rather than those of all lanes at every step."""
-        self._spares = StartsAhead([self._begun_at(self._episode + 1 + i) for i in range(count)], self._episode)
-
-    @property
-    def short(self) -> Tensor:
-        """Whether a lane has begun more episodes than it had spare starts: bool []."""
-        if self._spares is None:
-            return torch.zeros((), dtype=torch.bool, device=self._env.device)
-        return self._spares.short(self._episode)
 
     def run(self, actor: Actor) -> None:
         """Make all steps with a policy that reads `root`. Observations are recorded first: it may write into them."""
@@ -270,46 +262,18 @@ class TensorLoop:
         Where reads wait, the mask is not read.
         """
         if self._reads_wait:
-            self.returns = torch.where(done, 0.0, self.returns)
+            self.returns.masked_fill_(done, 0.0)  # which this step has made
         elif not bool(done.any()):
             return None
+        lanes = self._begun
         self._episode = self._episode + done
         if self._limit is not None:
             self._limit.restart(t, done)
-        fresh, root = (self._begun_at if self._spares is None else self._spares.at)(self._episode)
+        fresh, root = _begin(self._env, LaneKeys(lanes.lane, lanes.start_keys, self._episode), lanes.env_params)
         self.env_state = select(done, fresh, self.env_state)
         for path, value in root.items():
             self.root[path].copy_(select(done, value, self.root[path]))
         return done
-
-    def _begun_at(self, episode: Tensor) -> Start:
-        """State and observation of all lanes at the start of these episodes [P]."""
-        lanes = self._begun
-        return _begin(self._env, LaneKeys(lanes.lane, lanes.start_keys, episode), lanes.env_params)
-
-
-class StartsAhead:
-    """The starts of each lane's next episodes, made ahead.
-
-    Args:
-        starts: in their order, each a `Start`.
-        since: [P], the episodes that the lanes were in when they were made.
-    """
-
-    def __init__(self, starts: Sequence[Any], since: Tensor) -> None:
-        self._since = since
-        self._count = len(starts)
-        self._lane = torch.arange(len(since), device=since.device)
-        self._starts: Any = optree.tree_map(lambda *leaves: torch.stack(leaves), *starts, namespace=NAMESPACE)
-
-    def at(self, episode: Tensor) -> Any:
-        """The starts of these episodes [P]; any of its own for a lane that has begun none, or too many."""
-        which = (episode - self._since - 1).clamp(0, self._count - 1)
-        return optree.tree_map(lambda leaf: leaf[which, self._lane], self._starts, namespace=NAMESPACE)
-
-    def short(self, episode: Tensor) -> Tensor:
-        """Whether a lane has begun more episodes than there are starts: bool []."""
-        return (episode - self._since > self._count).any()
 
 
 def as_read(env: TorchEnv | DeviceEnv, policy: Policy, root: dict[Path, Tensor]) -> Any:

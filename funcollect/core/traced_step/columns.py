@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from funcollect.core.traced_step.batch import recorded_step
 from funcollect.core.traced_step.keys import run_keys
@@ -11,6 +11,8 @@ from funcollect.core.traced_step.starts import Traced
 from funcollect.core.traced_step.step import Row, StepConfig
 from funcollect.interop import words
 from funcollect.interop.jax_setup import import_jax
+
+Name = TypeVar("Name")
 
 _CONSTANT = [("collector", "lane"), ("collector", "policy_version")]
 
@@ -47,7 +49,7 @@ def empty_columns(row: Row, capacity: int) -> Row:
     return {path: import_jax().numpy.zeros((capacity, *leaf.shape), leaf.dtype) for path, leaf in row.items()}
 
 
-def write_row(columns: Row, row: Row, t: Any) -> Row:
+def write_row(columns: dict[Name, Any], row: dict[Name, Any], t: Any) -> dict[Name, Any]:
     """Trace the columns with row `t` written; a row may have keys without a column."""
     write = import_jax().lax.dynamic_update_index_in_dim
     return {path: write(column, row[path], t, 0) for path, column in columns.items()}

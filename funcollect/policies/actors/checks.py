@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import optree
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from funcollect.errors import PolicyError
+from funcollect.interop.reads import complain_if
 from funcollect.messages import clipped
 from funcollect.protocols import Columns
 from funcollect.specs import ActionSpec
@@ -116,13 +118,17 @@ def check_recurrent(answer: Any, before: Any) -> None:
 def check_numbers(columns: Columns, causes: Columns | None = None) -> None:
     """Raise PolicyError for the first row that is NaN. It names the row in `causes`, if one of these is NaN already."""
     for path, column in columns.items():
-        if column.is_floating_point() and math.isnan(column.sum().item()):
-            check_numbers(causes or {})
-            mend = _LOOK
-            if path == ("action_log_prob",):
-                known = [(name,) for name in _RULES] if causes is None else causes
-                mend = "; ".join([mend, *(rule for name, rule in _RULES.items() if (name,) in known)])
-            _raise_at(torch.isnan(column), f"{'.'.join(path)} is NaN, expected numbers", column, mend, causes)
+        if column.is_floating_point():
+            complain_if(column.sum(), math.isnan, partial(_raise_nan, path, column, causes))
+
+
+def _raise_nan(path: Path, column: Tensor, causes: Columns | None) -> None:
+    check_numbers(causes or {})
+    mend = _LOOK
+    if path == ("action_log_prob",):
+        known = [(name,) for name in _RULES] if causes is None else causes
+        mend = "; ".join([mend, *(rule for name, rule in _RULES.items() if (name,) in known)])
+    _raise_at(torch.isnan(column), f"{'.'.join(path)} is NaN, expected numbers", column, mend, causes)
 
 
 def _check_choices(action: Tensor, spec: ActionSpec) -> None:
@@ -132,9 +138,7 @@ def _check_choices(action: Tensor, spec: ActionSpec) -> None:
     if spec.one_hot:
         hot = [part.sum(-1) != 1 for part in torch.split(action, list(spec.categories), -1)]
         wrong = torch.stack(hot, -1) | wrong.any(-1, True)
-    if bool(wrong.any()):
-        expected = f"one-hot rows for {spec.space}" if spec.one_hot else str(spec.space)
-        _raise_at(wrong, f"the action is outside its space, expected {expected}", action, "return one of these")
+    complain_if(wrong.any(), bool, partial(_raise_outside, wrong, action, spec))
 
 
 def finish_columns(
@@ -157,10 +161,19 @@ def finish_columns(
     if not (chosen and spec.categories):  # a floating action may lie outside its Box: many environments clip it
         if not action.is_floating_point():
             _check_choices(action, spec)
-        elif math.isinf(action.sum().item()):
-            _raise_at(torch.isinf(action), "the action is infinite, expected finite numbers", action, _LOOK)
+        else:
+            complain_if(action.sum(), math.isinf, partial(_raise_infinite, action))
     check_numbers({path: column for path, column in columns.items() if column is not action}, parameters)
     return columns | {("action",): action.to(spec.dtype)}
+
+
+def _raise_outside(wrong: Tensor, action: Tensor, spec: ActionSpec) -> None:
+    expected = f"one-hot rows for {spec.space}" if spec.one_hot else str(spec.space)
+    _raise_at(wrong, f"the action is outside its space, expected {expected}", action, "return one of these")
+
+
+def _raise_infinite(action: Tensor) -> None:
+    _raise_at(torch.isinf(action), "the action is infinite, expected finite numbers", action, _LOOK)
 
 
 def _raise_at(wrong: Tensor, what: str, column: Tensor, mend: str, causes: Columns | None = None) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from funcollect.errors import LoweringError
-from funcollect.interop.bridge import argument, to_torch
+from funcollect.interop.bridge import argument, joined, split, to_torch
 from funcollect.interop.jax_setup import compiled, import_jax
 from funcollect.interop.lowering import Lowered, lower_module
 from funcollect.interop.lowering.structure import leaves_of, plain
@@ -63,7 +63,12 @@ class LoweredPolicy(EmbeddedPolicy):
 
     def laid_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Copies of tensors by name, as JAX has them."""
-        arrays = {name: argument(tensors[name]) for name in self.lowered.names}
+        read = {name: tensors[name] for name in self.lowered.names}
+        if all(tensor.is_cuda for tensor in read.values()) and import_jax().default_backend() == "gpu":
+            parts = tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in read.items())
+            lay_out = compiled(self, ("lay out", parts), lambda arrays: self.lowered.lay_out(split(arrays, parts)))
+            return dict(lay_out(joined(read)))
+        arrays = {name: argument(tensor) for name, tensor in read.items()}
         prepared: dict[str, Any] = compiled(self, "lay out", self.lowered.lay_out)(arrays)
         import_jax().block_until_ready(prepared)  # before the tensors are written again
         return prepared

@@ -11,7 +11,7 @@ import torch
 
 import funcollect as fc
 from funcollect.core.loops import crossing, fused
-from funcollect.core.loops.blocks import BlockOptions
+from funcollect.core.loops.blocks import BlockOptions, steps_per_block
 from funcollect.core.request import Request
 from funcollect.core.routes import lower_policy
 from funcollect.core.traced_step.starts import SPARES, starts_are_cheap
@@ -23,7 +23,7 @@ from tests.support.envs.jax_counting import counting, counting_policy
 from tests.support.envs.jax_suites import SUITES, suite_and_policy
 from tests.support.running import in_soak
 
-K = BlockOptions().steps
+K = 32  # steps of a block
 QUICK = ["gymnax", "functions"]  # the others compile for many seconds
 NAMES = [*QUICK, *in_soak([name for name in SUITES if name not in QUICK])]
 
@@ -39,8 +39,8 @@ def lowered(env, policy, request, options):
     state = fc.init(env, policy, seed=0)
     loop = fused.block_loop(env, policy, state, request, options)
     bound = policy.prepare(None), traced_values(request.exploration)
-    arguments = loop.arguments(bound, state, request.length)
-    return loop, for_cuda(loop.block, *arguments), jax.tree.leaves(arguments[:2])
+    arguments = loop.arguments(bound, state, K)
+    return loop, for_cuda(loop.block(K), *arguments), jax.tree.leaves(arguments[:2])
 
 
 def for_cuda(function, *arguments):
@@ -162,7 +162,7 @@ def test_a_start_made_at_each_step_has_few_operations_and_no_loop():
 
 
 @pytest.mark.usefixtures("blocks")
-def test_all_lengths_are_one_program():
+def test_lengths_within_an_eighth_are_one_program():
     traces = []
 
     def act(params, x):
@@ -172,11 +172,22 @@ def test_all_lengths_are_one_program():
     env = fc.envs.from_gymnax("CartPole-v1", num_envs=4)
     policy = fc.jax_policy(act, jnp.ones((4, 2)), head=fc.heads.categorical)
     state = fc.init(env, policy, seed=0)
-    fc.rollout(env, policy, state, 1)
+    fc.rollout(env, policy, state, 250)
     once = len(traces)
-    for length in (2, K - 1, K, K + 1, 100, 500):
+    for length in (241, 256, 500, 512, 1000):  # one, two or four blocks of 256
         assert fc.rollout(env, policy, state, length)[1].batch_size == (4, length)
     assert len(traces) == once
+    fc.rollout(env, policy, state, 100)
+    assert len(traces) > once
+
+
+@pytest.mark.parametrize("length", [*range(1, 300), 1000, 4097])
+def test_few_steps_of_the_blocks_are_wasted(length):
+    steps = steps_per_block(length)
+    blocks = -(-length // steps)
+    assert 2 <= steps <= 256
+    assert blocks == -(-length // 256)
+    assert blocks * steps <= max(2, length * 1.15)
 
 
 @pytest.mark.usefixtures("blocks")

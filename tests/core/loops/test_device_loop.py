@@ -7,6 +7,7 @@ import torch
 
 import funcollect as fc
 from funcollect.core.loops import device_delivery, tensor
+from funcollect.interop.reads import reads_together
 from tests.support.compare import assert_same
 from tests.support.devices import NoReads
 
@@ -60,7 +61,7 @@ def test_nothing_is_read_before_the_batch_is_delivered(name, kind, kwargs, monke
     loop = tensor.TensorLoop(env, request, tensor.TensorLanes.of(env, state))
     action = torch.zeros(4, *env.action_spec.shape, dtype=env.action_spec.dtype)
     still = SimpleNamespace(act=lambda t: action, restart=lambda lanes: None)
-    monkeypatch.setattr(device_delivery, "check_reward", lambda reward: None)  # which reads a number
-    with NoReads():
+    actions = {("action",): action.expand(30, *action.shape)}
+    with reads_together(), NoReads():
         loop.run(still)
-        device_delivery.deliver(env, state, request, loop.columns, {("action",): action.expand(30, *action.shape)})
+        device_delivery.deliver(env, state, request, loop.columns, actions)
