@@ -4,7 +4,7 @@ JAX's default generator uses the same function: ``hashed(key, 0, data)`` is ``ja
 have 32 bits, and come as Python integers, uint32 arrays of NumPy or JAX, or int64 tensors of Torch.
 
 Torch has no kernel for it. On a GPU its operations would launch a hundred kernels for one hash, so there one kernel
-that CUDA compiles at its first use does all: `words_on_gpu` and `uniform_on_gpu`.
+that CUDA compiles at its first use does all: `words_on_gpu`, `uniform_on_gpu` and `noise_on_gpu`.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def result(platform: str) -> Result:
         "cuda": {"torch": torch.version.cuda, "jax": jax.devices()[0].client.platform_version},
         "nvidia_smi": _nvidia_smi(),
         "environment": {
-            name: value for name, value in os.environ.items() if name.startswith(("XLA_", "JAX_", "CUDA_"))
+            name: value for name, value in os.environ.items() if name.startswith(("XLA_", "JAX_", "CUDA_VISIBLE"))
         },
         "packages": dict(sorted({each.name: each.version for each in distributions()}.items())),
     }

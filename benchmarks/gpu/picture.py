@@ -38,16 +38,18 @@ def section(path: Path, folder: Path) -> str:
     facts = json.loads(path.read_text())
     cells = {name: cell for name, cell in facts["results"].items() if cell.get("median")}
     draw(cells, folder / "gpu.png")
+    options = facts["options"]
+    flags = f"--platform {options['platform']} --rounds {options['rounds']} --seconds {options['seconds']:.0f}"
     versions = ", ".join(f"{each} {facts['versions'][each]}" for each in ("python", "torch", "jax", "torchrl"))
     return f"""## gpu
 
 {benchmarks.gpu.__doc__}
 
 ```bash
-make gpu
+python -m benchmarks gpu {flags} --only "{options["only"]}"
 ```
 
-![gpu](gpu.png)
+`make gpu` runs the tests and all parts. ![gpu](gpu.png)
 
 The loops by hand are a `lax.scan` and a loop in Torch with the same network, dynamics and columns.
 

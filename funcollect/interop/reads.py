@@ -31,7 +31,7 @@ def complain_if(number: Tensor, is_wrong: Callable[[Any], bool], complain: Calla
 
 @contextlib.contextmanager
 def reads_together() -> Iterator[None]:
-    """Read the numbers of all `complain_if` within the block at its end, by one copy from their device."""
+    """Read the numbers of all `complain_if` within the block at its end, by one copy if they are on one device."""
     doubts: list[_Doubt] = []
     token = _LATER.set(doubts)
     try:
@@ -39,7 +39,8 @@ def reads_together() -> Iterator[None]:
     finally:
         _LATER.reset(token)
     if doubts:
-        numbers = torch.stack([doubt.number.double() for doubt in doubts]).tolist()
+        place = next((doubt.number.device for doubt in doubts if doubt.number.device.type != "cpu"), None)
+        numbers = torch.stack([doubt.number.to(place, torch.float32) for doubt in doubts]).tolist()
         for doubt, number in zip(doubts, numbers, strict=True):
             if doubt.is_wrong(number):
                 doubt.complain()

@@ -156,6 +156,15 @@ def test_the_loops_by_hand_count_their_frames(device, backend):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("env_id", ENVS.values())
+def test_a_network_on_the_cpu_acts_in_an_environment_on_a_gpu(env_id):
+    env = make_env(env_id, LANES, "cuda")
+    policy = fc.torch_policy(torch.nn.Linear(4, 2), head=fc.heads.categorical, compile="eager")
+    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), LENGTH)
+    assert batch["next", "reward"].device.type == "cuda"
+
+
+@pytest.mark.gpu
 def test_advantages_on_a_gpu():
     batch = ours("jax", "JAX policy, fused", "cuda").batch()
     values = batch["observation"].sum(-1, keepdim=True), batch["next", "observation"].sum(-1, keepdim=True)

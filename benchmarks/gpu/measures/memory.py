@@ -7,7 +7,6 @@ what it holds is the peak of its pool, which it does not give back.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -23,9 +22,7 @@ from benchmarks.harness.runner import Options, Result
 
 RUNS = 3
 PAIRS = {"jax": (jax_pair, "cartpole many"), "torch": (torch_pair, "cartpole torch")}
-BOTH = ("jax", "torch")
-WHO = {"jax alone": ("jax",), "torch alone": ("torch",), "both": BOTH, "both, CUDA's pool": BOTH}
-POOL = {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}  # JAX's memory then comes from a pool of CUDA's
+WHO = {"jax alone": ("jax",), "torch alone": ("torch",), "both": ("jax", "torch")}
 
 
 def measure_here(who: str, platform: str) -> dict[str, Any]:
@@ -42,13 +39,7 @@ def result(_: Builder, options: Options, deadline: float) -> Iterator[Result]:
     """All three processes at once, since no time is measured."""
     command = [sys.executable, "-c", "from benchmarks.gpu.measures import memory; memory.main()"]
     running = {
-        who: subprocess.Popen(
-            [*command, who, options.platform],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | (POOL if who.endswith("pool") else {}),
-        )
-        for who in WHO
+        who: subprocess.Popen([*command, who, options.platform], stdout=subprocess.PIPE, text=True) for who in WHO
     }
     try:
         outputs = {
@@ -70,21 +61,17 @@ def report(held: dict[str, Any]) -> dict[str, Any]:
     if held["both"]["torch"] is None or held["both"]["jax"] is None:
         return {"table": "memory: not counted on a CPU", "data": {"held": held}}
     needs = [held["jax alone"]["jax"]["peak_bytes_in_use"], held["torch alone"]["torch"]["max_allocated"]]
+    pool = held["both"]["jax"]
+    pools = [pool.get("peak_pool_bytes", pool["peak_bytes_in_use"]), held["both"]["torch"]["max_reserved"]]
     peaks = [held["both"]["jax"]["peak_bytes_in_use"], held["both"]["torch"]["max_allocated"]]
-    pools = {who: _pools(each) for who, each in held.items() if who.startswith("both")}
-    pools = {who: sizes for who, sizes in pools.items() if all(sizes)}
-    lines = {"needed alone": needs, "needed together": peaks, **{f"held by {who}": each for who, each in pools.items()}}
-    rows = [(who, *(f"{size / 2**20:,.0f}" for size in (*sizes, sum(sizes)))) for who, sizes in lines.items()]
-    ratios = {who: sum(each) / sum(needs) for who, each in pools.items()}
-    line = f"  held / needed alone: {', '.join(f'{who} {ratio:.2f}' for who, ratio in ratios.items())}"
-    data = {"held": held, "needs": needs, "peaks_together": peaks, "pools": pools, "ratios": ratios}
-    data["ratio"] = ratios["both"]
+    ratio = sum(pools) / sum(needs)
+    rows = [
+        (who, *(f"{size / 2**20:,.0f}" for size in (*sizes, sum(sizes))))
+        for who, sizes in (("needed alone", needs), ("needed together", peaks), ("held together", pools))
+    ]
+    line = f"  held together / needed alone: {ratio:.2f}"
+    data = {"held": held, "needs": needs, "peaks_together": peaks, "pools_together": pools, "ratio": ratio}
     return {"table": f"{table(('memory, MiB', 'JAX', 'Torch', 'sum'), rows)}\n{line}", "data": data}
-
-
-def _pools(held: dict[str, Any]) -> list[int]:
-    """What both frameworks hold at their peaks; a pool of CUDA's does not count it."""
-    return [held["jax"].get("peak_pool_bytes", 0), held["torch"]["max_reserved"]]
 
 
 def main() -> None:

@@ -72,10 +72,11 @@ def fork(env: JaxEnv, state: CollectorState) -> CollectorState:
 def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """Implement `funcollect.rollout`."""
     done, place = None, place_of(state)
-    if waits_for_host(place):
+    wait = waits_for_host(place)
+    if wait:
         follow_torch(*place.device_set)  # before the policy makes Torch do more
     bound = policy.prepare(request.params), traced_values(request.exploration)
-    if waits_for_host(place):
+    if wait:
         done = block_loop(env, policy, state, request)(bound, state, request.length, owned=request.owned)
     if done is None:
         after, columns = program(env, policy, state, request)(bound, state, request.length)
@@ -83,7 +84,7 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
     after, leaves = done
     if len(leaves[REWARD]) > request.length:
         leaves = {path: leaf[: request.length] for path, leaf in leaves.items()}
-    with reads_together() if waits_for_host(place) else nullcontext():
+    with reads_together() if wait else nullcontext():
         return after, batch_of(env, policy, state, cast(leaves, dtypes_of(env)))
 
 
