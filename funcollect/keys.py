@@ -319,4 +319,9 @@ def set_device_states(device: torch.device, states: list[Tensor]) -> None:
 
 def generator_state(seed: int) -> Tensor:
     """The state of a CPU generator seeded with `seed` (64 bits)."""
+    return _generator_state(seed).clone()
+
+
+@lru_cache(maxsize=64)
+def _generator_state(seed: int) -> Tensor:
     return torch.Generator().manual_seed(seed).get_state()

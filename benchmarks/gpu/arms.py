@@ -22,16 +22,15 @@ _LOOPS = f"{_GRAPHS},WHILE,CONDITIONAL"
 SAME_SIZE = {"arms few": "cartpole few", "arms many": "cartpole many"}  # cells with the same loop by hand
 ARMS: dict[str, dict[str, Any] | None] = {  # in the order of what is wanted most
     "with branches": None,
-    "K = T": {},
+    "K = T, unroll 4": {},
+    "unroll 1": {"unroll": 1},
+    "unroll 2": {"unroll": 2},
     "K = 32": {"steps": 32},
     "buffers of loops": {
         "compiler_options": {"xla_gpu_enable_command_buffer": _LOOPS, "xla_gpu_graph_min_graph_size": 1}
     },
     "no command buffers": {"compiler_options": {"xla_gpu_enable_command_buffer": ""}},
-    "unroll 4": {"unroll": 4},
-    "K = 64": {"steps": 64},
     "K = 16": {"steps": 16},
-    "K = 128": {"steps": 128},
     "K = 8": {"steps": 8},
     "K = 8, spare starts": {"steps": 8, "made_each_step": False},  # with more steps, some lanes need a third start
 }

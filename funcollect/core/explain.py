@@ -15,7 +15,7 @@ from torch import Tensor
 from funcollect.core.api import check_pair
 from funcollect.core.exploration import head_of
 from funcollect.core.loops import captured
-from funcollect.core.loops.blocks import BlockOptions
+from funcollect.core.loops.blocks import MOST_STEPS
 from funcollect.core.request import Request, open_actor
 from funcollect.core.routes import Route, of_lanes, route_of
 from funcollect.core.state import first_state
@@ -191,8 +191,8 @@ def _one_loop() -> str:
     if import_jax().default_backend() == "cpu":
         return "all steps are one compiled loop"
     return (
-        f"each {BlockOptions().steps} steps are one compiled program without a branch, which does not wait for the "
-        "host; a collector lets it use the memory of its last state again"
+        f"up to {MOST_STEPS} steps are one compiled program without a branch, which does not wait for the host; a "
+        "collector lets it use the memory of its last state again"
     )
 
 

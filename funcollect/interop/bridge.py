@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -61,30 +60,12 @@ def argument(tensor: Tensor) -> Any:
     tensor = tensor.cpu()
     if tensor.dtype == torch.bfloat16:  # which NumPy has from JAX
         return tensor.view(torch.int16).numpy().view(import_jax().numpy.bfloat16)
-    wide = tensor.element_size() == 8 * (1 + tensor.is_complex())
-    return (_narrowed("the tensor", tensor).resolve_conj() if wide else tensor).numpy()
+    return (_narrowed("the tensor", tensor).resolve_conj() if is_wide(tensor) else tensor).numpy()
 
 
-def joined(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Tensors of a GPU as few arrays of JAX [n], one for each dtype, in memory of their own; see `split`.
-
-    To cross costs the host a tenth of a millisecond, whatever the size.
-    """
-    parts: dict[torch.dtype, list[Tensor]] = {}
-    for name, tensor in tensors.items():
-        narrow = _narrowed(name, tensor.detach())
-        parts.setdefault(narrow.dtype, []).append(narrow.reshape(-1))
-    return {str(dtype): jax_view(torch.cat(each)) for dtype, each in parts.items()}
-
-
-def split(arrays: Mapping[str, Any], parts: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> dict[str, Any]:
-    """Trace the tensors that were `joined`, by name; `parts` are their names, dtypes and shapes."""
-    first, found = dict.fromkeys(arrays, 0), {}
-    for name, wide, shape in parts:
-        dtype, size = str(wide if _has_64_bits() else _NARROW.get(wide, (wide,))[0]), math.prod(shape)
-        found[name] = arrays[dtype][first[dtype] : first[dtype] + size].reshape(shape)
-        first[dtype] += size
-    return found
+def is_wide(tensor: Tensor) -> bool:
+    """Whether the tensor's numbers have 64 bits, which JAX lacks by default."""
+    return tensor.element_size() == 8 * (1 + tensor.is_complex())
 
 
 def to_torch(tree: Any, *, batch_size: tuple[int, ...] = (), copy: bool = False) -> Any:

@@ -10,9 +10,8 @@ from tensordict import NonTensorData, TensorDict
 import funcollect as fc
 from funcollect.errors import BridgeError
 from funcollect.interop import to_jax, to_torch, words
-from funcollect.interop.bridge import argument, joined, split
+from funcollect.interop.bridge import argument
 from funcollect.interop.memory import aligned
-from tests.support.devices import each_device
 
 DTYPES = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "float16", "bfloat16", "float32", "complex64")
 
@@ -211,29 +210,6 @@ def test_memory_that_torch_still_has_to_read_is_not_used_again():
         del batch
         state, _ = fc.rollout(env, policy, state, 256)
         assert torch.equal(kept.cpu(), wanted)
-
-
-@each_device
-def test_joined_tensors_are_split_again(device):
-    tensors = {
-        "weight": torch.arange(6.0, device=device).view(2, 3).T,
-        "count": torch.tensor(7, device=device),
-        "none": torch.zeros(0, 3, device=device),
-        "half": torch.tensor([1.5, -2.0], dtype=torch.bfloat16, device=device),
-        "mask": torch.tensor([[True], [False]], device=device),
-        "bias": torch.tensor([8.0], device=device, requires_grad=True),
-    }
-    parts = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    arrays = joined(tensors)
-    assert len(arrays) == 4
-    wanted = {name: to_torch(to_jax(tensor, copy=True)) for name, tensor in tensors.items()}
-    with torch.no_grad():
-        for tensor in tensors.values():
-            tensor.zero_()  # which no array sees
-    found = jax.jit(lambda arrays: split(arrays, parts))(arrays)
-    for name, tensor in wanted.items():
-        assert torch.equal(to_torch(found[name]), tensor)
-        assert found[name].dtype == to_jax(tensors[name]).dtype
 
 
 @pytest.mark.gpu

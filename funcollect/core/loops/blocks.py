@@ -1,10 +1,10 @@
 """The fused loop on a GPU or TPU: programs of a fixed number of steps, none of which waits for the host.
 
 There, a loop to a traced length copies its condition to the host and waits at every step, and so does every branch. So
-one program makes K steps; those beyond the rollout's length change nothing. It is called ``ceil(T / K)`` times on
-memory that it may use again. A call costs the host as much as some steps of many lanes, and a step beyond the length as
-much as any other. So K is the length itself, up to 256, and a longer rollout is cut into equal blocks; as in the loop
-with branches, lengths within an eighth share a program.
+one program makes K steps; those beyond the rollout's length change nothing. A call costs the host as much as some steps
+of many lanes, and a step beyond the length as much as any other. So K is the length itself, up to 256, and one call
+makes the rollout. A longer one is cut into equal blocks, by ``ceil(T / K)`` calls on memory that they use again; as in
+the loop with branches, lengths within an eighth share a program.
 
 A kernel takes a microsecond, however little it does. So a step writes its row by two of them, into memory that all
 leaves of a batch share (`PackedRows`), and the counter of steps, which all lanes have in common, is not carried.
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -30,17 +30,20 @@ from funcollect.core.traced_step.columns import bucket, constant_columns, record
 from funcollect.core.traced_step.keys import run_keys
 from funcollect.core.traced_step.packing import Packed, PackedRows
 from funcollect.core.traced_step.starts import SPARES, SpareStarts, Traced, after_block, spare_starts, starts_are_cheap
-from funcollect.core.traced_step.step import StepConfig
+from funcollect.core.traced_step.step import Row, StepConfig
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop import words
 from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
+from funcollect.interop.joined_tensors import opened
 from funcollect.protocols import BoundParams
 from funcollect.tree import Path
 
-_MOST_STEPS = 256  # of a block
+MOST_STEPS = 256  # of a block
+_UNROLL = 4  # an iteration costs the device some microseconds, beside its steps
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 256  # rollouts
 
+Begun = tuple[Any, Any, Any]  # steps that are left before the first block, whether lanes lack starts, and the first row
 Moved = tuple[Any, dict[Any, Any]]  # the environment's state and the observation: what a block is given to use again
 
 
@@ -50,13 +53,14 @@ class BlockOptions:
 
     Attributes:
         steps: the number of steps in a block, K; None decides by the rollout's length.
-        unroll: steps in each iteration of a block's loop.
+        unroll: steps in each iteration of a block's loop; None for 4 where starts are made at each step, as steps are
+            short there, and K is a multiple of 4; else 1.
         made_each_step: whether starts are made at each step; None decides by the operations of a reset.
         compiler_options: XLA's, by name.
     """
 
     steps: int | None = None
-    unroll: int = 1
+    unroll: int | None = None
     made_each_step: bool | None = None
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -75,7 +79,7 @@ def steps_per_block(length: int) -> int:
     >>> [steps_per_block(length) for length in (1, 5, 100, 250, 256, 257, 1000)]
     [2, 5, 104, 256, 256, 144, 256]
     """
-    return bucket(-(-length // -(-length // _MOST_STEPS)))
+    return bucket(-(-length // -(-length // MOST_STEPS)))
 
 
 class BlockLoop:
@@ -101,21 +105,24 @@ class BlockLoop:
         self._config, self._options, self._place = config, options, place
         self._layout = PackedRows(recorded_row(config, bound, state))
         self._which = (which, options.key)
-        self._counters: dict[int, tuple[Any, Any, Any]] = {}  # by length
+        self._counters: dict[int, Begun] = {}  # by length
         self._pause = self._paused = 0  # rollouts that had better run in the program with branches
 
     def block(self, steps: int) -> Any:
-        """The program of K steps; the first two of its arguments are donated."""
-        block = partial(_block, self._config, self._options, steps, self._made_each_step, self._layout)
-        options = {"compiler_options": dict(more)} if (more := self._options.compiler_options) else {}
-        return self._compiled(("block", steps), block, donate_argnums=(0, 1), **options)
+        """The program of K steps of a longer rollout; the first two of its arguments are donated."""
+        return self._program("block", _block, steps, donate_argnums=(0, 1))
 
     def arguments(self, bound: BoundParams, state: CollectorState, length: int) -> tuple[Any, ...]:
         """The arguments of the first call of a `block` of `length` steps; the donated ones are copies."""
         moved, rest = _apart(state)
-        moved, (_, rows) = self._begin(length, 1, keep=True)(moved, rest)
+        moved, (_, rows, _) = self._begin(length, 2, keep=True)(moved, rest)
         left, short, _ = self._begun(length)
         return moved, rows, rest, bound, left, short
+
+    def one_block(self, steps: int, *, owned: bool) -> Any:
+        """The program of a rollout of one block, which takes what a `block` takes but for memory for its rows."""
+        donated = (0,) if owned and not self.has_spares else ()
+        return self._program(("one block", donated), _one_block, steps, donate_argnums=donated)
 
     def __call__(
         self, bound: BoundParams, state: CollectorState, length: int, *, owned: bool = False
@@ -126,33 +133,59 @@ class BlockLoop:
             return None
         steps = self._options.steps or steps_per_block(length)
         blocks = -(-length // steps)
-        moved, rest = _apart(state)
-        moved, (constants, rows, *columns) = self._begin(steps, blocks, keep=self.has_spares or not owned)(moved, rest)
-        block, (left, short, first) = self.block(steps), self._begun(length)
-        for _ in range(blocks):
-            moved, rows, rest, left, short = block(moved, rows, rest, bound, left, short)
-            if columns:
-                write = self._compiled(("write", steps, bucket(blocks)), _write, donate_argnums=0)
-                columns, first = write(columns, rows, first)
+        run = self._run if blocks == 1 else partial(self._run_cut, blocks)
+        moved, rest, short, constants, columns = run(steps, bound, state, self._begun(length), owned=owned)
         if self.has_spares and self._lacked(bool(short)):
             return None
-        packed = {name: torch_view(column) for name, column in (columns[0] if columns else rows).items()}
-        leaves = self._layout.unpack(packed) | {path: torch_view(column) for path, column in constants.items()}
+        leaves = self._layout.unpack({name: torch_view(column) for name, column in columns.items()})
+        leaves |= {path: torch_view(column) for path, column in constants.items()}
         return rest.replace(env_state=moved[0], observation=moved[1]), leaves
+
+    def _run(
+        self, steps: int, bound: BoundParams, state: CollectorState, begun: Begun, *, owned: bool
+    ) -> tuple[Any, ...]:
+        """Run one block, by one program: a call costs the host as much as some steps."""
+        moved, rest = _apart(state)
+        left, short, _ = begun
+        run: tuple[Any, ...] = self.one_block(steps, owned=owned)(moved, rest, bound, left, short)
+        return run
+
+    def _run_cut(
+        self, blocks: int, steps: int, bound: BoundParams, state: CollectorState, begun: Begun, *, owned: bool
+    ) -> tuple[Any, ...]:
+        """Run several blocks over the same memory."""
+        moved, rest = _apart(state)
+        left, short, first = begun
+        keep = self.has_spares or not owned
+        moved, (constants, rows, columns) = self._begin(steps, blocks, keep=keep)(moved, rest)
+        block = self.block(steps)
+        write = self._compiled(("write", steps, bucket(blocks)), _write, donate_argnums=0)
+        for _ in range(blocks):
+            moved, rows, rest, left, short = block(moved, rows, rest, bound, left, short)
+            columns, first = write(columns, rows, first)
+        return moved, rest, short, constants, columns
+
+    def _program(self, which: Hashable, function: Any, steps: int, **options: Any) -> Any:
+        whole = steps % _UNROLL == 0 and steps > _UNROLL  # else steps beside the loop might be rounded otherwise
+        unroll = self._options.unroll or (_UNROLL if self._made_each_step and whole else 1)
+        traced = partial(function, _Plan(self._config, self._layout, steps, unroll, self._made_each_step))
+        if self._options.compiler_options:
+            options["compiler_options"] = dict(self._options.compiler_options)
+        return self._compiled((which, steps), traced, **options)
 
     def _compiled(self, which: Hashable, function: Any, **options: Any) -> Any:
         return compiled(self._config.policy, (which, self._which), function, place=self._place, **options)
 
     def _begin(self, steps: int, blocks: int, *, keep: bool) -> Any:
-        """The program that copies what blocks use up if that is to `keep`, and makes the memory for their rows."""
-        held = bucket(blocks) if blocks > 1 else 1
-        begin = partial(_begin, self._layout, steps, held)
+        """The program that copies what blocks use up if that is to `keep`, and makes memory for rows and columns."""
+        begin = partial(_begin, self._layout, steps, steps * bucket(blocks))
         if keep:
-            return self._compiled(("begin", steps, held), lambda moved, rest: (_copy(moved), begin(rest)))
-        make = self._compiled(("memory", steps, held), begin)
+            which = ("begin", steps, bucket(blocks))
+            return self._compiled(which, lambda moved, rest: (_copy(moved), begin(rest)))
+        make = self._compiled(("memory", steps, bucket(blocks)), begin)
         return lambda moved, rest: (moved, make(rest))
 
-    def _begun(self, length: int) -> tuple[Any, Any, Any]:
+    def _begun(self, length: int) -> Begun:
         """The steps that are left before the first block, whether lanes lack starts, and the first row."""
         if length not in self._counters:
             numbers = np.int32(length), np.bool_(False), np.int32(0)
@@ -171,24 +204,25 @@ def _apart(state: Traced) -> tuple[Moved, Traced]:
     return (state.env_state, dict(state.observation)), state.replace(env_state=None, observation={})
 
 
+class _Plan(NamedTuple):
+    """What is fixed when a block is compiled."""
+
+    config: StepConfig
+    layout: PackedRows
+    steps: int
+    unroll: int
+    made_each_step: bool  # whether starts are
+
+
 def _block(
-    config: StepConfig,
-    options: BlockOptions,
-    steps: int,
-    made_each_step: bool,
-    layout: PackedRows,
-    moved: Moved,
-    rows: Packed,
-    rest: Traced,
-    bound: BoundParams,
-    left: Any,
-    short: Any,
+    plan: _Plan, moved: Moved, rows: Packed, rest: Traced, bound: BoundParams, left: Any, short: Any
 ) -> tuple[Moved, Packed, Traced, Any, Any]:
     """Trace K steps; the first `left` of them change the state."""
+    config, layout, steps, unroll, made_each_step = plan
     jax = import_jax()
     before: JaxEnvState = moved[0]
     state = rest.replace(env_state=before.current, observation=moved[1])
-    keys = run_keys(state.key, state.lane)
+    bound, keys = opened(bound), run_keys(state.key, state.lane)
     since, begun_at = state.episode, state.steps
     spares = () if made_each_step else spare_starts(config.env, state, keys)
 
@@ -201,7 +235,7 @@ def _block(
         kept = jax.tree.map(partial(jax.numpy.where, t < left), after, state)
         return kept, write_row(rows, layout.pack(row), t)
 
-    state, rows = jax.lax.fori_loop(0, steps, body, (state, rows), unroll=options.unroll)
+    state, rows = jax.lax.fori_loop(0, steps, body, (state, rows), unroll=unroll)
     begun = state.episode - since
     if spares and config.env.starts == "fresh":
         short = short | (begun > SPARES).any()
@@ -216,14 +250,23 @@ def _copy(moved: Moved) -> Moved:
     return copied
 
 
-def _begin(layout: PackedRows, steps: int, blocks: int, state: Traced) -> tuple[Any, ...]:
-    """Trace the columns that are the same at each step, zeros for a block's rows, and for several blocks' columns."""
-    rows, capacity = layout.zeros(steps), steps * blocks
-    return constant_columns(state, capacity), rows, *([layout.zeros(capacity)] if blocks > 1 else [])
+def _one_block(
+    plan: _Plan, moved: Moved, rest: Traced, bound: BoundParams, left: Any, short: Any
+) -> tuple[Moved, Traced, Any, Row, Packed]:
+    """Trace a rollout of one block."""
+    constants, rows = constant_columns(rest, plan.steps), plan.layout.zeros(plan.steps)
+    moved, rows, rest, _, short = _block(plan, moved, rows, rest, bound, left, short)
+    return moved, rest, short, constants, rows
 
 
-def _write(columns: list[Packed], rows: Packed, first: Any) -> tuple[list[Packed], Any]:
+def _begin(layout: PackedRows, steps: int, capacity: int, state: Traced) -> tuple[Row, Packed, Packed]:
+    """Trace the columns that are the same at each step, and zeros for a block's rows and for all columns."""
+    return constant_columns(state, capacity), layout.zeros(steps), layout.zeros(capacity)
+
+
+def _write(columns: Packed, rows: Packed, first: Any) -> tuple[Packed, Any]:
     """Trace the columns with a block's rows written from row `first` on, and the row after them."""
     write = import_jax().lax.dynamic_update_slice_in_dim
-    steps = len(next(iter(rows.values())))
-    return [{name: write(each[name], rows[name], first, 0) for name in each} for each in columns], first + steps
+    return {name: write(columns[name], rows[name], first, 0) for name in columns}, first + len(
+        next(iter(rows.values()))
+    )

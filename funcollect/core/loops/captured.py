@@ -96,16 +96,16 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
             before = before._replace(lanes=after.lanes, recurrent=after.recurrent, tensors=tensors)
     with reads_together():
         counters, batch = device_delivery.deliver(env, state, request, columns, actor.outputs_of(recorded))
-    carried: Any = (after.lanes.env_state, after.recurrent)  # in the graph's memory
-    env_state, recurrent = optree.tree_map(torch.clone, carried, namespace=NAMESPACE)
-    after_state = state.replace(
-        env_state=env_state,
-        observation={path: root.clone() for path, root in after.lanes.observation.items()},
-        policy_state=inputs.policy_state._replace(recurrent=recurrent, generator=generator),
-        steps=state.steps_made + request.length,
-        returns=after.lanes.returns.clone(),
-        **counters,
-    )
+        own: Any = (after.lanes.env_state, after.lanes.observation, after.recurrent, after.lanes.returns)
+        env_state, observation, recurrent, returns = optree.tree_map(torch.clone, own, namespace=NAMESPACE)
+        after_state = state.replace(
+            env_state=env_state,
+            observation=observation,
+            policy_state=inputs.policy_state._replace(recurrent=recurrent, generator=generator),
+            steps=state.steps_made + request.length,
+            returns=returns,
+            **counters,
+        )
     return after_state, batch
 
 

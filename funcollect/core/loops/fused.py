@@ -23,6 +23,7 @@ from funcollect.core.traced_step.keys import run_keys
 from funcollect.core.traced_step.step import Row, StepConfig, make_step_config
 from funcollect.interop.bridge import follow_torch, torch_view
 from funcollect.interop.jax_setup import compiled, import_jax
+from funcollect.interop.joined_tensors import opened
 from funcollect.interop.memo import memo_of
 from funcollect.interop.reads import reads_together
 from funcollect.keys import Key
@@ -133,7 +134,7 @@ def place_of(state: CollectorState) -> Any:
 
 def _loop(config: StepConfig, capacity: int, bound: BoundParams, state: CollectorState, length: Any) -> Any:
     """Trace the loop. The trip count is traced, since XLA would round a loop of one step differently."""
-    keys = run_keys(state.key, state.lane)
+    bound, keys = opened(bound), run_keys(state.key, state.lane)
 
     def body(t: Any, carry: tuple[CollectorState, Row]) -> tuple[CollectorState, Row]:
         state, row = recorded_step(config, bound, carry[0], keys)

@@ -127,13 +127,13 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
         else:
             no_ages = torch.zeros(state.num_lanes, dtype=torch.int64)  # nothing is replayed
             counters, batch, _ = deliver(env, state, request, loop.columns, outputs, no_ages)
-    after = state.replace(
-        env_state=loop.env_state,
-        observation={path: root.clone() for path, root in loop.root.items()},
-        policy_state=policy_state,
-        steps=state.steps_made + request.length,
-        **counters,
-    )
+        after = state.replace(
+            env_state=loop.env_state,
+            observation={path: root.clone() for path, root in loop.root.items()},
+            policy_state=policy_state,
+            steps=state.steps_made + request.length,
+            **counters,
+        )
     return after, batch
 
 

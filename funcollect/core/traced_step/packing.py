@@ -14,8 +14,9 @@ from funcollect.core.traced_step.step import Row
 from funcollect.interop.jax_setup import import_jax
 from funcollect.tree import Path
 
-Packed = dict[str, Any]  # arrays [R] of a row, or [T, R] of columns, by the name of their dtype
+Packed = dict[str, Any]  # arrays [R] of a row, or [T, R] of columns, by the name of their dtype; and the large leaves
 
+_LARGE = 1 << 22  # bytes of a leaf: to write them takes longer than a kernel does by itself
 _ALIGNED = 16  # bytes: each leaf begins at a multiple, so that Torch can view two words as an int64
 
 
@@ -29,7 +30,7 @@ class _Place(NamedTuple):
 
 
 class PackedRows:
-    """The places of a row's leaves. Leaves with elements of the same size share an array of integers.
+    """The places of a row's leaves. All but large ones share an array of integers with others of the same size.
 
     Args:
         row: arrays, or their shapes and dtypes.
@@ -38,8 +39,12 @@ class PackedRows:
     def __init__(self, row: Row) -> None:
         self._places: dict[Path, _Place] = {}
         self._sizes: dict[str, int] = {}
+        self._alone: dict[str, tuple[Path, Any]] = {}  # large leaves
         for path, leaf in row.items():
             dtype = np.dtype(leaf.dtype)
+            if math.prod(leaf.shape) * dtype.itemsize >= _LARGE:
+                self._alone[f"large {len(self._alone)}"] = path, leaf
+                continue
             carrier = str(dtype) if dtype.kind == "c" else f"int{8 * dtype.itemsize}"
             first = self._sizes.get(carrier, 0)
             self._places[path] = _Place(carrier, first, tuple(leaf.shape), dtype)
@@ -47,7 +52,10 @@ class PackedRows:
 
     def zeros(self, capacity: int) -> Packed:
         """Trace columns [capacity, R] of zeros."""
-        return {name: import_jax().numpy.zeros((capacity, size), name) for name, size in self._sizes.items()}
+        zeros = import_jax().numpy.zeros
+        shared = {name: zeros((capacity, size), name) for name, size in self._sizes.items()}
+        alone = {name: zeros((capacity, *leaf.shape), leaf.dtype) for name, (_, leaf) in self._alone.items()}
+        return shared | alone
 
     def pack(self, row: Row) -> Packed:
         """Trace the arrays [R] of a row."""
@@ -61,11 +69,13 @@ class PackedRows:
                 flat = jax.lax.bitcast_convert_type(flat, place.carrier)
             missing = _padded(flat.size, place.dtype.itemsize) - flat.size
             parts[place.carrier] += [flat, jax.numpy.zeros(missing, place.carrier)] if missing else [flat]
-        return {name: jax.numpy.concatenate(each) for name, each in parts.items()}
+        shared = {name: jax.numpy.concatenate(each) for name, each in parts.items()}
+        return shared | {name: row[path] for name, (path, _) in self._alone.items()}
 
     def unpack(self, columns: Mapping[str, Tensor]) -> dict[Path, Tensor]:
         """The leaves [T, *shape] over the memory of columns [T, R]."""
-        return {path: _leaf(columns[place.carrier], place) for path, place in self._places.items()}
+        shared = {path: _leaf(columns[place.carrier], place) for path, place in self._places.items()}
+        return shared | {path: columns[name] for name, (path, _) in self._alone.items()}
 
 
 def _padded(count: int, itemsize: int) -> int:

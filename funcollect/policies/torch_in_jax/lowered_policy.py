@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from funcollect.errors import LoweringError
-from funcollect.interop.bridge import argument, joined, split, to_torch
+from funcollect.interop.bridge import argument, is_wide, to_torch
 from funcollect.interop.jax_setup import compiled, import_jax
+from funcollect.interop.joined_tensors import Joined, JoinedMemory, opened
 from funcollect.interop.lowering import Lowered, lower_module
 from funcollect.interop.lowering.structure import leaves_of, plain
+from funcollect.interop.memo import memo_of
 from funcollect.policies.tensordict_modules.tensordict_policy import TensorDictPolicy
 from funcollect.policies.torch_in_jax.embedded_policy import EmbeddedPolicy, Source, check_forgets
 from funcollect.policies.torch_modules.settings import settings_of, unregistered
@@ -50,28 +53,52 @@ class LoweredPolicy(EmbeddedPolicy):
         if self.single:
             arguments = tree.map(lambda leaf: leaf[0], arguments)
         with set_interaction_type(self.exploration_type):  # new shapes export it once more
-            answer = self.lowered.apply(params, *arguments)
+            answer = self.lowered.apply(opened(params), *arguments)
         return self.to_outputs(tree.map(lambda leaf: leaf[None], answer) if self.single else answer, state)
 
+    @property
     @override
-    def prepare(self, params: Any) -> dict[str, Any]:
-        """Copies of parameters, laid out for JAX; `params` as the Torch policy takes them, or the result of this."""
+    def params(self) -> dict[str, Any]:
+        return self.laid_out(self.source.tensors(None))
+
+    @override
+    def prepare(self, params: Any) -> Any:
+        """The parameters for a program, until this thread prepares others; `params` as the Torch policy takes them.
+
+        Arrays by name, such as `self.params`, or the result of this are returned as they are.
+        """
         jax = import_jax()
-        if isinstance(params, dict) and all(isinstance(leaf, jax.Array) for leaf in params.values()):
+        if isinstance(params, Joined) or (
+            isinstance(params, dict) and all(isinstance(leaf, jax.Array) for leaf in params.values())
+        ):
             return params
-        return self.laid_out(self.source.tensors(self.source.prepare(params)))
+        return self._joined(self.source.tensors(self.source.prepare(params)))
 
     def laid_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Copies of tensors by name, as JAX has them."""
-        read = {name: tensors[name] for name in self.lowered.names}
-        if all(tensor.is_cuda for tensor in read.values()) and import_jax().default_backend() == "gpu":
-            parts = tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in read.items())
-            lay_out = compiled(self, ("lay out", parts), lambda arrays: self.lowered.lay_out(split(arrays, parts)))
-            return dict(lay_out(joined(read)))
-        arrays = {name: argument(tensor) for name, tensor in read.items()}
-        prepared: dict[str, Any] = compiled(self, "lay out", self.lowered.lay_out)(arrays)
-        import_jax().block_until_ready(prepared)  # before the tensors are written again
-        return prepared
+        joined = self._joined(tensors)
+        if not isinstance(joined, Joined):
+            return joined
+        copies: dict[str, Any] = compiled(self, "open", opened)(joined)
+        import_jax().block_until_ready(copies)  # before the memory is written again
+        return copies
+
+    def _joined(self, tensors: Mapping[str, Tensor]) -> Joined | dict[str, Any]:
+        """The tensors as a program's argument; on the CPU, and for dtypes that JAX lacks, copies of them by name."""
+        read = {name: tensors[name].detach() for name in self.lowered.names}
+        if not _can_join(read):
+            arrays = {name: argument(tensor) for name, tensor in read.items()}
+            copies: dict[str, Any] = compiled(self, "lay out", self.lowered.lay_out)(arrays)
+            import_jax().block_until_ready(copies)  # before the tensors are written again
+            return copies
+        which = tuple((name, tensor.dtype, tensor.shape) for name, tensor in read.items())
+        memories = (
+            memo_of(self).setdefault("joined", threading.local()).__dict__
+        )  # another thread may still read its own
+        if which not in memories:
+            memories[which] = JoinedMemory(read)
+        memory = memories[which]
+        return Joined(memory.write(read), memory.parts, self.lowered.lay_out)
 
     def state_dict(self, params: Any = None) -> dict[str, Tensor]:
         """A copy of `params`, or of the module's own, by name, as Torch tensors."""
@@ -81,6 +108,12 @@ class LoweredPolicy(EmbeddedPolicy):
         """Write arrays such as `params`, or the result of `state_dict`, into the user's module."""
         jax = any(isinstance(leaf, import_jax().Array) for leaf in params.values())
         self.source.load(self.state_dict(params) if jax else params)
+
+
+def _can_join(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the tensors are on a GPU that JAX has, in dtypes that it has."""
+    on_gpu = import_jax().default_backend() == "gpu" and all(tensor.is_cuda for tensor in tensors.values())
+    return on_gpu and not any(is_wide(tensor) for tensor in tensors.values())
 
 
 def _checked_module(source: Source) -> nn.Module:

@@ -35,12 +35,17 @@ def blocks(monkeypatch):
 
 
 def lowered(env, policy, request, options):
-    """The program of K steps for CUDA, as text, with its loop and the arguments that are donated to it."""
+    """The programs of K steps for CUDA as text, alone and among others, each with how many leaves are donated to it."""
     state = fc.init(env, policy, seed=0)
     loop = fused.block_loop(env, policy, state, request, options)
     bound = policy.prepare(None), traced_values(request.exploration)
-    arguments = loop.arguments(bound, state, K)
-    return loop, for_cuda(loop.block(K), *arguments), jax.tree.leaves(arguments[:2])
+    moved, rows, *others = loop.arguments(bound, state, K)
+    large = len(jax.tree.leaves(moved))
+    return loop, [
+        (for_cuda(loop.block(K), moved, rows, *others), large + len(rows)),
+        (for_cuda(loop.one_block(K, owned=True), moved, *others), 0 if loop.has_spares else large),
+        (for_cuda(loop.one_block(K, owned=False), moved, *others), 0),
+    ]
 
 
 def for_cuda(function, *arguments):
@@ -81,13 +86,15 @@ def actions(env):
 def check_waits(name, env, policy, *, made_each_step, random_steps=7):
     options = BlockOptions(made_each_step=made_each_step)
     request = Request(length=100, random_steps=random_steps)
-    loop, text, donated = lowered(env, policy, request, options)
+    loop, programs = lowered(env, policy, request, options)
     own = own_waits(name, 1 if made_each_step else SPARES)
-    found = waits(text)
-    assert found.pop("while") <= own.get("while", 0) + 1
-    assert all(count <= own.get(wait, 0) for wait, count in found.items())
-    assert len(re.findall(rf"cond {{\s*%\S+ = stablehlo.constant dense<{K}> : tensor<i32>", text)) == 1
-    assert len(re.findall(r"tf\.aliasing_output", text)) == len(donated)
+    unroll = 4 if made_each_step else 1
+    for text, donated in programs:
+        found = waits(text)
+        assert found.pop("while") <= unroll * own.get("while", 0) + 1
+        assert all(count <= unroll * own.get(wait, 0) for wait, count in found.items())
+        assert len(re.findall(rf"cond {{\s*%\S+ = stablehlo.constant dense<{K // unroll}> : tensor<i32>", text)) == 1
+        assert len(re.findall(r"tf\.aliasing_output", text)) == donated
     return loop
 
 
@@ -172,9 +179,10 @@ def test_lengths_within_an_eighth_are_one_program():
     env = fc.envs.from_gymnax("CartPole-v1", num_envs=4)
     policy = fc.jax_policy(act, jnp.ones((4, 2)), head=fc.heads.categorical)
     state = fc.init(env, policy, seed=0)
-    fc.rollout(env, policy, state, 250)
+    for length in (250, 500):
+        fc.rollout(env, policy, state, length)
     once = len(traces)
-    for length in (241, 256, 500, 512, 1000):  # one, two or four blocks of 256
+    for length in (241, 256, 512, 1000):  # one, two or four blocks of 256; one alone has a program of its own
         assert fc.rollout(env, policy, state, length)[1].batch_size == (4, length)
     assert len(traces) == once
     fc.rollout(env, policy, state, 100)

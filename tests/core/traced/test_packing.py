@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from funcollect.core.traced_step import packing
 from funcollect.core.traced_step.columns import write_row
 from funcollect.core.traced_step.packing import PackedRows
 from funcollect.interop import words
@@ -27,14 +28,18 @@ def rows_of(length):
     ]
 
 
+@pytest.mark.parametrize("large", [1 << 22, 12, 0])
 @pytest.mark.parametrize("length", [1, 4])
-def test_every_leaf_comes_back(length):
+def test_every_leaf_comes_back(length, large, monkeypatch):
+    monkeypatch.setattr(packing, "_LARGE", large)
     rows = rows_of(length)
     layout = PackedRows(rows[0])
     packed = layout.zeros(length)
     for t, row in enumerate(rows):
         packed = jax.jit(lambda packed, row, t: write_row(packed, layout.pack(row), t))(packed, row, t)
-    assert set(packed) == {"int8", "int16", "int32", "complex64"}
+    shared = {"int8", "int16", "int32", "complex64"} if large else set()
+    assert shared == {name for name in packed if not name.startswith("large")}
+    assert len(packed) - len(shared) == sum(leaf.nbytes >= large for leaf in rows[0].values())
     leaves = layout.unpack({name: torch_view(array) for name, array in packed.items()})
     assert leaves.keys() == rows[0].keys()
     for path, leaf in leaves.items():

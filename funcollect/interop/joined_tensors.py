@@ -1,0 +1,105 @@
+"""Tensors of a GPU that traced code reads: copied into memory that both frameworks know, so that nothing crosses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcollect.interop.bridge import follow_torch, jax_view
+from funcollect.interop.jax_setup import import_jax, with_jax
+
+Arrays = dict[str, Any]  # by name
+
+
+class JoinedPart(NamedTuple):
+    """One of the tensors: where its elements lie among those of its dtype, and its shape."""
+
+    name: str
+    dtype: str
+    first: int
+    shape: tuple[int, ...]
+
+
+class Joined:
+    """The tensors as arguments of a compiled call, a pytree of one array [n] for each dtype; see `opened`.
+
+    Args:
+        arrays: by dtype.
+        parts: the tensors in these arrays.
+        finish: what traced code makes of the tensors by name.
+    """
+
+    def __init__(self, arrays: Arrays, parts: tuple[JoinedPart, ...], finish: Callable[[Arrays], Arrays]) -> None:
+        self.arrays, self._parts, self._finish = arrays, parts, finish
+
+    def opened(self) -> Arrays:
+        """Trace the tensors by name."""
+        lax = import_jax().lax
+        flat = {
+            part.name: lax.slice_in_dim(self.arrays[part.dtype], part.first, part.first + math.prod(part.shape))
+            for part in self._parts
+        }
+        return self._finish({part.name: flat[part.name].reshape(part.shape) for part in self._parts})
+
+    def flatten(self) -> tuple[tuple[Arrays], Any]:
+        """The arrays, and what programs depend on."""
+        return (self.arrays,), (self._parts, self._finish)
+
+
+class JoinedMemory:
+    """Memory for tensors like these, which JAX has as arrays.
+
+    To cross costs the host a tenth of a millisecond for each array, whatever its size; to copy all of them costs a
+    quarter of that.
+
+    Args:
+        tensors: by name, all on one device, of dtypes that JAX has.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._device = next(iter(tensors.values())).device
+        sizes: dict[torch.dtype, int] = {}
+        parts = []
+        for name, tensor in tensors.items():
+            first = sizes.get(tensor.dtype, 0)
+            parts.append(JoinedPart(name, str(tensor.dtype), first, tuple(tensor.shape)))
+            sizes[tensor.dtype] = first + tensor.numel()
+        memory = {dtype: torch.empty(size, dtype=dtype, device=self._device) for dtype, size in sizes.items()}
+        self.parts = tuple(parts)
+        self._own = [
+            memory[tensor.dtype][part.first : part.first + tensor.numel()].view(part.shape)
+            for part, tensor in zip(parts, tensors.values(), strict=True)
+        ]
+        self.arrays = {str(dtype): jax_view(each) for dtype, each in memory.items()}
+
+    def write(self, tensors: Mapping[str, Tensor]) -> Arrays:
+        """Copy tensors of the same names, dtypes and shapes; return the arrays, which the next call overwrites."""
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        idle = stream if stream and stream.query() else None
+        with torch.no_grad():
+            torch._foreach_copy_(self._own, list(tensors.values()))
+        if idle:
+            idle.synchronize()  # for the shortest of moments, and cheaper than to let JAX's stream wait
+        else:
+            follow_torch(*next(iter(self.arrays.values())).devices())
+        return self.arrays
+
+
+def opened(tree: Any) -> Any:
+    """Trace the pytree with the tensors of each `Joined` by name. Do it outside of loops."""
+
+    def is_joined(leaf: Any) -> bool:
+        return isinstance(leaf, Joined)
+
+    return import_jax().tree.map(lambda leaf: leaf.opened() if is_joined(leaf) else leaf, tree, is_leaf=is_joined)
+
+
+def _register(jax: Any) -> None:
+    jax.tree_util.register_pytree_node(Joined, Joined.flatten, lambda fixed, arrays: Joined(*arrays, *fixed))
+
+
+with_jax(_register)

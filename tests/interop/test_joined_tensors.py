@@ -1,0 +1,122 @@
+"""Weights of lowered policies on a GPU, which both frameworks have in one memory."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from torch import nn
+
+import funcollect as fc
+from funcollect.core.loops import fused
+from funcollect.interop import to_jax, to_torch
+from funcollect.interop.joined_tensors import Joined, JoinedMemory, opened
+from funcollect.policies.torch_in_jax import lowered_policy
+from tests.support.compare import assert_same, collect
+from tests.support.devices import each_device
+
+CARTPOLE = "gymnax/CartPole-v1"
+
+
+@pytest.fixture
+def joining(device, monkeypatch):
+    """Policies join their tensors, and loops run in blocks, on the CPU too."""
+    if device == "cpu":
+        monkeypatch.setattr(lowered_policy, "_can_join", lambda tensors: True)
+        monkeypatch.setattr(fused, "waits_for_host", lambda place: True)
+
+
+def network(device):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2)).to(device)
+
+
+def lowered(module):
+    return fc.torch_policy(module, head=fc.heads.categorical, compile="xla")
+
+
+@each_device
+def test_traced_code_reads_what_was_written_last(device):
+    tensors = {
+        "weight": torch.arange(6.0, device=device).view(2, 3).T,
+        "count": torch.tensor(7, dtype=torch.int32, device=device),
+        "none": torch.zeros(0, 3, device=device),
+        "half": torch.tensor([1.5, -2.0], dtype=torch.bfloat16, device=device),
+        "mask": torch.tensor([[True], [False]], device=device),
+        "bias": torch.tensor([8.0], device=device, requires_grad=True),
+    }
+    memory = JoinedMemory(tensors)
+    found = jax.jit(lambda given: {name: jnp.copy(leaf) for name, leaf in opened(given)["params"].items()})
+
+    def finish(arrays):
+        return arrays
+
+    for factor in (1, 2):
+        wanted = {name: (tensor * factor).to(tensor.dtype).detach() for name, tensor in tensors.items()}
+        joined = Joined(memory.write(wanted), memory.parts, finish)
+        assert len(jax.tree.leaves(joined)) == 4
+        for name, array in found({"params": joined}).items():
+            assert torch.equal(to_torch(array), wanted[name])
+            assert array.dtype == to_jax(tensors[name]).dtype
+    assert found._cache_size() == 1
+
+
+@each_device
+@pytest.mark.usefixtures("joining")
+@pytest.mark.parametrize("env_id", [CARTPOLE, "CartPole-v1"])
+def test_each_rollout_reads_the_weights_of_its_time(device, env_id):
+    """Those of the module, also if it is trained between rollouts, and those that are passed."""
+    env, module = fc.make_env(env_id, num_envs=4), network(device)
+    copies = [network(device) for _ in range(2)]
+    with torch.no_grad():
+        for parameter in copies[1].parameters():
+            parameter.mul_(-2)
+    policy, state, batches = lowered(module), None, []
+    state = fc.init(env, policy, seed=0)
+    for each in (*copies, copies[0]):
+        module.load_state_dict(each.state_dict())
+        state, batch = fc.rollout(env, policy, state, 20)
+        batches.append(batch)
+    passing = lowered(network(device))
+    again = fc.init(env, passing, seed=0)
+    for each, batch in zip((*copies, copies[0]), batches, strict=True):
+        again, other = fc.rollout(env, passing, again, 20, params=dict(each.state_dict()))
+        assert_same(batch, other)
+        now = fc.evaluate_actions(lowered(each), None, batch, env=env)["action_log_prob"]
+        torch.testing.assert_close(now.to(batch.device or now.device), batch["action_log_prob"].to(now.device))
+    fc.close(state)
+    fc.close(again)
+
+
+@each_device
+@pytest.mark.usefixtures("joining")
+def test_threads_do_not_read_the_weights_of_others(device):
+    env, policy = fc.make_env(CARTPOLE, num_envs=4), lowered(network(device))
+    many = [{name: scale * each for name, each in policy.module.state_dict().items()} for scale in (-3.0, 1.0, 3.0)]
+    state = fc.init(env, policy, seed=0)
+    wanted = [fc.rollout(env, policy, state, 50, params=params)[1] for params in many]
+
+    def run(params):
+        return [fc.rollout(env, policy, state, 50, params=params)[1] for _ in range(20)]
+
+    with ThreadPoolExecutor(len(many)) as threads:
+        for batch, found in zip(wanted, threads.map(run, many), strict=True):
+            for each in found:
+                assert_same(batch, each)
+
+
+@each_device
+@pytest.mark.usefixtures("joining")
+def test_params_are_copies(device):
+    env, policy = fc.make_env(CARTPOLE, num_envs=4), lowered(network(device))
+    in_jax = fc.lower_policy(policy, env)
+    params = in_jax.params
+    kept = jax.tree.map(jnp.copy, params)
+    with torch.no_grad():
+        for parameter in policy.module.parameters():
+            parameter.zero_()
+    collect(env, policy, 20)
+    assert all(map(jnp.array_equal, jax.tree.leaves(params), jax.tree.leaves(kept)))
+    assert not any(leaf.any() for leaf in jax.tree.leaves(in_jax.params))
