@@ -169,10 +169,6 @@ class Simulation:
         seeds = hashed_in_numpy(pair, np.zeros((), np.uint32), numbers)[0].tolist()
         self._seeds[lanes] = zip(firsts, seeds, strict=True)
 
-    def _next_seed(self, lane: int) -> int:
-        """The seed of a lane's next episode."""
-        return self._seed(lane, self.episodes[lane] + 1)
-
     def _seed(self, lane: int, episode: int) -> int:
         """The seed of an episode of a lane, the first word of its key."""
         if not 0 <= episode - self._seeds[lane][0] < _SEEDS:
@@ -199,9 +195,11 @@ class Simulation:
 
     def _next_seeds(self, lanes: Sequence[int]) -> list[int | None]:
         """The seeds of the next episodes of some lanes, None where the generator of an earlier episode continues."""
-        if self._each_episode:
-            return [self._next_seed(lane) for lane in lanes]
-        return [self._next_seed(lane) if lane in self._unseeded else None for lane in lanes]
+        seeds: list[int | None] = []
+        for lane in lanes:
+            seeded = self._each_episode or lane in self._unseeded
+            seeds.append(self._seed(lane, self.episodes[lane] + 1) if seeded else None)
+        return seeds
 
     def announce(self, restarting: bool) -> None:
         """Tell simulators that can use it whether, and how, lanes will be restarted at the ends of their episodes."""

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,8 @@ class _Discrete(HeadBase):
 
     def parse(self, xp: Any, answer: Any, spec: ActionSpec) -> Parameters:
         wanted = spec.choices
-        if tuple(getattr(answer, "shape", ()))[1:][-1:] != (wanted,):
+        shape: Sequence[int] = getattr(answer, "shape", ())
+        if len(shape) < 2 or shape[-1] != wanted:
             raise PolicyError(
                 f"the policy returned {form(answer)}, the head {self.name} wants [P, {wanted}]: "
                 f"one number for each choice of {spec.space}"

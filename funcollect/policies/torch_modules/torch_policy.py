@@ -243,7 +243,13 @@ class TorchActor(Actor):
     def act(self, t: int) -> Tensor:
         observation = self._observation if self._move is None else self._move(self._observation)
         before = optree.tree_leaves(self._recurrent) if self._state_names else ()
-        answer = self._call(observation)
+        try:
+            answer = (
+                self._module(observation) if self._recurrent is None else self._module(observation, self._recurrent)
+            )
+        except Exception as error:
+            note_arguments(error, "the policy's module", self._policy.arguments(observation, self._recurrent))
+            raise
         if self._recurrent is not None:
             if t == 0:
                 check_recurrent(answer, self._recurrent)
@@ -268,14 +274,6 @@ class TorchActor(Actor):
             check_tensor(action)
         self._record(recorded)
         return action  # type: ignore[no-any-return]
-
-    def _call(self, observation: Any) -> Any:
-        """The answer of the module, which also gets the recurrent state if there is one."""
-        try:
-            return self._module(observation) if self._recurrent is None else self._module(observation, self._recurrent)
-        except Exception as error:
-            note_arguments(error, "the policy's module", self._policy.arguments(observation, self._recurrent))
-            raise
 
     def _apart(self, recurrent: Any) -> Any:
         """The next recurrent state outside the observation's memory, which the next step overwrites."""
