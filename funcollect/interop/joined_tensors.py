@@ -68,7 +68,8 @@ class JoinedMemory:
             first = sizes.get(tensor.dtype, 0)
             parts.append(JoinedPart(name, str(tensor.dtype), first, tuple(tensor.shape)))
             sizes[tensor.dtype] = first + tensor.numel()
-        memory = {dtype: torch.empty(size, dtype=dtype, device=self._device) for dtype, size in sizes.items()}
+        with torch.inference_mode(mode=False):  # else nothing outside of that mode could write it
+            memory = {dtype: torch.empty(size, dtype=dtype, device=self._device) for dtype, size in sizes.items()}
         self.parts = tuple(parts)
         self._own = [
             memory[tensor.dtype][part.first : part.first + tensor.numel()].view(part.shape)

@@ -23,7 +23,7 @@ CARTPOLE = "gymnax/CartPole-v1"
 def joining(device, monkeypatch):
     """Policies join their tensors, and loops run in blocks, on the CPU too."""
     if device == "cpu":
-        monkeypatch.setattr(lowered_policy, "_can_join", lambda tensors: True)
+        monkeypatch.setattr(lowered_policy, "_can_join", bool)
         monkeypatch.setattr(fused, "waits_for_host", lambda place: True)
 
 
@@ -109,6 +109,35 @@ def test_threads_do_not_read_the_weights_of_others(device):
 
 @each_device
 @pytest.mark.usefixtures("joining")
+@pytest.mark.parametrize("env_id", [CARTPOLE, "CartPole-v1"])
+@pytest.mark.parametrize("head", [fc.heads.categorical, fc.heads.epsilon_greedy(0.5)], ids=lambda head: head.name)
+def test_weights_act_alike_in_each_form(device, head, env_id):
+    env, module = fc.make_env(env_id, num_envs=4), network(device)
+    policy = fc.torch_policy(module, head=head, compile="xla")
+    arrays = fc.lower_policy(policy, env).params
+    on_the_cpu = {name: tensor.cpu() for name, tensor in module.state_dict().items()}
+    state = fc.init(env, policy, seed=0)
+    for given in (arrays, None, on_the_cpu, dict(module.state_dict()), arrays):
+        state, batch = fc.rollout(env, policy, state, 5, params=given)
+        now = fc.evaluate_actions(fc.torch_policy(module, head=head), None, batch, env=env)["action_log_prob"]
+        torch.testing.assert_close(now.cpu(), batch["action_log_prob"].cpu(), rtol=1e-4, atol=1e-4)
+    fc.close(state)
+
+
+@each_device
+@pytest.mark.usefixtures("joining")
+def test_modules_without_parameters_and_inference_mode(device):
+    env, policy = fc.make_env(CARTPOLE, num_envs=4), lowered(nn.Softplus())
+    with pytest.raises(fc.PolicyError, match="wants"):
+        collect(env, policy, 5)
+    policy = lowered(network(device))
+    with torch.inference_mode():
+        state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 5)
+    fc.rollout(env, policy, state, 5)
+
+
+@each_device
+@pytest.mark.usefixtures("joining")
 def test_params_are_copies(device):
     env, policy = fc.make_env(CARTPOLE, num_envs=4), lowered(network(device))
     in_jax = fc.lower_policy(policy, env)
@@ -120,3 +149,4 @@ def test_params_are_copies(device):
     collect(env, policy, 20)
     assert all(map(jnp.array_equal, jax.tree.leaves(params), jax.tree.leaves(kept)))
     assert not any(leaf.any() for leaf in jax.tree.leaves(in_jax.params))
+    assert not any(tensor.any() for tensor in in_jax.state_dict(in_jax.prepare(None)).values())

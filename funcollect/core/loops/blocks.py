@@ -54,7 +54,7 @@ class BlockOptions:
     Attributes:
         steps: the number of steps in a block, K; None decides by the rollout's length.
         unroll: steps in each iteration of a block's loop; None for 4 where starts are made at each step, as steps are
-            short there, and K is a multiple of 4; else 1.
+            short there, and K is 8, 12, 16, …; else 1.
         made_each_step: whether starts are made at each step; None decides by the operations of a reset.
         compiler_options: XLA's, by name.
     """

@@ -76,7 +76,7 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
     wait = waits_for_host(place)
     if wait:
         follow_torch(*place.device_set)  # before the policy makes Torch do more
-    bound = policy.prepare(request.params), traced_values(request.exploration)
+    bound = _bound(policy, request)
     if wait:
         done = block_loop(env, policy, state, request)(bound, state, request.length, owned=request.owned)
     if done is None:
@@ -87,6 +87,12 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
         leaves = {path: leaf[: request.length] for path, leaf in leaves.items()}
     with reads_together() if wait else nullcontext():
         return after, batch_of(env, policy, state, cast(leaves, dtypes_of(env)))
+
+
+def _bound(policy: Policy, request: Request) -> BoundParams:
+    """Return what a rollout's program reads; it has read it before the rollout ends."""
+    prepare = getattr(policy, "lend", policy.prepare)
+    return prepare(request.params), traced_values(request.exploration)
 
 
 def waits_for_host(place: Any) -> bool:
@@ -110,8 +116,7 @@ def block_loop(
     which, place = (_static(config, state, request), options.key), place_of(state)
     made: dict[Hashable, BlockLoop] = memo_of(policy).setdefault("blocks", {})
     if (which, place) not in made:
-        bound = policy.prepare(request.params), traced_values(request.exploration)
-        made[which, place] = BlockLoop(config, bound, state, which, place=place, options=options)
+        made[which, place] = BlockLoop(config, _bound(policy, request), state, which, place=place, options=options)
     return made[which, place]
 
 

@@ -64,10 +64,10 @@ class StepProgram:
 
     def params(self, actor_inputs: ActorInputs) -> Any:
         """The bound parameters as `step` takes them, laid out once per version."""
-        params, values = actor_inputs.params, actor_inputs.exploration.values
-        if self._raveled is None or self._raveled[0] is not params or self._raveled[1] != values:
-            self._raveled = (params, values, self._ravel(actor_inputs.bound))
-        return self._raveled[2]
+        params, values, last = actor_inputs.params, actor_inputs.exploration.values, self._raveled
+        if last is None or last[0] is not params or last[1] != values:
+            last = self._raveled = (params, values, self._ravel(actor_inputs.bound))
+        return last[2]  # another thread may have laid out others meanwhile
 
     def inputs(self, actor_inputs: ActorInputs) -> tuple[PackedInputs, list[npt.NDArray[Any]], Any]:
         """The buffer of a rollout, the observation's leaves that travel beside it, and its structure."""

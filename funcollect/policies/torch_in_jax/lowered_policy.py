@@ -56,23 +56,14 @@ class LoweredPolicy(EmbeddedPolicy):
             answer = self.lowered.apply(opened(params), *arguments)
         return self.to_outputs(tree.map(lambda leaf: leaf[None], answer) if self.single else answer, state)
 
-    @property
     @override
-    def params(self) -> dict[str, Any]:
-        return self.laid_out(self.source.tensors(None))
+    def prepare(self, params: Any) -> dict[str, Any]:
+        """Copies of parameters, laid out for JAX; `params` as the Torch policy takes them, or the result of this."""
+        return params if self._is_prepared(params) else self.laid_out(self._tensors(params))
 
-    @override
-    def prepare(self, params: Any) -> Any:
-        """The parameters for a program, until this thread prepares others; `params` as the Torch policy takes them.
-
-        Arrays by name, such as `self.params`, or the result of this are returned as they are.
-        """
-        jax = import_jax()
-        if isinstance(params, Joined) or (
-            isinstance(params, dict) and all(isinstance(leaf, jax.Array) for leaf in params.values())
-        ):
-            return params
-        return self._joined(self.source.tensors(self.source.prepare(params)))
+    def lend(self, params: Any) -> dict[str, Any] | Joined:
+        """The same without a program that copies: only for this thread, until its next call of this or of `prepare`."""
+        return params if self._is_prepared(params) else self._joined(self._tensors(params))
 
     def laid_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Copies of tensors by name, as JAX has them."""
@@ -83,15 +74,22 @@ class LoweredPolicy(EmbeddedPolicy):
         import_jax().block_until_ready(copies)  # before the memory is written again
         return copies
 
-    def _joined(self, tensors: Mapping[str, Tensor]) -> Joined | dict[str, Any]:
-        """The tensors as a program's argument; on the CPU, and for dtypes that JAX lacks, copies of them by name."""
+    def _is_prepared(self, params: Any) -> bool:
+        array = import_jax().Array
+        return isinstance(params, dict) and all(isinstance(leaf, array) for leaf in params.values())
+
+    def _tensors(self, params: Any) -> dict[str, Tensor]:
+        return self.source.tensors(self.source.prepare(params))
+
+    def _joined(self, tensors: Mapping[str, Tensor]) -> dict[str, Any] | Joined:
+        """The tensors as a program's argument; those that cannot be joined as copies by name."""
         read = {name: tensors[name].detach() for name in self.lowered.names}
         if not _can_join(read):
             arrays = {name: argument(tensor) for name, tensor in read.items()}
             copies: dict[str, Any] = compiled(self, "lay out", self.lowered.lay_out)(arrays)
             import_jax().block_until_ready(copies)  # before the tensors are written again
             return copies
-        which = tuple((name, tensor.dtype, tensor.shape) for name, tensor in read.items())
+        which = tuple((name, tensor.dtype, tensor.shape, tensor.device) for name, tensor in read.items())
         memories = (
             memo_of(self).setdefault("joined", threading.local()).__dict__
         )  # another thread may still read its own
@@ -111,8 +109,9 @@ class LoweredPolicy(EmbeddedPolicy):
 
 
 def _can_join(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the tensors are on a GPU that JAX has, in dtypes that it has."""
-    on_gpu = import_jax().default_backend() == "gpu" and all(tensor.is_cuda for tensor in tensors.values())
+    """Whether there are tensors, all on one GPU that JAX has, and none of 64-bit numbers."""
+    devices = {tensor.device for tensor in tensors.values()}
+    on_gpu = len(devices) == 1 and devices.pop().type == "cuda" and import_jax().default_backend() == "gpu"
     return on_gpu and not any(is_wide(tensor) for tensor in tensors.values())
 
 
