@@ -267,6 +267,5 @@ def _begin(layout: PackedRows, steps: int, capacity: int, state: Traced) -> tupl
 def _write(columns: Packed, rows: Packed, first: Any) -> tuple[Packed, Any]:
     """Trace the columns with a block's rows written from row `first` on, and the row after them."""
     write = import_jax().lax.dynamic_update_slice_in_dim
-    return {name: write(columns[name], rows[name], first, 0) for name in columns}, first + len(
-        next(iter(rows.values()))
-    )
+    steps = len(next(iter(rows.values())))
+    return {name: write(columns[name], rows[name], first, 0) for name in columns}, first + steps

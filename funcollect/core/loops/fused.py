@@ -28,6 +28,7 @@ from funcollect.interop.memo import memo_of
 from funcollect.interop.reads import reads_together
 from funcollect.keys import Key
 from funcollect.policies.random_policy import RandomPolicy
+from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
 from funcollect.protocols import BoundParams, JaxEnv, Policy, traced_values
 from funcollect.tree import Path
 
@@ -91,7 +92,7 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
 
 def _bound(policy: Policy, request: Request) -> BoundParams:
     """Return what a rollout's program reads; it has read it before the rollout ends."""
-    prepare = getattr(policy, "lend", policy.prepare)
+    prepare = policy.lend if isinstance(policy, LoweredPolicy) else policy.prepare
     return prepare(request.params), traced_values(request.exploration)
 
 

@@ -90,9 +90,8 @@ class LoweredPolicy(EmbeddedPolicy):
             import_jax().block_until_ready(copies)  # before the tensors are written again
             return copies
         which = tuple((name, tensor.dtype, tensor.shape, tensor.device) for name, tensor in read.items())
-        memories = (
-            memo_of(self).setdefault("joined", threading.local()).__dict__
-        )  # another thread may still read its own
+        # Another thread may still read its own.
+        memories = memo_of(self).setdefault("joined", threading.local()).__dict__
         if which not in memories:
             memories[which] = JoinedMemory(read)
         memory = memories[which]
