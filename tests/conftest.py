@@ -58,6 +58,7 @@ def ray_cluster():
 
 
 def pytest_runtest_setup(item):
-    """Tests marked `gpu` need a CUDA device; nothing else is skipped."""
+    """Tests marked `gpu` need a CUDA device, nothing else is skipped; random networks are the same each time."""
+    torch.manual_seed(0)
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
