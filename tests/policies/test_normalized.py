@@ -127,14 +127,15 @@ def test_keys_of_a_function_and_hidden_states_are_passed_on():
     fc.rollout(env, policy, fc.init(env, policy, seed=0), 9)
 
 
-@pytest.mark.parametrize("kind", ["sync", "multi", "async"])
+@pytest.mark.parametrize("kind", ["sync", "multi", "async", "processes"])
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_collectors_update_statistics_with_every_batch(kind, backend):
     space = fc.make_env("CartPole-v1").observation_space
     base = torch_policy() if backend == "torch" else jax_policy()
     policy = fc.normalized(base, rs.init(space, backend=backend))
-    workers = {} if kind == "sync" else {"num_workers": 2, "in_process": True}
-    make = {"sync": fc.SyncDataCollector, "multi": fc.MultiSyncDataCollector, "async": fc.MultiaSyncDataCollector}[kind]
+    workers = {} if kind == "sync" else {"num_workers": 2, "in_process": kind != "processes"}
+    of_their_own = {"sync": fc.SyncDataCollector, "async": fc.MultiaSyncDataCollector}
+    make = of_their_own.get(kind, fc.MultiSyncDataCollector)
     wanted, total = rs.init(space), 0
     with make("CartPole-v1", policy, frames_per_batch=40, seed=0, update_statistics=True, **workers) as collector:
         for number in range(4):

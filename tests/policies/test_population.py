@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import pickle
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optree
 import pytest
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from torch import nn
 import funcollect as fc
 from funcollect.errors import PolicyError
 from funcollect.policies.populations.members import MemberLanes
+from tests.support.compare import assert_same
 from tests.support.running import in_soak
 from tests.support.workers import multi
 
@@ -121,6 +124,14 @@ PAIRS = [
 PAIRS += in_soak([(env, name) for env in (HOST, TORCH, JAX) for name in POPULATIONS if (env, name) not in PAIRS])
 
 
+def swapped(policy: Any) -> Any:
+    """A population of the same members in another order."""
+    other = copy.deepcopy(policy)
+    params = other.params if other.backend == "jax" else other.state_dict()
+    other.load(optree.tree_map(lambda leaf: leaf[::-1] if other.backend == "jax" else leaf.flip(0), params))
+    return other
+
+
 def environment(name: str, **keywords: Any) -> Any:
     return fc.make_env(name, num_envs=LANES, **keywords)
 
@@ -202,6 +213,26 @@ def test_copies_are_populations(copied: Any) -> None:
     policy, _ = POPULATIONS["torch"]()
     env = environment(HOST)
     assert torch.equal(collected(env, copied(policy))["action"], collected(env, policy)["action"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("torch", HOST), ("recurrent", HOST), ("normalised torch", HOST), ("jax", HOST), ("jax", JAX)]
+)
+def test_a_saved_run_continues(kind: str, name: str, tmp_path: Path) -> None:
+    policy, _ = POPULATIONS[kind]()
+    env = environment(name)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), STEPS)
+    fc.save(tmp_path / "state", state)
+    _, wanted = fc.rollout(env, policy, state, STEPS)
+    env = environment(name)
+    assert_same(fc.rollout(env, policy, fc.load(tmp_path / "state", env, policy), STEPS)[1], wanted)
+    frames = {"frames_per_batch": LANES * STEPS, "seed": 1}
+    with fc.SyncDataCollector(environment(name), policy, **frames) as collector:
+        next(collector)
+        collector.save(tmp_path / "run")
+        wanted = next(collector).clone()
+    with fc.SyncDataCollector.load(tmp_path / "run", environment(name), swapped(policy)) as collector:
+        assert_same(next(collector), wanted)
 
 
 def test_tied_parameters_stay_tied() -> None:
