@@ -59,6 +59,10 @@ class Noise:
     ``uniform`` lies in (0, 1); ``gumbel`` and ``normal`` are standard; all are float32, one array of `shape` per lane.
     ``keys`` is one ``uint32[2]`` per lane, ``key`` that of the first lane in a call (a JAX function's own randomness);
     they have no shape.
+
+    >>> import funcollect as fc
+    >>> fc.Noise(kind="gumbel", shape=(4,)).words
+    4
     """
 
     kind: Literal["uniform", "gumbel", "normal", "key", "keys"]
@@ -245,6 +249,12 @@ class LaneKeys:
         lanes: [P] int64, the lanes' ids.
         keys: the lanes' keys [P], their first and their second words: uint32 of NumPy, or int64 tensors on a device.
         numbers: the episodes' numbers [P], or the number of the step.
+
+    >>> import torch
+    >>> lanes = torch.arange(3)
+    >>> keys = LaneKeys.of(key_from_seed(0), Purpose.RESET, lanes, numbers=torch.zeros(3, dtype=torch.int64))
+    >>> keys.uniform(2).shape, torch.equal(keys.uniform(2), keys.uniform(2))
+    (torch.Size([3, 2]), True)
     """
 
     lanes: Tensor

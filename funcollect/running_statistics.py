@@ -48,6 +48,11 @@ class RunningStatistics(NamedTuple):
         count: how many observations: int64 [], or over JAX uint32 [2], low word first.
         mean: by the observation's key, its parts joined by dots: [*shape] float64, or float32 over JAX.
         variance: likewise; 1 before the first update.
+
+    >>> import gymnasium, torch
+    >>> stats = update(init(gymnasium.spaces.Box(-9, 9, (1,))), {"observation": torch.tensor([[1.0], [3.0]])})
+    >>> int(stats.count), stats.mean["observation"].tolist(), stats.variance["observation"].tolist()
+    (2, [2.0], [1.0])
     """
 
     count: Any

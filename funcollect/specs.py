@@ -149,6 +149,11 @@ class ActionSpec:
     Raises:
         TypeError: for a space that is not Box, Discrete, MultiDiscrete or MultiBinary.
         ValueError: for one-hot actions of a space without categories.
+
+    >>> from gymnasium import spaces
+    >>> spec = ActionSpec(spaces.MultiDiscrete([2, 3]), one_hot=True)
+    >>> spec.categories, spec.choices
+    ((2, 3), 5)
     """
 
     space: Space

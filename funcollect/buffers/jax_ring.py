@@ -18,7 +18,14 @@ _TRIES = 4  # random draws per slice before all frames are searched
 
 
 class JaxRing(NamedTuple):
-    """The newest steps of every lane."""
+    """The newest steps of every lane.
+
+    >>> import jax.numpy as jnp
+    >>> import funcollect as fc
+    >>> ring = fc.jax_ring.init({"x": jnp.zeros((1, 3))}, steps=10)
+    >>> ring.data["x"].shape, int(ring.written)
+    ((10, 3), 0)
+    """
 
     data: Any  # a pytree of [steps, L, ...]
     begin: Any  # [steps, L] int32: the step number at which each frame's trajectory begins

@@ -112,7 +112,15 @@ class RingMemory:
 
 @dataclass(frozen=True)
 class RingState:
-    """A ring at one version; `len` is the number of its frames."""
+    """A ring at one version; `len` is the number of its frames.
+
+    >>> import torch, funcollect as fc
+    >>> from tensordict import TensorDict
+    >>> state = fc.ring.init(100)
+    >>> state, indices = fc.ring.extend(state, TensorDict({"x": torch.zeros(8)}, batch_size=[8]))
+    >>> len(state), state.capacity, state.version
+    (8, 100, 1)
+    """
 
     memory: RingMemory  # the frames and the index, shared by all states of the ring
     version: int = 0  # the number of `extend` calls that led to this state

@@ -74,6 +74,12 @@ class Plan:
         forking: how `fork` copies a state.
         workers: how lanes are spread over worker processes, and whether one process would be faster; empty without any.
         caution: a fault of the installed jaxlib and its remedy; empty if there is none or JAX is not used.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=8)
+    >>> plan = fc.explain(env, fc.random_policy(env))
+    >>> plan.loop, plan.forking
+    ('host', 'the environment is rebuilt and the episode replayed')
     """
 
     env: str

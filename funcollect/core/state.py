@@ -75,6 +75,13 @@ class CollectorState(Generic[Array]):
         steps: steps that every lane has made since `init`: an int, or over JAX uint32[2], low word first; see
             `steps_made`.
         policy_version: which weights act, 0 at first and one more per update: an int, or over JAX int32 [].
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=2)
+    >>> policy = fc.random_policy(env)
+    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=3), 5)
+    >>> state.steps, state.step.tolist(), state.seed
+    (5, [5, 5], 3)
     """
 
     env_state: Any

@@ -35,7 +35,14 @@ _WHILE = 1.0  # seconds between two looks at whether the process lives
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of one `submit`."""
+    """The result of one `submit`.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=2)
+    >>> evaluation = Evaluation(step=100, stats=fc.evaluate(env, fc.random_policy(env), episodes=4, seed=0))
+    >>> evaluation.step, len(evaluation.stats), evaluation.film
+    (100, 4, None)
+    """
 
     step: int  # as submitted
     stats: EpisodeStats

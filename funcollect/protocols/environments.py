@@ -29,7 +29,15 @@ _NO_INFO: Mapping[str, Any] = {}
 
 
 class Transition(NamedTuple):
-    """The result of one step, before any reset: of one lane in JAX, of all P lanes in Torch (each field [P, ...])."""
+    """The result of one step, before any reset: of one lane in JAX, of all P lanes in Torch (each field [P, ...]).
+
+    >>> import torch
+    >>> states = torch.zeros(4, 2)  # of four lanes
+    >>> over = torch.zeros(4, dtype=torch.bool)
+    >>> transition = Transition(states, states, torch.ones(4), terminated=over, truncated=over)
+    >>> transition.reward.sum()
+    tensor(4.)
+    """
 
     env_state: Any  # a pytree
     observation: Any  # in the structure of the observation space
@@ -255,7 +263,13 @@ class JaxEnv(FunctionalEnv, Protocol):
 
 
 class Renderer(NamedTuple):
-    """Draws the states of a JAX environment, for `funcollect.record`."""
+    """Draws the states of a JAX environment, for `funcollect.record`.
+
+    >>> import numpy as np
+    >>> renderer = Renderer(fps=50, draw=lambda env_state, params: np.zeros((64, 64, 3), np.uint8))
+    >>> renderer.draw(None, None).shape
+    (64, 64, 3)
+    """
 
     fps: float | None  # the frames per second of a film in real time; None for 30
     draw: Callable[[Any, Any], Any]  # (env_state, params) of one lane -> a picture [H, W, 3] uint8

@@ -28,6 +28,11 @@ class Exploration(NamedTuple):
     Attributes:
         type: whether it samples, or acts deterministically.
         values: the numbers that may change during a run, under the names in `Policy.exploration`.
+
+    >>> import funcollect as fc
+    >>> exploration = fc.Exploration(values={"epsilon": 0.05})
+    >>> exploration.type, exploration.values["epsilon"]
+    (<InteractionType.RANDOM: 'random'>, 0.05)
     """
 
     type: ExplorationType = ExplorationType.RANDOM

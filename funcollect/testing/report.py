@@ -45,7 +45,13 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The checks that passed, or do not apply; `str` gives one line for each."""
+    """The checks that passed, or do not apply; `str` gives one line for each.
+
+    >>> import funcollect as fc
+    >>> report = fc.testing.check_env(fc.make_env("torch/CartPole-v1", num_envs=2))
+    >>> report.subject, report.passed[0]
+    ('CartPole(num_envs=2)', 'describes')
+    """
 
     subject: str  # the name of the environment, or of the policy and the environment
     results: tuple[Result, ...]  # one for each check, in order

@@ -52,6 +52,14 @@ class PendingTrajectories:
 
     Trajectories with missing frames are left out: those that had begun before the first batch, and those that
     `reset` interrupted.
+
+    >>> import funcollect as fc
+    >>> env = fc.make_env("CartPole-v1", num_envs=2)
+    >>> policy = fc.random_policy(env)
+    >>> state = fc.init(env, policy, seed=0)
+    >>> state, batch, pending = fc.rollout_trajectories(env, policy, state, 3)
+    >>> len(batch) + len(pending) == 2 * state.steps
+    True
     """
 
     _pieces: tuple[TensorDictBase, ...] = ()  # batches that have the frames

@@ -38,6 +38,16 @@ class Trajectories:
         traj_key: the key of the ids, one number per frame. By default ``("collector", "traj_ids")`` or, if there is
             none, ``"episode"``. If a batch has neither, lanes and end flags determine the trajectories.
         end_key: the key of the end flags; by default ``("next", "done")``.
+
+    >>> import torch, funcollect as fc
+    >>> from funcollect.keys import key_from_seed
+    >>> from tensordict import TensorDict
+    >>> state = fc.ring.init(100, trajectories=Trajectories(traj_key="run", end_key="end"))
+    >>> frames = {"run": torch.tensor([1, 1, 2, 2]), "end": torch.tensor([False, True, False, False])}
+    >>> state, indices = fc.ring.extend(state, TensorDict(frames, batch_size=[4]))
+    >>> slices = fc.ring.sample(state, key_from_seed(0), fc.ring.Slices(num_slices=4, slice_len=2))
+    >>> bool(slices["run"].view(4, 2).diff().any())
+    False
     """
 
     traj_key: str | Path | None = None

@@ -29,6 +29,13 @@ class TracedEpisodeStats(NamedTuple):
         lengths: frames, int32.
         ended: whether an episode ends here.
         open: the episodes that the next batch continues, an argument of `episode_stats`; None after `evaluate`.
+
+    >>> import jax, funcollect as fc
+    >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
+    >>> policy = fc.random_policy(env)
+    >>> stats = fc.traced.evaluate(env, policy, None, jax.random.PRNGKey(0), 4)
+    >>> stats.returns.shape, int(stats.count), float(stats.mean_return) == float(stats.mean_length)
+    ((4,), 4, True)
     """
 
     returns: Any

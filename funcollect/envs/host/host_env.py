@@ -152,6 +152,8 @@ class SimulatorsBase(ABC):
 
     Attributes:
         observation: the current observations by key, each [P, ...], zeros at first: both methods write into it.
+
+    `HostEnvBase` shows one.
     """
 
     observation: Mapping[Path, npt.NDArray[Any]]

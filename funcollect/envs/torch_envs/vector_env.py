@@ -50,6 +50,25 @@ def from_torch_vector_env(
     Raises:
         TypeError: for an environment without these members.
         ValueError: for one that does not reset its lanes, or resets them in the step after the last one.
+
+    >>> import torch, funcollect as fc
+    >>> from gymnasium import spaces
+    >>> class Walks:
+    ...     num_envs, device = 3, torch.device("cpu")
+    ...     single_observation_space, single_action_space = spaces.Box(-9, 9, (1,)), spaces.Discrete(2)
+    ...     def reset(self, seed=None):
+    ...         self.place = torch.zeros(3, 1)
+    ...         return self.place, {}
+    ...     def step(self, action):
+    ...         final = self.place + 2 * action[:, None] - 1
+    ...         over = final[:, 0].abs() > 5
+    ...         self.place = torch.where(over[:, None], 0.0, final)
+    ...         return self.place, 1.0 - over.float(), over, over & False, {"final_obs": final}
+    >>> env = fc.envs.from_torch_vector_env(Walks)
+    >>> policy = fc.random_policy(env)
+    >>> state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 40)
+    >>> batch["next", "observation"][batch["next", "terminated"]].abs().unique()
+    tensor([6.])
     """
     check_keys("info_keys", info_keys, "success")
     if hasattr(env, "step") and not isinstance(env, type):
