@@ -34,7 +34,7 @@ from funcollect.arguments import check_choice, check_kind, check_number
 from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import shown
 from funcollect.specs import FINAL, Space
-from funcollect.tree import flatten, key_of, nest
+from funcollect.tree import flatten, key_of, nest, ranked
 
 __all__ = ["RunningStatistics", "denormalize", "init", "merge", "normalize", "update"]
 
@@ -218,7 +218,7 @@ def _moments_in_jax(stats: RunningStatistics, values: Mapping[str, Any], weights
             raise ValueError(
                 f"weights is {shown(weights)}, expected bools, or zeros and ones: pass a mask of the rows that count"
             )
-    chosen = jnp.ones(size, bool) if weights is None else jnp.asarray(weights).reshape(-1) != 0
+    chosen = jnp.ones(size, bool) if weights is None else jnp.asarray(weights).reshape(-1).astype(bool)
     count = chosen.sum(dtype=jnp.uint32)
     total = jnp.maximum(count, 1)
     mean, variance = {}, {}
@@ -226,8 +226,9 @@ def _moments_in_jax(stats: RunningStatistics, values: Mapping[str, Any], weights
         given = jnp.asarray(value.numpy(force=True) if isinstance(value, Tensor) else value)
         rows = given.astype(stats.mean[name].dtype).reshape(size, *stats.mean[name].shape)
         kept = chosen.reshape(size, *[1] * (rows.ndim - 1))
-        mean[name] = jnp.where(kept, rows, 0).sum(0) / total
-        variance[name] = jnp.where(kept, rows - mean[name], 0).__pow__(2).sum(0) / total
+        number = total.astype(rows.dtype)
+        mean[name] = jnp.where(kept, rows, 0).sum(0) / number
+        variance[name] = jnp.where(kept, rows - ranked(mean[name], rows), 0).__pow__(2).sum(0) / number
     return RunningStatistics(jnp.stack([count, jnp.zeros_like(count)]), mean, variance)
 
 
@@ -284,7 +285,7 @@ def check_alike(one: RunningStatistics, other: Any) -> None:
 def _sum_of_words(one: Any, other: Any) -> Any:
     """The sum of two counts of 64 bits, each uint32 [2]."""
     low = one[0] + other[0]
-    return import_jax().numpy.stack([low, one[1] + other[1] + (low < one[0])])
+    return import_jax().numpy.stack([low, one[1] + other[1] + (low < one[0]).astype(np.uint32)])
 
 
 def _float_of(words: Any) -> Any:
@@ -359,7 +360,7 @@ def _applied(stats: RunningStatistics, observation: Any, function: Callable[[Any
                 f"{name!r} is {list(value.shape)}, expected [..., *{list(own)}]: pass values of the space's shape"
             )
         deviation = (stats.variance[name] + EPSILON) ** 0.5
-        return function(value, _like(stats.mean[name], value), _like(deviation, value))
+        return function(value, *(ranked(_like(each, value), value) for each in (stats.mean[name], deviation)))
 
     if isinstance(observation, TensorDictBase):
         if observation.get(FINAL, None) is not None:

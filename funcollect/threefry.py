@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from funcollect.tree import ranked
+
 Words = npt.NDArray[np.uint32]
 Pair = tuple[Any, Any]
 
@@ -44,8 +46,10 @@ def hashed(key: Pair, one: Any, two: Any) -> Pair:
 
 def hashed_in_jax(key: Pair, one: Any, two: Any) -> Pair:
     """Hash uint32 arrays of JAX that broadcast against each other. The rounds are unrolled, and so fused by XLA."""
-    keys = (*key, key[0] ^ key[1] ^ np.uint32(_PARITY))
-    one, two = one + keys[0], two + keys[1]
+    widest = max(one, two, *key, key=lambda each: each.ndim)
+    one, two, first, second = (ranked(each, widest) for each in (one, two, *key))
+    keys = (first, second, first ^ second ^ np.uint32(_PARITY))
+    one, two = one + first, two + second
     for group in range(5):
         for shift in _ROTATIONS[group % 2]:
             one = one + two

@@ -105,6 +105,15 @@ def moved(tree: Any, device: torch.device) -> Any:
     )
 
 
+def ranked(array: Any, like: Any) -> Any:
+    """The array with as many dimensions as `like` has, those in front of size 1; scalars stay as they are.
+
+    Arrays broadcast without that, too, but JAX refuses them where a user has set ``jax_numpy_rank_promotion="raise"``.
+    """
+    missing = like.ndim - array.ndim
+    return array[(None,) * missing] if array.ndim and missing > 0 else array
+
+
 def select(mask: torch.Tensor, chosen: Any, other: Any) -> Any:
     """A pytree of leaves [P, ...]: the lanes of `mask` [P] are taken from `chosen`, the rest from `other`."""
 

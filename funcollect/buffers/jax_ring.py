@@ -209,7 +209,7 @@ def sample_slices(ring: JaxRing, key: Any, *, num_slices: int, slice_len: int) -
         raise ValueError(f"slice_len is {slice_len}, the ring holds {steps} steps of each lane: ask for shorter slices")
     end, found = _draw_ends(ring, key, num_slices, slice_len)
     back = (jax.numpy.arange(slice_len)[:, None] - (slice_len - 1)) * lanes
-    slices = _take(ring.data, (end + back) % (steps * lanes))
+    slices = _take(ring.data, (end[None] + back) % (steps * lanes))
     cut = {name: slices["next"][name].at[-1].set(True) for name in ("truncated", "done") if name in slices["next"]}
     return {**slices, "next": {**slices["next"], **cut}}, found
 

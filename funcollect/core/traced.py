@@ -292,7 +292,7 @@ def evaluate(
     first = init(env, policy, params, key=key, env_params=env_params)
     config, bound = _checked_config(env, policy, params, first, Request(length=1, exploration_type=exploration_type))
     keys, count = run_keys(first.key, first.lane), first.num_lanes
-    quota = episodes // count + (jnp.arange(count) < episodes % count)
+    quota = episodes // count + (jnp.arange(count) < episodes % count).astype(jnp.int32)
     place = jnp.cumsum(quota) - quota  # of each lane's first episode
     most = min(-(-max_frames // count), 2**31 - 1)
 
@@ -307,7 +307,7 @@ def evaluate(
         at = jnp.where(ended & (finished < quota), place + finished, episodes)  # beyond the last: dropped
         found = TracedEpisodeStats(returns, lengths, ended)
         whole = jax.tree.map(lambda all_, some: all_.at[at].set(some, mode="drop"), whole, found)
-        return state, open_, finished + ended, whole
+        return state, open_, finished + ended.astype(finished.dtype), whole
 
     returns = jnp.zeros((episodes, *first.returns.shape[1:]), first.returns.dtype)
     whole = TracedEpisodeStats(returns, jnp.zeros(episodes, jnp.int32), jnp.zeros(episodes, bool))

@@ -26,7 +26,7 @@ def trajectory_ids(lane: Any, episode: Any, total_lanes: int) -> Any:
     lane = lane.astype(jnp.uint32)
     low, high = product(episode.astype(jnp.uint32), total_lanes)
     total = low + lane % total_lanes
-    high = high + (total < low) + ((lane // total_lanes) << 8)
+    high = high + (total < low).astype(jnp.uint32) + ((lane // total_lanes) << 8)
     return jnp.stack([total, high], -1).view(jnp.int32)
 
 

@@ -13,6 +13,7 @@ from gymnasium import spaces
 
 from funcollect.interop.jax_setup import import_jax
 from funcollect.specs import ActionSpec
+from funcollect.tree import ranked
 
 _WHOLE_VECTORS = 64  # rows
 
@@ -85,7 +86,7 @@ def jax_numerics() -> Any:
         """
         x = jnp.moveaxis(logits, -1, 0) + (0 if noise is None else jnp.moveaxis(noise, -1, 0))
         index = jnp.arange(len(x), dtype=jnp.int32).reshape(-1, *[1] * (x.ndim - 1))
-        return jnp.where(x < x.max(0), len(x), index).min(0)
+        return jnp.where(x < x.max(0, keepdims=True), len(x), index).min(0)
 
     def log_categorical(logits: Any, index: Any) -> Any:
         return jnp.take_along_axis(jax.nn.log_softmax(logits), index[..., None], -1)[..., 0]
@@ -95,9 +96,9 @@ def jax_numerics() -> Any:
         half = np.float32(2**31)
         wide = offset >= half
         words = jnp.where(wide, offset - half, offset).astype(jnp.int32) + jnp.where(wide, np.int32(-(2**31)), 0)
-        most = jnp.asarray((high - low).astype(np.uint32))
+        most = ranked((high - low).astype(np.uint32), offset)
         offsets = jnp.minimum(words.astype(jnp.uint32), most).astype(jnp.int32)
-        return jnp.asarray(low.astype(np.int32)) + offsets
+        return ranked(low.astype(np.int32), offset) + offsets
 
     return SimpleNamespace(
         **{name: getattr(jnp, name) for name in _SHARED},
@@ -113,7 +114,7 @@ def jax_numerics() -> Any:
         floor_int=lambda x: x.astype(jnp.int32),
         as_float=lambda x: x.astype(jnp.float32),
         ndtri=jax.scipy.special.ndtri,
-        constant=lambda value, like: jnp.asarray(value),
+        constant=lambda value, like: ranked(jnp.asarray(value), like),
         full=lambda shape, value, like: jnp.full(shape, value),
         integers=(-(2**31), 2**31 - 1),
         integers_between=integers_between,

@@ -85,7 +85,7 @@ def step(config: StepConfig, bound: BoundParams, state: Traced, keys: RunKeys) -
         env_state=state.env_state._replace(current=moved.env_state),
         observation=nexts,
         policy_state=policy_state,
-        step=state.step + live,
+        step=state.step + live.astype(state.step.dtype),
         returns=state.returns + moved.reward,
         steps=words.add(state.steps, 1),
     )
@@ -167,7 +167,7 @@ def restart(env: JaxEnv, state: Traced, keys: RunKeys, mask: Any) -> Traced:
         env_state=env_state,
         env_params=of_restarted(state.env_params, mask),
         observation=where_lanes(mask, by_path(env, roots), dict(state.observation)),
-        episode=state.episode + mask,
+        episode=state.episode + mask.astype(state.episode.dtype),
         step=jnp.where(mask, 0, state.step),
         returns=where_lanes(mask, jnp.zeros_like(state.returns), state.returns),
         terminated=state.terminated & ~mask,

@@ -130,8 +130,9 @@ class TanhNormal(Normal):
 
     def entropy(self, xp: Any, parameters: Parameters, spec: ActionSpec) -> Any:
         (loc, scale), (low, high) = parameters, self._bounds(xp, spec, parameters[0])
+        loc, scale = loc[..., None], scale[..., None]
         nodes, weights = (xp.constant(each.astype(np.float32), loc) for each in (_NODES, _WEIGHTS / _WEIGHTS.sum()))
-        raw = loc[..., None] + scale[..., None] * nodes
+        raw = loc + scale * nodes
         slope = (self._slope(xp, raw, low[..., None], high[..., None]) * weights).sum(-1)
         return super().entropy(xp, parameters, spec) + self._total(slope, spec)
 
