@@ -14,6 +14,7 @@ from funcollect.keys import Noise
 from funcollect.policies.heads.head import Head, HeadBase, Outputs, Parameters, form
 from funcollect.policies.numerics import in_32_bits
 from funcollect.specs import ActionSpec
+from funcollect.tree import ranked
 
 __all__ = ["normal", "tanh_normal"]
 
@@ -133,8 +134,8 @@ class TanhNormal(Normal):
         loc, scale = loc[..., None], scale[..., None]
         nodes, weights = (xp.constant(each.astype(np.float32), loc) for each in (_NODES, _WEIGHTS / _WEIGHTS.sum()))
         raw = loc + scale * nodes
-        slope = (self._slope(xp, raw, low[..., None], high[..., None]) * weights).sum(-1)
-        return super().entropy(xp, parameters, spec) + self._total(slope, spec)
+        slope = self._slope(xp, raw, *(ranked(each[..., None], raw) for each in (low, high)))
+        return super().entropy(xp, parameters, spec) + self._total((slope * weights).sum(-1), spec)
 
     def _slope(self, xp: Any, raw: Any, low: Any, high: Any) -> Any:
         """The logarithm of the derivative of the squashed action.
