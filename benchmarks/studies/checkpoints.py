@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,20 +55,19 @@ def measure(gigabytes: float, rounds: int, directory: Path) -> dict[str, Any]:
     for number in range(SHARE):
         buffer.extend(frames(new, number * new))
     checkpoint = fc.Checkpoint(directory / "checkpoints", keep=2)
-    first = seconds(lambda: checkpoint.save(0, buffer=buffer))
+    first = seconds(partial(checkpoint.save, 0, buffer=buffer))
     saving, writing = [], []
     for step in range(1, rounds + 1):
         batch = frames(new, (SHARE + step - 1) * new)
         data = b"".join(leaf.numpy().tobytes() for leaf in batch.values())
         buffer.extend(batch)
-        saving.append(seconds(lambda step=step: checkpoint.save(step, buffer=buffer)))  # type: ignore[misc]
-        writing.append(seconds(lambda data=data: written(directory / "bytes", data)))  # type: ignore[misc]
+        saving.append(seconds(partial(checkpoint.save, step, buffer=buffer)))
+        writing.append(seconds(partial(written, directory / "bytes", data)))
     restored = fc.ReplayBuffer(storage=fc.LazyMemmapStorage(new * SHARE), batch_size=64)
-    restoring = seconds(lambda: checkpoint.restore(buffer=restored))
+    restoring = seconds(partial(checkpoint.restore, buffer=restored))
     assert restored[:]["index"].sort().values.equal(torch.arange(rounds * new, (rounds + SHARE) * new))
-    return {"gigabytes": gigabytes, "frames": new * SHARE, "first": first, "saving": saving, "writing": writing} | {
-        "restoring": restoring
-    }
+    times = {"first": first, "saving": saving, "writing": writing, "restoring": restoring}
+    return {"gigabytes": gigabytes, "frames": new * SHARE, **times}
 
 
 def main() -> None:
