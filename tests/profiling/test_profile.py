@@ -76,8 +76,6 @@ def test_a_slow_reader(monkeypatch):
     check(profile)
     assert largest(profile) == "reader"
     assert "MultiSyncDataCollector(prefetch=True)" in profile.advice
-    with fc.SyncDataCollector("CartPole-v1", None, frames_per_batch=2, seed=0) as collector:
-        assert "only a faster one helps" in fc.profile(collector, frames=4, reader=slow_reader).advice
 
 
 @pytest.mark.parametrize("kwargs", KEYWORDS, ids=str)

@@ -7,8 +7,8 @@ from funcollect.envs.host.lane_workers import advice as lane_advice
 from funcollect.envs.host.lane_workers.advice import estimated_costs
 from funcollect.envs.host.lane_workers.options import LaneWorkers
 from funcollect.profiling import local_run, workers
-from funcollect.profiling.advice import Finding, advise
-from tests.profiling.cases import Slow, network, slow_env
+from funcollect.profiling.advice import FEW_STEPS, Finding, advise
+from tests.profiling.cases import Slow, slow_env, slow_reader
 from tests.support.workers import multi
 
 
@@ -54,11 +54,17 @@ def test_lanes_that_should_not_step_meanwhile(monkeypatch):
 
 
 def test_processors_that_collect_nothing(monkeypatch):
-    env = fc.make_env("CartPole-v1", num_envs=8)
     monkeypatch.setattr(local_run, "cores_here", lambda: 4)
-    assert "MultiSyncDataCollector(…, num_workers=4)" in fc.profile(env, frames=1_024).advice
+    profile = fc.profile(fc.make_env(slow_env, num_envs=2), frames=16, length=8)
+    assert "MultiSyncDataCollector(…, num_workers=4)" in profile.advice
+
+
+def test_nothing_that_a_setting_avoids(monkeypatch):
     monkeypatch.setattr(local_run, "cores_here", lambda: 1)
-    assert "no setting avoids it" in fc.profile(env, frames=1_024).advice
+    with fc.SyncDataCollector("CartPole-v1", None, frames_per_batch=FEW_STEPS, compact_obs=True) as collector:
+        assert "no setting avoids it" in fc.profile(collector, frames=FEW_STEPS).advice
+        reader_advice = fc.profile(collector, frames=FEW_STEPS, reader=slow_reader).advice
+    assert "only a faster one helps" in reader_advice
 
 
 def test_slow_lanes_are_better_spread(monkeypatch):
@@ -74,8 +80,9 @@ def test_threads_that_do_not_help(monkeypatch):
     monkeypatch.setattr(local_run, "policy_seconds", lambda *_: threads.append(torch.get_num_threads()) or 1e-9)
     torch.set_num_threads(2)
     try:
-        env = fc.make_env("CartPole-v1", num_envs=2)
-        assert "torch.set_num_threads(1)" in fc.profile(env, network(), frames=512).advice
+        policy = fc.torch_policy(Slow(), head=fc.heads.categorical)
+        profile = fc.profile(fc.make_env("CartPole-v1", num_envs=2), policy, frames=32, length=16)
+        assert "torch.set_num_threads(1)" in profile.advice
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
