@@ -20,7 +20,7 @@ from funcollect.buffers.arrays import Ints
 from funcollect.buffers.storages.plane_records import PlaneRecords
 from funcollect.buffers.storages.storage import Dumped
 
-_CHUNK = 1 << 24  # bytes written or read at once
+_CHUNK = 1 << 20  # bytes written or read at once: they stay in a processor's cache for their checksum
 _PARTS = 16  # a file holds at most this part of the capacity: it can be deleted only once all its frames are gone
 
 
