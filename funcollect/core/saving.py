@@ -172,6 +172,11 @@ def state_from(
         if env.backend != "host":
             return whole.replace(env_state=restored("env_state", state.env_state, data["env_state"]))
         record = SimulationRecord(**data["env_state"])
+        if over is not None and over.env_state.simulation.calls:
+            raise ReplayError(
+                f"{env} cannot go back to the saved state: functions were applied to its environments since, which "
+                "nothing undoes: restore into a new collector, with a new instance"
+            )
         simulators = None if over is None else over.env_state.simulation.hand_over()
         return whole.replace(env_state=rebuild(env, record, whole, saved=True, simulators=simulators))
     except BaseException:

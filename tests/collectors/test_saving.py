@@ -122,6 +122,16 @@ def test_an_instance_goes_on_itself(episodes, tmp_path):
         assert batch["collector", "traj_ids"].min() > wanted["collector", "traj_ids"].min()
 
 
+def test_an_instance_that_functions_have_changed_does_not_go_back(tmp_path):
+    with fc.SyncDataCollector(Walk(), None, frames_per_batch=20, seed=0) as collector:
+        next(collector)
+        collector.save(tmp_path / "run")
+        collector.apply(lambda lane: setattr(lane.unwrapped, "wind", 1.0))
+        with pytest.raises(fc.ReplayError, match="functions were applied"):
+            collector.restore(tmp_path / "run")
+        assert next(collector).numel() == 20
+
+
 @pytest.mark.needs("torchrl")
 def test_an_instance_of_torchrls_begins_new_episodes(tmp_path):
     from torchrl.envs import GymEnv

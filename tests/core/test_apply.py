@@ -119,6 +119,40 @@ def test_games_are_copied_with_it():
     assert_same(fc.rollout(env, policy, fork, 9)[1], fc.rollout(env, policy, state, 9)[1])
 
 
+class Bonus(gymnasium.Wrapper):
+    """Adds to each reward."""
+
+    bonus = 0.0
+
+    def step(self, action):
+        observation, reward, *rest = self.env.step(action)
+        return observation, reward + self.bonus, *rest
+
+
+def add_bonus(lane, number):
+    lane.bonus += number
+
+
+@pytest.mark.parametrize("options", [{}, *in_soak([{"num_workers": 1}])], ids=str)
+@pytest.mark.parametrize("steps", [3, 300])
+def test_a_game_is_changed_and_copied_as_it_was_changed(steps, options):
+    env = fc.make_env(lambda: Bonus(gymnasium.make("ale_py:ALE/Pong-v5")), num_envs=2, **options)
+    policy = fc.random_policy(env)
+    state, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), steps)
+    assert batch["next", "reward"].abs().max() <= 1
+    for _ in range(2):
+        state, _ = fc.apply(env, state, add_bonus, 5.0)
+    fork = fc.fork(env, state)
+    second = fc.fork(env, fork)
+    state, batch = fc.rollout(env, policy, state, 4)
+    assert batch["next", "reward"].min() >= 9
+    for each in (fork, second):
+        assert_same(fc.rollout(env, policy, each, 4)[1], batch)
+    fork = fc.fork(env, state)
+    assert_same(fc.rollout(env, policy, fork, 4)[1], fc.rollout(env, policy, state, 4)[1])
+    fc.close(state)
+
+
 def test_states_are_used_once_and_reseeding_forgets_no_call():
     env = ENVS["several"]()
     policy = fc.random_policy(env)

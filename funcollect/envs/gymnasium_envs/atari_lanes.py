@@ -3,7 +3,8 @@
 ALE can save the emulated machine (its RAM and its random generator), but not the last action, which a sticky frame
 repeats. So a game is copied every `_APART` steps, and the calls since the last copy but one are recorded. To restore a
 snapshot, that copy is put into a game, and the calls are repeated. This is tried for each action that may have come
-before the copy, until the machine is equal to the saved one.
+before the copy, until the machine is equal to the saved one. Functions that change a game are not repeated: a copy of
+the changed game is recorded among the calls.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import gymnasium
 from typing_extensions import override
 
 from funcollect.envs.gymnasium_envs.lanes import GymEnv, Lanes
-from funcollect.envs.host.host_env import SimulatedEnv
+from funcollect.envs.host.host_env import SimulatedEnv, call_of
 from funcollect.errors import ReplayError
 from funcollect.interop.plain_data import from_data, to_data
 
@@ -126,7 +127,7 @@ class _History:
     seed: int | None  # of the last seeded reset
     older: _Copy | None  # None: the calls began with that reset
     newer: _Copy | None
-    before: list[Any]  # the calls between the two copies
+    before: list[Any]  # the calls between the two copies, and copies of the game after a function has changed it
     since: list[Any]  # the calls after the newer copy
     machine: Any = None  # ALE's state after all calls
 
@@ -181,6 +182,17 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._begin(_History(old.seed, old.newer, newer, old.since, []))  # without the older copy and its calls
         self._calls.append(call)
 
+    def changed(self) -> None:
+        """Note that a function has been called with the game."""
+        try:
+            copied = _Copy.of(self.env)
+        except Exception as error:
+            self._unfit = error
+            return
+        if self._calls and isinstance(self._calls[-1], _Copy):
+            self._calls.pop()
+        self._record(copied)
+
     def history(self) -> _History:
         """The history up to now, for `follow`."""
         if self._unfit is not None:
@@ -197,13 +209,17 @@ class RememberedGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         for begin in self._beginnings(history, ale):
             answer = begin()
             for call in (*history.before, *history.since):
-                answer = self.env.reset() if call is _RESET else self._step(call)
+                if isinstance(call, _Copy):
+                    call.put_into(self.env)
+                else:
+                    answer = self.env.reset() if call is _RESET else self._step(call)
             if ale.cloneState(include_rng=True).equals(history.machine):
                 self._begin(replace(history, since=list(history.since)))
                 return answer
         raise ReplayError(
             f"{self.env} reached another state by the same calls: let its wrappers draw from np_random, not from a "
-            "global generator, or continue without a fork: the state has not changed"
+            "global generator, apply functions that change its course between episodes, or continue without a fork: "
+            "the state has not changed"
         )
 
     def _beginnings(self, history: _History, ale: Any) -> Iterator[Callable[[], Any]]:
@@ -229,6 +245,15 @@ class AtariLanes(Lanes):
     def __init__(self, lanes: Sequence[GymEnv], env: SimulatedEnv) -> None:
         self._games = [RememberedGame(lane) for lane in lanes]
         super().__init__(self._games, env)
+
+    @override
+    def apply(self, lanes: Sequence[int], function: Callable[..., Any], args: tuple[Any, ...], /) -> list[Any]:
+        results = []
+        for lane in lanes:
+            game = self._games[lane]
+            results.append(call_of(self._first_lane + lane, function, game.env, args))
+            game.changed()
+        return results
 
     def snapshot(self) -> list[_History]:
         """The history of each game."""
