@@ -1,17 +1,22 @@
-"""Checks for every environment with every policy: determinism, and that nothing is shared with the outside."""
+"""Checks for every environment with every policy: determinism, copies, and that nothing is shared with the outside."""
 
 from __future__ import annotations
 
+import os
 import random
+import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from funcollect.core import api
+from funcollect.core import api, saving
+from funcollect.core.state import CollectorState
+from funcollect.errors import ReplayError
 from funcollect.testing.compare import expect_equal
-from funcollect.testing.report import fail
-from funcollect.testing.trial import Trial, by_lane
+from funcollect.testing.report import NotApplicableError, fail
+from funcollect.testing.trial import Trial, by_lane, freed
 from funcollect.tree import flatten
 
 OWN_RANDOMNESS = (
@@ -85,3 +90,47 @@ def batch_memory(trial: Trial) -> None:
     what, source = "the run whose batches were zeroed", "the run whose batches were left alone"
     mend = "copy what is kept: a batch belongs to the caller"
     expect_equal(got, trial.batch[:, : got.shape[1]], what=what, source=source, mend=mend)
+
+
+def fork(trial: Trial) -> None:
+    """A fork continues exactly as its source does, and neither affects the other."""
+    _continue_as_source(trial, lambda state: api.fork(trial.env, state), "the fork")
+
+
+def save(trial: Trial) -> None:
+    """A state that is saved and loaded continues exactly as it would have, and saving does not affect it."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = os.path.join(directory, "state")
+
+        def through_a_file(state: CollectorState) -> CollectorState:
+            saving.save(path, state)
+            return saving.load(path, trial.env, trial.policy)
+
+        _continue_as_source(trial, through_a_file, "the state that was saved and loaded")
+
+
+def _continue_as_source(trial: Trial, copied: Callable[[CollectorState], CollectorState], what: str) -> None:
+    """Compare a copy of a state, and the state itself, with the run without a copy."""
+    third = trial.third
+    with trial.started() as state:
+        state, _ = trial.go_on(state, third)
+        try:
+            twin = copied(state)
+        except ReplayError as error:
+            env = trial.env
+            if env.backend != "host" or env.forking == "snapshot":
+                raise
+            if env.forking == "replay" and env.seeding == "episode":
+                raise
+            raise NotApplicableError(f"forking is {env.forking!r}, seeding is {env.seeding!r}") from error
+        with freed(twin):
+            _, other = trial.go_on(twin, third)
+        _, own = trial.go_on(state, third)
+    wanted = trial.batch[:, third : 2 * third]
+    source = "the run without a copy"
+    mend = (
+        "let a step be a function of the episode's seed and actions, and a policy's call one of its state, which holds "
+        "arrays; share nothing between environments"
+    )
+    for batch, which in ((other, what), (own, f"the source of {what}, which ran first")):
+        expect_equal(batch, wanted, what=which, source=source, mend=mend)

@@ -127,6 +127,7 @@ FAULTS: list[tuple[str, Callable[[], Any], str]] = [
         lambda: faulty.recurrent(faulty.KeepsItsColumns),
         r"batches were zeroed, lane \d.*copy what is kept",
     ),
+    ("save", faulty.Widens, r"a leaf of the saved policy_state is float64, here it is float32"),
     ("deterministic", faulty.DrawsRegardless, r"row \d, action, with exploration_type=DETERMINISTIC.*for every seed"),
     ("deterministic", faulty.choosing(nn.Linear(2, 3), nn.Dropout()), r"call module.eval\(\) if there is dropout"),
     ("log_probs", faulty.unnormalised, r"lane 0, step 0, action_log_prob: expected -\d"),

@@ -40,8 +40,8 @@ CHECKS: tuple[Check[Trial], ...] = (
     env_runs.observation_memory,
     pair_checks.batch_memory,
     env_runs.old_states,
-    env_runs.fork,
-    env_runs.save,
+    pair_checks.fork,
+    pair_checks.save,
     env_runs.close,
 )
 

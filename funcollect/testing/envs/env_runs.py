@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import optree
@@ -12,10 +10,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from funcollect.core import api, saving
-from funcollect.core.state import CollectorState
+from funcollect.core import api
 from funcollect.envs.host.host_env import seeding_of
-from funcollect.errors import ReplayError, StaleStateError
+from funcollect.errors import StaleStateError
 from funcollect.keys import Noise
 from funcollect.policies.base import PolicyBase
 from funcollect.policies.random_policy import RandomPolicy
@@ -74,47 +71,6 @@ def _require_eager_loop(trial: Trial) -> None:
     """Raise NotApplicableError for a JAX environment, whose loop cannot call the Python policies of this module."""
     if trial.env.backend == "jax":
         raise NotApplicableError("its loop is traced, so the policies of this check cannot look into it")
-
-
-def fork(trial: Trial) -> None:
-    """A fork continues exactly as its source does, and neither affects the other."""
-    _continue_as_source(trial, lambda state: api.fork(trial.env, state), "the fork")
-
-
-def save(trial: Trial) -> None:
-    """A state that is saved and loaded continues exactly as it would have, and saving does not affect it."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = os.path.join(directory, "state")
-
-        def through_a_file(state: CollectorState) -> CollectorState:
-            saving.save(path, state)
-            return saving.load(path, trial.env, trial.policy)
-
-        _continue_as_source(trial, through_a_file, "the state that was saved and loaded")
-
-
-def _continue_as_source(trial: Trial, copied: Callable[[CollectorState], CollectorState], what: str) -> None:
-    """Compare a copy of a state, and the state itself, with the run without a copy."""
-    third = trial.third
-    with trial.started() as state:
-        state, _ = trial.go_on(state, third)
-        try:
-            twin = copied(state)
-        except ReplayError as error:
-            env = trial.env
-            if env.backend != "host" or env.forking == "snapshot":
-                raise
-            if env.forking == "replay" and env.seeding == "episode":
-                raise
-            raise NotApplicableError(f"forking is {env.forking!r}, seeding is {env.seeding!r}") from error
-        with freed(twin):
-            _, other = trial.go_on(twin, third)
-        _, own = trial.go_on(state, third)
-    wanted = trial.batch[:, third : 2 * third]
-    source = "the run without a copy"
-    mend = "let a step be a function of the episode's seed and actions; share nothing between environments"
-    for batch, which in ((other, what), (own, f"the source of {what}, which ran first")):
-        expect_equal(batch, wanted, what=which, source=source, mend=mend)
 
 
 def action_memory(trial: Trial) -> None:

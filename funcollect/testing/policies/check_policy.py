@@ -21,6 +21,7 @@ CHECKS: tuple[Check[PolicyTrial], ...] = (
     pair_checks.same_seed,
     pair_checks.cuts,
     pair_checks.batch_memory,
+    pair_checks.save,
     policy_checks.deterministic,
     policy_checks.rows_apart,
     policy_checks.recurrent,

@@ -53,6 +53,17 @@ class Plain(fc.PolicyBase):
         return state, {"action": (scores + noise if random else scores).argmax(-1), "scores": scores}
 
 
+class Widens(Plain):
+    """Its recurrent state has another dtype from the first step on."""
+
+    def init(self, key: Any, num_envs: int) -> Any:
+        return torch.zeros(num_envs)
+
+    def __call__(self, params: Any, state: Any, *args: Any) -> Any:
+        _, outputs = super().__call__(params, None, *args)
+        return state.double() + 1, outputs
+
+
 class AnswersOneRow(Plain):
     def __call__(self, *args: Any) -> Any:
         state, outputs = super().__call__(*args)
