@@ -20,8 +20,8 @@ def apply(
     It acts from the next step on, and in all later episodes: to make a task harder, to move an object, to read a
     counter. The observation at the root of the next frame remains the one that was there. `fork` repeats the calls on
     its copies, and so do processes that replace lost ones, before their lanes' episodes begin. Functions are not saved:
-    `save` refuses to save episodes after a call, unless ``episodes="restart"``; call it again after `load`. `evaluate`
-    runs environments as they were made.
+    `save` refuses to save episodes after a call, even of a function that only reads, unless ``episodes="restart"``;
+    call it again after `load`. `evaluate` runs environments as they were made.
 
     Args:
         env: an environment over Gymnasium's or TorchRL's single environments, one for each lane.
