@@ -190,8 +190,11 @@ def test_an_asynchronous_run_loses_and_repeats_no_frame(local, tmp_path):
     sources = [lanes(2), lanes(2)]
     keywords = {"frames_per_batch": 20, "seed": 5, "in_process": local}
     with fc.MultiaSyncDataCollector(sources, policy, **keywords) as collector:
-        first = [next(collector).clone() for _ in range(5)]
+        first = [next(collector).clone() for _ in range(4)]
+        held = next(collector)
+        first.append(held.clone())
         collector.save(tmp_path / "run")
+        assert collector.stats()["copies"] == 0  # it holds ready batches, and the reader one
         rest = [next(collector).clone() for _ in range(12)]
         with fc.MultiaSyncDataCollector.load(tmp_path / "run", sources, actor(), in_process=local) as other:
             assert other.frames == 5 * 20

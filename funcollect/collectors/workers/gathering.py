@@ -191,8 +191,11 @@ class AsyncGathering(Gathering):
             while under_way:
                 self._complete(self._assemblers[worker], under_way[0])
                 self._arrived.append((worker, under_way.popleft()))
+        copies = {assembler: assembler.copies for assembler in self._assemblers.values()}
         while self._arrived:
             self.ready.append(self._first())
+        for assembler, count in copies.items():
+            assembler.copies = count  # it is not the reader that holds these batches
 
     def _go_on(self) -> None:
         """Queue the batches that have arrived, and keep every worker busy."""
