@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-import cloudpickle
 import torch
 from torch import Tensor
 
@@ -59,7 +58,8 @@ class Evaluator:
 
     Args:
         create_env_fn: the environment, as a collector takes it; a function or an id, since it is built over there.
-        policy: the policy, as a collector takes it; it is copied once, and later only weights are sent.
+        policy: the policy, as a collector takes it; it is copied once, to the CPU, and later only weights are sent. One
+            with ``compile="cudagraph"`` cannot run there: pass another of the same module.
         episodes: whole episodes in each evaluation.
         seed: an int; all evaluations then have the same episodes but for the policy. None draws one for each.
         max_frames: frames after which an evaluation gives up.
@@ -67,7 +67,7 @@ class Evaluator:
         create_env_kwargs: keyword arguments for `make_env` or for the function.
         policy_factory: makes the policy over there, in place of `policy`.
         film: where to save a film of the first episode, with ``{step}`` in its name: ``"films/{step}.mp4"``. This needs
-            a single environment that renders arrays (see `record`). None for no film.
+            environments that render arrays (see `record`). None for no film.
         waiting: how many submitted weights may wait.
 
     Attributes:
@@ -75,7 +75,7 @@ class Evaluator:
 
     Raises:
         TypeError, ValueError: for a bad argument.
-        EvaluationError: if the environment or the policy cannot be built over there.
+        EvaluationError: if the environment or the policy cannot be built over there, or the environment not filmed.
         OSError: on Windows.
 
     >>> import torch, funcollect as fc
@@ -109,9 +109,7 @@ class Evaluator:
             check_count("seed", seed)
         if film is not None:
             check_kind("film", film, str, "pass for example 'films/{step}.mp4'")
-            if "{step" not in film:
-                raise ValueError(f"film is {film!r}, expected {{step}} in it, so that each film has its own name")
-            check_film(film.format(step=0), None)
+            check_film(_film_name(film), None)
         source = RunnerSpec(
             create_env_fn=create_env_fn,
             create_env_kwargs=create_env_kwargs,
@@ -135,7 +133,7 @@ class Evaluator:
         self._ready: list[tuple[int, Any]] = []  # answers that were read: a result, or a failure
         self.dropped = 0
         try:
-            packed = dumps(job)
+            packed = dumps(job, on_cpu=True)
         except Exception as error:
             raise TypeError(
                 f"the environment or the policy cannot be sent to another process ({shown(error, 200)}): pass "
@@ -147,7 +145,7 @@ class Evaluator:
         answer = self._receive(wait=True)
         if isinstance(answer, Failure):
             self.close()
-            raise _error_of(answer, "the environment or the policy could not be built")
+            raise _error_of(answer, f"the environment or the policy could not be built{' or filmed' if film else ''}")
 
     def submit(self, params: Any = None, step: int = 0) -> None:
         """Evaluate weights as they are now, once the process is free.
@@ -168,7 +166,7 @@ class Evaluator:
                 self._policy.prepare(params)
             named = self._policy.state_dict(params)
             weights = {name: torch.as_tensor(each).detach().to("cpu", copy=True) for name, each in named.items()}
-        packed = None if weights or params is None else cloudpickle.dumps(params)  # as they are now
+        packed = None if weights or params is None else dumps(params, on_cpu=True)  # as they are now
         self._waiting.append((step, weights, packed))
         if len(self._waiting) > self._size:
             del self._waiting[0]
@@ -258,6 +256,20 @@ class Evaluator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _film_name(film: str) -> str:
+    """The name of the film of step 0; ValueError unless each step has its own."""
+    try:
+        names = [film.format(step=step) for step in (0, 1)]
+    except (LookupError, AttributeError, TypeError, ValueError):
+        names = []
+    if len({*names}) < 2:
+        raise ValueError(
+            f"film is {film!r}, expected {{step}} in it and no other field, so that each film has its own name: pass "
+            "for example 'films/{step}.mp4'"
+        )
+    return names[0]
 
 
 def _prioritize(child: ChildProcess, *, idle: bool) -> None:

@@ -15,7 +15,7 @@ from funcollect.collectors.source import RunnerSpec
 from funcollect.core.api import check_pair
 from funcollect.core.evaluate import evaluate
 from funcollect.keys import key_from_seed, seed_of
-from funcollect.plots.recording import record
+from funcollect.plots.recording import check_filmed, record
 from funcollect.processes.child import enter_child
 from funcollect.processes.failures import Failure
 from funcollect.processes.system import run_as_batch_work
@@ -63,8 +63,10 @@ class _Served:
 
     def __init__(self, job: EvaluatorJob) -> None:
         self._job = job
-        self._env, self._policy = job.source.build(Options(frames_per_batch=1))
+        self._env, self._policy = job.source.build(Options(frames_per_batch=1, policy_device="cpu"))
         check_pair(self._env, self._policy)
+        if job.film is not None:  # an error after the episodes would lose their statistics
+            check_filmed(self._env, self._policy)
 
     def evaluate(
         self, step: int, weights: Mapping[str, Tensor], packed: bytes | None

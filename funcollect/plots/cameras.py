@@ -28,7 +28,7 @@ class _Filmable(Simulators, Protocol):
 
 
 class Filming(NamedTuple):
-    """How to film the states of a single environment."""
+    """How to film the states of an environment, of several the first."""
 
     fps: float | None  # the frames per second that the environment recommends
     shoot: Callable[[CollectorState], Picture]  # [H, W, 3] uint8; EnvError if rendering fails
@@ -36,15 +36,13 @@ class Filming(NamedTuple):
 
 @contextmanager
 def opened_camera(env: Env, state: CollectorState) -> Iterator[Filming]:
-    """Open what films `env`; `state` is its first state.
+    """Open what films `env`, of several environments the first; `state` is its first state.
 
     Raises:
         TypeError: if it cannot be filmed.
-        ValueError: for several environments, or another render mode.
+        ValueError: for another render mode.
         EnvError: if its renderer raises.
     """
-    if (env.num_envs or 1) > 1:
-        raise ValueError(f"{env} has {env.num_envs} environments, expected a single one: leave num_envs out")
     if not isinstance(env, RenderedEnv):
         camera = _simulators_camera(env, state)
         yield Filming(camera.fps, lambda _: _picture(camera.shoot))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,11 +71,9 @@ def film(path: str | PathLike[str], fps: float) -> Iterator[Callable[[Picture], 
     A GIF's frames last a multiple of 10 ms. An MP4 of an odd height or width gets one more row or column.
     """
     target = check_film(path, fps)
-    try:
-        import imageio.v2
-        import imageio.v3
-    except ImportError as error:
-        raise ImportError("films need imageio, which is not installed: pip install 'funcollect[viz]'") from error
+    import imageio.v2
+    import imageio.v3
+
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
     writer = _gif if target.suffix.lower() == ".gif" else _mp4
@@ -87,13 +86,20 @@ def film(path: str | PathLike[str], fps: float) -> Iterator[Callable[[Picture], 
 
 
 def check_film(path: str | PathLike[str], fps: float | None) -> Path:
-    """Return the path of a film; raise ValueError for an unknown suffix, or frames per second that are not positive."""
+    """Return the path of a film.
+
+    Raises:
+        ImportError: if imageio is not installed.
+        ValueError: for an unknown suffix, or frames per second that are not positive.
+    """
     check_kind("path", path, (str, PathLike), "pass for example 'episode.gif'")
     target = Path(path)
     if target.suffix.lower() not in _SUFFIXES:
         raise ValueError(f"path is {str(target)!r}, expected a name that ends in {' or '.join(_SUFFIXES)}: change it")
     if fps is not None:
         check_number("fps", fps, positive=True, example=30)
+    if find_spec("imageio") is None:
+        raise ImportError("films need imageio, which is not installed: pip install 'funcollect[viz]'")
     return target
 
 

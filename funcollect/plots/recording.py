@@ -14,7 +14,6 @@ from funcollect.core.request import Request
 from funcollect.core.state import CollectorState
 from funcollect.plots.cameras import opened_camera
 from funcollect.plots.figures import check_film, film
-from funcollect.policies.populations.population import Population
 from funcollect.protocols import Env, Policy
 from funcollect.specs import ExplorationType
 from funcollect.trajectories.stats import EpisodeStats, episode_stats
@@ -40,10 +39,11 @@ def record(
     episode has one picture more than it has steps. The file is written only if all goes well.
 
     Args:
-        env: a single environment. Gymnasium's have to render arrays: ``make_env(id, render_mode="rgb_array")``. Those
-            of gymnax, brax, MuJoCo Playground, jumanji and navix are drawn by the renderers of these suites; a JAX
-            environment of your own has a method ``renderer()``, a context manager that yields an `envs.Renderer`.
-        policy: the policy.
+        env: the environment; of several, the first is filmed, and all take steps. Gymnasium's have to render arrays:
+            ``make_env(id, render_mode="rgb_array")``. Those of gymnax, brax, MuJoCo Playground, jumanji and navix are
+            drawn by the renderers of these suites; a JAX environment of your own has a method ``renderer()``, a context
+            manager that yields an `envs.Renderer`.
+        policy: the policy; of a population, the first member is filmed.
         path: the file; its suffix names the format. Save long films as MP4: a GIF is held in memory until its end.
         episodes: the number of episodes.
         seed: an int; the same seed gives the same film. None draws one.
@@ -53,13 +53,12 @@ def record(
         exploration_type: by default deterministic.
 
     Returns:
-        Statistics of the episodes that ended.
+        Statistics of the filmed episodes that ended.
 
     Raises:
         ImportError: if imageio, or a package that the suite draws with, is not installed.
-        TypeError: if the environment cannot be filmed, or for a population.
-        ValueError: if there are several environments, the render mode is another, the suffix is unknown, or `fps` is
-            not positive.
+        TypeError: if the environment cannot be filmed.
+        ValueError: if the render mode is another, the suffix is unknown, or `fps` is not positive.
         EnvError: if the environment or its renderer raises, for example because MuJoCo cannot render without OpenGL, or
             if its suite has no renderer for it.
 
@@ -72,8 +71,6 @@ def record(
     check_positive("episodes", episodes)
     check_positive("max_frames", max_frames)
     check_film(path, fps)
-    if isinstance(policy, Population):
-        raise TypeError("policy is a population, expected one member: pass that, and its own parameters as params")
     request = Request(length=1, params=params, exploration_type=exploration_type, reset_when_done=False)
     state = init(env, policy, seed=seed)
     try:
@@ -82,7 +79,7 @@ def record(
             for after, batch in _steps(env, policy, state, request, episodes):
                 add(camera.shoot(after))
                 if batch is not None:
-                    parts.append(episode_stats(batch, parts[-1] if parts else None))
+                    parts.append(episode_stats(batch[:1], parts[-1] if parts else None))  # [1], or the first of [P, 1]
                 if len(parts) >= max_frames:
                     break
         return EpisodeStats.concatenate(parts)
@@ -90,13 +87,23 @@ def record(
         close(state)
 
 
+def check_filmed(env: Env, policy: Policy) -> None:
+    """Take one picture; raises as `record` does if the environment cannot be filmed."""
+    state = init(env, policy, seed=0)
+    try:
+        with opened_camera(env, state) as camera:
+            camera.shoot(state)
+    finally:
+        close(state)
+
+
 def _steps(
     env: Env, policy: Policy, state: CollectorState, request: Request, episodes: int
 ) -> Iterator[tuple[CollectorState, TensorDict | None]]:
-    """Run the episodes; yield the state after each reset, and after each step, whose batch is [1] or [1, 1]."""
+    """Run the episodes of the first lane; yield the state after each reset, and after each step with its batch."""
     for episode in range(episodes):
         state = reset(env, state) if episode else state
         yield state, None
-        while not bool(state.terminated | state.truncated):
+        while not bool((state.terminated | state.truncated)[0]):
             state, batch = run(env, policy, state, request)
             yield state, batch

@@ -5,6 +5,7 @@ import signal
 import time
 
 import gymnasium
+import imageio_ffmpeg
 import pytest
 import torch
 from torch import nn
@@ -106,6 +107,29 @@ def test_modules_statistics_and_random_policies():
         evaluator.submit()
         with pytest.raises(fc.EvaluationError):  # a module without a head answers with two numbers, not an action
             evaluator.wait()
+
+
+class Placed(nn.Linear):
+    """A layer that moves its input to a device of its own."""
+
+    place = torch.device("cpu")
+
+    def forward(self, x):
+        return super().forward(x.to(self.place))
+
+
+def test_what_lies_on_a_gpu_is_sent_to_the_cpu(monkeypatch):
+    module = Placed(4, 2)
+    policy = fc.torch_policy(module, head=fc.heads.categorical)
+    wanted = fc.evaluate(fc.make_env("CartPole-v1"), policy, **GIVEN)
+    module.place = torch.device("cuda", 0)
+    there = {each.data_ptr() for each in module.parameters()}
+    device = property(lambda memory: torch.device("cuda", 0) if memory.data_ptr() in there else torch.device("cpu"))
+    monkeypatch.setattr(torch.UntypedStorage, "device", device)  # which Torch reads to pickle
+    with fc.Evaluator("CartPole-v1", policy, **GIVEN) as evaluator:
+        evaluator.submit()
+        (found,) = evaluator.wait()
+    same(found.stats, wanted)
 
 
 def test_the_newest_weights_go_first_and_only_some_wait(tmp_path):
@@ -234,6 +258,20 @@ def test_films(tmp_path):
     assert found.film.read_bytes().startswith(b"GIF")
 
 
+@pytest.mark.parametrize("members", [False, True])
+def test_a_film_of_the_first_of_several_environments(members, tmp_path):
+    given = {"create_env_kwargs": {"render_mode": "rgb_array", "num_envs": 4}, "film": str(tmp_path / "{step}.mp4")}
+    policy = fc.torch_policy(linear(0), head=fc.heads.categorical)
+    if members:
+        own = policy.state_dict()
+        policy = fc.population(policy, {name: torch.stack([each, -each]) for name, each in own.items()})
+    with fc.Evaluator("CartPole-v1", policy, **given, episodes=4, seed=0) as evaluator:
+        evaluator.submit()
+        (found,) = evaluator.wait()
+    frames, _ = imageio_ffmpeg.count_frames_and_secs(str(found.film))
+    assert frames == int(found.stats.lengths[found.stats.lanes == 0]) + 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -242,7 +280,9 @@ def test_films(tmp_path):
         ({"waiting": 0}, ValueError, "waiting is 0"),
         ({"film": 3}, TypeError, "film is 3"),
         ({"film": "run.gif"}, ValueError, r"expected \{step\} in it"),
+        ({"film": "{run}/{step}.gif"}, ValueError, r"expected \{step\} in it and no other field"),
         ({"film": "{step}.png"}, ValueError, "expected a name that ends in"),
+        ({"film": "{step}.gif"}, fc.EvaluationError, "could not be built or filmed: .*has the render mode None"),
         ({"create_env_fn": "NoSuchEnv-v0"}, fc.EvaluationError, "could not be built: .*NoSuchEnv"),
         ({"create_env_fn": (each for each in ())}, TypeError, "cannot be sent to another process"),
         ({"policy_factory": 3}, TypeError, "policy_factory is int"),

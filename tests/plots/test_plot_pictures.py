@@ -145,6 +145,6 @@ def test_nothing_is_left_of_a_film_broken_off(suffix, tmp_path):
 
 
 def test_without_imageio(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "imageio.v3", None)
+    monkeypatch.setitem(sys.modules, "imageio", None)
     with pytest.raises(ImportError, match=r"pip install 'funcollect\[viz\]'"):
         plots.video(made(rising(3, 6, 4)), tmp_path / "film.gif")

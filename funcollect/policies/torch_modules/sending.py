@@ -18,6 +18,8 @@ from funcollect.policies.torch_modules.skeleton import bare
 from funcollect.policies.weights import weights_of
 from funcollect.protocols import Policy
 
+_NO_ACCELERATORS = ("cpu", "meta")
+
 
 class PolicyChanges:
     """Notices when a policy differs, in anything but its weights, from the one that its workers have.
@@ -47,10 +49,10 @@ class PolicyChanges:
         return self.sent
 
 
-def dumps(value: Any) -> bytes:
-    """`value` as bytes for `cloudpickle.loads`, functions and classes by value."""
+def dumps(value: Any, *, on_cpu: bool = False) -> bytes:
+    """`value` as bytes for `cloudpickle.loads`, functions and classes by value; for `on_cpu`, all on the CPU."""
     file = io.BytesIO()
-    ByValue(file).dump(value)
+    (_OnCpu if on_cpu else ByValue)(file).dump(value)
     return file.getvalue()
 
 
@@ -79,6 +81,21 @@ class ByValue(cloudpickle.Pickler):  # type: ignore[misc]
         """Pickle a module with parametrizations as its class, by value, and its attributes."""
         if isinstance(value, nn.Module) and "parametrizations" in vars(value).get("_modules", ()):
             return bare, (type(value),), vars(value)
+        return super().reducer_override(value)
+
+
+class _OnCpu(ByValue):
+    """Puts what lies on an accelerator on the CPU: the memory of tensors, and the devices that objects name."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Pickle memory, or a device, of an accelerator as one of the CPU."""
+        if isinstance(value, torch.TypedStorage):
+            memory: Any = value._untyped_storage  # methods of `value` warn that it is deprecated
+            if memory.device.type not in _NO_ACCELERATORS:
+                typed: Any = torch.TypedStorage
+                return typed(wrap_storage=memory.cpu(), dtype=value.dtype, _internal=True).__reduce__()
+        if isinstance(value, torch.device) and value.type not in _NO_ACCELERATORS:
+            return torch.device, ("cpu",)
         return super().reducer_override(value)
 
 
