@@ -39,18 +39,20 @@ def track(
     """Iterate over batches, a collector's or those of a loop of your own, with a progress bar.
 
     The bar shows frames, frames per second, episodes, and their mean return and length. The rate includes the time
-    between batches. If batches lack the keys for episodes, only frames are shown.
+    between batches. If batches lack the keys for episodes, only frames are shown. Frames are those of the whole run, a
+    collector's `frames`: with `trajs_per_batch` they include those that wait for the next batch.
 
     For a collector with workers, the bar also shows how much of the time the reader waited for workers and workers for
     the reader, how many versions of the weights a batch is behind, and the numbers of replaced workers and copied
     batches. Zeros are omitted.
 
-    A logger gets ``speed/frames_per_second`` of each batch, and ``episode/return`` (``episode/return/0``, … for several
-    players) and ``episode/length``, the means of the episodes that ended in the batch, all by frames. Add your own
-    numbers with `Tracked.log`.
+    A logger gets ``speed/frames_per_second`` of each batch for which frames were collected, and ``episode/return``
+    (``episode/return/0``, … for several players) and ``episode/length``, the means of the episodes that ended in the
+    batch, all by frames. Add your own numbers with `Tracked.log`.
 
     Args:
-        batches: a collector, or any other iterable over batches, such as a generator that calls `rollout`.
+        batches: a collector, or any other iterable over batches that are TensorDicts, such as a generator that calls
+            `rollout`, or `deliver` of `funcollect.traced`'s batches.
         window: the number of last episodes in the means, or an `EpisodeWindow`, which you can read during the loop.
         total: the number of frames of a full bar; by default the collector's `total_frames`.
         disable: True hides the bar, False always shows it, None shows it on a terminal or in a notebook.
@@ -61,7 +63,7 @@ def track(
 
     Raises:
         ImportError: if `log_dir` is given and TensorBoard is not installed.
-        TypeError: if an argument has another type.
+        TypeError: if an argument, or a batch, has another type.
         OSError: if `log_dir` cannot be created.
         ValueError: if the window is below 1.
 
@@ -127,16 +129,17 @@ class Tracked:
             open_now.callback(setattr, self, "_looping", False)
             bar = open_now.enter_context(self._bar(initial=self._frames, unit_scale=True, dynamic_ncols=True))
             for batch in self._batches:
-                frames = self._episodes.add(batch)
-                self._show(bar, workers, frames)
-                now = time.perf_counter()
-                self._write({"speed/frames_per_second": frames / (now - then), **_means(self._episodes.last)})
-                then = now
+                before, frames = self._frames, self._episodes.add(batch)
+                self._frames = getattr(self._batches, "frames", before + frames)  # a collector's are those of its run
+                self._show(bar, workers, self._frames - before)
+                values, now = _means(self._episodes.last), time.perf_counter()
+                if self._frames > before:
+                    values, then = {"speed/frames_per_second": (self._frames - before) / (now - then), **values}, now
+                self._write(values)
                 yield batch
 
     def _show(self, bar: Any, workers: WorkersSummary, frames: int) -> None:
-        """Update the bar after a batch of `frames` frames."""
-        self._frames += frames
+        """Update the bar after a batch, for which `frames` frames were collected."""
         bar.set_postfix(self._episodes.summary() | workers.shown(), refresh=False)
         if bar.total is not None:
             bar.total = max(bar.total, bar.n + frames)  # the last batch may exceed total_frames

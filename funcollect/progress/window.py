@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
-from funcollect.arguments import check_positive
+from funcollect.arguments import check_kind, check_positive
 from funcollect.trajectories.split import MASK
 from funcollect.trajectories.stats import EpisodeStats, stats_and_missing
 
@@ -35,7 +35,8 @@ class EpisodeWindow:
         self._lengths: deque[int] = deque(maxlen=size)
 
     def add(self, batch: TensorDict) -> int:
-        """Add a batch and return the number of its frames."""
+        """Add a batch and return the number of its frames; TypeError unless it is a TensorDict."""
+        check_kind("batch", batch, TensorDictBase, "pass funcollect.deliver(batch, env) for one of funcollect.traced")
         mask = batch.get(MASK, None)
         frames = batch.numel() if mask is None else int(mask.sum())
         self.frames += frames

@@ -100,6 +100,19 @@ def test_a_run_taken_up_again_is_shown_from_where_it_was() -> None:
     assert drawn(file.getvalue()).startswith("100%")
 
 
+def test_frames_of_whole_trajectories_are_those_of_the_run() -> None:
+    logged, file = [], io.StringIO()
+    given = {"frames_per_batch": 500, "trajs_per_batch": 2, "total_frames": 1000, "seed": 0}
+    with fc.SyncDataCollector("CartPole-v1", **given) as collector:
+        tracked = track(collector, logger=lambda frames, values: logged.append(frames), disable=False, file=file)
+        for _ in tracked:
+            break
+        for _ in tracked:
+            assert logged[-1] == collector.frames
+    assert logged[0] == 500
+    assert "1.00k/1.00k" in drawn(file.getvalue())
+
+
 def test_an_exception_of_the_collector_closes_the_bar() -> None:
     class Failing(FakeCollector):
         def __iter__(self) -> Iterator[TensorDict]:
@@ -176,6 +189,11 @@ def test_a_window_can_be_read_meanwhile() -> None:
         assert window.last is not None
         seen.append((window.frames, len(window.last)))
     assert seen == [(14, 2), (28, 2), (42, 4)]
+
+
+def test_a_batch_that_is_no_tensordict() -> None:
+    with pytest.raises(TypeError, match=r"batch is \{'next': 1\}, expected TensorDictBase: pass funcollect.deliver"):
+        list(track([{"next": 1}], disable=True))
 
 
 @pytest.mark.parametrize("size", [0, -1])
