@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from tensordict.nn import (
     InteractionType,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
+    TensorDictModuleBase,
     set_interaction_type,
 )
 from torch import Tensor
@@ -106,12 +108,12 @@ def evaluate_actions(
         params: the parameters to act with; None for the policy's own.
         batch: a batch, a part of one, or samples of a buffer: a TensorDict [...] for a policy in Torch; for one in JAX
             `funcollect.interop.to_jax` of that, or what `funcollect.traced.rollout` returned. For a recurrent policy
-            [P, T] or any of its lanes, [T] of a single environment, or [T, P] of `funcollect.traced`.
+            [*B, T], with any dimensions of lanes before time, or [T, P] of `funcollect.traced`.
         env: the environment, for its spaces; not needed if `init` or a collector in this process used it with `policy`,
             and only it.
         policy_state: the policy's state before the rollout, ``state.policy_state``, if the batch does not hold it. The
             batch must then be the whole rollout in its order: all lanes, and all steps from the first one. A missing
-            first step cannot be noticed.
+            first step cannot be noticed. Batches of a policy on a TensorDict always hold its hidden states.
 
     Returns:
         By name, each [...] in the shape of the batch: ``action_log_prob``, ``entropy`` in nats, if the head or the
@@ -119,7 +121,8 @@ def evaluate_actions(
 
     Raises:
         TypeError: for a policy that has no head or distribution, or whose function draws random numbers itself.
-        ValueError: for a batch without keys that are needed, or that does not fit `policy_state`.
+        ValueError: for a batch without keys that are needed, or that does not fit `policy_state`, and for a
+            `policy_state` of a policy on a TensorDict.
 
     >>> import torch, funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
@@ -139,11 +142,14 @@ def evaluate_actions(
             "for all members under jax.vmap or torch.func.vmap"
         )
     if isinstance(policy, TensorDictPolicy):
-        return _by_distribution(policy, params, rows)
+        return _by_distribution(policy, params, rows, policy_state)
     if not isinstance(policy, TorchPolicy | FunctionPolicy) or policy.head is None:
+        mend = "torch_policy(module, head=funcollect.heads.categorical), or another head"
+        if isinstance(policy, TensorDictModuleBase):
+            mend = "funcollect.tensordict_policy(module), as which it has collected the batch"
         raise TypeError(
             f"policy is {type(policy).__name__} without a head, expected one whose head or distribution scores "
-            "actions: pass torch_policy(module, head=funcollect.heads.categorical), or another head"
+            f"actions: pass {mend}"
         )
     space, leaves, spec = _spaces_of(policy, env)
     in_torch = isinstance(policy, TorchPolicy)
@@ -163,11 +169,11 @@ def evaluate_actions(
         return (parameters, dict(extras)), after
 
     inputs = {leaf.path: rows[leaf.path] for leaf in leaves}
-    dims = action.ndim - len(spec.shape)
+    lead = action.shape[: action.ndim - len(spec.shape)]
     if policy.initial_state is None:
-        parameters, outputs = _at_once(framework, call, inputs, action.shape[:dims])
+        parameters, outputs = _at_once(framework, call, inputs, lead)
     else:
-        parameters, outputs = _in_order(framework, call, inputs, rows, dims, _recurrent(policy, rows, policy_state))
+        parameters, outputs = _in_order(framework, call, inputs, rows, lead, _recurrent(policy, rows, policy_state))
     if spec.dtype.is_floating_point and _LOG_PROB in rows:
         action, parameters = _as_recorded(framework, rows[_LOG_PROB].dtype, action, parameters)
     chosen = {name: rows.get((name,), value) for name, value in head.record(xp, action, spec).items()}
@@ -247,11 +253,11 @@ def _at_once(framework: _Framework, call: _Forward, inputs: _Leaves, lead: Seque
 
 
 def _in_order(
-    framework: _Framework, call: _Forward, inputs: _Leaves, rows: _Leaves, dims: int, recurrent: _Recurrent
+    framework: _Framework, call: _Forward, inputs: _Leaves, rows: _Leaves, lead: Sequence[int], recurrent: _Recurrent
 ) -> Any:
     """The outputs of one call per step, each in the shape of the batch."""
     _check_rows(rows, [LANE, STEP, *recurrent.paths], Tensor if framework is _TORCH else None)
-    turn, back = _turning(rows, dims)
+    turn, back = _turning(rows, lead)
     lane, step = turn(rows[LANE]), turn(rows[STEP])
     if recurrent.given:
         _check_whole(lane, step, len(recurrent.given[0]))
@@ -331,22 +337,32 @@ def _check_whole(lane: Any, step: Any, lanes: int) -> None:
         )
 
 
-def _turning(rows: _Leaves, dims: int) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Functions that make a leaf [P, T, ...], [T, ...] or [T, P, ...] of a batch time-major, [T, P, ...]; and back."""
-    if _TIME_MAJOR in rows:
+def _turning(rows: _Leaves, lead: Sequence[int]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """Functions that make a leaf [*B, T, ...] or [T, P, ...] of a batch time-major, [T, L, ...]; and back."""
+    traced = _TIME_MAJOR in rows
+    if not lead or (traced and len(lead) != 2):
+        wanted = "[T, P]: pass one run, or several under jax.vmap" if traced else "[*B, T]: pass whole rows of time"
+        raise ValueError(f"the batch has {len(lead)} dimensions, but a recurrent policy needs {wanted}")
+    if traced:
         return (lambda leaf: leaf), (lambda leaf: leaf)
-    if dims == 1:
-        return (lambda leaf: leaf[:, None]), (lambda leaf: leaf[:, 0])
-    if dims == 2:
-        return (lambda leaf: leaf.swapaxes(0, 1)), (lambda leaf: leaf.swapaxes(0, 1))
-    raise ValueError(
-        f"the batch has {dims} dimensions, expected [P, T] for a recurrent policy: pass whole rows of time, or the "
-        "batches of each worker one by one"
-    )
+    lanes = len(lead) - 1
+
+    def turn(leaf: Any) -> Any:
+        return leaf.reshape(math.prod(lead[:-1]), *leaf.shape[lanes:]).swapaxes(0, 1)
+
+    def back(leaf: Any) -> Any:
+        leaf = leaf.swapaxes(0, 1)
+        return leaf.reshape(*lead, *leaf.shape[2:])
+
+    return turn, back
 
 
-def _by_distribution(policy: TensorDictPolicy, params: Any, rows: _Leaves) -> dict[str, Any]:
+def _by_distribution(policy: TensorDictPolicy, params: Any, rows: _Leaves, policy_state: Any) -> dict[str, Any]:
     """What the distribution of a TensorDict policy thinks of the actions, and the other outputs, by dotted name."""
+    if policy_state is not None:
+        raise ValueError(
+            "policy_state is given, but batches of a policy on a TensorDict hold its hidden states: leave it out"
+        )
     module = policy.bound(policy.prepare(params))
     if not isinstance(module, ProbabilisticTensorDictModule | ProbabilisticTensorDictSequential):
         raise TypeError(
@@ -377,5 +393,5 @@ def _by_distribution(policy: TensorDictPolicy, params: Any, rows: _Leaves) -> di
         initial = {path: leaf[None] for path, leaf in policy.hidden_states.items()}
         recurrent = _Recurrent(initial, flatten_part(initial)[1], sorted(initial), None)
         inputs = {path: leaf for path, leaf in inputs.items() if path not in initial}
-        outputs = _in_order(_TORCH, call, inputs, rows, len(lead), recurrent)
+        outputs = _in_order(_TORCH, call, inputs, rows, lead, recurrent)
     return {".".join(path): leaf for path, leaf in outputs.items()}

@@ -214,6 +214,19 @@ def test_rollouts_joined_along_time_begin_again_where_the_next_one_begins() -> N
     assert_recorded(fc.evaluate_actions(policy, None, batch, env=env)["action_log_prob"], batch)
 
 
+@pytest.mark.parametrize("kind", ["torch", "jax"])
+def test_batches_with_a_dimension_for_workers(kind: str) -> None:
+    policy = recurrent(kind, record=True)
+    with fc.MultiSyncDataCollector(
+        [lambda: fc.make_env("CartPole-v1", num_envs=2)] * 2, policy, frames_per_batch=80, seed=0, in_process=True
+    ) as collector:
+        batch = next(collector)
+    assert batch.batch_size == (2, 2, 20)
+    given = fc.interop.to_jax(batch) if kind == "jax" else batch
+    now = fc.evaluate_actions(policy, None, given, env=fc.make_env("CartPole-v1"))["action_log_prob"]
+    assert_recorded(now, batch)
+
+
 def test_a_single_environment_and_a_traced_batch() -> None:
     policy = recurrent("torch", record=True)
     env = fc.make_env("CartPole-v1")
@@ -327,6 +340,13 @@ def test_a_recurrent_actor_of_torchrl_runs_again_with_resets() -> None:
     part = batch[1:, 8:20]
     now = fc.evaluate_actions(policy, None, part)["action_log_prob"]
     torch.testing.assert_close(now, part["action_log_prob"], rtol=1e-5, atol=1e-5)
+    pairs = batch[:2, None].expand(2, 3, 30).clone()  # lanes in two dimensions
+    now = fc.evaluate_actions(policy, None, pairs)["action_log_prob"]
+    torch.testing.assert_close(now, pairs["action_log_prob"], rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"policy_state is given, but .* hold its hidden states: leave it out"):
+        fc.evaluate_actions(policy, None, batch, policy_state=fc.init(env, policy, seed=0).policy_state)
+    with pytest.raises(TypeError, match=r"ProbabilisticActor without a head, .* pass funcollect.tensordict_policy"):
+        fc.evaluate_actions(actor, None, batch)
 
 
 def test_a_normalised_policy_scores_with_its_statistics() -> None:
