@@ -10,6 +10,8 @@ import torch
 from gymnasium import spaces
 from tensordict.nn import TensorDictModule
 from torch import nn
+from torchrl.modules import QValueActor
+from torchrl.objectives import DQNLoss
 from torchrl.objectives.value import GAE
 
 import funcollect as fc
@@ -147,6 +149,9 @@ def test_the_losses_of_torchrl_run_on_the_result():
     gae = GAE(gamma=0.99, lmbda=0.95, value_network=value)
     one, two = gae(whole.clone()), gae(fc.next_observations(compact))
     assert_same(one.select("advantage", "value_target"), two.select("advantage", "value_target"))
+    actor = QValueActor(nn.Linear(4, 2), in_keys=["observation"], action_space="categorical")
+    loss = DQNLoss(actor, action_space="categorical", delay_value=False)
+    assert_same(loss(fc.next_observations(compact)), loss(whole))
 
 
 @pytest.mark.parametrize("compact_storage", [False, True])
