@@ -16,6 +16,7 @@ from funcollect.core.traced_step.given_params import (
     given_params,
     is_by_lane,
     taken_apart,
+    wrong_structure,
 )
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, default_params
 from funcollect.interop.jax_setup import import_jax
@@ -27,9 +28,9 @@ def set_env_params(
 ) -> CollectorState[Array]:
     """Return a state with other parameters of a JAX environment: for domain randomisation and curricula.
 
-    Starts of episodes that were made ahead with the old parameters are not used. The first change compiles the loop for
-    parameters that are arguments; later ones, of the same leaves, compile nothing. `evaluate` runs the environment with
-    its own parameters.
+    Starts of episodes that were made ahead with the old parameters are not used. The first change compiles the loop.
+    So does each one after which another leaf has a value for each lane: one given by lane or, unless `at_once`, one
+    whose value changes. Other changes compile nothing. `evaluate` runs the environment with its own parameters.
 
     Args:
         env: the environment of `state`: gymnax's, brax's (its system), MuJoCo Playground's (its
@@ -113,7 +114,7 @@ def part_of_lanes(params: Any, shapes: list[tuple[int, ...]], lanes: int, part: 
     leaves, treedef = jax.tree.flatten(params)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     if len(leaves) != len(shapes):
-        raise ValueError(f"params has {len(leaves)} leaves, expected {len(shapes)}: change leaves of default_params")
+        raise wrong_structure(params, len(shapes), f"has {len(leaves)} leaves", str(len(shapes)))
     own = []
     for name, leaf, shape in zip(names, leaves, shapes, strict=True):
         array = np.asarray(leaf)

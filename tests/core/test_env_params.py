@@ -91,7 +91,7 @@ def test_from_the_next_episode_on(kind, new):
         assert torch.equal(gains(batch)[0], want)
 
 
-def test_later_changes_compile_nothing():
+def test_later_changes_of_the_same_leaves_compile_nothing():
     env = make()
     policy, state = start(env, "jax")
     for at_once in (False, True):
@@ -106,6 +106,11 @@ def test_later_changes_compile_nothing():
     loops = [each for each in seen_now if "broadcast" not in str(each)]
     assert len(loops) <= 1, loops
     assert batch["next", "reward"].eq(7).all()
+    for loops in (1, 0):  # another leaf by lane compiles once
+        with compilations() as seen_now:
+            state = fc.set_env_params(env, state, PARAMS | {"wind": jnp.full((3, 2), loops * 1.0)}, at_once=True)
+            state, _ = fc.rollout(env, policy, state, 3)
+        assert sum("_loop" in str(each) for each in seen_now) == loops
 
 
 def test_runs_are_the_same_however_they_are_cut_and_old_states_stay():
@@ -173,6 +178,8 @@ def test_workers_get_those_of_their_lanes(transport):
         assert next(collector)["next", "reward"].eq(9).all()
         with pytest.raises(ValueError, match=r"params\['gain'\] has the shape \[4\], expected \[\], or \[6\] for one"):
             collector.set_env_params(PARAMS | {"gain": jnp.arange(4.0)})
+        with pytest.raises(ValueError, match="params is a pair, expected a pytree like env"):
+            collector.set_env_params((PARAMS, {"gain": 0, "wind": None}))
         next(collector)
 
 
@@ -286,6 +293,39 @@ def test_parameters_as_a_suite_has_them(name, key, change):
     _, plain = fc.rollout(other, policy, fc.reset(other, fc.init(other, policy, seed=0)), 5)
     assert torch.equal(batch["observation"][:, 0], plain["observation"][:, 0])  # equal starts
     assert (batch["observation"][:, -1] != plain["observation"][:, -1]).any(-1).all()  # other physics
+
+
+def randomized():
+    return make(), "gain", (PARAMS | {"gain": jnp.arange(3.0)}, {"gain": 0, "wind": None})
+
+
+def randomized_by_playground():
+    """A function that Playground ships, on a model with as many joints as it expects."""
+    import mujoco
+    from mujoco_playground._src.locomotion.go1.randomize import domain_randomize
+
+    leg = "<body><joint armature='0.1' frictionloss='0.1'/><geom size='0.1'/></body>"
+    xml = f"<mujoco><worldbody><body><freejoint/><geom size='0.2'/>{leg * 12}</body></worldbody></mujoco>"
+    env = fc.envs.from_functions(
+        lambda key, model: (jnp.int32(0), model.body_mass[:4]),
+        lambda key, time, action, model: (time + 1, model.body_mass[:4], model.qpos0[8], time == 3, False),
+        observation_space=OBSERVED, action_space=spaces.Discrete(2), num_envs=3, param_keys=["body_mass"],
+        params=mujoco.mjx.put_model(mujoco.MjModel.from_xml_string(xml)),
+    )  # fmt: skip
+    return env, "body_mass", domain_randomize(env.default_params, jax.random.split(jax.random.key(0), 3))
+
+
+@pytest.mark.parametrize("made", [randomized, *in_soak([randomized_by_playground])])
+def test_a_pair_of_a_function_for_domain_randomisation(made):
+    env, key, pair = made()
+    policy, state = start(env)
+    with pytest.raises(
+        ValueError, match=r"params is a pair, expected a pytree like env.default_params: pass the first"
+    ):
+        fc.set_env_params(env, state, pair)
+    _, batch = fc.rollout(env, policy, fc.set_env_params(env, state, pair[0], at_once=True), 2)
+    wanted = pair[0][key] if isinstance(pair[0], dict) else getattr(pair[0], key)
+    assert torch.equal(batch["env_params", key][:, 0], torch.tensor(np.array(wanted)))
 
 
 def test_partitions_split_what_lanes_have_of_their_own():

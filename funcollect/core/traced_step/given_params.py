@@ -9,7 +9,7 @@ import numpy as np
 from funcollect.core.traced_step.lane_params import LaneParams, Varying, is_varying
 from funcollect.envs.jax_envs.jax_env import JaxEnvState, default_params
 from funcollect.interop.jax_setup import import_jax, without_weak_types
-from funcollect.messages import shown
+from funcollect.messages import clipped, shown
 from funcollect.protocols import Env
 
 
@@ -43,13 +43,23 @@ def given_params(env: Env, state: Any, params: Any) -> GivenParams:
     wanted, treedef = jax.tree.flatten(own)
     given, structure = jax.tree.flatten(params)
     if structure != treedef:
-        raise ValueError(f"params is {structure}, expected {treedef}: change leaves of env.default_params")
+        raise wrong_structure(params, len(wanted), f"is {clipped(str(structure))}", clipped(str(treedef)))
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(own)]
     for name, leaf, like in zip(names, given, wanted, strict=True):
         _check_kind(name, leaf, like)
     each = zip(names, given, wanted, strict=True)
     by_lane = [is_by_lane(name, leaf, np.shape(like), state.num_lanes) for name, leaf, like in each]
     return GivenParams(treedef, wanted, given, by_lane)
+
+
+def wrong_structure(params: Any, leaves: int, found: str, wanted: str) -> ValueError:
+    """The error for parameters of another structure than an environment's own, which have so many leaves."""
+    if isinstance(params, tuple) and len(params) == 2 and len(import_jax().tree.leaves(params[0])) == leaves:
+        return ValueError(
+            "params is a pair, expected a pytree like env.default_params: pass the first part, which is the model if a "
+            "function for domain randomisation returned it with in_axes"
+        )
+    return ValueError(f"params {found}, expected {wanted}: change leaves of env.default_params")
 
 
 def is_by_lane(name: str, leaf: Any, own: tuple[int, ...], lanes: int) -> bool:
