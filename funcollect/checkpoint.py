@@ -15,6 +15,7 @@ import optree
 from tensordict import TensorDictBase
 
 from funcollect.arguments import check_count, check_kind, check_positive
+from funcollect.buffers.storages import ListStorage
 from funcollect.core.restore import restored
 from funcollect.core.saving import Episodes, check_episodes
 from funcollect.core.state import flatten_part
@@ -97,18 +98,16 @@ class Checkpoint:
         Raises:
             ValueError: for a step that is not after the latest one.
             ReplayError: as `save` of the collector does.
-            TypeError: for a value that is no plain data.
+            TypeError: for a value that is no plain data, and for items of a `ListStorage` that are neither tensors,
+                numbers, strings, lists, tuples and dicts of these, nor TensorDicts of tensors.
             OSError: if the files cannot be written. The other checkpoints are as they were after any error.
         """
         check_count("step", step)
         check_episodes(episodes)
-        for name, value in values.items():
-            if _stateful(value):
-                part = "optimizer" if hasattr(value, "param_groups") else "policy"
-                raise TypeError(
-                    f"{name} is {shown(value)}, expected plain data: pass it within {part}={{'{name}': …}}, a dict of "
-                    "all such objects"
-                )
+        _check_values(values)
+        memory = None if buffer is None else buffer.state.memory
+        if memory is not None and isinstance(memory.storage, ListStorage):
+            memory.storage.check_plain()
         latest = self.latest()
         if latest is not None and step <= latest:
             raise ValueError(
@@ -119,7 +118,6 @@ class Checkpoint:
         for left in self.directory.glob(".step-*"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         fresh = self.directory / f".step-{step}"
-        memory = None if buffer is None else buffer.state.memory
         dumped = None if memory is None else memory.dumped
         try:
             fresh.mkdir()
@@ -209,6 +207,17 @@ def _stateful(part: Any) -> bool:
 
 def _is_group(part: Any) -> bool:
     """Whether it is a dict of objects with their own states."""
+def _check_values(values: Mapping[str, Any]) -> None:
+    """Raise TypeError for a value that has its own state."""
+    for name, value in values.items():
+        if _stateful(value):
+            part = "optimizer" if hasattr(value, "param_groups") else "policy"
+            raise TypeError(
+                f"{name} is {shown(value)}, expected plain data: pass it within {part}={{'{name}': …}}, a dict of all "
+                "such objects"
+            )
+
+
     return isinstance(part, dict) and bool(part) and all(map(_stateful, part.values()))
 
 

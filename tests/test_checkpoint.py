@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -98,6 +100,30 @@ def test_a_list_of_frames_is_saved_without_code(tmp_path):
     checkpoint.save(1, buffer=buffer)
     checkpoint.restore(buffer=other)
     assert_same(other[:], buffer[:])
+
+
+def test_items_that_only_code_could_read_are_refused(tmp_path):
+    buffer, checkpoint = fc.ReplayBuffer(batch_size=1), fc.Checkpoint(tmp_path, keep=1)
+    frame = TensorDict({"x": torch.zeros(2)}, [2])
+    plain = [frame, {"a": [torch.ones(1), (1, 2.0, "s", None, {3}, b"b")]}, OrderedDict(w=nn.Parameter(torch.ones(1)))]
+    buffer.extend(plain)
+    checkpoint.save(1, buffer=buffer)
+    checkpoint.restore(buffer=buffer)
+    assert_same(buffer[0], frame)
+    assert buffer[1] == plain[1]
+    for wrong, words in (
+        (np.ones(2), "array([1., 1.]) (ndarray)"),
+        ({"deep": (1, frame)}, "(TensorDict)"),
+        (TensorDict({"x": torch.zeros(2), "name": "x"}, [2]), "(NonTensorData)"),
+        (frozenset(), "frozenset()"),
+    ):
+        other = fc.ReplayBuffer()
+        other.extend([1, wrong])
+        with refused(TypeError, ("item 1 of the ListStorage holds", words, "without running code: store such items")):
+            checkpoint.save(2, buffer=other)
+        other.dumps(tmp_path / "alone")
+        other.loads(tmp_path / "alone", allow_pickle=True)
+        assert checkpoint.steps() == [1]
 
 
 def rows_written(directory):

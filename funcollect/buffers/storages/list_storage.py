@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import default_collate
 from typing_extensions import override
 
 from funcollect.buffers.arrays import Bools, Ints
 from funcollect.buffers.storages.storage import Dumped, Incoming, Storage, check_size
+from funcollect.messages import shown
 from funcollect.tree import Path as KeyPath
 from funcollect.tree import flatten, to_tensordict
 
@@ -78,6 +81,16 @@ class ListStorage(Storage):
         torch.save([_as_dict(item) for item in self._items[: len(frames)]], directory / _ITEMS)
         return None
 
+    def check_plain(self) -> None:
+        """Raise TypeError for an item that `load` reads only with `allow_pickle`."""
+        for slot, item in enumerate(self._items):
+            if (wrong := next(_not_plain(_as_dict(item)), None)) is not None:
+                raise TypeError(
+                    f"item {slot} of the ListStorage holds {shown(wrong)} ({type(wrong).__name__}), expected tensors, "
+                    "numbers, strings, lists, tuples and dicts of these, or a TensorDict of tensors, which are read "
+                    "without running code: store such items, or write the buffer with its dumps instead"
+                )
+
     @override
     def load(self, frames: range, dumped: Dumped, allow_pickle: bool) -> None:
         path, count = dumped.directory / _ITEMS, len(frames)
@@ -85,8 +98,8 @@ class ListStorage(Storage):
             items = torch.load(path, weights_only=not allow_pickle)
         except pickle.UnpicklingError as error:
             raise ValueError(
-                f"{path} holds objects that are read by running code from the file: pass allow_pickle=True if you "
-                "trust it"
+                f"{path} holds objects that are read by running code from the file: if you trust it, load it with "
+                "buffer.loads(…, allow_pickle=True)"
             ) from error
         except (OSError, EOFError, RuntimeError) as error:
             raise ValueError(f"{path} cannot be read ({error!r}): the dump is damaged") from error
@@ -111,6 +124,21 @@ def _as_dict(item: Any) -> Any:
     if not isinstance(item, TensorDictBase) or not all(isinstance(leaf, Tensor) for leaf in item.values(True, True)):
         return item
     return {_TENSORDICT: flatten(item), "shape": tuple(item.batch_size)}
+
+
+_PLAIN = (
+    Tensor, nn.Parameter, NoneType, bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype,
+    torch.device,
+)  # fmt: skip
+
+
+def _not_plain(item: Any) -> Iterator[Any]:
+    """The parts of an item that `torch.load` does not read with ``weights_only=True``."""
+    if type(item) in (list, tuple, set, dict, OrderedDict, Counter):
+        for part in (*item, *item.values()) if isinstance(item, dict) else item:
+            yield from _not_plain(part)
+    elif type(item) not in _PLAIN:
+        yield item
 
 
 def _from_dict(item: Any) -> Any:
