@@ -152,6 +152,8 @@ class Checkpoint:
     ) -> dict[str, Any]:
         """Read a checkpoint. Collectors, buffers, modules and optimizers are restored in place.
 
+        So are the tensors of a pytree that require gradients: an optimizer over them continues with them.
+
         After an exception some of them may be restored already: restore them all from another checkpoint.
 
         Args:
@@ -164,8 +166,8 @@ class Checkpoint:
             episodes: as `restore` of the collector takes it.
 
         Returns:
-            The plain values, ``"step"``, and ``"policy"`` and ``"optimizer"`` if they were given, as pytrees with the
-            saved leaves, or as the same objects.
+            The plain values, ``"step"``, and ``"policy"`` and ``"optimizer"`` if they were given: the same objects, or
+            pytrees with the saved leaves.
 
         Raises:
             FileNotFoundError: if there is no such checkpoint, or it lacks one of these.
@@ -205,8 +207,6 @@ def _stateful(part: Any) -> bool:
     return hasattr(part, "state_dict") and loads and not isinstance(part, TensorDictBase)
 
 
-def _is_group(part: Any) -> bool:
-    """Whether it is a dict of objects with their own states."""
 def _check_values(values: Mapping[str, Any]) -> None:
     """Raise TypeError for a value that has its own state."""
     for name, value in values.items():
@@ -218,6 +218,8 @@ def _check_values(values: Mapping[str, Any]) -> None:
             )
 
 
+def _is_group(part: Any) -> bool:
+    """Whether it is a dict of objects with their own states."""
     return isinstance(part, dict) and bool(part) and all(map(_stateful, part.values()))
 
 
@@ -278,6 +280,6 @@ def _restored(part: Any, saved: Mapping[str, Any]) -> Any:
     if "group" in saved:
         return {name: _restored(each, saved["group"][name]) for name, each in part.items()}
     if "leaves" in saved:
-        return restored("leaves", part, saved["leaves"])
+        return restored("leaves", part, saved["leaves"], in_place=True)
     (part.load_state_dict if hasattr(part, "load_state_dict") else part.load)(saved["state"])
     return part

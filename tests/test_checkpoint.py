@@ -196,6 +196,27 @@ def test_groups_and_trees_are_restored_as_they_were(tmp_path):
             checkpoint.restore(policy=other)
 
 
+def test_tensors_that_require_gradients_are_restored_in_place(tmp_path):
+    params = {"w": torch.ones(2, requires_grad=True), "b": nn.Parameter(torch.ones(1)), "mean": torch.ones(3)}
+    optimizer, checkpoint = torch.optim.Adam([params["w"], params["b"]]), fc.Checkpoint(tmp_path)
+
+    def train(params):
+        optimizer.zero_grad()
+        (params["w"].sum() * params["b"] * params["mean"].sum()).backward()
+        optimizer.step()
+        return [params[name].tolist() for name in ("w", "b")]
+
+    train(params)
+    checkpoint.save(1, policy=params, optimizer=optimizer)
+    wanted = train(params)
+    params["mean"].zero_()
+    restored = checkpoint.restore(policy=params, optimizer=optimizer)["policy"]
+    assert (restored["w"] is params["w"], restored["b"] is params["b"]) == (True, True)
+    assert restored["mean"].tolist() == [1, 1, 1]
+    assert params["mean"].tolist() == [0, 0, 0]
+    assert train(restored) == wanted
+
+
 def test_a_damaged_buffer_is_reported_as_such(tmp_path):
     own, checkpoint = parts(), fc.Checkpoint(tmp_path)
     worked(own)

@@ -105,8 +105,10 @@ def _copied(leaf: Any) -> Tensor:
     return leaf.clone() if isinstance(leaf, Tensor) else torch.from_numpy(np.array(leaf))
 
 
-def restored(name: str, like: Any, leaves: Sequence[Any]) -> Any:
+def restored(name: str, like: Any, leaves: Sequence[Any], *, in_place: bool = False) -> Any:
     """Return the part `name` of a state from its saved leaves, with the structure and kinds of leaf of `like`.
+
+    With `in_place`, tensors of `like` that require gradients are written and returned: optimizers refer to them.
 
     Raises:
         ValueError: for leaves of other shapes or dtypes, which another environment or policy has.
@@ -124,7 +126,10 @@ def restored(name: str, like: Any, leaves: Sequence[Any]) -> Any:
                 f"a leaf of the saved {name} is {was}, here it is {now}: build it with the same {owner}, and with "
                 "jax_enable_x64 as it was"
             )
-    return treedef.unflatten(_like(leaf, saved) for leaf, saved in zip(own, leaves, strict=True))
+    return treedef.unflatten(
+        _written(leaf, saved) if in_place and isinstance(leaf, Tensor) and leaf.requires_grad else _like(leaf, saved)
+        for leaf, saved in zip(own, leaves, strict=True)
+    )
 
 
 def _shapes(leaves: Sequence[Any]) -> list[tuple[int, ...]]:
@@ -134,6 +139,12 @@ def _shapes(leaves: Sequence[Any]) -> list[tuple[int, ...]]:
 def _dtype(leaf: Any) -> str:
     """The name of an array's dtype; empty for a number."""
     return str(leaf.dtype).removeprefix("torch.") if np.ndim(leaf) and hasattr(leaf, "dtype") else ""
+
+
+def _written(leaf: Tensor, saved: Any) -> Tensor:
+    """Write a saved leaf into a tensor, and return that."""
+    with torch.no_grad():
+        return leaf.copy_(torch.as_tensor(saved))
 
 
 def _like(leaf: Any, saved: Any) -> Any:

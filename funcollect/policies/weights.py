@@ -93,14 +93,17 @@ def check_dtypes(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None
 
 
 def copied(own: Any, given: Any, backend: str) -> Any:
-    """A copy of `matched` parameters; tensors require gradients, and lie on the devices, as those of `own` do."""
+    """A copy of `matched` parameters; tensors require gradients, are `nn.Parameter`, and lie on devices as in `own`."""
     tree = matched(own, given, backend)
     if backend == "jax":
         return jax_arrays(tree)
 
     def copy(leaf: Any, before: Any) -> Tensor:
         like = torch.as_tensor(before)
-        return _tensor("", leaf).to(like.device).requires_grad_(like.requires_grad)
+        tensor = _tensor("", leaf).to(like.device)
+        if isinstance(like, nn.Parameter):
+            return nn.Parameter(tensor, like.requires_grad)
+        return tensor.requires_grad_(like.requires_grad)
 
     return optree.tree_map(copy, tree, own, namespace=NAMESPACE)
 

@@ -129,6 +129,9 @@ def test_gradients_are_required_as_before() -> None:
     policy.load(policy.state_dict(Recording.version(1)))
     assert [leaf.requires_grad for leaf in policy.params["layers"][0]] == [True, False]
     assert policy.params["layers"][0].weight.is_leaf
+    policy.params = {"w": torch.nn.Parameter(torch.ones(2))}
+    policy.load({"w": torch.zeros(2)})
+    assert isinstance(policy.params["w"], torch.nn.Parameter)
 
 
 @pytest.mark.parametrize("kind", KINDS)
