@@ -30,10 +30,10 @@ _A_FUNCTION = "a function"  # in place of a schedule of `exploration`
 # Keywords that are objects, or say how a machine is used.
 _NOT_SAVED = {
     "create_env_fn", "create_env_kwargs", "policy", "policy_factory", "postproc", "device", "env_device",
-    "policy_device", "storing_device", "num_threads", "timeout", "start_timeout", "on_failure", "in_process",
-    "collector_class", "collector_kwargs", "ray_init_config", "remote_configs",
+    "policy_device", "storing_device", "num_threads", "in_process", "collector_class", "collector_kwargs",
+    "ray_init_config", "remote_configs",
 }  # fmt: skip
-_MAY_CHANGE = {"total_frames"}  # although they are saved
+_MAY_CHANGE = {"total_frames", "timeout", "start_timeout", "on_failure"}  # although they are saved
 
 
 def _plain(value: Any) -> Any:
@@ -211,7 +211,8 @@ class CollectorBase(RunOptions, ABC):
             policy: as the constructor takes it. It gets the saved weights if they were its own.
             episodes: ``"restart"`` begins new episodes in all lanes, under new trajectory ids.
             keywords: as the constructor takes them. Numbers and flags have the saved values unless given; those that
-                define the run have to equal the saved ones. Functions and devices are not saved.
+                define the run have to equal the saved ones. Functions, devices, arguments for environments and Ray,
+                `num_threads` and `in_process` are not saved.
 
         Raises:
             FileNotFoundError, ReplayError, ValueError: as `restore` does.

@@ -392,6 +392,16 @@ def test_keywords_of_numpy_torch_and_jax_are_saved_as_plain_numbers(half, kind, 
             assert next(other)["collector", "exploration", "epsilon"].unique().tolist() == [0.5]
 
 
+def test_a_loaded_run_meets_failures_as_the_saved_one_did(tmp_path):
+    with build("in process", actor(), on_failure="restart", timeout=7, start_timeout=90.0) as collector:
+        collector.save(tmp_path / "run")
+    for given, wanted in (({}, ("restart", 7, 90)), ({"on_failure": "raise", "timeout": 8}, ("raise", 8, 90))):
+        with load(tmp_path / "run", **given) as other:
+            assert (other.on_failure, other.timeout, other.start_timeout) == wanted
+            other.restore(tmp_path / "run")
+            assert (other.on_failure, other.timeout, other.start_timeout) == wanted
+
+
 @pytest.mark.parametrize("kind", ["sync", "multi"])
 def test_a_loaded_state_does_not_count_the_batch_of_the_run_before(kind):
     stats = fc.running_statistics.init(fc.make_env("CartPole-v1").observation_space)
