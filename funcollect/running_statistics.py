@@ -227,8 +227,11 @@ def _moments_in_jax(stats: RunningStatistics, values: Mapping[str, Any], weights
         rows = given.astype(stats.mean[name].dtype).reshape(size, *stats.mean[name].shape)
         kept = chosen.reshape(size, *[1] * (rows.ndim - 1))
         number = total.astype(rows.dtype)
-        mean[name] = jnp.where(kept, rows, 0).sum(0) / number
-        variance[name] = jnp.where(kept, rows - ranked(mean[name], rows), 0).__pow__(2).sum(0) / number
+        rough = jnp.where(kept, rows, 0).sum(0) / number  # the sum of many rows is rounded, so the mean is corrected
+        apart = jnp.where(kept, rows - ranked(rough, rows), 0)
+        missing = apart.sum(0) / number
+        mean[name] = rough + missing
+        variance[name] = jnp.maximum((apart**2).sum(0) / number - missing**2, 0)
     return RunningStatistics(jnp.stack([count, jnp.zeros_like(count)]), mean, variance)
 
 
