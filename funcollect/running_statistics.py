@@ -26,15 +26,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from funcollect.arguments import check_choice, check_kind, check_number
 from funcollect.interop.jax_setup import import_jax
 from funcollect.messages import shown
-from funcollect.specs import FINAL, Space
-from funcollect.tree import flatten, key_of, nest, ranked
+from funcollect.specs import FINAL, Space, map_leaves, observation_leaves
+from funcollect.tree import flatten, key_of, ranked
 
 __all__ = ["RunningStatistics", "denormalize", "init", "merge", "normalize", "update"]
 
@@ -64,20 +63,21 @@ def init(space: Space, *, backend: Literal["torch", "jax"] = "torch") -> Running
     """Statistics of no observation: the mean 0 and the variance 1, so that `normalize` changes nothing.
 
     Args:
-        space: the observation space: a Box, or a Dict whose spaces of floats count.
+        space: the observation space: a Box, or a Dict or Tuple whose spaces of floats count.
         backend: whether the arrays are of Torch or of JAX.
 
     Raises:
         TypeError: for another space, or one without floats.
+        ValueError: for keys that a batch cannot have.
 
     >>> import gymnasium
     >>> init(gymnasium.spaces.Box(-1, 1, (2,))).mean
     {'observation': tensor([0., 0.], dtype=torch.float64)}
     """
     check_choice("backend", backend, ("torch", "jax"))
-    shapes = _shapes(space, "")
+    shapes = {leaf.name: leaf.shape for leaf in observation_leaves(space) if leaf.dtype.kind == "f"}
     if not shapes:
-        raise TypeError(f"space is {shown(space)}, expected a Box of floats, or a Dict that has one: pass that")
+        raise TypeError(f"space is {shown(space)}, expected a Box of floats, or a Dict or Tuple with one: pass that")
     return start(shapes, backend)
 
 
@@ -99,25 +99,13 @@ def none_like(stats: RunningStatistics) -> RunningStatistics:
     return start({name: tuple(mean.shape) for name, mean in stats.mean.items()}, backend)
 
 
-def _shapes(space: Any, name: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of the leaves of floats, by name."""
-    if isinstance(space, spaces.Dict):
-        if dotted := [key for key in space.spaces if "." in key]:
-            raise ValueError(f"the key {dotted[0]!r} of the space holds a dot, which joins keys here: rename it")
-        parts = [_shapes(each, f"{name}.{key}" if name else key) for key, each in space.spaces.items()]
-        return {key: shape for part in parts for key, shape in part.items()}
-    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
-        return {name or "observation": space.shape}
-    return {}
-
-
 def update(stats: RunningStatistics, batch: Any, *, weights: Any = None) -> RunningStatistics:
     """Statistics that also count the observations of a batch.
 
     Args:
         stats: those before.
         batch: a batch [*B, T], whose observations before each step count; or observations alone, an array
-            [*B, *shape] or a dict of them.
+            [*B, *shape], or a dict or tuple of them.
         weights: [*B], an array or a list, whether each observation counts: bools, or zeros and ones. By default padding
             and the repeated frames of finished lanes do not count.
 
@@ -179,10 +167,17 @@ def _observations(stats: RunningStatistics, batch: Any) -> dict[str, Any]:
     """The observations of a batch, by name."""
     if isinstance(batch, TensorDictBase):
         return {name: batch[key_of(tuple(name.split(".")))] for name in stats.mean}
-    if isinstance(batch, Mapping):
-        flat = {".".join(path): leaf for path, leaf in flatten(batch).items()}
+    if isinstance(batch, (Mapping, tuple)):
+        flat = _by_name(batch)
         return {name: flat[name] for name in stats.mean}
     return {next(iter(stats.mean)): batch}
+
+
+def _by_name(observation: Any) -> dict[str, Any]:
+    """The leaves of a dict or tuple by name."""
+    flat: dict[str, Any] = {}
+    map_leaves(flat.__setitem__, observation)
+    return flat
 
 
 def _moments_in_torch(
@@ -302,9 +297,9 @@ def normalize(stats: RunningStatistics, observation: Any, *, clip: float | None 
 
     Args:
         stats: the statistics; as they are, nothing is updated.
-        observation: an array [..., *shape] of NumPy, Torch or JAX, whichever has the statistics; a dict of arrays; or
-            a batch, whose observations before and after each step are normalised (the latter under ``next``). Other
-            keys stay as they are.
+        observation: an array [..., *shape] of NumPy, Torch or JAX, whichever has the statistics; a dict or tuple of
+            arrays; or a batch, whose observations before and after each step are normalised (the latter under
+            ``next``). Other keys stay as they are.
         clip: the largest absolute value of the result.
 
     Raises:
@@ -356,6 +351,9 @@ def _applied(stats: RunningStatistics, observation: Any, function: Callable[[Any
     """The result of a function of (value, mean, deviation) for each leaf that has statistics."""
 
     def leaf(name: str, value: Any) -> Any:
+        name = name.removeprefix("next.")
+        if name not in stats.mean:
+            return value
         value = value if hasattr(value, "dtype") else np.asarray(value)
         own = tuple(stats.mean[name].shape)
         if tuple(value.shape[value.ndim - len(own) :]) != own:
@@ -366,25 +364,29 @@ def _applied(stats: RunningStatistics, observation: Any, function: Callable[[Any
         return function(value, *(ranked(_like(each, value), value) for each in (stats.mean[name], deviation)))
 
     if isinstance(observation, TensorDictBase):
-        if observation.get(FINAL, None) is not None:
-            raise ValueError(
-                "the batch lacks next observations (compact_obs=True): pass funcollect.next_observations(batch)"
-            )
-        result, known = observation.copy(), set(flatten(observation))
-        for name in stats.mean:
-            path = tuple(name.split("."))
-            result.set(key_of(path), leaf(name, observation[key_of(path)]))
-            if ("next", *path) in known:
-                result.set(("next", *path), leaf(name, observation["next", *path]))
-        return result
-    if isinstance(observation, Mapping):
-        flat = flatten(observation)
-        names = {path: ".".join(path[1:] if path[0] == "next" else path) for path in flat}
-        if missing := sorted(stats.mean.keys() - {*names.values()}):
+        return _applied_to_batch(stats, observation, leaf)
+    if isinstance(observation, (Mapping, tuple)):
+        names = {name.removeprefix("next.") for name in _by_name(observation)}
+        if missing := sorted(stats.mean.keys() - names):
             raise KeyError(f"the observation lacks {missing}, which the statistics have: pass all keys")
-        return nest(
-            {path: leaf(names[path], each) if names[path] in stats.mean else each for path, each in flat.items()}
-        )
+        return map_leaves(leaf, observation)
     if len(stats.mean) > 1:
         raise ValueError(f"there are statistics of {sorted(stats.mean)}, but one array is given: pass a dict of these")
     return leaf(next(iter(stats.mean)), observation)
+
+
+def _applied_to_batch(
+    stats: RunningStatistics, batch: TensorDictBase, function: Callable[[str, Any], Any]
+) -> TensorDictBase:
+    """A batch whose observations before and after each step are the results of ``function(name, leaf)``."""
+    if batch.get(FINAL, None) is not None:
+        raise ValueError(
+            "the batch lacks next observations (compact_obs=True): pass funcollect.next_observations(batch)"
+        )
+    result, known = batch.copy(), set(flatten(batch))
+    for name in stats.mean:
+        path = tuple(name.split("."))
+        result.set(key_of(path), function(name, batch[key_of(path)]))
+        if ("next", *path) in known:
+            result.set(("next", *path), function(name, batch["next", *path]))
+    return result

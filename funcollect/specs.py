@@ -6,7 +6,7 @@ Letters in shapes are fixed throughout the library: ``T`` time, ``P`` environmen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gymnasium import spaces
+from tensordict import TensorDictBase
 from tensordict.nn import InteractionType as ExplorationType
 
 from funcollect.arguments import check_flags
@@ -128,6 +129,23 @@ def assemble(space: Space, flat: Mapping[Path, Any], path: Path | None = None) -
             return tuple(assemble(child, flat, (*path, str(index))) for index, child in enumerate(space.spaces))
         case _:
             return flat[path]
+
+
+def map_leaves(function: Callable[[str, Any], Any], observation: Any, name: str = "") -> Any:
+    """An observation, or a nested batch, whose leaves are the results of ``function(name, leaf)``.
+
+    Names are those that `observation_leaves` gives.
+
+    >>> map_leaves(lambda name, leaf: (name, leaf), {"a": 1, "b": (2, 3)})
+    {'a': ('a', 1), 'b': (('b.0', 2), ('b.1', 3))}
+    """
+    if isinstance(observation, (Mapping, TensorDictBase)):
+        prefix = f"{name}." if name else ""
+        return {key: map_leaves(function, each, f"{prefix}{key}") for key, each in observation.items()}
+    name = name or "observation"
+    if isinstance(observation, tuple):
+        return tuple(map_leaves(function, each, f"{name}.{index}") for index, each in enumerate(observation))
+    return function(name, observation)
 
 
 def disassemble(space: Space, observation: Any) -> list[Any]:

@@ -20,8 +20,8 @@ from funcollect.policies.torch_modules.torch_policy import TorchPolicy
 from funcollect.policies.weights import matched
 from funcollect.protocols import Policy
 from funcollect.running_statistics import EPSILON, RunningStatistics, check_alike
-from funcollect.specs import Leaf
-from funcollect.tree import flatten, nest
+from funcollect.specs import Leaf, map_leaves
+from funcollect.tree import flatten
 
 
 def normalized(policy: Policy, stats: RunningStatistics, *, clip: float = 10.0) -> NormalizedTorch | NormalizedJax:
@@ -100,13 +100,11 @@ class _Normalized(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         """Call the module with the normalised observation in place of the observation."""
         if self.keys:
-            changed = {key: self._scaled(key, value) for key, value in zip(self.keys, inputs, strict=False)}
-            return self.policy(*changed.values(), *inputs[len(self.keys) :])
+            changed = [map_leaves(self._scaled, value, key) for key, value in zip(self.keys, inputs, strict=False)]
+            return self.policy(*changed, *inputs[len(self.keys) :])
         observation, *others = inputs
-        if not isinstance(observation, dict):
-            return self.policy(self._scaled(self.names[0], observation), *others)
-        flat = {path: self._scaled(".".join(path), leaf) for path, leaf in flatten(observation).items()}
-        return self.policy(nest(flat), *others)
+        name = self.names[0] if isinstance(observation, Tensor) else ""
+        return self.policy(map_leaves(self._scaled, observation, name), *others)
 
     def _scaled(self, name: str, value: Tensor) -> Tensor:
         if name not in self.names:

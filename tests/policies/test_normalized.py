@@ -1,5 +1,8 @@
 """Policies with running statistics among their parameters, on every loop."""
 
+import copy
+
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -153,6 +156,52 @@ def test_collectors_update_statistics_with_every_batch(kind, backend):
             next(collector)
             assert float(collector.params[0][0, 0]) == pytest.approx(2 * WEIGHT[0, 0])
             assert collector.params[1] is policy.statistics
+
+
+class Nested(gymnasium.Env):
+    """Observations drawn from a space with a Tuple."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, space):
+        self.observation_space = copy.deepcopy(space)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), 1.0, False, False, {}
+
+
+PAIR = spaces.Tuple([spaces.Discrete(2), spaces.Box(2, 9, (3,))])
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize(("space", "key"), [(PAIR, "observation"), (spaces.Dict(a=spaces.Discrete(3), b=PAIR), "b")])
+def test_floats_in_a_tuple_have_statistics(space, key, backend):
+    env = fc.make_env(lambda: Nested(space), num_envs=2)
+
+    def answer(observation):
+        count, box = observation if isinstance(observation, tuple) else observation["b"]
+        return {"action": count, "seen": box * 1}
+
+    base = fc.torch_policy(answer) if backend == "torch" else fc.jax_policy(lambda _, x: answer(x), None)
+    policy, stats = fc.random_policy(env), rs.init(space, backend=backend)
+    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=0), 40)
+    stats = rs.update(stats, batch)
+    assert [*stats.mean] == [f"{key}.1"]
+    pair = tuple(batch[key, part] if backend == "torch" else jnp.asarray(batch[key, part].numpy()) for part in "01")
+    alone = pair if space is PAIR else {"a": batch["a"], "b": pair}
+    again = rs.update(rs.init(space, backend=backend), alone)
+    assert np.array_equal(again.mean[f"{key}.1"], stats.mean[f"{key}.1"])
+    _, scaled = rs.normalize(stats, alone) if space is PAIR else rs.normalize(stats, alone)["b"]
+    np.testing.assert_allclose(np.asarray(scaled).mean((0, 1)), 0, atol=1e-5)
+    policy = fc.normalized(base, stats)
+    _, batch = fc.rollout(env, policy, fc.init(env, policy, seed=1), 9)
+    torch.testing.assert_close(batch["seen"], rs.normalize(stats, batch)[key, "1"])
+    assert not torch.equal(batch["seen"], batch[key, "1"])
 
 
 def test_the_last_batch_of_a_run_counts_and_statistics_that_wait_are_saved(tmp_path):
