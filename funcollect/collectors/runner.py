@@ -40,8 +40,8 @@ _SAVED = ("policy_state_dict", "own_weights", *SAVED, "frames", "iter")
 def given_weights(params: Any, policy_or_weights: Any, policy: Any) -> Any:
     """The parameters that a call passes; None for the policy's own, also if the policy itself is passed."""
     given = policy_or_weights if params is None else params
-    own = policy.module if isinstance(policy, TorchBacked) else policy
-    return None if given is policy or given is own else given
+    own = given is policy or (isinstance(policy, TorchBacked) and policy.owns(given))
+    return None if own else given
 
 
 def check_saved(state_dict: Any, names: Sequence[str]) -> None:

@@ -28,7 +28,8 @@ def normalized(policy: Policy, stats: RunningStatistics, *, clip: float = 10.0) 
     """A policy that acts on normalised observations.
 
     Its parameters are the pair (trainable, statistics): those of `policy`, for gradients and optimizers, and `stats`.
-    Both travel to workers as one version, and are saved together. Batches hold the observations as they were.
+    Both travel to workers as one version, and are saved together. Over Torch, other parameters, or a network, may be
+    given without statistics: those of the policy act. Batches hold the observations as they were.
 
     Args:
         policy: a policy made by `torch_policy` or `jax_policy`. It stays as it is, and shares its parameters.
@@ -125,6 +126,10 @@ class NormalizedTorch(TorchPolicy):
         module.statistics.to(policy.run_device)
         self.take_over(policy, module)
 
+    @override
+    def owns(self, module: Any) -> bool:
+        return super().owns(module) or module is self._module.policy
+
     @property
     def statistics(self) -> RunningStatistics:
         """The statistics that the policy acts with; a copy."""
@@ -147,6 +152,7 @@ class NormalizedTorch(TorchPolicy):
 
     def pair(self, params: Any) -> tuple[Any, RunningStatistics]:
         """Parameters in any form that `prepare` takes, but None, as the pair (trainable, statistics)."""
+        params = self._beside_statistics(params)
         if isinstance(params, tuple):
             return params
         flat = {".".join(path): leaf for path, leaf in flatten(params).items()}
@@ -177,8 +183,18 @@ class NormalizedTorch(TorchPolicy):
     def load(self, params: Any) -> None:
         super().load(self._joined(params))
 
+    def _beside_statistics(self, params: Any) -> Any:
+        """For a network, or its parameters, alone the pair with the policy's statistics; other forms unchanged."""
+        if isinstance(params, nn.Module):
+            params = TensorDict.from_module(params)
+        if not isinstance(params, (Mapping, TensorDictBase)):
+            return params
+        whole = {".".join(path) for path in flatten(params)} <= self._own_tensors().keys()
+        return params if whole else (params, self.statistics)
+
     def _joined(self, params: Any) -> Any:
-        """The parameters of the whole module, from a pair."""
+        """The parameters of the whole module, from a pair, or from those of the network alone."""
+        params = self._beside_statistics(params)
         if not isinstance(params, tuple) or len(params) != 2:
             return params
         trainable, stats = params

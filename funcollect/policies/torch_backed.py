@@ -142,6 +142,10 @@ class TorchBacked(PolicyBase):
         """The user's module or function. To change it, change the module itself, or make another policy."""
         return self._module
 
+    def owns(self, module: Any) -> bool:
+        """Whether this is the module or function that the user gave."""
+        return module is self._module
+
     @property
     def run_device(self) -> torch.device | None:
         """The device on which the policy runs; None for a function, or a module without parameters."""

@@ -158,6 +158,33 @@ def test_collectors_update_statistics_with_every_batch(kind, backend):
             assert collector.params[1] is policy.statistics
 
 
+@pytest.mark.parametrize("kind", ["sync", "in process", "processes"])
+def test_a_network_alone_is_given_beside_the_statistics(kind):
+    network, other = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def made(network):
+        policy = fc.normalized(fc.torch_policy(network, head=fc.heads.categorical), some_stats())
+        keywords = {"frames_per_batch": 40, "seed": 0, "update_statistics": True}
+        if kind == "sync":
+            return fc.SyncDataCollector("CartPole-v1", policy, **keywords)
+        return fc.MultiSyncDataCollector(["CartPole-v1"] * 2, policy, in_process=kind == "in process", **keywords)
+
+    with made(other) as collector:
+        wanted = [next(collector).clone() for _ in range(3)]
+    for given in (other, other.state_dict()):
+        with made(network) as collector:
+            collector.update_policy_weights_(given)
+            for each in wanted:
+                batch = next(collector)
+                assert torch.equal(batch["action_log_prob"], each["action_log_prob"])
+    with made(network) as collector:
+        collector.update_policy_weights_(network)  # the policy's own
+        assert collector.params is None
+        for wrong in (nn.Linear(3, 2), {"weights": torch.ones(2, 4)}):
+            with pytest.raises(ValueError, match=r"policy\.weight"):
+                collector.update_policy_weights_(wrong)
+
+
 class Nested(gymnasium.Env):
     """Observations drawn from a space with a Tuple."""
 
