@@ -199,7 +199,6 @@ def test_why_nothing_is_drawn(monkeypatch, tmp_path):
     ("env", "error", "message"),
     [
         (lambda: fc.make_env("gymnax/DeepSea-bsuite"), fc.EnvError, "gymnax has no renderer for DeepSea-bsuite"),
-        (lambda: fc.make_env("gymnax/CartPole-v1", num_envs=2), ValueError, "has 2 environments, expected a single"),
         (
             counting,
             TypeError,

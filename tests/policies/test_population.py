@@ -366,8 +366,6 @@ def test_what_cannot_be_a_population() -> None:
         scripted = torch.jit.trace(network(), torch.ones(2, 4))
     with pytest.raises(TypeError, match="has a scripted module"):
         fc.population(fc.torch_policy(scripted, head=HEAD), {})
-    with pytest.raises(TypeError, match="expected one member"):
-        fc.record(environment(HOST, render_mode="rgb_array"), policy, "film.gif")
     with pytest.raises(TypeError, match="over a module"):
         fc.population(fc.torch_policy(lambda x: x), {})
     with pytest.raises(TypeError, match="params is "):
