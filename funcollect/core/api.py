@@ -271,6 +271,8 @@ def fork(env: Env, state: CollectorState[Array]) -> CollectorState[Array]:
     Raises:
         ReplayError: for an environment that supports neither (EnvPool, TorchRL's), and if the new
             simulator does not return the same observation.
+        EnvError: if an environment raises during the replay. Lanes of a vector environment are stepped together, also
+            those whose episode has not begun, so one that refuses illegal actions may raise.
         StaleStateError: if the state has been superseded by a later one.
         ValueError: for an environment instance that cannot be rebuilt.
 

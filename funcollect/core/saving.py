@@ -85,6 +85,7 @@ def load(
     Raises:
         FileNotFoundError: if there is no such file.
         ReplayError: if replaying the episodes gives other observations than the saved ones.
+        EnvError: if an environment raises, as in `fork`.
         ValueError: for a file that is damaged or of another version, or a state of another environment or policy.
 
     >>> import funcollect as fc, os, tempfile

@@ -14,6 +14,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
 from tests.support.compare import assert_same
+from tests.support.copies import COPIES
 
 
 def make_env(name: str, num_envs: int | None) -> Any:
@@ -75,6 +76,39 @@ def test_lanes_in_the_middle_of_episodes_of_different_ages(name: str) -> None:
     fork = fc.fork(env, state)
     assert len(state.step.unique()) > 2
     assert_same(fc.rollout(env, policy, fork, 40)[1], fc.rollout(env, policy, state, 40)[1])
+
+
+class Masked(gymnasium.Env):
+    """One of two actions is legal at each step, and an episode has 3 to 22 steps."""
+
+    action_space = spaces.Discrete(2)
+    observation_space = spaces.Dict(action_mask=spaces.MultiBinary(2), x=spaces.Box(0, 1, (1,)))
+
+    def _seen(self) -> Any:
+        self.legal = int(self.np_random.integers(2))
+        mask = np.eye(2, dtype=np.int8)[self.legal]
+        return {"action_mask": mask, "x": self.np_random.random(1, np.float32)}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.left = int(self.np_random.integers(3, 23))
+        return self._seen(), {}
+
+    def step(self, action: Any) -> Any:
+        if action != self.legal:
+            raise ValueError("an illegal action")
+        self.left -= 1
+        return self._seen(), 1.0, self.left == 0, False, {}
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_replay_takes_no_actions_of_other_episodes(copied: str) -> None:
+    env = fc.make_env(Masked, num_envs=4)
+    policy = fc.random_policy(env)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 30)
+    assert len(state.step.unique()) > 2
+    copy = COPIES[copied](env, policy, state)
+    assert_same(fc.rollout(env, policy, copy, 30)[1], fc.rollout(env, policy, state, 30)[1])
 
 
 def test_either_goes_its_own_way() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from funcollect.core.simulators.simulation import FinishedLanes, Simulation, SimulationRecord, SimulatorHandle
+from funcollect.core.simulators.simulation import Simulation, SimulationRecord, SimulatorHandle
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import statistics_of
 from funcollect.errors import ReplayError
@@ -90,25 +90,24 @@ def rebuild(
 def _replay(copy: Simulation, record: SimulationRecord, state: CollectorState) -> npt.NDArray[np.float64]:
     """Replay every lane's episode from its seed and its actions, all lanes in step; return the rewards' sums [P].
 
-    A lane is reset when its episode begins. Before that it takes the actions of other episodes, to no effect.
+    A lane is reset when its episode begins. It is not stepped before that, since the actions then belong to other
+    episodes and may be illegal in this one, nor after its episode has ended.
     """
     returns = np.zeros(len(record.ages))
     actions, ages = cast(torch.Tensor, record.actions), record.ages.tolist()
     lanes, length = range(len(ages)), len(actions)
     _restart(copy, lanes, state)
-    finished = FinishedLanes(copy, ())
+    ended: set[int] = set()
     for t in range(length):
         if late := [lane for lane in lanes if t and ages[lane] == length - t]:
             _restart(copy, late, state)
         _repeat_calls(copy, record, record.steps - length + t)
-        live = [lane for lane in lanes if ages[lane] >= length - t and lane not in finished.lanes]
-        reward, terminated, truncated, _ = finished.step(actions[t])
-        returns[live] += np.array(reward, np.float32)[live]
-        ended = [lane for lane in lanes if terminated[lane] or truncated[lane]]
-        early = [lane for lane in ended if ages[lane] < length - t]
-        finished.add(lane for lane in ended if lane not in early)
-        if early:
-            _restart(copy, early, state)
+        if not (live := [lane for lane in lanes if ages[lane] >= length - t and lane not in ended]):
+            continue
+        copy.simulators.send(live, actions[t][live])
+        _, (reward, terminated, truncated, _) = copy.simulators.receive()
+        returns[live] += np.array(reward, np.float32)
+        ended.update(lane for lane, *flags in zip(live, terminated, truncated, strict=True) if any(flags))
     if begun := [lane for lane in lanes if ages[lane] == 0 and length]:
         _restart(copy, begun, state)
     _repeat_calls(copy, record, record.steps)

@@ -102,8 +102,8 @@ class HostEnvBase(EnvBase, ABC):
     ...     def reset(self, lanes, seeds):
     ...         self.observation[("observation",)][lanes] = 0
     ...     def step(self, lanes, actions):
-    ...         self.observation[("observation",)] += 1
-    ...         over = (self.observation[("observation",)][:, 0] >= 5).tolist()
+    ...         self.observation[("observation",)][lanes] += 1
+    ...         over = (self.observation[("observation",)][lanes, 0] >= 5).tolist()
     ...         return [1.0] * len(over), over, [False] * len(over), ()
     >>> env = Counter(num_envs=2)
     >>> policy = fc.random_policy(env)
