@@ -161,7 +161,7 @@ class Runner:
         try:
             self.state, results = apply(self.env, self.state, function, *args)
         except TypeError:
-            raise  # for what cannot be called or sent; the state has not been used
+            raise  # for what cannot be called or sent; the state can still be used
         except BaseException:
             self._interrupted = True
             raise

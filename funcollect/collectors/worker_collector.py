@@ -225,7 +225,8 @@ class WorkerCollector(CollectorBase):
             The results in the order of workers, then lanes.
 
         Raises:
-            TypeError: for environments without an object for each lane, and what cannot be sent.
+            TypeError: for environments without an object for each lane, and what cannot be sent. If that is the result,
+                the function has been called.
             EnvError: if the function raises; the worker's lanes begin new episodes then.
         """
         self._check_at_rest()

@@ -33,7 +33,8 @@ def apply(
         The next state, and the results in the order of lanes.
 
     Raises:
-        TypeError: for an environment without an object for each lane, and what cannot be sent.
+        TypeError: for an environment without an object for each lane, and what cannot be sent. `state` can still be
+            used. If that is the result, the function has been called.
         StaleStateError: if the state has been superseded by a later one.
         EnvError: if the function raises, or a process is lost. `recover` begins new episodes; lanes in which the
             function had returned have been changed, so let it set values rather than add to them, and call it again.
@@ -55,5 +56,9 @@ def apply(
             "state.replace(env_params=...)"
         )
     simulation = handle.claim()
-    results = simulation.apply(function, args)
+    try:
+        results = simulation.apply(function, args)
+    except TypeError:  # the function was called in all lanes, or in none
+        handle.give_back()
+        raise
     return state.replace(env_state=simulation.release()), results

@@ -1,14 +1,30 @@
-"""Exceptions of a child process, as it sends them."""
+"""Exceptions of a child process, as it sends them, and results that it cannot send."""
 
 from __future__ import annotations
 
 import re
 import traceback
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import cloudpickle
 
 from funcollect.errors import EnvError
+from funcollect.messages import shown
+
+
+class UnsentResultError(TypeError):
+    """A function has been called in a child process, and its result cannot be sent."""
+
+
+def check_sendable(results: Any) -> None:
+    """Raise UnsentResultError for the results of a user's function if they cannot be pickled."""
+    try:
+        cloudpickle.dumps(results)
+    except Exception as error:
+        raise UnsentResultError(
+            f"the result of function cannot be sent to another process ({shown(error, 200)}), though function has been "
+            "called: return numbers, strings or arrays"
+        ) from error
 
 
 class Failure(NamedTuple):

@@ -45,6 +45,11 @@ def push(lane, x):
     lane.unwrapped.state = (x, *lane.unwrapped.state[1:])
 
 
+def set_force_and_return_a_generator(lane, force):
+    set_force(lane, force)
+    return (each for each in ())
+
+
 def stumble(lane):
     raise KeyError("no such thing")
 
@@ -205,7 +210,13 @@ def test_what_cannot_be_called_or_sent():
         fc.apply(env, state, 3)
     with pytest.raises(TypeError, match="cannot be sent to the worker processes"):
         fc.apply(env, state, force_of, (each for each in ()))
-    fc.close(state)
+    with pytest.raises(TypeError, match="the result of function cannot be sent"):
+        fc.apply(env, state, set_force_and_return_a_generator, 60.0)
+    fork = fc.fork(env, state)
+    for each in (state, fork):  # which can still be used
+        after, forces = fc.apply(env, each, force_of)
+        assert forces == [60.0] * 4
+        fc.close(after)
 
 
 def test_files_refuse_it_unless_episodes_begin_anew(tmp_path):
@@ -276,7 +287,8 @@ def test_a_replaced_worker_calls_it_again():
     with multi(**keywords) as collector:
         next(collector)
         collector.apply(set_force, 50.0)
-        collector.apply(set_force, 70.0)
+        with pytest.raises(TypeError, match="the result of function cannot be sent"):
+            collector.apply(set_force_and_return_a_generator, 70.0)
         os.kill(collector.run.pool.records[1].handle.pid, signal.SIGKILL)
         for _ in itertools.islice(collector, 3):
             pass
@@ -294,7 +306,9 @@ def test_ray(workers):
     with ray_collector(make, frames_per_batch=40, **own) as collector:
         next(collector)
         assert collector.apply(set_force, 50.0) == [1] * 2 * workers
-        assert collector.apply(force_of) == [50.0] * 2 * workers
+        with pytest.raises(TypeError, match="the result of function cannot be sent"):
+            collector.apply(set_force_and_return_a_generator, 60.0)
+        assert collector.apply(force_of) == [60.0] * 2 * workers
 
 
 class Moved(gymnasium.Env):

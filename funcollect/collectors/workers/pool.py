@@ -15,7 +15,7 @@ from funcollect.envs.host.host_env import ONWARD
 from funcollect.errors import EnvError, ReplayError, WorkerError
 from funcollect.interop.main_module import send_main_by_value
 from funcollect.processes.child import OnFailure
-from funcollect.processes.failures import Failure
+from funcollect.processes.failures import Failure, UnsentResultError
 
 _SLICE = 0.05  # seconds of one wait at most: another thread may have read the answer meanwhile
 _FAILURES_IN_A_ROW = 5  # of one worker, without a rollout in between
@@ -207,12 +207,11 @@ class WorkerPool:
         if not isinstance(failure := answer.value, Failure):
             self._count(record, answer.value)
             if call.name in ("apply", "set_env_params"):
-                kept = record.job.applied
-                if call.name == "set_env_params":  # all of them at once, so earlier ones do not matter
-                    kept = tuple(each for each in kept if each[0] == "apply")
-                record.job = replace(record.job, applied=(*kept, (call.name, *call.args)))
+                _note_applied(record, call)
             call.resolve(answer.value)
         elif isinstance(refusal := failure.error(), _REFUSALS.get(call.name, ())):
+            if isinstance(refusal, UnsentResultError):
+                _note_applied(record, call)
             call.resolve(error=refusal)
         else:
             self._fail(worker, f"raised {failure.message}", failure.lane, failure.traceback, failure.error())
@@ -306,6 +305,14 @@ class WorkerPool:
                 self.closed = True
                 self._transport.close([self.records[worker].handle for worker in self.workers])
                 self._transport.leave()
+
+
+def _note_applied(record: WorkerRecord, call: Call) -> None:
+    """Let a replacement of the worker repeat a call that has changed its environments."""
+    kept = record.job.applied
+    if call.name == "set_env_params":  # all of them at once, so earlier ones do not matter
+        kept = tuple(each for each in kept if each[0] == "apply")
+    record.job = replace(record.job, applied=(*kept, (call.name, *call.args)))
 
 
 # The errors by which a worker refuses a call: it is as it was before, or begins new episodes by itself.

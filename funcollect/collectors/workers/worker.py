@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from funcollect.core.saving import Episodes, counts_in
 from funcollect.interop.plain_data import from_data
 from funcollect.messages import shown
 from funcollect.policies.torch_modules.sending import dumps, unpack
-from funcollect.processes.failures import Failure
+from funcollect.processes.failures import Failure, UnsentResultError, check_sendable
 from funcollect.specs import ActionSpec, Leaf, Space
 from funcollect.trajectories.final_observations import FinalObservations, detach
 
@@ -168,7 +169,8 @@ class WorkerBase(ABC):
     def __init__(self, progress: Progress, collector: Any, applied: EnvCalls = ()) -> None:
         self._collector = collector
         for name, packed in applied:
-            getattr(self, name)(packed)
+            with contextlib.suppress(UnsentResultError):  # nobody asks for the results again
+                getattr(self, name)(packed)
         self._batches, self._frames = progress.batches, progress.frames
         if progress.batches:
             self.go_on(progress)
@@ -224,6 +226,7 @@ class WorkerBase(ABC):
         """Call a function with every lane's environment."""
         function, args = cloudpickle.loads(packed)
         results: list[Any] = self._collector.apply(function, *args)
+        check_sendable(results)
         return results
 
     def set_env_params(self, packed: bytes) -> None:

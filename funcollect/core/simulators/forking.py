@@ -13,7 +13,7 @@ from funcollect.core.simulators.simulation import Simulation, SimulationRecord, 
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import statistics_of
 from funcollect.errors import ReplayError
-from funcollect.protocols import HostEnv, SavableSnapshots, Simulators, SimulatorsOfLanes, SnapshotSimulators
+from funcollect.protocols import HostEnv, SavableSnapshots, Simulators, SnapshotSimulators
 
 
 def fork_simulation(source: Simulation, state: CollectorState) -> SimulatorHandle:
@@ -122,14 +122,14 @@ def _repeat_calls_before(copy: Simulation, record: SimulationRecord, state: Coll
     replayed = copy.env.forking == "replay"
     for call in record.calls:
         lanes = call.lanes(record.episodes, during=False) if replayed else range(len(record.episodes))
-        cast(SimulatorsOfLanes, copy.simulators).apply(lanes, call.function, call.args)
+        copy.apply_again(lanes, call)
 
 
 def _repeat_calls(copy: Simulation, record: SimulationRecord, steps: int) -> None:
     """Repeat the calls of functions that were made after so many steps, in lanes whose current episode had begun."""
     for call in record.calls:
         if call.steps == steps and (lanes := call.lanes(record.episodes, during=True)):
-            cast(SimulatorsOfLanes, copy.simulators).apply(lanes, call.function, call.args)
+            copy.apply_again(lanes, call)
 
 
 def _restart(copy: Simulation, lanes: Sequence[int], state: CollectorState) -> None:

@@ -6,6 +6,7 @@ many episodes each lane has begun, and the actions since, from which `fork` and 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from funcollect.errors import ClosedError, EnvError, LanesLostError, NotCalledError, StaleStateError
 from funcollect.keys import Key, Purpose, lane_keys
+from funcollect.processes.failures import UnsentResultError
 from funcollect.protocols import (
     HostEnv,
     Outcome,
@@ -248,13 +250,22 @@ class Simulation:
 
     def apply(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         """Call a function with the environment of each lane, and note that for copies."""
+        call = AppliedCall(function, args, self.steps, list(self.episodes))
         try:
             results = cast(SimulatorsOfLanes, self.simulators).apply(range(len(self.lanes)), function, args)
+        except UnsentResultError:
+            self.calls.append(call)
+            raise
         except EnvError as error:
             self.changed_in_part = self.changed_in_part or not isinstance(error, NotCalledError)
             raise
-        self.calls.append(AppliedCall(function, args, self.steps, list(self.episodes)))
+        self.calls.append(call)
         return results
+
+    def apply_again(self, lanes: Sequence[int], call: AppliedCall) -> None:
+        """Repeat a call that others have made, with the environments of these lanes."""
+        with contextlib.suppress(UnsentResultError):
+            cast(SimulatorsOfLanes, self.simulators).apply(lanes, call.function, call.args)
 
     def record(self) -> SimulationRecord:
         """Describe the state of the simulators."""
@@ -366,6 +377,11 @@ class SimulatorHandle:
         self.simulation.version += 1
         self.simulation.busy = True
         return self.simulation
+
+    def give_back(self) -> None:
+        """Undo `claim`: the handle can be used after all."""
+        self.simulation.version = self.version
+        self.simulation.busy = False
 
     def check(self, *, stale: bool = False) -> None:
         """Raise ClosedError if the simulators were closed, and StaleStateError if a later handle supersedes this one.

@@ -18,7 +18,7 @@ from funcollect.envs.host.lane_workers.served import Applied
 from funcollect.envs.host.lane_workers.worker_process import LaneJob
 from funcollect.errors import ClosedError, EnvError, NotCalledError
 from funcollect.interop.main_module import send_main_by_value
-from funcollect.processes.failures import Failure
+from funcollect.processes.failures import Failure, UnsentResultError
 from funcollect.processes.shared_memory import shared_memory
 from funcollect.processes.system import usable_cpus
 
@@ -218,7 +218,8 @@ class LaneProcesses:
     def call(self, function: Callable[..., Any], arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
         """Call a function with the simulators of each of these groups, and their arguments, in all workers at once.
 
-        Raises what it has raised; the workers continue. If one of them has ended, the function is called in none.
+        Raises what it has raised, `UnsentResultError` only if it has returned everywhere; the workers continue. If one
+        of them has ended, the function is called in none.
         """
         groups = [*arguments]
         try:
@@ -237,9 +238,13 @@ class LaneProcesses:
         self._raise_if_lost(groups)
         answers = [self.worker_of(index).message(index) for index in groups]
         self._calling = False
-        for index, answer in zip(groups, answers, strict=True):
-            if isinstance(answer, Failure):
-                raise self.worker_of(index).raised(answer)
+        errors = [
+            self.worker_of(index).raised(answer)
+            for index, answer in zip(groups, answers, strict=True)
+            if isinstance(answer, Failure)
+        ]
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, UnsentResultError))
         return answers
 
     def _raise_if_lost(self, groups: Iterable[int]) -> None:

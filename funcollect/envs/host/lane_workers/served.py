@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
+from funcollect.processes.failures import check_sendable
 from funcollect.protocols import SavableSnapshots, SimulatorsOfLanes
 
 Applied = tuple[list[int], bytes]  # lanes, counted from the group's first, and a function with its arguments, packed
@@ -46,6 +47,13 @@ def apply(simulators: Any, lanes: list[int], packed: bytes) -> list[Any]:
         raise TypeError("the lanes have no objects that a function could be called with")
     function, args = cloudpickle.loads(packed)
     return simulators.apply(lanes, function, args)
+
+
+def results_of(simulators: Any, lanes: list[int], packed: bytes) -> list[Any]:
+    """`apply`; UnsentResultError if the results cannot be sent."""
+    results = apply(simulators, lanes, packed)
+    check_sendable(results)
+    return results
 
 
 def camera(simulators: Any, lane: int) -> tuple[str | None, float | None]:

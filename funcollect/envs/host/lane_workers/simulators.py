@@ -21,6 +21,7 @@ from funcollect.envs.host.lane_workers.block import NO_RESTART, NO_SEED, RESET, 
 from funcollect.envs.host.lane_workers.lane_processes import LaneProcesses
 from funcollect.errors import LanesLostError
 from funcollect.messages import shown
+from funcollect.processes.failures import UnsentResultError
 from funcollect.protocols import Outcome
 from funcollect.tree import Path
 
@@ -255,9 +256,15 @@ class WorkerLanes:
             by_group.setdefault(int(self._group_of[lane]), []).append(lane)
         first = {index: self._lanes_in(index).start for index in by_group}
         orders = {index: ([lane - first[index] for lane in own], packed) for index, own in by_group.items()}
-        answers = self._processes.call(served.apply, orders)
+        unsent, answers = None, []
+        try:
+            answers = self._processes.call(served.results_of, orders)
+        except UnsentResultError as error:
+            unsent = error
         for index, order in orders.items():
             self._processes.applied[index].append(order)
+        if unsent is not None:
+            raise unsent
         results = {
             lane: result
             for own, answer in zip(by_group.values(), answers, strict=True)
