@@ -173,6 +173,7 @@ class CollectorBase(RunOptions, ABC):
         Raises:
             FileNotFoundError: if there is no such file.
             ReplayError: if replaying the episodes gives other observations than the saved ones.
+            EnvError: if an environment raises, as in `funcollect.fork`.
             ValueError: for a file that is damaged or of another version, and for a collector with other keywords,
                 environments or policy.
         """
@@ -215,7 +216,7 @@ class CollectorBase(RunOptions, ABC):
                 `num_threads` and `in_process` are not saved.
 
         Raises:
-            FileNotFoundError, ReplayError, ValueError: as `restore` does.
+            FileNotFoundError, ReplayError, EnvError, ValueError: as `restore` does.
         """
         check_kind("path", path, (str, os.PathLike), "pass the name of a file, before create_env_fn")
         check_episodes(episodes)

@@ -106,6 +106,35 @@ class Walk(gymnasium.Env):
         return self.place, 1.0, self.steps == 13, False, {}
 
 
+class Tired(Walk):
+    """Raises at each step while there is a certain file."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def step(self, action):
+        if self.file.exists():
+            raise RuntimeError("too tired")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_workers_go_on_after_a_replay_in_which_an_environment_raised(in_process, tmp_path):
+    file, run = tmp_path / "tired", tmp_path / "run"
+    make = [lambda: Tired(file)] * 2
+    with fc.MultiSyncDataCollector(make, frames_per_batch=20, seed=0, in_process=in_process) as collector:
+        next(collector)
+        collector.save(run)
+        wanted = next(collector).clone()
+        file.touch()
+        with pytest.raises(fc.EnvError, match="too tired"):
+            collector.restore(run)
+        file.unlink()
+        next(collector)
+        collector.restore(run)
+        assert_same(next(collector), wanted)
+
+
 @pytest.mark.parametrize("episodes", ["continue", "restart"])
 def test_an_instance_goes_on_itself(episodes, tmp_path):
     with fc.SyncDataCollector(Walk(), None, frames_per_batch=20, seed=0) as collector:

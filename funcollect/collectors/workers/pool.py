@@ -318,8 +318,9 @@ def _note_applied(record: WorkerRecord, call: Call) -> None:
 # The errors by which a worker refuses a call: it is as it was before, or begins new episodes by itself.
 _REFUSALS: dict[str, tuple[type[Exception], ...]] = {
     **dict.fromkeys(
-        ("reset", "set_seed", "set_env_params", "load_state_dict", "take_params", "saved_run", "continue_run"),
+        ("reset", "set_seed", "set_env_params", "load_state_dict", "take_params", "saved_run"),
         (TypeError, ValueError, ReplayError),
     ),
+    "continue_run": (TypeError, ValueError, ReplayError, EnvError),
     "apply": (TypeError, EnvError),
 }
