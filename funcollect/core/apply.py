@@ -52,7 +52,7 @@ def apply(
     if not isinstance(handle, SimulatorHandle) or not isinstance(handle.simulation.simulators, SimulatorsOfLanes):
         raise TypeError(
             f"{env} has no object for each lane that a function could be called with, expected an environment over "
-            "Gymnasium's single environments: over JAX use funcollect.set_env_params, over Torch "
+            "single environments of Gymnasium's or TorchRL's: over JAX use funcollect.set_env_params, over Torch "
             "state.replace(env_params=...)"
         )
     simulation = handle.claim()

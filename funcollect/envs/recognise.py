@@ -7,8 +7,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import gymnasium
 import torch
 from gymnasium.vector import VectorEnv
+from gymnasium.wrappers import TimeLimit
 
 
 def is_torchrl(env: Any) -> bool:
@@ -34,6 +36,21 @@ def refuse_foreign(env: Any) -> None:
             f"env is Stable-Baselines3's {type(env).__name__}, which resets its lanes itself: pass the functions that "
             "it was built from, funcollect.make_env([make_one] * 4), or one of them with num_envs=4"
         )
+
+
+def has_time_limit(env: Any) -> bool:
+    """Whether an environment, or one of Gymnasium's vectors, truncates episodes after some number of steps.
+
+    One that does so by itself declares it by an attribute ``truncates = True``.
+    """
+    spec = getattr(env, "spec", None)
+    if spec is not None and spec.max_episode_steps:
+        return True
+    while isinstance(env, gymnasium.Wrapper):
+        if isinstance(env, TimeLimit):
+            return True
+        env = env.env
+    return bool(getattr(env, "truncates", False))
 
 
 def running_statistics(env: Any) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 import itertools
 import re
 
+import gymnasium
 import pytest
 import torch
 from gymnasium.wrappers import TimeLimit
@@ -133,6 +134,32 @@ def test_a_limit_is_needed_unless_the_environment_truncates(name, truncates):
             fc.SyncDataCollector(env, frames_per_batch=10, trajs_per_batch=2)
         with pytest.raises(ValueError, match="not known to truncate episodes"):
             fc.MultiSyncDataCollector([name], frames_per_batch=10, trajs_per_batch=2, in_process=True)
+
+
+def limited():
+    return TimeLimit(Nested(), 7)
+
+
+@pytest.mark.parametrize(
+    ("sources", "truncates"),
+    [([limited] * 2, True), ([limited, lambda: limited()], True), ([limited, Nested], False)],
+)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_lane_of_a_list_has_to_truncate(sources, truncates, workers):
+    unknown = workers and sources[0] is not sources[1]  # the second one is made in a worker only
+    assert fc.make_env(sources, num_workers=workers).truncates == (truncates and not unknown)
+
+
+def test_the_lanes_before_one_that_does_not_fit_are_closed():
+    closed = []
+
+    class Closing(Nested):
+        def close(self):
+            closed.append(self)
+
+    with pytest.raises(ValueError, match="lane 2 has the observation_space"):
+        fc.make_env([Closing, lambda: Closing(), lambda: gymnasium.make("CartPole-v1")])
+    assert len(closed) == 2
 
 
 class Declared(Nested):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +18,6 @@ from funcollect.envs.gymnasium_envs.making import (
     Made,
     check_lane,
     factory_of,
-    has_time_limit,
     open_lanes,
     rebuild,
     refuse,
@@ -29,7 +29,7 @@ from funcollect.envs.gymnasium_envs.vector_lanes import GymVectorEnv, VectorLane
 from funcollect.envs.host.host_env import OpenerOf, SimulatedEnv
 from funcollect.envs.host.lane_workers.options import LaneWorkers
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
-from funcollect.envs.recognise import running_statistics
+from funcollect.envs.recognise import has_time_limit, running_statistics
 from funcollect.processes.child import OnFailure
 from funcollect.protocols import Forking, Simulators
 from funcollect.specs import ActionSpec, observation_leaves
@@ -98,7 +98,7 @@ def from_gymnasium(
             **kwargs,
         )
         first: Any = env
-        num_envs, opener = env.num_envs, _open_vector(env)
+        num_envs, opener, limited = env.num_envs, _open_vector(env), has_time_limit(env)
         label = f"{type(env).__name__} of {env.spec.id}" if env.spec else type(env).__name__
         space, action_space = env.single_observation_space, env.single_action_space
     else:
@@ -116,8 +116,11 @@ def from_gymnasium(
         if workers:
             opener = WorkerLanes
             first, open_group = _open_in_workers(sources, kwargs)
+            alike = "max_episode_steps" in kwargs or all(source is sources[0] for source in sources)
+            limited = alike and has_time_limit(first)  # unlike ones are made in the workers only
         else:
-            first, opener = _open_here(sources, kwargs)
+            made, opener = _open_here(sources, kwargs)
+            first, limited = made[0], all(map(has_time_limit, made))
         label = first.spec.id if first.spec is not None else type(first.unwrapped).__name__
         space, action_space = first.observation_space, first.action_space
     leaves = observation_leaves(space, dtype)
@@ -139,20 +142,29 @@ def from_gymnasium(
         forking="none" if statistics else copying,
         running_statistics=statistics,
         workers=workers,
-        truncates=atari or has_time_limit(first),
+        truncates=atari or limited,
         open_group=open_group,
     )
 
 
-def _open_here(sources: list[EnvSource], kwargs: dict[str, Any]) -> tuple[GymEnv, Opener]:
-    """The first lane's environment, which backs the first state, and the opener of lanes in this process."""
+def _open_here(sources: list[EnvSource], kwargs: dict[str, Any]) -> tuple[list[GymEnv], Opener]:
+    """Environments that back the first state, and the opener of lanes in this process.
+
+    They are those of the first lane, and of every lane with another source.
+    """
     factories = [factory_of(source, kwargs) for source in sources]
-    made = factories[0] if isinstance(factories[0], Made) else Made(factories[0](), factories[0])
-    factories[0], first = made, made.env
-    for lane, factory in enumerate(factories):
-        if isinstance(factory, Made):
-            check_lane(lane, factory.env, first, atari=is_atari(first))
-    return first, partial(open_lanes, factories, is_atari(first))
+    made: list[GymEnv] = []
+    with contextlib.ExitStack() as on_failure:
+        for lane, (source, factory) in enumerate(zip(sources, factories, strict=True)):
+            if lane and source is sources[0]:
+                continue
+            factories[lane] = own = factory if isinstance(factory, Made) else Made(factory(), factory)
+            made.append(own.env)
+            check_lane(lane, own.env, made[0], atari=is_atari(made[0]))
+            if own is not factory:
+                on_failure.callback(own.env.close)
+        on_failure.pop_all()
+    return made, partial(open_lanes, factories, is_atari(made[0]))
 
 
 def _open_in_workers(sources: list[EnvSource], kwargs: dict[str, Any]) -> tuple[GymEnv, OpenerOf]:

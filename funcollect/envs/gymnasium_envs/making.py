@@ -47,21 +47,6 @@ def taken(env: Any) -> Any:
     return env
 
 
-def has_time_limit(env: Any) -> bool:
-    """Whether an environment, or one of Gymnasium's vectors, truncates episodes after some number of steps.
-
-    One that does so by itself declares it by an attribute ``truncates = True``.
-    """
-    spec = getattr(env, "spec", None)
-    if spec is not None and spec.max_episode_steps:
-        return True
-    while isinstance(env, gymnasium.Wrapper):
-        if isinstance(env, TimeLimit):
-            return True
-        env = env.env
-    return bool(getattr(env, "truncates", False))
-
-
 def open_lanes(factories: Sequence[LaneFactory], atari: bool, env: SimulatedEnv) -> Lanes:
     """The simulators of an environment, one lane for each factory; whether these make Atari games."""
     lanes = AtariLanes if atari else Lanes

@@ -22,7 +22,7 @@ from funcollect.envs.host.lane_workers.options import LaneWorkers
 from funcollect.envs.host.lane_workers.simulators import WorkerLanes
 from funcollect.envs.host.rows import Rows
 from funcollect.envs.recognise import is_torchrl, running_statistics
-from funcollect.envs.torchrl_envs.specs import TorchRLLayout, layout_of
+from funcollect.envs.torchrl_envs.specs import TorchRLLayout, layout_of, truncates
 from funcollect.errors import EnvError, InUseError
 from funcollect.keys import generator_state, torch_generator
 from funcollect.processes.child import OnFailure
@@ -95,7 +95,7 @@ def from_torchrl(
         )
     layout = layout_of(first)
     with torch_generator(generator_state(0)):  # this builds a lane if they live in other processes
-        statistics = running_statistics(first)
+        statistics, limited = running_statistics(first), truncates(first)
     made = partial(_make, env, kwargs)
     opener: Callable[[SimulatedEnv], Simulators]
     if workers:
@@ -104,7 +104,8 @@ def from_torchrl(
     else:
         unopened = [first]
         make = partial(_first_or_new, unopened, made)
-        opener = partial(SeparateLanes, make) if apart else lambda adapted: TorchRLLanes(make(), layout, adapted)
+        lanes = TorchRLLanes if first.batch_size else SingleLane
+        opener = partial(SeparateLanes, make) if apart else lambda adapted: lanes(make(), layout, adapted)
     name = type(first).__name__
     return SimulatedEnv(
         label=f"{name} in {workers}" if workers else name,
@@ -115,7 +116,7 @@ def from_torchrl(
         opener=opener,
         seeding="lane" if apart else "run",
         forking="none",
-        truncates=layout.truncates,
+        truncates=limited,
         running_statistics=statistics,
         primers=layout.primers,  # of `TensorDictPrimer`s around it; a policy carries its state itself
         workers=workers,
@@ -163,7 +164,7 @@ class TorchRLLanes(SimulatorsBase):
 
     def __init__(self, env: Any, layout: TorchRLLayout, adapted: SimulatedEnv) -> None:
         """Prepare TorchRL's `env`, which `adapted` describes; it is reset later."""
-        self._env = self.simulator = env
+        self._env = env
         self._layout = layout
         self._action_path = as_path(layout.action_key)
         self._batched = bool(env.batch_size)
@@ -262,7 +263,7 @@ class TorchRLLanes(SimulatorsBase):
         if not any(done):
             return done, done.copy()
         terminated = self._column(after, "terminated")
-        cut = self._column(after, "truncated") if self._layout.truncates else [False] * self._num_envs
+        cut = self._column(after, "truncated") if self._layout.writes_truncated else [False] * self._num_envs
         return terminated, [c or (d and not t) for c, d, t in zip(cut, done, terminated, strict=True)]
 
     @staticmethod
@@ -297,6 +298,18 @@ class TorchRLLanes(SimulatorsBase):
             torch.set_num_threads(self._threads)  # which closing a ParallelEnv changes
 
 
+class SingleLane(TorchRLLanes):
+    """A single environment of TorchRL's."""
+
+    def __init__(self, env: Any, layout: TorchRLLayout, adapted: SimulatedEnv) -> None:
+        super().__init__(env, layout, adapted)
+        self._lane = adapted.first_lane  # as messages call it
+
+    def apply(self, lanes: Sequence[int], function: Callable[..., Any], args: tuple[Any, ...], /) -> list[Any]:
+        """Call a function with the environment, if its lane is among these."""
+        return [call_of(self._lane, function, self._env, args) for _ in lanes]
+
+
 class SeparateLanes(SimulatorsBase):
     """Single environments of TorchRL's, one for each lane."""
 
@@ -304,7 +317,7 @@ class SeparateLanes(SimulatorsBase):
         """Make the environments that `env` describes; they are reset later."""
         self.observation = Rows.of(env).arrays
         self._first_lane = env.first_lane
-        self._lanes: list[TorchRLLanes] = []
+        self._lanes: list[SingleLane] = []
         for lane in range(env.num_envs or 1):
             memory = {path: array[lane : lane + 1] for path, array in self.observation.items()}
             made, here = make(), replace(env, num_envs=None, first_lane=env.first_lane + lane, memory=memory)
@@ -314,7 +327,7 @@ class SeparateLanes(SimulatorsBase):
                     f"lane {here.first_lane} has the spaces {layout.observation_space} and {layout.action.space}, lane "
                     f"0 has {env.observation_space} and {env.action_space}: use equal spaces in one batch"
                 )
-            self._lanes.append(TorchRLLanes(made, layout, here))
+            self._lanes.append(SingleLane(made, layout, here))
 
     def _call(self, lane: int, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of a lane; its EnvError names the lane."""
@@ -337,7 +350,7 @@ class SeparateLanes(SimulatorsBase):
 
     def apply(self, lanes: Sequence[int], function: Callable[..., Any], args: tuple[Any, ...], /) -> list[Any]:
         """Call a function with the environments of these lanes."""
-        return [call_of(self._first_lane + lane, function, self._lanes[lane].simulator, args) for lane in lanes]
+        return [result for lane in lanes for result in self._lanes[lane].apply([0], function, args)]
 
     @override
     def close(self) -> None:

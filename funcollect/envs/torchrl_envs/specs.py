@@ -12,6 +12,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from funcollect.envs.recognise import has_time_limit
 from funcollect.envs.spaces import box
 from funcollect.specs import ActionSpec, Space
 from funcollect.tree import Path, flatten
@@ -30,7 +31,7 @@ class TorchRLLayout:
     action_key: NestedKey
     action_dtype: torch.dtype  # as the environment reads the action
     reward_key: NestedKey
-    truncates: bool  # whether the environment writes "truncated"
+    writes_truncated: bool
     primers: dict[Path, Tensor]  # initial recurrent states of a policy, which transforms of the environment declare
     bare: bool  # whether a step reads nothing but the action
     # Whether `_step` can be called instead of `step`: TorchRL's own adapters of Gymnasium write the whole result there,
@@ -70,11 +71,36 @@ def layout_of(env: Any) -> TorchRLLayout:
         action_key=action_key,
         action_dtype=action.dtype,
         reward_key=reward_key,
-        truncates="truncated" in done_keys,
+        writes_truncated="truncated" in done_keys,
         primers=primers,
         bare=bare,
         raw=bare and isinstance(env, GymLikeEnv) and type(env)._step is GymLikeEnv._step and not env.run_type_checks,
     )
+
+
+def truncates(env: Any) -> bool:
+    """Whether an `EnvBase` is known to end every episode after some number of steps.
+
+    A `StepCounter` with `max_steps` does so, Gymnasium's `TimeLimit`, and a class with the attribute
+    ``truncates = True``. A lane of a `SerialEnv` or a `ParallelEnv` is built here and closed again.
+    """
+    from torchrl.envs import Compose, GymLikeEnv, ParallelEnv, SerialEnv, StepCounter
+
+    while hasattr(type(env), "transform"):
+        transforms = env.transform if isinstance(env.transform, Compose) else [env.transform]
+        if any(isinstance(each, StepCounter) and each.max_steps is not None for each in transforms):
+            return True
+        env = env.base_env
+    if isinstance(env, (SerialEnv, ParallelEnv)):
+        first, *others = env.create_env_fn
+        if any(env.create_env_kwargs) or any(other is not first for other in others):
+            return False  # lanes may differ
+        lane = first()
+        try:
+            return truncates(lane)
+        finally:
+            lane.close()
+    return bool(getattr(type(env), "truncates", False)) or (isinstance(env, GymLikeEnv) and has_time_limit(env._env))
 
 
 def _only(what: str, keys: Iterable[NestedKey], mend: str) -> NestedKey:

@@ -321,5 +321,36 @@ def test_every_check_of_an_environment_passes(name):
     assert {*report.passed} == {check.__name__ for check in ENV_CHECKS} - idle, str(report)
 
 
+def endless():
+    return cartpole(max_episode_steps=-1)
+
+
+@pytest.mark.parametrize(
+    ("make", "truncates"),
+    [
+        (cartpole, True), (endless, False), (PendulumEnv, False), (ENVS["pendulum"], True),
+        (lambda: TransformedEnv(endless(), Compose(RewardSum(), StepCounter())), False),
+        (lambda: SerialEnv(2, cartpole), True), (lambda: SerialEnv(2, [cartpole, endless]), False),
+        (lambda: TransformedEnv(SerialEnv(2, endless), StepCounter(9)), True),
+    ],
+)  # fmt: skip
+def test_it_is_known_to_truncate_where_something_counts_its_steps(make, truncates):
+    assert from_torchrl(make).truncates == truncates
+
+
+def test_functions_of_a_single_environment():
+    for make in (cartpole, ENVS["transformed"], lambda: SerialEnv(1, cartpole)):
+        env = from_torchrl(make)
+        policy = fc.random_policy(env)
+        state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+        if env.num_envs is None:
+            state, names = fc.apply(env, state, lambda lane: type(lane).__name__)
+            assert names == [type(make()).__name__]
+        else:
+            with pytest.raises(TypeError, match="has no object for each lane"):
+                fc.apply(env, state, repr)
+        fc.close(fc.rollout(env, policy, state, 3)[0])
+
+
 def test_what_is_drawn_while_an_environment_is_built_is_put_back():
     check_env(lambda: TransformedEnv(PendulumEnv(), StepCounter(20)), steps=25)
