@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -108,6 +108,10 @@ class CollectorBase(RunOptions, ABC):
     def _in_one_order(self) -> bool:
         """Whether trajectories of all batches are in one order; else there is one for the lanes of each batch."""
         return True
+
+    def _in_orders(self, batch: TensorDictBase) -> Sequence[TensorDictBase]:
+        """The parts of a batch whose trajectories are in different orders."""
+        return [batch]
 
     def _forget(self) -> None:
         """Drop what batches have left behind: they belong to the run before."""
@@ -315,8 +319,9 @@ class CollectorBase(RunOptions, ABC):
                     return batch
             batch = self._next_frames()
             batch = batch.clone() if self._lends else batch
-            source = 0 if self._in_one_order else int(batch["collector", "lane"].flatten()[0])
-            self._pending[source] = self._pending.get(source, PendingTrajectories()).add(batch)
+            for part in self._in_orders(batch):
+                source = 0 if self._in_one_order else int(part["collector", "lane"].flatten()[0])
+                self._pending[source] = self._pending.get(source, PendingTrajectories()).add(part)
 
     def _check_statistics(self) -> None:
         """Raise TypeError if there are no statistics to update."""

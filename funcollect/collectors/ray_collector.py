@@ -12,6 +12,7 @@ from funcollect.arguments import check_flags, check_kind, check_positive, checke
 from funcollect.collectors.cluster.jobs import NOT_HERE, RayJob, actor_jobs, check_class, number_of_collectors
 from funcollect.collectors.collector import CollectorBase
 from funcollect.collectors.keywords import collector
+from funcollect.collectors.multi import MultiaSyncDataCollector
 from funcollect.collectors.options import Device, Shard, options_of
 from funcollect.collectors.sync import SyncDataCollector
 from funcollect.collectors.worker_collector import WorkerCollector
@@ -21,6 +22,7 @@ from funcollect.core.rollout_trajectories import check_limited
 from funcollect.core.saving import Episodes
 from funcollect.keys import key_from_seed, seed_of
 from funcollect.messages import shown
+from funcollect.trajectories.final_observations import attach, detach
 
 _LISTS = (
     "create_env_fn", *DEVICES, "create_env_kwargs", "policy_factory", "storing_device", "collector_kwargs",
@@ -172,7 +174,17 @@ class RayCollector(WorkerCollector):
     @property
     @override
     def _in_one_order(self) -> bool:
-        return self.sync
+        return self.sync and not issubclass(self.collector_class, MultiaSyncDataCollector)
+
+    @override
+    def _in_orders(self, batch: TensorDictBase) -> Sequence[TensorDictBase]:
+        if self._in_one_order or not self.sync:
+            return [batch]
+        final = detach(batch.unlock_())
+        parts = [part.clone(recurse=False) for part in batch.unbind(0)]  # each is of one worker of a collector
+        for part in parts:
+            attach(part, final)  # each finds its own among them
+        return parts
 
     @override
     def _gather(self) -> TensorDictBase:

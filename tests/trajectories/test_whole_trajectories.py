@@ -292,6 +292,16 @@ def test_ray(sync, workers):
             assert sync or len(batch["collector", "lane"].unique()) <= workers
 
 
+@pytest.mark.usefixtures("ray_cluster")
+@FORKS_OF_RAY
+def test_batches_of_the_workers_that_are_first_in_each_actor_lose_no_frame():
+    kind = fc.MultiaSyncDataCollector
+    own = {"num_collectors": 2, "collector_class": kind, "num_workers_per_collector": 2, "sync": True}
+    with ray_collector("CartPole-v1", **own, **RANDOM, compact_obs=True) as collector:
+        delivered = sum(len(fc.next_observations(next(collector))) for _ in range(8))
+        assert delivered + sum(map(len, collector._pending.values())) == collector.frames
+
+
 @pytest.mark.parametrize("kind", [fc.SyncDataCollector, fc.MultiSyncDataCollector])
 def test_a_saved_run_goes_on(kind, tmp_path):
     several = kind is fc.MultiSyncDataCollector
