@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import cast
 
@@ -9,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from funcollect.core.simulators.simulation import Simulation, SimulationRecord, SimulatorHandle
+from funcollect.core.simulators.simulation import AppliedCall, Simulation, SimulationRecord, SimulatorHandle
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import statistics_of
 from funcollect.errors import ReplayError
-from funcollect.protocols import HostEnv, SavableSnapshots, Simulators, SnapshotSimulators
+from funcollect.processes.failures import UnsentResultError
+from funcollect.protocols import HostEnv, SavableSnapshots, Simulators, SimulatorsOfLanes, SnapshotSimulators
 
 
 def fork_simulation(source: Simulation, state: CollectorState) -> SimulatorHandle:
@@ -122,14 +124,20 @@ def _repeat_calls_before(copy: Simulation, record: SimulationRecord, state: Coll
     replayed = copy.env.forking == "replay"
     for call in record.calls:
         lanes = call.lanes(record.episodes, during=False) if replayed else range(len(record.episodes))
-        copy.apply_again(lanes, call)
+        _repeat_call(copy, lanes, call)
 
 
 def _repeat_calls(copy: Simulation, record: SimulationRecord, steps: int) -> None:
     """Repeat the calls of functions that were made after so many steps, in lanes whose current episode had begun."""
     for call in record.calls:
         if call.steps == steps and (lanes := call.lanes(record.episodes, during=True)):
-            copy.apply_again(lanes, call)
+            _repeat_call(copy, lanes, call)
+
+
+def _repeat_call(copy: Simulation, lanes: Sequence[int], call: AppliedCall) -> None:
+    """Repeat the call of a function in these lanes; nobody asks for its results."""
+    with contextlib.suppress(UnsentResultError):
+        cast(SimulatorsOfLanes, copy.simulators).apply(lanes, call.function, call.args)
 
 
 def _restart(copy: Simulation, lanes: Sequence[int], state: CollectorState) -> None:

@@ -6,7 +6,6 @@ many episodes each lane has begun, and the actions since, from which `fork` and 
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -250,22 +249,15 @@ class Simulation:
 
     def apply(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         """Call a function with the environment of each lane, and note that for copies."""
-        call = AppliedCall(function, args, self.steps, list(self.episodes))
+        self.calls.append(AppliedCall(function, args, self.steps, list(self.episodes)))
         try:
-            results = cast(SimulatorsOfLanes, self.simulators).apply(range(len(self.lanes)), function, args)
-        except UnsentResultError:
-            self.calls.append(call)
+            return cast(SimulatorsOfLanes, self.simulators).apply(range(len(self.lanes)), function, args)
+        except BaseException as error:
+            if not isinstance(error, UnsentResultError):  # the function has returned in all lanes
+                self.calls.pop()
+            if isinstance(error, EnvError) and not isinstance(error, NotCalledError):
+                self.changed_in_part = True
             raise
-        except EnvError as error:
-            self.changed_in_part = self.changed_in_part or not isinstance(error, NotCalledError)
-            raise
-        self.calls.append(call)
-        return results
-
-    def apply_again(self, lanes: Sequence[int], call: AppliedCall) -> None:
-        """Repeat a call that others have made, with the environments of these lanes."""
-        with contextlib.suppress(UnsentResultError):
-            cast(SimulatorsOfLanes, self.simulators).apply(lanes, call.function, call.args)
 
     def record(self) -> SimulationRecord:
         """Describe the state of the simulators."""
