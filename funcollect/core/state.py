@@ -283,7 +283,7 @@ def _over_lanes(function: Callable[..., Any], policy_state: Any, *others: Any) -
     if isinstance(policy_state, TorchPolicyState):
         own, *rest = ((each.recurrent, each.carried) for each in (policy_state, *others))
         recurrent, carried = _over_lanes(function, own, *rest)
-        return policy_state._replace(recurrent=recurrent, carried=carried, generator=policy_state.generator.clone())
+        return policy_state._replace(recurrent=recurrent, carried=carried)  # an actor goes on with its own generator
     leaves, treedef = flatten_part(policy_state)
     columns = zip(leaves, *(flatten_part(other)[0] for other in others), strict=True)
     return treedef.unflatten([function(*column) for column in columns])

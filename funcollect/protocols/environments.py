@@ -164,6 +164,9 @@ class ReplacedSimulators(Simulators, Protocol):
     def lost_lanes(self) -> Sequence[range]:
         """The lanes without simulators, in ranges that are reset together."""
 
+    def check_owner(self) -> None:
+        """Raise ClosedError in a process that was forked from the one that may use them."""
+
     def renew(self) -> bool:
         """Get ready for a reset of all lanes, also after a call that did not end; whether all lanes then need seeds."""
 

@@ -378,12 +378,15 @@ class SimulatorHandle:
     def check(self, *, stale: bool = False) -> None:
         """Raise ClosedError if the simulators were closed, and StaleStateError if a later handle supersedes this one.
 
-        With `stale`, a superseded handle is accepted, as `recover` does.
+        With `stale`, a superseded handle is accepted, as `recover` does. Simulators in other processes are closed for
+        a process that was forked from the one that started them.
         """
         if self.simulation.closed:
             raise ClosedError(
                 f"the simulators of {self.simulation.env} were closed: make a new state with funcollect.init"
             )
+        if self.simulation.replaced is not None:
+            self.simulation.replaced.check_owner()
         if self.version != self.simulation.version and not stale:
             interrupted = "the call that used it did not end (an exception, or Ctrl-C)"
             reason = interrupted if self.simulation.busy else "a later state has taken its place"

@@ -31,6 +31,7 @@ from funcollect.core import explain
 from funcollect.envs.host.lane_workers import advice
 from funcollect.envs.host.lane_workers.lane_processes import LaneProcesses
 from funcollect.envs.host.lane_workers.options import LaneWorkers
+from funcollect.envs.host.lane_workers.simulators import WorkerLanes
 from funcollect.errors import EnvError, ReplayError
 from funcollect.processes.system import PORTABLE
 from tests.support.compare import assert_close, assert_same, collect
@@ -296,6 +297,20 @@ class Broken(Nested):
         raise RuntimeError("no road")
 
 
+def test_random_numbers_of_a_policy_go_on_after_a_loss() -> None:
+    env = fc.make_env(["CartPole-v1"] * 4, num_workers=2, on_failure="restart")
+    policy = fc.torch_policy(lambda observation: (torch.rand(len(observation)) < 0.5).long())
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+    os.kill(pids_of(state)[1], signal.SIGKILL)
+    before = state.policy_state.generator.clone()
+    with pytest.warns(RuntimeWarning, match="lanes 2 to 3"):
+        state, first = fc.rollout(env, policy, state, 20)
+    assert not torch.equal(state.policy_state.generator, before)
+    state, second = fc.rollout(env, policy, state, 20)
+    assert not torch.equal(first["action"][0], second["action"][0])
+    fc.close(state)
+
+
 def test_recurrent_policies_begin_anew_with_replaced_lanes(tmp_path: Path) -> None:
     env = fc.make_env(["CartPole-v1"] * 4, num_workers=2, on_failure="restart")
     policy = recurrent()
@@ -513,6 +528,34 @@ def test_rollouts_that_are_interrupted_at_any_moment_are_followed_by_new_episode
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         fc.close(state)
+
+
+class Telling(gymnasium.Env[Any, Any]):
+    """Tells the number of its step, also in an info that is too large for the shared memory."""
+
+    observation_space, action_space = spaces.Box(0, np.inf, (1,)), spaces.Discrete(2)
+    steps = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.steps = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        return np.full(1, self.steps, np.float32), 1.0, False, False, {"told": np.full(9_000, self.steps, np.float32)}
+
+
+def test_infos_that_an_interrupt_left_unread_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = fc.make_env(Telling, num_envs=1, num_workers=1, info_keys=["told"])
+    policy = fc.random_policy(env)
+    state, _ = fc.rollout(env, policy, fc.init(env, policy, seed=0), 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerLanes, "_infos", ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            fc.rollout(env, policy, state, 3)
+    state, batch = fc.rollout(env, policy, fc.recover(env, state), 5)
+    assert torch.equal(batch["next", "info", "told"][0, :, 0], batch["next", "observation"][0, :, 0])
+    fc.close(state)
 
 
 @pytest.mark.parametrize("moment", ["sent", "asked"])
@@ -1038,18 +1081,31 @@ def test_a_forked_process_does_not_use_its_parents_workers() -> None:
     env = fc.make_env(Nested, num_envs=2, num_workers=2)
     policy = fc.random_policy(env)
     state = fc.init(env, policy, seed=0)
+    meanwhile, gone_on = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pid = os.fork()
     if not pid:
+        refusals = 0
         try:
-            fc.rollout(env, policy, state, 3)
-        except fc.ClosedError:
+            os.read(meanwhile, 1)
+            for use in (lambda: fc.rollout(env, policy, state, 3), lambda: fc.apply(env, state, id)):
+                try:
+                    use()
+                except fc.ClosedError:
+                    refusals += 1
             fc.close(state)
-            os._exit(7)
         finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+            os._exit(refusals)
+    state, _ = fc.rollout(env, policy, state, 3)
+    block = state.env_state.simulation.simulators._block
+    before = [array.copy() for array in (block.action, block.next_seeds, *block.observation.values())]
+    os.write(gone_on, b"1")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+    for array, own in zip((block.action, block.next_seeds, *block.observation.values()), before, strict=True):
+        np.testing.assert_array_equal(array, own)
     _, batch = fc.rollout(env, policy, state, 3)
     check_lanes(batch)
     fc.close(state)
+    for fd in (meanwhile, gone_on):
+        os.close(fd)

@@ -53,7 +53,8 @@ class LaneProcesses:
         num_envs = env.num_envs or 1
         self.groups = self._options.groups(num_envs)
         leaves, action = env.observation_leaves, env.action_spec
-        self._layout = BlockLayout(leaves, action, num_envs, len(self.groups), infos=bool(env.info_keys))
+        self._informs = bool(env.info_keys)
+        self._layout = BlockLayout(leaves, action, num_envs, len(self.groups), infos=self._informs)
         self._owner = os.getpid()
         self._memory, (whole,) = shared_memory(1, self._layout.size)
         self.block = self._layout.over(whole)
@@ -61,6 +62,7 @@ class LaneProcesses:
         self._heard = [0, 0]  # answers of each part that no call has taken yet
         self._open = 0  # groups with an order whose answer no call has taken, more if a call was broken off
         self._calling = False  # whether `call` has begun, and has not ended or was broken off
+        self._unread = False  # whether workers may have sent infos that nobody has read
         self._closed = False
         self.lost: dict[int, Exception] = {}
         self.restarts = 0
@@ -89,7 +91,6 @@ class LaneProcesses:
 
     def order(self, order: int, groups: list[int]) -> None:
         """Let the workers of these groups begin."""
-        self._check_owner()
         if self._calling and order not in (CALL, CLOSE):
             self._end_call()
         self._open += len(groups)  # first of all, since Ctrl-C may come at any moment
@@ -99,7 +100,7 @@ class LaneProcesses:
             group = self.groups[index]
             self._workers[group.worker].bell.ring(group.part)
 
-    def _check_owner(self) -> None:
+    def check_owner(self) -> None:
         """Raise ClosedError in a process that was forked from the one that has started the workers."""
         if os.getpid() != self._owner:
             raise ClosedError(
@@ -134,7 +135,12 @@ class LaneProcesses:
         heard[1] -= second
         if self.block.failed[groups].any():
             self._fail(groups)
+        self._unread = self._informs  # before the next line, since Ctrl-C may come at any moment
         self._open -= len(groups)
+
+    def infos_read(self) -> None:
+        """Note that the infos of the groups that were awaited last have been read."""
+        self._unread = False
 
     def _wait_for_others(self, groups: list[int], counts: tuple[int, int], timeout: float) -> None:
         """Wait for the groups that are not lost. What a lost one may have counted in these parts is dropped."""
@@ -268,15 +274,15 @@ class LaneProcesses:
         self._answers.heard()
         self._heard[:] = 0, 0
         self._open = 0
-        self._calling = False
+        self._calling = self._unread = False
 
     def settle(self) -> bool:
         """Bring all workers back to where they wait for orders, also after a call that was broken off.
 
         Returns whether there are new workers, which need seeds.
         """
-        self._check_owner()
-        if not (self._open or self._calling or self.lost or any(worker.has_ended() for worker in self._workers)):
+        ended = any(worker.has_ended() for worker in self._workers)
+        if not (self._open or self._unread or self._calling or self.lost or ended):
             return False
         self._take_answers(_TO_COME_BACK)
         stuck = {self.groups[index].worker for index in self._unanswered(range(len(self.groups)))}

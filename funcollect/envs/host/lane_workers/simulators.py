@@ -117,6 +117,10 @@ class WorkerLanes:
         """Those of the groups all of whose lanes are asked for."""
         return [index for index in groups if all(lane in asked for lane in self._lanes_in(index))]
 
+    def check_owner(self) -> None:
+        """Raise ClosedError in a process that was forked from the one that has started the workers."""
+        self._processes.check_owner()
+
     def renew(self) -> bool:
         """Make all workers ready for a reset of all lanes; return whether some are new, and need seeds."""
         renewed = self._processes.settle()
@@ -231,6 +235,7 @@ class WorkerLanes:
             worker = self._processes.worker_of(index)
             packed = self._block.info[index, :size].tobytes() if small else worker.message(index)
             by_group.append(pickle.loads(packed))
+        self._processes.infos_read()
         infos = []
         for key, parts in zip(self._info_keys, zip(*by_group, strict=True), strict=True):
             try:
