@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,10 +26,11 @@ from funcollect.envs.host.lane_workers.advice import lane_costs
 from funcollect.faulty_fusions import avoid_faulty_fusions
 from funcollect.interop.jax_setup import dispatch_note, import_jax
 from funcollect.keys import key_from_seed
+from funcollect.policies.random_policy import random_policy
 from funcollect.policies.torch_backed import TorchBacked
 from funcollect.policies.torch_in_jax.callback_policy import CallbackPolicy
 from funcollect.policies.torch_in_jax.lowered_policy import LoweredPolicy
-from funcollect.protocols import Env, HostEnv, Policy
+from funcollect.protocols import Actor, Env, HostEnv, Policy
 from funcollect.specs import assemble
 from funcollect.tree import Path
 
@@ -134,7 +137,7 @@ def explain(env: Env, policy: Policy) -> Plan:
         seeding=_seeding(env),
         noise=_NOISE.get(kind, f"{kind} noise, a function of the state's key, the lane and the step, {drawn}"),
         forking=_forking(env),
-        workers=str(lane_costs(env, partial(policy_seconds, env, route)))
+        workers=str(lane_costs(env, partial(policy_seconds, env, route), partial(random_actions, env)))
         if isinstance(env, SimulatedEnv) and env.workers
         else "",
         caution=avoid_faulty_fusions() if "jax" in (env.backend, route.policy.backend) else "",
@@ -149,13 +152,7 @@ def policy_seconds(env: HostEnv, route: Route, lanes: int, seen: Mapping[Path, T
     rows = {leaf.path: np.zeros((lanes, *leaf.shape), leaf.dtype) for leaf in env.observation_leaves}
     for path, row in (seen or {}).items():
         rows[path][...] = np.resize(row.numpy(), rows[path].shape)
-    tensors = {path: torch.from_numpy(row) for path, row in rows.items()}
-    key, lane, request = key_from_seed(0), torch.arange(lanes), Request(length=_CALLS)
-    total = max(lanes, env.num_envs or 1)
-    state = first_state(env, route.policy, key, lane, total, env_state=None, observation=tensors)
-    policy = of_lanes(env, route.policy, state)
-    inputs = tensors if policy.backend == "torch" else rows
-    actor = open_actor(env, policy, state, request, assemble(env.observation_space, inputs))
+    actor = _actor_over(env, route.policy, rows, _CALLS)
     times = []
     with actor.running():
         for t in range(_CALLS):
@@ -163,6 +160,23 @@ def policy_seconds(env: HostEnv, route: Route, lanes: int, seen: Mapping[Path, T
             actor.act(t)
             times.append(time.perf_counter() - started)
     return statistics.median(times)
+
+
+def random_actions(env: HostEnv, rows: Mapping[Path, npt.NDArray[Any]], steps: int) -> Callable[[int], Tensor]:
+    """A function of the step that returns `random_policy`'s action for observations that are read from `rows`."""
+    return _actor_over(env, random_policy(env), rows, steps).act
+
+
+def _actor_over(env: HostEnv, policy: Policy, rows: Mapping[Path, npt.NDArray[Any]], steps: int) -> Actor:
+    """The policy's actor for so many steps, which reads the observations of some lanes from `rows`."""
+    lanes = len(next(iter(rows.values())))
+    key, lane, request = key_from_seed(0), torch.arange(lanes), Request(length=steps)
+    tensors = {path: torch.from_numpy(row) for path, row in rows.items()}
+    total = max(lanes, env.num_envs or 1)
+    state = first_state(env, policy, key, lane, total, env_state=None, observation=tensors)
+    policy = of_lanes(env, policy, state)
+    inputs = tensors if policy.backend == "torch" else rows
+    return open_actor(env, policy, state, request, assemble(env.observation_space, inputs))
 
 
 def _forking(env: Env) -> str:

@@ -7,7 +7,7 @@ from functools import cached_property, partial
 
 from funcollect.collectors.runner_timer import RolloutTimes
 from funcollect.collectors.sync import SyncDataCollector
-from funcollect.core.explain import policy_seconds
+from funcollect.core.explain import policy_seconds, random_actions
 from funcollect.core.routes import route_of
 from funcollect.envs.host.host_env import SimulatedEnv
 from funcollect.envs.host.lane_workers.advice import LaneCosts, cores_here, lane_costs
@@ -69,7 +69,7 @@ class LocalRun:
         env = self.env
         if not isinstance(env, SimulatedEnv) or env.workers is None:
             return None
-        return lane_costs(env, partial(self.policy_seconds, env))
+        return lane_costs(env, partial(self.policy_seconds, env), partial(random_actions, env))
 
     def policy_seconds(self, env: HostEnv, lanes: int) -> float:
         """The seconds of a call of the policy for so many lanes, with the observations of the last step."""

@@ -29,7 +29,7 @@ def test_estimated_costs_are_those_that_explain_describes():
 
 def advice_on_lanes(monkeypatch, *, step, calls, cores, **options):
     """The advice for CartPole in two workers, if these were the seconds of a lane's step and of a policy's call."""
-    monkeypatch.setattr(lane_advice, "_time_of_a_step", lambda _: (step, 1.0))
+    monkeypatch.setattr(lane_advice, "_time_of_a_step", lambda *_: (step, 1.0))
     for module in (lane_advice, local_run):
         monkeypatch.setattr(module, "cores_here", lambda: cores)
     monkeypatch.setattr(local_run, "policy_seconds", lambda env, route, lanes, seen: calls(lanes))

@@ -643,13 +643,13 @@ def test_explain_advises(monkeypatch: pytest.MonkeyPatch) -> None:
     env = fc.make_env("CartPole-v1", num_envs=8, num_workers=2)
     policy = fc.random_policy(env)
     for step, slower in ((5e-6, True), (1e-2, False)):
-        monkeypatch.setattr(advice, "_time_of_a_step", lambda _, step=step: (step, 0.0))
+        monkeypatch.setattr(advice, "_time_of_a_step", lambda *_, step=step: (step, 0.0))
         assert ("one process would be about as fast, or faster" in fc.explain(env, policy).workers) == slower
     monkeypatch.undo()
     halves = fc.make_env("CartPole-v1", num_envs=8, num_workers=1, overlap=2)
     for cores, saves in ((1, False), (2, True)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores))
-        monkeypatch.setattr(advice, "_time_of_a_step", lambda _: (1e-3, 1.0))
+        monkeypatch.setattr(advice, "_time_of_a_step", lambda *_: (1e-3, 1.0))
         monkeypatch.setattr(explain, "policy_seconds", lambda env, route, lanes: lanes * 1e-5)
         told = fc.explain(halves, fc.random_policy(halves)).workers
         assert re.search(r"µs for all, [\d,]+ µs for each half, so this saves about [\d,]+ µs of a step", told)
@@ -657,6 +657,30 @@ def test_explain_advises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for each in (env, fc.make_env(transformed, num_envs=2, num_workers=2, overlap=2)):
         assert re.search(r"a step of one lane takes [\d,]+ µs here", fc.explain(each, fc.random_policy(each)).workers)
+
+
+class Board(gymnasium.Env):
+    """Nine fields, each of which may be chosen once in an episode."""
+
+    observation_space = spaces.Dict({"board": spaces.Box(0, 1, (9,)), "action_mask": spaces.MultiBinary(9)})
+    action_space = spaces.Discrete(9)
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        self.free = np.ones(9, np.int8)
+        return {"board": 1 - self.free.astype(np.float32), "action_mask": self.free.copy()}, {}
+
+    def step(self, action: Any) -> Any:
+        if not self.free[action]:
+            raise ValueError("an illegal move")
+        self.free[action] = 0
+        observation = {"board": 1 - self.free.astype(np.float32), "action_mask": self.free.copy()}
+        return observation, 1.0, not self.free.any(), False, {}
+
+
+@pytest.mark.parametrize("one_hot", [False, True])
+def test_steps_are_timed_with_actions_that_the_mask_allows(one_hot: bool) -> None:
+    env = fc.make_env(Board, num_envs=2, num_workers=2, one_hot=one_hot)
+    assert "a step of one lane takes" in fc.explain(env, fc.random_policy(env)).workers
 
 
 def good() -> Any:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from funcollect.envs.host.host_env import SimulatedEnv
 from funcollect.envs.host.lane_workers.options import LaneWorkers
 from funcollect.processes.system import usable_cpus
-from funcollect.specs import ActionSpec
+from funcollect.tree import Path
+
+# From rows of observations and a number of steps, a function that chooses actions for these rows at a step.
+RandomActions = Callable[[Mapping[Path, npt.NDArray[Any]], int], Callable[[int], Any]]
 
 _STEPS = 200  # that are timed, at most
 _SECONDS = 0.2  # that they may take
@@ -84,14 +86,14 @@ class LaneCosts:
         return "; ".join(parts)
 
 
-def lane_costs(env: SimulatedEnv, policy_seconds: Callable[[int], float]) -> LaneCosts:
+def lane_costs(env: SimulatedEnv, policy_seconds: Callable[[int], float], random_actions: RandomActions) -> LaneCosts:
     """Time a few steps of one lane, for ``overlap=2`` the policy too, and estimate a step of all lanes.
 
     `policy_seconds` returns the seconds of a call of the policy for a number of lanes.
     """
     workers, lanes = env.workers, env.num_envs or 1
     assert workers is not None
-    step, busy = _time_of_a_step(env)
+    step, busy = _time_of_a_step(env, random_actions)
     costs = estimated_costs(lanes, workers, step, busy)
     return with_policy(costs, policy_seconds) if workers.overlap > 1 else costs
 
@@ -121,18 +123,19 @@ def cores_here() -> int:
     return len(usable_cpus())
 
 
-def _time_of_a_step(env: SimulatedEnv) -> tuple[float, float]:
+def _time_of_a_step(env: SimulatedEnv, random_actions: RandomActions) -> tuple[float, float]:
     """The seconds that one lane takes for a step, the median over a few random ones here, and the share of CPU time."""
     assert env.open_group is not None
     simulators = env.open_group(0, 1)(replace(env, num_envs=1, workers=None, open_group=None))
-    space, times, busy = copy.deepcopy(env.action_space), list[float](), 0.0
+    times, busy = list[float](), 0.0
     try:
+        act = random_actions(simulators.observation, _STEPS)
         simulators.reset([0], [0])
         until = time.perf_counter() + _SECONDS
         while len(times) < _STEPS and (not times or time.perf_counter() < until):
-            action = _first_choice(env.action_spec) if env.action_spec.one_hot else np.asarray(space.sample())
+            action = act(len(times))
             started, cpu = time.perf_counter(), time.process_time()
-            simulators.send([0], action[None])
+            simulators.send([0], action)
             _, (_, terminated, truncated, _) = simulators.receive()
             busy += time.process_time() - cpu
             times.append(time.perf_counter() - started)
@@ -141,8 +144,3 @@ def _time_of_a_step(env: SimulatedEnv) -> tuple[float, float]:
     finally:
         simulators.close()
     return statistics.median(times), min(busy / sum(times), 1.0)
-
-
-def _first_choice(spec: ActionSpec) -> npt.NDArray[np.int64]:
-    """The one-hot action of the first choice of each component."""
-    return np.concatenate([np.eye(1, count, dtype=np.int64)[0] for count in spec.categories])
