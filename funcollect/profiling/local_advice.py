@@ -102,7 +102,7 @@ def _about_lane_workers(run: LocalRun, costs: LaneCosts) -> Iterator[Finding]:
         return
     if costs.workers.overlap > 1 and costs.saved <= 0:
         text = f"overlap=2 saves nothing here, since the policy is called twice in each step: {WITHOUT_OVERLAP}"
-        yield Finding(1e6 * (2 * costs.half - costs.once) / lanes, text)
+        yield Finding(-1e6 * costs.saved / lanes, text)
     elif costs.workers.overlap == 1 and lanes > 1:
         env = run.env
         assert isinstance(env, SimulatedEnv)

@@ -1,5 +1,8 @@
 """The advice of `fc.profile` follows from the numbers, which these tests set where they depend on the machine."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 import funcollect as fc
@@ -27,6 +30,24 @@ def test_estimated_costs_are_those_that_explain_describes():
     assert slow.pays
 
 
+@pytest.mark.parametrize(
+    ("number", "cores", "busy", "period"),
+    [
+        (2, 4, 1.0, 1.0),  # workers have lanes of both halves, and step all the time
+        (2, 2, 1.0, 1.1),  # each rests while the policy acts for its lanes, on its processor
+        (4, 2, 0.0, 1.1),
+        (4, 2, 1.0, 2.2),  # and the policy competes with the workers of the other half
+        (2, 1, 1.0, 2.2),
+    ],
+)
+def test_what_overlap_saves(monkeypatch, number, cores, busy, period):
+    monkeypatch.setattr(lane_advice, "cores_here", lambda: cores)
+    monkeypatch.setattr(lane_advice, "_EXCHANGE", 0.0)
+    costs = estimated_costs(8, LaneWorkers(num_workers=number, overlap=2), number / 8, busy)
+    costs = replace(costs, once=0.15, half=0.1)
+    assert costs.saved == pytest.approx(0.15 + costs.apart - period)
+
+
 def advice_on_lanes(monkeypatch, *, step, calls, cores, **options):
     """The advice for CartPole in two workers, if these were the seconds of a lane's step and of a policy's call."""
     monkeypatch.setattr(lane_advice, "_time_of_a_step", lambda *_: (step, 1.0))
@@ -49,7 +70,7 @@ def test_lanes_that_could_step_meanwhile(monkeypatch):
 
 
 def test_lanes_that_should_not_step_meanwhile(monkeypatch):
-    text = advice_on_lanes(monkeypatch, step=1.0, calls=lambda lanes: 1.0, cores=2, overlap=2)
+    text = advice_on_lanes(monkeypatch, step=1.0, calls=lambda lanes: 10.0, cores=2, overlap=2)
     assert "leave overlap out" in text
 
 

@@ -64,10 +64,17 @@ class LaneCosts:
 
     @property
     def saved(self) -> float:
-        """What it saves that one half of the lanes steps while the policy acts for the other; negative for a loss."""
-        idle = max(self.cores - self.busy * self.workers.num_workers, 0.0)  # processors that the policy has to itself
-        one_by_one = self.once + self.apart
-        return one_by_one - max(2 * self.half, self.apart + 2 * self.half * max(1.0 - idle, 0.0))
+        """What it saves that one half of the lanes steps while the policy acts for the other; negative for a loss.
+
+        Crowded workers have lanes of one half only: they rest while the policy acts for these, and meanwhile only the
+        workers of the other half compete with it for processors.
+        """
+        crowded = self.workers.crowded(self.cores)
+        at_work = self.workers.num_workers / 2 if crowded else self.workers.num_workers  # while the policy acts
+        idle = max(self.cores - self.busy * at_work, 0.0)  # processors that the policy has to itself
+        rest = self.half if crowded else 0.0
+        period = self.apart + rest + (2 * self.half - rest) * max(1.0 - idle, 0.0)
+        return self.once + self.apart - max(2 * self.half, period)
 
     def __str__(self) -> str:
         parts = [f"{self.lanes} lanes in {self.workers} on {self.cores} processors"]

@@ -81,13 +81,17 @@ class LaneWorkers:
             check_platform("leave num_workers and parallel out")
         return cls(num_workers=count, overlap=overlap, timeout=timeout, on_failure=on_failure) if count else None
 
+    def crowded(self, cores: int) -> bool:
+        """Whether the workers leave none of so many processors to the policy."""
+        return self.num_workers >= max(cores, self.overlap)
+
     def groups(self, num_envs: int) -> list[Group]:
         """The groups of the lanes, in order.
 
-        Each part is spread over all workers, which then have the next part to do while the policy acts for one. If the
-        workers leave no processor to the policy, each worker has lanes of one part only: it rests when the policy acts.
+        Each part is spread over all workers, which then have the next part to do while the policy acts for one. If they
+        are `crowded`, each worker has lanes of one part only: it rests when the policy acts for these.
         """
-        crowded = self.num_workers >= max(len(usable_cpus()), self.overlap)
+        crowded = self.crowded(len(usable_cpus()))
         groups: list[Group] = []
         for part, first, end in _split(num_envs, self.overlap, 0):
             workers = list(range(self.num_workers))
