@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import traceback
+import warnings
 from typing import Any, NamedTuple, Self
 
 import cloudpickle
 
 from funcollect.errors import EnvError
 from funcollect.messages import shown
+
+_MOST_LINES = 40  # of a traceback in a warning
+_RESTARTS = itertools.count(1)  # by this process
 
 
 class UnsentResultError(TypeError):
@@ -53,3 +58,15 @@ class Failure(NamedTuple):
         except Exception:
             return None
         return error if isinstance(error, BaseException) else None
+
+
+def warn_of_restart(reason: str, where: str) -> None:
+    """Warn that another process takes the place of a lost one. `where` is its traceback or Python stack, if it has one.
+
+    The number of the restart makes the text a new one: by default, Python shows a warning of the same text only once.
+    """
+    lines = where.rstrip().splitlines()
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES // 2 : -_MOST_LINES // 2] = ["  …"]
+    restart = f"another takes its place, and its lanes begin new episodes (restart {next(_RESTARTS)} by this process)"
+    warnings.warn("\n".join([f"{reason}; {restart}", *lines]), RuntimeWarning, stacklevel=3)

@@ -15,7 +15,7 @@ from funcollect.envs.host.host_env import ONWARD
 from funcollect.errors import EnvError, ReplayError, WorkerError
 from funcollect.interop.main_module import send_main_by_value
 from funcollect.processes.child import OnFailure
-from funcollect.processes.failures import Failure, UnsentResultError
+from funcollect.processes.failures import Failure, UnsentResultError, warn_of_restart
 
 _SLICE = 0.05  # seconds of one wait at most: another thread may have read the answer meanwhile
 _FAILURES_IN_A_ROW = 5  # of one worker, without a rollout in between
@@ -257,17 +257,18 @@ class WorkerPool:
         record.handle.kill()
         restart = self._failure_policy.on_failure == "restart"
         may_return = self._started and not self.closed and not record.newcomer
-        if restart and may_return and record.failures <= _FAILURES_IN_A_ROW:
-            self._replace(worker)
-            return
         where = f"worker {worker}" if lane is None else f"worker {worker}, lane {lane}"
         where += f" ({record.handle.label})" if record.handle.label else ""
+        what = what.removesuffix(f": {ONWARD}")
+        if restart and may_return and record.failures <= _FAILURES_IN_A_ROW:
+            warn_of_restart(f"{where}: {what}", traceback)
+            self._replace(worker)
+            return
         advice = "look at its traceback" if traceback else "look at what it wrote on standard error"
         again = f" {record.failures} times in a row" if restart and record.failures > 1 else ""
         rest = "the others continue" if record.newcomer else "all workers were ended, so build another collector"
         if not restart:
             rest += ", or pass on_failure='restart'"
-        what = what.removesuffix(f": {ONWARD}")
         error = WorkerError(f"{where}: {what}{again}: {advice}; {rest}", worker, lane, traceback)
         error.__cause__ = cause
         if not record.newcomer:

@@ -123,8 +123,10 @@ def test_no_memory_for_the_slots():
 
 
 @pytest.mark.parametrize("kind", COLLECTORS)
-@pytest.mark.parametrize("act", [die, stumble, sleep_forever])
-def test_a_worker_is_replaced_and_the_run_goes_on(kind, act, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("act", "why"), [(die, "killed by SIGKILL"), (stumble, "in stumble"), (sleep_forever, "in sleep_forever")]
+)
+def test_a_worker_is_replaced_and_the_run_goes_on(kind, act, why, tmp_path, monkeypatch):
     begun = tmp_path / "begun"
     clock = hang_clock(monkeypatch, begun, "in sleep_forever")
     made = failing(act, at=23, once=str(begun))
@@ -132,15 +134,22 @@ def test_a_worker_is_replaced_and_the_run_goes_on(kind, act, tmp_path, monkeypat
     kwargs = {"frames_per_batch": 16 if kind is SYNC else 8, "on_failure": "restart"}
     with multi(kind, create_env_fn=made, policy=None, **timeouts, **kwargs) as collector:
         clock.collector = collector if timeouts else None
-        batches = []
-        while not collector.stats()["restarts"]:
-            batches.append(next(collector).clone())
+        with pytest.warns(RuntimeWarning, match="another takes its place") as warned:
+            batches = until_a_restart(collector)
+        assert why in str(warned[0].message)
         after = len(batches)
         while len(batches) < after + 10 or {*by_lane(batches[-5:])} != {0, 1, 2, 3}:
             batches.append(next(collector).clone())
         stats = collector.stats()
     assert (stats["restarts"], stats["lost_frames"]) == (1, 8)
     check_trajectories(batches)
+
+
+def until_a_restart(collector):
+    batches = []
+    while not collector.stats()["restarts"]:
+        batches.append(next(collector).clone())
+    return batches
 
 
 @pytest.mark.parametrize("act", ["kill", "shutdown"])

@@ -259,6 +259,8 @@ def test_lanes_of_a_lost_worker_begin_again_while_others_go_on(deed: str, overla
     assert all(
         re.search(f"{reason}.*another takes its place, and its lanes begin", str(each.message)) for each in warned
     )
+    stack = {"hang": "in _do", "raise": "in _do"}.get(deed, "")
+    assert all(stack in str(each.message) for each in warned)
     whole = torch.cat(batches, 1)
     check_lanes(whole, cut={20})
     simulators = state.env_state.simulation.simulators
@@ -284,10 +286,12 @@ def test_a_worker_that_fails_again_and_again_ends_the_rollout(tmp_path: Path) ->
     policy = fc.random_policy(env)
     state = fc.init(env, policy, seed=0)
     with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+        warnings.simplefilter("default")  # which shows each text once
         with pytest.raises(EnvError, match=r"lane 1: step.*no road") as caught:
             fc.rollout(env, policy, state, 9)
     assert len(warned) == 5
+    assert all("another takes its place" in str(each.message) for each in warned)
+    assert all("in step" in str(each.message) for each in warned)  # the traceback
     assert caught.value.__notes__[-1] == "This happened 6 times in a row."
     fc.close(state)
 

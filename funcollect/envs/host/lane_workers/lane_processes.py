@@ -18,7 +18,7 @@ from funcollect.envs.host.lane_workers.served import Applied
 from funcollect.envs.host.lane_workers.worker_process import LaneJob
 from funcollect.errors import ClosedError, EnvError, NotCalledError
 from funcollect.interop.main_module import send_main_by_value
-from funcollect.processes.failures import Failure, UnsentResultError
+from funcollect.processes.failures import Failure, UnsentResultError, warn_of_restart
 from funcollect.processes.shared_memory import shared_memory
 from funcollect.processes.system import usable_cpus
 
@@ -192,11 +192,7 @@ class LaneProcesses:
         if worker.failures > _FAILURES_IN_A_ROW:
             error.add_note(f"This happened {worker.failures} times in a row.")
             raise error
-        warnings.warn(
-            f"{str(error).removesuffix(f': {ONWARD}')}; another takes its place, and its lanes begin new episodes",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warn_of_restart(str(error).removesuffix(f": {ONWARD}"), "\n".join(getattr(error, "__notes__", ())))
         worker.kill(self._answers)
         self.restarts += 1
         self.lost |= dict.fromkeys(worker.groups, error)
