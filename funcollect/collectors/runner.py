@@ -94,6 +94,7 @@ class Runner:
         self._seconds = 0.0
         self._interrupted = False
         self._closed = False
+        self._earlier = (0, 0)  # losses of simulators that a restored run has replaced
 
     def begin_batch(self) -> None:
         """Reset, or count new weights, if the keywords ask for that before each batch."""
@@ -279,7 +280,10 @@ class Runner:
         weights = saved["policy_state_dict"] or None
         if weights is not None:
             self.policy.prepare(weights)
+        losses = self.losses
         self.state = make_state()
+        (restarts, lost), (now, lost_now) = losses, _losses_of(self.state)
+        self._earlier = restarts - now, lost - lost_now
         self.seed = self.state.seed
         self.params = None if saved["own_weights"] else as_given(self.policy, weights)
         if weights is not None and self.params is None:
@@ -293,7 +297,7 @@ class Runner:
 
         Returns:
             ``frames``, ``batches``; ``seconds`` spent collecting and ``frames_per_second`` of them; ``policy_version``;
-            ``restarts`` of the environment's workers, ``lost_frames`` with them.
+            ``restarts`` of the environment's workers, ``lost_frames`` with them, since the collector was built.
         """
         restarts, lost = self.losses
         return {
@@ -308,10 +312,9 @@ class Runner:
 
     @property
     def losses(self) -> tuple[int, int]:
-        """How many workers of the environment's lanes were replaced, and the frames that were lost with them."""
-        handle = self.state.env_state
-        simulators = handle.simulation.simulators if isinstance(handle, SimulatorHandle) else None
-        return (simulators.restarts, simulators.lost_frames) if isinstance(simulators, ReplacedSimulators) else (0, 0)
+        """How many workers of the environment's lanes were replaced since it was built, and the lost frames."""
+        restarts, lost = _losses_of(self.state)
+        return self._earlier[0] + restarts, self._earlier[1] + lost
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Free the simulators. Does nothing the second time."""
@@ -321,3 +324,10 @@ class Runner:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"{self!r} was shut down: build another collector")
+
+
+def _losses_of(state: CollectorState) -> tuple[int, int]:
+    """The restarts of a state's simulators, and the frames that were lost with them."""
+    handle = state.env_state
+    simulators = handle.simulation.simulators if isinstance(handle, SimulatorHandle) else None
+    return (simulators.restarts, simulators.lost_frames) if isinstance(simulators, ReplacedSimulators) else (0, 0)

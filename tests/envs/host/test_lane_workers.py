@@ -341,7 +341,10 @@ def test_collectors_count_what_was_lost(tmp_path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with COLLECTORS[kind](make, policy=None, frames_per_batch=60, total_frames=120) as collector:
-                batches = [batch.clone() for batch in collector]
+                batches = [next(collector).clone()]
+                collector.save(tmp_path / kind)
+                collector.restore(tmp_path / kind)  # counts stay
+                batches += [batch.clone() for batch in collector]
                 stats = collector.stats()
         assert (stats["restarts"], stats["lost_frames"]) == (1, 2)
         assert sum(batch.numel() for batch in batches) == 120
