@@ -12,7 +12,7 @@ from gymnasium.vector import VectorEnv
 
 from funcollect import envs
 from funcollect.envs.base import EnvBase
-from funcollect.envs.gymnasium_envs.making import with_time_limit
+from funcollect.envs.gymnasium_envs.making import built, with_time_limit
 from funcollect.envs.recognise import is_envpool, is_torchrl, refuse_foreign
 from funcollect.envs.torch_envs.classic_control import TORCH_ENVS
 from funcollect.protocols import Env, is_env, is_policy
@@ -99,7 +99,7 @@ def _from_callable(factory: Any, kwargs: dict[str, Any]) -> Env:
     factory, kwargs = with_time_limit(factory, kwargs)
     given = {name: kwargs[name] for name in _ADAPTER_ARGUMENTS if name in kwargs}
     own = {name: value for name, value in kwargs.items() if name not in given}
-    made = factory(**own)
+    made = built(factory, own)
     if is_torchrl(made) or isinstance(made, gymnasium.Env):
         adapter = envs.from_torchrl if is_torchrl(made) else envs.from_gymnasium
         if kwargs.get("parallel") or kwargs.get("num_workers"):

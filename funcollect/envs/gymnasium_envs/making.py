@@ -104,7 +104,7 @@ def factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
     refuse_foreign(source)
     if callable(source):
         factory, kwargs = with_time_limit(source, kwargs)
-        return lambda: factory(**kwargs)
+        return partial(built, factory, kwargs)
     raise TypeError(
         f"env is {type(source).__name__}, expected a Gymnasium id, an EnvSpec, a factory, a gymnasium.Env "
         "or a list: pass one of these (an environment of a JAX suite goes to its adapter, such as "
@@ -132,7 +132,7 @@ def worker_factory_of(source: EnvSource, kwargs: dict[str, Any]) -> LaneFactory:
         return partial(gymnasium.make, source, disable_env_checker=True, **kwargs)
     factory_of(source, kwargs)  # raises an error if it is no factory
     factory, kwargs = with_time_limit(source, kwargs)
-    return partial(factory, **kwargs)
+    return partial(built, factory, kwargs)
 
 
 def with_time_limit(factory: Callable[..., Any], kwargs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -142,6 +142,18 @@ def with_time_limit(factory: Callable[..., Any], kwargs: dict[str, Any]) -> tupl
     others = {name: value for name, value in kwargs.items() if name != "max_episode_steps"}
     check_positive("max_episode_steps", kwargs["max_episode_steps"], 500)
     return partial(_limited, factory, kwargs["max_episode_steps"]), others
+
+
+def built(factory: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    """What a factory returns; ValueError if it asks Gymnasium for an id that is not registered in this process."""
+    try:
+        return factory(**kwargs)
+    except gymnasium.error.UnregisteredEnv as error:
+        raise ValueError(
+            f"the factory asks for an id that is not registered in this process ({str(error).rstrip('.')}), and a "
+            "worker process lacks what a script has registered: name the module in the id ('module:Name-v0', "
+            "'ale_py:ALE/Pong-v5'), register it in the factory, or pass the id itself to make_env(…, num_workers=…)"
+        ) from error
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
@@ -181,10 +193,13 @@ def _make(spec: str | EnvSpec, kwargs: dict[str, Any]) -> GymEnv:
 
 def _not_made(name: str, error: Exception) -> ValueError:
     """The error for an id that Gymnasium cannot make."""
-    mend = "look the id up in gymnasium.registry, and import the package that registers it first"
+    mend = (
+        "look the id up in gymnasium.registry, and import the package that registers it first, or name the module in "
+        "the id ('module:Name-v0'), as workers of collectors need it"
+    )
     if name.startswith("ALE/"):
         game = name.removeprefix("ALE/").rpartition("-v")[0]
-        mend = f"write 'ale/{game}', which has the usual preprocessing, or register the raw game with ale_py first"
+        mend = f"write 'ale/{game}', which has the usual preprocessing, or 'ale_py:{name}' for the raw game"
     return ValueError(f"Gymnasium cannot make {name!r}: {str(error).rstrip('.')}; {mend}")
 
 

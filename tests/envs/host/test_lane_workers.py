@@ -690,6 +690,23 @@ def test_steps_are_timed_with_actions_that_the_mask_allows(one_hot: bool) -> Non
     assert "a step of one lane takes" in fc.explain(env, fc.random_policy(env)).workers
 
 
+def test_ids_that_a_script_has_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = replace(gymnasium.spec("CartPole-v1"), id="OnlyHere-v0")
+    monkeypatch.setitem(gymnasium.registry, spec.id, spec)
+
+    def make() -> Any:
+        return gymnasium.make("OnlyHere-v0")
+
+    mend = r"not registered in this process .*OnlyHere.*'module:Name-v0'.*register it in the factory"
+    env = fc.make_env(make, num_envs=2, num_workers=2)
+    with pytest.raises(ValueError, match=mend):
+        fc.init(env, fc.random_policy(env), seed=0)
+    with pytest.raises(fc.errors.WorkerError, match=mend):
+        COLLECTORS["workers"](make, policy=None, frames_per_batch=8)
+    env = fc.make_env("OnlyHere-v0", num_envs=2, num_workers=2)
+    fc.close(fc.init(env, fc.random_policy(env), seed=0))
+
+
 def good() -> Any:
     return fc.make_env("CartPole-v1", num_envs=2, num_workers=2, overlap=2)
 
