@@ -237,7 +237,11 @@ class ActionSpec:
         return torch_dtype(np.dtype(np.int64 if self.one_hot else self.space.dtype))
 
     def from_one_hot(self, action: Any, numpy: Any) -> Any:
-        """Integers [*B, *space.shape] from one-hot rows [*B, choices]; `numpy` is NumPy, or `jax.numpy`."""
-        parts = numpy.split(action, np.cumsum(self.categories)[:-1], -1)
+        """Integers [*B, *space.shape] from one-hot rows [*B, choices]; `numpy` is NumPy, `jax.numpy` or `torch`."""
+        ends = np.cumsum(self.categories).tolist()
+        parts = [action[..., begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
         chosen = numpy.stack([part.argmax(-1) for part in parts], -1)
-        return chosen.reshape((*action.shape[:-1], *(self.space.shape or ()))) + self.start
+        chosen = chosen.reshape((*action.shape[:-1], *(self.space.shape or ())))
+        if not self.start.any():
+            return chosen  # which spares a copy to another device
+        return chosen + (torch.as_tensor(self.start, device=action.device) if numpy is torch else self.start)

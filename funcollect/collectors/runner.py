@@ -18,6 +18,7 @@ from funcollect.core.apply import apply
 from funcollect.core.env_params import set_env_params
 from funcollect.core.exploration import check_given
 from funcollect.core.loops import RunsRollouts
+from funcollect.core.loops.device import check_uncut
 from funcollect.core.request import NOWHERE, OwnColumns
 from funcollect.core.restore import SAVED, counts_of, go_on, next_seed, reseed, resume, saved_state
 from funcollect.core.rollout_trajectories import check_limited, is_limited
@@ -29,7 +30,7 @@ from funcollect.interop.plain_data import from_data, to_data
 from funcollect.policies.jax_functions.jax_policy import as_given
 from funcollect.policies.torch_backed import TorchBacked, replaced
 from funcollect.policies.weights import check_dtypes
-from funcollect.protocols import ReplacedSimulators
+from funcollect.protocols import DeviceEnv, ReplacedSimulators
 from funcollect.trajectories.final_observations import attach, is_compact
 from funcollect.trajectories.next_observations import compact
 from funcollect.trajectories.split import CUT
@@ -80,6 +81,8 @@ class Runner:
         self.lanes = shard.count * lanes
         api.check_pair(self.env, self.policy)
         check_given(self.policy, options.exploration)
+        if isinstance(self.env, DeviceEnv):
+            check_uncut(self.env, options.max_frames_per_traj)
         if options.trajs_per_batch is not None:
             check_limited(is_limited(self.env, options.max_frames_per_traj), repr(self.env))
         self.state = api.init_lanes(
@@ -171,6 +174,8 @@ class Runner:
     def set_env_params(self, params: Any, *, at_once: bool = False) -> None:
         """Change the parameters of a JAX environment, as `funcollect.set_env_params` does, from the next rollout on."""
         self._check_open()
+        if self._interrupted:
+            self.reset()
         self.state = set_env_params(self.env, self.state, params, at_once=at_once)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:

@@ -31,11 +31,14 @@ class CudaGraph(Generic[Output]):
 
     def __init__(self, function: Callable[[Any], Output], arguments: Any, device: torch.device) -> None:
         leaves, self._treedef = optree.tree_flatten(arguments, namespace=NAMESPACE)
-        self._leaves = [leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._inputs = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        own = self._treedef.unflatten(self._leaves)
         self._function = function  # the graph reads the memory of the tensors that it refers to
-        self._replay, self._result = capture(lambda: function(own), device)
+        with torch.inference_mode(mode=False), torch.no_grad():  # later calls may be outside of that mode, and write
+            self._leaves = [
+                leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+            ]
+            own = self._treedef.unflatten(self._leaves)
+            self._replay, self._result = capture(lambda: function(own), device)
+        self._inputs = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
 
     def fits(self, arguments: Any) -> bool:
         """Whether the graph serves these arguments: tensors like those that it was captured with, and equal others."""

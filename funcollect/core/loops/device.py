@@ -28,6 +28,8 @@ _SEEDS = 1 << 31  # simulators take seeds of 31 bits
 class DeviceSimulation:
     """Simulators and the version of the state that may use them; see `Simulation`, which has lanes on the host."""
 
+    replaced = None  # they are in this process
+
     def __init__(self, env: DeviceEnv, key: Key, first_lane: int) -> None:
         self.env = env
         self.simulators = env.open()
@@ -105,13 +107,18 @@ def fork(env: DeviceEnv, state: CollectorState) -> CollectorState:
     raise ReplayError(f"{env} is seeded by run and gives no snapshot, so it cannot be forked: make another state")
 
 
+def check_uncut(env: DeviceEnv, max_frames_per_traj: int | None) -> None:
+    """Raise ValueError for a limit on trajectories, which the simulators would not notice."""
+    if max_frames_per_traj is not None and max_frames_per_traj > 0:
+        raise ValueError(
+            f"max_frames_per_traj is {max_frames_per_traj}, but {env} resets its lanes itself: set a limit in the "
+            "simulators"
+        )
+
+
 def run(env: DeviceEnv, policy: Policy, state: CollectorState, request: Request) -> tuple[CollectorState, TensorDict]:
     """Implement `funcollect.rollout`."""
-    if request.max_frames_per_traj is not None:
-        raise ValueError(
-            f"max_frames_per_traj is {request.max_frames_per_traj}, but {env} resets its lanes itself: set a "
-            "limit in the simulators"
-        )
+    check_uncut(env, request.max_frames_per_traj)
     state.env_state.check()
     root = {path: fixed(value) for path, value in state.observation.items()}
     columns = new_columns(root, request)

@@ -168,6 +168,7 @@ class VectorSimulators:
 
     def reset(self, seed: int | None) -> Any:
         """Begin an episode in each lane; return the observations [P, ...]."""
+        self.lacking = torch.zeros_like(self.lacking)
         answer = self._simulators.reset(seed=seed)
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise EnvError(f"reset of {self._env} returned {shown(answer)}, expected (observation, info): return both")
@@ -191,12 +192,14 @@ class VectorSimulators:
             self._check(name, flags, (self._lanes,), torch.bool)
         done = terminated | truncated
         after = last = self._observed("observation", observation)
-        found = next((info[name] for name in _FINAL if name in info), None)
-        if found is None:
+        key = next((key for key in _FINAL if key in info), None)
+        if key is None:
             self.lacking = self.lacking | done.any()
         else:
-            final = self._observed("final observation", found)
+            final = self._observed("final observation", info[key])
             last = [_chosen(done, one, other) for one, other in zip(final, after, strict=True)]
+            if isinstance(reported := info.get(f"_{key}"), Tensor):  # in which lanes, as Gymnasium says it
+                self.lacking = self.lacking | (done & ~reported).any()
         infos = self._infos(done, info)
         return Transition(None, self._assembled(last), reward, terminated, truncated, infos), self._assembled(after)
 

@@ -220,6 +220,7 @@ def test_an_interrupted_collector_goes_on_though_its_state_was_used_up(monkeypat
             patch.setattr(fused, "batch_of", ctrl_c)
             with pytest.raises(KeyboardInterrupt):
                 next(one)
+        one.set_env_params(one.env.default_params)
         one.reset(torch.tensor([True, False, False, True]))
         after = next(one)
         assert (after["collector", "step"][:, 0] == 0).all()

@@ -231,6 +231,16 @@ def test_what_cannot_be_captured(monkeypatch):
         fc.rollout(env, policy, fc.init(env, policy, seed=0), 4)
 
 
+def test_a_graph_made_in_inference_mode_serves_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    env, policy = pair("network", "cudagraph")
+    captures = capture_on_the_cpu(monkeypatch)
+    with torch.inference_mode():
+        _, first = fc.rollout(env, policy, fc.init(env, policy, seed=0), 32)
+    _, second = fc.rollout(env, policy, fc.init(env, policy, seed=0), 32)
+    assert_same(first, second)
+    assert len(captures) == 1
+
+
 def test_random_numbers_of_a_module_follow_from_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     env = fc.make_env(CARTPOLE, num_envs=4)
     module = nn.Sequential(nn.Linear(4, 32), nn.Dropout(0.5), nn.Linear(32, 2))

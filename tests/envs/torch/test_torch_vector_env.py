@@ -99,6 +99,14 @@ class LikeIsaacLab(gymnasium.Env[Any, Any]):
         self.walks.closed = True
 
 
+class ReportsSome(LikeManiSkill):
+    """Reports the last observations of truncated episodes only."""
+
+    def step(self, action: Tensor) -> Any:
+        *answer, truncated, infos = super().step(action)
+        return *answer, truncated, {**infos, "_final_observation": truncated}
+
+
 KINDS: dict[str, Any] = {  # from the device
     "ManiSkill": LikeManiSkill,
     "Isaac Lab": lambda device: gymnasium.Wrapper(LikeIsaacLab(device=device)),
@@ -208,6 +216,15 @@ def test_it_works_in_collectors_and_evaluations() -> None:
     assert fc.explain(env, policy).seeding.startswith("run")
 
 
+def test_one_hot_actions() -> None:
+    env, hot = (fc.envs.from_torch_vector_env(LikeManiSkill, one_hot=one_hot) for one_hot in (False, True))
+    policy, other = fc.random_policy(env), fc.random_policy(hot)
+    _, wanted = fc.rollout(env, policy, fc.init(env, policy, seed=0), 12)
+    _, batch = fc.rollout(hot, other, fc.init(hot, other, seed=0), 12)
+    assert torch.equal(batch["action"].argmax(-1), wanted["action"])
+    assert torch.equal(batch["next", "observation"], wanted["next", "observation"])
+
+
 def test_what_cannot_be_done_is_said(tmp_path: Any) -> None:
     env = fc.envs.from_torch_vector_env(LikeManiSkill)
     policy = fc.random_policy(env)
@@ -235,9 +252,16 @@ def test_what_cannot_be_done_is_said(tmp_path: Any) -> None:
         fc.init(env, policy, seed=0)
     fc.close(state)
     assert one.closed
-    silent = fc.envs.from_torch_vector_env(lambda: LikeIsaacLab(reports=False))
-    with pytest.raises(EnvError, match=r"does not report the last observations of their episodes.*'final_obs'"):
-        fc.rollout(silent, fc.random_policy(silent), fc.init(silent, fc.random_policy(silent), seed=0), 20)
+    for kind in (partial(LikeIsaacLab, reports=False), ReportsSome):
+        silent = fc.envs.from_torch_vector_env(kind)
+        policy = fc.random_policy(silent)
+        state = fc.init(silent, policy, seed=0)
+        with pytest.raises(EnvError, match=r"does not report the last observations of their episodes.*'final_obs'"):
+            fc.rollout(silent, policy, state, 20)
+        state, _ = fc.rollout(silent, policy, fc.recover(silent, state), 1)
+        fc.close(state)
+    with pytest.raises(ValueError, match="max_frames_per_traj is 5"):
+        fc.SyncDataCollector(env, None, frames_per_batch=20, max_frames_per_traj=5)
     fast = fc.envs.from_torch_vector_env(LikeManiSkill, info_keys=["speed"])
     state = fc.init(fast, policy, seed=0)
     with pytest.raises(EnvError, match=r"expected \['speed'\] among them"):
