@@ -12,6 +12,7 @@ from torch import nn
 from funcollect.arguments import checked_device
 from funcollect.collectors.options import Options
 from funcollect.envs.registry import make_env
+from funcollect.interop.jax_setup import default_device_type
 from funcollect.messages import shown
 from funcollect.policies.as_policy import as_policy
 from funcollect.protocols import Env, Policy
@@ -58,8 +59,11 @@ class RunnerSpec(SourceOptions):
         env = make_env(self.create_env_fn, **(self.create_env_kwargs or {}))
         # `device` may name an accelerator for the policy while simulators stay on the host; `env_device` may not.
         given = options.env_device if env.backend != "host" or options.env_device_given else None
-        own = env.device if env.backend in ("torch", "device") else torch.device("cpu")
-        if given is not None and given != checked_device(own):
+        if env.backend in ("torch", "device"):
+            own = str(checked_device(env.device))
+        else:
+            own = default_device_type() if env.backend == "jax" else "cpu"
+        if given is not None and own not in (str(given), torch.device(given).type):
             raise ValueError(
                 f"env_device is {given}, but {env!r} runs on {own}: build the environment there, or leave env_device "
                 "out"

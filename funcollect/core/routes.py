@@ -14,7 +14,7 @@ from funcollect.core.request import check_state_kind
 from funcollect.core.state import CollectorState
 from funcollect.errors import LoweringError
 from funcollect.interop.bridge import torch_view
-from funcollect.interop.jax_setup import import_jax
+from funcollect.interop.jax_setup import default_device_type
 from funcollect.interop.memo import memo_of
 from funcollect.policies.heads.distributions import FromDistribution
 from funcollect.policies.jax_functions.traced_policy import is_traceable
@@ -185,7 +185,7 @@ def _check_place(source: TorchBacked, way: str) -> None:
     """Raise LoweringError for a policy that runs on another kind of device than JAX."""
     if isinstance(source.head, FromDistribution):
         raise LoweringError(f"the head {source.head.name} samples in Torch: use another head, or funcollect.jax_policy")
-    place = {"gpu": "cuda"}.get(import_jax().default_backend(), "cpu")
+    place = default_device_type()
     run_device = source.run_device
     if way == "called back" and place != "cpu":
         raise LoweringError("a loop on a GPU would wait for Python at each step: it crosses instead")

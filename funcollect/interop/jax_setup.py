@@ -59,6 +59,11 @@ def own_generator() -> Iterator[None]:
         yield
 
 
+def default_device_type() -> str:
+    """What Torch calls the type of the device on which JAX computes by default."""
+    return {"gpu": "cuda"}.get(import_jax().default_backend(), "cpu")
+
+
 def dispatch_note() -> str:
     """How JAX dispatches on the CPU, as text for `explain`."""
     if import_jax().config.values.get("jax_cpu_enable_async_dispatch", True):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import funcollect as fc
+from funcollect.collectors import source
 from funcollect.interop.memory import memory_error
 from tests.support.compare import assert_same, collect, joined
 from tests.support.envs.jax_counting import counting, counting_policy
@@ -89,6 +90,13 @@ def test_postproc_and_storing_device():
     assert next(make(storing_device="meta")).device == torch.device("meta")
     with pytest.raises(ValueError, match="env_device is meta"):
         make(env_device="meta")
+
+
+def test_the_device_of_the_environment_is_that_of_jax(monkeypatch):
+    monkeypatch.setattr(source, "default_device_type", lambda: "meta")  # as if JAX computed there
+    assert next(make(env_device="meta")).numel()
+    with pytest.raises(ValueError, match=r"env_device is cpu.*runs on meta"):
+        make(env_device="cpu")
 
 
 def test_seeds():
