@@ -220,7 +220,10 @@ def _crossing_note() -> str:
     """How JAX and Torch take turns on JAX's default device."""
     if import_jax().default_backend() == "cpu":
         return dispatch_note()
-    return "at every step each framework's stream waits for the other's, and the host for neither"
+    return (
+        "at every step each framework's stream waits for the other's, and the host for neither, unless starts of "
+        "episodes are costly: then it reads whether a lane needs one"
+    )
 
 
 def _why(env: Env, route: Route) -> str:
@@ -270,6 +273,10 @@ def _copies(env: Env, route: Route) -> str:
         return f"each observation to where the module reads it, and its answer into the loop; {_OWN_COLUMNS}"
     if route.loop == "fused":
         return f"nothing: {_OWN_COLUMNS}"
+    if route.loop == "captured":
+        return (
+            f"parameters, buffers and random numbers into each graph of {captured.STEPS} steps, its columns out of it"
+        )
     crossing = "each observation into the columns, and to where the policy reads it; each action to the environment"
     parts = [crossing if route.loop == "crossing" else "each observation once, into the batch"]
     place = env.device if env.backend in ("torch", "device") else "cpu"

@@ -65,8 +65,10 @@ def recover(env: JaxEnv, state: CollectorState) -> CollectorState:
 
 def fork(env: JaxEnv, state: CollectorState) -> CollectorState:
     """Implement `funcollect.fork`: the state itself, which is a value, or a copy where a collector would use it up."""
-    if not waits_for_host(place_of(state)):
+    place = place_of(state)
+    if not waits_for_host(place):
         return state
+    follow_torch(*place.device_set)
     env_state, observation = import_jax().tree.map(import_jax().numpy.copy, (state.env_state, dict(state.observation)))
     return state.replace(env_state=env_state, observation=observation)  # the other parts are never used up
 
