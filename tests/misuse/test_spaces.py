@@ -146,11 +146,10 @@ def test_what_was_opened_for_nothing_is_closed_and_an_instance_is_given_back() -
     wrong = [True]
     instance = Rigged()
     last = lambda: Acting(spaces.Discrete(5)) if wrong else Rigged()  # noqa: E731
-    env = fc.make_env([instance, factory, last])
     with refused(ValueError, ("lane 2 has the action_space",)):
-        runs(env)
+        fc.make_env([instance, factory, last])
     assert [each.closed for each in made] == [1]
     assert instance.closed == 0
     wrong.clear()
-    fc.close(runs(env))
+    fc.close(runs(fc.make_env([instance, factory, last])))
     assert instance.closed == 1
