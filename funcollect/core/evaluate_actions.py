@@ -113,7 +113,8 @@ def evaluate_actions(
             and only it.
         policy_state: the policy's state before the rollout, ``state.policy_state``, if the batch does not hold it. The
             batch must then be the whole rollout in its order: all lanes, and all steps from the first one. A missing
-            first step cannot be noticed. Batches of a policy on a TensorDict always hold its hidden states.
+            first step cannot be noticed. Batches of a policy on a TensorDict always hold its hidden states, so that
+            this is not used.
 
     Returns:
         By name, each [...] in the shape of the batch: ``action_log_prob``, ``entropy`` in nats, if the head or the
@@ -121,8 +122,7 @@ def evaluate_actions(
 
     Raises:
         TypeError: for a policy that has no head or distribution, or whose function draws random numbers itself.
-        ValueError: for a batch without keys that are needed, or that does not fit `policy_state`, and for a
-            `policy_state` of a policy on a TensorDict.
+        ValueError: for a batch without keys that are needed, or that does not fit `policy_state`.
 
     >>> import torch, funcollect as fc
     >>> env = fc.make_env("CartPole-v1", num_envs=2)
@@ -142,7 +142,7 @@ def evaluate_actions(
             "for all members under jax.vmap or torch.func.vmap"
         )
     if isinstance(policy, TensorDictPolicy):
-        return _by_distribution(policy, params, rows, policy_state)
+        return _by_distribution(policy, params, rows)
     if not isinstance(policy, TorchPolicy | FunctionPolicy) or policy.head is None:
         mend = "torch_policy(module, head=funcollect.heads.categorical), or another head"
         if isinstance(policy, TensorDictModuleBase):
@@ -357,12 +357,8 @@ def _turning(rows: _Leaves, lead: Sequence[int]) -> tuple[Callable[[Any], Any], 
     return turn, back
 
 
-def _by_distribution(policy: TensorDictPolicy, params: Any, rows: _Leaves, policy_state: Any) -> dict[str, Any]:
+def _by_distribution(policy: TensorDictPolicy, params: Any, rows: _Leaves) -> dict[str, Any]:
     """What the distribution of a TensorDict policy thinks of the actions, and the other outputs, by dotted name."""
-    if policy_state is not None:
-        raise ValueError(
-            "policy_state is given, but batches of a policy on a TensorDict hold its hidden states: leave it out"
-        )
     module = policy.bound(policy.prepare(params))
     if not isinstance(module, ProbabilisticTensorDictModule | ProbabilisticTensorDictSequential):
         raise TypeError(

@@ -343,8 +343,6 @@ def test_a_recurrent_actor_of_torchrl_runs_again_with_resets() -> None:
     pairs = batch[:2, None].expand(2, 3, 30).clone()  # lanes in two dimensions
     now = fc.evaluate_actions(policy, None, pairs)["action_log_prob"]
     torch.testing.assert_close(now, pairs["action_log_prob"], rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match=r"policy_state is given, but .* hold its hidden states: leave it out"):
-        fc.evaluate_actions(policy, None, batch, policy_state=fc.init(env, policy, seed=0).policy_state)
     with pytest.raises(TypeError, match=r"ProbabilisticActor without a head, .* pass funcollect.tensordict_policy"):
         fc.evaluate_actions(actor, None, batch)
 

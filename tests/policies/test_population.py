@@ -339,7 +339,7 @@ def test_traced_parts_of_a_run_are_refused() -> None:
 def test_halves_are_explained_and_profiled() -> None:
     policy, _ = POPULATIONS["torch"]()
     env = fc.make_env(HOST, num_envs=2, num_workers=2, overlap=2)
-    assert "overlap" in fc.explain(env, policy).workers
+    assert "one half of the lanes steps while" in fc.explain(env, policy).workers
     assert fc.profile(env, policy, frames=100, length=10).share("policy") > 0
     lowered, _ = POPULATIONS["lowered"]()
     with pytest.raises(PolicyError, match="profile it with overlap=1"):
