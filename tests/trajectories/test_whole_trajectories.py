@@ -280,26 +280,23 @@ def test_every_worker_has_to_end_its_trajectories(limits):
         multi(transport="serial", create_env_fn=made, policy=None, frames_per_batch=24, trajs_per_batch=3, seed=0)
 
 
+ONE, SYNC, ASYNC = fc.SyncDataCollector, fc.MultiSyncDataCollector, fc.MultiaSyncDataCollector
+
+
 @pytest.mark.usefixtures("ray_cluster")
 @FORKS_OF_RAY
-@pytest.mark.parametrize(("sync", "workers"), [(False, 1), *in_soak([(True, 1), (True, 2), (False, 2)])])
-def test_ray(sync, workers):
-    kind = fc.MultiSyncDataCollector if workers > 1 else fc.SyncDataCollector
+@pytest.mark.parametrize(
+    ("sync", "kind"), [(False, ONE), *in_soak([(True, ONE), (True, SYNC), (False, SYNC), (True, ASYNC)])]
+)
+def test_ray(sync, kind):
+    workers, frames = 1 if kind is ONE else 2, 0
     own = {"num_collectors": 2, "collector_class": kind, "num_workers_per_collector": workers, "sync": sync}
-    with ray_collector("CartPole-v1", **own, **RANDOM) as collector:
-        for batch in itertools.islice(collector, 4):
+    with ray_collector("CartPole-v1", **own, **RANDOM, compact_obs=kind is ASYNC) as collector:
+        for batch in itertools.islice(collector, 8):
+            frames += batch.numel()
             assert len(ids_of(batch)) == 3
-            assert sync or len(batch["collector", "lane"].unique()) <= workers
-
-
-@pytest.mark.usefixtures("ray_cluster")
-@FORKS_OF_RAY
-def test_batches_of_the_workers_that_are_first_in_each_actor_lose_no_frame():
-    kind = fc.MultiaSyncDataCollector
-    own = {"num_collectors": 2, "collector_class": kind, "num_workers_per_collector": 2, "sync": True}
-    with ray_collector("CartPole-v1", **own, **RANDOM, compact_obs=True) as collector:
-        delivered = sum(len(fc.next_observations(next(collector))) for _ in range(8))
-        assert delivered + sum(map(len, collector._pending.values())) == collector.frames
+            assert (sync and kind is not ASYNC) or len(batch["collector", "lane"].unique()) <= workers
+        assert frames + sum(map(len, collector._pending.values())) == collector.frames
 
 
 @pytest.mark.parametrize("kind", [fc.SyncDataCollector, fc.MultiSyncDataCollector])
