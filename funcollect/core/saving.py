@@ -16,7 +16,8 @@ from funcollect.core.api import check_pair, close, init_lanes
 from funcollect.core.env_params import described, like_described
 from funcollect.core.restore import restored, resume
 from funcollect.core.simulators.forking import rebuild, record_of
-from funcollect.core.simulators.simulation import Simulation, SimulationRecord, SimulatorHandle
+from funcollect.core.simulators.record import SimulationRecord
+from funcollect.core.simulators.simulation import Simulation, SimulatorHandle
 from funcollect.core.state import LEAVES, CollectorState, first_state, flatten_part
 from funcollect.errors import ReplayError
 from funcollect.files import read_data, write_data

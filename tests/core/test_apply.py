@@ -14,7 +14,7 @@ import torch
 import funcollect as fc
 from tests.support.compare import assert_same
 from tests.support.envs.lane_workers import pids_of, workers_of
-from tests.support.running import FORKS_OF_RAY, in_soak
+from tests.support.running import FORKS_OF_RAY, LOSES_WORKERS, in_soak
 from tests.support.workers import TRANSPORTS, multi, ray_collector
 
 
@@ -282,6 +282,7 @@ def test_a_collector_with_a_curriculum_is_the_run_of_the_functions():
                 assert_same(next(collector), batch.clone())
 
 
+@LOSES_WORKERS
 def test_a_replaced_worker_calls_it_again():
     keywords = {"create_env_fn": [make] * 2, "policy": None, "frames_per_batch": 20, "on_failure": "restart"}
     with multi(**keywords) as collector:

@@ -15,7 +15,7 @@ from gymnasium import spaces
 import funcollect as fc
 from tests.support.cases import jax_mlp, torch_mlp
 from tests.support.compare import assert_same, compilations
-from tests.support.running import FORKS_OF_RAY, in_soak
+from tests.support.running import FORKS_OF_RAY, LOSES_WORKERS, in_soak
 from tests.support.workers import TRANSPORTS, multi, ray_collector
 
 LENGTH = 4
@@ -184,6 +184,7 @@ def test_workers_get_those_of_their_lanes(transport):
 
 
 @pytest.mark.parametrize("loaded", [None, "run", *in_soak(["state_dict"])])
+@LOSES_WORKERS
 def test_a_replaced_worker_gets_them_again(loaded, tmp_path):
     keywords = {"create_env_fn": [make] * 2, "policy": None, "frames_per_batch": 30, "on_failure": "restart"}
     if loaded:

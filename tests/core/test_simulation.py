@@ -12,7 +12,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import funcollect as fc
-from funcollect.core.simulators.simulation import ActionLog
+from funcollect.core.simulators.record import ActionLog
 from tests.support.compare import assert_same
 
 LIVE: list[Any] = []

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from tests.docs.test_own import CHECKERS
-from tests.support.running import FORKS_OF_RAY, ROOT
+from tests.support.running import FORKS_OF_RAY, LOSES_WORKERS, ROOT
 
 MADE = ("_build", "benchmarks")  # by `make docs`, which may run meanwhile
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.relative_to(ROOT).parts[1] not in MADE)
@@ -54,6 +54,7 @@ def test_a_block_runs(block, capsys):
 
 
 @FORKS_OF_RAY
+@LOSES_WORKERS
 @pytest.mark.filterwarnings(  # what TorchRL 0.14 says of its own classes, and of its next version
     "ignore:Creating .* which inherits from WeightUpdaterBase:DeprecationWarning",
     "ignore:The env passed to Collector is missing transforms:FutureWarning",

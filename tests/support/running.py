@@ -10,6 +10,8 @@ SCALE = int(os.environ.get("FUNCOLLECT_SCALE", "1"))
 
 # JAX warns of forks once it has been used. Ray's forks become other programs at once.
 FORKS_OF_RAY = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+# Tests that end workers of collectors on purpose: each replacement warns.
+LOSES_WORKERS = pytest.mark.filterwarnings("ignore:worker .* another takes its place:RuntimeWarning")
 RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_memory_usage_threshold": "0.99"}
 RAY |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # else it warns where CUDA_VISIBLE_DEVICES is empty
 RAY |= {"RAY_prestart_worker_first_driver": "0"}  # else each cluster starts eight Python processes for later use

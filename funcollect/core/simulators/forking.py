@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from funcollect.core.simulators.simulation import AppliedCall, Simulation, SimulationRecord, SimulatorHandle
+from funcollect.core.simulators.record import AppliedCall, SimulationRecord
+from funcollect.core.simulators.simulation import Simulation, SimulatorHandle
 from funcollect.core.state import CollectorState
 from funcollect.envs.host.host_env import statistics_of
 from funcollect.errors import ReplayError

@@ -7,15 +7,15 @@ many episodes each lane has begun, and the actions since, from which `fork` and 
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from funcollect.core.simulators.record import LONGEST_LOG, ActionLog, AppliedCall, SimulationRecord
 from funcollect.errors import ClosedError, EnvError, LanesLostError, NotCalledError, StaleStateError
 from funcollect.keys import Key, Purpose, lane_keys
 from funcollect.processes.failures import UnsentResultError
@@ -32,88 +32,7 @@ from funcollect.protocols import (
 from funcollect.threefry import hashed_in_numpy
 from funcollect.tree import Path
 
-_LONGEST_LOG = 1 << 20  # steps; a longer episode cannot be forked
 _SEEDS = 64  # of episodes, drawn at once
-
-
-class ActionLog:
-    """The actions of the last steps, at most `limit`, [steps, P, ...], in one chunk per rollout."""
-
-    def __init__(self, num_lanes: int, limit: int = _LONGEST_LOG) -> None:
-        self._chunks: deque[Tensor] = deque()
-        self._length = 0
-        self._limit = limit  # 0 if no replay will need the actions
-        self.ages = torch.zeros(num_lanes, dtype=torch.int64)  # [P], steps of the loop since each lane's reset
-
-    def extend(self, actions: Tensor, ages: Tensor) -> None:
-        """Add a rollout's actions, and drop those that no lane's episode needs."""
-        self.ages = ages
-        if not self._limit:
-            return
-        self._chunks.append(actions.clone())
-        self._length += len(actions)
-        needed = min(int(ages.max()), self._limit)
-        while self._chunks and self._length - len(self._chunks[0]) >= needed:
-            self._length -= len(self._chunks.popleft())
-
-    def since_reset(self) -> Tensor | None:
-        """Return the actions of the last ``ages.max()`` steps, or None if they are not all kept."""
-        longest = int(self.ages.max())
-        if self._length < longest:
-            return None
-        return torch.cat(tuple(self._chunks))[-longest:] if longest else torch.empty(0, len(self.ages))
-
-    def resume(self, actions: Tensor | None, ages: Tensor) -> None:
-        """Continue the log with the result of another's `since_reset`, and its ages."""
-        self.ages = ages
-        self._chunks, self._length = deque(), 0
-        if actions is not None and len(actions):
-            self._chunks.append(actions)
-            self._length = len(actions)
-
-
-class AppliedCall(NamedTuple):
-    """A function that was called with the environments of all lanes."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    steps: int  # of every lane before the call
-    episodes: list[int]  # [P], the episode that each lane was in; -1 for none that can come again
-
-    def moved_before(self, episodes: Mapping[int, int]) -> AppliedCall:
-        """The call as if it had been made before these episodes, by lane, in which it was made."""
-        own = [-1 if episodes.get(lane) == episode else episode for lane, episode in enumerate(self.episodes)]
-        return self._replace(episodes=own) if episodes else self
-
-    def lanes(self, episodes: Sequence[int], *, during: bool) -> list[int]:
-        """The lanes in which the call was made during these episodes [P], or those in which it was made before."""
-        return [lane for lane, own in enumerate(self.episodes) if (own == episodes[lane]) == during]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulationRecord:
-    """What brings new simulators to the state of these: for `fork` in memory, for `save` in a file.
-
-    Attributes:
-        episodes: [P], the episode that each lane is in.
-        steps: steps of every lane since `init`.
-        unseeded: the lanes that get a seed at their next reset in any case.
-        ages: [P] int64, steps of the loop since each lane's reset.
-        actions: [max(ages), P, ...], the latest actions, for simulators that are replayed.
-        snapshot: that of simulators which give one.
-        last_outcome: that of the last step, which finished lanes repeat.
-        calls: of functions, in order.
-    """
-
-    key: Key
-    episodes: list[int]
-    steps: int
-    unseeded: set[int]
-    ages: Tensor
-    actions: Tensor | None
-    snapshot: Any
-    last_outcome: Outcome
-    calls: list[AppliedCall] = field(default_factory=list)
 
 
 class Simulation:
@@ -138,7 +57,7 @@ class Simulation:
         self.calls: list[AppliedCall] = []
         self.changed_in_part = False  # whether a function raised, so that only some lanes' environments have changed
         self.rekey(key, [-1] * len(self.lanes), 0)
-        self.action_log = ActionLog(len(self.lanes), _LONGEST_LOG if env.forking == "replay" else 0)
+        self.action_log = ActionLog(len(self.lanes), LONGEST_LOG if env.forking == "replay" else 0)
         self.last_outcome: Outcome = ((), (), (), ())  # read by `FinishedLanes`
 
     def __reduce__(self) -> Any:

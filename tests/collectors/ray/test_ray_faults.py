@@ -14,7 +14,7 @@ import funcollect as fc
 from funcollect.collectors.cluster import transport as ray_transport
 from funcollect.collectors.workers import pool
 from tests.support.faulty.faulty_workers import Failing, Plain, SlowToReturn, die, hold_the_gil, sleep_forever, stumble
-from tests.support.running import FORKS_OF_RAY, ROOT, SCALE, scaled
+from tests.support.running import FORKS_OF_RAY, LOSES_WORKERS, ROOT, SCALE, scaled
 from tests.support.worker_runs import check_trajectories, gone, run_out, wait_until
 from tests.support.workers import FOREVER, HangClock, ray_collector
 
@@ -96,6 +96,7 @@ def test_workers_in_an_actor_that_are_replaced_are_counted(tmp_path):
     assert (stats["restarts"], stats["lost_frames"]) == (1, 8)
 
 
+@LOSES_WORKERS
 def test_an_actor_that_is_killed_as_it_returns_is_built_once_a_process(tmp_path):
     log = tmp_path / "builds"
     made = [functools.partial(SlowToReturn, log, times=2), Plain]
@@ -106,6 +107,7 @@ def test_an_actor_that_is_killed_as_it_returns_is_built_once_a_process(tmp_path)
 
 
 @pytest.mark.parametrize("sync", [True, False] if SCALE > 1 else [False])
+@LOSES_WORKERS
 def test_actors_killed_at_random_moments(sync):
     """Every batch is whole, with the latest weights; ids are used once; each lane goes on."""
     generator = torch.Generator().manual_seed(0)

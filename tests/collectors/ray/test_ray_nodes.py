@@ -5,7 +5,7 @@ import torch
 
 import funcollect as fc
 from tests.support.faulty.faulty_workers import Plain
-from tests.support.running import FORKS_OF_RAY
+from tests.support.running import FORKS_OF_RAY, LOSES_WORKERS
 from tests.support.worker_runs import check_trajectories, run_out
 from tests.support.workers import by_lane, ray_collector
 
@@ -33,6 +33,7 @@ def cluster():
     cluster.shutdown()
 
 
+@LOSES_WORKERS
 def test_nodes_are_lost_and_join(cluster):
     cluster, nodes = cluster
     policy = fc.torch_policy(torch.nn.Linear(2, 2), head=fc.heads.categorical)

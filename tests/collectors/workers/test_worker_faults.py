@@ -30,7 +30,7 @@ from tests.support.faulty.faulty_workers import (
     stop,
     stumble,
 )
-from tests.support.running import ROOT, scaled
+from tests.support.running import LOSES_WORKERS, ROOT, scaled
 from tests.support.worker_runs import check_trajectories, gone, processes_of, run_out, wait_until
 from tests.support.workers import COLLECTORS, FOREVER, TRANSPORTS, HangClock, by_lane, multi
 
@@ -169,6 +169,7 @@ def test_processes_of_an_environment_go_with_their_worker(act):
 
 
 @pytest.mark.parametrize("kind", COLLECTORS)
+@LOSES_WORKERS
 def test_random_kills_of_one_run(kind):
     """Processes are killed at moments that the seed chooses; every batch is whole, with the latest weights."""
     generator = torch.Generator().manual_seed(0)
@@ -197,6 +198,7 @@ def test_random_kills_of_one_run(kind):
     check_trajectories(batches)
 
 
+@LOSES_WORKERS
 def test_a_worker_that_is_killed_as_it_returns_is_built_once_a_process(tmp_path):
     log = tmp_path / "builds"
     made = [functools.partial(SlowToReturn, log), Plain]
@@ -207,6 +209,7 @@ def test_a_worker_that_is_killed_as_it_returns_is_built_once_a_process(tmp_path)
     check_trajectories(batches)
 
 
+@LOSES_WORKERS
 def test_a_worker_that_fails_again_and_again_ends_the_run():
     made = [Plain, functools.partial(Failing, stumble, at=3)]
     collector = multi(SYNC, create_env_fn=made, frames_per_batch=16, on_failure="restart")

@@ -9,7 +9,7 @@ import torch
 
 import funcollect as fc
 from tests.support.faulty.faulty_workers import Failing, Plain, stumble
-from tests.support.running import scaled
+from tests.support.running import LOSES_WORKERS, scaled
 from tests.support.workers import COLLECTORS, TRANSPORTS, multi
 
 SYNC, ASYNC = COLLECTORS
@@ -210,6 +210,7 @@ def test_a_state_is_saved_with_the_latest_weights_and_those_of_each_worker(kind,
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("given", ["policy", "policy_factory"])
+@LOSES_WORKERS
 def test_a_worker_that_is_replaced_after_loading_has_the_weights_that_were_loaded(given, transport, tmp_path):
     def collector_of(*envs):
         policy = {"policy": Checksum()} if given == "policy" else {"policy_factory": Checksum}

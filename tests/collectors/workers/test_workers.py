@@ -20,6 +20,7 @@ from tests.support.check_collector import check_collector
 from tests.support.compare import assert_same
 from tests.support.envs.counting import always, check
 from tests.support.faulty.faulty_workers import Failing, Plain, Uneven, stumble
+from tests.support.running import LOSES_WORKERS
 from tests.support.workers import COLLECTORS, TRANSPORTS, by_lane, counting_workers, multi, policy_for
 
 SYNC, ASYNC = COLLECTORS
@@ -153,6 +154,7 @@ def test_a_module_that_draws_for_itself_draws_other_numbers_in_every_worker(name
     assert not bool((again[0] == again[1]).any())
 
 
+@LOSES_WORKERS
 def test_a_worker_that_takes_anothers_place_draws_other_numbers_than_that_did(tmp_path):
     made = [functools.partial(Failing, stumble, at=25, once=str(tmp_path / "once"))]
     kwargs = {"create_env_fn": made, "policy": Drawing(), "frames_per_batch": 10, "on_failure": "restart"}

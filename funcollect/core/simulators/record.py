@@ -1,0 +1,96 @@
+"""What brings new simulators to the state of others: actions, calls of functions, and counts."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcollect.keys import Key
+from funcollect.protocols import Outcome
+
+LONGEST_LOG = 1 << 20  # steps; a longer episode cannot be forked
+
+
+class ActionLog:
+    """The actions of the last steps, at most `limit`, [steps, P, ...], in one chunk per rollout."""
+
+    def __init__(self, num_lanes: int, limit: int = LONGEST_LOG) -> None:
+        self._chunks: deque[Tensor] = deque()
+        self._length = 0
+        self._limit = limit  # 0 if no replay will need the actions
+        self.ages = torch.zeros(num_lanes, dtype=torch.int64)  # [P], steps of the loop since each lane's reset
+
+    def extend(self, actions: Tensor, ages: Tensor) -> None:
+        """Add a rollout's actions, and drop those that no lane's episode needs."""
+        self.ages = ages
+        if not self._limit:
+            return
+        self._chunks.append(actions.clone())
+        self._length += len(actions)
+        needed = min(int(ages.max()), self._limit)
+        while self._chunks and self._length - len(self._chunks[0]) >= needed:
+            self._length -= len(self._chunks.popleft())
+
+    def since_reset(self) -> Tensor | None:
+        """Return the actions of the last ``ages.max()`` steps, or None if they are not all kept."""
+        longest = int(self.ages.max())
+        if self._length < longest:
+            return None
+        return torch.cat(tuple(self._chunks))[-longest:] if longest else torch.empty(0, len(self.ages))
+
+    def resume(self, actions: Tensor | None, ages: Tensor) -> None:
+        """Continue the log with the result of another's `since_reset`, and its ages."""
+        self.ages = ages
+        self._chunks, self._length = deque(), 0
+        if actions is not None and len(actions):
+            self._chunks.append(actions)
+            self._length = len(actions)
+
+
+class AppliedCall(NamedTuple):
+    """A function that was called with the environments of all lanes."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    steps: int  # of every lane before the call
+    episodes: list[int]  # [P], the episode that each lane was in; -1 for none that can come again
+
+    def moved_before(self, episodes: Mapping[int, int]) -> AppliedCall:
+        """The call as if it had been made before these episodes, by lane, in which it was made."""
+        own = [-1 if episodes.get(lane) == episode else episode for lane, episode in enumerate(self.episodes)]
+        return self._replace(episodes=own) if episodes else self
+
+    def lanes(self, episodes: Sequence[int], *, during: bool) -> list[int]:
+        """The lanes in which the call was made during these episodes [P], or those in which it was made before."""
+        return [lane for lane, own in enumerate(self.episodes) if (own == episodes[lane]) == during]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationRecord:
+    """What brings new simulators to the state of these: for `fork` in memory, for `save` in a file.
+
+    Attributes:
+        episodes: [P], the episode that each lane is in.
+        steps: steps of every lane since `init`.
+        unseeded: the lanes that get a seed at their next reset in any case.
+        ages: [P] int64, steps of the loop since each lane's reset.
+        actions: [max(ages), P, ...], the latest actions, for simulators that are replayed.
+        snapshot: that of simulators which give one.
+        last_outcome: that of the last step, which finished lanes repeat.
+        calls: of functions, in order.
+    """
+
+    key: Key
+    episodes: list[int]
+    steps: int
+    unseeded: set[int]
+    ages: Tensor
+    actions: Tensor | None
+    snapshot: Any
+    last_outcome: Outcome
+    calls: list[AppliedCall] = field(default_factory=list)
