@@ -37,6 +37,7 @@ Key = npt.NDArray[np.uint32]  # [2]
 _LOW = 0xFFFFFFFF
 _HASHES = 1 << 14  # at a time, so that they stay in the processor's cache
 _HASHES_ON_DEVICE = 1 << 22  # at a time, so that they take 32 MB for each intermediate result
+_DRAWS: dict[tuple[torch.device, int], Tensor] = {}
 _KEYS_ON_DEVICE: Any = WeakIdKeyDictionary()  # of the lanes [P] of a run, by its seed and the purpose
 _FEW = 6  # hashes; fewer are faster with Python integers than with NumPy
 
@@ -205,9 +206,8 @@ def _drawn_on_device(noise: Noise, keys: tuple[Tensor, Tensor], start: int, leng
 def _part_on_device(noise: Noise, keys: tuple[Tensor, Tensor], steps: Tensor, draws: int) -> Tensor:
     """The noise of some steps [T, 1]."""
     if is_on_gpu(steps) and noise.kind in ("uniform", "gumbel"):
-        key, number, draw = _broadcast(keys, steps, noise.words)
-        drawn = noise_on_gpu(key, number, draw - 1, gumbel=noise.kind == "gumbel")
-        return drawn.view(len(steps), -1, *noise.shape)
+        drawn = noise_on_gpu(*_broadcast(keys, steps, draws), gumbel=noise.kind == "gumbel")
+        return drawn[..., : noise.words].reshape(len(steps), -1, *noise.shape)
     words = torch.stack(_words_on_device(keys, steps, draws), -1)
     return _shaped(noise, words.flatten(-2)[..., : noise.words])
 
@@ -224,9 +224,19 @@ def _broadcast(
     keys: tuple[Tensor, Tensor], numbers: Tensor | int, draws: int
 ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
     """The keys of lanes [P], numbers [..., P] or of all lanes, and the draws from 1 on, to broadcast together."""
-    device = keys[0].device
-    number = torch.full((), numbers, device=device) if isinstance(numbers, int) else numbers[..., None]
-    return (keys[0][:, None], keys[1][:, None]), number, torch.arange(1, 1 + draws, device=device)
+    number = torch.full((), numbers, device=keys[0].device) if isinstance(numbers, int) else numbers[..., None]
+    return (keys[0][:, None], keys[1][:, None]), number, _draws(draws, keys[0])
+
+
+def _draws(count: int, like: Tensor) -> Tensor:
+    """The numbers of draws from 1 on, where `like` is. On a GPU they are kept, since to make them takes a launch."""
+    which = like.device, count
+    if which in _DRAWS and is_on_gpu(like):
+        return _DRAWS[which]
+    made = torch.arange(1, 1 + count, device=like.device)
+    if is_on_gpu(like) and not torch.cuda.is_current_stream_capturing():  # which makes memory of the graph's own
+        _DRAWS[which] = made
+    return made
 
 
 def _shaped(noise: Noise, words: Tensor) -> Tensor:

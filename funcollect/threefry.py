@@ -107,12 +107,12 @@ T threefry_uniform(T first, T second, T number, T draw) {{{_ROUNDS}
 }}"""
 _NOISE = {
     kind: f"""template <typename T>
-T threefry_{kind}(T first, T second, T number, T word) {{
-    const T draw = 1 + (word >> 1);{_ROUNDS}
-    const float x = ((float)((word & 1 ? two : one) >> 9) + 0.5f) * {2.0**-23!r}f;
-    return (unsigned int)__float_as_int({result});
+T threefry_{kind}(T first, T second, T number, T draw) {{{_ROUNDS}
+    const float x = ((float)(one >> 9) + 0.5f) * {2.0**-23!r}f;
+    const float y = ((float)(two >> 9) + 0.5f) * {2.0**-23!r}f;
+    return (long long)__float_as_int({result.format("y")}) << 32 | (unsigned int)__float_as_int({result.format("x")});
 }}"""
-    for kind, result in (("uniform32", "x"), ("gumbel", "-logf(-logf(x))"))
+    for kind, result in (("uniform32", "{}"), ("gumbel", "-logf(-logf({}))"))
 }
 
 
@@ -133,10 +133,13 @@ def uniform_on_gpu(key: Pair, number: Tensor, draw: Tensor) -> Tensor:
     return bits.view(torch.float64)
 
 
-def noise_on_gpu(key: Pair, number: Tensor, word: Tensor, *, gumbel: bool) -> Tensor:
-    """Float32 numbers in (0, 1) from words of all draws, counted from 0; or standard Gumbel numbers from these."""
-    bits: Tensor = _kernel(_NOISE["gumbel" if gumbel else "uniform32"], 1)(*key, number, word)
-    return bits.view(torch.float32)[..., ::2].contiguous()
+def noise_on_gpu(key: Pair, number: Tensor, draw: Tensor, *, gumbel: bool) -> Tensor:
+    """Float32 numbers in (0, 1) from both words of each pair that `words_on_gpu` returns; or Gumbel numbers from these.
+
+    The last dimension is twice as long as that of the pairs.
+    """
+    pairs: Tensor = _kernel(_NOISE["gumbel" if gumbel else "uniform32"], 1)(*key, number, draw)
+    return pairs.view(torch.float32)
 
 
 @cache

@@ -11,7 +11,7 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} platform=${PLATFORM:-cuda} out=${OUT:-.cache/gpu}
 only=${ONLY:-} part=${ONLY:+-$ONLY} all=${ALL:-525} for_tests=200 # seconds; bash counts them in SECONDS
-part=${part//[ \/,]/_}
+part=${part//[^A-Za-z0-9.-]/_}
 programs=$PWD/.cache/gpu-programs
 mkdir -p "$out"
 

@@ -105,9 +105,9 @@ def save(directory: Path, name: str, facts: Mapping[str, Any], results: Mapping[
 
 
 def file_name(name: str, only: str) -> str:
-    """``NAME.json``, or ``NAME-ONLY.json`` for a part of the cells, without spaces, slashes and commas."""
+    """``NAME.json``, or ``NAME-ONLY.json`` for a part of the cells, all but letters, digits, dots and dashes as "_"."""
     part = f"-{only}" if only else ""
-    return f"{name}{re.sub('[ /,]', '_', part)}.json"
+    return f"{name}{re.sub('[^A-Za-z0-9.-]', '_', part)}.json"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -188,7 +188,7 @@ def _check_place(source: TorchBacked, way: str) -> None:
     place = default_device_type()
     run_device = source.run_device
     if way == "called back" and place != "cpu":
-        raise LoweringError("a loop on a GPU would wait for Python at each step: it crosses instead")
+        raise LoweringError("a loop on a GPU would wait for Python at each step: leave compile out, and it crosses")
     if run_device is None or (way == "lowered" and source.device is None and run_device.type == "cpu"):
         return
     if run_device.type != place:

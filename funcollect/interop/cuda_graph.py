@@ -22,8 +22,9 @@ def can_capture(device: torch.device) -> bool:
 class CudaGraph(Generic[Output]):
     """A function, captured with some arguments, a pytree.
 
-    A call copies its tensors to where the graph reads them. Everything else is part of the graph: other leaves, all
-    that the function refers to, and the way that Python took. The result of a call is overwritten by the next one.
+    A call copies its tensors to where the graph reads them, unless they lie there. Everything else is part of the
+    graph: other leaves, all that the function refers to, and the way that Python took. The result of a call is
+    overwritten by the next one.
 
     Raises:
         RuntimeError: for a function that reads values of tensors, or copies from the host.
@@ -48,10 +49,37 @@ class CudaGraph(Generic[Output]):
     def __call__(self, arguments: Any) -> Output:
         """The result for these arguments, which fit."""
         given = [leaf for leaf in optree.tree_leaves(arguments, namespace=NAMESPACE) if isinstance(leaf, Tensor)]
-        with torch.no_grad():
-            torch._foreach_copy_(self._inputs, given)
+        moved = [(own, each) for own, each in zip(self._inputs, given, strict=True) if own is not each]
+        _copy(moved)
         self._replay()
         return self._result
+
+
+def written(memory: Any, values: Any) -> Any:
+    """A pytree of `values`, moved to the tensors of `memory`, another one, where these are like them."""
+    places, treedef = optree.tree_flatten(memory, namespace=NAMESPACE)
+    leaves, found = optree.tree_flatten(values, namespace=NAMESPACE)
+    if found != treedef:
+        return values
+    moved: list[tuple[Tensor, Tensor]] = []
+    used = {place.untyped_storage().data_ptr() for place in places if isinstance(place, Tensor)}
+    for at, (place, leaf) in enumerate(zip(places, leaves, strict=True)):
+        if isinstance(place, Tensor) and place is not leaf and _serves(place, leaf):
+            moved.append((place, leaf.clone() if leaf.untyped_storage().data_ptr() in used else leaf))
+            leaves[at] = place
+    _copy(moved)
+    return treedef.unflatten(leaves)
+
+
+def _copy(moved: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy to the first of each pair what the second holds, by one launch for all pairs of a dtype."""
+    alike: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for pair in moved:
+        alike.setdefault(pair[0].dtype, []).append(pair)
+    with torch.no_grad():
+        for pairs in alike.values():
+            places, values = map(list, zip(*pairs, strict=True))
+            torch._foreach_copy_(places, values)
 
 
 def capture(function: Callable[[], Output], device: torch.device) -> tuple[Callable[[], None], Output]:

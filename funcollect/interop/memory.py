@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from funcollect.interop.jax_setup import import_jax
 
 _ALIGNMENT = 64  # bytes: XLA takes such memory without a copy, and Torch computes the same bits from run to run
 
@@ -59,7 +60,8 @@ def _holders() -> str:
     held = {}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         held["Torch"] = torch.cuda.memory_reserved()
-    if "jax" in sys.modules and (stats := sys.modules["jax"].local_devices()[0].memory_stats()):
+    with_jax = import_jax.cache_info().currsize  # else to ask JAX could make it reserve memory now
+    if with_jax and (stats := import_jax().local_devices()[0].memory_stats()):
         held["JAX"] = stats.get("pool_bytes", stats["bytes_in_use"])
     parts = [f"{name} {size / 2**30:.1f} GiB" for name, size in held.items()]
     return f" (of the GPU, {' and '.join(parts)} are held)" if parts else ""

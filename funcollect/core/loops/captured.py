@@ -21,7 +21,7 @@ from funcollect.core.loops.tensor import TensorLanes, TensorLoop, as_read
 from funcollect.core.request import NOWHERE, Request, inputs_of
 from funcollect.core.state import CollectorState, origin_of
 from funcollect.errors import FuncollectError, LoweringError
-from funcollect.interop.cuda_graph import CudaGraph, can_capture
+from funcollect.interop.cuda_graph import CudaGraph, can_capture, written
 from funcollect.interop.memo import memo_of
 from funcollect.interop.reads import reads_together
 from funcollect.keys import torch_generator
@@ -49,9 +49,7 @@ class _Before(NamedTuple):
 class _After(NamedTuple):
     """What a graph computes."""
 
-    lanes: TensorLanes
-    recurrent: Any
-    buffers: dict[str, Tensor]
+    next: _Before  # where the next steps begin: mostly the memory that the graph reads, so that nothing is copied
     columns: dict[Path, Tensor]  # [K, P, ...]
     recorded: list[Tensor]  # of the policy
 
@@ -92,18 +90,17 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
                 recorded = [column.new_empty(request.length, *column.shape[1:]) for column in after.recorded]
             rows = [column[steps] for column in (*columns.values(), *recorded)]
             torch._foreach_copy_(rows, [*after.columns.values(), *after.recorded])
-            tensors = before.tensors | after.buffers
-            before = before._replace(lanes=after.lanes, recurrent=after.recurrent, tensors=tensors)
+            before = after.next
     with reads_together():
         counters, batch = device_delivery.deliver(env, state, request, columns, actor.outputs_of(recorded))
-        own: Any = (after.lanes.env_state, after.lanes.observation, after.recurrent, after.lanes.returns)
-        env_state, observation, recurrent, returns = optree.tree_map(torch.clone, own, namespace=NAMESPACE)
+        lanes = before.lanes
+        own: Any = (lanes.env_state, lanes.observation, before.recurrent)
+        env_state, observation, recurrent = optree.tree_map(torch.clone, own, namespace=NAMESPACE)
         after_state = state.replace(
             env_state=env_state,
             observation=observation,
             policy_state=inputs.policy_state._replace(recurrent=recurrent, generator=generator),
             steps=state.steps_made + request.length,
-            returns=returns,
             **counters,
         )
     return after_state, batch
@@ -163,5 +160,7 @@ def _steps(
     )
     with actor.running():
         loop.run(actor)
-        after = _After(loop.lanes(), actor.recurrent, policy.buffers(), loop.columns, actor.recorded())
+        tensors = before.tensors | policy.buffers()
+        following = before._replace(lanes=loop.lanes(), recurrent=actor.recurrent, tensors=tensors)
+        after = _After(written(before, following), loop.columns, actor.recorded())
     return after, actor

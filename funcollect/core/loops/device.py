@@ -147,7 +147,6 @@ def run(env: DeviceEnv, policy: Policy, state: CollectorState, request: Request)
         observation={path: value.clone() for path, value in root.items()},
         policy_state=policy_state,
         steps=simulation.steps,
-        returns=lanes.returns,
         **counters,
     )
     return after, batch
@@ -167,7 +166,6 @@ class _Lanes:
         self._env, self._request, self._root, self._columns = env, request, root, columns
         self._reward, self._terminated, self._truncated = (columns[path] for path in OUTCOME_KEYS)
         self._finished = (state.terminated | state.truncated).to(env.device)
-        self.returns = state.returns.to(env.device)
 
     def keep_root(self, t: int) -> None:
         """Record the observation before the policy reads it, since a policy may write into it."""
@@ -184,19 +182,14 @@ class _Lanes:
             check_step(self._env, answer, len(self._finished))
         observed, following = by_path(self._env, answer.observation), by_path(self._env, after)
         done: Tensor = answer.terminated | answer.truncated
-        earned = answer.reward.to(self._reward.dtype)
         if not self._request.reset_when_done:
             kept = {path: self._columns[path][t] for path in self._root}
             observed = select(self._finished, kept, observed)
-            earned = earned.masked_fill(self._finished, 0.0)
             self._finished = self._finished | done
             following = observed
         for path, value in observed.items():
             self._columns["next", *path][t] = value
             self._root[path].copy_(following[path])
         self._reward[t], self._terminated[t], self._truncated[t] = answer.reward, answer.terminated, answer.truncated
-        self.returns = self.returns + earned
-        if self._request.reset_when_done:
-            self.returns = self.returns.masked_fill(done, 0.0)
         keep_infos(self._columns, t, self._request.length, answer.info)
         return done

@@ -29,14 +29,15 @@ class _Counts(NamedTuple):
 def deliver(
     env: Env, state: CollectorState, request: Request, columns: dict[Path, Tensor], outputs: dict[Path, Tensor]
 ) -> tuple[dict[str, Tensor], TensorDict]:
-    """Return the counters of the state after a rollout, but for `returns`, and its batch; see `delivery.deliver`.
+    """Return the counters of the state after a rollout, and its batch; see `delivery.deliver`.
 
     Nothing waits for the device here within `reads_together`.
     """
     check_apart(outputs, state.observation)
     ends = columns.pop(TERMINATED), columns.pop(TRUNCATED)
     reward = columns[REWARD]
-    counts = _count_episodes(state, *ends) if request.reset_when_done else _count_until_finished(state, reward, *ends)
+    count = _count_episodes if request.reset_when_done else _count_until_finished
+    counts = count(state, reward, *ends)
     counted: dict[Path, Tensor] = {
         ("collector", "traj_ids"): trajectory_ids(state.lane, counts.number, state.total_lanes),
         ("collector", "step"): counts.step,
@@ -49,16 +50,18 @@ def deliver(
     return counts.after, as_batch(columns | outputs | counted, single=env.num_envs is None)
 
 
-def _count_episodes(state: CollectorState, terminated: Tensor, truncated: Tensor) -> _Counts:
+def _count_episodes(state: CollectorState, reward: Tensor, terminated: Tensor, truncated: Tensor) -> _Counts:
     """Count if every finished lane began another episode."""
     done = terminated | truncated
     time = torch.arange(len(done), device=done.device)[:, None]
     begins = torch.cat([torch.zeros_like(done[:1]), done[:-1]])
     number = state.episode + begins.cumsum(0)
     step = time - torch.where(begins, time, -state.step).cummax(0).values
+    made = torch.where(done[-1], 0, step[-1] + 1)
     after = {
         "episode": number[-1] + done[-1],
-        "step": torch.where(done[-1], 0, step[-1] + 1),
+        "step": made,
+        "returns": _open_returns(state, reward, len(done) - made),
         "terminated": torch.zeros_like(state.terminated),
         "truncated": torch.zeros_like(state.truncated),
     }
@@ -77,11 +80,20 @@ def _count_until_finished(state: CollectorState, reward: Tensor, terminated: Ten
     after = {
         "episode": state.episode,
         "step": steps[-1],
+        "returns": _open_returns(state, reward, torch.zeros_like(state.step)),
         "terminated": flags[0][-1],
         "truncated": flags[1][-1],
     }
     root, following = ((*(flag[rows].clone() for flag in (*flags, over)),) for rows in (slice(-1), slice(1, None)))
     return _Counts(state.episode.repeat(len(reward), 1), steps - live.long(), root, following, after)  # type: ignore[arg-type]
+
+
+def _open_returns(state: CollectorState, reward: Tensor, start: Tensor) -> Tensor:
+    """Sum the rewards since the row `start` [P] in order, as `delivery` does."""
+    time = torch.arange(len(reward), device=reward.device)[:, None]
+    rows = reward.double().masked_fill_(time < start, 0.0)
+    rows[0] += torch.where(start <= 0, state.returns, 0.0)
+    return rows.cumsum(0)[-1]
 
 
 def _ever(before: Tensor, flags: Tensor) -> Tensor:

@@ -123,7 +123,6 @@ def run(env: TorchEnv, policy: Policy, state: CollectorState, request: Request) 
             policy_state, outputs = actor.finish()
         if wait:
             counters, batch = device_delivery.deliver(env, state, request, loop.columns, outputs)
-            counters["returns"] = loop.returns
         else:
             no_ages = torch.zeros(state.num_lanes, dtype=torch.int64)  # nothing is replayed
             counters, batch, _ = deliver(env, state, request, loop.columns, outputs, no_ages)
@@ -151,7 +150,6 @@ class TensorLanes(NamedTuple):
     lane: Tensor
     episode: Tensor
     step: Tensor  # only kept up to date where trajectories are limited
-    returns: Tensor  # of the current episodes, float64; only kept up to date where reads wait
     finished: Tensor  # lanes that stay finished, bool
     steps: int | Tensor  # since the beginning of the run: an int, or int64 [1] on the device
     start_keys: tuple[Any, Any]  # each lane's key to the starts of its episodes
@@ -168,7 +166,6 @@ class TensorLanes(NamedTuple):
             lane=lane,
             episode=state.episode.to(env.device),
             step=state.step.to(env.device),
-            returns=state.returns.to(env.device),
             finished=(state.terminated | state.truncated).to(env.device),
             steps=state.steps_made,
             start_keys=LaneKeys.of(state.key, Purpose.RESET, lane, 0).keys,
@@ -180,7 +177,6 @@ class TensorLoop:
     """The columns of a rollout, and the current state of all lanes.
 
     Attributes:
-        returns: [P] float64, of the current episodes; only kept where reads wait.
         env_state: the environment's state.
         root: the observation by key, each [P, ...]: the same memory throughout, which the policy reads.
         columns: the recorded entries, each [T, P, ...], under the batch's keys.
@@ -197,7 +193,6 @@ class TensorLoop:
         self._limit = None if limit is None else TrajectoryLimit(lanes.step, limit)
         self._finished = lanes.finished
         self._reads_wait = reads_wait(env.device)
-        self.returns = lanes.returns
         self.columns = new_columns(self.root, request)
         self._reward, self._terminated, self._truncated = (self.columns[path] for path in OUTCOME_KEYS)
         self._roots = [self.columns[path] for path in self.root]
@@ -220,7 +215,6 @@ class TensorLoop:
             observation=self.root,
             episode=self._episode,
             step=self._begun.step if self._limit is None else self._limit.steps(length),
-            returns=self.returns,
             finished=self._finished,
             steps=self._begun.steps + length,
         )
@@ -238,18 +232,15 @@ class TensorLoop:
                 truncated = truncated | self._limit.reached(t)
             observed = disassemble(self._env.observation_space, answer.observation)
             done: Tensor = terminated | truncated
-            over = self._finished
             if not self._request.reset_when_done:
                 kept = [column[t] for column in self._roots]
-                env_state, observed = select(over, (self.env_state, kept), (env_state, observed))
-                self._finished = over | done
+                before = self.env_state, kept
+                env_state, observed = select(self._finished, before, (env_state, observed))
+                self._finished = self._finished | done
             for root, column, value in zip(self.root.values(), self._nexts, observed, strict=True):
                 column[t] = value
                 root.copy_(value)
             self._reward[t] = answer.reward
-            if self._reads_wait:
-                earned = self._reward[t]
-                self.returns = self.returns + (earned if self._request.reset_when_done else earned.masked_fill(over, 0))
             self._terminated[t] = terminated
             self._truncated[t] = truncated
             keep_infos(self.columns, t, self._request.length, answer.info)
@@ -261,9 +252,7 @@ class TensorLoop:
 
         Where reads wait, the mask is not read.
         """
-        if self._reads_wait:
-            self.returns.masked_fill_(done, 0.0)  # which this step has made
-        elif not bool(done.any()):
+        if not self._reads_wait and not bool(done.any()):
             return None
         lanes = self._begun
         self._episode = self._episode + done

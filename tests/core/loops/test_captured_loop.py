@@ -157,6 +157,17 @@ def windy(compiler: str | None) -> tuple[Any, Any]:
     return env, fc.torch_policy(seeded(lambda: nn.Linear(2, 2)), head=fc.heads.categorical, compile=compiler)
 
 
+def test_values_that_lie_in_the_memory_to_write() -> None:
+    one, two, other = torch.zeros(3), torch.ones(3), torch.full((3,), 2.0)
+    swapped, kept, wide = cuda_graph.written((one, two, other), (two, one, other.double()))
+    assert swapped is one
+    assert kept is two
+    assert wide.dtype == torch.float64
+    assert torch.equal(one, torch.ones(3))
+    assert torch.equal(two, torch.zeros(3))
+    assert cuda_graph.written((one,), {"one": two}) == {"one": two}  # of another structure
+
+
 def test_an_environments_own_noise_and_parameters(monkeypatch):
     def batches(compiler):
         env, policy = windy(compiler)
