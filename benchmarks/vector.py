@@ -45,6 +45,7 @@ class Work:
         policy: ``"network"``, or ``"slow"`` for one that computes for 5 ms.
         workers: of the contestant that stands for ours.
         peers: whether the peers run it, too.
+        device: of the policy.
     """
 
     name: str
@@ -53,9 +54,10 @@ class Work:
     policy: str = "network"
     workers: int = 2
     peers: bool = True
+    device: str = "cpu"
 
     def module(self) -> nn.Module:
-        own = mlp(4, 2) if self.name.startswith(("work/", "sleep/")) else network(self.name)
+        own = (mlp(4, 2) if self.name.startswith(("work/", "sleep/")) else network(self.name)).to(self.device)
         return Slow(own) if self.policy == "slow" else own
 
 
@@ -63,10 +65,14 @@ WORK = {
     "CartPole 64": Work("CartPole-v1", 64, 100),
     "HalfCheetah 16": Work("HalfCheetah-v5", 16, 50),
     "Pong 16": Work("ale/Pong", 16, 16),
-    "HalfCheetah 16, a policy of 5 ms": Work("HalfCheetah-v5", 16, 25, "slow", peers=False),
+    "HalfCheetah 16, a policy of 5 ms": Work("HalfCheetah-v5", 16, 25, "slow"),
     "200 µs of work 2": Work("work/0.0002", 2, 200),
     "200 µs of work 16": Work("work/0.0002", 16, 50),
     "1 ms of sleep 64": Work("sleep/0.001", 64, 20, workers=16),
+}
+WORK_BESIDE_A_GPU = {  # for 16 processors
+    "HalfCheetah 60, policy on a GPU": Work("HalfCheetah-v5", 60, 50, workers=15, device="cuda"),
+    "200 µs of work 60, policy on a GPU": Work("work/0.0002", 60, 50, workers=15, device="cuda"),
 }
 
 
@@ -162,7 +168,7 @@ def results(options: Options) -> Iterator[Result]:
     for cell in cells():
         if options.only not in cell.name:
             continue
-        work = WORK[cell.name]
+        work = (WORK | WORK_BESIDE_A_GPU)[cell.name]
         ours = f"{work.workers} workers"
         limit, source = limit_of(work, options)
         result = compare(cell, measure(cell, options), ours)
@@ -175,7 +181,7 @@ def results(options: Options) -> Iterator[Result]:
 
 
 def cells() -> Iterator[Cell]:
-    for name, work in WORK.items():
+    for name, work in (WORK | (WORK_BESIDE_A_GPU if torch.cuda.is_available() else {})).items():
         contestants: dict[str, Callable[[], Any]] = {
             f"{work.workers} workers": partial(ours, work, num_workers=work.workers),
             f"{work.workers} workers, overlap": partial(ours, work, num_workers=work.workers, overlap=2),
@@ -223,13 +229,13 @@ def ours(work: Work, **spread: Any) -> Batches:
 
 def acted(work: Work, module: nn.Module, rows: Any) -> Any:
     """Actions for observations, NumPy arrays [P, ...] each, sampled with Torch's own functions."""
-    tensor = torch.as_tensor(np.asarray(rows))
+    tensor = torch.as_tensor(np.asarray(rows)).to(work.device)
     if not continuous(work.name):
-        return chosen(module, tensor).numpy()
+        return chosen(module, tensor).cpu().numpy()
     loc, scale = module(tensor.float())
     action = loc + scale * torch.randn_like(loc)
     (-0.5 * ((action - loc) / scale) ** 2 - scale.log()).sum(-1)  # the log-probability, but for a constant
-    return action.numpy()
+    return action.cpu().numpy()
 
 
 class Peer:

@@ -4,6 +4,7 @@
 # end tables for the docs and a picture, too.
 # ONLY=rest leaves the tests out, and gives all the time to a group of parts of the benchmark, or to those whose names hold
 # what stands between commas. The results are then in gpu-rest.json, and so on.
+# ONLY=vector runs the cells of `benchmarks vector` whose policy is on the GPU instead; they want 16 processors.
 # PLATFORM=cpu runs the same on a CPU: the tests' twins there, the benchmark with fewer lanes.
 # Where a machine is lent for a short time, two calls: ALL=480 first, then ALL=240 ONLY=rest, or what the first one lists as
 # not measured.
@@ -51,6 +52,10 @@ fi
 echo "tested after $SECONDS s"
 
 left=$((all - SECONDS))
+if [ "$only" = vector ]; then
+    timeout --kill-after=5 $left "$python" -m benchmarks vector --only "on a GPU" --rounds 5 --out "$out" 2>&1 | tee "$out/vector.txt"
+    exit
+fi
 timeout --kill-after=5 $left "$python" -m benchmarks gpu --platform "$platform" --only "$only" --rounds 5 --seconds $((left - 20)) \
     --out "$out" 2>&1 | tee "$out/gpu-benchmark$part.txt"
 measured=$?

@@ -23,9 +23,11 @@ def usable_cpus() -> list[int]:
 
 
 def run_on(cpu: int) -> None:
-    """Keep this process on one processor, where the system can do that and allows it."""
+    """Keep this process on one processor, which it takes as soon as it is woken, if the system can and may do that."""
     if not PORTABLE:
         with contextlib.suppress(OSError):
+            if os.sched_getscheduler(0) == os.SCHED_BATCH:  # which would wait there for as long as others may run
+                os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
             os.sched_setaffinity(0, {cpu})
 
 

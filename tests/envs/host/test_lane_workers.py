@@ -942,6 +942,7 @@ def test_a_reset_of_games_is_one_of_all_lanes_where_a_worker_is_known_to_be_lost
     assert pids_of(state)[0] == pids[0]
     if not PORTABLE:
         assert [os.sched_getaffinity(pid) for pid in pids_of(state)] == cpus_of(state)
+        assert {os.sched_getscheduler(pid) for pid in pids_of(state)} == {os.SCHED_OTHER}  # woken at once
     fc.close(state)
 
 
