@@ -129,7 +129,7 @@ def _add_env(parser: argparse.ArgumentParser, num_envs: int | None) -> None:
     """Add the arguments that name an environment; `num_envs` is the default of ``--num-envs``, None for no batch."""
     add = parser.add_argument
     add("env", nargs="?", metavar="ENV", help="an id (torch/CartPole-v1), or module:factory")
-    add("--env", dest="env_option", metavar="ENV", help="the same")
+    add("--env", dest="env_option", metavar="ENV", help="the same as ENV")
     if num_envs is not None:
         what = f"environments in one batch; default: {num_envs}"
         add("--num-envs", type=_count, default=num_envs, metavar="N", help=what)
@@ -151,7 +151,10 @@ def _add_policy(
 
 def _count(text: str) -> int:
     """Parse an argument that is a positive int; ``1e5`` is one, too."""
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
     if not number.is_integer():
         raise argparse.ArgumentTypeError(f"{text} is not an integer")
     if number < 1:
@@ -159,9 +162,6 @@ def _count(text: str) -> int:
     if number > 2**53:
         raise argparse.ArgumentTypeError(f"{text} is too large")
     return int(number)
-
-
-_count.__name__ = "count"  # argparse shows this name to the user
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -275,6 +275,12 @@ def test_bad_arguments_end_with_two(arguments: list[str], capsys: pytest.Capture
     assert "usage: funcollect" in capsys.readouterr().err
 
 
+def test_a_count_that_is_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["collect", "CartPole-v1", "--frames", "ten"])
+    assert capsys.readouterr().err.endswith("argument --frames: 'ten' is not an integer\n")
+
+
 def test_a_disk_without_room_is_seen_before_collecting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
