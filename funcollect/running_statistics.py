@@ -46,7 +46,7 @@ class RunningStatistics(NamedTuple):
     Attributes:
         count: how many observations: int64 [], or over JAX uint32 [2], low word first.
         mean: by the observation's key, its parts joined by dots: [*shape] float64, or float32 over JAX.
-        variance: likewise; 1 before the first update.
+        variance: in the same layout; 1 before the first update.
 
     >>> import gymnasium, torch
     >>> stats = update(init(gymnasium.spaces.Box(-9, 9, (1,))), {"observation": torch.tensor([[1.0], [3.0]])})
@@ -103,7 +103,7 @@ def update(stats: RunningStatistics, batch: Any, *, weights: Any = None) -> Runn
     """Statistics that also count the observations of a batch.
 
     Args:
-        stats: those before.
+        stats: the statistics so far.
         batch: a batch [*B, T], whose observations before each step count; or observations alone, an array
             [*B, *shape], or a dict or tuple of them.
         weights: [*B], an array or a list, whether each observation counts: bools, or zeros and ones. By default padding

@@ -244,7 +244,7 @@ class ReplayBuffer:
             )
 
     def loads(self, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
-        """Restore a dump: the next samples are those that the dumped buffer would have returned.
+        """Restore a dump: the next samples are the ones that the dumped buffer would have returned.
 
         Args:
             path: the directory given to `dumps`.

@@ -82,7 +82,7 @@ class CollectorBase(RunOptions, ABC):
     _pending: dict[int, PendingTrajectories] = field(init=False, default_factory=dict)  # by order
 
     _closed = False
-    _lends: ClassVar[bool] = False  # whether the memory of a batch is written again once no view of it lives
+    _lends: ClassVar[bool] = False  # whether the memory of a batch is reused once no view of it is alive
     _elsewhere: ClassVar[Mapping[str, str]] = {
         "backend": "the class decides it: SyncDataCollector, MultiSyncDataCollector, MultiaSyncDataCollector or "
         "RayCollector",
@@ -144,9 +144,9 @@ class CollectorBase(RunOptions, ABC):
     def save(self, path: str | os.PathLike[str], *, episodes: Episodes = "continue") -> None:
         """Write the run to a file: weights, counts, episodes in flight, and batches that are ready.
 
-        `load`, or `restore` of a collector built alike, continues it in any process. Synchronous collectors then
-        deliver the batches that this one would have, bit for bit. Asynchronous ones lose and repeat no frame, and each
-        lane continues bit for bit as long as the weights do not change. Saving does not disturb the run.
+        `load`, or `restore` of a collector with the same arguments, continues it in any process. Synchronous collectors
+        then deliver the batches that this one would have, bit for bit. Asynchronous ones lose and repeat no frame, and
+        each lane continues bit for bit as long as the weights do not change. Saving does not disturb the run.
 
         Args:
             path: the file. An earlier one is replaced once this one is complete.

@@ -35,8 +35,8 @@ from funcollect.messages import shown
 class ProcessCollector(WorkerCollector, LocalOptions):
     """The base class of collectors whose workers are processes on this machine.
 
-    The processes begin with the collector's construction. They run one thread each and JAX on the CPU, unless the
-    keywords say otherwise. Batches lie in shared memory, which is written again once no view of a batch lives; a reader
+    The processes start when the collector is constructed. They run one thread each and JAX on the CPU, unless the
+    keywords say otherwise. Batches lie in shared memory, which is reused once no view of a batch is alive; a reader
     that keeps every batch gets copies after the first few.
 
     Raises:
@@ -86,15 +86,15 @@ class ProcessCollector(WorkerCollector, LocalOptions):
 
 @collector
 class MultiSyncDataCollector(ProcessCollector):
-    """Batches of one rollout of every worker, which are begun together.
+    """Batches of one rollout of every worker; the workers begin them together.
 
     Batches are ``[W, P, T]``, ``T = ceil(ceil(frames_per_batch / W) / P)``, and ``[W, T]`` for single environments.
     Rows follow the lanes: worker ``w`` of ``W`` with ``P`` environments owns the lanes ``w * P`` to ``w * P + P - 1``.
 
-    Workers are processes that begin with the construction. A worker that dies, raises, or does not answer within
-    `timeout` ends the run with `WorkerError`, or is replaced with ``on_failure="restart"``. Batches lie in shared
-    memory, which is written again once no view of a batch lives; a reader that keeps every batch gets copies after the
-    first few.
+    Workers are processes, which start when the collector is constructed. A worker that dies, raises, or does not answer
+    within `timeout` ends the run with `WorkerError`, or is replaced with ``on_failure="restart"``. Batches lie in
+    shared memory, which is reused once no view of a batch is alive; a reader that keeps every batch gets copies after
+    the first few.
 
     >>> import funcollect as fc
     >>> collector = MultiSyncDataCollector(
@@ -112,8 +112,8 @@ class MultiSyncDataCollector(ProcessCollector):
     """``"stack"``; or ``0`` for ``[W * P, T]``, ``-1`` for ``[P, W * T]``, and for single environments ``[W * T]``
     either way. Workers with different frames need ``-1``, or ``0`` and single environments."""
     prefetch: bool = False
-    """collect the next batch while the reader works on one. New weights act one batch later. Without it a batch is
-    begun when it is asked for, with the weights of that moment."""
+    """collect the next batch while the reader works on one. New weights act one batch later. Without it a batch
+    begins when it is requested, with the weights of that moment."""
 
     def __post_init__(self) -> None:
         """Check the keywords and start the workers."""

@@ -92,8 +92,8 @@ class RunOptions:
     exploration_type: ExplorationType = ExplorationType.RANDOM
     """whether heads sample or act deterministically."""
     exploration: Mapping[str, Value] = field(default_factory=lambda: NO_VALUES)
-    """other values for the numbers in `Policy.exploration`, as for `rollout`: ``{"epsilon": 0.1}``, or functions of the
-    frames of the whole run so far, which anneal them. Batches hold the values."""
+    """other values for the numbers in `Policy.exploration`, as for `rollout`: ``{"epsilon": 0.1}``; or functions of the
+    number of frames of the whole run so far, such as an annealing schedule. Batches hold the values."""
     reset_when_done: bool = True
     """False keeps a finished lane finished until `reset`."""
     set_truncated: bool = False
@@ -110,8 +110,8 @@ class RunOptions:
     compact_obs: bool = False
     """leave out the next observations that the following frames have; `next_observations` restores them."""
     update_statistics: bool = False
-    """add each batch to the running statistics of a policy that `normalized` has made, once the next one is asked for.
-    Until then ``policy.statistics`` are those that acted in the batch, and those that `state_dict` holds."""
+    """add each batch to the running statistics of a policy that `normalized` has made, when the next batch is
+    requested. Until then ``policy.statistics`` and `state_dict` hold the statistics that acted in the batch."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

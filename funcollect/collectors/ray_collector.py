@@ -45,8 +45,8 @@ class RayCollector(WorkerCollector):
     lanes collect the same data, bit for bit, as in the workers of `MultiSyncDataCollector`.
 
     A collector that dies, raises, or does not answer within `timeout` ends the run with `WorkerError`, or is replaced
-    with ``on_failure="restart"``. Batches are copied once out of Ray's object store, into memory that is used again
-    once no view of it lives. Weights are put there once per update.
+    with ``on_failure="restart"``. Batches are copied once out of Ray's object store, into memory that is reused
+    once no view of it is alive. Weights are put into the object store once per update.
 
     Raises:
         ImportError: without Ray.
@@ -67,9 +67,9 @@ class RayCollector(WorkerCollector):
     """the class of the collector in each actor: `SyncDataCollector`, `MultiSyncDataCollector`,
     `MultiaSyncDataCollector`, or a class derived from one that passes its keywords on."""
     collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
-    """further keywords for it; or a list with a dict for each."""
+    """further keywords for that class; or a list with a dict for each collector."""
     num_workers_per_collector: int = 1
-    """K, if that class has workers."""
+    """K, if `collector_class` has workers."""
     sync: bool = False
     """whether a batch consists of one rollout of every collector."""
     ray_init_config: Mapping[str, Any] | None = None
@@ -80,10 +80,10 @@ class RayCollector(WorkerCollector):
     num_collectors: int | None = None
     """N, if no argument is a list. Afterwards the number of collectors at work."""
     update_after_each_batch: bool = False
-    """send the policy's weights to the collectors of each batch before the next one is asked for: to all with `sync`,
-    else to the one that collected it."""
+    """send the policy's weights before the next batch is requested: with `sync` to all collectors, else to the one that
+    collected the last batch."""
     max_weight_update_interval: int = -1
-    """batches of a collector after which it is sent the weights at the latest; negative for no limit."""
+    """batches after which a collector gets the weights at the latest; negative for no limit."""
     prefetch: bool = False
     """with `sync`, collect the next batch while the reader works on one."""
 
@@ -224,8 +224,8 @@ class RayCollector(WorkerCollector):
             num_envs: workers of each, for a class that has them; as many as the others unless given.
             policy: in place of the collector's own; it has to take the same weights. Needed if `policy_factory` was a
                 list: like lists of devices and of `create_env_kwargs`, it has no value for later collectors.
-            collector_kwargs: as the constructor takes them; the constructor's if that was one dict.
-            remote_configs: as the constructor takes them; likewise.
+            collector_kwargs: as the constructor takes them; by default the constructor's, if that was one dict.
+            remote_configs: as the constructor takes them; by default the constructor's, if that was one dict.
 
         Returns:
             Their indices, for `worker_ids` and `remove_collectors`.

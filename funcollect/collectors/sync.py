@@ -17,7 +17,7 @@ from funcollect.collectors.source import RunnerSpec, SourceOptions
 
 @collector
 class SyncDataCollector(Runner, CollectorBase, SourceOptions, RunnerOptions):
-    """An iterator over batches of experience, each collected when it is asked for.
+    """An iterator over batches of experience, each collected when it is requested.
 
     It holds a `state` and `params` and calls the functions of the core. A loop over it can stop and be continued by
     another loop. Batches are ``[P, T]`` (``[T]`` for a single environment) with ``T = ceil(frames_per_batch / P)``,

@@ -225,8 +225,8 @@ class WorkerCollector(CollectorBase):
             The results in the order of workers, then lanes.
 
         Raises:
-            TypeError: for environments without an object for each lane, and what cannot be sent. If that is the result,
-                the function has been called.
+            TypeError: for environments without an object for each lane, and for a function, arguments or results that
+                cannot be sent. If the results cannot be sent, the function has been called all the same.
             EnvError: if the function raises; the worker's lanes begin new episodes then.
         """
         self._check_at_rest()

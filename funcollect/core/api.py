@@ -114,7 +114,7 @@ def rollout(
         params: the parameters to act with; None for the policy's own current ones.
         exploration_type: whether the policy samples or acts deterministically.
         exploration: other values for the numbers in `Policy.exploration`, such as ``{"epsilon": 0.1}``; the batch holds
-            them. A function is called with the frames of the whole run so far, of all lanes: an annealing schedule.
+            them. A function, such as an annealing schedule, is called with the number of frames of all lanes so far.
         max_frames_per_traj: steps after which a trajectory is truncated; None for no limit.
 
     Returns:

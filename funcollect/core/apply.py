@@ -33,8 +33,9 @@ def apply(
         The next state, and the results in the order of lanes.
 
     Raises:
-        TypeError: for an environment without an object for each lane, and what cannot be sent. `state` can still be
-            used. If that is the result, the function has been called.
+        TypeError: for an environment without an object for each lane, and for a function, arguments or results that
+            cannot be sent. `state` can still be used. If the results cannot be sent, the function has been called all
+            the same.
         StaleStateError: if the state has been superseded by a later one.
         EnvError: if the function raises, or a process is lost. `recover` begins new episodes; lanes in which the
             function had returned have been changed, so let it set values rather than add to them, and call it again.

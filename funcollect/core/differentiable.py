@@ -50,8 +50,8 @@ def differentiable_rollout(
     Sampled continuous actions are differentiated with their noise fixed (reparametrised); discrete ones pass no
     gradient. The given state is a constant, so gradients end where the rollout begins, and where an episode ends.
 
-    Noise, episodes and batch are those of `rollout`, within rounding. All steps are kept in memory until the gradient
-    is taken, and each `length` compiles a program, so this is a separate function.
+    Noise, episodes and batch are the same as in `rollout`, within rounding. All steps are kept in memory until the
+    gradient is taken, and each `length` compiles a program, so this is a separate function.
 
     Args:
         env: an environment written in JAX, whose steps JAX can differentiate.

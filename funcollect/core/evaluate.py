@@ -34,13 +34,13 @@ def evaluate(
 ) -> EpisodeStats:
     """Return the statistics of exactly `episodes` whole episodes, run on new simulators.
 
-    Each lane contributes its first episodes; if the number does not divide, earlier lanes contribute one more. Taking
-    the first episodes to finish instead would favour short ones.
+    Each lane contributes its first episodes. If `episodes` is not a multiple of the number of lanes, the first lanes
+    contribute one more. Taking the first episodes to finish instead would favour short ones.
 
     Args:
         env: the environment; an instance that is in use by a state is rebuilt from its spec.
         policy: the policy.
-        episodes: their number, over all lanes.
+        episodes: the number of episodes, over all lanes.
         seed: an int; the same seed gives the same statistics. None draws one.
         params: the parameters to act with; None for the policy's own.
         max_frames: frames over all lanes after which the evaluation gives up.

@@ -109,8 +109,8 @@ def evaluate_actions(
         batch: a batch, a part of one, or samples of a buffer: a TensorDict [...] for a policy in Torch; for one in JAX
             `funcollect.interop.to_jax` of that, or what `funcollect.traced.rollout` returned. For a recurrent policy
             [*B, T], with any dimensions of lanes before time, or [T, P] of `funcollect.traced`.
-        env: the environment, for its spaces; not needed if `init` or a collector in this process used it with `policy`,
-            and only it.
+        env: the environment, for its spaces. It is not needed if `init` or a collector in this process has used
+            `policy` with this environment and with no other.
         policy_state: the policy's state before the rollout, ``state.policy_state``, if the batch does not hold it. The
             batch must then be the whole rollout in its order: all lanes, and all steps from the first one. A missing
             first step cannot be noticed. Batches of a policy on a TensorDict always hold its hidden states, so that

@@ -37,8 +37,8 @@ from funcollect.tree import Path
 _NOT_BY_CUT = "data depend on every step and reset since, not on how a run is cut into batches"
 _SEEDING = {
     "episode": "each episode starts from a seed of its own, so data do not depend on how a run is cut into batches",
-    "lane": f"each lane is seeded once, and its generator goes on from episode to episode: {_NOT_BY_CUT}",
-    "run": f"all lanes are seeded together, once, and their generators go on from episode to episode: {_NOT_BY_CUT}",
+    "lane": f"each lane is seeded once, and its generator continues from episode to episode: {_NOT_BY_CUT}",
+    "run": f"all lanes are seeded together, once, and their generators continue from episode to episode: {_NOT_BY_CUT}",
 }
 _FORKING = {
     "replay": "the environment is rebuilt and the episode replayed",
@@ -105,8 +105,8 @@ class Plan:
 def explain(env: Env, policy: Policy) -> Plan:
     """Report which loop runs for this pair and why, what is copied, and how it is seeded.
 
-    For lanes in worker processes, a few steps of one lane are timed, to tell whether the workers pay; for ``overlap=2``
-    a few calls of the policy.
+    For lanes in worker processes, a few steps of one lane are timed, to find out whether the workers pay. For
+    ``overlap=2`` a few calls of the policy are timed as well.
 
     Raises:
         TypeError: if `env` is no environment or `policy` no policy.

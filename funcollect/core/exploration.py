@@ -41,13 +41,14 @@ def check_given(policy: Policy, given: Mapping[str, Any]) -> None:
 def exploration_values(
     policy: Policy, given: Mapping[str, Any], frames: Callable[[], int] | None = None
 ) -> Mapping[str, Any]:
-    """Return all values of `Policy.exploration`, those `given` in place of the policy's own.
+    """Return the values of `Policy.exploration`: the `given` ones, and the policy's own for all other names.
 
     Args:
         policy: the policy.
-        given: numbers, or functions of the frames. In traced code, arrays.
-        frames: returns those of the whole run so far, and is only called for a function, since it may wait for a
-            device; None in traced code. Otherwise all values become Python numbers, rounded to float32.
+        given: numbers, or functions of the number of frames. In traced code, arrays.
+        frames: a function that returns the number of frames of the whole run so far. It may wait for a device, so it
+            is only called if a value is a function. The values then become Python numbers, rounded to float32. None
+            in traced code.
 
     Raises:
         ValueError: for a name that the policy does not have, or a value out of its range.

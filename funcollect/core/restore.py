@@ -34,7 +34,7 @@ def next_seed(seed: int, lanes: int) -> int:
 
 
 def reseed(env: Env, policy: Policy, state: CollectorState, seed: int) -> CollectorState:
-    """Begin new episodes under another seed. Before the first step, the result is that of `init` with this seed."""
+    """Begin new episodes under another seed. Before the first step, the result equals `init` with this seed."""
     key = key_from_seed(seed)
     counts = {**counts_of(state), "key": torch.from_numpy(key.astype(np.int64))}
     if not state.steps_made:

@@ -38,14 +38,14 @@ def rollout_trajectories(
     the trajectories of one call with 4.
 
     Args:
-        env: as for `rollout`, as are `policy`, `params`, `exploration_type` and `exploration`.
-        policy: see there.
-        state: see there. Trajectories that had begun before the first call are left out.
+        env: as for `rollout`.
+        policy: as for `rollout`.
+        state: as for `rollout`. Trajectories that had begun before the first call are left out.
         count: N, the number of trajectories.
         pending: the `pending` of the last call; None for the first one.
-        params: see there.
-        exploration_type: see there.
-        exploration: see there.
+        params: as for `rollout`.
+        exploration_type: as for `rollout`.
+        exploration: as for `rollout`.
         max_frames_per_traj: steps after which a trajectory is truncated; it may be None if the environment truncates.
         traj_format: ``"cat"`` for one trajectory after another, ``[F]``; ``"padded"`` for ``[N, Tmax]``, padded with
             zeros, with ``("collector", "mask")`` as `split_trajectories` has it.

@@ -69,7 +69,7 @@ class CollectorState(Generic[Array]):
         step: [P] int64, steps since that episode began.
         returns: [P] float64, the sum of the episode's rewards so far; [P, players] for several players.
         terminated: [P] bool, set only for finished lanes that are kept finished.
-        truncated: [P] bool, likewise.
+        truncated: [P] bool, set only for finished lanes that are kept finished.
         total_lanes: the number of lanes over all workers.
         origin: the number of the environment in this process; None after unpickling.
         steps: steps that every lane has made since `init`: an int, or over JAX uint32[2], low word first; see
@@ -260,7 +260,7 @@ def joined_policy_states(parts: Sequence[Any]) -> Any:
 
 
 def with_lanes_of(policy_state: Any, lanes: slice, other: Any) -> Any:
-    """Return the policy's state with the rows of `other` in the place of those of these lanes."""
+    """Return the policy's state with the rows of these lanes taken from `other`."""
 
     def put(leaf: Any, rows: Any) -> Any:
         if isinstance(leaf, Tensor | np.ndarray):
@@ -283,7 +283,7 @@ def _over_lanes(function: Callable[..., Any], policy_state: Any, *others: Any) -
     if isinstance(policy_state, TorchPolicyState):
         own, *rest = ((each.recurrent, each.carried) for each in (policy_state, *others))
         recurrent, carried = _over_lanes(function, own, *rest)
-        return policy_state._replace(recurrent=recurrent, carried=carried)  # an actor goes on with its own generator
+        return policy_state._replace(recurrent=recurrent, carried=carried)  # an actor keeps its own generator
     leaves, treedef = flatten_part(policy_state)
     columns = zip(leaves, *(flatten_part(other)[0] for other in others), strict=True)
     return treedef.unflatten([function(*column) for column in columns])

@@ -164,7 +164,7 @@ def step(
     random_steps: int = 0,
     reset_when_done: bool = True,
 ) -> tuple[CollectorState, Batch]:
-    """Return the next state and the transition [P, ...] of one step. Arguments and errors are those of `rollout`.
+    """Return the next state and the transition [P, ...] of one step. See `rollout` for the arguments and errors.
 
     >>> import jax, funcollect as fc
     >>> env = fc.make_env("gymnax/CartPole-v1", num_envs=2)
@@ -201,7 +201,7 @@ def rollout(
 ) -> tuple[CollectorState, Batch]:
     """Run `length` steps of every lane, and return the next state and the batch [T, P, ...].
 
-    Its keys, resets and counters are those of `funcollect.rollout`. Floats may differ in their last bits, since XLA
+    Keys, resets and counters are the same as in `funcollect.rollout`. Floats may differ in their last bits, since XLA
     rounds by how it fuses the whole program that it compiles.
 
     Args:
@@ -261,8 +261,9 @@ def evaluate(
 ) -> TracedEpisodeStats:
     """Return the returns and lengths ``[episodes]`` of whole episodes, in a separate run.
 
-    They are those of `funcollect.evaluate` with the same key: each lane contributes its first episodes, earlier lanes
-    one more if the number does not divide. Episodes are ordered by lane.
+    `funcollect.evaluate` runs the same episodes with the same key. Each lane contributes its first episodes. If
+    `episodes` is not a multiple of the number of lanes, the first lanes contribute one more. Episodes are ordered by
+    lane.
 
     Args:
         env: a JAX environment.
@@ -270,7 +271,7 @@ def evaluate(
         params: the parameters to act with.
         key: uint32[2], or a typed key; all randomness follows from it.
         env_params: the parameters of the environment; its own `params` by default.
-        episodes: their number, over all lanes.
+        episodes: the number of episodes, over all lanes.
         max_frames: frames over all lanes after which the evaluation ends; `ended` is False for episodes that it lacks.
         exploration_type: whether the policy samples or acts deterministically.
 

@@ -57,15 +57,15 @@ class Evaluator:
     permits that. It ends with `close`, with this object, and with the process that made it.
 
     Args:
-        create_env_fn: the environment, as a collector takes it; a function or an id, since it is built over there.
+        create_env_fn: the environment, as a collector takes it: a function or an id, since the process builds its own.
         policy: the policy, as a collector takes it; it is copied once, to the CPU, and later only weights are sent. One
             with ``compile="cudagraph"`` cannot run there: pass another of the same module.
         episodes: whole episodes in each evaluation.
-        seed: an int; all evaluations then have the same episodes but for the policy. None draws one for each.
+        seed: an int: all evaluations then start the same episodes. None draws a new seed for each evaluation.
         max_frames: frames after which an evaluation gives up.
         exploration_type: by default deterministic.
         create_env_kwargs: keyword arguments for `make_env` or for the function.
-        policy_factory: makes the policy over there, in place of `policy`.
+        policy_factory: a function that makes the policy in the process; give it or `policy`.
         film: where to save a film of the first episode, with ``{step}`` in its name: ``"films/{step}.mp4"``. This needs
             environments that render arrays (see `record`). None for no film.
         waiting: how many submitted weights may wait.
@@ -75,7 +75,7 @@ class Evaluator:
 
     Raises:
         TypeError, ValueError: for a bad argument.
-        EvaluationError: if the environment or the policy cannot be built over there, or the environment not filmed.
+        EvaluationError: if the process cannot build the environment or the policy, or cannot film the environment.
         OSError: on Windows.
 
     >>> import torch, funcollect as fc

@@ -35,7 +35,7 @@ def record(
 ) -> EpisodeStats:
     """Film whole episodes of a policy as a GIF or an MP4.
 
-    With the same seed, the episodes are those of `evaluate`. The film shows each episode from its reset on, so an
+    With the same seed, `evaluate` runs the same episodes. The film shows each episode from its reset on, so an
     episode has one picture more than it has steps. The file is written only if all goes well.
 
     Args:
@@ -48,7 +48,7 @@ def record(
         episodes: the number of episodes.
         seed: an int; the same seed gives the same film. None draws one.
         params: parameters to act with; None for the policy's own.
-        fps: frames per second; None for those in the environment's metadata, or else 30. A GIF has at most 50.
+        fps: frames per second; None for the value in the environment's metadata, or else 30. A GIF has at most 50.
         max_frames: the number of steps after which the film ends, even within an episode.
         exploration_type: by default deterministic.
 

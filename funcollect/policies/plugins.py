@@ -52,7 +52,7 @@ def make_policy(name: str, env: Env, /, **options: Any) -> Policy:
 
 
 def find_policy(name: str) -> PolicyPlugin:
-    """The policy that is offered under `name`, not yet imported; the errors are those of `make_policy`."""
+    """Return the policy that is offered under `name`, not yet imported; the errors of `make_policy`."""
     if not isinstance(name, str):
         raise TypeError(f"name is {shown(name)}, expected a str: pass for example 'mlp', or use the policy as it is")
     offers = offered_policies()

@@ -39,8 +39,8 @@ def track(
     """Iterate over batches, a collector's or those of a loop of your own, with a progress bar.
 
     The bar shows frames, frames per second, episodes, and their mean return and length. The rate includes the time
-    between batches. If batches lack the keys for episodes, only frames are shown. Frames are those of the whole run, a
-    collector's `frames`: with `trajs_per_batch` they include those that wait for the next batch.
+    between batches. If batches lack the keys for episodes, only frames are shown. Frames count from the start of the
+    run, as a collector's `frames` does: with `trajs_per_batch` they include frames that wait for the next batch.
 
     For a collector with workers, the bar also shows how much of the time the reader waited for workers and workers for
     the reader, how many versions of the weights a batch is behind, and the numbers of replaced workers and copied

@@ -42,7 +42,7 @@ def gae(
             a nested dict of JAX arrays, time first and without the trailing 1, ``[T, P]`` (``[T, P, players]`` for
             several), also inside `jit`, `vmap` and `grad`.
         value: the values of the observations; floating, with the shape of ``next.reward``.
-        next_value: the values of ``next.observation``, likewise.
+        next_value: the values of ``next.observation``, with the same shape.
         gamma: the discount per step, in [0, 1]; for JAX also a scalar array.
         lmbda: the weight of later deltas, in [0, 1]: 0 uses one step, 1 the whole trajectory.
 

@@ -151,7 +151,7 @@ def _numbers(name: str, values: Any, kinds: str) -> npt.NDArray[Any]:
 class PrioritizedSliceSampler(PrioritizedSampler):
     """Slices of trajectories. Their first frames are drawn by priority from those at which a slice can begin.
 
-    The arguments and errors are those of `PrioritizedSampler` and `SliceSampler`. In ``info["priority_weight"]``, all
+    `PrioritizedSampler` and `SliceSampler` describe the arguments and errors. In ``info["priority_weight"]``, all
     frames of a slice have the weight of its first frame.
 
     >>> import funcollect as fc

@@ -91,7 +91,7 @@ class SamplerWithoutReplacement(RandomSampler):
 
     Args:
         drop_last: omit the last frames of a round if they do not fill a batch; else the last batch is shorter.
-        shuffle: whether the order is random; if False, it is that of the slots.
+        shuffle: whether the order is random; if False, slots are drawn in their order.
 
     >>> import funcollect as fc, torch
     >>> sampler = SamplerWithoutReplacement(shuffle=False)

@@ -54,7 +54,7 @@ class Storage(Protocol):
         """Check a batch and prepare it for `write`; TypeError or ValueError if it does not match the storage."""
 
     def allocate(self, batch: Incoming) -> Incoming:
-        """Allocate memory, before the first batch that of `max_size` frames; return the batch as `write` takes it.
+        """Allocate memory, before the first batch for `max_size` frames; return the batch as `write` takes it.
 
         If this raises, the stored frames are unchanged.
         """

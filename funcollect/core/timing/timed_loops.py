@@ -104,7 +104,7 @@ class _TimedLoop:
 
 
 class _TimedRollout:
-    """What one rollout is given in the place of its environment, policy and simulators."""
+    """What one rollout is given instead of its environment, policy and simulators."""
 
     def __init__(self, wait: Any) -> None:
         self._stopwatch = Stopwatch(wait)

@@ -39,8 +39,8 @@ def deliver(arrays: Mapping[str, Any], env: JaxEnv | None = None, *, total_lanes
             on several devices are gathered on the first.
         env: the environment. It gives integer observations and actions the dtypes of its spaces, and a single
             environment's batch no ``P``; without it, integer actions become int64 and other leaves keep their dtypes.
-        total_lanes: the state's `total_lanes`; P by default. With it the trajectory ids are those that
-            `funcollect.rollout` gives. Under `vmap` they are unique within each run.
+        total_lanes: the state's `total_lanes`; P by default. With it the trajectory ids are the same as
+            in `funcollect.rollout`. Under `vmap` they are unique within each run.
 
     Returns:
         A locked TensorDict ``[*B, P, T]`` (``[*B, T]`` for an `env` without a batch dimension).

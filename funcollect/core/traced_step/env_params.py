@@ -17,7 +17,7 @@ from funcollect.protocols import JaxEnv
 def set_env_params(env: JaxEnv, state: CollectorState, params: Any, *, at_once: bool = False) -> CollectorState:
     """Return a state with other parameters of the environment: for domain randomisation and curricula inside `jit`.
 
-    Episodes are those of `funcollect.set_env_params`. In a `scan`, call it once before with the same kind of
+    Episodes change as with `funcollect.set_env_params`. In a `scan`, call it once before with the same kind of
     parameters, so that the carry has a fixed structure: without `at_once`, a leaf is held for each lane unless it is
     still the object in ``env.default_params`` (``env.default_params.replace(gravity=g)`` keeps all but one).
 
@@ -71,9 +71,9 @@ def set_env_params(env: JaxEnv, state: CollectorState, params: Any, *, at_once: 
 
 
 def _before(new: GivenParams, params: Any) -> tuple[list[Any], list[Any], list[bool]]:
-    """What a state's parameters have in the place of each leaf, the leaves, and which of them differ between lanes.
+    """What a state's parameters have instead of each leaf, the leaves, and which of them differ between lanes.
 
-    The leaves are those of the episodes that lanes are in.
+    The leaves belong to the episodes that lanes are in.
     """
     if params is None:
         leaves = [as_leaf(leaf, leaf) for leaf in new.own]

@@ -74,7 +74,7 @@ def is_by_lane(name: str, leaf: Any, own: tuple[int, ...], lanes: int) -> bool:
 
 
 def _check_kind(name: str, leaf: Any, like: Any) -> None:
-    """Raise ValueError for floating numbers in the place of integers, which would be cut off."""
+    """Raise ValueError for floating numbers instead of integers, since they would be cut off."""
     jnp = import_jax().numpy
     if jnp.issubdtype(jnp.result_type(like), jnp.integer) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
         raise ValueError(

@@ -41,7 +41,7 @@ class LaneParams(NamedTuple):
 
     @property
     def nodes(self) -> list[Any]:
-        """What `shared` has in the place of each leaf: the leaf itself, `Varying` or `Unchanged`."""
+        """What `shared` has instead of each leaf: the leaf itself, `Varying` or `Unchanged`."""
         nodes: list[Any] = import_jax().tree.leaves(self.shared, is_leaf=_is_node)
         return nodes
 

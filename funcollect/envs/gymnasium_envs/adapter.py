@@ -62,8 +62,8 @@ def from_gymnasium(
             rebuilt from its spec.
         num_envs: P, made from one id, spec or factory; None for a single environment without a batch dimension.
         num_workers: the number of worker processes, each with a contiguous group of lanes; 0 for none. The data are the
-            same. They pay where a simulator's step takes long (`funcollect.explain` says whether they do). Factories
-            and lambdas are sent by cloudpickle, instances cannot be.
+            same. Workers pay where a simulator's step takes long (`funcollect.explain` shows whether they do).
+            Factories and lambdas are sent by cloudpickle; instances cannot be sent.
         parallel: True means one worker for each lane.
         overlap: 2 lets one half of the lanes step while the policy acts for the other half.
         timeout: seconds after which a worker that has not answered counts as hung; its start may take 300.

@@ -85,7 +85,7 @@ def check_rewards(rewards: npt.NDArray[np.float32]) -> None:
 class HostEnvBase(EnvBase, ABC):
     """Subclass this with `open`, which makes the simulators (`funcollect.protocols.Simulators`).
 
-    The spaces, `num_envs` and the errors are those of `TorchEnvBase`.
+    The spaces, `num_envs` and the errors are the same as in `TorchEnvBase`.
 
     Attributes:
         seeding, forking, running_statistics, primers: see `HostEnv`.

@@ -44,9 +44,9 @@ def from_brax(
         info_keys: the keys of the state's `metrics` that a batch records under ``next.info``.
         **kwargs: for `brax.envs.get_environment`, such as `backend`.
         num_envs, starts, param_keys: see `from_functions`; the parameters are brax's system. ``"cached"`` starts are
-            those of brax's own autoreset.
+            what brax's own autoreset does.
 
-    The errors are those of `from_gymnax`, and ValueError for a training wrapper.
+    Raises the errors of `from_gymnax`, and ValueError for a training wrapper.
 
     >>> from_brax("inverted_pendulum", num_envs=64)
     JaxEnv('brax/inverted_pendulum', num_envs=64)
@@ -79,7 +79,7 @@ def from_playground(
         num_envs, info_keys, starts, param_keys: see `from_brax`; the parameters are MJX's model. Resets are slow here,
             so ``"cached"`` starts save much time.
 
-    The errors are those of `from_brax`.
+    Raises the errors of `from_brax`.
 
     >>> from_playground("CartpoleBalance", num_envs=64)
     JaxEnv('playground/CartpoleBalance', num_envs=64)

@@ -27,7 +27,7 @@ Step = Callable[[Any, Any, Any, Any], Transition]  # (uint32[2] key, env_state, 
 class JaxEnvBase(EnvBase, ABC):
     """Subclass this with `reset` and `step`, both pure functions of one lane that JAX can trace.
 
-    The attributes, `num_envs` and the errors are those of `TorchEnvBase`; `params` is a pytree of JAX arrays.
+    The attributes, `num_envs` and the errors are the same as in `TorchEnvBase`; `params` is a pytree of JAX arrays.
 
     Attributes:
         starts: ``"cached"`` starts every episode of a lane as its first one.
@@ -218,7 +218,7 @@ def _named_if_not_traceable(env: JaxEnv, function: str) -> Iterator[None]:
     except (errors.ConcretizationTypeError, errors.TracerArrayConversionError) as error:
         error.add_note(
             f"{function} of {env!r} is traced by JAX, so values are not known in it: write jax.numpy.where, or "
-            "jax.lax.cond, for a branch, and jax.numpy in the place of NumPy"
+            "jax.lax.cond, for a branch, and jax.numpy instead of NumPy"
         )
         raise
 

@@ -53,7 +53,7 @@ def from_jumanji(
         num_envs, one_hot, starts, param_keys: see `from_functions`. The state holds the key, so with ``"cached"``
             starts everything random in a lane's episode also repeats.
 
-    The errors are those of `from_gymnax`, TypeError for a spec without a Gymnasium counterpart, and ValueError for a
+    Raises the errors of `from_gymnax`, TypeError for a spec without a Gymnasium counterpart, and ValueError for a
     name in `params` that is no number, or whose value is needed earlier, such as the size of a grid.
 
     >>> from_jumanji("Snake-v1", num_envs=64)

@@ -35,7 +35,7 @@ def from_navix(
         **kwargs: for `navix.make`, such as `max_steps`, after which an episode is truncated (default: 100).
         num_envs, one_hot, starts: see `from_functions`. With ``"cached"`` starts, a lane keeps its grid.
 
-    The errors are those of `from_gymnax`.
+    Raises the errors of `from_gymnax`.
 
     >>> from_navix("Navix-Empty-8x8-v0", num_envs=64)
     JaxEnv('navix/Navix-Empty-8x8-v0', num_envs=64)

@@ -21,7 +21,7 @@ def from_pgx(
 ) -> FunctionsEnv:
     """A JAX environment over a pgx game.
 
-    The observation is that of the player whose turn it is: a dict of ``observation``, ``action_mask`` (the legal
+    The observation is what the player whose turn it is sees: a dict of ``observation``, ``action_mask`` (the legal
     actions) and, for several players, ``current_player``. Their rewards are ``next.reward`` [*B, T, players].
 
     Args:
@@ -29,7 +29,7 @@ def from_pgx(
         max_episode_steps: steps after which a game is truncated; None for no limit, and some games never end.
         num_envs, one_hot: see `from_functions`.
 
-    The errors are those of `from_gymnax`.
+    Raises the errors of `from_gymnax`.
 
     >>> from_pgx("tic_tac_toe", num_envs=64)
     JaxEnv('pgx/tic_tac_toe', num_envs=64)

@@ -1,6 +1,6 @@
 """Classic control in Torch, with the dynamics of Gymnasium's `CartPole-v1` and `Pendulum-v1`, in float64 like those.
 
-The equations are those of Barto, Sutton and Anderson (1983) and of Gymnasium's sources.
+The equations come from Barto, Sutton and Anderson (1983) and from Gymnasium's sources.
 """
 
 from __future__ import annotations

@@ -43,9 +43,9 @@ def from_torch_vector_env(
         env: the environment, or a function that builds one. What is built already can serve one state: evaluations,
             and collectors that are restored from a file, want a function.
         info_keys: the keys of the infos to record under ``next.info``, tensors [P, ...]. The rows of lanes that ended
-            are those of ``"final_info"`` if there is one.
+            come from ``"final_info"`` if there is one.
         one_hot: whether discrete actions are one-hot rows in a batch.
-        device: that of the tensors; by default the environment's own `device`.
+        device: the device of the tensors; by default the environment's own `device`.
 
     Raises:
         TypeError: for an environment without these members.

@@ -165,8 +165,8 @@ def lower(module: nn.Module, example: Any) -> tuple[dict[str, Any], Callable[...
 
     Args:
         module: a module, which may be a `TensorDictModule`.
-        example: an input of the module: a tensor, dict or TensorDict; a tuple of these for several arguments. Its
-            values and sizes do not matter, its dtypes and structure do.
+        example: an input of the module: a tensor, dict or TensorDict; a tuple of these for several arguments. Only
+            its structure and dtypes matter, not its values and sizes.
 
     Returns:
         The params, and ``apply(params, *inputs)``. The params are arrays by Torch's dotted names: every parameter, and

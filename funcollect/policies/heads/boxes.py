@@ -87,12 +87,12 @@ class Normal(HeadBase):
 
 @dataclass(frozen=True)
 class TanhNormal(Normal):
-    """As `normal`, squashed by tanh to the bounds of the Box, which has to be bounded.
+    """Like `normal`, with actions squashed by tanh to the bounds of the Box, which has to be bounded.
 
     See Haarnoja et al., 2018, appendix C. The network returns the same as for `normal`: loc and scale before the
-    squashing. A batch also holds ``action_unsquashed``, the action before it, from which the log-probability follows
-    exactly where tanh saturates. Of random actions it is the inverse, at most 7.25 standard units. The entropy is exact
-    to 1e-3 for scales up to 2.
+    squashing. A batch also holds ``action_unsquashed``, the sample before the squashing. The log-probability is
+    computed from it, so it is exact even where tanh saturates. For actions that the head did not sample, such as random
+    ones, it is the inverse of the squashing, limited to ±7.25. The entropy is exact to 1e-3 for scales up to 2.
 
     >>> import funcollect as fc, torch
     >>> policy = fc.torch_policy(torch.nn.Linear(3, 2), head=fc.heads.tanh_normal)

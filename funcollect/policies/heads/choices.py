@@ -221,7 +221,7 @@ def epsilon_greedy(epsilon: float) -> Head:
     """A head that takes the choice with the largest value, or with probability `epsilon` one drawn uniformly from all.
 
     The network returns the same as for `greedy`. Each component of a MultiDiscrete action explores by itself. The
-    log-probability is that of the mixture.
+    log-probability is the mixture's.
 
     Args:
         epsilon: in [0, 1]; rollouts may be given another value, ``exploration={"epsilon": 0.1}``.

@@ -64,10 +64,10 @@ class LaneCosts:
 
     @property
     def saved(self) -> float:
-        """What it saves that one half of the lanes steps while the policy acts for the other; negative for a loss.
+        """The time saved by stepping one half of the lanes while the policy acts for the other; negative for a loss.
 
-        Crowded workers have lanes of one half only: they rest while the policy acts for these, and meanwhile only the
-        workers of the other half compete with it for processors.
+        Crowded workers have lanes of one half only. They rest while the policy acts for that half, so only the workers
+        of the other half compete with the policy for processors.
         """
         crowded = self.workers.crowded(self.cores)
         at_work = self.workers.num_workers / 2 if crowded else self.workers.num_workers  # while the policy acts

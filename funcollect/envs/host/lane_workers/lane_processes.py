@@ -201,7 +201,7 @@ class LaneProcesses:
         self.block.failed[groups] = False
 
     def begin_again(self, groups: Iterable[int]) -> None:
-        """Put new simulators, which have to be reset, in the place of the lost ones of these groups."""
+        """Replace the lost simulators of these groups by new ones, which have to be reset."""
         self._look([], hung=False)
         for worker in {self.groups[index].worker: self.worker_of(index) for index in groups}.values():
             while not worker.may_answer():

@@ -36,7 +36,7 @@ class LaneWorker:
         return f"{lanes_in_words([*self.groups.values()])} (worker {self.index})"
 
     def start(self, job: LaneJob, memory: int, answers: Bell) -> None:
-        """Start the process, in the place of one before it; `join` waits for it."""
+        """Start the process, or another one after it was lost; `join` waits for it."""
         self.kill(answers)
         self.bell.heard()
         self._started = time.monotonic()

@@ -88,8 +88,8 @@ class LaneWorkers:
     def groups(self, num_envs: int) -> list[Group]:
         """The groups of the lanes, in order.
 
-        Each part is spread over all workers, which then have the next part to do while the policy acts for one. If they
-        are `crowded`, each worker has lanes of one part only: it rests when the policy acts for these.
+        Each part is spread over all workers: they step one part while the policy acts for the other. `crowded` workers
+        have lanes of one part only, and rest while the policy acts for that part.
         """
         crowded = self.crowded(len(usable_cpus()))
         groups: list[Group] = []
