@@ -71,8 +71,8 @@ def _simulators_camera(env: Env, state: CollectorState) -> Camera:
     if camera.mode != "rgb_array":
         raise ValueError(
             f"{env} has the render mode {camera.mode!r}, expected 'rgb_array': make it with "
-            "funcollect.make_env(id, render_mode='rgb_array'), or, in a factory that the "
-            "command calls, with the parameter render_mode"
+            "funcollect.make_env(…, render_mode='rgb_array'); on the command line, give your factory a parameter "
+            "render_mode, and pass it on"
         )
     return camera
 

@@ -18,7 +18,7 @@ PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.relative_t
 NEEDS = {"from_purejaxrl": "gymnax>=1", "from_sb3": "torchrl", "from_torchrl": "torchrl"}
 NEEDS |= {"randomness": "gymnax>=1 brax", "evaluation": "gymnax>=1"}
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
-NO_PROGRAMS = ("index.md", "install.md", "command_line.md", "changelog.md")
+NO_PROGRAMS = ("index.md", "install.md", "changelog.md")
 PROGRAMS = [page for page in PAGES if page not in REFERENCE and page.name not in NO_PROGRAMS]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
 A_BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
