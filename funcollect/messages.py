@@ -45,6 +45,15 @@ def kinds(value: Any) -> str:
     return "None" if value is None else type(value).__name__
 
 
+def kind_of(value: Any) -> str:
+    """The name of a value's class; of a class, its own name with the remark that it is one.
+
+    >>> kind_of(1.5), kind_of(float)
+    ('float', 'the class float')
+    """
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
 def note_arguments(error: Exception, function: str, arguments: tuple[Any, ...]) -> None:
     """Add to an exception of a user's function what it was called with."""
     error.add_note(f"{function} was called with {clipped(kinds(arguments), 300)}")

@@ -18,7 +18,7 @@ from gymnasium import spaces
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType as ExplorationType
 
-from funcollect.arguments import check_flags
+from funcollect.arguments import check_flags, check_kind
 from funcollect.tree import Path
 
 __all__ = ["ActionSpec", "ExplorationType", "Leaf", "observation_leaves"]
@@ -87,6 +87,7 @@ def observation_leaves(space: Space, dtype: npt.DTypeLike | None = None) -> tupl
         raise TypeError(f"dtype is {dtype!r}, expected a NumPy dtype ({error}): pass for example np.float64") from error
     if floating.kind != "f":
         raise ValueError(f"dtype is {floating}, expected a floating one: it applies to floating boxes only")
+    check_kind("space", space, spaces.Space, "pass a space of gymnasium.spaces, such as env.observation_space")
     root = () if isinstance(space, spaces.Dict) else ("observation",)
     leaves = tuple(_leaves(space, root, floating))
     for leaf in leaves:

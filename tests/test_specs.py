@@ -69,6 +69,11 @@ def test_a_space_without_arrays_of_fixed_size_is_refused(space: spaces.Space[Any
         observation_leaves(space)
 
 
+def test_an_environment_for_its_space_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"space is .*expected Space: pass a space .*env\.observation_space"):
+        fc.running_statistics.init(fc.make_env("CartPole-v1"))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["action", "next", "done", "collector", "reward", "terminated", "truncated"])
 def test_a_key_that_a_batch_uses_itself_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"'{name}' collides"):

@@ -22,7 +22,7 @@ from funcollect.core.traced_step.checks import check_live, check_one_run, check_
 from funcollect.envs.jax_envs.jax_env import JaxEnvState
 from funcollect.interop.memory import memory_for
 from funcollect.keys import key_from_seed
-from funcollect.messages import shown
+from funcollect.messages import kind_of, shown
 from funcollect.policies.base import check_policy
 from funcollect.policies.normalized import Normalized, check_statistics
 from funcollect.policies.populations.population import Population
@@ -81,7 +81,7 @@ def check_pair(env: Any, policy: Any) -> None:
     """Raise unless `env` is an environment, `policy` is a policy, and they suit each other."""
     if not is_env(env):
         swapped = " (the policy is one: env comes first)" if is_env(policy) else ""
-        raise TypeError(f"env is {type(env).__name__}, expected an Env{swapped}: make one with funcollect.make_env")
+        raise TypeError(f"env is {kind_of(env)}, expected an Env{swapped}: make one with funcollect.make_env")
     check_policy(policy)
     if env.backend not in (backends := get_args(Backend)):
         raise TypeError(f"env has the backend {env.backend!r}, expected one of {sorted(backends)}")
@@ -307,7 +307,7 @@ def check_state(env: Env, state: CollectorState, function: str, *, live: bool = 
     """Raise unless `state` is a state of `env`, and live if that is asked for."""
     check_kind("state", state, CollectorState, "pass the state that init or rollout returned (after env and policy)")
     if not is_env(env):
-        raise TypeError(f"env is {type(env).__name__}, expected an Env: pass the env that the state was made with")
+        raise TypeError(f"env is {kind_of(env)}, expected an Env: pass the env that the state was made with")
     check_untraced(function, state.lane)
     if isinstance(state.env_state, JaxEnvState):
         check_one_run(state)

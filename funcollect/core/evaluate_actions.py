@@ -28,7 +28,7 @@ from funcollect.core.traced_step.starts import where_lanes
 from funcollect.interop.jax_setup import import_jax
 from funcollect.interop.memo import memo_of
 from funcollect.keys import key_from_seed
-from funcollect.messages import shown
+from funcollect.messages import kind_of, shown
 from funcollect.policies.actors.actor import recurrent_names, split_answer
 from funcollect.policies.actors.checks import check_parameters, check_recurrent
 from funcollect.policies.jax_functions.function_policy import FunctionPolicy
@@ -134,7 +134,7 @@ def evaluate_actions(
     """
     check_kind("batch", batch, (Mapping, TensorDictBase), "pass a batch from rollout or a collector")
     if env is not None and not is_env(env):
-        raise TypeError(f"env is {type(env).__name__}, expected an Env or None: pass the environment of the batch")
+        raise TypeError(f"env is {kind_of(env)}, expected an Env or None: pass the environment of the batch")
     rows = flatten(batch)
     if isinstance(policy.source if isinstance(policy, EmbeddedPolicy) else policy, Population):
         raise TypeError(

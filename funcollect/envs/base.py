@@ -32,6 +32,12 @@ def autoreset_mode(env: Any) -> Any:
     return metadata.get("autoreset_mode")
 
 
+def check_spaces(env: Any) -> None:
+    """Raise TypeError unless an environment has both spaces."""
+    if missing := [name for name in ("observation_space", "action_space") if not hasattr(env, name)]:
+        raise TypeError(f"{type(env).__name__} lacks {missing}, expected as attributes of the class: set them")
+
+
 class EnvBase:
     """Base class of `HostEnvBase`, `TorchEnvBase` and `JaxEnvBase`: the members that follow from the two spaces.
 
@@ -47,8 +53,7 @@ class EnvBase:
     def __init__(self, num_envs: int | None = None) -> None:
         """Set `num_envs`; TypeError if the subclass lacks a space."""
         check_num_envs(num_envs)
-        if missing := [name for name in ("observation_space", "action_space") if not hasattr(self, name)]:
-            raise TypeError(f"{type(self).__name__} lacks {missing}, expected as attributes of the class: set them")
+        check_spaces(self)
         if num_envs is not None:
             self.num_envs = num_envs
 

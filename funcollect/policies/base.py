@@ -16,6 +16,7 @@ from typing_extensions import override
 from funcollect.interop.bridge import jax_view
 from funcollect.interop.jax_setup import own_generator
 from funcollect.keys import Key, Noise
+from funcollect.messages import kind_of
 from funcollect.policies.actors.actor import (
     Recorder,
     array_over,
@@ -189,7 +190,6 @@ def check_policy(policy: Any) -> None:
     if not is_policy(policy):
         if is_env(policy):
             raise TypeError(f"policy is the environment {type(policy).__name__}, expected a Policy: env comes first")
-        kind = f"the class {policy.__name__}" if isinstance(policy, type) else type(policy).__name__
         missing = [name for name in vars(Policy) if not name.startswith("_") and not hasattr(policy, name)]
         begun = hasattr(policy, "prepare") or hasattr(policy, "backend")
         mend = (
@@ -197,4 +197,4 @@ def check_policy(policy: Any) -> None:
             if begun and not isinstance(policy, type)
             else "wrap a module with funcollect.torch_policy, a JAX function with funcollect.jax_policy"
         )
-        raise TypeError(f"policy is {kind}, expected a Policy: {mend}")
+        raise TypeError(f"policy is {kind_of(policy)}, expected a Policy: {mend}")

@@ -17,7 +17,7 @@ from typing import Any
 
 from funcollect.errors import PluginError
 from funcollect.interop.jax_setup import import_jax
-from funcollect.messages import shown
+from funcollect.messages import kind_of, shown
 from funcollect.protocols import Env, Policy, is_env, is_policy
 
 __all__ = ["GROUP", "PolicyPlugin", "find_policy", "make_policy", "offered_policies"]
@@ -161,7 +161,7 @@ class PolicyPlugin:
     def make(self, env: Env, /, **options: Any) -> Policy:
         """The policy for an environment: see `make_policy`."""
         if not is_env(env):
-            raise TypeError(f"env is {type(env).__name__}, expected an Env: make one with funcollect.make_env")
+            raise TypeError(f"env is {kind_of(env)}, expected an Env: make one with funcollect.make_env")
         factory = self.load()
         signature = inspect.signature(factory)
         try:
@@ -177,9 +177,8 @@ class PolicyPlugin:
         except (Exception, SystemExit) as error:
             raise self._broken(f"cannot be made for {env!r}: {_message(error)}") from error
         if not is_policy(policy):
-            kind = f"the class {policy.__name__}" if isinstance(policy, type) else type(policy).__name__
             raise self._broken(
-                f"is {kind} as its factory returns it, expected a Policy: the factory should wrap it with "
+                f"is {kind_of(policy)} as its factory returns it, expected a Policy: the factory should wrap it with "
                 "funcollect.jax_policy or funcollect.torch_policy"
             )
         return policy

@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from funcollect.keys import Key, Noise, Purpose, draw_ahead
+from funcollect.messages import kind_of
 from funcollect.policies.actors.actor import device_of
 from funcollect.policies.base import PolicyBase
 from funcollect.policies.heads.head import Head
@@ -41,7 +42,7 @@ def random_policy(env: Env) -> RandomPolicy:
     torch.Size([2, 4, 1])
     """
     if not is_env(env):
-        raise TypeError(f"env is {type(env).__name__}, expected an Env: make one with funcollect.make_env")
+        raise TypeError(f"env is {kind_of(env)}, expected an Env: make one with funcollect.make_env")
     return RandomPolicy(env.action_spec)
 
 

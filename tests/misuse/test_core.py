@@ -79,6 +79,9 @@ STATE = ("state is", "expected CollectorState", "pass the state that")
     ),
     Misuse("an id", lambda e, p, s: fc.init("CartPole-v1", p, seed=0), TypeError, ("env is str", "an Env", "make_env")),
     Misuse(
+        "a class", lambda e, p, s: fc.init(type(e), p, seed=0), TypeError, ("env is the class ", "an Env", "make_env")
+    ),
+    Misuse(
         "no policy", lambda e, p, s: fc.init(e, None, seed=0), TypeError, ("policy is None", "a Policy", "torch_policy")
     ),
     Misuse(

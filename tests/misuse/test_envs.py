@@ -45,6 +45,10 @@ class Complete(Incomplete):
     action_space = spaces.Discrete(2)
 
 
+class Spaceless(gymnasium.Env[Any, Any]):
+    """It has both functions, but declares no space."""
+
+
 def twice() -> Any:
     env = gym()
     return fc.make_env([env, env])
@@ -242,6 +246,13 @@ def count(value: Any) -> list[Misuse]:
         TypeError,
         ("Incomplete lacks ['action_space']", "expected as attributes of the class", "set them"),
         Complete,
+    ),
+    Misuse(
+        "a Gymnasium environment without spaces",
+        lambda: fc.make_env(Spaceless, num_envs=2),
+        TypeError,
+        ("Spaceless lacks ['observation_space', 'action_space']", "expected as attributes of the class", "set them"),
+        good,
     ),
     Misuse(
         "an environment's name for a policy",

@@ -11,7 +11,7 @@ from typing import Any
 
 from funcollect.collectors.workers.transport import Call, Transport, WorkerExited, WorkerHandle
 from funcollect.collectors.workers.worker import START, Job, Progress, RolloutReport, env_calls_of
-from funcollect.envs.host.host_env import ONWARD
+from funcollect.envs.host.host_env import without_advice
 from funcollect.errors import EnvError, ReplayError, WorkerError
 from funcollect.interop.main_module import send_main_by_value
 from funcollect.processes.child import OnFailure
@@ -259,7 +259,7 @@ class WorkerPool:
         may_return = self._started and not self.closed and not record.newcomer
         where = f"worker {worker}" if lane is None else f"worker {worker}, lane {lane}"
         where += f" ({record.handle.label})" if record.handle.label else ""
-        what = what.removesuffix(f": {ONWARD}")
+        what = without_advice(what)
         if restart and may_return and record.failures <= _FAILURES_IN_A_ROW:
             warn_of_restart(f"{where}: {what}", traceback)
             self._replace(worker)

@@ -16,6 +16,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers import TimeLimit
 
 from funcollect.arguments import check_num_envs, check_positive
+from funcollect.envs.base import check_spaces
 from funcollect.envs.gymnasium_envs.atari_lanes import AtariLanes, is_atari
 from funcollect.envs.gymnasium_envs.lanes import GymEnv, Lanes
 from funcollect.envs.host.host_env import SimulatedEnv
@@ -227,6 +228,7 @@ def check_lane(lane: int, env: Any, first: GymEnv | SimulatedEnv, *, atari: bool
         raise TypeError(
             f"lane {lane}: the factory returned {type(env).__name__}, expected a gymnasium.Env: return the environment"
         )
+    check_spaces(env)
     for name in ("observation_space", "action_space"):
         own, wanted = getattr(env, name), getattr(first, name)
         if own != wanted:

@@ -28,6 +28,11 @@ OpenerOf = Callable[[int, int], Callable[["SimulatedEnv"], Simulators]]
 ONWARD = "correct that, or begin new episodes with funcollect.recover(env, state), as a collector does by itself"
 
 
+def without_advice(message: str) -> str:
+    """The message of an error for a reader who cannot follow `ONWARD`, since the environment lives in a worker."""
+    return message.removesuffix(ONWARD).removesuffix(": ").removesuffix("; ")
+
+
 class Camera(NamedTuple):
     """How to film a lane; `Simulators` that can be filmed have a method ``camera(lane) -> Camera``."""
 

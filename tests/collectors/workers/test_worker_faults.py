@@ -30,6 +30,7 @@ from tests.support.faulty.faulty_workers import (
     stop,
     stumble,
 )
+from tests.support.misuse import Rigged, raises, swaps
 from tests.support.running import LOSES_WORKERS, ROOT, scaled
 from tests.support.worker_runs import check_trajectories, gone, processes_of, run_out, wait_until
 from tests.support.workers import COLLECTORS, FOREVER, TRANSPORTS, HangClock, by_lane, multi
@@ -290,3 +291,16 @@ def test_jobs_that_cannot_be_sent_release_the_transport_and_leave_no_newcomer(mo
             collector.run.add([job, bad], lambda info: None)
         assert collector.run.workers == [0, 1]
         assert next(collector).numel()
+
+
+@pytest.mark.parametrize("spoil", [raises(RuntimeError("out of petrol")), swaps(1, float("nan"))])
+def test_a_failure_in_a_worker_gives_no_advice_for_a_loop(spoil):
+    envs = [lambda: fc.make_env([Rigged(spoil)])]
+    with (
+        pytest.raises(fc.errors.WorkerError) as raised,
+        multi(SYNC, create_env_fn=envs, policy=None, frames_per_batch=16) as collector,
+    ):
+        run_out(collector)
+    message, _, _ = str(raised.value).partition("\n")
+    assert message.endswith("all workers were ended, so build another collector, or pass on_failure='restart'")
+    assert "recover" not in message

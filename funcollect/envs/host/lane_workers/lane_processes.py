@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from funcollect.envs.host.host_env import ONWARD, SimulatedEnv
+from funcollect.envs.host.host_env import ONWARD, SimulatedEnv, without_advice
 from funcollect.envs.host.lane_workers.bells import Bell
 from funcollect.envs.host.lane_workers.block import CALL, CLOSE, NO_RESTART, BlockLayout
 from funcollect.envs.host.lane_workers.lane_worker import LaneWorker
@@ -192,7 +192,7 @@ class LaneProcesses:
         if worker.failures > _FAILURES_IN_A_ROW:
             error.add_note(f"This happened {worker.failures} times in a row.")
             raise error
-        warn_of_restart(str(error).removesuffix(f": {ONWARD}"), "\n".join(getattr(error, "__notes__", ())))
+        warn_of_restart(without_advice(str(error)), "\n".join(getattr(error, "__notes__", ())))
         worker.kill(self._answers)
         self.restarts += 1
         self.lost |= dict.fromkeys(worker.groups, error)
