@@ -115,11 +115,12 @@ def _curves(
     axes.xaxis.set_major_formatter(_readable)
     axes.yaxis.set_major_formatter(_readable)
     frames = _frames(stats)
+    last = np.append(frames[1:] != frames[:-1], True)[: len(frames)]  # of the episodes that ended together
     for player, value in enumerate(values.T):
         who = [*([label] if label else []), *([f"player {player}"] if values.shape[1] > 1 else [])]
         entry = ", ".join([*who, f"mean of the last {window:,}"])
         (points,) = axes.plot(frames, value, ".", markersize=5, alpha=0.5, markeredgewidth=0)
-        axes.plot(frames, _rolling_mean(value, window), color=points.get_color(), label=entry)
+        axes.plot(frames[last], _rolling_mean(value, window)[last], color=points.get_color(), label=entry)
     axes.grid(visible=True, alpha=0.3)
     axes.legend(loc="best")
     figure = axes.get_figure(root=True)

@@ -56,6 +56,13 @@ def test_the_rolling_mean_covers_the_last_episodes() -> None:
     assert mean.get_ydata().tolist() == [1, float("inf"), float("inf"), 7]
 
 
+def test_the_mean_has_one_point_where_episodes_end_together() -> None:
+    stats = make_stats([1.0, 3.0, 8.0, 0.0], [5, 5, 6, 6], [0, 1, 0, 1])
+    points, mean = plots.returns(stats, window=2).axes[0].lines
+    assert len(points.get_xdata()) == 4
+    assert mean.get_xydata().tolist() == [[10, 2], [22, 4]]
+
+
 def test_the_batches_of_a_run_one_after_another() -> None:
     parts = [make_stats([1.0], [4], [0]), make_stats([2.0], [5], [0])]
     points, _ = plots.returns(parts).axes[0].lines
