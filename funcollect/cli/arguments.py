@@ -22,6 +22,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         epilog="example: funcollect collect CartPole-v1",
     )
     parser.add_argument("--version", action="version", version=__version__)
+    parser.set_defaults(max_episode_steps=None)  # of commands without whole episodes
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in (_demo, _collect, _evaluate, _record, _check, _explain, _profile, _policies):
         add(commands)
@@ -79,6 +80,7 @@ def _evaluate(commands: Any) -> None:
     _add_policy(parser)
     add = parser.add_argument
     add("--episodes", type=_count, default=16, metavar="N", help="default: 16")
+    add("--max-episode-steps", type=_count, metavar="N", help="truncate episodes after N steps")
     add("--seed", type=int, default=0, metavar="S", help="default: 0")
 
 
@@ -88,6 +90,7 @@ def _record(commands: Any) -> None:
     _add_policy(parser)
     add = parser.add_argument
     add("--episodes", type=_count, default=1, metavar="N", help="default: 1")
+    add("--max-episode-steps", type=_count, metavar="N", help="truncate episodes after N steps")
     add("--seed", type=int, default=0, metavar="S", help="default: 0")
     add("--out", type=Path, default=Path("film.mp4"), metavar="FILE", help=".mp4 or .gif; default: film.mp4")
 

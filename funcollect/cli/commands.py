@@ -20,6 +20,7 @@ from funcollect import plots
 from funcollect.cli.output import output_folder, save
 from funcollect.cli.report import RunSummary, episode_table, layout
 from funcollect.cli.subjects import make_env, make_filmed_env, make_policy, policy_named
+from funcollect.core.rollout_trajectories import is_limited
 from funcollect.plots.figures import check_figure
 from funcollect.policies.mlp import mlp
 from funcollect.policies.plugins import PolicyPlugin, offered_policies
@@ -61,7 +62,7 @@ def collect(arguments: argparse.Namespace) -> None:
     seed = secrets.randbits(31) if arguments.seed is None else arguments.seed
     size = arguments.frames_per_batch or min(frames, max(2000, 128 * num_envs))
     with output_folder(out, arguments.overwrite) as folder:
-        env = make_env(arguments.env, num_envs)
+        env = make_env(arguments, num_envs)
         policy = make_policy(arguments, env, seed)
         run = RunSummary()
         with fc.SyncDataCollector(env, policy, frames_per_batch=size, total_frames=frames, seed=seed) as collector:
@@ -101,8 +102,10 @@ def _drawn(run: RunSummary, title: str, path: Path) -> bool:
 @_one_thread()
 def evaluate(arguments: argparse.Namespace) -> None:
     """Run whole episodes, and print the spread of their returns and lengths."""
-    env = make_env(arguments.env, arguments.num_envs)
+    env = make_env(arguments, arguments.num_envs)
     policy = make_policy(arguments, env, arguments.seed)
+    if not is_limited(env, None):
+        print("episodes may have no end: --max-episode-steps N truncates them", file=sys.stderr)
     print(episode_table(fc.evaluate(env, policy, episodes=arguments.episodes, seed=arguments.seed)))
 
 
@@ -110,7 +113,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
 def record(arguments: argparse.Namespace) -> None:
     """Film whole episodes."""
     os.environ.setdefault("SDL_AUDIODRIVER", "dummy")  # films have no sound; pygame looks for a sound card
-    env = make_filmed_env(arguments.env)
+    env = make_filmed_env(arguments)
     policy = make_policy(arguments, env, arguments.seed)
     stats = fc.record(env, policy, arguments.out, episodes=arguments.episodes, seed=arguments.seed)
     print(episode_table(stats), f"film: {arguments.out}", sep="\n\n")
@@ -122,13 +125,11 @@ def check(arguments: argparse.Namespace) -> None:
     for name in ("option", "weights"):
         if getattr(arguments, name) and arguments.policy is None:
             raise ValueError(f"--{name} is given without --policy, expected both: leave it out, or name the policy")
-    limit = arguments.max_episode_steps
-    given = {} if limit is None else {"max_episode_steps": limit}
-    env = make_env(arguments.env, arguments.num_envs, **given)
+    env = make_env(arguments, arguments.num_envs)
     run = {"steps": arguments.steps, "seed": arguments.seed}
     try:
         if arguments.policy is None:
-            print(fc.testing.check_env(env, single=make_env(arguments.env, 1, **given), **run))
+            print(fc.testing.check_env(env, single=make_env(arguments, 1), **run))
         else:
             print(fc.testing.check_policy(make_policy(arguments, env, arguments.seed), env, **run))
     except fc.CheckError as error:
@@ -138,7 +139,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 def explain(arguments: argparse.Namespace) -> None:
     """Print how the environment and the policy would run together."""
-    env = make_env(arguments.env, arguments.num_envs)
+    env = make_env(arguments, arguments.num_envs)
     print(fc.explain(env, make_policy(arguments, env, seed=0)))
 
 
@@ -152,7 +153,7 @@ def profile(arguments: argparse.Namespace) -> None:
         except ImportError as error:
             print(f"no {out}: {error}", file=sys.stderr)
             out = None
-    env = make_env(arguments.env, arguments.num_envs)
+    env = make_env(arguments, arguments.num_envs)
     measured = fc.profile(env, make_policy(arguments, env, seed=0), frames=arguments.frames)
     print(measured)
     if out is not None:
@@ -161,7 +162,7 @@ def profile(arguments: argparse.Namespace) -> None:
 
 def policies(arguments: argparse.Namespace) -> None:
     """Print each policy that packages offer by name: whether it works, the package, and where its factory is."""
-    env = None if arguments.env is None else make_env(arguments.env, 1)
+    env = None if arguments.env is None else make_env(arguments, 1)
     offers = offered_policies()
     wide, origins = (max(map(len, each)) for each in (offers, [plugin.origin for plugin in offers.values()]))
     for name, plugin in offers.items():

@@ -21,12 +21,15 @@ from funcollect.protocols import is_env
 _IN_A_MODULE = re.compile(r"[\w.]+:[A-Za-z_]\w*")  # Gymnasium's module:Id-v0 has a version
 
 
-def make_env(name: str, num_envs: int | None, **kwargs: Any) -> fc.Env:
-    """Make an environment from an id, or from ``module:factory``, with `num_envs` lanes; None for a single one.
+def make_env(arguments: argparse.Namespace, num_envs: int | None = None, **kwargs: Any) -> fc.Env:
+    """Make the environment that the arguments name by an id or ``module:factory``; None lanes mean a single one.
 
     Any error of the environment's own code becomes a ValueError, which the command prints as one line.
     """
+    name, limit = arguments.env, arguments.max_episode_steps
     lanes = {} if num_envs is None else {"num_envs": num_envs}
+    if limit is not None:
+        kwargs["max_episode_steps"] = limit
     try:
         if not _IN_A_MODULE.fullmatch(name):
             return fc.make_env(name, **lanes, **kwargs)
@@ -37,13 +40,14 @@ def make_env(name: str, num_envs: int | None, **kwargs: Any) -> fc.Env:
         raise ValueError(f"cannot make {name!r}: {error or type(error).__name__}") from error
 
 
-def make_filmed_env(name: str) -> fc.Env:
+def make_filmed_env(arguments: argparse.Namespace) -> fc.Env:
     """Make a single environment that can be filmed: Gymnasium's, and factories that can, are asked to render."""
+    name = arguments.env
     if _IN_A_MODULE.fullmatch(name):
         asked = "render_mode" in _parameters(_member(name))
     else:
         asked = "/" not in name or name.startswith("ale/")
-    return make_env(name, None, **{"render_mode": "rgb_array"} if asked else {})
+    return make_env(arguments, None, **{"render_mode": "rgb_array"} if asked else {})
 
 
 def _made(factory: Any, keywords: dict[str, Any]) -> fc.Env:

@@ -156,6 +156,21 @@ def test_no_episode_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert re.search(r"^return( +-){4}$", capsys.readouterr().out, re.M)
 
 
+def test_whole_episodes_can_be_limited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limit = ("--max-episode-steps", "5")
+    assert main(["evaluate", "Pendulum-v1", *limit, "--episodes", "3"]) == 0
+    assert main(["record", "CartPole-v1", *limit, "--out", str(tmp_path / "film.gif")]) == 0
+    out, err = capsys.readouterr()
+    assert re.findall(r"truncated +(\d+)", out) == ["3", "1"]
+    assert not err
+
+
+@pytest.mark.usefixtures("rigged")
+def test_an_evaluation_that_may_have_no_end_is_announced(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "Broken-v0"]) == 2
+    assert "episodes may have no end: --max-episode-steps N truncates them\n" in capsys.readouterr().err
+
+
 def test_without_matplotlib_the_rest_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
