@@ -71,8 +71,9 @@ class CollectorBase(RunOptions, ABC):
     create_env_fn: Any = field(kw_only=False)
     """an `Env`, whatever `make_env` takes, or a callable that returns one of these."""
     policy: Any = field(kw_only=False, default=None)
-    """a `Policy`, a `TensorDictModule` or callable on a TensorDict, a module or function from observation to action, or
-    None for random actions. Not copied if it is on its device already."""
+    """a `Policy`; a `TensorDictModule`, or a callable whose argument is named ``tensordict`` or annotated as one; a
+    module or function from observation to action; or None for random actions. It is not copied if it
+    is on its device already."""
     seed: int | None = None
     """an int, or None to draw one. Afterwards the one in use."""
     options: Options = field(init=False)

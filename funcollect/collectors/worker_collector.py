@@ -56,8 +56,9 @@ class WorkerCollector(CollectorBase):
     """an `Env`, whatever `make_env` takes, or a callable that returns one of these, for all workers; or a list with an
     entry for each."""
     policy: Any = field(kw_only=False, default=None)
-    """a `Policy`, a `TensorDictModule` or callable on a TensorDict, a module or function from observation to action, or
-    None for random actions. Each worker has its own copy, which follows `update_policy_weights_`."""
+    """a `Policy`; a `TensorDictModule`, or a callable whose argument is named ``tensordict`` or annotated as one; a
+    module or function from observation to action; or None for random actions. Each worker has its own copy, which
+    follows `update_policy_weights_`."""
     policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None
     """makes the policy in each worker, in place of `policy`; or a list with one for each."""
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None

@@ -35,7 +35,7 @@ class PrioritizedSampler(RandomSampler):
         max_capacity: the capacity of the storage.
         alpha: the exponent of priorities; 0 makes all frames of positive priority equally likely.
         beta: the exponent of the importance weights; 1 corrects the sampling bias fully. It may be changed at any time.
-        eps: added to every priority that is not 0.
+        eps: a small number added to every priority but 0, which stays 0: such frames are never drawn.
 
     Raises:
         TypeError, ValueError: for a capacity below 1, and for negative numbers.
