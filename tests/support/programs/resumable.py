@@ -118,52 +118,76 @@ def dqn(directory, batches):
     return net
 
 
-def jax_pg(directory, batches):
-    """A policy gradient in JAX in one fused loop, with momentum."""
+def jax_ppo(directory, batches):
+    """PPO in JAX on a fused loop; its minibatches follow from the number of the batch."""
     import jax
     import jax.numpy as jnp
+    import optax
 
-    keys = jax.random.split(jax.random.key(0))
-    params = {"in": jax.random.normal(keys[0], (4, 16)) * 0.3, "out": jax.random.normal(keys[1], (16, 2)) * 0.3}
-    momentum = jax.tree.map(jnp.zeros_like, params)
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = {"in": (4, 16), "out": (16, 2), "value in": (4, 16), "value out": (16, 1)}
+    params = {
+        name: 0.3 * jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+    optimizer = optax.adam(3e-3)
+    moments = optimizer.init(params)
 
     def apply(params, observation):
         return jnp.tanh(observation @ params["in"]) @ params["out"]
 
     @jax.jit
-    def update(params, momentum, observation, action, gain):
-        def loss(params):
-            logp = jax.nn.log_softmax(apply(params, observation))
-            return -(jnp.take_along_axis(logp, action[..., None], -1)[..., 0] * gain).mean()
+    def critic(params, observation):
+        return jnp.tanh(observation @ params["value in"]) @ params["value out"]
 
-        grad = jax.grad(loss)(params)
-        momentum = jax.tree.map(lambda old, new: 0.9 * old + new, momentum, grad)
-        return jax.tree.map(lambda value, step: value - 0.05 * step, params, momentum), momentum
+    def loss(params, rows):
+        logp = jnp.take_along_axis(jax.nn.log_softmax(apply(params, rows["observation"])), rows["action"], -1)[:, 0]
+        ratio = jnp.exp(logp - rows["before"])
+        gain = jnp.minimum(ratio * rows["gain"], jnp.clip(ratio, 0.8, 1.2) * rows["gain"])
+        return -gain.mean() + jnp.square(critic(params, rows["observation"])[:, 0] - rows["target"]).mean()
+
+    @jax.jit
+    def update(params, moments, rows, number):
+        order = jax.random.permutation(jax.random.fold_in(jax.random.key(1), number), 64).reshape(4, 16)
+
+        def minibatch(carry, chosen):
+            params, moments = carry
+            grad = jax.grad(loss)(params, jax.tree.map(lambda column: column[chosen], rows))
+            change, moments = optimizer.update(grad, moments)
+            return (optax.apply_updates(params, change), moments), None
+
+        return jax.lax.scan(minibatch, (params, moments), order)[0]
 
     policy = fc.jax_policy(apply, params, head=fc.heads.categorical)
-    with fc.SyncDataCollector("gymnax/CartPole-v1", policy, frames_per_batch=64, seed=6) as collector:
+    env = fc.make_env("gymnax/CartPole-v1", num_envs=4)
+    with fc.SyncDataCollector(env, policy, frames_per_batch=64, seed=6) as collector:
         start = 0
         checkpoint = fc.Checkpoint(directory / "checkpoints")
         if checkpoint.latest() is not None:
-            saved = checkpoint.restore(collector=collector, policy=params, optimizer=momentum)
-            params, momentum, start = saved["policy"], saved["optimizer"], saved["step"]
+            saved = checkpoint.restore(collector=collector, policy=params, optimizer=moments)
+            params, moments, start = saved["policy"], saved["optimizer"], saved["step"]
         collector.params = params if start == 0 else collector.params
         for number in range(start, batches):
             batch = next(collector)
-            observation, action = (jnp.asarray(batch[key].numpy()) for key in ("observation", "action"))
-            gain = jnp.asarray(batch["collector", "step"].numpy() / 50 - 1)
-            params, momentum = update(params, momentum, observation, action, gain)
+            value, after = (
+                torch.from_dlpack(critic(params, jnp.asarray(batch[key].numpy())))
+                for key in ("observation", ("next", "observation"))
+            )
+            gain, target = fc.gae(batch, value, after)
+            columns = {"gain": gain[..., 0], "target": target[..., 0], "before": batch["action_log_prob"]}
+            columns |= {"observation": batch["observation"], "action": batch["action"][..., None]}
+            rows = {name: jnp.asarray(column.flatten(0, 1).numpy()) for name, column in columns.items()}
+            params, moments = update(params, moments, rows, number)
             collector.update_policy_weights_(params)
             logged(directory, f"{number} {of_batch(batch)}")
             if (number + 1) % EVERY == 0:
-                checkpoint.save(number + 1, collector=collector, policy=params, optimizer=momentum)
+                checkpoint.save(number + 1, collector=collector, policy=params, optimizer=moments)
     weights = nn.Module()
     for name, value in params.items():
-        weights.register_buffer(name, torch.tensor(jax.device_get(value)))
+        weights.register_buffer(name.replace(" ", "_"), torch.tensor(jax.device_get(value)))
     return weights
 
 
-RUNS = {"ppo": ppo, "dqn": dqn, "jax": jax_pg}
+RUNS = {"ppo": ppo, "dqn": dqn, "jax": jax_ppo}
 
 
 def main(kind, directory, batches):
