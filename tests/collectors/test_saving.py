@@ -443,3 +443,18 @@ def test_a_loaded_state_does_not_count_the_batch_of_the_run_before(kind):
         run.load_state_dict(begun)
         next(run)
         assert int(policy.statistics.count) == 0
+
+
+def test_parameters_given_to_one_worker_leave_the_policy_its_own_weights(tmp_path):
+    policy, again = actor(), actor(1)
+    with build("workers", policy) as collector:
+        trained(collector, policy, range(2))
+        other = {name: weight + 0.5 for name, weight in policy.module.state_dict().items()}
+        collector.update_policy_weights_(other, worker_ids=[1])
+        collector.save(tmp_path / "run")
+        wanted = trained(collector, policy, range(3))
+    kind_of, make, _ = SYNCHRONOUS["workers"]
+    with kind_of.load(tmp_path / "run", make(), again) as collector:
+        assert collector.params is None
+        for one, two in zip(wanted, trained(collector, again, range(3)), strict=True):
+            assert_same(one, two)

@@ -241,6 +241,7 @@ class WorkerRun:
             "workers": {str(worker): each for worker, each in enumerate(saved)},
             "policy_version": self.weights.version,
             "own_weights": self.weights.own,
+            "own_workers": self.weights.own_workers(),
         }
 
     def _go_on_from(self, state_dict: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> None:
@@ -248,7 +249,9 @@ class WorkerRun:
         runners = {worker: runners_of(each)[0] for worker, each in zip(self.workers, saved, strict=True)}
         self.seed = seed_of(runners_of(saved[0])[0]["key"].numpy())
         self.pool.go_on_from(self.seed, [progress_of(each) for each in saved])
-        self.weights.go_on_from(state_dict["policy_version"], runners, own=state_dict["own_weights"])
+        own = state_dict["own_weights"]
+        own_workers = state_dict.get("own_workers", [own] * len(runners))  # absent in files of earlier versions
+        self.weights.go_on_from(state_dict["policy_version"], runners, own=own, own_workers=own_workers)
 
     def _call_each(self, name: str, arguments: Sequence[Any], *others: Any) -> None:
         """Call a method of every worker, each with its own first argument."""

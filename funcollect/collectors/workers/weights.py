@@ -26,6 +26,7 @@ class WeightsVersion:
     number: int  # the policy's version
     slot: int | None = None
     params: Any = None  # the parameters in the call; None for the policy's own
+    own: bool = True  # whether they are the policy's own
     loaded: bool = False  # whether `params` come from a state dict and were the policy's own when they were saved
     policy: bytes | None = None  # the packed module or function, if it has changed since the workers were built
 
@@ -57,7 +58,7 @@ class Weights:
         self._shapes = self._shapes_now()
         self._changes = PolicyChanges(self._policy)
         self.version = 0  # of the latest update
-        self.own = True  # whether the latest update had the policy's own weights
+        self.own = True  # whether the latest update of all workers had the policy's own weights
         self._refusal: BaseException | None = None  # the error of a worker that kept its previous weights
         self._latest: WeightsVersion | None = None
         count = len(pool.records)
@@ -75,10 +76,11 @@ class Weights:
         weights, policy = self._named(params), self._changes.packed()
         with self._pool.lock:
             slot = None if weights is None else self._write(weights, workers)
-            self.version, self.own = self.version + 1, params is None
-            version = WeightsVersion(
-                self.version, slot, self._weight_store.encode_params(params) if slot is None else None, policy=policy
-            )
+            self.version, own = self.version + 1, params is None
+            if {*workers} >= {*self._pool.workers}:
+                self.own = own
+            sent = self._weight_store.encode_params(params) if slot is None else None
+            version = WeightsVersion(self.version, slot, sent, own, policy=policy)
             self._latest = version
             for worker in workers:
                 self._wanted[worker] = version
@@ -192,21 +194,35 @@ class Weights:
             self._policy = replaced(self._policy, unpack(policy))
             self._changes = PolicyChanges(self._policy, policy)
 
-    def go_on_from(self, version: int, saved: Mapping[int, Mapping[str, Any]], *, own: bool) -> None:
-        """Continue from the states that the workers have loaded. No call with weights is under way then."""
+    def own_workers(self) -> list[bool]:
+        """Whether each worker at work acts with the policy's own weights, as they were at its latest update."""
+        return [(wanted := self._wanted[worker]) is None or wanted.own for worker in self._pool.workers]
+
+    def go_on_from(
+        self, version: int, saved: Mapping[int, Mapping[str, Any]], *, own: bool, own_workers: Sequence[bool]
+    ) -> None:
+        """Continue from the states that the workers have loaded. No call with weights is under way then.
+
+        `own` and `own_workers` are what they were when the run was saved.
+        """
         self.version, self.own = version, own
         self._under_way = [None] * len(self._wanted)
         self._wanted = [None] * len(self._wanted)
-        for worker, state in saved.items():
+        for (worker, state), its_own in zip(saved.items(), own_workers, strict=True):
             if weights := state["policy_state_dict"]:
-                self._wanted[worker] = self._saved_version(worker, state, weights)
+                self._wanted[worker] = self._saved_version(worker, state, weights, own=its_own)
         self._taken = list(self._wanted)
-        newest = max(saved, key=lambda worker: int(saved[worker]["policy_version"]))
-        self._latest = self._wanted[newest]
-        if own and self._policy is not None and (weights := saved[newest]["policy_state_dict"]):
+
+        def version_of(worker: int) -> int:
+            return int(saved[worker]["policy_version"])
+
+        self._latest = self._wanted[max(saved, key=version_of)]
+        with_own = [worker for worker, its_own in zip(saved, own_workers, strict=True) if its_own]
+        weights = saved[max(with_own, key=version_of)]["policy_state_dict"] if with_own else None
+        if own and self._policy is not None and weights:
             self._policy.load(weights)
 
-    def _saved_version(self, worker: int, state: Mapping[str, Any], weights: Any) -> WeightsVersion:
+    def _saved_version(self, worker: int, state: Mapping[str, Any], weights: Any, *, own: bool) -> WeightsVersion:
         number = state["policy_version"]
         if self._policy is None:
             return WeightsVersion(number, params=weights, loaded=state["own_weights"], policy=self._changes.sent)
@@ -214,7 +230,7 @@ class Weights:
             if other is not None and other.number == number:
                 return other
         with self._pool.lock:
-            return WeightsVersion(number, self._write(weights, [worker]), policy=self._changes.sent)
+            return WeightsVersion(number, self._write(weights, [worker]), own=own, policy=self._changes.sent)
 
     def publish(self, params: Any, version: int, policy: bytes | None = None) -> None:
         """`update` for all workers, under the larger run's version number."""
