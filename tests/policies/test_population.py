@@ -318,6 +318,19 @@ def test_a_module_that_vmap_refuses_draws_and_writes_as_often_as_its_members_do(
     assert torch.equal(first["action_log_prob"], collected(env, policy)["action_log_prob"])
 
 
+def test_what_vmap_takes_may_depend_on_the_mode_of_the_module() -> None:
+    class Checked(Branching):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x) if self.training else self.last(x)
+
+    policy, members = in_torch(Checked)
+    env = environment(HOST)
+    for training in (False, True):
+        for each in (policy, *members):
+            each.module.train(training)
+        assert_members(collected(env, policy), [collected(env, member) for member in members])
+
+
 def test_parameters_have_the_dtypes_and_the_number_of_the_members() -> None:
     policy, members = POPULATIONS["torch"]()
     doubles = fc.population(members[0], {name: leaf.double() for name, leaf in policy.state_dict().items()})

@@ -21,7 +21,8 @@ from funcollect.policies.torch_modules.skeleton import bare
 
 _CALLED = Tools(optree.tree_leaves, optree.tree_map, torch.cat, None)  # type: ignore[arg-type]
 _MAPPED = replace(_CALLED, vmap=partial(vmap, randomness="different"))
-_TOOLS: weakref.WeakKeyDictionary[nn.Module, Tools] = weakref.WeakKeyDictionary()  # which of them a module allows
+_Modes = tuple[bool, ...]  # `training` of each part; what a module allows may depend on it, as its `forward` does
+_TOOLS: weakref.WeakKeyDictionary[nn.Module, dict[_Modes, Tools]] = weakref.WeakKeyDictionary()  # that a module allows
 
 
 def stacked_module(module: Any, tensors: Mapping[str, Tensor], size: int) -> Any:
@@ -65,8 +66,10 @@ class _Members:
         def call(own: Any, rows: Any) -> Any:
             return functional_call(one, own, rows)
 
-        if module in _TOOLS:
-            return answers(_TOOLS[module], self._group, call, tensors, inputs)
+        allowed = _TOOLS.setdefault(module, {})
+        modes = tuple(part.training for part in module.modules())
+        if modes in allowed:
+            return answers(allowed[modes], self._group, call, tensors, inputs)
         place = next(iter(tensors.values())).device
         drawn, before = torch.get_rng_state(), {name: leaf.clone() for name, leaf in module.named_buffers()}
         drawn_on_device = device_states(place)
@@ -80,9 +83,9 @@ class _Members:
             for name, leaf in module.named_buffers():
                 leaf.copy_(before[name])
             answer = answers(_CALLED, self._group, call, tensors, inputs)
-            _TOOLS[module] = _CALLED
+            allowed[modes] = _CALLED
         else:
-            _TOOLS[module] = _MAPPED
+            allowed[modes] = _MAPPED
         return answer
 
     def __reduce_ex__(self, protocol: Any) -> Any:
