@@ -74,7 +74,7 @@ class FinalObservations:
 
 def _same(one: Tensor, two: Tensor) -> bool:
     """Whether tensors have the same bits."""
-    return torch.equal(one.contiguous().view(torch.uint8), two.contiguous().view(torch.uint8))
+    return torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8))
 
 
 def is_compact(batch: Any) -> bool:

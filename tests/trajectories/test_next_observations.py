@@ -81,6 +81,33 @@ def test_next_observations_come_back(name, keywords):
         check(whole, compact)
 
 
+class Partly(gymnasium.Env):
+    """One of its observations has no elements."""
+
+    observation_space = spaces.Dict({"full": spaces.Box(0, 1, (2,)), "empty": spaces.Box(0, 1, (0,))})
+    action_space = spaces.Discrete(2)
+
+    def _observation(self):
+        return {"full": self.np_random.random(2, np.float32), "empty": np.zeros(0, np.float32)}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._observation(), {}
+
+    def step(self, action):
+        return self._observation(), 1.0, bool(self.np_random.random() < 0.2), False, {}
+
+
+def test_an_observation_may_have_no_elements():
+    for join in ("stack", 0, -1):
+        made = []
+        for compact in (False, True):
+            keywords = {"frames_per_batch": 24, "cat_results": join, "compact_obs": compact}
+            with multi(create_env_fn=[Partly] * 2, policy=None, create_env_kwargs={"num_envs": 2}, **keywords) as both:
+                made.append(next(both).clone())
+        assert_same(fc.next_observations(made[1]), made[0])
+
+
 def test_only_ends_are_stored():
     for whole, compact in both(ENVS["counting"]):
         ends = int(whole["next", "done"].sum()) + int((~whole["next", "done"][:, -1]).sum())

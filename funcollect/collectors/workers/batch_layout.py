@@ -180,7 +180,8 @@ class BatchLayout:
         if self._side_by_side:
             return column.flatten(1, 2).transpose(0, 1)
         if self.join == "stack":
-            column = column.reshape(len(self.lengths), -1, *column.shape[1:])
+            workers = len(self.lengths)
+            column = column.reshape(workers, len(column) // workers, *column.shape[1:])
             return column.squeeze(2) if self.single else column.transpose(1, 2)
         return column.squeeze(1) if self.single else column.transpose(0, 1)
 
