@@ -108,8 +108,10 @@ def test_several_runs_share_axes() -> None:
 def test_the_title_names_the_environment_and_counts_the_episodes() -> None:
     (axes,) = plots.returns(make_stats([1.0], [4], [0]), title="CartPole-v1").axes
     assert axes.get_title() == "CartPole-v1: 1 episode"
-    plots.lengths(make_stats([1.0] * 1_234, [4] * 1_234, [0] * 1_234), title="Pong", ax=axes)
+    (axes,) = plots.lengths(make_stats([1.0] * 1_234, [4] * 1_234, [0] * 1_234), title="Pong").axes
     assert axes.get_title() == "Pong: 1,234 episodes"
+    plots.lengths(make_stats([1.0], [4], [0]), title="Pong, two runs", ax=axes)
+    assert axes.get_title() == "Pong, two runs"
 
 
 def test_it_leaves_pyplot_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
