@@ -105,7 +105,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     env = make_env(arguments, arguments.num_envs)
     policy = make_policy(arguments, env, arguments.seed)
     if not is_limited(env, None):
-        print("episodes may have no end: --max-episode-steps N truncates them", file=sys.stderr)
+        print("episodes may have no end: limit them in the environment, or with --max-episode-steps N", file=sys.stderr)
     print(episode_table(fc.evaluate(env, policy, episodes=arguments.episodes, seed=arguments.seed)))
 
 

@@ -21,7 +21,7 @@ from funcollect.protocols import is_env
 _IN_A_MODULE = re.compile(r"[\w.]+:[A-Za-z_]\w*")  # Gymnasium's module:Id-v0 has a version
 
 
-def make_env(arguments: argparse.Namespace, num_envs: int | None = None, **kwargs: Any) -> fc.Env:
+def make_env(arguments: argparse.Namespace, num_envs: int | None, **kwargs: Any) -> fc.Env:
     """Make the environment that the arguments name by an id or ``module:factory``; None lanes mean a single one.
 
     Any error of the environment's own code becomes a ValueError, which the command prints as one line.

@@ -249,8 +249,7 @@ class WorkerRun:
         runners = {worker: runners_of(each)[0] for worker, each in zip(self.workers, saved, strict=True)}
         self.seed = seed_of(runners_of(saved[0])[0]["key"].numpy())
         self.pool.go_on_from(self.seed, [progress_of(each) for each in saved])
-        own = state_dict["own_weights"]
-        own_workers = state_dict.get("own_workers", [own] * len(runners))  # absent in files of earlier versions
+        own, own_workers = state_dict["own_weights"], state_dict["own_workers"]
         self.weights.go_on_from(state_dict["policy_version"], runners, own=own, own_workers=own_workers)
 
     def _call_each(self, name: str, arguments: Sequence[Any], *others: Any) -> None:
