@@ -76,7 +76,7 @@ docs-serve: docs
 	$(BIN)/python -m http.server --directory docs/_build/html 8000
 
 test: $(VENV)/.test
-	$(IN_PARALLEL) test-ray tests-others test-notebooks lint tests-core tests-policies tests-envs docs tests-docs tests-contracts \
+	$(IN_PARALLEL) test-ray tests-others test-notebooks lint tests-core tests-policies tests-envs tests-contracts tests-docs docs \
 		tests-portable
 
 test-ray: tests-ray

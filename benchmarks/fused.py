@@ -152,8 +152,9 @@ def _our_compile(env_id: str, num_envs: int, length: int) -> float:
 
     env, policy = our_pair(env_id, num_envs)
     state = fc.init(env, policy, seed=0)
-    program = fused.program(env, policy, state, Request(length=length))
-    return compile_seconds(partial(program.lower, policy.params, state, length))  # type: ignore[attr-defined]
+    request = Request(length=length)
+    program: Any = fused.program(env, policy, state, request)
+    return compile_seconds(partial(program.lower, fused.bound_params(policy, request), state, length))
 
 
 def compile_seconds(lower: Any) -> float:

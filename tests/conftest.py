@@ -42,7 +42,7 @@ def pytest_collection_finish(session):
     """What has been imported by now stays, and need not be looked through each time that garbage is collected."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 10, 50)
+    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
     wait = waits_for_host(place)
     if wait:
         follow_torch(*place.device_set)  # before the policy makes Torch do more
-    bound = _bound(policy, request)
+    bound = bound_params(policy, request)
     if wait:
         done = block_loop(env, policy, state, request)(bound, state, request.length, owned=request.owned)
     if done is None:
@@ -92,7 +92,7 @@ def run(env: JaxEnv, policy: Policy, state: CollectorState, request: Request) ->
         return after, batch_of(env, policy, state, cast(leaves, dtypes_of(env)))
 
 
-def _bound(policy: Policy, request: Request) -> BoundParams:
+def bound_params(policy: Policy, request: Request) -> BoundParams:
     """Return what a rollout's program reads; it has read it before the rollout ends."""
     prepare = policy.lend if isinstance(policy, LoweredPolicy) else policy.prepare
     return prepare(request.params), traced_values(request.exploration)
@@ -119,7 +119,9 @@ def block_loop(
     which, place = (_static(config, state, request), options.key), place_of(state)
     made: dict[Hashable, BlockLoop] = memo_of(policy).setdefault("blocks", {})
     if (which, place) not in made:
-        made[which, place] = BlockLoop(config, _bound(policy, request), state, which, place=place, options=options)
+        made[which, place] = BlockLoop(
+            config, bound_params(policy, request), state, which, place=place, options=options
+        )
     return made[which, place]
 
 
