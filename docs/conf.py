@@ -62,7 +62,16 @@ myst_heading_anchors = 3
 add_module_names = False
 # Members of a base class are shown too, but for these.
 _BASES = "object, tuple, Protocol, Generic, ABC, Enum, Iterator, Exception, BaseException"
-autodoc_default_options = {"members": True, "member-order": "bysource", "inherited-members": _BASES}
+# What collectors call of each other, and of their workers.
+_INTERNAL = (
+    "begin_batch, continue_run, count_as, frames_of_batch, go_on, losses, replace_policy, rollout_into, saved_run"
+)
+autodoc_default_options = {
+    "members": True,
+    "member-order": "bysource",
+    "inherited-members": _BASES,
+    "exclude-members": _INTERNAL,
+}
 autodoc_type_aliases = {"Env": "funcollect.Env", "Array": "Array"}
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True

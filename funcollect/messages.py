@@ -54,6 +54,15 @@ def kind_of(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
+def name_of(function: Any) -> str:
+    """The name of a function or a class; the class's name of anything else that is called.
+
+    >>> name_of(abs), name_of(dict), name_of(1.5)
+    ('abs', 'dict', 'float')
+    """
+    return getattr(function, "__name__", type(function).__name__)
+
+
 def note_arguments(error: Exception, function: str, arguments: tuple[Any, ...]) -> None:
     """Add to an exception of a user's function what it was called with."""
     error.add_note(f"{function} was called with {clipped(kinds(arguments), 300)}")

@@ -111,9 +111,9 @@ class Runner:
 
         Its frames are counted, even if a `postproc` raises afterwards and the batch is lost.
         """
-        return self.record(NOWHERE)
+        return self.rollout_into(NOWHERE)
 
-    def record(self, columns: OwnColumns) -> TensorDictBase:
+    def rollout_into(self, columns: OwnColumns) -> TensorDictBase:
         """`rollout`, recorded into `columns` as far as they fit; see `funcollect.core.request.Request`."""
         self._check_open()
         if self._interrupted:

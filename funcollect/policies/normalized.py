@@ -86,7 +86,7 @@ def _buffers(stats: RunningStatistics) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
-class _Normalized(nn.Module):
+class NormalizedModule(nn.Module):
     """Passes normalised observations to a module, or a function."""
 
     def __init__(
@@ -119,10 +119,10 @@ class _Normalized(nn.Module):
 class NormalizedTorch(TorchPolicy):
     """See `normalized`."""
 
-    _module: _Normalized
+    _module: NormalizedModule
 
     def __init__(self, policy: TorchPolicy, stats: RunningStatistics, clip: float) -> None:
-        module = _Normalized(policy.module, stats, clip, policy.keys)
+        module = NormalizedModule(policy.module, stats, clip, policy.keys)
         module.statistics.to(policy.run_device)
         self.take_over(policy, module)
 

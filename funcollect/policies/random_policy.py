@@ -55,6 +55,9 @@ class RandomPolicy(PolicyBase):
     def __init__(self, spec: ActionSpec) -> None:
         self.spec = spec
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.spec.space})"
+
     @override
     def noise(self, spec: ActionSpec, /) -> Noise | None:
         return random_noise(spec)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from funcollect.keys import Key, Noise, Purpose, fold, generator_state, seed_of
-from funcollect.messages import shown
+from funcollect.messages import name_of, shown
 from funcollect.policies.base import PolicyBase
 from funcollect.policies.heads.head import Head
 from funcollect.policies.torch_modules.settings import Settings, SettingsCache
@@ -98,6 +98,9 @@ class TorchBacked(PolicyBase):
         self.initial_state = initial_state  # of one environment at the start of an episode, or None
         self.compiler = compiler  # the way of running that the user demands
         self.replace(module)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({name_of(self._module)})"
 
     def replace(self, module: Callable[..., Any]) -> None:
         """Run another module, or function, from now on."""

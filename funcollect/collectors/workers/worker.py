@@ -311,7 +311,7 @@ class Worker(WorkerBase):
     @override
     def _rollout(self, columns: OwnColumns) -> TensorDictBase:
         self._runner.begin_batch()
-        return self._runner.record(columns)
+        return self._runner.rollout_into(columns)
 
     @override
     def _report(self, seconds: float, idle: float) -> RolloutReport:

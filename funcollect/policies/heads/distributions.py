@@ -13,7 +13,7 @@ from torch import distributions
 from funcollect.errors import PolicyError
 from funcollect.interop.jax_setup import import_jax, own_generator
 from funcollect.keys import Noise
-from funcollect.messages import shown
+from funcollect.messages import name_of, shown
 from funcollect.policies.heads.head import HeadBase, Outputs, Parameters
 from funcollect.policies.numerics import TORCH, in_32_bits
 from funcollect.specs import ActionSpec
@@ -58,8 +58,7 @@ def from_distribution(distribution: Callable[..., Any], *names: str) -> FromDist
             f"names is {shown(found)}, expected the parameters of {shown(distribution)} that the network returns: pass "
             "for example from_distribution(torch.distributions.Categorical, 'logits')"
         )
-    title = getattr(distribution, "__name__", type(distribution).__name__)
-    return FromDistribution(f"from_distribution({title})", tuple(found), distribution)
+    return FromDistribution(f"from_distribution({name_of(distribution)})", tuple(found), distribution)
 
 
 def _required(distribution: Callable[..., Any]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from funcollect.interop.bridge import torch_view
 from funcollect.interop.jax_setup import compiled, import_jax, own_generator
 from funcollect.interop.memo import memo_of
 from funcollect.keys import Key, Noise
-from funcollect.messages import note_arguments
+from funcollect.messages import name_of, note_arguments
 from funcollect.policies.actors.actor import array_over, lane_mask, recurrent_names, select_program, split_answer
 from funcollect.policies.actors.checks import check_action, check_parameters, check_recurrent, finish_columns
 from funcollect.policies.base import PolicyBase, ProtocolActor
@@ -42,6 +42,9 @@ class FunctionPolicy(PolicyBase):
         self.initial_state = initial_state
         named = [name for name in ("key", "keys") if name in inspect.signature(apply).parameters]
         self.takes_key: Any = named[0] if named else None  # the name of the parameter for the function's own randomness
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({name_of(self.apply)})"
 
     @property
     @override

@@ -70,6 +70,9 @@ class EmbeddedPolicy(FunctionPolicy, ABC):
         self.nested: list[Path] = []  # outputs that the loop has under dotted names
         self._try(observation, lanes_of(initial_carry, len(leaves_of(observation)[0][0]), source.device))
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.source})"
+
     @abstractmethod
     def _try(self, observation: Any, recurrent: Any) -> None:
         """Prepare the module to be called in the loop, and call it with this example."""
