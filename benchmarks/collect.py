@@ -1,10 +1,11 @@
 """Frames (environment steps) per second: ours, TorchRL, Stable-Baselines3, and loops written by hand as the limit.
 
 Every network is 2x64 tanh and records the log-probability; Stable-Baselines3 evaluates a value network besides. `loop`
-resets without a seed, `loop-reseed` seeds each episode as ours does; both store nothing but the observation. All run on
-bare Gymnasium environments without its checker. A JAX network's jitted call draws its noise itself in these loops, and
-gets it as an argument, drawn ahead as ours does, in `loop-ahead` and `loop-ahead-reseed`. The cells of `suites`
-(EnvPool, Atari games) and `torchrl` (its environments and actors), which can be run by themselves, come after these.
+resets without a seed, `loop-reseed` seeds each episode as ours does; both store nothing but the observation.
+`loop-record` seeds, too, and keeps the columns of a batch but for log-probabilities, ids and counters. All run on bare
+Gymnasium environments without its checker. A JAX network's jitted call draws its noise itself in these loops, and gets
+it as an argument, drawn ahead as ours does, in `loop-ahead`, `loop-ahead-reseed` and `loop-record`. The cells of
+`suites` (EnvPool, Atari games) and `torchrl` (its environments and actors), which can be run by themselves, come after.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def _contestants(env_id: str, policy: str, num_envs: int, length: int) -> dict[s
     for name, make_act in _LOOPS[policy].items():
         contestants[name] = partial(loops.Loop, *work, make_act, reseed=False)
         contestants[f"{name}-reseed"] = partial(loops.Loop, *work, make_act, reseed=True)
+    *_, last = _LOOPS[policy].values()
+    contestants["loop-record"] = partial(loops.RecordingLoop, *work, last, reseed=True)
     if policy != "jax":
         contestants["torchrl"] = partial(torchrl_collector, *work, random=policy == "random")
     if policy == "torch":

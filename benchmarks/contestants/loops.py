@@ -1,6 +1,7 @@
-"""The limit: hand-written loops with the same networks, which store nothing but the observation.
+"""The limit: hand-written loops with the same networks.
 
 The observation stands in one preallocated [P, n] float32 array. Action and log-probability are computed at every step.
+A `Loop` stores nothing else; a `RecordingLoop` keeps what a batch has.
 """
 
 from __future__ import annotations
@@ -62,6 +63,46 @@ class Loop:
     def close(self) -> None:
         for env in self._envs:
             env.close()
+
+
+class RecordingLoop(Loop):
+    """Keeps the columns of a batch but for log-probabilities, ids and counters: the limit of a loop that records."""
+
+    def run(self) -> int:
+        shape = (self._length, *self._observation.shape)
+        roots, following = np.empty(shape, np.float32), np.empty(shape, np.float32)
+        with torch.inference_mode():
+            self.columns = _record(self._steps, self._resets, self._observation, self._act, roots, following)
+        return self._length * len(self._envs)
+
+
+def _record(
+    steps: list[Callable[[Any], Any]],
+    resets: list[Callable[[], Any]],
+    observation: Observation,
+    act: Act,
+    roots: npt.NDArray[np.float32],
+    following: npt.NDArray[np.float32],
+) -> tuple[npt.NDArray[Any], ...]:
+    lanes = range(len(steps))
+    actions: list[Sequence[Any]] = []
+    outcomes: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
+    keep_reward, keep_terminated, keep_truncated = (each.append for each in outcomes)
+    for root, after in zip(roots, following, strict=True):
+        root[:] = observation
+        chosen = act()
+        actions.append(chosen)
+        for lane, step, action in zip(lanes, steps, chosen, strict=True):
+            row, reward, terminated, truncated, _ = step(action)
+            after[lane] = row
+            keep_reward(reward)
+            keep_terminated(terminated)
+            keep_truncated(truncated)
+            if terminated or truncated:
+                row, _ = resets[lane]()
+            observation[lane] = row
+    rewards, *flags = (np.array(each).reshape(len(roots), -1) for each in outcomes)
+    return roots, following, np.array(actions), rewards.astype(np.float32), *flags
 
 
 def _roll(
