@@ -31,6 +31,7 @@ NAMES = (
     "overhead",
     "memory",
     "imports",
+    "scale",
 )
 RESULTS = Path(__file__).parent / "results"
 

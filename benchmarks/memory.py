@@ -76,11 +76,11 @@ def measure_here(how: str, num_envs: int, length: int) -> dict[str, int]:
     """Collect two batches in a fresh process and return their peak memory."""
     next_batch = SOURCES[how](num_envs, length)
     gc.collect()
-    before = _kernel("VmRSS")
+    before = kernel("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     for _ in range(2):
         size = _bytes(next_batch())
-    return {"before": before, "peak": _kernel("VmHWM"), "batch": size}
+    return {"before": before, "peak": kernel("VmHWM"), "batch": size}
 
 
 def _rollouts(num_envs: int, length: int) -> Callable[[], Any]:
@@ -113,7 +113,8 @@ def _collector(num_envs: int, length: int) -> Callable[[], Any]:
 SOURCES = {"rollout": _rollouts, "collector": _collector}
 
 
-def _kernel(field: str) -> int:
+def kernel(field: str) -> int:
+    """Bytes that the kernel counts for this process: ``VmRSS``, or ``VmHWM``, the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
